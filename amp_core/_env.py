@@ -1,0 +1,55 @@
+"""The environment variables that amp-core reads, all of them, in one place."""
+
+from __future__ import annotations
+
+import os
+
+DISABLE_BACKENDS = "AMP_DISABLE_BACKENDS"
+PLUGIN_AUTOLOAD = "AMP_PLUGIN_AUTOLOAD"
+STRICT_PLUGINS = "AMP_STRICT_PLUGINS"
+POLICY = "AMP_POLICY"
+DEPRECATION = "AMP_DEPRECATION"
+
+_TRUE = frozenset({"1", "true", "yes", "on"})
+_FALSE = frozenset({"0", "false", "no", "off"})
+
+
+def _flag(name: str, default: bool) -> bool:
+    text = os.environ.get(name, "").strip().lower()
+    if not text:
+        return default
+    if text in _TRUE:
+        return True
+    if text in _FALSE:
+        return False
+    legal = ", ".join(sorted(_TRUE | _FALSE))
+    raise ValueError(f"{name}={text!r} is not a switch; use one of {legal}.")
+
+
+def disabled_backends() -> frozenset[str]:
+    """``AMP_DISABLE_BACKENDS=a,b``: device types that are not loaded."""
+    names = os.environ.get(DISABLE_BACKENDS, "").split(",")
+    return frozenset(name.strip() for name in names if name.strip())
+
+
+def plugin_autoload() -> bool:
+    """``AMP_PLUGIN_AUTOLOAD=0``: entry points of third parties are not looked at (default on)."""
+    return _flag(PLUGIN_AUTOLOAD, default=True)
+
+
+def strict_plugins() -> bool:
+    """``AMP_STRICT_PLUGINS=1``: a broken plugin raises instead of warning (default off)."""
+    return _flag(STRICT_PLUGINS, default=False)
+
+
+def policy_path() -> str | None:
+    """``AMP_POLICY=path.toml``: the op policy that regions use when none is given."""
+    return os.environ.get(POLICY) or None
+
+
+def deprecation_once() -> bool:
+    """``AMP_DEPRECATION=once``: deprecated names warn once per site, on rank 0 only (default ``always``)."""
+    text = os.environ.get(DEPRECATION, "").strip().lower() or "always"
+    if text not in {"always", "once"}:
+        raise ValueError(f"{DEPRECATION}={text!r} is not known; use 'always' or 'once'.")
+    return text == "once"

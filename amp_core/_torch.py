@@ -1,0 +1,59 @@
+"""The only module that touches names which torch does not document.
+
+Each one says what it is for and what breaks if a torch release drops it, so that admitting a new
+torch minor version is a matter of reading this page and running the tests.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+
+
+def autocast_known(device_type: str) -> bool:
+    """Whether torch has an autocast dispatch key for `device_type`.
+
+    For: choosing the generic backend. If it goes: mps, mtia, hpu, maia, xla and PrivateUse1 devices
+    without a package of their own are no longer found.
+    """
+    return bool(torch._C._is_autocast_available(device_type))
+
+
+def is_device_type(name: str) -> bool:
+    """Whether torch would parse `name` as the type of a ``torch.device``.
+
+    Public API only; here because the answer is an exception.
+    """
+    try:
+        return torch.device(name).type == name
+    except RuntimeError:
+        return False
+
+
+def privateuse1_name() -> str:
+    """The present name of the PrivateUse1 device type.
+
+    For: torch's ``get_amp_supported_dtype`` protocol. If it goes: renamed devices lose their dtype list.
+    """
+    return torch._C._get_privateuse1_backend_name()
+
+
+def privateuse1_amp_dtypes(device_type: str) -> list[torch.dtype]:
+    """The dtypes that a PrivateUse1 device says autocast may use.
+
+    Raises:
+        AssertionError: with torch's text, when the device's module is missing or lacks the function.
+    """
+    text = (
+        f"Tried to use AMP with the `{device_type}` backend, but the backend has not registered a "
+        "module or  the module miss some necessary funcs. The backend should register a module by "
+        "`torch._register_device_module`, and the module must have these funcs: \n"
+        "`get_amp_supported_dtype() -> List[torch.dtype]`. \n"
+    )
+    module = getattr(torch, device_type, None)
+    assert module is not None, text
+    assert hasattr(module, "get_amp_supported_dtype"), (
+        text + "But the func `get_amp_supported_dtype` is missing. \n"
+    )
+    return cast("list[torch.dtype]", module.get_amp_supported_dtype())

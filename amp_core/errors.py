@@ -1,0 +1,57 @@
+"""Every exception and warning that amp-core raises of its own.
+
+Where `torch.amp` raises (``RuntimeError``, ``ValueError``, ``AssertionError`` ...) amp-core raises the
+same class with the same text; the classes here are for conditions that torch does not have.
+"""
+
+from __future__ import annotations
+
+
+class AmpError(Exception):
+    """Base of all errors of amp-core's own."""
+
+
+class BackendError(AmpError, RuntimeError):
+    """A device backend cannot be used. Also a ``RuntimeError``, as torch raises for unknown devices."""
+
+
+class BackendNotFoundError(BackendError):
+    """No backend serves the device type that was asked for."""
+
+
+class BackendLoadError(BackendError):
+    """A backend is installed but failed to load; the original error is the ``__cause__``."""
+
+
+class BackendConflictError(BackendError):
+    """Two owners claim one device type."""
+
+
+class BackendDisabledError(BackendError):
+    """The backend was switched off through ``AMP_DISABLE_BACKENDS`` or ``AMP_PLUGIN_AUTOLOAD``."""
+
+
+class PolicyError(AmpError, ValueError):
+    """An op policy is malformed or cannot be applied."""
+
+
+class AmpWarning(UserWarning):
+    """Base of all warnings of amp-core's own."""
+
+
+class PluginWarning(AmpWarning):
+    """A third-party plugin failed and was left out."""
+
+
+for _public in [
+    AmpError,
+    BackendError,
+    BackendNotFoundError,
+    BackendLoadError,
+    BackendConflictError,
+    BackendDisabledError,
+    PolicyError,
+    AmpWarning,
+    PluginWarning,
+]:
+    _public.__module__ = "amp_core"  # tracebacks show the name that users import

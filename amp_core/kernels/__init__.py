@@ -1,0 +1,10 @@
+"""Cast and gradient kernels: the contract, and the portable ones that every backend starts from."""
+
+from __future__ import annotations
+
+from amp_core.kernels.interface import Kernels, Measurement, ScaleTensors
+from amp_core.kernels.portable import Portable
+
+PORTABLE = Portable()
+
+__all__ = ["PORTABLE", "Kernels", "Measurement", "Portable", "ScaleTensors"]

@@ -1,0 +1,105 @@
+"""The gradient and cast kernels that a backend may supply.
+
+Promises, for every method:
+
+- all tensors of one call are on one device; they may differ in dtype, shape and memory layout;
+- a sequence may be empty, a tensor may have no elements or no dimensions;
+- no host synchronization: results stay on the device;
+- only what is named as written is written, and the version counter of what is written moves;
+- the result does not depend on how many threads call at once.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from amp_core.state import Schedule
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What one read of a list of ``n`` gradients gives. All tensors are on the gradients' device.
+
+    Attributes:
+        norm: 0-dim, float32 (float64 if a gradient is): the norm over all elements of all tensors.
+        norms: shape ``(n,)``, dtype of `norm`: the norm of each tensor.
+        nonfinite: shape ``(n,)``, float32: 1.0 where the tensor holds an inf or a NaN, else 0.0.
+        found_inf: 0-dim, float32: 1.0 if any does, else 0.0; never anything else.
+    """
+
+    norm: Tensor
+    norms: Tensor
+    nonfinite: Tensor
+    found_inf: Tensor
+
+
+@dataclass(frozen=True)
+class ScaleTensors:
+    """The device side of `amp_core.state.ScaleState`: 0-dim float32, int32 and int32 tensors."""
+
+    scale: Tensor
+    growth_tracker: Tensor
+    hysteresis_left: Tensor
+
+
+class Kernels(ABC):
+    """The four kernels of mixed precision. `Portable` is the reference; override what you do faster."""
+
+    name: str
+    """Shown by ``amp backends``, with `reason`."""
+
+    reason: str = ""
+    """Why these kernels and no faster ones, if there is something to say."""
+
+    @abstractmethod
+    def cast(
+        self,
+        tensors: Sequence[Tensor],
+        dtype: torch.dtype,
+        out: Sequence[Tensor] | None = None,
+    ) -> list[Tensor]:
+        """Return `tensors` as `dtype`, rounded to nearest even; NaN, inf and subnormals are kept.
+
+        Args:
+            tensors: floating-point tensors; only read.
+            dtype: the dtype of the results; ignored where `out` is given.
+            out: tensors of the same shapes to write into, which are then returned.
+        """
+
+    @abstractmethod
+    def measure(self, grads: Sequence[Tensor], norm_type: float = 2.0) -> Measurement:
+        """Read `grads` once; return their norms and which of them hold an inf or a NaN.
+
+        The flag is separate from the norm: finite elements whose power overflows do not raise it,
+        and the norm of finite float32 elements is right even where their squares overflow.
+
+        Args:
+            grads: dense floating-point or complex tensors; only read.
+            norm_type: the order ``p`` of the norm: positive, or ``inf``.
+        """
+
+    @abstractmethod
+    def scale_(self, grads: Sequence[Tensor], factor: Tensor, found_inf: Tensor | None = None) -> None:
+        """Multiply `grads` in place by `factor`, in float32 or wider, one read and one write.
+
+        Args:
+            grads: dense floating-point or complex tensors; written.
+            factor: one element, float32, on the same device.
+            found_inf: one element, float32, on the same device; set to 1.0 if any gradient is
+                non-finite before or after the product, else left as it is.
+        """
+
+    @abstractmethod
+    def update_scale_(self, state: ScaleTensors, found_inf: Tensor, schedule: Schedule) -> None:
+        """Advance `state` in place as `amp_core.state.next_scale` says, bit for bit.
+
+        Args:
+            state: written.
+            found_inf: one element, float32; above zero means that a step was skipped.
+            schedule: the rule.
+        """

@@ -1,0 +1,38 @@
+"""Write a device backend for amp-core, or look at those that are there.
+
+`interface.Backend` is what you subclass, `hookimpl` marks your hooks, and the module docstring of
+`interface` shows a whole plugin.
+"""
+
+from __future__ import annotations
+
+import pluggy
+
+from amp_core.plugin.entry_points import ENTRY_POINT_GROUP
+from amp_core.plugin.interface import API_VERSION, Availability, Backend, Refusal
+from amp_core.plugin.manager import (
+    BackendStatus,
+    backends,
+    get_backend,
+    replace_backend,
+)
+from amp_core.plugin.registry import Owner, Registry
+from amp_core.plugin.spec import NAME
+
+hookimpl = pluggy.HookimplMarker(NAME)
+
+__all__ = [
+    "API_VERSION",
+    "ENTRY_POINT_GROUP",
+    "NAME",
+    "Availability",
+    "Backend",
+    "BackendStatus",
+    "Owner",
+    "Refusal",
+    "Registry",
+    "backends",
+    "get_backend",
+    "hookimpl",
+    "replace_backend",
+]

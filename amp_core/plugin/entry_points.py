@@ -1,0 +1,53 @@
+"""The entry points that declare backends; the only place that reads distribution metadata."""
+
+from __future__ import annotations
+
+import os
+from importlib import metadata
+from types import ModuleType
+from typing import NamedTuple
+
+from amp_core.plugin.registry import Owner
+
+ENTRY_POINT_GROUP = "amp_core.backends"
+
+
+class Candidate(NamedTuple):
+    """One declared, not yet imported, plugin."""
+
+    device_type: str
+    distribution: str
+    version: str
+    entry_point: metadata.EntryPoint
+
+    def load(self) -> ModuleType:
+        """Import the plugin."""
+        module = self.entry_point.load()
+        if not isinstance(module, ModuleType):
+            raise TypeError(
+                f"the entry point must name a module with hooks, such as 'my_package.hooks', "
+                f"but {self.entry_point.value!r} is a {type(module).__name__}"
+            )
+        return module
+
+    def owner(self, module: ModuleType | None = None) -> Owner:
+        """Say who brings this plugin."""
+        path = os.path.dirname(getattr(module, "__file__", None) or "")
+        return Owner(self.device_type, self.distribution, self.version, path)
+
+
+def candidates() -> list[Candidate]:
+    """Return what is declared, sorted by name and distribution; each value of a name once.
+
+    Stale metadata (an ``egg-info`` beside an installed distribution) lists an entry point twice.
+    """
+    found = {
+        (ep.name, ep.value): Candidate(ep.name, *_distribution(ep), ep)
+        for ep in metadata.entry_points(group=ENTRY_POINT_GROUP)
+    }
+    return sorted(found.values(), key=lambda c: (c.device_type, c.distribution, c.entry_point.value))
+
+
+def _distribution(ep: metadata.EntryPoint) -> tuple[str, str]:
+    dist = ep.dist
+    return (dist.name, dist.version) if dist is not None else ("", "")

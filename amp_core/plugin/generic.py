@@ -1,0 +1,47 @@
+"""The backend of every device type that torch can autocast but nobody has written a package for."""
+
+from __future__ import annotations
+
+import torch
+
+from amp_core import _torch
+from amp_core.plugin.interface import Availability, Backend
+
+
+class TorchBackend(Backend):
+    """Asks torch: mps, mtia, hpu, maia, xla, ipu, and PrivateUse1 under whatever name it has.
+
+    A PrivateUse1 device follows torch's own protocol: its module, registered with
+    ``torch._register_device_module``, has ``get_amp_supported_dtype() -> list[torch.dtype]``.
+    """
+
+    api_version = 1
+
+    def __init__(self, device_type: str) -> None:
+        self.device_type = device_type  # type: ignore[misc]  # one class, many device types
+
+    def availability(self) -> Availability:
+        module = getattr(torch, self.device_type, None)
+        is_available = getattr(module, "is_available", None)
+        if not callable(is_available):
+            return Availability(
+                False,
+                f"torch {torch.__version__} knows the device type {self.device_type!r} but no module "
+                f"for it is loaded; import the package that provides it",
+            )
+        if not is_available():
+            return Availability(False, f"torch.{self.device_type}.is_available() is False")
+        return Availability(True, f"torch.{self.device_type}.is_available() is True")
+
+    def default_dtype(self) -> torch.dtype:
+        return torch.get_autocast_dtype(self.device_type)
+
+    def supported_dtypes(self) -> tuple[torch.dtype, ...]:
+        if self.device_type != _torch.privateuse1_name():
+            return (torch.bfloat16, torch.float16)
+        return tuple(_torch.privateuse1_amp_dtypes(self.device_type))
+
+    def _display_name(self) -> str:
+        if self.device_type == _torch.privateuse1_name():
+            return self.device_type
+        return self.device_type.upper()

@@ -1,0 +1,138 @@
+"""What a backend is.
+
+A backend tells amp-core everything that a device decides. A whole one::
+
+    import torch
+    from amp_core.plugin import Availability, Backend, hookimpl
+
+    class NpuBackend(Backend):
+        device_type = "npu"
+        api_version = 1
+
+        def availability(self):
+            if not torch.npu.is_available():
+                return Availability(False, "no NPU driver is loaded")
+            return Availability(True, f"{torch.npu.device_count()} NPU(s)")
+
+        def default_dtype(self):
+            return torch.float16
+
+        def supported_dtypes(self):
+            return (torch.float16, torch.bfloat16)
+
+    @hookimpl
+    def amp_register_backends(registry):
+        registry.add(NpuBackend())
+
+and, in the package's ``pyproject.toml``::
+
+    [project.entry-points."amp_core.backends"]
+    npu = "amp_backend_npu.hooks"
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    import torch
+
+    from amp_core.kernels import Kernels
+    from amp_core.policy import OpPolicy
+
+API_VERSION = 1
+"""The version of the backend contract that this amp-core speaks."""
+
+
+@dataclass(frozen=True)
+class Availability:
+    """Whether a device can be used now, and why or why not, in words for a person."""
+
+    usable: bool
+    reason: str
+
+    def __bool__(self) -> bool:
+        return self.usable
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """What `autocast` does with a device or dtype that cannot be used.
+
+    Attributes:
+        message: the text of the warning or error.
+        error: raise ``RuntimeError(message)``; otherwise warn and run the region disabled.
+    """
+
+    message: str
+    error: bool = False
+
+
+class Backend(ABC):
+    """One device type's side of mixed precision.
+
+    The core calls `availability`, `default_dtype` and `supported_dtypes` when a region or scaler is
+    built, never when it is entered; they may query the driver but must not allocate on the device.
+    All methods may be called from several threads at once.
+    """
+
+    device_type: ClassVar[str]
+    """The ``type`` of a ``torch.device``, such as ``"cuda"``."""
+
+    api_version: ClassVar[int]
+    """The contract that the class was written against, as a literal (not `API_VERSION`)."""
+
+    @abstractmethod
+    def availability(self) -> Availability:
+        """Say whether the device can be used now, and why."""
+
+    @abstractmethod
+    def default_dtype(self) -> torch.dtype:
+        """Return the dtype of a region that names none."""
+
+    @abstractmethod
+    def supported_dtypes(self) -> tuple[torch.dtype, ...]:
+        """Return the dtypes that a region may use on the device that is present."""
+
+    def dtype_reason(self, dtype: torch.dtype) -> str:
+        """Say in words why `dtype` is not among `supported_dtypes` (shown by ``amp backends``)."""
+        return f"{dtype} is not a mixed-precision dtype of {self.device_type}"
+
+    def autocast_refusal(self, dtype: torch.dtype) -> Refusal | None:
+        """Decide whether an enabled region may use `dtype`; ``None`` admits it.
+
+        The default is torch's rule for every device but CUDA: a dtype outside `supported_dtypes`
+        is warned about and disables the region. (torch/amp/autocast_mode.py, 2.13)
+        """
+        supported = self.supported_dtypes()
+        if dtype in supported:
+            return None
+        name = self._display_name()
+        return Refusal(
+            f"In {name} autocast, but the target dtype is not supported. Disabling autocast.\n"
+            f"{name} Autocast only supports dtypes of "
+            f"{', '.join(str(d) for d in supported)} currently."
+        )
+
+    def op_policy(self) -> OpPolicy:
+        """Return which op runs in which dtype; by default, the rules torch compiled in for the device.
+
+        A device for which torch has none gets `OpPolicy.uniform`.
+        """
+        from amp_core.policy import OpPolicy
+
+        return OpPolicy.default(self.device_type)
+
+    def kernels(self) -> Kernels:
+        """Return the cast and gradient kernels; by default, the portable ones over torch ops."""
+        from amp_core.kernels import PORTABLE
+
+        return PORTABLE
+
+    def _display_name(self) -> str:
+        return self.device_type.upper()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} for {self.device_type!r}>"

@@ -1,0 +1,1 @@
+"""The conformance kit: behaviour that every backend must show, for makers of devices to inherit."""

@@ -1,0 +1,1 @@
+"""The CPU backend of amp-core. ``hooks`` registers it, ``backend`` says what the device can do."""

@@ -1,0 +1,25 @@
+"""What the CPU can do."""
+
+from __future__ import annotations
+
+import torch
+
+from amp_core.plugin import Availability, Backend
+
+
+class CpuBackend(Backend):
+    """Always there. bfloat16 by default, as in torch."""
+
+    device_type = "cpu"
+    api_version = 1
+
+    def availability(self) -> Availability:
+        return Availability(
+            True, f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
+        )
+
+    def default_dtype(self) -> torch.dtype:
+        return torch.get_autocast_dtype("cpu")
+
+    def supported_dtypes(self) -> tuple[torch.dtype, ...]:
+        return (torch.bfloat16, torch.float16)

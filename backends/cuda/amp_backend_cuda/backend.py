@@ -1,0 +1,51 @@
+"""What a CUDA (or ROCm) GPU can do."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from amp_core.plugin import Availability, Backend, Refusal
+
+
+class CudaBackend(Backend):
+    """float16 by default; bfloat16 where the GPU has it."""
+
+    device_type = "cuda"
+    api_version = 1
+
+    def availability(self) -> Availability:
+        if torch.cuda.is_available():
+            count = torch.cuda.device_count()
+            return Availability(True, f"{count} GPU(s), first: {torch.cuda.get_device_name(0)}")
+        if torch.version.cuda is None and torch.version.hip is None:
+            return Availability(False, f"torch {torch.__version__} is built without CUDA and ROCm")
+        built = f"torch {torch.__version__} is built for CUDA {torch.version.cuda or torch.version.hip}"
+        if torch.cuda.device_count() == 0:
+            return Availability(False, f"{built}, but no GPU or no driver was found")
+        return Availability(False, f"{built}, but the driver does not work with it")
+
+    def default_dtype(self) -> torch.dtype:
+        return torch.get_autocast_dtype("cuda")
+
+    def supported_dtypes(self) -> tuple[torch.dtype, ...]:
+        if torch.cuda.is_available() and not torch.cuda.is_bf16_supported():
+            return (torch.float16,)
+        return (torch.float16, torch.bfloat16)
+
+    def dtype_reason(self, dtype: torch.dtype) -> str:
+        if dtype is torch.bfloat16 and torch.cuda.is_available():
+            return f"{torch.cuda.get_device_name(0)} has no bfloat16 arithmetic; use float16"
+        return super().dtype_reason(dtype)
+
+    def autocast_refusal(self, dtype: torch.dtype) -> Refusal | None:
+        """Follow torch: no GPU disables the region, a GPU without bfloat16 raises, all else is admitted."""
+        if not torch.cuda.is_available() and "torch_xla" not in sys.modules:
+            return Refusal("CUDA is not available or torch_xla is imported. Disabling autocast.")
+        if dtype is torch.bfloat16 and not torch.cuda.is_bf16_supported():
+            return Refusal(
+                "Current CUDA Device does not support bfloat16. Please switch dtype to float16.",
+                error=True,
+            )
+        return None

@@ -1,0 +1,30 @@
+"""What an Intel GPU can do."""
+
+from __future__ import annotations
+
+import torch
+
+from amp_core.plugin import Availability, Backend
+
+
+class XpuBackend(Backend):
+    """float16 by default, bfloat16 too."""
+
+    device_type = "xpu"
+    api_version = 1
+
+    def availability(self) -> Availability:
+        if torch.xpu.is_available():
+            count = torch.xpu.device_count()
+            return Availability(True, f"{count} GPU(s), first: {torch.xpu.get_device_name(0)}")
+        if torch.version.xpu is None:
+            return Availability(False, f"torch {torch.__version__} is built without XPU")
+        return Availability(
+            False, f"torch {torch.__version__} is built for XPU, but no GPU or no driver was found"
+        )
+
+    def default_dtype(self) -> torch.dtype:
+        return torch.get_autocast_dtype("xpu")
+
+    def supported_dtypes(self) -> tuple[torch.dtype, ...]:
+        return (torch.float16, torch.bfloat16)
