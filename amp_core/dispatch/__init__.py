@@ -6,22 +6,18 @@ amp-core costs nothing per op.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-from amp_core.plugin.interface import Backend
-from amp_core.policy import OpPolicy
+if TYPE_CHECKING:
+    from amp_core.dispatch.activate import Activation
+    from amp_core.plugin.interface import Backend
+    from amp_core.policy import OpPolicy
 
-
-class Activation(Protocol):
-    """A policy made ready for one device type; `autocast` pushes and pops it, in pairs, per thread."""
-
-    def push(self) -> None:
-        """Put the policy in force for this thread."""
-
-    def pop(self) -> None:
-        """Take it off again; never raises."""
+__all__ = ["activation"]
 
 
 def activation(backend: Backend, policy: OpPolicy | None) -> Activation | None:
-    """Prepare `policy` (default: the backend's own, or ``AMP_POLICY``) for regions on `backend`."""
-    return None
+    """Prepare `policy` for regions on `backend`; see `amp_core.dispatch.activate.activation`."""
+    from amp_core.dispatch.activate import activation as prepare
+
+    return prepare(backend, policy)

@@ -1,0 +1,311 @@
+"""What each rule does to the arguments of a call: the Python counterpart of torch's native autocast kernels.
+
+`make_runner` looks at an op's schema once and returns a function that casts and runs it; nothing about the
+schema is looked up per call.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from amp_core._torch_dispatch import (
+    Overload,
+    arguments,
+    autocast_key,
+    dispatcher_name,
+    excluded,
+    is_mutable,
+    key_set,
+)
+from amp_core.dispatch import weights
+from amp_core.errors import AmpWarning, PolicyError
+from amp_core.policy import rules as r
+
+Args = Sequence[Any]
+Kwargs = dict[str, Any]
+Runner = Callable[[Any, Args, Kwargs], Any]
+"""(key set of the call, positional arguments, keyword arguments) -> the op's result."""
+
+_BANNED_BCE = (
+    "torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast.\n"
+    "Many models use a sigmoid layer right before the binary cross entropy layer.\n"
+    "In this case, combine the two layers using torch.nn.functional.binary_cross_entropy_with_logits\n"
+    "or torch.nn.BCEWithLogitsLoss.  binary_cross_entropy_with_logits and BCEWithLogits are\n"
+    "safe to autocast."
+)
+
+
+def make_runner(op: Overload, rule: str, device_type: str) -> Runner:
+    """Return what runs `op` by `rule` on `device_type`."""
+    if rule == r.BANNED:
+        return _banned(op)
+    if rule == r.UNCHANGED:
+        return _unchanged(op, device_type)
+    call = _below(op, device_type)
+    if rule == r.FP32_SET_OPT_DTYPE:
+        return _set_opt_dtype(op, call, device_type)
+    if rule == r.FP32_APPEND_DTYPE:
+        return _append_dtype(op, device_type)
+    choose = _CHOOSERS[rule](op, device_type)
+    first_stays = rule == r.MATCH_DESTINATION
+    if is_mutable(op):
+        return _writing_back(op, call, choose, device_type, first_stays)
+    return _casting(call, choose, device_type, first_stays)
+
+
+def _below(op: Overload, device_type: str) -> Callable[..., Any]:
+    """Run `op`, and all that it is made of, without autocast."""
+    keys = key_set(autocast_key(device_type))
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with excluded(keys):
+            return op(*args, **kwargs)
+
+    return call
+
+
+def _banned(op: Overload) -> Runner:
+    text = (
+        _BANNED_BCE
+        if dispatcher_name(op) == "aten::binary_cross_entropy"
+        else f"{dispatcher_name(op)} is banned by the op policy."
+    )
+
+    def run(_keyset: Any, _args: Args, _kwargs: Kwargs) -> Any:
+        raise RuntimeError(text)
+
+    return run
+
+
+def _unchanged(op: Overload, device_type: str) -> Runner:
+    keys = key_set(autocast_key(device_type))
+
+    def run(keyset: Any, args: Args, kwargs: Kwargs) -> Any:
+        return op.redispatch(keyset - keys, *args, **kwargs)
+
+    return run
+
+
+# Which dtype.
+
+Chooser = Callable[[Args, Kwargs], "torch.dtype | None"]
+"""(positional, keyword arguments) -> the dtype to cast to, or None to leave them alone."""
+
+
+def _choose_low(_op: Overload, device_type: str) -> Chooser:
+    return lambda _args, _kwargs: torch.get_autocast_dtype(device_type)
+
+
+def _choose_fp32(_op: Overload, _device_type: str) -> Chooser:
+    return lambda _args, _kwargs: torch.float32
+
+
+def _choose_promote(op: Overload, device_type: str) -> Chooser:
+    """Torch's ``at::autocast::prioritize``: optional tensors do not count, a third dtype is an error."""
+    kinds = [str(a.real_type) in ("Tensor", "List[Tensor]") for a in arguments(op)]
+    counted = [index for index, counts in enumerate(kinds) if counts]
+
+    def choose(args: Args, _kwargs: Kwargs) -> torch.dtype:
+        low = torch.get_autocast_dtype(device_type)
+        found = low
+        for tensor in _tensors(args[i] for i in counted if i < len(args)):
+            if eligible(tensor, device_type):
+                found = _wider(found, tensor.dtype, low)
+        return found
+
+    return choose
+
+
+def _wider(current: torch.dtype, found: torch.dtype, low: torch.dtype) -> torch.dtype:
+    if current is torch.float64:
+        raise RuntimeError("promote type is double in at::autocast::prioritize")
+    if torch.float32 in (current, found):
+        return torch.float32
+    if current is low and found is low:
+        return low
+    raise RuntimeError("Unexpected floating ScalarType in at::autocast::prioritize")
+
+
+def _choose_promote_types(op: Overload, device_type: str) -> Chooser:
+    def choose(args: Args, kwargs: Kwargs) -> torch.dtype | None:
+        found: torch.dtype | None = None
+        for tensor in _tensors((*args, *kwargs.values())):
+            if eligible(tensor, device_type):
+                found = tensor.dtype if found is None else _promoted(op, found, tensor.dtype)
+        return found
+
+    return choose
+
+
+def _promoted(op: Overload, one: torch.dtype, other: torch.dtype) -> torch.dtype:
+    try:
+        return torch.promote_types(one, other)
+    except RuntimeError as error:
+        raise PolicyError(
+            f"{dispatcher_name(op)} got {one} and {other}, which torch does not promote: cast one of "
+            f"them, or give the op another rule than {r.PROMOTE_TYPES!r}."
+        ) from error
+
+
+def _choose_destination(_op: Overload, device_type: str) -> Chooser:
+    return lambda args, _kwargs: args[0].dtype if eligible(args[0], device_type) else None
+
+
+def _choose_if_mixed(_op: Overload, device_type: str) -> Chooser:
+    def choose(args: Args, kwargs: Kwargs) -> torch.dtype | None:
+        found = {t.dtype for t in _tensors((*args, *kwargs.values())) if eligible(t, device_type)}
+        return torch.float32 if len(found) > 1 else None
+
+    return choose
+
+
+_hinted: set[str] = set()
+
+
+def _choose_with_hint(op: Overload, _device_type: str) -> Chooser:
+    def choose(_args: Args, _kwargs: Kwargs) -> torch.dtype:
+        name = dispatcher_name(op)
+        if name not in _hinted:
+            _hinted.add(name)
+            warnings.warn(_hint(name), AmpWarning, stacklevel=4)
+        return torch.float32
+
+    return choose
+
+
+def _hint(name: str) -> str:
+    better = {"aten::binary_cross_entropy": "binary_cross_entropy_with_logits (nn.BCEWithLogitsLoss)"}.get(
+        name
+    )
+    advice = f"; {better} is stable in low precision" if better else ""
+    return f"{name} runs in float32 under this op policy{advice}."
+
+
+_CHOOSERS: dict[str, Callable[[Overload, str], Chooser]] = {
+    r.LOWER_PRECISION_FP: _choose_low,
+    r.FP32: _choose_fp32,
+    r.PROMOTE: _choose_promote,
+    r.PROMOTE_TYPES: _choose_promote_types,
+    r.MATCH_DESTINATION: _choose_destination,
+    r.FP32_IF_MIXED: _choose_if_mixed,
+    r.FP32_WITH_HINT: _choose_with_hint,
+}
+
+
+# Casting.
+
+
+def eligible(tensor: torch.Tensor, device_type: str) -> bool:
+    """Whether autocast on `device_type` casts `tensor` (``at::autocast::is_eligible``, 2.13)."""
+    if not tensor.is_floating_point() or tensor.dtype is torch.float64:
+        return False
+    found = tensor.device.type
+    return found == device_type or (device_type == "cuda" and found == "xla")
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from (item for item in value if isinstance(item, torch.Tensor))
+
+
+def _casting(call: Callable[..., Any], choose: Chooser, device_type: str, first_stays: bool) -> Runner:
+    start = 1 if first_stays else 0
+
+    def run(_keyset: Any, args: Args, kwargs: Kwargs) -> Any:
+        dtype = choose(args, kwargs)
+        if dtype is None:
+            return call(*args, **kwargs)
+        low = torch.get_autocast_dtype(device_type)
+        new = [*args[:start], *(_cast(a, dtype, low, device_type) for a in args[start:])]
+        return call(*new, **{k: _cast(v, dtype, low, device_type) for k, v in kwargs.items()})
+
+    return run
+
+
+def _cast(value: Any, dtype: torch.dtype, low: torch.dtype, device_type: str) -> Any:
+    if isinstance(value, torch.Tensor):
+        if value.dtype is dtype or not eligible(value, device_type):
+            return value
+        return weights.cast(value, dtype, low)
+    if isinstance(value, (list, tuple)) and any(isinstance(item, torch.Tensor) for item in value):
+        return [_cast(item, dtype, low, device_type) for item in value]
+    return value
+
+
+def _writing_back(
+    op: Overload, call: Callable[..., Any], choose: Chooser, device_type: str, first_stays: bool
+) -> Runner:
+    """For an op that writes to arguments: it writes to their casts, which are copied back.
+
+    torch's own rules lose the write (pytorch#65788).
+    """
+    names = [a.name for a in arguments(op)]
+    written = {a.name for a in arguments(op) if a.alias_info is not None and a.alias_info.is_write}
+    kept = names[0] if first_stays else None
+
+    def run(_keyset: Any, args: Args, kwargs: Kwargs) -> Any:
+        dtype = choose(args, kwargs)
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        if dtype is None:
+            return call(*args, **kwargs)
+        cast = {n: v if n == kept else _cast(v, dtype, _no_cache, device_type) for n, v in given.items()}
+        result = call(*(cast[n] for n in names[: len(args)]), **{n: cast[n] for n in kwargs})
+        return _put_back(result, [(given[n], cast[n]) for n in given if n in written])
+
+    return run
+
+
+_no_cache: Any = object()  # a region dtype that no dtype is: a cached weight must not be written to
+
+
+def _put_back(result: Any, pairs: list[tuple[Any, Any]]) -> Any:
+    originals: dict[int, torch.Tensor] = {}
+    for given, cast in pairs:
+        for mine, theirs in zip(_tensors([given]), _tensors([cast]), strict=True):
+            if theirs is not mine:
+                mine.copy_(theirs)
+                originals[id(theirs)] = mine
+    if isinstance(result, (list, tuple)):
+        return type(result)(originals.get(id(item), item) for item in result)
+    return originals.get(id(result), result)
+
+
+# The rules that set a dtype instead of casting.
+
+
+def _set_opt_dtype(op: Overload, call: Callable[..., Any], device_type: str) -> Runner:
+    found = r.dtype_argument(op)
+    assert found is not None, f"{dispatcher_name(op)} was admitted without a dtype argument"
+    position, name, keyword_only = found
+
+    def run(_keyset: Any, args: Args, kwargs: Kwargs) -> Any:
+        given = kwargs.get(name) if keyword_only or len(args) <= position else args[position]
+        if given is not None or not eligible(args[0], device_type):
+            return call(*args, **kwargs)
+        if keyword_only or len(args) <= position:
+            return call(*args, **{**kwargs, name: torch.float32})
+        return call(*args[:position], torch.float32, *args[position + 1 :], **kwargs)
+
+    return run
+
+
+def _append_dtype(op: Overload, device_type: str) -> Runner:
+    sibling = r.dtype_overload(op)
+    assert sibling is not None, f"{dispatcher_name(op)} was admitted without an overload that takes a dtype"
+    call = _below(sibling, device_type)
+    tail = arguments(op)
+    name = arguments(sibling)[-1].name
+
+    def run(_keyset: Any, args: Args, kwargs: Kwargs) -> Any:
+        dtype = torch.float32 if eligible(args[0], device_type) else args[0].dtype
+        rest = [a.default_value for a in tail[len(args) :]]  # the sibling has no defaults of its own
+        return call(*args, *rest, **{**kwargs, name: dtype})
+
+    return run

@@ -1,0 +1,155 @@
+"""From what a user calls an op to the overloads that the dispatcher knows."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+
+import torch
+
+from amp_core._torch_dispatch import (
+    Overload,
+    Packet,
+    all_op_names,
+    arguments,
+    dispatcher_name,
+    is_mutable,
+    op_text,
+    overloads_of,
+)
+from amp_core.errors import PolicyError
+
+# What Python calls an op whose schema has another name.
+_ALIASES = {
+    "cross_entropy": "cross_entropy_loss",
+    "ctc_loss": "ctc_loss",
+    "nn.functional.cross_entropy": "cross_entropy_loss",
+    "pad": "constant_pad_nd",
+}
+
+
+def overloads(name: object) -> list[Overload]:
+    """Return the overloads that `name` means.
+
+    Args:
+        name: ``"softmax"`` (all overloads of ``aten::softmax`` that autocast can see),
+            ``"aten::softmax.int"`` (that one), ``"mylib::myop"``, a glob such as ``"linalg_*"``, or an op object from ``torch.ops``
+            or ``torch.library.custom_op``.
+
+    Raises:
+        PolicyError: there is no such op; the message offers near names.
+    """
+    text = _text(name)
+    if any(c in text for c in "*?["):
+        return _matching(text)
+    namespace, _, rest = text.rpartition("::")
+    base, _, overload = rest.partition(".")
+    packet = _packet(namespace or "aten", base)
+    if packet is None:
+        raise PolicyError(_unknown(text))
+    if overload:
+        return [_overload(packet, overload)]
+    if _is_exact(name, packet):
+        return [packet.default]
+    return _castable(packet)
+
+
+def find(name: str) -> Overload | None:
+    """Return the overload whose full name is `name` (``aten::mm.default``), if torch has it."""
+    namespace, _, rest = name.rpartition("::")
+    base, _, overload = rest.partition(".")
+    packet = _packet(namespace, base)
+    return None if packet is None else overloads_of(packet).get(overload or "default")
+
+
+def full_name(overload: Overload) -> str:
+    """Return ``namespace::name.overload``, as in ``torch.ops``: ``aten::mm.default``, ``aten::softmax.int``.
+
+    The dispatcher leaves ``.default`` out; here it tells one overload from a name that means all of them.
+    """
+    name = dispatcher_name(overload)
+    return name if "." in name.rpartition("::")[2] else f"{name}.default"
+
+
+def _text(name: object) -> str:
+    text = op_text(name)
+    if text is not None:
+        return text
+    if isinstance(name, str) and name.strip():
+        text = name.strip().removeprefix("torch.").removeprefix("nn.functional.")
+        return _ALIASES.get(text, text)
+    raise PolicyError(f"An op is named by a string or an op object from torch.ops, not by {name!r}.")
+
+
+def _is_exact(name: object, packet: Packet) -> bool:
+    return isinstance(name, Overload) and "default" in overloads_of(packet)
+
+
+def _packet(namespace: str, base: str) -> Packet | None:
+    try:
+        found: Packet = getattr(getattr(torch.ops, namespace), base)
+    except (AttributeError, RuntimeError):
+        return None
+    return found
+
+
+def _overload(packet: Packet, overload: str) -> Overload:
+    known = overloads_of(packet)
+    if overload not in known:
+        legal = ", ".join(known)
+        raise PolicyError(f"{op_text(packet)} has no overload {overload!r}; it has: {legal}.")
+    return known[overload]
+
+
+def _castable(packet: Packet) -> list[Overload]:
+    """All overloads that take a tensor and write to none; for an op that has no such, those that write."""
+    with_tensor = [o for o in overloads_of(packet).values() if _takes_tensor(o)]
+    functional = [o for o in with_tensor if not is_mutable(o)]
+    found = functional or [o for o in with_tensor if not _has_out(o)] or with_tensor
+    if not found:
+        raise PolicyError(f"{op_text(packet)} takes no tensor, so no rule can apply to it.")
+    return found
+
+
+def _takes_tensor(overload: Overload) -> bool:
+    return any("Tensor" in str(a.real_type) for a in arguments(overload))
+
+
+def _has_out(overload: Overload) -> bool:
+    return any(a.is_out for a in arguments(overload))
+
+
+def _matching(glob: str) -> list[Overload]:
+    pattern = glob if "::" in glob else f"aten::{glob}"
+    bases = {name.partition(".")[0] for name in all_op_names()}
+    found: list[Overload] = []
+    for name in sorted(fnmatch.filter(bases, pattern)):
+        namespace, _, base = name.partition("::")
+        packet = _packet(namespace, base)
+        usable = [] if packet is None else overloads_of(packet).values()
+        found += [o for o in usable if not is_mutable(o) and _takes_tensor(o)]
+    if not found:
+        raise PolicyError(f"The glob {glob!r} matches no op that takes a tensor.")
+    return found
+
+
+def _unknown(text: str) -> str:
+    near = near_names(text)
+    hint = f" Did you mean {' or '.join(repr(n) for n in near)}?" if near else ""
+    if "::" in text and not text.startswith("aten::"):
+        hint += " A custom op must be defined (its module imported) before a policy can name it."
+    return f"torch {torch.__version__} has no op {text!r}.{hint}"
+
+
+def near_names(text: str) -> list[str]:
+    """Return up to three ops whose names look like `text`."""
+    namespace, _, rest = text.rpartition("::")
+    prefix = (namespace or "aten") + "::"
+    bases = _base_names(prefix)
+    close = difflib.get_close_matches(rest.partition(".")[0], bases, n=3, cutoff=0.6)
+    return [name if prefix == "aten::" else prefix + name for name in close]
+
+
+def _base_names(prefix: str) -> list[str]:
+    names = {n[len(prefix) :].partition(".")[0] for n in all_op_names() if n.startswith(prefix)}
+    return sorted(names)

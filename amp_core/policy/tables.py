@@ -1,0 +1,128 @@
+"""The op lists that several devices share in torch, and the one that amp-core gives to every device alike.
+
+Written as ATen writes them: a name without a namespace is ``aten``'s, one without an overload is the
+default overload. Source: ``ATen/autocast_mode.h`` and ``ATen/autocast_mode.cpp``, torch 2.13.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+
+from amp_core.policy import rules as r
+
+Lists = Mapping[str, str]
+"""Rule to op names, separated by white space."""
+
+SHARED: Lists = {
+    r.LOWER_PRECISION_FP: """
+        _convolution.deprecated _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d
+        conv_transpose2d.input conv_transpose3d.input convolution prelu addmm addmv addr matmul einsum
+        mm mv linalg_vecdot linear addbmm baddbmm bmm chain_matmul linalg_multi_dot
+        _thnn_fused_lstm_cell _thnn_fused_gru_cell lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
+        _scaled_dot_product_flash_attention scaled_dot_product_attention
+    """,
+    r.FP32: """
+        acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan
+        pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar softplus
+        layer_norm native_layer_norm rms_norm group_norm
+        frobenius_norm.dim nuclear_norm nuclear_norm.dim cosine_similarity
+        poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss kl_div l1_loss
+        smooth_l1_loss huber_loss mse_loss margin_ranking_loss multilabel_margin_loss soft_margin_loss
+        triplet_margin_loss multi_margin_loss binary_cross_entropy_with_logits
+        dist pdist cdist renorm logsumexp
+        upsample_nearest1d _upsample_nearest_exact1d upsample_nearest2d _upsample_nearest_exact2d
+        upsample_nearest3d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d
+        _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa
+    """,
+    r.FP32_SET_OPT_DTYPE: """
+        prod prod.dim_int softmax.int log_softmax.int cumprod cumsum
+        linalg_vector_norm linalg_matrix_norm linalg_matrix_norm.str_ord sum sum.dim_IntList
+    """,
+    r.FP32_APPEND_DTYPE: "norm.Scalar norm.ScalarOpt_dim",
+    r.PROMOTE: """
+        addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add
+    """,
+    r.BANNED: "binary_cross_entropy",
+}
+"""What cuda, xpu, mtia and maia have in common."""
+
+MPS: Lists = {
+    r.LOWER_PRECISION_FP: """
+        _convolution _convolution.deprecated _mps_convolution addbmm addmm addmv addr baddbmm bmm
+        chain_matmul conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input convolution
+        einsum linalg_multi_dot linear lstm_cell matmul mm mv prelu scaled_dot_product_attention
+    """,
+    r.FP32: """
+        acos asin batch_norm binary_cross_entropy_with_logits cdist conv_transpose3d.input cosh
+        cosine_embedding_loss cosine_similarity cumprod cumsum dist erfinv exp expm1 frobenius_norm.dim
+        group_norm hinge_embedding_loss huber_loss kl_div l1_loss layer_norm linalg_matrix_norm
+        linalg_matrix_norm.str_ord linalg_vector_norm log log10 log1p log2 log_softmax.int logsumexp
+        margin_ranking_loss mse_loss multi_margin_loss multilabel_margin_loss native_layer_norm nll_loss
+        nll_loss2d nuclear_norm nuclear_norm.dim pdist poisson_nll_loss pow.Scalar pow.Tensor_Scalar
+        pow.Tensor_Tensor prod prod.dim_int reciprocal renorm rsqrt sinh smooth_l1_loss soft_margin_loss
+        softmax.int softplus sum sum.dim_IntList tan triplet_margin_loss
+    """,
+    r.PROMOTE: """
+        addcdiv addcmul atan2 bilinear cross dot grid_sampler index_put scatter_add tensordot
+    """,
+}
+"""What mps has; it lacks some that `SHARED` has, and has float32 where `SHARED` sets the optional dtype."""
+
+UNIFORM: Lists = {
+    **SHARED,
+    r.LOWER_PRECISION_FP: SHARED[r.LOWER_PRECISION_FP]
+    + " conv1d.padding conv2d.padding conv3d.padding _addmm_activation _native_multi_head_attention",
+    r.FP32: SHARED[r.FP32]
+    + """
+        batch_norm instance_norm cross_entropy_loss ctc_loss.IntList ctc_loss.Tensor
+        logcumsumexp quantile quantile.scalar nanquantile nanquantile.scalar
+        fft_fft fft_ifft fft_fft2 fft_ifft2 fft_fftn fft_ifftn fft_rfft fft_irfft fft_rfft2 fft_irfft2
+        fft_rfftn fft_irfftn fft_hfft fft_ihfft stft stft.center
+        linalg_cholesky linalg_cholesky_ex linalg_cond linalg_cond.p_str linalg_eig linalg_eigh
+        linalg_eigvals linalg_eigvalsh linalg_householder_product linalg_inv linalg_inv_ex linalg_lstsq
+        linalg_matrix_rank linalg_qr linalg_solve linalg_svd linalg_svdvals linalg_tensorinv
+        linalg_tensorsolve cholesky cholesky_inverse cholesky_solve geqrf inverse orgqr ormqr pinverse
+        qr svd triangular_solve lu_solve
+    """,
+    r.PROMOTE: "",
+    r.PROMOTE_TYPES: SHARED[r.PROMOTE].replace("index_put", "").replace("scatter_add", "") + " cat stack",
+    r.MATCH_DESTINATION: """
+        index_put index_add index_copy scatter.src scatter_add scatter_reduce.two masked_scatter
+        index_reduce
+    """,
+    r.BANNED: "",
+    r.FP32_WITH_HINT: "binary_cross_entropy",
+}
+"""The same treatment on every device: the shared list, what CPU alone has in float32 besides, and for the
+rules that torch gets wrong the ones of amp-core's own: promotion by `torch.promote_types`, index and scatter
+ops that match their destination, a hint instead of a ban."""
+
+
+def flatten(lists: Lists) -> dict[str, str]:
+    """Return full op name to rule."""
+    found: dict[str, str] = {}
+    for rule, names in lists.items():
+        for name in names.split():
+            overload = "" if "." in name else ".default"
+            found[f"aten::{name}{overload}"] = rule
+    return found
+
+
+DEVICES: Mapping[str, Lists] = {"maia": SHARED, "mps": MPS, "mtia": SHARED}
+"""The lists of the devices that torch itself serves and that have no package of their own."""
+
+PACKAGES = {
+    "cpu": "amp_backend_cpu.op_policy",
+    "cuda": "amp_backend_cuda.op_policy",
+    "xpu": "amp_backend_xpu.op_policy",
+}
+"""Device type to the module whose ``LISTS`` are its lists; strings: no backend is imported unasked."""
+
+
+def lists_of(device_type: str) -> Lists | None:
+    """Return the op lists of `device_type` as torch compiled them in; ``None`` if torch has none."""
+    if device_type in PACKAGES:
+        found: Lists = importlib.import_module(PACKAGES[device_type]).LISTS
+        return found
+    return DEVICES.get(device_type)

@@ -1,0 +1,106 @@
+"""Policies as TOML files.
+
+Written by hand: the format is three keys and one table, and needs no package to write.
+"""
+
+from __future__ import annotations
+
+import sys
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any
+
+from amp_core.errors import PolicyError
+from amp_core.policy.op_policy import OpPolicy
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib  # type: ignore[import-not-found,unused-ignore]
+
+_KEYS = ("device_type", "base", "rules")
+_BASES = ("default", "uniform", "float32", "none")
+
+
+def write(policy: OpPolicy) -> str:
+    """Return `policy` as TOML: its difference from the device's default, which is named as the base."""
+    lines = [f'device_type = "{policy.device_type}"', 'base = "default"', "", "[rules]"]
+    for op, (_, rule) in OpPolicy.default(policy.device_type).diff(policy).items():
+        lines.append(f'"{op}" = "{rule}"')
+    return "\n".join(lines) + "\n"
+
+
+def read(source: str | PathLike[str], device_type: str | None) -> OpPolicy:
+    """Return the policy that `source` (a path, or the text itself) describes."""
+    text, where = _load(source)
+    data = _parse(text, where)
+    named = data.get("device_type", device_type)
+    if named is None:
+        raise PolicyError(f'{where}: names no device; add device_type = "cuda", or pass device_type=.')
+    if device_type is not None and named != device_type:
+        raise PolicyError(f"{where}: is for {named!r}, not for {device_type!r}.")
+    return _override(_base(data.get("base", "default"), named, text, where), data, text, where)
+
+
+def read_changes(path: str, policy: OpPolicy) -> OpPolicy:
+    """Return `policy` as the file at `path` changes it; unchanged if the file is for another device.
+
+    A file that names a base replaces the policy, any other changes it.
+    """
+    text, where = _load(Path(path))
+    data = _parse(text, where)
+    if data.get("device_type", policy.device_type) != policy.device_type:
+        return policy
+    if "base" in data:
+        policy = _base(data["base"], policy.device_type, text, where)
+    return _override(policy, data, text, where)
+
+
+def _load(source: str | PathLike[str]) -> tuple[str, str]:
+    if isinstance(source, str) and "\n" in source:
+        return source, "<toml>"
+    path = fspath(source)
+    return Path(path).read_text(encoding="utf-8"), path
+
+
+def _parse(text: str, where: str) -> dict[str, Any]:
+    try:
+        data: dict[str, Any] = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise PolicyError(f"{where}: not TOML: {error}") from error
+    for key in data:
+        if key not in _KEYS:
+            line = _line(text, key)
+            raise PolicyError(f"{where}:{line}: unknown key {key!r}; the keys are {', '.join(_KEYS)}.")
+    if not isinstance(data.get("rules", {}), dict):
+        raise PolicyError(f"{where}:{_line(text, 'rules')}: rules is a table, [rules], of op = rule.")
+    return data
+
+
+def _base(name: object, device_type: str, text: str, where: str) -> OpPolicy:
+    if name not in _BASES:
+        line = _line(text, "base")
+        raise PolicyError(f"{where}:{line}: unknown base {name!r}; the bases are {', '.join(_BASES)}.")
+    if name == "none":
+        return OpPolicy(device_type)
+    policy: OpPolicy = getattr(OpPolicy, str(name))(device_type)
+    return policy
+
+
+def _override(policy: OpPolicy, data: dict[str, Any], text: str, where: str) -> OpPolicy:
+    for op, rule in data.get("rules", {}).items():
+        line = _line(text, op)
+        try:
+            policy = policy.override({op: rule}, origin=f"{where}:{line}")
+        except PolicyError as error:
+            raise PolicyError(f"{where}:{line}: {error}") from error
+    return policy
+
+
+def _line(text: str, key: str) -> int:
+    """The line on which `key` is set: the first that starts with it, quoted or not, or names its table."""
+    for number, line in enumerate(text.splitlines(), 1):
+        head = line.partition("=")[0].strip().strip("[]").strip().strip("\"'")
+        if head == key:
+            return number
+    return 1
