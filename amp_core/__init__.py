@@ -14,7 +14,7 @@ from amp_core.errors import (
     PolicyError,
 )
 from amp_core.plugin import backends, get_backend
-from amp_core.policy import OpPolicy
+from amp_core.policy import OpPolicy, apply_policy
 
 __all__ = [
     "AmpError",
@@ -27,6 +27,7 @@ __all__ = [
     "OpPolicy",
     "PluginWarning",
     "PolicyError",
+    "apply_policy",
     "backends",
     "get_backend",
 ]

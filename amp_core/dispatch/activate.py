@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+from collections.abc import Mapping
 from functools import lru_cache
 
 import torch
@@ -18,10 +19,53 @@ from amp_core._torch_dispatch import (
 from amp_core.dispatch.casting import Runner, make_runner
 from amp_core.dispatch.engine import Table, engine
 from amp_core.errors import AmpWarning, PolicyError
+from amp_core.plugin import get_backend
 from amp_core.plugin.interface import Backend
 from amp_core.policy import OpPolicy, names
 from amp_core.policy import rules as r
 from amp_core.policy.op_policy import native_rules
+
+
+class Changes:
+    """Changes to whatever policy is in force when they are pushed: what a module glob puts on.
+
+    Args:
+        device_type: whose ops they are for.
+        rules: full op name to rule.
+        origin: what `OpPolicy.explain` says of them.
+    """
+
+    def __init__(self, device_type: str, rules: Mapping[str, str], origin: str) -> None:
+        self.device_type = device_type
+        self.rules = rules
+        self.origin = origin
+        with _lock:
+            self.handle = len(_changes_made)
+            _changes_made.append(self)
+
+    def on(self, policy: OpPolicy) -> OpPolicy:
+        """Return `policy` with the changes."""
+        return policy.override(self.rules, origin=self.origin)
+
+    def __reduce__(self) -> tuple[object, ...]:  # the handle means something in this process only
+        return Changes, (self.device_type, dict(self.rules), self.origin)
+
+
+class InForce:
+    """Keep `Changes` in force for a block. To be made where it is entered: Dynamo traces no other."""
+
+    def __init__(self, handle: int) -> None:
+        self.handle = handle
+
+    def __enter__(self) -> None:
+        if torch.compiler.is_dynamo_compiling():
+            _admit_to_graphs()
+        push_changes(self.handle)
+
+    def __exit__(self, *_: object) -> None:
+        if torch.compiler.is_dynamo_compiling():
+            _admit_to_graphs()
+        pop_changes(self.handle)
 
 
 class Activation:
@@ -61,6 +105,7 @@ class Activation:
 
 
 _activations: list[Activation] = []
+_changes_made: list[Changes] = []
 _lock = threading.Lock()
 
 
@@ -71,7 +116,10 @@ def push_policy(handle: int) -> None:
         raise PolicyError(_NO_EXPORT.format(policy=active.policy))
     here = engine(active.policy.device_type)
     # A region that names no policy keeps that of the region around it, as it keeps its dtype.
-    here.push(here.table if active.by_default and here.depth else active.table)
+    if active.by_default and here.depth:
+        here.push_again()
+    else:
+        here.push(active.table, active.policy)
 
 
 def pop_policy(handle: int) -> None:
@@ -79,9 +127,31 @@ def pop_policy(handle: int) -> None:
     engine(_activations[handle].policy.device_type).pop()
 
 
+def push_changes(handle: int) -> None:
+    """Push the `Changes` number `handle` on top of what is in force in this thread."""
+    changes = _changes_made[handle]
+    policy = _changed(engine(changes.device_type).policy, handle)
+    if torch.compiler.is_exporting():
+        raise PolicyError(_NO_EXPORT.format(policy=policy))
+    engine(changes.device_type).push(_prepared(policy, False).table, policy)
+
+
+def pop_changes(handle: int) -> None:
+    """Pop what `push_changes` pushed."""
+    engine(_changes_made[handle].device_type).pop()
+
+
+@lru_cache(maxsize=256)
+def _changed(policy: OpPolicy | None, handle: int) -> OpPolicy:
+    changes = _changes_made[handle]
+    if policy is None:
+        policy = _default_policy(get_backend(changes.device_type), _env.policy_path())
+    return changes.on(policy)
+
+
 @constant_for_dynamo
 def _admit_to_graphs() -> None:
-    mark_graph_functions((push_policy, pop_policy))
+    mark_graph_functions((push_policy, pop_policy, push_changes, pop_changes))
 
 
 _NO_EXPORT = (
@@ -123,14 +193,16 @@ def _of_default(backend: Backend, path: str | None) -> Activation | None:
     return found
 
 
-@lru_cache(maxsize=64)
-def _default_activation(backend: Backend, path: str | None) -> Activation | None:
+def _default_policy(backend: Backend, path: str | None) -> OpPolicy:
     from amp_core.policy.toml import read_changes
 
     policy = backend.op_policy()
-    if path is not None:
-        policy = read_changes(path, policy)
-    found = _prepared(policy, True)
+    return policy if path is None else read_changes(path, policy)
+
+
+@lru_cache(maxsize=64)
+def _default_activation(backend: Backend, path: str | None) -> Activation | None:
+    found = _prepared(_default_policy(backend, path), True)
     return found if found.table else None
 
 
@@ -145,26 +217,43 @@ def _warn_no_rules(device_type: str) -> None:
     )
 
 
+def emulation(policy: OpPolicy) -> Activation:
+    """Return an activation that runs every rule of `policy` from Python, those that torch has too.
+
+    For holding the engine against torch's native kernels: `amp_core.testing` and the tests do.
+    """
+    ops = {**dict.fromkeys(native_rules(policy.device_type), r.UNCHANGED), **policy.rules}
+    return _numbered(policy, _runners(ops, policy.device_type), by_default=False)
+
+
 @lru_cache(maxsize=256)
 def _prepared(policy: OpPolicy, by_default: bool) -> Activation:
-    table = _table(policy)
+    return _numbered(policy, _runners(_changes(policy), policy.device_type), by_default=by_default)
+
+
+def _numbered(policy: OpPolicy, table: Table, *, by_default: bool) -> Activation:
     with _lock:
         made = Activation(policy, table, len(_activations), by_default=by_default)
         _activations.append(made)
     return made
 
 
-def _table(policy: OpPolicy) -> Table:
+def _changes(policy: OpPolicy) -> dict[str, str]:
+    """The ops that `policy` treats otherwise than torch, with their rules."""
     if not has_dispatch_key(autocast_key(policy.device_type)):
         raise PolicyError(f"torch has no autocast for device type {policy.device_type!r}.")
     native = native_rules(policy.device_type)
-    ops = {*native, *policy.rules}
-    pairs = {op: policy.rules.get(op, r.UNCHANGED) for op in sorted(ops)}
-    changed = {op: rule for op, rule in pairs.items() if rule != native.get(op, r.UNCHANGED)}
-    return {op: _runner(op, rule, policy.device_type) for op, rule in changed.items() if rule != r.NATIVE}
+    wanted = {op: policy.rules.get(op, r.UNCHANGED) for op in sorted({*native, *policy.rules})}
+    return {op: rule for op, rule in wanted.items() if rule != native.get(op, r.UNCHANGED)}
 
 
-def _runner(op: str, rule: str, device_type: str) -> Runner:
+def _runners(rules: Mapping[str, str], device_type: str) -> Table:
+    return {op: _runner(op, rule, device_type) for op, rule in rules.items()}
+
+
+def _runner(op: str, rule: str, device_type: str) -> Runner | None:
+    if rule == r.NATIVE:
+        return None
     overload = names.find(op)
     if overload is None:
         raise PolicyError(f"torch {torch.__version__} has no op {op!r} any more.")

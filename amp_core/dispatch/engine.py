@@ -23,7 +23,7 @@ from amp_core._torch_dispatch import (
 )
 from amp_core.dispatch import weights
 from amp_core.dispatch.casting import Runner
-from amp_core.policy import names
+from amp_core.policy import OpPolicy, names
 
 Table = Mapping[str, "Runner | None"]
 """Full op name to what runs it; None for torch's own kernel."""
@@ -32,12 +32,13 @@ _EMPTY: Table = {}
 
 
 class _Local(threading.local):
-    """One thread's policies on one device: the table in force and those that it hides."""
+    """One thread's policies on one device: what is in force, and what that hides."""
 
     table: Table = _EMPTY
+    policy: OpPolicy | None = None
 
     def __init__(self) -> None:
-        self.hidden: list[tuple[Table, Iterable[str]]] = []
+        self.hidden: list[tuple[Table, OpPolicy | None, Iterable[str]]] = []
 
 
 class Engine:
@@ -57,23 +58,33 @@ class Engine:
         return len(self._local.hidden)
 
     @property
-    def table(self) -> Table:
-        """What is in force in this thread."""
-        return self._local.table
+    def policy(self) -> OpPolicy | None:
+        """What is in force in this thread; None for the default."""
+        return self._local.policy
 
-    def push(self, table: Table) -> None:
-        """Put `table` in force for this thread. If an install fails, everything is as before."""
+    @property
+    def installed(self) -> frozenset[str]:
+        """The ops that run through a kernel of this engine now, in any thread."""
+        with self._lock:
+            return frozenset(self._installed)
+
+    def push(self, table: Table, policy: OpPolicy | None) -> None:
+        """Put `policy`, as `table`, in force for this thread. If an install fails, all is as before."""
         self._hold(table)
         local = self._local
-        local.hidden.append((local.table, tuple(table)))
-        local.table = table
+        local.hidden.append((local.table, local.policy, tuple(table)))
+        local.table, local.policy = table, policy
+
+    def push_again(self) -> None:
+        """Push what is in force already."""
+        self.push(self._local.table, self._local.policy)
 
     def pop(self) -> None:
         """Take the last table off. Without a push before it, does nothing."""
         local = self._local
         if not local.hidden:
             return
-        local.table, ops = local.hidden.pop()
+        local.table, local.policy, ops = local.hidden.pop()
         if not local.hidden:
             weights.clear()
         self._release(ops)

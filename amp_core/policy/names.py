@@ -33,8 +33,8 @@ def overloads(name: object) -> list[Overload]:
 
     Args:
         name: ``"softmax"`` (all overloads of ``aten::softmax`` that autocast can see),
-            ``"aten::softmax.int"`` (that one), ``"mylib::myop"``, a glob such as ``"linalg_*"``, or an op object from ``torch.ops``
-            or ``torch.library.custom_op``.
+            ``"aten::softmax.int"`` (that one), ``"mylib::myop"``, a glob such as ``"linalg_*"``,
+            or an op object from ``torch.ops`` or ``torch.library.custom_op``.
 
     Raises:
         PolicyError: there is no such op; the message offers near names.

@@ -58,11 +58,13 @@ def _tensor(device: str, dtype: torch.dtype) -> torch.Tensor:
 _FILLER = {"int": 0, "SymInt": 0, "bool": False, "float": 1.0, "number": 1, "str": "fro"}
 
 
-def _value(argument: Any, device: str, dtype: torch.dtype) -> Any:
+def _value(argument: Any, device: str, dtype: torch.dtype, first: torch.dtype) -> Any:
     kind = str(argument.real_type)
+    if kind == "List[Optional[Tensor]]":  # the indices of index_put
+        return [torch.zeros(2, dtype=torch.int64)]
     if "Tensor" in kind and not kind.startswith("Optional"):
         tensor = _tensor(device, dtype)
-        return [_tensor(device, LOW), tensor] if kind.startswith("List") else tensor
+        return [_tensor(device, first), tensor] if kind.startswith("List") else tensor
     if argument.has_default_value():
         return argument.default_value
     if kind.startswith("Optional"):
@@ -77,10 +79,9 @@ def _call(op: Any, device: str, dtypes: tuple[torch.dtype, ...]) -> Arrived | Ex
     args, kwargs = [], {}
     for argument in _torch_dispatch.arguments(op):
         is_tensor = "Tensor" in str(argument.real_type)
-        in_list = str(argument.real_type).startswith("List")
-        value = _value(
-            argument, device, left.pop(0) if is_tensor and len(left) > 1 and not in_list else left[-1]
-        )
+        single = is_tensor and not str(argument.real_type).startswith("List")
+        dtype = left.pop(0) if single and len(left) > 1 else left[-1]
+        value = _value(argument, device, dtype, dtypes[0])
         if argument.kwarg_only:
             kwargs[argument.name] = value
         else:
@@ -97,7 +98,7 @@ def _seen(result: Arrived | Exception) -> set[torch.dtype]:
     found = set()
     for value in result.arguments.values():
         for tensor in value if isinstance(value, (list, tuple)) else [value]:
-            if isinstance(tensor, torch.Tensor):
+            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
                 found.add(tensor.dtype)
     return found
 

@@ -1,0 +1,86 @@
+"""The Python engine against torch's native autocast kernels: the cpu policy routed through it whole."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.testing._internal.autocast_test_lists import AutocastCPUTestLists
+
+from amp_core import OpPolicy
+from amp_core._torch_dispatch import registered
+from amp_core.dispatch.activate import emulation
+from amp_core.dispatch.engine import engine
+
+torch.manual_seed(0)
+LISTS = AutocastCPUTestLists(torch.device("cpu"))
+CASES = [
+    (f"{kind}-{index}-{entry[0]}", entry)
+    for kind in ("torch_16", "torch_fp32", "nn_16", "nn_fp32", "torch_need_autocast_promote")
+    for index, entry in enumerate(getattr(LISTS, kind))
+]
+
+
+@pytest.fixture
+def routed():
+    """The cpu policy, every rule of it run from Python; checks that nothing of it is left behind."""
+    before = registered("AutocastCPU")
+    active = emulation(OpPolicy.default("cpu"))
+    yield active
+    assert registered("AutocastCPU") == before
+    assert engine("cpu").depth == 0
+
+
+def run_native(f, *args, dtype=torch.bfloat16, **kwargs):
+    with torch.autocast("cpu", dtype):
+        return f(*args, **kwargs)
+
+
+def run_routed(active, f, *args, dtype=torch.bfloat16, **kwargs):
+    with torch.autocast("cpu", dtype):
+        active.push()
+        try:
+            return f(*args, **kwargs)
+        finally:
+            active.pop()
+
+
+def same(one, other) -> bool:
+    if isinstance(one, torch.Tensor):
+        return one.dtype is other.dtype and torch.equal(one, other)
+    if isinstance(one, (list, tuple)):
+        return all(map(same, one, other))
+    return one == other
+
+
+def functions(name):
+    found = [getattr(m, name) for m in (torch, torch._C._nn) if hasattr(m, name)]
+    if hasattr(torch.Tensor, name):
+        found.append(getattr(torch.Tensor, name))
+    assert found, name
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("label", "entry"), CASES)
+def test_op_of_the_differential_lists(label, entry, dtype, routed) -> None:
+    """An op of torch's own autocast test lists computes otherwise through the engine."""
+    name, args, *rest = entry
+    kwargs = rest[0] if rest and isinstance(rest[0], dict) else {}
+    for f in functions(name):
+        expected = run_native(f, *args, dtype=dtype, **kwargs) if dtype is torch.bfloat16 else None
+        if expected is None:
+            try:
+                expected = run_native(f, *args, dtype=dtype, **kwargs)
+            except RuntimeError as error:  # a bfloat16 argument with an op that promotes
+                with pytest.raises(RuntimeError, match=str(error).splitlines()[0][:40]):
+                    run_routed(routed, f, *args, dtype=dtype, **kwargs)
+                continue
+        assert same(expected, run_routed(routed, f, *args, dtype=dtype, **kwargs))
+
+
+@pytest.mark.parametrize("entry", LISTS.torch_expect_builtin_promote, ids=lambda e: e[0])
+def test_ops_without_a_rule_promote_as_ever(entry, routed) -> None:
+    """An op that autocast leaves alone must be left alone by the engine too."""
+    name, bf16_args, fp16_args, expected = entry
+    for args in (bf16_args, fp16_args):
+        assert run_routed(routed, getattr(torch, name), *args).dtype is expected

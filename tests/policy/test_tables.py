@@ -1,0 +1,91 @@
+"""Each backend's op lists against the installed torch's dispatcher, op by op."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.autocast_test_lists import AutocastTestLists
+
+from amp_core import OpPolicy
+from amp_core._torch_dispatch import autocast_key, registered
+from amp_core.policy import names, rules, tables
+
+DEVICES = ("cpu", "cuda", "maia", "mps", "mtia", "xpu")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_lists_and_dispatcher_name_the_same_ops(device: str) -> None:
+    """An op that torch casts but the table lacks, or the reverse, makes `explain` and overrides wrong."""
+    listed = tables.flatten(tables.lists_of(device))
+    existing = {names.find(op).name() for op in listed if names.find(op) is not None}
+    native = registered(autocast_key(device))
+    if torch.__version__.startswith("2.13"):
+        assert existing == native
+        assert len(existing) == len(listed)
+    assert native <= existing
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "mps", "xpu"])
+def test_every_rule_is_what_the_kernel_does(device: str, observe: Callable[[str, str], str]) -> None:
+    """A wrong rule in a table would make an override that names the same rule a silent no-op."""
+    policy = OpPolicy.default(device)
+    wrong = {op: (rule, seen) for op, rule in policy if (seen := observe(op, device)) != rule}
+    assert not wrong
+
+
+EXPECTED = {
+    rules.LOWER_PRECISION_FP: torch.float16,
+    rules.FP32: torch.float32,
+    rules.FP32_SET_OPT_DTYPE: torch.float32,
+    rules.FP32_APPEND_DTYPE: torch.float32,
+    rules.PROMOTE: torch.float32,
+}
+
+
+def test_rules_of_mtia_by_running_ops_on_fake_tensors() -> None:
+    """Mtia's Autograd key cannot be recorded on, so its ops run: each must return what its rule says."""
+    checked = set()
+    with FakeTensorMode(), torch.autocast("mtia", torch.float16):
+        lists = AutocastTestLists("mtia")
+        for op, args in [
+            *_pairs(lists.torch_fp16),
+            *_pairs(lists.torch_fp32),
+            *_pairs(lists.torch_need_autocast_promote),
+        ]:
+            policy = OpPolicy.default("mtia")
+            ruled = {e.rule for e in policy.explain(op)} - {rules.UNCHANGED}
+            if len(ruled) != 1:
+                continue
+            out = getattr(torch, op)(*args)
+            out = out[0] if isinstance(out, tuple) else out
+            assert out.dtype is EXPECTED[ruled.pop()], op
+            checked.add(op)
+    assert len(checked) > 50
+
+
+def _pairs(entries):
+    skipped = ("chain_matmul", "cross", "cudnn_convolution", "cudnn_convolution_transpose", "_convolution")
+    return [(e[0], e[1]) for e in entries if e[0] not in skipped and len(e) == 2]
+
+
+def test_an_older_torch_without_an_op_drops_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list entry that the installed torch lacks must not break the default policy."""
+    lists = {**tables.SHARED, rules.FP32: tables.SHARED[rules.FP32] + " op_of_a_later_torch"}
+    monkeypatch.setitem(tables.DEVICES, "mtia", lists)
+    from amp_core.policy.op_policy import native_rules
+
+    found = native_rules.__wrapped__("mtia")
+    assert "aten::op_of_a_later_torch.default" not in found
+    assert len(found) == len(registered("AutocastMTIA"))
+
+
+def test_an_op_that_no_list_knows_is_native(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A later torch may cast an op that the lists do not name: it must stay as torch has it."""
+    lists = {**tables.SHARED, rules.PROMOTE: "addcdiv"}
+    monkeypatch.setitem(tables.DEVICES, "mtia", lists)
+    from amp_core.policy.op_policy import native_rules
+
+    assert native_rules.__wrapped__("mtia")["aten::dot.default"] == rules.NATIVE
