@@ -15,6 +15,7 @@ from typing import NoReturn
 # name -> module; a string, because some are not amp_core's own.
 COMMANDS = {
     "backends": "amp_core.cli.backends",
+    "migrate": "amp_compat.migrate.cli",
 }
 
 
@@ -55,6 +56,7 @@ def _parser(command: str | None) -> argparse.ArgumentParser:
 
 _HELP = {
     "backends": "list every device backend: status, reason, dtypes, kernels, origin",
+    "migrate": "rewrite deprecated mixed-precision calls (torch.cuda.amp, torch.cpu.amp, apex.amp)",
 }
 
 

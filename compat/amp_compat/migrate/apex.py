@@ -1,0 +1,106 @@
+"""NVIDIA apex's amp, which apex deleted in May 2025: to `amp_compat.apex`, or advice for `torch.amp`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import libcst as cst
+
+from amp_compat.migrate.bindings import Resolver, module_name
+from amp_compat.migrate.model import Level
+from amp_compat.migrate.names import Target
+
+SUPPORTED = frozenset({"initialize", "scale_loss", "master_params", "state_dict", "load_state_dict"})
+
+_ADVICE = {
+    "initialize": (
+        "O0: drop the call. O1, O2: keep model and optimizer as they are, create "
+        "scaler = torch.amp.GradScaler('cuda') and run forward and loss under torch.amp.autocast('cuda'). "
+        "O3: model.half(), no scaler"
+    ),
+    "scale_loss": (
+        "write scaler.scale(loss).backward(), and for optimizer.step() write scaler.step(optimizer) "
+        "and scaler.update()"
+    ),
+    "master_params": "call scaler.unscale_(optimizer), then use model.parameters(), the float32 weights",
+    "state_dict": "save scaler.state_dict()",
+    "load_state_dict": "call scaler.load_state_dict(...); a state saved by apex has other keys",
+}
+_OTHER = "amp-core has no successor for this; an op policy (autocast(..., policy=...)) moves single ops"
+
+Found = tuple[cst.CSTNode, Level, str, str]
+
+
+class ApexRewriter(cst.CSTVisitor):
+    """Collects edits and findings for every use of ``apex.amp``."""
+
+    def __init__(self, module: cst.Module, resolver: Resolver, target: Target) -> None:
+        super().__init__()
+        self._module = module
+        self._resolver = resolver
+        self._rewrites = target.module == "amp_core"
+        self.edits: dict[cst.CSTNode, Callable[[cst.CSTNode], cst.CSTNode]] = {}
+        self.findings: list[Found] = []
+        self.needed: list[str] = []
+
+    def visit_ImportFrom(self, node: cst.ImportFrom) -> bool:
+        """``from apex import amp`` and ``from apex.amp import ...``."""
+        module = module_name(node)
+        if not self._rewrites or isinstance(node.names, cst.ImportStar):
+            return False
+        names = [alias.evaluated_name for alias in node.names]
+        if module == "apex.amp" and SUPPORTED.issuperset(names):
+            self._edit(node, lambda new: new.with_changes(module=cst.parse_expression("amp_compat.apex")))
+        elif module == "apex" and names == ["amp"]:
+            self._edit(node, _from_apex)
+        elif module == "apex" and "amp" in names:
+            note = "import amp in a line of its own: from amp_compat import apex as amp"
+            self.findings.append((node, "manual", "apex.amp", note))
+        return False
+
+    def visit_Import(self, node: cst.Import) -> bool:
+        """``import apex`` stays: apex has more than amp."""
+        return False
+
+    def visit_Attribute(self, node: cst.Attribute) -> bool:
+        """A chain that ends in apex.amp, or its parts."""
+        return not self._take(node)
+
+    def visit_Name(self, node: cst.Name) -> None:
+        """A bare name from ``from apex.amp import ...``."""
+        self._take(node)
+
+    def _take(self, node: cst.Attribute | cst.Name) -> bool:
+        resolved = self._resolver.resolve(node)
+        if resolved is None or not resolved.dotted.startswith("apex.amp."):
+            return False
+        name = resolved.dotted[len("apex.amp.") :]
+        label = f"apex.amp.{name}"
+        if name not in SUPPORTED:
+            self.findings.append((node, "manual", label, _OTHER))
+        elif not self._rewrites:
+            self.findings.append((node, "manual", label, _ADVICE[name]))
+        else:
+            self._replace(node, name)
+            self.findings.append((node, "changed", label, f"now amp_compat.apex.{name}"))
+        return True
+
+    def _replace(self, node: cst.Attribute | cst.Name, name: str) -> None:
+        """Only ``apex.amp.x`` needs new words: under ``amp.x`` the import has changed its meaning."""
+        if isinstance(node, cst.Attribute) and isinstance(node.value, cst.Attribute):
+            self.edits[node] = lambda _: cst.parse_expression(f"amp_compat.apex.{name}")
+            if "amp_compat.apex" not in self.needed:
+                self.needed.append("amp_compat.apex")
+
+    def _edit(self, node: cst.ImportFrom, edit: Callable[[cst.CSTNode], cst.CSTNode]) -> None:
+        self.edits[node] = edit
+        self.findings.append((node, "changed", "apex.amp", "imported from amp_compat"))
+
+
+def _from_apex(node: cst.CSTNode) -> cst.CSTNode:
+    assert isinstance(node, cst.ImportFrom)
+    assert not isinstance(node.names, cst.ImportStar)
+    alias = node.names[0]
+    asname = alias.asname or cst.AsName(cst.Name("amp"))
+    new = alias.with_changes(name=cst.Name("apex"), asname=asname)
+    return node.with_changes(module=cst.Name("amp_compat"), names=[new])

@@ -1,0 +1,214 @@
+"""What a name means at one place of a file: imports, aliases, shadowing, fallbacks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import libcst as cst
+from libcst.helpers import get_full_name_for_node
+from libcst.metadata import Assignment, BaseAssignment, ImportAssignment, Scope
+
+from amp_compat.migrate.names import OBJECTS, parse_legacy
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """The meaning of an expression.
+
+    Attributes:
+        dotted: the full name, as if imported from the top.
+        bindings: what binds the expression's first name; several where branches import the same.
+        alias: the first name was bound by ``name = <deprecated object>``, not by an import.
+        fallback: an ``except`` branch binds the same name to a stand-in.
+        conflict: why the meaning is not certain, or "".
+    """
+
+    dotted: str
+    bindings: tuple[BaseAssignment, ...] = ()
+    alias: bool = False
+    fallback: bool = False
+    conflict: str = ""
+
+
+class Resolver:
+    """Resolves names and attribute chains of one module.
+
+    Args:
+        scopes: libcst's scopes, per node.
+        parents: libcst's parents, per node.
+        stars: names that a star import of a deprecated module brings in, with their full names.
+    """
+
+    def __init__(
+        self,
+        scopes: Mapping[cst.CSTNode, Scope | None],
+        parents: Mapping[cst.CSTNode, cst.CSTNode],
+        stars: Mapping[str, str],
+    ) -> None:
+        self._scopes = scopes
+        self.parents = self._parents = parents
+        self._stars = stars
+        self._active: set[cst.CSTNode] = set()
+
+    def resolve(self, node: cst.BaseExpression) -> Resolved | None:
+        """Return the meaning of `node`, or None where it has none that is known."""
+        if isinstance(node, cst.Name):
+            return self._name(node)
+        if isinstance(node, cst.Attribute):
+            return _join(self.resolve(node.value), node.attr.value)
+        word = getattr_literal(node)
+        if word is not None and isinstance(node, cst.Call):
+            return _join(self.resolve(node.args[0].value), word)
+        return None
+
+    def scopes(self) -> set[Scope]:
+        """Every scope of the module."""
+        return {scope for scope in self._scopes.values() if scope is not None}
+
+    def import_meaning(self, binding: BaseAssignment, name: str) -> str | None:
+        """The full name that an import binds `name` to; None for every other binding."""
+        return _imported(binding.node, name) if isinstance(binding, ImportAssignment) else None
+
+    def scope_of(self, node: cst.CSTNode) -> Scope | None:
+        """The scope that `node` stands in."""
+        found: cst.CSTNode | None = node
+        while found is not None:
+            scope = self._scopes.get(found)
+            if scope is not None:
+                return scope
+            found = self._parents.get(found)
+        return None
+
+    def _name(self, node: cst.Name) -> Resolved | None:
+        scope = self.scope_of(node)
+        bindings = list(scope[node.value]) if scope is not None else []
+        if not bindings:
+            star = self._stars.get(node.value)
+            return Resolved(star) if star else None
+        meanings = [(b, self._meaning(b, node.value)) for b in bindings]
+        certain = [(b, m) for b, m in meanings if not self._stand_in(b, m)]
+        names = {m.dotted if m else None for _, m in certain}
+        if len(names) == 1 and certain[0][1] is not None:
+            meaning = certain[0][1]
+            fallback = any(not _is_none(self._value(b)) for b, _ in meanings if (b, _) not in certain)
+            alias = meaning.alias or not isinstance(certain[0][0], ImportAssignment)
+            found = tuple(b for b, _ in certain)
+            return Resolved(meaning.dotted, found, alias, fallback, meaning.conflict)
+        return self._unclear(node.value, certain)
+
+    def _unclear(self, name: str, meanings: list[tuple[BaseAssignment, Resolved | None]]) -> Resolved | None:
+        """The meaning of a name with several bindings, one of them deprecated."""
+        legacy = [(b, m) for b, m in meanings if m and parse_legacy(m.dotted)]
+        # `f = torch.cuda.amp.autocast` beside `f = nullcontext`: `f` itself is free.
+        if all(self._free_alias(b, m) for b, m in legacy if m):
+            return None
+        names = {m.dotted if m else None for _, m in meanings}
+        first = legacy[0][1]
+        assert first is not None
+        return Resolved(first.dotted, tuple(b for b, _ in legacy), conflict=_conflict(name, names))
+
+    def _free_alias(self, binding: BaseAssignment, meaning: Resolved) -> bool:
+        legacy = parse_legacy(meaning.dotted)
+        return not isinstance(binding, ImportAssignment) and legacy is not None and bool(legacy.name)
+
+    def _meaning(self, binding: BaseAssignment, name: str) -> Resolved | None:
+        if isinstance(binding, ImportAssignment):
+            dotted = _imported(binding.node, name)
+            return Resolved(dotted) if dotted else None
+        value = self._value(binding)
+        if value is None or value in self._active:
+            return None
+        self._active.add(value)
+        try:
+            found = self.resolve(value)
+        finally:
+            self._active.discard(value)
+        return found if found and parse_legacy(found.dotted) else None
+
+    def _value(self, binding: BaseAssignment) -> cst.BaseExpression | None:
+        """The right-hand side of ``name = value``, or None for every other kind of binding."""
+        if isinstance(binding, ImportAssignment) or not isinstance(binding, Assignment):
+            return None
+        parent = self._parents.get(binding.node)
+        if isinstance(parent, cst.AssignTarget):
+            statement = self._parents[parent]
+            return statement.value if isinstance(statement, cst.Assign) else None
+        return parent.value if isinstance(parent, cst.AnnAssign) else None
+
+    def _stand_in(self, binding: BaseAssignment, meaning: Resolved | None) -> bool:
+        """Whether `binding` only stands in where the deprecated name is missing (torch before 1.6)."""
+        if meaning is not None or not isinstance(binding, Assignment):
+            return False
+        if isinstance(binding, ImportAssignment):
+            return False
+        if _is_none(self._value(binding)):
+            return True
+        node: cst.CSTNode | None = binding.node
+        while node is not None and not isinstance(node, cst.ExceptHandler):
+            node = self._parents.get(node)
+        return node is not None
+
+
+def getattr_literal(node: cst.BaseExpression) -> str | None:
+    """The attribute that ``getattr(x, "literal")`` reads, or None for any other expression."""
+    if not (isinstance(node, cst.Call) and len(node.args) == 2):
+        return None
+    word = node.args[1].value
+    if (
+        isinstance(node.func, cst.Name)
+        and node.func.value == "getattr"
+        and isinstance(word, cst.SimpleString)
+    ):
+        return str(word.evaluated_value)
+    return None
+
+
+def star_imports(module: cst.Module) -> list[cst.ImportFrom]:
+    """The star imports of deprecated modules at the top level."""
+    lines = [line for line in module.body if isinstance(line, cst.SimpleStatementLine)]
+    froms = [small for line in lines for small in line.body if isinstance(small, cst.ImportFrom)]
+    return [f for f in froms if isinstance(f.names, cst.ImportStar) and parse_legacy(module_name(f) or "")]
+
+
+def star_names(module: cst.Module) -> dict[str, str]:
+    """Names that star imports of deprecated modules bind, with their full names."""
+    stars = [module_name(star) for star in star_imports(module)]
+    return {name: f"{dotted}.{name}" for dotted in stars for name in OBJECTS if name[0] != "_"}
+
+
+def module_name(node: cst.ImportFrom) -> str | None:
+    """The module of ``from module import ...``; None for a relative one."""
+    return None if node.relative or node.module is None else get_full_name_for_node(node.module)
+
+
+def _imported(node: cst.CSTNode, name: str) -> str | None:
+    if isinstance(node, cst.Import):
+        for alias in node.names:
+            dotted = get_full_name_for_node(alias.name) or ""
+            bound = alias.evaluated_alias
+            if bound == name:
+                return dotted
+            if bound is None and dotted.partition(".")[0] == name:
+                return name
+    elif isinstance(node, cst.ImportFrom) and not isinstance(node.names, cst.ImportStar):
+        for alias in node.names:
+            if (alias.evaluated_alias or alias.evaluated_name) == name:
+                module = module_name(node)
+                return f"{module}.{alias.evaluated_name}" if module else f".{alias.evaluated_name}"
+    return None
+
+
+def _join(base: Resolved | None, word: str) -> Resolved | None:
+    if base is None:
+        return None
+    return Resolved(f"{base.dotted}.{word}", base.bindings, base.alias, base.fallback, base.conflict)
+
+
+def _is_none(node: cst.BaseExpression | None) -> bool:
+    return isinstance(node, cst.Name) and node.value in {"None", "False"}
+
+
+def _conflict(name: str, meanings: set[str | None]) -> str:
+    known = sorted(m for m in meanings if m) + ["something else"] * (None in meanings)
+    return f"`{name}` is bound to {' and to '.join(known)}; which one is meant is decided at run time"

@@ -1,0 +1,139 @@
+"""Argument lists: from the deprecated signatures to the ones that take a device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import libcst as cst
+
+from amp_compat.migrate.names import Legacy
+
+_AUTOCAST_ORDER = ("enabled", "dtype", "cache_enabled")
+_ORDERS = {"autocast": _AUTOCAST_ORDER, "custom_fwd": ("fwd",), "custom_bwd": ("bwd",)}
+
+
+class CannotConvertError(Exception):
+    """The call cannot be rewritten with certainty; the text says why and what to write."""
+
+
+def convert_args(legacy: Legacy, args: Sequence[cst.Arg], quote: str, opening: str = "") -> list[cst.Arg]:
+    """Return the arguments of a call of `legacy`'s successor.
+
+    Args:
+        legacy: what is called.
+        args: its arguments.
+        quote: the quotation mark that the file uses.
+        opening: the line break and indentation between ``(`` and the first argument, if any.
+
+    Raises:
+        CannotConvertError: what the arguments mean is known only at run time.
+    """
+    device = f"{quote}{legacy.device}{quote}"
+    if legacy.name in {"custom_fwd", "custom_bwd"}:
+        return _custom(args, device, opening)
+    if _names_device(args):
+        return _with_device(legacy, args)
+    if legacy.name == "GradScaler":
+        return prepend(args, cst.Arg(cst.SimpleString(device)), opening)
+    if legacy.name == "_cast":
+        return _cast_args(args, device)
+    if legacy.name == "autocast":
+        return prepend(name_positional(legacy, args), cst.Arg(cst.SimpleString(device)), opening)
+    raise CannotConvertError(f"{legacy.name} is not called with a device")
+
+
+def name_positional(legacy: Legacy, args: Sequence[cst.Arg]) -> list[cst.Arg]:
+    """Turn positional arguments of `autocast` into keywords: its successor has another order."""
+    named: list[cst.Arg] = []
+    for position, arg in enumerate(args):
+        if arg.star == "*":
+            raise CannotConvertError(
+                "`*args` cannot be rewritten: the successor takes (device_type, dtype, enabled, "
+                "cache_enabled); pass them by keyword"
+            )
+        if arg.keyword is not None or arg.star:
+            named.append(arg)
+            continue
+        order = _ORDERS.get(legacy.name, ())
+        if position >= len(order):
+            raise CannotConvertError("more positional arguments than the deprecated signature has")
+        equal = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
+        named.append(arg.with_changes(keyword=cst.Name(order[position]), equal=equal))
+    return named
+
+
+def has_positional(args: Sequence[cst.Arg]) -> bool:
+    """Whether any argument is passed by position."""
+    return any(arg.keyword is None and arg.star != "**" for arg in args)
+
+
+def keyword_of(args: Sequence[cst.Arg], name: str) -> cst.BaseExpression | None:
+    """The value passed as keyword `name`, or None."""
+    return next((a.value for a in args if a.keyword is not None and a.keyword.value == name), None)
+
+
+def prepend(args: Sequence[cst.Arg], first: cst.Arg, opening: str = "") -> list[cst.Arg]:
+    """Put `first` before `args`, on a line of its own where the call has one argument per line."""
+    if not args:
+        return [first]
+    gap: cst.BaseParenthesizableWhitespace = cst.SimpleWhitespace(" ")
+    separators = [a.comma for a in args[:-1] if isinstance(a.comma, cst.Comma)]
+    if separators:
+        gap = _without_comments(separators[0].whitespace_after)
+    elif opening:
+        gap = cst.SimpleWhitespace(" ")
+    return [first.with_changes(comma=cst.Comma(whitespace_after=gap)), *args]
+
+
+def _without_comments(gap: cst.BaseParenthesizableWhitespace) -> cst.BaseParenthesizableWhitespace:
+    """The line break and indentation alone."""
+    if isinstance(gap, cst.ParenthesizedWhitespace):
+        return gap.with_changes(first_line=cst.TrailingWhitespace(), empty_lines=())
+    return gap
+
+
+def _custom(args: Sequence[cst.Arg], device: str, opening: str) -> list[cst.Arg]:
+    if keyword_of(args, "device_type") is not None:
+        return list(args)
+    equal = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
+    new = cst.Arg(cst.SimpleString(device), keyword=cst.Name("device_type"), equal=equal)
+    count = sum(1 for a in args if a.keyword is None and a.star != "**")
+    head, tail = list(args[:count]), list(args[count:])
+    if not head:
+        return prepend(tail, new, opening)
+    if tail:
+        return head + prepend(tail, new)
+    last = head[-1]
+    comma = last.comma if isinstance(last.comma, cst.Comma) else cst.MaybeSentinel.DEFAULT
+    head[-1] = last.with_changes(comma=cst.Comma(whitespace_after=cst.SimpleWhitespace(" ")))
+    return [*head, new.with_changes(comma=comma)]
+
+
+def _cast_args(args: Sequence[cst.Arg], device: str) -> list[cst.Arg]:
+    if len(args) != 2 or any(a.star for a in args):
+        raise CannotConvertError("`_cast` takes (value, device_type, dtype) now")
+    if has_positional(args) and args[1].keyword is None:
+        return [args[0], *prepend(args[1:], cst.Arg(cst.SimpleString(device)))]
+    equal = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
+    new = cst.Arg(cst.SimpleString(device), keyword=cst.Name("device_type"), equal=equal)
+    return [args[0], *prepend(args[1:], new)]
+
+
+def _names_device(args: Sequence[cst.Arg]) -> bool:
+    """Whether the call already passes a device, which the deprecated name did not take."""
+    if keyword_of(args, "device_type") is not None or keyword_of(args, "device") is not None:
+        return True
+    return bool(args) and args[0].keyword is None and isinstance(args[0].value, cst.SimpleString)
+
+
+def _with_device(legacy: Legacy, args: Sequence[cst.Arg]) -> list[cst.Arg]:
+    if legacy.name == "autocast" and sum(a.keyword is None for a in args) > 2:
+        raise CannotConvertError(
+            "the call passes a device to a name that takes none; what the others mean is not certain"
+        )
+    return list(args)
+
+
+def passes_device(args: Sequence[cst.Arg]) -> bool:
+    """Whether a review note is due because the deprecated call was given a device."""
+    return _names_device(args)

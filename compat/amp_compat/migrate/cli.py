@@ -1,0 +1,182 @@
+"""The ``amp migrate`` command."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from amp_compat.migrate.files import Found, discover, is_candidate, module_stem, names_taken
+from amp_compat.migrate.model import FileReport
+from amp_core.cli import UsageError
+
+HELP = "rewrite deprecated mixed-precision calls (torch.cuda.amp, torch.cpu.amp, apex.amp)"
+_INLINE = 8  # starting processes costs more than migrating this many files
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``amp migrate``."""
+    add = parser.add_argument
+    add("paths", nargs="+", metavar="PATH", help="files, notebooks or folders")
+    add(
+        "--to",
+        choices=("torch.amp", "amp_core"),
+        default="torch.amp",
+        help="where the names go (default: torch.amp)",
+    )
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument("--write", action="store_true", help="replace the files; without it nothing is written")
+    mode.add_argument("--check", action="store_true", help="exit with 1 if a file would change")
+    add("--diff", action="store_true", help="print what changes as a unified diff")
+    add("--json", action="store_true", help="print the report as JSON")
+    add(
+        "--untracked",
+        action="store_true",
+        help="in a git work tree, look at files that git does not track too",
+    )
+    add("--jobs", type=int, default=0, metavar="N", help="worker processes (default: one per core)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Migrate and report; 0, or 1 for ``--check`` with changes pending or a file that failed."""
+    _require_libcst()
+    found = discover(args.paths, untracked=args.untracked)
+    if found.missing:
+        raise UsageError(f"no such file or folder: {', '.join(map(str, found.missing))}")
+    reports = _migrate_all(found.files, args)
+    if args.json:
+        print(json.dumps(_as_json(found, reports, args), indent=2))
+    else:
+        _print_report(found, reports, args)
+    pending = args.check and any(report.changed for report in reports)
+    return 1 if pending or any(report.error for report in reports) else 0
+
+
+def _require_libcst() -> None:
+    try:
+        import libcst  # noqa: F401
+    except ImportError as error:
+        raise UsageError("needs libcst; install amp-core[migrate]") from error
+
+
+def _migrate_all(files: list[Path], args: argparse.Namespace) -> list[FileReport]:
+    from amp_compat.migrate.worker import Job, migrate_file
+
+    candidates, exported, failed = _candidates(files)
+    jobs = [
+        Job(path, args.to, frozenset(exported[module_stem(path)]), args.write, args.diff)
+        for path in candidates
+    ]
+    done: list[FileReport] = []
+    with _progress(len(jobs)) as advance, _mapper(len(jobs), args.jobs) as mapper:
+        for report in mapper(migrate_file, jobs):
+            done.append(report)
+            advance()
+    return sorted([*done, *failed], key=lambda report: report.path)
+
+
+def _candidates(files: list[Path]) -> tuple[list[Path], dict[str, set[str]], list[FileReport]]:
+    """Files worth parsing, the names that files take from each other, and files that cannot be read."""
+    candidates: list[Path] = []
+    exported: dict[str, set[str]] = defaultdict(set)
+    failed: list[FileReport] = []
+    for path in files:
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            failed.append(FileReport(str(path), error=error.strerror or str(error)))
+            continue
+        for module, name in names_taken(data):
+            exported[module].add(name)
+        if is_candidate(data):
+            candidates.append(path)
+    return candidates, exported, failed
+
+
+@contextmanager
+def _mapper(count: int, jobs: int) -> Iterator[Callable[..., Any]]:
+    """`map`, over processes where there are enough files."""
+    workers = min(jobs or os.cpu_count() or 1, count)
+    if workers < 2 or count < _INLINE:
+        yield map
+        return
+    # spawn: the parent has threads of torch's by now, and a fork of those can hang.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+        yield lambda function, items: pool.map(function, items, chunksize=4)
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[], None]]:
+    """A progress bar on a terminal, if rich is there."""
+    try:
+        from rich.console import Console
+        from rich.progress import MofNCompleteColumn, Progress
+    except ImportError:
+        yield lambda: None
+        return
+    console = Console(stderr=True)
+    columns = (*Progress.get_default_columns(), MofNCompleteColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("migrating", total=total)
+        yield lambda: progress.advance(task)
+
+
+def _summary(found: Found, reports: list[FileReport]) -> dict[str, int]:
+    levels = Counter(finding.level for report in reports for finding in report.findings)
+    return {
+        "files": len(found.files),
+        "files_changed": sum(report.changed and not report.error for report in reports),
+        "files_written": sum(report.written for report in reports),
+        "files_failed": sum(report.error is not None for report in reports),
+        "changed": levels["changed"],
+        "review": levels["review"],
+        "manual": levels["manual"],
+        "symlinks_skipped": len(found.links),
+        "untracked_skipped": found.untracked,
+    }
+
+
+def _as_json(found: Found, reports: list[FileReport], args: argparse.Namespace) -> dict[str, Any]:
+    files = [report.as_json() for report in reports if report.findings or report.error]
+    return {"to": args.to, "summary": _summary(found, reports), "files": files}
+
+
+def _print_report(found: Found, reports: list[FileReport], args: argparse.Namespace) -> None:
+    for report in reports:
+        if report.diff:
+            sys.stdout.write(report.diff)
+        if report.error:
+            print(f"{report.path}: error: {report.error}")
+        for finding in report.findings:
+            if finding.level != "changed":
+                cell = f"cell {finding.cell}:" if finding.cell else ""
+                place = f"{report.path}:{cell}{finding.line}:{finding.column + 1}"
+                print(f"{place}: {finding.level}: {finding.name}: {finding.message}")
+    print(_closing_line(_summary(found, reports), args))
+
+
+def _closing_line(count: dict[str, int], args: argparse.Namespace) -> str:
+    verb = "changed" if args.write else "would change"
+    parts = [f"{count['files']} files: {count['files_written' if args.write else 'files_changed']} {verb}"]
+    parts.append(
+        f"{count['changed'] + count['review']} places rewritten, {count['review']} of them to review"
+    )
+    parts.append(f"{count['manual']} need a human")
+    for key, text in (
+        ("files_failed", "failed"),
+        ("symlinks_skipped", "symlinks"),
+        ("untracked_skipped", "untracked"),
+    ):
+        if count[key]:
+            parts.append(f"{count[key]} {text}{'' if key == 'files_failed' else ' skipped'}")
+    hint = "" if args.write or args.check or not count["files_changed"] else " (nothing written; use --write)"
+    return ", ".join(parts) + hint

@@ -1,0 +1,310 @@
+"""Rewrites the text of one module."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import cast
+
+import libcst as cst
+from libcst.metadata import (
+    BaseAssignment,
+    CodeRange,
+    ImportAssignment,
+    MetadataWrapper,
+    ParentNodeProvider,
+    PositionProvider,
+    Scope,
+    ScopeProvider,
+)
+
+from amp_compat.migrate.apex import ApexRewriter
+from amp_compat.migrate.bindings import Resolver, module_name, star_imports, star_names
+from amp_compat.migrate.calls import CannotConvertError, convert_args, has_positional, name_positional
+from amp_compat.migrate.collect import Collector
+from amp_compat.migrate.imports import ImportEditor, bound_names
+from amp_compat.migrate.model import Finding, Level
+from amp_compat.migrate.names import Legacy, Target, parse_legacy
+from amp_compat.migrate.plan import Plan, Use
+from amp_compat.migrate.prune import prune
+from amp_compat.migrate.rules import settle_aliases
+from amp_compat.migrate.tree import Apply, Edit, args_of, dunder_all, root_of, super_init, with_args
+
+
+@dataclass
+class Rewritten:
+    """New text of a module, and what there is to say about it."""
+
+    text: str
+    findings: list[Finding] = field(default_factory=list)
+
+
+def migrate_source(text: str, target: Target, exported: Collection[str] = ()) -> Rewritten:
+    """Rewrite deprecated names in `text`.
+
+    Args:
+        text: source of one Python module.
+        target: where the names go.
+        exported: names that other files import from this module; their imports stay as they are.
+
+    Raises:
+        libcst.ParserSyntaxError: `text` is not Python that libcst can read.
+    """
+    return _Module(text, target, exported).rewrite()
+
+
+class _Module:
+    def __init__(self, text: str, target: Target, exported: Collection[str]) -> None:
+        self.text = text
+        self.module, self.restored = prune(cst.parse_module(text), text)
+        wrapper = MetadataWrapper(self.module, unsafe_skip_copy=True)
+        metadata = wrapper.resolve_many([ParentNodeProvider, PositionProvider, ScopeProvider])
+        self.parents = cast("Mapping[cst.CSTNode, cst.CSTNode]", metadata[ParentNodeProvider])
+        self.positions = cast("Mapping[cst.CSTNode, CodeRange]", metadata[PositionProvider])
+        scopes = cast("Mapping[cst.CSTNode, Scope | None]", metadata[ScopeProvider])
+        self.stars = star_names(self.module)
+        self.resolver = Resolver(scopes, self.parents, self.stars)
+        self.globals = scopes[self.module]
+        self.target = target
+        self.exported = set(exported) | dunder_all(self.module)
+        self.quote = "'" if text.count("'") > text.count('"') else '"'
+        self.edits: dict[cst.CSTNode, Edit] = {}
+        self.findings: list[Finding] = []
+        self.imports = ImportEditor(self.module, target, self.parents)
+
+    def rewrite(self) -> Rewritten:
+        plan = self._collect()
+        for use in plan.uses:
+            if not use.manual:
+                self._try_site(use)
+        self._renamed = self._rename_bindings(plan)
+        for use in plan.uses:
+            self._apply(use)
+        for string in plan.strings:
+            self._string(string)
+        if "apex" in self.text:
+            self._apex()
+        self._import_edits()
+        findings = sorted(self.findings, key=lambda f: (f.line, f.column))
+        if not self.edits:
+            return Rewritten(self.text, findings)
+        new = self.module.visit(Apply(self.edits | self.restored))
+        assert isinstance(new, cst.Module)
+        return Rewritten(self.imports.add_to(new).code, findings)
+
+    def _collect(self) -> Plan:
+        collector = Collector(self.resolver, self.parents)
+        self.module.visit(collector)
+        settle_aliases(collector.plan, self.resolver)
+        return collector.plan
+
+    def _try_site(self, use: Use) -> None:
+        """Convert the arguments at the use once, to learn whether that can be done."""
+        try:
+            self._site_edit(use)
+        except CannotConvertError as error:
+            use.manual = str(error)
+
+    # -- imports ------------------------------------------------------------------------------------
+
+    def _rename_bindings(self, plan: Plan) -> set[BaseAssignment]:
+        """Point the imports of deprecated names at the target where every use can follow."""
+        renamed: set[BaseAssignment] = set()
+        for binding in self._legacy_imports():
+            uses = plan.by_binding.get(binding, [])
+            if binding.name in self.exported:
+                self._keep_exported(binding)
+            elif not any(use.manual for use in uses):
+                if self.imports.keeps_name(binding.node, binding.name):
+                    renamed.add(binding)
+                self.imports.rename(binding.node, binding.name)
+                self._note_import(binding, uses)
+        for name in self.stars:
+            self._star(name, [u for u in plan.uses if isinstance(u.node, cst.Name) and u.node.value == name])
+        return renamed
+
+    def _import_edits(self) -> None:
+        for line in self.imports.lines():
+            self.edits[line] = partial(self.imports.edit_line, line)
+        if not self.imports.star_uses:
+            return
+        for star in star_imports(self.module):
+            self.edits[star] = self.imports.star_edit
+            note = "the star is gone: names that only other files took from here need an import"
+            self._find(star, "review", module_name(star) or "", note)
+
+    def _legacy_imports(self) -> list[ImportAssignment]:
+        found: list[ImportAssignment] = []
+        seen: set[tuple[int, str]] = set()
+        for scope in {s for s in self.resolver.scopes() if s is not None}:
+            for binding in scope.assignments:
+                if not isinstance(binding, ImportAssignment) or (id(binding.node), binding.name) in seen:
+                    continue
+                seen.add((id(binding.node), binding.name))
+                if self.imports.concerns(binding.node, binding.name):
+                    found.append(binding)
+        return sorted(found, key=lambda b: (self.positions[b.node].start.line, b.name))
+
+    def _keep_exported(self, binding: ImportAssignment) -> None:
+        reason = (
+            f"`{binding.name}` is imported from here elsewhere, or is in __all__; its signature would change"
+        )
+        self._find(binding.node, "manual", binding.name, reason)
+
+    def _note_import(self, binding: ImportAssignment, uses: list[Use]) -> None:
+        if any(use.resolved.fallback for use in uses):
+            text = "the except branch binds a stand-in for torch before 1.6 that takes no device: it can go"
+            self._find(binding.node, "review", binding.name, text)
+        else:
+            self._find(binding.node, "changed", binding.name, f"imported from {self.target.module}")
+
+    def _star(self, name: str, uses: list[Use]) -> None:
+        if uses and not any(use.manual for use in uses):
+            self.imports.star_uses.add(name)
+
+    # -- uses ---------------------------------------------------------------------------------------
+
+    def _apply(self, use: Use) -> None:
+        if use.manual:
+            self._find(use.node, "manual", use.legacy.dotted, use.manual)
+            return
+        through_alias = use.resolved.alias and isinstance(use.node, cst.Name)
+        if not through_alias:
+            self._replace(use)
+        edit = self._site_edit(use)
+        if edit is not None and use.site is not None:
+            self.edits[use.site] = edit
+        level: Level = "review" if use.review else "changed"
+        if not through_alias or edit is not None or use.review:
+            self._find(use.node, level, use.legacy.dotted, use.review or f"now {self._new_name(use.legacy)}")
+
+    def _replace(self, use: Use) -> None:
+        new = self._expression(use)
+        if use.kind in {"value", "alias"}:
+            new = self._partial(use.legacy, new)
+        elif use.kind == "decorator":
+            new = cst.Call(new, convert_args(use.legacy, [], self.quote))
+        parens = {"lpar": use.node.lpar, "rpar": use.node.rpar}
+        replacement = new.with_changes(**parens) if use.node.lpar else new
+        if not (isinstance(new, cst.Name) and isinstance(use.node, cst.Name) and new.value == use.node.value):
+            self.edits[use.node] = lambda _: replacement
+
+    def _site_edit(self, use: Use) -> Edit | None:
+        """The change at the call or class around a use, beyond the name itself."""
+        if use.kind == "call" and isinstance(use.site, cst.Call):
+            return self._call_edit(
+                use.legacy, use.site, bare=use.resolved.alias and isinstance(use.node, cst.Name)
+            )
+        if use.kind == "partial" and isinstance(use.site, cst.Call):
+            return self._partial_edit(use.legacy, use.site)
+        if use.kind == "base" and isinstance(use.site, cst.ClassDef):
+            call = super_init(use.site)
+            edit = self._call_edit(use.legacy, call, bare=False)
+            assert edit is not None
+            self.edits[call] = edit
+            return None
+        return None
+
+    def _call_edit(self, legacy: Legacy, call: cst.Call, *, bare: bool) -> Edit | None:
+        if bare:
+            if legacy.name != "autocast" or not has_positional(call.args):
+                return None
+            name_positional(legacy, call.args)
+            return lambda new: with_args(new, name_positional(legacy, args_of(new)))
+        opening = "\n" if isinstance(call.whitespace_before_args, cst.ParenthesizedWhitespace) else ""
+        convert_args(legacy, call.args, self.quote, opening)
+        return lambda new: with_args(new, convert_args(legacy, args_of(new), self.quote, opening))
+
+    def _partial_edit(self, legacy: Legacy, call: cst.Call) -> Edit:
+        convert_args(legacy, call.args[1:], self.quote)
+
+        def edit(new: cst.CSTNode) -> cst.CSTNode:
+            first, *rest = args_of(new)
+            space = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
+            comma = first.comma if isinstance(first.comma, cst.Comma) else space
+            return with_args(new, [first.with_changes(comma=comma), *convert_args(legacy, rest, self.quote)])
+
+        return edit
+
+    def _partial(self, legacy: Legacy, expression: cst.BaseExpression) -> cst.Call:
+        functools = self._name_for("functools.partial") or cst.parse_expression("functools.partial")
+        if "functools" not in bound_names(self.module) and not isinstance(functools, cst.Name):
+            self.imports.need("functools")
+        return cst.Call(
+            functools,
+            [
+                cst.Arg(expression, comma=cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))),
+                *convert_args(legacy, [], self.quote),
+            ],
+        )
+
+    def _apex(self) -> None:
+        rewriter = ApexRewriter(self.module, self.resolver, self.target)
+        self.module.visit(rewriter)
+        self.edits.update(rewriter.edits)
+        for module in rewriter.needed:
+            self.imports.need(module)
+        for node, level, name, message in rewriter.findings:
+            self._find(node, level, name, message)
+
+    # -- expressions --------------------------------------------------------------------------------
+
+    def _expression(self, use: Use) -> cst.BaseExpression:
+        """The successor's name, written the way the file wrote the deprecated one."""
+        legacy = use.legacy
+        suffix = self.target.suffix(legacy.name) if legacy.name else ""
+        root = root_of(use.node)
+        if isinstance(use.node, cst.Name) and use.node.value in self.imports.star_uses:
+            return use.node
+        renamed = bool(use.resolved.bindings) and self._renamed.issuperset(use.resolved.bindings)
+        if renamed and isinstance(root, cst.Name):
+            if isinstance(use.node, cst.Name):
+                return use.node
+            return cst.parse_expression(f"{root.value}.{suffix}")
+        if use.resolved.alias and isinstance(root, cst.Name) and legacy.name:
+            return cst.parse_expression(f"{root.value}.{suffix}")
+        return cst.parse_expression(".".join(filter(None, [self._module_expression(root), suffix])))
+
+    def _module_expression(self, root: cst.BaseExpression) -> str:
+        """An expression for the target module, from names that the file has, or imports one."""
+        if self.target.module == "torch.amp" and isinstance(root, cst.Name):
+            meaning = self.resolver.resolve(root)
+            if meaning and meaning.dotted == "torch":
+                return f"{root.value}.amp"
+        found = self._name_for(self.target.root)
+        if found is None:
+            self.imports.need(self.target.root)
+        name = found.value if isinstance(found, cst.Name) else self.target.root
+        return name + self.target.module[len(self.target.root) :]
+
+    def _name_for(self, dotted: str) -> cst.Name | None:
+        """A module-level name that an import binds to `dotted`."""
+        for name in bound_names(self.module):
+            node = cst.Name(name)
+            bindings = self.globals[name] if self.globals is not None else ()
+            meanings = {self.resolver.import_meaning(b, name) for b in bindings}
+            if meanings == {dotted}:
+                return node
+        return None
+
+    def _new_name(self, legacy: Legacy) -> str:
+        suffix = f".{self.target.suffix(legacy.name)}" if legacy.name else ""
+        device = "" if legacy.name in {"", "OptState"} else f" on '{legacy.device}'"
+        return f"{self.target.module}{suffix}{device}"
+
+    def _string(self, node: cst.SimpleString) -> None:
+        inner = node.raw_value
+        annotated = isinstance(self.parents.get(node), (cst.Annotation, cst.Index))
+        legacy = parse_legacy(inner)
+        if annotated and legacy and legacy.name and self.target.module == "torch.amp":
+            text = node.value.replace(inner, f"torch.amp.{self.target.suffix(legacy.name)}")
+            self.edits[node] = lambda new: new.with_changes(value=text)
+            self._find(node, "changed", legacy.dotted, f"now {self._new_name(legacy)}")
+            return
+        message = "a string holds the deprecated name; what reads it is not known here"
+        self._find(node, "manual", "torch.cuda.amp" if "cuda" in inner else "torch.cpu.amp", message)
+
+    def _find(self, node: cst.CSTNode, level: Level, name: str, message: str) -> None:
+        start = self.positions[node].start
+        self.findings.append(Finding(start.line, start.column, level, name, message))

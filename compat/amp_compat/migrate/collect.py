@@ -1,0 +1,88 @@
+"""Finds every use of a deprecated name."""
+
+from __future__ import annotations
+
+import libcst as cst
+
+from amp_compat.migrate.bindings import Resolver
+from amp_compat.migrate.names import parse_legacy
+from amp_compat.migrate.plan import Parents, Plan, Use
+from amp_compat.migrate.rules import classify
+
+
+class Collector(cst.CSTVisitor):
+    """Walks a module once and fills a `Plan`."""
+
+    def __init__(self, resolver: Resolver, parents: Parents) -> None:
+        super().__init__()
+        self.plan = Plan()
+        self._resolver = resolver
+        self._parents = parents
+
+    def visit_Import(self, node: cst.Import) -> bool:
+        """Import statements are rewritten on their own."""
+        return False
+
+    def visit_ImportFrom(self, node: cst.ImportFrom) -> bool:
+        """Import statements are rewritten on their own."""
+        return False
+
+    def visit_Attribute(self, node: cst.Attribute) -> bool:
+        """Take the whole chain, or else look at its parts."""
+        if self._take(node):
+            return False
+        node.value.visit(self)
+        return False
+
+    def visit_Name(self, node: cst.Name) -> None:
+        """Take a bare name, unless it is being bound here."""
+        parent = self._parents.get(node)
+        if not isinstance(parent, (cst.FunctionDef, cst.ClassDef, cst.AsName, cst.NameItem)):
+            self._take(node)
+
+    def visit_Call(self, node: cst.Call) -> bool:
+        """Take ``getattr(module, "name")`` as the name itself."""
+        return not self._take(node)
+
+    def visit_Arg(self, node: cst.Arg) -> bool:
+        """Look at the value only: a keyword is not a name."""
+        node.value.visit(self)
+        return False
+
+    def visit_Param(self, node: cst.Param) -> bool:
+        """Look at annotation and default only."""
+        for part in (node.annotation, node.default):
+            if part is not None:
+                part.visit(self)
+        return False
+
+    def visit_AssignTarget(self, node: cst.AssignTarget) -> bool:
+        """A plain name on the left is a binding, not a use."""
+        return not isinstance(node.target, cst.Name)
+
+    def visit_AnnAssign(self, node: cst.AnnAssign) -> bool:
+        """As for `visit_AssignTarget`."""
+        parts = [node.annotation, node.value, None if isinstance(node.target, cst.Name) else node.target]
+        for part in parts:
+            if part is not None:
+                part.visit(self)
+        return False
+
+    def visit_SimpleString(self, node: cst.SimpleString) -> None:
+        """Keep strings that hold a deprecated name; docstrings are prose."""
+        if ("torch.cuda.amp" in node.value or "torch.cpu.amp" in node.value) and not isinstance(
+            self._parents.get(node), cst.Expr
+        ):
+            self.plan.strings.append(node)
+
+    def _take(self, node: cst.BaseExpression) -> bool:
+        resolved = self._resolver.resolve(node)
+        legacy = parse_legacy(resolved.dotted) if resolved else None
+        if resolved is None or legacy is None:
+            return False
+        use = Use(node, legacy, resolved)
+        use.manual = resolved.conflict
+        if not use.manual:
+            classify(use, self._parents, self._resolver)
+        self.plan.add(use)
+        return True

@@ -1,0 +1,140 @@
+"""Which files are looked at, and how one is replaced."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+SUFFIXES = (".py", ".pyi", ".ipynb")
+_SKIPPED = frozenset({"__pycache__", "node_modules", "site-packages", "__pypackages__"})
+
+# A file that matches none of these cannot hold a deprecated name; reading is all that it costs.
+_CANDIDATE = re.compile(
+    rb"(?:cuda|cpu)\s*\.\s*amp\b|torch\s*\.\s*(?:cuda|cpu)\s+import|torch\s*\.\s*(?:cuda|cpu)\s+as\b"
+    rb"|torch\s+import[^\n]*\b(?:cuda|cpu)\b|(?:cuda|cpu)\s*,\s*\\?[\"']amp|\bapex\b[^\n]*\bamp\b|\bamp\b[^\n]*\bapex\b"
+)
+_NAMES = rb"autocast|GradScaler|custom_fwd|custom_bwd|amp"
+_FROM = re.compile(rb"^[ \t]*from\s+(?P<module>[.\w]+)\s+import\s*(?P<names>\([^)]*\)|[^\n]*)", re.MULTILINE)
+_WORD = re.compile(rb"\b(?:" + _NAMES + rb")\b")
+
+
+@dataclass
+class Found:
+    """The files under some paths, and what was left out."""
+
+    files: list[Path] = field(default_factory=list)
+    links: list[Path] = field(default_factory=list)
+    untracked: int = 0
+    missing: list[Path] = field(default_factory=list)
+
+
+def discover(paths: Iterable[str], *, untracked: bool = False) -> Found:
+    """Collect Python files and notebooks.
+
+    A file that is named is taken. In a folder, symbolic links are not followed, hidden folders, virtual
+    environments and caches are left out, and so is what git does not track, unless `untracked`.
+    """
+    found = Found()
+    seen: set[Path] = set()
+    for text in paths:
+        path = Path(text)
+        if path.is_dir():
+            _discover_folder(path, found, untracked=untracked)
+        elif path.is_file():
+            found.files.append(path)
+        else:
+            found.missing.append(path)
+    found.files = [p for p in found.files if not (p.absolute() in seen or seen.add(p.absolute()))]  # type: ignore[func-returns-value]
+    return found
+
+
+def _discover_folder(folder: Path, found: Found, *, untracked: bool) -> None:
+    tracked = None if untracked else git_files(folder)
+    for path in _walk(folder):
+        if path.is_symlink():
+            found.links.append(path)
+        elif tracked is not None and os.path.abspath(path) not in tracked:
+            found.untracked += 1
+        else:
+            found.files.append(path)
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    for base, folders, names in os.walk(folder, followlinks=False):
+        folders[:] = sorted(name for name in folders if _entered(base, name))
+        for name in sorted(names):
+            if name.endswith(SUFFIXES):
+                yield Path(base, name)
+
+
+def _entered(base: str, name: str) -> bool:
+    hidden = name.startswith(".") or name in _SKIPPED
+    return not hidden and not os.path.exists(os.path.join(base, name, "pyvenv.cfg"))
+
+
+def git_files(folder: Path) -> set[str] | None:
+    """Absolute paths that git tracks in `folder`; None outside a work tree, or where it tracks none."""
+    command = ["git", "-C", str(folder), "ls-files", "-z", "--", "."]
+    try:
+        done = subprocess.run(command, capture_output=True, check=True, timeout=60)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    names = [os.fsdecode(name) for name in done.stdout.split(b"\0") if name]
+    return {os.path.abspath(os.path.join(folder, name)) for name in names} or None
+
+
+def is_candidate(data: bytes) -> bool:
+    """Whether a file with the content `data` can hold a deprecated name."""
+    return _CANDIDATE.search(data) is not None
+
+
+def names_taken(data: bytes) -> set[tuple[str, str]]:
+    """(module, name) for the mixed-precision names that a file imports from modules other than torch's.
+
+    `module` is the last part of the module's name. A star import stands for every name that the file uses.
+    """
+    taken: set[tuple[str, str]] = set()
+    if _WORD.search(data) is None:
+        return taken
+    for match in _FROM.finditer(data):
+        module = match["module"].decode("utf-8", "replace")
+        if module.startswith(("torch", "apex", "amp_core")):
+            continue
+        source = data if match["names"].strip() == b"*" else match["names"]
+        stem = module.rpartition(".")[2]
+        taken.update((stem, word.decode()) for word in set(_WORD.findall(source)))
+    return taken
+
+
+def module_stem(path: Path) -> str:
+    """The last part of the name under which other files import `path`."""
+    return path.parent.absolute().name if path.stem == "__init__" else path.stem
+
+
+def write_whole(path: Path, before: bytes, after: bytes) -> None:
+    """Replace `path` by `after` in one step, keeping its mode; never a part of it.
+
+    Raises:
+        OSError: `path` is read-only, was changed since it was read, or cannot be replaced.
+    """
+    mode = path.stat().st_mode
+    if not mode & 0o222 or not os.access(path, os.W_OK):
+        raise PermissionError("the file is read-only")
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".amp-migrate", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(after)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(name, mode & 0o7777)
+        if path.read_bytes() != before:
+            raise OSError("the file was changed while it was being migrated")
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise

@@ -1,0 +1,227 @@
+"""Import statements: pointing deprecated ones at the target, and adding the ones that are needed, once."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple
+
+import libcst as cst
+from libcst.helpers import get_full_name_for_node
+
+from amp_compat.migrate.bindings import module_name
+from amp_compat.migrate.names import Target, parse_legacy
+
+Statement = cst.BaseSmallStatement
+Line = cst.SimpleStatementLine | cst.FlattenSentinel[cst.SimpleStatementLine] | cst.RemovalSentinel
+
+
+class _Place(NamedTuple):
+    """Where an imported name comes from afterwards; `drop` where nothing imports it any more."""
+
+    how: Literal["from", "import", "drop"]
+    module: str = ""
+    name: str = ""
+
+
+class ImportEditor:
+    """Collects what is to become of a module's imports, then writes it."""
+
+    def __init__(
+        self, module: cst.Module, target: Target, parents: Mapping[cst.CSTNode, cst.CSTNode]
+    ) -> None:
+        self._module = module
+        self._target = target
+        self._parents = parents
+        self._needed: list[str] = []
+        self._renamed: dict[cst.CSTNode, set[str]] = defaultdict(set)
+        self.star_uses: set[str] = set()
+
+    def need(self, module: str) -> None:
+        """Have ``import module`` at the top of the file."""
+        if module not in self._needed:
+            self._needed.append(module)
+
+    def concerns(self, node: cst.CSTNode, bound: str) -> bool:
+        """Whether `node` binds `bound` to a deprecated name."""
+        return any(_bound(a) == bound and self._place(node, a) for a in _aliases(node))
+
+    def keeps_name(self, node: cst.CSTNode, bound: str) -> bool:
+        """Whether the target can be bound to the same name: not so for submodules."""
+        places = [self._place(node, a) for a in _aliases(node) if _bound(a) == bound]
+        return all(place is not None and place.how != "drop" for place in places)
+
+    def rename(self, node: cst.CSTNode, bound: str) -> None:
+        """Have the import at `node` bind `bound` from the target."""
+        self._renamed[node].add(bound)
+
+    def lines(self) -> list[cst.SimpleStatementLine]:
+        """The lines with an import to change."""
+        lines = [self._parents[node] for node in self._renamed]
+        return [line for line in dict.fromkeys(lines) if isinstance(line, cst.SimpleStatementLine)]
+
+    def edit_line(self, original: cst.SimpleStatementLine, line: cst.CSTNode) -> Line:
+        """Return `line` with its imports rewritten; `original` is the line as it was parsed."""
+        assert isinstance(line, cst.SimpleStatementLine)
+        smalls: list[Statement] = []
+        for old, new in zip(original.body, line.body, strict=True):
+            smalls.extend(self._rewritten(old, new) if old in self._renamed else [new])
+        return _as_lines(line, smalls, alone=self._alone(original))
+
+    def star_edit(self, node: cst.CSTNode) -> cst.CSTNode:
+        """The names in use, in place of the star."""
+        names = [cst.ImportAlias(cst.Name(name)) for name in sorted(self.star_uses)]
+        return node.with_changes(module=_dotted(self._target.module), names=names)
+
+    def add_to(self, module: cst.Module) -> cst.Module:
+        """Return `module` with the needed imports added behind its first block of imports."""
+        if not self._needed:
+            return module
+        body = list(module.body)
+        place = _end_of_imports(body)
+        body[place:place] = [
+            cst.SimpleStatementLine([cst.Import([cst.ImportAlias(_dotted(name))])])
+            for name in sorted(self._needed)
+        ]
+        return module.with_changes(body=body)
+
+    def _alone(self, line: cst.SimpleStatementLine) -> bool:
+        block = self._parents[line]
+        return isinstance(block, cst.IndentedBlock) and len(block.body) == 1
+
+    def _place(self, node: cst.CSTNode, alias: cst.ImportAlias) -> _Place | None:
+        if isinstance(node, cst.ImportFrom):
+            return self._place_from(f"{module_name(node)}.{alias.evaluated_name}")
+        dotted = get_full_name_for_node(alias.name) or ""
+        if parse_legacy(dotted) is None:
+            return None
+        if alias.asname is None:
+            return _Place("import", "torch.amp" if self._target.module == "torch.amp" else "torch")
+        return _Place("import", self._target.module) if dotted.count(".") == 2 else _Place("drop")
+
+    def _place_from(self, dotted: str) -> _Place | None:
+        legacy = parse_legacy(dotted)
+        if legacy is None:
+            return None
+        if legacy.name:
+            module, _, name = f"{self._target.module}.{self._target.suffix(legacy.name)}".rpartition(".")
+            return _Place("from", module, name)
+        if dotted.count(".") > 2:
+            return _Place("drop")
+        package, _, name = self._target.module.rpartition(".")
+        return _Place("from", package, name) if package else _Place("import", name)
+
+    def _rewritten(self, old: Statement, new: Statement) -> list[Statement]:
+        bound = self._renamed[old]
+        aliases = _aliases(new)
+        places = [self._place(old, a) if _bound(a) in bound else None for a in _aliases(old)]
+        if isinstance(new, cst.Import):
+            return [new.with_changes(names=_import_aliases(aliases, places))] if any(places) else [new]
+        assert isinstance(new, cst.ImportFrom)
+        froms = {place.module for place in places if place is not None and place.how == "from"}
+        if len(froms) == 1 and all(p is not None and p.how == "from" for p in places):
+            names = [_renamed(a, p.name) for a, p in zip(aliases, places, strict=True) if p]
+            return [new.with_changes(module=_dotted(froms.pop()), names=names)]
+        return _split(new, aliases, places)
+
+
+def bound_names(module: cst.Module) -> list[str]:
+    """Names that the module's own imports bind, those in a ``try`` body included."""
+    found: list[str] = []
+    for statement in module.body:
+        lines = statement.body.body if isinstance(statement, cst.Try) else [statement]
+        for line in lines:
+            for small in line.body if isinstance(line, cst.SimpleStatementLine) else ():
+                found.extend(_bound(a).partition(".")[0] for a in _aliases(small))
+    return list(dict.fromkeys(found))
+
+
+def _split(
+    node: cst.ImportFrom, aliases: Sequence[cst.ImportAlias], places: Sequence[_Place | None]
+) -> list[Statement]:
+    moved: dict[str, list[cst.ImportAlias]] = defaultdict(list)
+    result: list[Statement] = []
+    kept: list[cst.ImportAlias] = []
+    for alias, place in zip(aliases, places, strict=True):
+        if place is None:
+            kept.append(alias)
+        elif place.how == "from":
+            moved[place.module].append(_renamed(alias, place.name))
+        elif place.how == "import":
+            asname = None if _bound(alias) == place.module else cst.AsName(cst.Name(_bound(alias)))
+            result.append(cst.Import([cst.ImportAlias(_dotted(place.module), asname)]))
+    for module, names in moved.items():
+        result.append(cst.ImportFrom(_dotted(module), _listed(names)))
+    if kept:
+        result.append(node.with_changes(names=_listed(kept, trailing=node.lpar is not None)))
+    return result
+
+
+def _listed(names: Sequence[cst.ImportAlias], *, trailing: bool = False) -> list[cst.ImportAlias]:
+    """`names` with commas as one writes them on one line."""
+    if trailing and len(names) > 1:
+        return list(names)
+    comma = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
+    last = len(names) - 1
+    return [
+        n.with_changes(comma=cst.MaybeSentinel.DEFAULT if i == last else comma) for i, n in enumerate(names)
+    ]
+
+
+def _as_lines(line: cst.SimpleStatementLine, smalls: list[Statement], *, alone: bool) -> Line:
+    if not smalls:
+        return line.with_changes(body=[cst.Pass()]) if alone else cst.RemoveFromParent()
+    if len(smalls) == len(line.body):
+        return line.with_changes(body=smalls)
+    plain = [s.with_changes(semicolon=cst.MaybeSentinel.DEFAULT) for s in smalls]
+    first = line.with_changes(body=[plain[0]])
+    return cst.FlattenSentinel([first, *(cst.SimpleStatementLine([small]) for small in plain[1:])])
+
+
+def _import_aliases(
+    aliases: Sequence[cst.ImportAlias], places: Sequence[_Place | None]
+) -> list[cst.ImportAlias]:
+    result: list[cst.ImportAlias] = []
+    for alias, place in zip(aliases, places, strict=True):
+        if place is None or place.how == "drop":
+            result.append(alias)
+        else:
+            same = alias.asname is not None and _bound(alias) == place.module
+            changes = {"name": _dotted(place.module)} | ({"asname": None} if same else {})
+            result.append(alias.with_changes(**changes))
+    return result
+
+
+def _end_of_imports(body: Sequence[cst.BaseStatement | cst.BaseCompoundStatement]) -> int:
+    place = 0
+    for index, statement in enumerate(body):
+        smalls = statement.body if isinstance(statement, cst.SimpleStatementLine) else ()
+        is_import = bool(smalls) and all(isinstance(s, (cst.Import, cst.ImportFrom)) for s in smalls)
+        first = smalls[0] if index == 0 and smalls else None
+        is_docstring = isinstance(first, cst.Expr) and isinstance(first.value, cst.SimpleString)
+        if not (is_import or is_docstring):
+            break
+        place = index + 1
+    return place
+
+
+def _renamed(alias: cst.ImportAlias, name: str) -> cst.ImportAlias:
+    return alias if alias.evaluated_name == name else alias.with_changes(name=cst.Name(name))
+
+
+def _dotted(name: str) -> cst.Attribute | cst.Name:
+    node = cst.parse_expression(name)
+    assert isinstance(node, (cst.Attribute, cst.Name))
+    return node
+
+
+def _bound(alias: cst.ImportAlias) -> str:
+    return alias.evaluated_alias or alias.evaluated_name
+
+
+def _aliases(node: cst.CSTNode) -> Sequence[cst.ImportAlias]:
+    if isinstance(node, cst.Import):
+        return node.names
+    if isinstance(node, cst.ImportFrom) and not isinstance(node.names, cst.ImportStar):
+        return node.names
+    return ()

@@ -1,0 +1,61 @@
+"""Which dotted names are deprecated, and what they are called in the target."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_DEVICES = {"torch.cuda.amp": "cuda", "torch.cpu.amp": "cpu"}
+_SUBMODULES = frozenset({"autocast_mode", "grad_scaler", "common"})
+OBJECTS = frozenset({"autocast", "GradScaler", "custom_fwd", "custom_bwd", "_cast", "OptState"})
+
+
+@dataclass(frozen=True)
+class Legacy:
+    """A deprecated module (`name` empty) or object of one device."""
+
+    device: str
+    name: str
+
+    @property
+    def dotted(self) -> str:
+        """The deprecated name as torch documents it, without the submodule."""
+        return f"torch.{self.device}.amp" + (f".{self.name}" if self.name else "")
+
+
+def parse_legacy(dotted: str) -> Legacy | None:
+    """Return what `dotted` means, or None where it is not a deprecated name."""
+    for module, device in _DEVICES.items():
+        if dotted == module:
+            return Legacy(device, "")
+        if not dotted.startswith(module + "."):
+            continue
+        words = dotted[len(module) + 1 :].split(".")
+        if words[0] in _SUBMODULES:
+            words = words[1:]
+        if not words:
+            return Legacy(device, "")
+        return Legacy(device, words[0]) if len(words) == 1 and words[0] in OBJECTS else None
+    return None
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where the names go: ``torch.amp`` or ``amp_core``."""
+
+    module: str
+
+    @property
+    def root(self) -> str:
+        """The name that an import statement has to bind."""
+        return self.module.partition(".")[0]
+
+    def suffix(self, name: str) -> str:
+        """The path of object `name` below the target module."""
+        if name == "_cast":
+            return "autocast_mode._cast" if self.module == "torch.amp" else "function._cast"
+        if name == "OptState":
+            return "grad_scaler.OptState"
+        return name
+
+
+TARGETS = {name: Target(name) for name in ("torch.amp", "amp_core")}

@@ -1,0 +1,130 @@
+"""Jupyter notebooks: all code cells are one program, rewritten together and put back cell by cell."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import Any
+
+import libcst as cst
+
+from amp_compat.migrate.codemod import Rewritten, migrate_source
+from amp_compat.migrate.model import Finding
+from amp_compat.migrate.names import Target
+
+_MARK = "# amp-core notebook cell "
+_MAGIC = re.compile(r"^(\s*)([%!?].*)$")
+_HIDDEN = re.compile(r"^(\s*)pass  # amp-core magic (.*)$")
+_PYTHON_MAGICS = ("%%time", "%%timeit", "%%capture", "%%prun")
+
+
+@dataclass
+class _Cell:
+    index: int
+    number: int
+    text: str
+
+
+def migrate_notebook(text: str, target: Target, exported: Collection[str] = ()) -> Rewritten:
+    """Rewrite the code cells of the notebook `text`; outputs, metadata and layout stay.
+
+    Raises:
+        ValueError: `text` is not a notebook.
+    """
+    notebook = json.loads(text)
+    if not isinstance(notebook, dict) or not isinstance(notebook.get("cells"), list):
+        raise ValueError("not a notebook of nbformat 4: it has no list of cells")
+    cells, skipped = _code_cells(notebook["cells"])
+    result = migrate_source("".join(_block(cell) for cell in cells), target, exported)
+    new = _split(result.text)
+    changed = False
+    for cell in cells:
+        if new[cell.number] != cell.text:
+            changed = True
+            _store(notebook["cells"][cell.index], new[cell.number])
+    findings = _relocate(result.findings, cells) + skipped
+    return Rewritten(_dump(notebook, text) if changed else text, findings)
+
+
+def _code_cells(raw: list[dict[str, Any]]) -> tuple[list[_Cell], list[Finding]]:
+    cells: list[_Cell] = []
+    skipped: list[Finding] = []
+    number = 0
+    for index, cell in enumerate(raw):
+        if cell.get("cell_type") != "code":
+            continue
+        number += 1
+        source = cell.get("source", "")
+        text = "".join(source) if isinstance(source, list) else source
+        if text.lstrip().startswith("%%") and not text.lstrip().startswith(_PYTHON_MAGICS):
+            continue
+        try:
+            cst.parse_module(_hide_magics(text))
+        except cst.ParserSyntaxError as error:
+            if re.search("amp|autocast|GradScaler", text):
+                reason = f"the cell is not Python that can be read: {error.message}"
+                skipped.append(Finding(error.raw_line, error.raw_column, "manual", "", reason, number))
+            continue
+        cells.append(_Cell(index, number, text))
+    return cells, skipped
+
+
+def _block(cell: _Cell) -> str:
+    return f"{_MARK}{cell.number}\n{_hide_magics(cell.text)}\n"
+
+
+def _hide_magics(text: str) -> str:
+    """Turn IPython lines into statements that Python can read."""
+    lines = text.split("\n")
+    continued = False
+    for position, line in enumerate(lines):
+        match = _MAGIC.match(line)
+        if match or continued:
+            indent, rest = match.groups() if match else ("", line)
+            lines[position] = f"{indent}pass  # amp-core magic {rest}"
+            continued = line.endswith("\\")
+    return "\n".join(lines)
+
+
+def _split(text: str) -> dict[int, str]:
+    cells: dict[int, list[str]] = {}
+    current: list[str] = []
+    for line in text.split("\n"):
+        if line.startswith(_MARK):
+            current = cells.setdefault(int(line[len(_MARK) :]), [])
+        else:
+            current.append(_HIDDEN.sub(r"\1\2", line))
+    last = max(cells, default=0)
+    # Each block ends in a line break of ours; the last one leaves an empty line behind.
+    return {number: "\n".join(lines[:-1] if number == last else lines) for number, lines in cells.items()}
+
+
+def _store(cell: dict[str, Any], text: str) -> None:
+    cell["source"] = text.splitlines(keepends=True) if isinstance(cell.get("source"), list) else text
+
+
+def _relocate(findings: list[Finding], cells: list[_Cell]) -> list[Finding]:
+    """Give each finding its cell, and its line within it."""
+    starts: list[tuple[int, int]] = []
+    line = 1
+    for cell in cells:
+        starts.append((line, cell.number))
+        line += cell.text.count("\n") + 2
+    found: list[Finding] = []
+    for finding in findings:
+        start, number = max(entry for entry in starts if entry[0] <= finding.line)
+        found.append(replace(finding, line=finding.line - start, cell=number))
+    return found
+
+
+def _dump(notebook: dict[str, Any], original: str) -> str:
+    """Write `notebook` in the layout of `original`."""
+    end = "\n" if original.endswith("\n") else ""
+    before = json.loads(original)
+    for indent in (1, 2, 4, None):
+        for ascii_only in (False, True):
+            if json.dumps(before, indent=indent, ensure_ascii=ascii_only) + end == original:
+                return json.dumps(notebook, indent=indent, ensure_ascii=ascii_only) + end
+    return json.dumps(notebook, indent=1, ensure_ascii=False) + end

@@ -1,0 +1,53 @@
+"""The uses of deprecated names that a module has."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import libcst as cst
+from libcst.metadata import BaseAssignment
+
+from amp_compat.migrate.bindings import Resolved
+from amp_compat.migrate.names import Legacy
+
+Parents = Mapping[cst.CSTNode, cst.CSTNode]
+
+
+@dataclass
+class Use:
+    """One use of a deprecated name.
+
+    Attributes:
+        node: the shortest expression that means the deprecated name.
+        legacy: what it means.
+        resolved: how that is known.
+        kind: where it stands; see `classify`.
+        site: the call, argument or class that the rewrite is about.
+        manual: why a human is needed, or "".
+        review: what to check after the rewrite, or "".
+    """
+
+    node: cst.BaseExpression
+    legacy: Legacy
+    resolved: Resolved
+    kind: str = "value"
+    site: cst.CSTNode | None = None
+    manual: str = ""
+    review: str = ""
+
+
+@dataclass
+class Plan:
+    """All uses of a module, and those of each binding."""
+
+    uses: list[Use] = field(default_factory=list)
+    by_binding: dict[BaseAssignment, list[Use]] = field(default_factory=lambda: defaultdict(list))
+    strings: list[cst.SimpleString] = field(default_factory=list)
+
+    def add(self, use: Use) -> None:
+        """Take up one more use."""
+        self.uses.append(use)
+        for binding in use.resolved.bindings:
+            self.by_binding[binding].append(use)

@@ -1,0 +1,72 @@
+"""Leaves functions that cannot matter out of the analysis; that is most of a file, and most of the time.
+
+A function that mentions no deprecated name, and no name bound to one, is replaced by an empty function
+with as many lines, so that positions stay true. `restore` gives the edits that put the functions back.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import libcst as cst
+
+_WORDS = r"amp|apex|autocast\w*|GradScaler|grad_scaler|custom_[fb]wd|OptState|_cast"
+_SEED = re.compile(rf"\b(?:{_WORDS})\b")
+# An import's alias, or the target of an assignment whose value is a name; a call's result is another thing.
+_BOUND = re.compile(
+    r"\bas\s+(\w+)|^\s*(\w+)\s*(?::[^=\n]+)?=\s*(?:\(?\s*[\w.]+\)?\s*(?:#.*)?$|getattr\b|\(\s*$)"
+)
+_SHORTEST = 4  # fewer lines than this cost less than their replacement
+
+Node = TypeVar("Node", cst.Module, cst.ClassDef)
+Restored = dict[cst.CSTNode, Callable[[cst.CSTNode], cst.CSTNode]]
+
+
+def prune(module: cst.Module, text: str) -> tuple[cst.Module, Restored]:
+    """Return `module` without the functions that cannot matter, and the edits that put them back."""
+    matters = re.compile(rf"\b(?:{'|'.join([_WORDS, *_names_bound_to(text)])})\b")
+    restored: Restored = {}
+    body = _pruned(module, module.body, matters, restored)
+    return module.with_changes(body=body), restored
+
+
+def _names_bound_to(text: str) -> list[str]:
+    """Every name on the left of, or imported by, a line with one of the words; too many does no harm."""
+    found: set[str] = set()
+    for line in text.splitlines():
+        if not (_SEED.search(line) or "torch.c" in line):
+            continue
+        found.update(word for pair in _BOUND.findall(line) for word in pair if word)
+    return sorted(found - {"torch"})
+
+
+def _pruned(
+    module: cst.Module, body: Sequence[cst.BaseStatement], matters: re.Pattern[str], restored: Restored
+) -> list[cst.BaseStatement]:
+    result: list[cst.BaseStatement] = []
+    for statement in body:
+        if isinstance(statement, cst.FunctionDef):
+            result.append(_pruned_function(module, statement, matters, restored))
+        elif isinstance(statement, cst.ClassDef) and isinstance(statement.body, cst.IndentedBlock):
+            inner = _pruned(module, statement.body.body, matters, restored)
+            result.append(statement.with_changes(body=statement.body.with_changes(body=inner)))
+        else:
+            result.append(statement)
+    return result
+
+
+def _pruned_function(
+    module: cst.Module, node: cst.FunctionDef, matters: re.Pattern[str], restored: Restored
+) -> cst.FunctionDef:
+    code = module.code_for_node(node)
+    lines = code.count("\n")
+    if lines < _SHORTEST or matters.search(code):
+        return node
+    # A new FunctionDef each time: edits are keyed by identity.
+    filler = [cst.EmptyLine(indent=False) for _ in range(lines - 2)]
+    block = cst.IndentedBlock([cst.SimpleStatementLine([cst.Pass()])], footer=filler)
+    stand_in = cst.FunctionDef(cst.Name(node.name.value), cst.Parameters(), block)
+    restored[stand_in] = lambda _: node
+    return stand_in

@@ -1,0 +1,211 @@
+"""What may be done with a use of a deprecated name, from where it stands."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import libcst as cst
+
+from amp_compat.migrate.bindings import Resolver
+from amp_compat.migrate.calls import has_positional, passes_device
+from amp_compat.migrate.names import OBJECTS
+from amp_compat.migrate.plan import Parents, Plan, Use
+
+
+def classify(use: Use, parents: Parents, resolver: Resolver) -> None:
+    """Set `kind`, `site`, `manual` and `review` of a use from where it stands."""
+    parent = parents[use.node]
+    if not use.legacy.name:
+        _classify_module(use, parent, parents)
+        return
+    place = _Place(parents, resolver)
+    for rule in (_call, _decorator, _argument, _attribute, _typed, _assigned):
+        if rule(use, parent, place):
+            return
+    if isinstance(parent, (cst.Return, cst.IfExp, cst.Lambda)):
+        use.kind = "value"
+        use.review = _PARTIAL_NOTE
+        return
+    use.manual = (
+        f"`{use.legacy.dotted}` is used as a value here; pass functools.partial(..., '{use.legacy.device}')"
+    )
+
+
+_PARTIAL_NOTE = (
+    "became a functools.partial: check callers that pass arguments by position, subclass it or use isinstance"
+)
+
+
+class _Place(NamedTuple):
+    parents: Parents
+    resolver: Resolver
+
+
+def _call(use: Use, parent: cst.CSTNode, at: _Place) -> bool:
+    if not (isinstance(parent, cst.Call) and parent.func is use.node):
+        return False
+    use.kind, use.site = "call", parent
+    if use.legacy.name == "OptState":
+        use.kind = "type"
+    if passes_device(parent.args) and use.legacy.name in {"autocast", "GradScaler"}:
+        use.review = f"`{use.legacy.dotted}` takes no device: what was passed is the device now"
+    elif use.legacy.name == "autocast" and _inside_dtype_region(parent, at.parents):
+        default = "float16" if use.legacy.device == "cuda" else "bfloat16"
+        use.review = f"without dtype it takes the enclosing region's; the old default was torch.{default}"
+    return True
+
+
+def _inside_dtype_region(call: cst.Call, parents: Parents) -> bool:
+    if any(a.keyword is not None and a.keyword.value == "dtype" for a in call.args) or len(call.args) > 1:
+        return False
+    node: cst.CSTNode = call
+    while node in parents:
+        node = parents[node]
+        if isinstance(node, cst.With):
+            items = [item.item for item in node.items if isinstance(item.item, cst.Call)]
+            if any(item is not call and _sets_dtype(item) for item in items):
+                return True
+    return False
+
+
+def _sets_dtype(call: cst.Call) -> bool:
+    name = call.func.attr if isinstance(call.func, cst.Attribute) else call.func
+    named = isinstance(name, cst.Name) and name.value == "autocast"
+    return named and any(a.keyword is not None and a.keyword.value == "dtype" for a in call.args)
+
+
+def _decorator(use: Use, parent: cst.CSTNode, at: _Place) -> bool:
+    if not isinstance(parent, cst.Decorator):
+        return False
+    use.kind = "decorator"
+    if use.legacy.name == "autocast":
+        use.manual = "`@autocast` without parentheses passes the function as `enabled`; write @autocast(...)"
+    return True
+
+
+def _argument(use: Use, parent: cst.CSTNode, at: _Place) -> bool:
+    owner = at.parents[parent] if isinstance(parent, cst.Arg) else None
+    if isinstance(owner, cst.ClassDef):
+        use.kind, use.site = "base", owner
+    elif isinstance(owner, cst.Call) and owner.args[0] is parent and _is_partial(owner, at.resolver):
+        use.kind, use.site = "partial", owner
+    elif owner is not None and _is_type_test(owner):
+        use.kind = "type"
+    elif isinstance(owner, cst.Call) and use.resolved.alias and isinstance(use.node, cst.Name):
+        use.kind, use.review = "value", _PARTIAL_NOTE
+    else:
+        return False
+    return True
+
+
+def _is_partial(call: cst.Call, resolver: Resolver) -> bool:
+    called = resolver.resolve(call.func)
+    return called is not None and called.dotted == "functools.partial"
+
+
+def _attribute(use: Use, parent: cst.CSTNode, at: _Place) -> bool:
+    if not isinstance(parent, cst.Attribute):
+        return False
+    use.kind = "type"
+    if parent.attr.value in {"__init__", "__new__"}:
+        use.manual = (
+            f"`{parent.attr.value}` of the successor takes the device first; rewrite this call by hand"
+        )
+    return True
+
+
+def _typed(use: Use, parent: cst.CSTNode, at: _Place) -> bool:
+    node = parent
+    while isinstance(
+        node, (cst.Index, cst.SubscriptElement, cst.Subscript, cst.BinaryOperation, cst.Element, cst.Tuple)
+    ):
+        node = at.parents[node]
+    in_subscript = node is not parent and isinstance(parent, (cst.Index, cst.SubscriptElement))
+    tested = isinstance(node, cst.Arg) and _is_type_test(at.parents[node])
+    compared = isinstance(parent, (cst.Comparison, cst.ComparisonTarget))
+    if isinstance(node, cst.Annotation) or in_subscript or tested or compared:
+        use.kind = "type"
+        return True
+    return False
+
+
+def _is_type_test(call: cst.CSTNode) -> bool:
+    func = call.func if isinstance(call, cst.Call) else None
+    return isinstance(func, cst.Name) and func.value in {"isinstance", "issubclass"}
+
+
+def _assigned(use: Use, parent: cst.CSTNode, at: _Place) -> bool:
+    if not isinstance(parent, (cst.Assign, cst.AnnAssign)) or parent.value is not use.node:
+        return False
+    use.kind = "value"
+    targets = [t.target for t in parent.targets] if isinstance(parent, cst.Assign) else [parent.target]
+    if len(targets) == 1 and isinstance(targets[0], cst.Name):
+        use.kind, use.site = "alias", targets[0]
+    else:
+        use.review = _PARTIAL_NOTE
+    return True
+
+
+def _classify_module(use: Use, parent: cst.CSTNode, parents: Parents) -> None:
+    use.kind = "module"
+    owner = parents[parent] if isinstance(parent, cst.Arg) else None
+    if (
+        isinstance(parent, cst.Assign)
+        and len(parent.targets) == 1
+        and isinstance(parent.targets[0].target, cst.Name)
+    ):
+        use.kind, use.site = "module alias", parent.targets[0].target
+    elif isinstance(owner, cst.Call) and owner.args[0] is parent and _asks(owner, "hasattr"):
+        return
+    elif isinstance(owner, cst.Call) and owner.args[0] is parent and _asks(owner, "getattr"):
+        if not isinstance(parents[owner], (cst.Comparison, cst.If, cst.BooleanOperation, cst.UnaryOperation)):
+            use.manual = (
+                "getattr with a default: the value's signature is the deprecated one or another; spell it out"
+            )
+    elif isinstance(parent, cst.Attribute):
+        use.manual = f"`{use.legacy.dotted}.{parent.attr.value}` has no successor of that name"
+    else:
+        use.manual = (
+            f"the module `{use.legacy.dotted}` is used as an object; what is taken from it is not known here"
+        )
+
+
+def _asks(call: cst.Call, name: str) -> bool:
+    word = call.args[1].value if len(call.args) > 1 else None
+    named = isinstance(call.func, cst.Name) and call.func.value == name
+    return named and isinstance(word, cst.SimpleString) and word.evaluated_value in OBJECTS
+
+
+def settle_aliases(plan: Plan, resolver: Resolver) -> None:
+    """Decide ``name = torch.cuda.amp.autocast``: all uses of `name` must bear a functools.partial."""
+    for use in plan.uses:
+        if use.kind != "alias" or use.manual or not isinstance(use.site, cst.Name):
+            continue
+        uses = [u for u in plan.uses if _through(u, use.site.value) and u is not use]
+        if any(u.kind in {"type", "base", "decorator", "partial"} or u.manual for u in uses):
+            use.manual = f"`{use.site.value}` is used as a class or passed on; replace it by hand"
+        elif _unclear_positional(use.site, plan, resolver):
+            use.manual = (
+                f"`{use.site.value}(...)` is called with positional arguments and may mean something else too"
+            )
+        elif any(u.kind == "value" for u in uses):
+            use.review = _PARTIAL_NOTE
+        if use.manual:
+            for other in uses:
+                other.manual = other.manual or use.manual
+
+
+def _through(use: Use, name: str) -> bool:
+    return use.resolved.alias and isinstance(use.node, cst.Name) and use.node.value == name
+
+
+def _unclear_positional(target: cst.Name, plan: Plan, resolver: Resolver) -> bool:
+    """Whether `target` has other bindings and some call of it passes arguments by position."""
+    scope = resolver.scope_of(target)
+    if scope is None or len(list(scope[target.value])) < 2:
+        return False
+    known = {id(u.site) for u in plan.uses if u.kind == "call"}
+    calls = [a.node for binding in scope[target.value] for a in binding.references]
+    parents = resolver.parents
+    sites = [parents.get(node) for node in calls]
+    return any(isinstance(s, cst.Call) and id(s) not in known and has_positional(s.args) for s in sites)

@@ -1,0 +1,91 @@
+"""Small things done to syntax trees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import libcst as cst
+
+from amp_compat.migrate.calls import CannotConvertError
+
+Edit = Callable[[cst.CSTNode], Any]  # a node, several, or its removal
+
+
+class Apply(cst.CSTTransformer):
+    """Carries out edits from the leaves up, so that one inside another is kept."""
+
+    def __init__(self, edits: Mapping[cst.CSTNode, Edit]) -> None:
+        super().__init__()
+        self._edits = edits
+
+    def on_leave(self, original_node: cst.CSTNode, updated_node: cst.CSTNode) -> cst.CSTNode:  # type: ignore[override]
+        """Apply the edit of a node once its children are done."""
+        updated = super().on_leave(original_node, updated_node)
+        edit = self._edits.get(original_node)
+        return edit(updated) if edit is not None and isinstance(updated, cst.CSTNode) else updated  # type: ignore[return-value]
+
+
+def args_of(node: cst.CSTNode) -> list[cst.Arg]:
+    """The arguments of a call."""
+    assert isinstance(node, cst.Call)
+    return list(node.args)
+
+
+def with_args(node: cst.CSTNode, args: list[cst.Arg]) -> cst.CSTNode:
+    """The same call with other arguments."""
+    return node.with_changes(args=args)
+
+
+def root_of(node: cst.BaseExpression) -> cst.BaseExpression:
+    """The first name of an attribute chain, through ``getattr(x, "name")`` too."""
+    while True:
+        if isinstance(node, cst.Attribute):
+            node = node.value
+        elif isinstance(node, cst.Call):
+            node = node.args[0].value
+        else:
+            return node
+
+
+def super_init(node: cst.ClassDef) -> cst.Call:
+    """The one call of ``super().__init__`` in the class's own ``__init__``."""
+    finder = _SuperInit()
+    for statement in node.body.body:
+        if isinstance(statement, cst.FunctionDef) and statement.name.value == "__init__":
+            statement.visit(finder)
+    if len(finder.calls) != 1:
+        raise CannotConvertError(
+            f"class {node.name.value} inherits the constructor, which takes the device first now: "
+            "callers have to pass it"
+        )
+    return finder.calls[0]
+
+
+class _SuperInit(cst.CSTVisitor):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[cst.Call] = []
+
+    def visit_Call(self, node: cst.Call) -> None:
+        func = node.func
+        if (
+            isinstance(func, cst.Attribute)
+            and func.attr.value == "__init__"
+            and isinstance(func.value, cst.Call)
+        ):
+            inner = func.value.func
+            if isinstance(inner, cst.Name) and inner.value == "super":
+                self.calls.append(node)
+
+
+def dunder_all(module: cst.Module) -> set[str]:
+    """Names in a literal ``__all__``."""
+    for statement in module.body:
+        for small in statement.body if isinstance(statement, cst.SimpleStatementLine) else ():
+            if not isinstance(small, cst.Assign) or not isinstance(small.targets[0].target, cst.Name):
+                continue
+            if small.targets[0].target.value == "__all__" and isinstance(small.value, (cst.List, cst.Tuple)):
+                values = [element.value for element in small.value.elements]
+                return {str(v.evaluated_value) for v in values if isinstance(v, cst.SimpleString)}
+    return set()

@@ -1,0 +1,84 @@
+"""What is done with one file; runs in worker processes."""
+
+from __future__ import annotations
+
+import ast
+import codecs
+import difflib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import libcst as cst
+
+from amp_compat.migrate.codemod import Rewritten, migrate_source
+from amp_compat.migrate.files import write_whole
+from amp_compat.migrate.model import FileReport
+from amp_compat.migrate.names import TARGETS
+from amp_compat.migrate.notebook import migrate_notebook
+
+
+@dataclass(frozen=True)
+class Job:
+    """One file to migrate; `exported` are the names that other files import from it."""
+
+    path: Path
+    target: str
+    exported: frozenset[str] = frozenset()
+    write: bool = False
+    diff: bool = False
+
+
+def migrate_file(job: Job) -> FileReport:
+    """Carry out `job`; whatever is wrong with the file ends up in the report."""
+    report = FileReport(str(job.path))
+    try:
+        before = job.path.read_bytes()
+        _migrate(job, before, report)
+    except UnicodeDecodeError as error:
+        report.error = f"not UTF-8: byte {error.start} is {before[error.start]:#04x}"
+    except cst.ParserSyntaxError as error:
+        report.error = f"does not parse: line {error.raw_line}: {error.message.splitlines()[0]}"
+    except (OSError, ValueError, RecursionError) as error:
+        report.error = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return report
+
+
+def _migrate(job: Job, before: bytes, report: FileReport) -> None:
+    bom = codecs.BOM_UTF8 if before.startswith(codecs.BOM_UTF8) else b""
+    text = before[len(bom) :].decode("utf-8")
+    result = _rewrite(job, text)
+    report.findings = result.findings
+    report.changed = result.text != text
+    if not report.changed:
+        return
+    if job.path.suffix != ".ipynb":
+        _check(result.text)
+    if job.diff:
+        report.diff = _diff(job.path, text, result.text)
+    if job.write:
+        write_whole(job.path, before, bom + result.text.encode("utf-8"))
+        report.written = True
+
+
+def _rewrite(job: Job, text: str) -> Rewritten:
+    migrate = migrate_notebook if job.path.suffix == ".ipynb" else migrate_source
+    return migrate(text, TARGETS[job.target], job.exported)
+
+
+def _check(text: str) -> None:
+    """Never write what Python cannot read."""
+    try:
+        ast.parse(text)
+    except SyntaxError as error:
+        raise ValueError(f"left as it was: the rewritten file would not parse ({error})") from error
+
+
+def _diff(path: Path, before: str, after: str) -> str:
+    name = path.as_posix().lstrip("/")
+    lines = difflib.unified_diff(
+        before.splitlines(keepends=True), after.splitlines(keepends=True), f"a/{name}", f"b/{name}"
+    )
+    return "".join(
+        line if line.endswith("\n") else f"{line}{os.linesep}\\ No newline at end of file\n" for line in lines
+    )

@@ -1,0 +1,176 @@
+"""The `amp migrate` command: which files, how they are written, what is reported."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from amp_core.cli import main
+
+OLD = "import torch\nscaler = torch.cuda.amp.GradScaler()\n"
+NEW = 'import torch\nscaler = torch.amp.GradScaler("cuda")\n'
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A folder with one file to migrate."""
+    (tmp_path / "train.py").write_text(OLD)
+    return tmp_path
+
+
+def report(capsys: pytest.CaptureFixture[str], *words: str) -> dict:
+    """Run with --json and return what it prints."""
+    main(["migrate", "--json", *words])
+    return json.loads(capsys.readouterr().out)
+
+
+def test_without_write_nothing_is_written(tree: Path, capsys) -> None:
+    """The bare command only reports."""
+    assert main(["migrate", str(tree)]) == 0
+    assert (tree / "train.py").read_text() == OLD
+    assert "nothing written" in capsys.readouterr().out
+
+
+def test_check_tells_by_exit_code(tree: Path) -> None:
+    """--check is 1 while something would change and 0 after --write."""
+    assert main(["migrate", "--check", str(tree)]) == 1
+    assert main(["migrate", "--write", str(tree)]) == 0
+    assert (tree / "train.py").read_text() == NEW
+    assert main(["migrate", "--check", str(tree)]) == 0
+
+
+def test_diff_applies(tree: Path, capsys) -> None:
+    """--diff prints a patch with the lines that change."""
+    main(["migrate", "--diff", str(tree / "train.py")])
+    out = capsys.readouterr().out
+    assert '+scaler = torch.amp.GradScaler("cuda")' in out
+    assert "-scaler = torch.cuda.amp.GradScaler()" in out
+
+
+def test_json_report(tree: Path, capsys) -> None:
+    """--json gives every finding with file, line, level, name and message."""
+    data = report(capsys, "--to", "amp_core", str(tree))
+    assert data["summary"]["files_changed"] == 1
+    (file,) = data["files"]
+    assert file["path"] == str(tree / "train.py")
+    finding = file["findings"][0]
+    assert (finding["line"], finding["level"], finding["name"]) == (2, "changed", "torch.cuda.amp.GradScaler")
+
+
+def test_broken_files_are_reported_and_the_rest_goes_on(tree: Path, capsys) -> None:
+    """A syntax error, Latin-1 text and a read-only file each get a reason; the others are written."""
+    (tree / "python2.py").write_text("import torch\ntorch.cuda.amp.autocast()\nprint 'x'\n")
+    (tree / "latin.py").write_bytes(b"# caf\xe9\nimport torch\ntorch.cuda.amp.autocast()\n")
+    (tree / "locked.py").write_text(OLD)
+    (tree / "locked.py").chmod(0o444)
+    data = report(capsys, "--write", str(tree))
+    errors = {Path(file["path"]).name: file["error"] for file in data["files"]}
+    assert "does not parse: line 3" in errors["python2.py"]
+    assert errors["latin.py"] == "not UTF-8: byte 5 is 0xe9"
+    assert "read-only" in errors["locked.py"]
+    assert errors["train.py"] is None
+    assert (tree / "train.py").read_text() == NEW
+    assert (tree / "locked.py").read_text() == OLD
+    assert main(["migrate", "--write", str(tree)]) == 1
+
+
+def test_mode_bom_and_no_leftovers(tree: Path) -> None:
+    """A rewritten file keeps its mode and byte-order mark, and no temporary file stays behind."""
+    file = tree / "train.py"
+    file.write_bytes(b"\xef\xbb\xbf" + OLD.encode())
+    file.chmod(0o750)
+    main(["migrate", "--write", str(tree)])
+    assert file.read_bytes() == b"\xef\xbb\xbf" + NEW.encode()
+    assert file.stat().st_mode & 0o777 == 0o750
+    assert os.listdir(tree) == ["train.py"]
+
+
+def test_links_are_not_followed(tree: Path, tmp_path_factory, capsys) -> None:
+    """A symbolic link in a folder is skipped, and its target outside stays as it was."""
+    outside = tmp_path_factory.mktemp("outside") / "theirs.py"
+    outside.write_text(OLD)
+    (tree / "link.py").symlink_to(outside)
+    data = report(capsys, "--write", str(tree))
+    assert data["summary"]["symlinks_skipped"] == 1
+    assert outside.read_text() == OLD
+    assert (tree / "link.py").is_symlink()
+
+
+def test_untracked_files_and_environments_are_left_out(tree: Path, capsys) -> None:
+    """In a git work tree only tracked files are touched; virtual environments never are."""
+    for folder in ("scratch", "env"):
+        (tree / folder).mkdir()
+        (tree / folder / "old.py").write_text(OLD)
+    (tree / "env" / "pyvenv.cfg").write_text("")
+    for words in (["init", "-q"], ["add", "train.py"]):
+        subprocess.run(["git", "-C", str(tree), *words], check=True)
+    data = report(capsys, "--write", str(tree))
+    assert (data["summary"]["files_written"], data["summary"]["untracked_skipped"]) == (1, 1)
+    assert (tree / "scratch" / "old.py").read_text() == OLD
+    main(["migrate", "--write", "--untracked", str(tree)])
+    assert (tree / "scratch" / "old.py").read_text() == NEW
+    assert (tree / "env" / "old.py").read_text() == OLD
+
+
+def test_notebook(tree: Path, capsys) -> None:
+    """Code cells are rewritten as one program; magics, outputs and layout stay."""
+    cells = [
+        {"cell_type": "markdown", "metadata": {}, "source": ["torch.cuda.amp.autocast()"]},
+        _cell("!pip install torch\n%matplotlib inline\nfrom torch.cuda.amp import autocast"),
+        _cell("%%bash\necho torch.cuda.amp.autocast(\n"),
+        _cell("for i in range(2):\n    with autocast():\n        %time f(é)\n", outputs=[{"x": 1}]),
+        _cell("register(autocast"),
+    ]
+    path = tree / "demo.ipynb"
+    text = json.dumps(
+        {"cells": cells, "metadata": {}, "nbformat": 4, "nbformat_minor": 5}, indent=1, ensure_ascii=False
+    )
+    path.write_text(text + "\n", encoding="utf-8")
+    data = report(capsys, "--write", str(path))
+    expected = text.replace("from torch.cuda.amp import", "from torch.amp import").replace(
+        "with autocast():", 'with autocast(\\"cuda\\"):'
+    )
+    assert path.read_text(encoding="utf-8") == expected + "\n"
+    places = [(f["cell"], f["line"], f["level"]) for f in data["files"][0]["findings"]]
+    assert (3, 2, "changed") in places
+    assert any(cell == 4 and level == "manual" for cell, _, level in places)
+
+
+def _cell(source: str, outputs: list | None = None) -> dict:
+    return {
+        "cell_type": "code",
+        "execution_count": None,
+        "metadata": {},
+        "outputs": outputs or [],
+        "source": source.splitlines(keepends=True),
+    }
+
+
+def test_names_passed_on_between_files(tree: Path, capsys) -> None:
+    """A module whose `autocast` another file imports keeps it, and the report says where the trouble is."""
+    (tree / "utils.py").write_text("from torch.cuda.amp import autocast\n")
+    (tree / "use.py").write_text("from .utils import autocast\nwith autocast(False):\n    pass\n")
+    data = report(capsys, "--write", str(tree))
+    assert (tree / "utils.py").read_text() == "from torch.cuda.amp import autocast\n"
+    assert any(f["level"] == "manual" for file in data["files"] for f in file["findings"])
+
+
+def test_missing_path_is_one_line(capsys) -> None:
+    """A path that does not exist is a usage error, not a traceback."""
+    assert main(["migrate", "/no/such/place"]) == 2
+    assert "no such file or folder: /no/such/place" in capsys.readouterr().err
+
+
+def test_worker_processes(tree: Path) -> None:
+    """Enough files for worker processes are all written, from the installed command."""
+    for number in range(20):
+        (tree / f"m{number}.py").write_text(OLD)
+    command = [sys.executable, "-m", "amp_core", "migrate", "--write", "--jobs", "2", str(tree)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "21 files: 21 changed" in done.stdout
+    assert all(file.read_text() == NEW for file in tree.glob("*.py"))

@@ -1,0 +1,306 @@
+"""What `amp migrate` makes of one module: rewritten text, findings, and a second run that changes nothing."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+
+from amp_compat.migrate.codemod import migrate_source
+from amp_compat.migrate.names import TARGETS
+
+TORCH, CORE = TARGETS["torch.amp"], TARGETS["amp_core"]
+
+REWRITES = {
+    "call with keywords": (
+        "import torch\nwith torch.cuda.amp.autocast(enabled=cfg.amp):\n    pass\n",
+        'import torch\nwith torch.amp.autocast("cuda", enabled=cfg.amp):\n    pass\n',
+    ),
+    "positional arguments get their names": (
+        "import torch\nwith torch.cuda.amp.autocast(True, torch.float16, False):\n    pass\n",
+        'import torch\nwith torch.amp.autocast("cuda", enabled=True, dtype=torch.float16, cache_enabled=False):\n'
+        "    pass\n",
+    ),
+    "keyword splat stays": (
+        "import torch\nctx = torch.cpu.amp.autocast(**options)\n",
+        'import torch\nctx = torch.amp.autocast("cpu", **options)\n',
+    ),
+    "imported names": (
+        "from torch.cuda.amp import autocast as autocast, GradScaler  # mixed precision\n"
+        "scaler = GradScaler(2.0**10)\nwith autocast():\n    pass\n",
+        "from torch.amp import autocast as autocast, GradScaler  # mixed precision\n"
+        'scaler = GradScaler("cuda", 2.0**10)\nwith autocast("cuda"):\n    pass\n',
+    ),
+    "parenthesised import": (
+        "from torch.cuda.amp import (\n    GradScaler,  # scaler\n    autocast,\n)\nGradScaler(); autocast()\n",
+        "from torch.amp import (\n    GradScaler,  # scaler\n    autocast,\n)\n"
+        'GradScaler("cuda"); autocast("cuda")\n',
+    ),
+    "submodule imports": (
+        "from torch.cuda.amp.autocast_mode import autocast\nfrom torch.cuda.amp.grad_scaler import GradScaler, OptState\n"
+        "autocast(), GradScaler(), OptState.READY\n",
+        "from torch.amp import autocast\nfrom torch.amp import GradScaler\nfrom torch.amp.grad_scaler import OptState\n"
+        'autocast("cuda"), GradScaler("cuda"), OptState.READY\n',
+    ),
+    "module from torch.cuda": (
+        "from torch.cuda import amp, nvtx\nwith amp.autocast(), nvtx.range('x'):\n    s = amp.GradScaler()\n",
+        "from torch import amp\nfrom torch.cuda import nvtx\n"
+        "with amp.autocast('cuda'), nvtx.range('x'):\n    s = amp.GradScaler('cuda')\n",
+    ),
+    "module with an alias": (
+        "import torch.cuda.amp as tamp\ntamp.autocast_mode.autocast(enabled=False)\n",
+        'import torch.amp as tamp\ntamp.autocast("cuda", enabled=False)\n',
+    ),
+    "torch with an alias": (
+        "import torch as th\nth.cuda.amp.GradScaler(enabled=x)\n",
+        'import torch as th\nth.amp.GradScaler("cuda", enabled=x)\n',
+    ),
+    "torch.cuda with an alias needs torch": (
+        "import torch.cuda as tc\nscaler = tc.amp.GradScaler()\n",
+        'import torch.cuda as tc\nimport torch\nscaler = torch.amp.GradScaler("cuda")\n',
+    ),
+    "one argument per line": (
+        "import torch\nctx = torch.cuda.amp.autocast(\n    enabled=True,  # on\n    dtype=torch.float16,\n)\n",
+        'import torch\nctx = torch.amp.autocast(\n    "cuda",\n    enabled=True,  # on\n    dtype=torch.float16,\n)\n',
+    ),
+    "decorators": (
+        "from torch.cuda.amp import autocast, custom_bwd, custom_fwd\nimport torch\n"
+        "class F(torch.autograd.Function):\n    @staticmethod\n    @custom_fwd\n    def forward(ctx, x):\n        return x\n"
+        "    @staticmethod\n    @custom_bwd\n    def backward(ctx, g):\n        return g\n"
+        "@custom_fwd(cast_inputs=torch.float32)\ndef f(ctx): ...\n@autocast(enabled=False)\ndef g(): ...\n",
+        "from torch.amp import autocast, custom_bwd, custom_fwd\nimport torch\n"
+        "class F(torch.autograd.Function):\n    @staticmethod\n"
+        '    @custom_fwd(device_type="cuda")\n    def forward(ctx, x):\n        return x\n'
+        '    @staticmethod\n    @custom_bwd(device_type="cuda")\n    def backward(ctx, g):\n        return g\n'
+        '@custom_fwd(device_type="cuda", cast_inputs=torch.float32)\ndef f(ctx): ...\n'
+        '@autocast("cuda", enabled=False)\ndef g(): ...\n',
+    ),
+    "functools.partial": (
+        "import functools, torch\nctx = functools.partial(torch.cuda.amp.autocast, enabled=on)\n",
+        'import functools, torch\nctx = functools.partial(torch.amp.autocast, "cuda", enabled=on)\n',
+    ),
+    "bound to a name": (
+        "import torch\nfrom contextlib import suppress\namp_autocast = suppress\nif on:\n"
+        "    amp_autocast = torch.cuda.amp.autocast\nwith amp_autocast():\n    pass\n",
+        "import torch\nfrom contextlib import suppress\nimport functools\namp_autocast = suppress\nif on:\n"
+        '    amp_autocast = functools.partial(torch.amp.autocast, "cuda")\nwith amp_autocast():\n    pass\n',
+    ),
+    "bound to a name and called by position": (
+        "import torch\nac = torch.cuda.amp.autocast\nwith ac(False):\n    pass\n",
+        'import torch\nimport functools\nac = functools.partial(torch.amp.autocast, "cuda")\nwith ac(enabled=False):\n'
+        "    pass\n",
+    ),
+    "stand-in for old torch": (
+        "import torch\ntry:\n    autocast = torch.cuda.amp.autocast\nexcept AttributeError:\n    class autocast:\n"
+        "        def __init__(self, enabled): ...\nautocast(enabled=True)\n",
+        "import torch\nimport functools\ntry:\n"
+        '    autocast = functools.partial(torch.amp.autocast, "cuda")\nexcept AttributeError:\n    class autocast:\n'
+        "        def __init__(self, enabled): ...\nautocast(enabled=True)\n",
+    ),
+    "import with a stand-in": (
+        "try:\n    from torch.cuda.amp import autocast\nexcept ImportError:\n    autocast = None\n"
+        "def f():\n    with autocast(enabled=True):\n        pass\n",
+        "try:\n    from torch.amp import autocast\nexcept ImportError:\n    autocast = None\n"
+        'def f():\n    with autocast("cuda", enabled=True):\n        pass\n',
+    ),
+    "module bound to a name": (
+        "import torch\namp = torch.cuda.amp\nwith amp.autocast(True):\n    pass\n",
+        'import torch\namp = torch.amp\nwith amp.autocast("cuda", enabled=True):\n    pass\n',
+    ),
+    "import inside a function": (
+        "def main():\n    from torch.cuda.amp import GradScaler\n    return GradScaler()\n",
+        'def main():\n    from torch.amp import GradScaler\n    return GradScaler("cuda")\n',
+    ),
+    "getattr and hasattr": (
+        "import torch\nif hasattr(torch.cuda.amp, 'autocast'):\n    getattr(torch.cuda.amp, 'autocast')(enabled=True)\n"
+        "ok = getattr(torch.cuda.amp, 'autocast') is not None\n",
+        "import torch\nif hasattr(torch.amp, 'autocast'):\n    torch.amp.autocast('cuda', enabled=True)\n"
+        "ok = torch.amp.autocast is not None\n",
+    ),
+    "types": (
+        "import torch\nfrom typing import Optional\ndef f(s: Optional[torch.cuda.amp.GradScaler]) -> "
+        '"torch.cuda.amp.GradScaler":\n    assert isinstance(s, (torch.cuda.amp.GradScaler, int))\n',
+        "import torch\nfrom typing import Optional\ndef f(s: Optional[torch.amp.GradScaler]) -> "
+        '"torch.amp.GradScaler":\n    assert isinstance(s, (torch.amp.GradScaler, int))\n',
+    ),
+    "subclass with a constructor": (
+        "import torch\nclass S(torch.cuda.amp.GradScaler):\n    def __init__(self, n):\n"
+        "        super().__init__(growth_interval=n)\n",
+        "import torch\nclass S(torch.amp.GradScaler):\n    def __init__(self, n):\n"
+        '        super().__init__("cuda", growth_interval=n)\n',
+    ),
+    "star import": (
+        "from torch.cuda.amp import *\nwith autocast():\n    GradScaler()\n",
+        'from torch.amp import GradScaler, autocast\nwith autocast("cuda"):\n    GradScaler("cuda")\n',
+    ),
+    "private cast": (
+        "from torch.cuda.amp import autocast_mode\nautocast_mode._cast(x, dtype)\n",
+        'import torch\ntorch.amp.autocast_mode._cast(x, "cuda", dtype)\n',
+    ),
+}
+
+UNTOUCHED = {
+    "torch.amp already": "from torch import amp\nwith amp.autocast(device_type='cuda'):\n    amp.GradScaler('cuda')\n",
+    "a parameter of the same name": (
+        "def f(autocast, amp):\n    with autocast():\n        amp.autocast(True)\n# torch.cuda.amp\n"
+    ),
+    "prose": '"""Uses torch.cuda.amp.autocast()."""\n# torch.cuda.amp.autocast()\n',
+    "another module's autocast": "from mylib.cuda.amp import autocast\nautocast()\n",
+}
+
+HUMAN = {
+    "version switch": (
+        "import torch\nif hasattr(torch.amp, 'custom_fwd'):\n    from torch.amp import custom_fwd\nelse:\n"
+        "    from torch.cuda.amp import custom_fwd\n@custom_fwd\ndef f(ctx): ...\n",
+        "is bound to torch.amp.custom_fwd and to torch.cuda.amp.custom_fwd",
+    ),
+    "apex or torch": (
+        "try:\n    from apex import amp\nexcept ImportError:\n    from torch.cuda import amp\namp.autocast()\n",
+        "is bound to apex.amp and to torch.cuda.amp",
+    ),
+    "argument splat": ("import torch\ntorch.cuda.amp.autocast(*args)\n", "pass them by keyword"),
+    "bare decorator": (
+        "from torch.cuda.amp import autocast\n@autocast\ndef f(): ...\n",
+        "without parentheses passes the function as `enabled`",
+    ),
+    "handed to a function": ("import torch\nregister(torch.cuda.amp.GradScaler)\n", "is used as a value"),
+    "computed attribute": ("import torch\ngetattr(torch.cuda.amp, name)()\n", "used as an object"),
+    "name in a string": ("import torch\nS = eval('torch.cuda.amp.GradScaler()')\n", "a string holds"),
+    "inherited constructor": (
+        "import torch\nclass S(torch.cuda.amp.GradScaler): ...\n",
+        "inherits the constructor",
+    ),
+    "in __all__": ("from torch.cuda.amp import autocast\n__all__ = ['autocast']\n", "__all__"),
+    "replaced from outside": ("import torch\ntorch.cuda.amp.autocast = mine\n", "used as a value"),
+}
+
+
+@pytest.mark.parametrize("case", REWRITES, ids=str)
+def test_rewrites_to_torch_amp(case: str) -> None:
+    """Each way of writing a deprecated call becomes the call that torch's warning asks for."""
+    before, after = REWRITES[case]
+    assert migrate_source(before, TORCH).text == after
+
+
+@pytest.mark.parametrize("target", [TORCH, CORE], ids=lambda t: t.module)
+@pytest.mark.parametrize("case", REWRITES, ids=str)
+def test_second_run_changes_nothing(case: str, target) -> None:
+    """A migrated file is left alone, for both targets, and still parses."""
+    once = migrate_source(REWRITES[case][0], target).text
+    compile(once, "migrated", "exec")
+    assert migrate_source(once, target).text == once
+
+
+@pytest.mark.parametrize("case", UNTOUCHED, ids=str)
+def test_leaves_other_code_alone(case: str) -> None:
+    """A name that only looks like the deprecated one is neither rewritten nor reported."""
+    result = migrate_source(UNTOUCHED[case], TORCH)
+    assert (result.text, result.findings) == (UNTOUCHED[case], [])
+
+
+@pytest.mark.parametrize("case", HUMAN, ids=str)
+def test_reports_what_needs_a_human(case: str) -> None:
+    """What is not certain stays as it was, and is reported with its line and the reason."""
+    source, reason = HUMAN[case]
+    result = migrate_source(source, TORCH)
+    manual = [f for f in result.findings if f.level == "manual"]
+    assert result.text == source
+    assert any(reason in f.message for f in manual), manual
+    assert all(1 <= f.line <= source.count("\n") for f in manual)
+
+
+def test_one_doubtful_use_keeps_the_import_for_itself() -> None:
+    """Where one use cannot follow, the import stays for it and the other uses are spelled out."""
+    source = "from torch.cuda.amp import autocast\nregister(autocast)\nwith autocast():\n    pass\n"
+    expected = (
+        "from torch.cuda.amp import autocast\nimport torch\nregister(autocast)\n"
+        'with torch.amp.autocast("cuda"):\n    pass\n'
+    )
+    assert migrate_source(source, TORCH).text == expected
+
+
+def test_names_that_other_files_import_stay() -> None:
+    """A module that hands `autocast` on keeps the deprecated one: its importers call it without a device."""
+    source = "from torch.cuda.amp import autocast\n"
+    assert migrate_source(source, TORCH).text != source
+    assert migrate_source(source, TORCH, exported={"autocast"}).text == source
+
+
+def test_amp_core_is_imported_once() -> None:
+    """The import is added once, behind the file's imports, whatever the number of uses."""
+    source = (
+        '"""Doc."""\nfrom __future__ import annotations\nimport torch\n\nwith torch.cuda.amp.autocast():\n'
+        "    s = torch.cuda.amp.GradScaler()\nwith torch.cpu.amp.autocast():\n    pass\n"
+    )
+    text = migrate_source(source, CORE).text
+    assert text.count("import amp_core") == 1
+    assert "import torch\nimport amp_core\n" in text
+    assert 'with amp_core.autocast("cpu"):' in text
+
+
+def test_nested_region_is_marked_for_review() -> None:
+    """The default dtype was float16 whatever surrounds; now it is the enclosing region's. The report says so."""
+    source = "import torch\nwith torch.autocast('cuda', dtype=torch.bfloat16):\n    with torch.cuda.amp.autocast():\n        f()\n"
+    review = [f for f in migrate_source(source, TORCH).findings if f.level == "review"]
+    assert len(review) == 1
+    assert "float16" in review[0].message
+
+
+def test_line_endings_and_long_functions_are_kept() -> None:
+    """Windows line endings and functions that were left out of the analysis come back byte for byte."""
+    body = "".join(f"    x{i} = {i}  # kept\r\n" for i in range(20))
+    source = f"import torch\r\n\r\n\r\n# above\r\n@deco\r\ndef f(a, *, b=1):\r\n{body}\r\nwith torch.cuda.amp.autocast(): f()\r\n"
+    assert migrate_source(source, TORCH).text == source.replace("cuda.amp.autocast()", 'amp.autocast("cuda")')
+
+
+APEX = (
+    "from apex import amp\nmodel, opt = amp.initialize(model, opt, opt_level='O1')\n"
+    "with amp.scale_loss(loss, opt) as scaled:\n    scaled.backward()\nclip(amp.master_params(opt))\namp.state_dict()\n"
+)
+
+
+def test_apex_goes_to_its_successor() -> None:
+    """To amp_core, apex's five functions are served by amp_compat.apex under the names the file uses."""
+    assert migrate_source(APEX, CORE).text == APEX.replace(
+        "from apex import amp", "from amp_compat import apex as amp"
+    )
+
+
+def test_apex_gets_advice_for_torch_amp() -> None:
+    """torch.amp has no such functions: each call is reported with what to write for it."""
+    result = migrate_source(APEX, TORCH)
+    assert result.text == APEX
+    assert [f.line for f in result.findings] == [2, 3, 5, 6]
+    assert "GradScaler('cuda')" in result.findings[0].message
+
+
+OLD_TRAINING = """
+import torch
+from torch.cpu.amp import autocast, GradScaler
+torch.manual_seed(0)
+model, x = torch.nn.Linear(8, 1), torch.randn(16, 8)
+opt, scaler = torch.optim.SGD(model.parameters(), lr=0.1), GradScaler(1024., growth_interval=2)
+losses, dtypes = [], []
+for _ in range(5):
+    opt.zero_grad()
+    with autocast(True, torch.bfloat16):
+        out = model(x)
+        loss = out.float().pow(2).mean()
+    scaler.scale(loss).backward()
+    scaler.step(opt)
+    scaler.update()
+    losses.append(loss.item()); dtypes.append(out.dtype)
+state = scaler.state_dict()
+"""
+
+
+def test_migrated_training_gives_the_same_numbers() -> None:
+    """A training loop run before and after gives equal losses, dtypes and scaler state, without the warnings."""
+    before: dict[str, object] = {}
+    after: dict[str, object] = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        exec(compile(OLD_TRAINING, "before", "exec"), before)
+    exec(compile(migrate_source(OLD_TRAINING, TORCH).text, "after", "exec"), after)
+    for name in ("losses", "dtypes", "state"):
+        assert before[name] == after[name]
