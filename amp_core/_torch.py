@@ -6,7 +6,10 @@ torch minor version is a matter of reading this page and running the tests.
 
 from __future__ import annotations
 
-from typing import cast
+import functools
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any, cast
 
 import torch
 
@@ -57,3 +60,27 @@ def privateuse1_amp_dtypes(device_type: str) -> list[torch.dtype]:
         text + "But the func `get_amp_supported_dtype` is missing. \n"
     )
     return cast("list[torch.dtype]", module.get_amp_supported_dtype())
+
+
+def intercept_autocast(
+    device_type: str, ops: Iterable[str], kernel_of: Callable[[Any, Any], Callable[..., Any]]
+) -> Callable[[], None]:
+    """Put ``kernel_of(op, guard)`` in place of the native autocast kernel of each of `ops`.
+
+    `op` is the callable to end in; ``guard()`` is a context manager in which the Autocast key is
+    passed over. For: `amp_core.cached_casts`. If it goes: weights are cast in every region again.
+
+    Returns:
+        A function that puts the native kernels back.
+    """
+    key = f"Autocast{device_type.upper()}" if device_type != privateuse1_name() else "AutocastPrivateUse1"
+    excluded = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+    guard = functools.partial(torch._C._ExcludeDispatchKeyGuard, excluded)
+    library = torch.library.Library("aten", "IMPL")
+    for name in ops:
+        packet, _, overload = name.partition(".")
+        op = getattr(getattr(torch.ops.aten, packet), overload or "default")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # "Overriding a previously registered kernel"
+            library.impl(name, kernel_of(op._op, guard), key)
+    return library._destroy

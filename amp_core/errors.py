@@ -35,6 +35,10 @@ class PolicyError(AmpError, ValueError):
     """An op policy is malformed or cannot be applied."""
 
 
+class StaleCastError(AmpError, RuntimeError):
+    """A cached cast differs from its weight (found by the debug mode of `amp_core.cached_casts`)."""
+
+
 class AmpWarning(UserWarning):
     """Base of all warnings of amp-core's own."""
 
@@ -51,6 +55,7 @@ for _public in [
     BackendConflictError,
     BackendDisabledError,
     PolicyError,
+    StaleCastError,
     AmpWarning,
     PluginWarning,
 ]:

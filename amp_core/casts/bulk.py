@@ -1,0 +1,88 @@
+"""Many weights to a lower precision, and their gradients back, one kernel call a bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amp_core.kernels import Kernels
+
+BUCKET_BYTES = 25 * 2**20
+"""Bytes of source weights in one bucket: DistributedDataParallel's own default, so that its
+all-reduces still overlap with the backward."""
+
+
+def cast_weights(weights: Sequence[Tensor], dtype: torch.dtype, kernels: Kernels) -> list[Tensor]:
+    """Return `weights` as `dtype`, with gradients flowing back, whatever grad mode is on.
+
+    Args:
+        weights: float32 leaves on one device, all with the same ``requires_grad``.
+        dtype: the dtype of the casts.
+        kernels: whose ``cast`` to use.
+    """
+    casts: list[Tensor] = []
+    # A cast made under inference mode could not be used by a training step later on.
+    with torch.inference_mode(mode=False), torch.enable_grad():
+        for bucket in _buckets(weights):
+            if bucket[0].requires_grad:
+                casts.extend(_BucketCast.apply(dtype, kernels, *bucket))
+            else:
+                casts.extend(_into_one_storage(bucket, dtype, kernels))
+    return casts
+
+
+class _BucketCast(torch.autograd.Function):
+    """Keeps nothing for the backward, so that one cast serves any number of backward passes."""
+
+    @staticmethod
+    def forward(ctx: Any, dtype: torch.dtype, kernels: Kernels, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.kernels = kernels
+        ctx.source_dtypes = [w.dtype for w in weights]
+        return tuple(_into_one_storage(weights, dtype, kernels))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        present = [(i, g) for i, g in enumerate(grads) if g is not None]
+        result: list[Tensor | None] = [None] * len(grads)
+        if torch.is_grad_enabled():  # create_graph=True: the cast back must be differentiable too
+            for i, grad in present:
+                result[i] = grad.to(ctx.source_dtypes[i])
+        elif present:
+            wide = ctx.kernels.cast([g for _, g in present], ctx.source_dtypes[0])
+            for (i, _), grad in zip(present, wide, strict=True):
+                result[i] = grad
+        return (None, None, *result)
+
+
+def _buckets(weights: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    bucket: list[Tensor] = []
+    size = 0
+    for weight in weights:
+        if bucket and size + weight.nbytes > BUCKET_BYTES:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(weight)
+        size += weight.nbytes
+    if bucket:
+        yield bucket
+
+
+def _into_one_storage(weights: Sequence[Tensor], dtype: torch.dtype, kernels: Kernels) -> list[Tensor]:
+    """Cast into one allocation; each result is a tensor of its own, not a view, so autograd sees no base."""
+    if not all(w.is_contiguous() for w in weights):
+        return kernels.cast(weights, dtype)
+    align = 64 // dtype.itemsize
+    offsets, total = [], 0
+    for weight in weights:
+        offsets.append(total)
+        total += -(-weight.numel() // align) * align
+    storage = torch.empty(total, dtype=dtype, device=weights[0].device).untyped_storage()
+    out = [
+        torch.empty(0, dtype=dtype, device=w.device).set_(storage, offset, w.shape, w.stride())
+        for w, offset in zip(weights, offsets, strict=True)
+    ]
+    return kernels.cast(weights, dtype, out=out)

@@ -1,0 +1,158 @@
+"""Casts of weights that live until the weight changes."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from amp_core.casts.bulk import cast_weights
+from amp_core.errors import StaleCastError
+from amp_core.plugin import get_backend
+
+
+class Entry(NamedTuple):
+    """A cast, and what its weight looked like when it was made."""
+
+    version: int
+    pointer: int
+    requires_grad: bool
+    cast: Tensor
+
+
+@dataclass
+class _Slot:
+    """One weight of the model, and the dtypes that ops have asked for it in."""
+
+    weight: Tensor
+    name: str
+    wanted: set[torch.dtype] = field(default_factory=set)
+
+
+CASTS: dict[torch.dtype, dict[int, Entry]] = defaultdict(dict)
+"""The live casts of all scopes, by dtype and by the weight's ``id``: what ops look at. A scope holds
+its weights, so that no id is used again while its entry stands."""
+
+
+class WeightCache:
+    """The casts of one model's weights.
+
+    A cast is used only while the weight's version counter, address and ``requires_grad`` are what
+    they were when it was made. When one is stale, all stale casts that ops have asked for before
+    are made again in one call.
+    """
+
+    def __init__(
+        self, named_weights: Callable[[], Iterable[tuple[str, Tensor]]], *, debug: bool = False
+    ) -> None:
+        self._named_weights = named_weights
+        self._slots: dict[int, _Slot] = {}
+        self._strangers: dict[int, weakref.ref[Tensor]] = {}
+        self._lock = threading.Lock()
+        self.debug = debug
+        self._adopt()
+
+    def lookup(self, weight: Tensor, dtype: torch.dtype) -> Tensor | None:
+        """Return the cast of `weight` to `dtype`, made now if need be; ``None`` if it is not of this model."""
+        slot = self._slots.get(id(weight)) or self._adopted(weight)
+        if slot is None:
+            return None
+        entry = CASTS[dtype].get(id(weight))
+        if entry is None or not _fresh(entry, weight):
+            entry = self._cast_stale(slot, dtype)
+        if self.debug:
+            _compare(slot, entry)
+        return entry.cast
+
+    def _cast_stale(self, slot: _Slot, dtype: torch.dtype) -> Entry:
+        entries = CASTS[dtype]
+        with self._lock:
+            slot.wanted.add(dtype)
+            groups: dict[tuple[torch.device, bool], list[Tensor]] = defaultdict(list)
+            for weight in [s.weight for s in self._slots.values() if dtype in s.wanted]:
+                entry = entries.get(id(weight))
+                if entry is None or not _fresh(entry, weight):
+                    entries.pop(id(weight), None)  # free the old cast before the new one is made
+                    groups[weight.device, weight.requires_grad].append(weight)
+            for (device, _), weights in groups.items():
+                casts = cast_weights(weights, dtype, get_backend(device.type).kernels())
+                for weight, cast in zip(weights, casts, strict=True):
+                    entries[id(weight)] = _entry(weight, cast)
+            return entries[id(slot.weight)]
+
+    def invalidate(self, weights: Iterable[Tensor] | None = None) -> None:
+        """Drop the casts of `weights`, or all."""
+        with self._lock:
+            keys = self._slots.keys() if weights is None else self._slots.keys() & {id(w) for w in weights}
+            _drop(keys)
+
+    def _adopted(self, weight: Tensor) -> _Slot | None:
+        """Look again at the model for a parameter that was put in the place of another."""
+        if not isinstance(weight, Parameter):
+            return None
+        known = self._strangers.get(id(weight))
+        if known is not None and known() is weight:
+            return None
+        with self._lock:
+            self._adopt()
+            slot = self._slots.get(id(weight))
+            if slot is None:
+                self._strangers[id(weight)] = weakref.ref(weight)
+            return slot
+
+    def _adopt(self) -> None:
+        present = {id(w): (name, w) for name, w in self._named_weights() if _cacheable(w)}
+        _drop(self._slots.keys() - present.keys())
+        self._slots = {
+            key: self._slots.get(key) or _Slot(weight, name) for key, (name, weight) in present.items()
+        }
+        self._strangers = {key: ref for key, ref in self._strangers.items() if ref() is not None}
+
+    def devices(self) -> set[torch.device]:
+        """Return the devices that the weights are on."""
+        return {slot.weight.device for slot in self._slots.values()}
+
+    def nbytes(self) -> int:
+        """Return the bytes that the casts take."""
+        held = [entries[key].cast for entries in CASTS.values() for key in self._slots.keys() & entries.keys()]
+        return sum(cast.nbytes for cast in held)
+
+
+def _drop(keys: Iterable[int]) -> None:
+    for key in keys:
+        for entries in CASTS.values():
+            entries.pop(key, None)
+
+
+def _cacheable(weight: Tensor) -> bool:
+    # torch's own condition (float32 leaf), less its requires_grad; an inference tensor has no version.
+    return weight.dtype is torch.float32 and weight.is_leaf and not weight.is_inference()
+
+
+def _entry(weight: Tensor, cast: Tensor) -> Entry:
+    return Entry(weight._version, weight.data_ptr(), weight.requires_grad, cast)
+
+
+def _fresh(entry: Entry, weight: Tensor) -> bool:
+    return (
+        entry.version == weight._version
+        and entry.pointer == weight.data_ptr()
+        and entry.requires_grad == weight.requires_grad
+    )
+
+
+def _compare(slot: _Slot, entry: Entry) -> None:
+    expected = slot.weight.detach().to(entry.cast.dtype)
+    if not torch.equal(expected.nan_to_num(), entry.cast.detach().nan_to_num()):
+        raise StaleCastError(
+            f"The {entry.cast.dtype} cast of weight {slot.name!r} no longer agrees with the weight: something "
+            f"wrote to it in a way that torch does not count, such as through `.data` or NumPy. Call "
+            f"invalidate() on the cached_casts handle after such a write."
+        )

@@ -1,0 +1,96 @@
+"""`cached_casts`: the span of a program in which a model's weights are cast once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from amp_core.casts import intercept
+from amp_core.casts.cache import WeightCache
+
+
+class CachedCasts:
+    """What `cached_casts` returns: a context manager, or, when persistent, a handle that is already on."""
+
+    def __init__(self, model: nn.Module, *, debug: bool = False) -> None:
+        self._cache = WeightCache(model.named_parameters, debug=debug)
+        self._release: Callable[[], None] | None = None
+
+    def __enter__(self) -> CachedCasts:
+        if self._release is not None:
+            raise RuntimeError(
+                "This cached_casts scope is already on. Make one scope per `with` statement, or leave the "
+                "persistent one on and do not enter it."
+            )
+        devices = {device.type for device in self._cache.devices()}
+        release_ops = intercept.acquire(self._cache, devices)
+        hook = register_optimizer_step_post_hook(self._after_step)
+
+        def release() -> None:
+            hook.remove()
+            release_ops()
+            self._cache.invalidate()
+
+        self._release = release
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.remove()
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG002
+        # Fused optimizers write weights without moving their version counters.
+        for group in optimizer.param_groups:
+            self._cache.invalidate(group["params"])
+
+    def invalidate(self, weights: Iterable[Tensor] | None = None) -> None:
+        """Drop the casts of `weights` (default: all), after a write that torch cannot see."""
+        self._cache.invalidate(weights)
+
+    def remove(self) -> None:
+        """Switch the scope off and free the casts. Harmless when it is off already."""
+        if self._release is not None:
+            release, self._release = self._release, None
+            release()
+
+    def nbytes(self) -> int:
+        """Return the bytes that the casts take now."""
+        return self._cache.nbytes()
+
+
+def cached_casts(model: nn.Module, *, persistent: bool = False, debug: bool = False) -> CachedCasts:
+    """Cast each weight of `model` once and use the cast until the weight changes.
+
+    ``torch.autocast`` casts weights again in every outermost region, and frozen ones at every use.
+    Within this scope a cast lives on across regions, micro-batches and inference calls. It is made
+    again when the weight's version counter, address or ``requires_grad`` has changed (in-place
+    updates, ``load_state_dict``, ``.to()``, ``.data = ...``), when an optimizer has stepped (fused
+    ones move no counter), or when the model has another parameter in its place. Gradients are
+    bit-equal to plain autocast's.
+
+    Writes through ``.data`` or a NumPy view cannot be seen: call `CachedCasts.invalidate` after them.
+    Under ``torch.compile`` the scope has no effect: the compiler plans its own casts.
+
+    Args:
+        model: its float32 parameters are covered, frozen ones too.
+        persistent: switch the scope on now, until ``remove()``; for inference.
+        debug: compare each cast with its weight at every use; slow.
+
+    Returns:
+        A context manager, and the handle for ``invalidate()``, ``remove()`` and ``nbytes()``. The
+        casts take half the bytes of the weights that low-precision ops use.
+
+    Raises:
+        StaleCastError: in debug mode, when a weight was written to unseen.
+    """
+    scope = CachedCasts(model, debug=debug)
+    return scope.__enter__() if persistent else scope
