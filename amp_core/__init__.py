@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from amp_core._torch import enter_autocast as _enter_autocast
+from amp_core._torch import exit_autocast as _exit_autocast
+from amp_core.autocast import autocast, disable, is_autocast_available
+from amp_core.casts import CachedCasts, cached_casts
+from amp_core.decorate import autocast_decorator
 from amp_core.errors import (
     AmpError,
     AmpWarning,
@@ -12,7 +17,9 @@ from amp_core.errors import (
     BackendNotFoundError,
     PluginWarning,
     PolicyError,
+    StaleCastError,
 )
+from amp_core.function import _cast, custom_bwd, custom_fwd
 from amp_core.plugin import backends, get_backend
 from amp_core.policy import OpPolicy, apply_policy
 
@@ -24,10 +31,22 @@ __all__ = [
     "BackendError",
     "BackendLoadError",
     "BackendNotFoundError",
+    "CachedCasts",
     "OpPolicy",
     "PluginWarning",
     "PolicyError",
     "apply_policy",
+    "StaleCastError",
+    "_cast",
+    "_enter_autocast",
+    "_exit_autocast",
+    "autocast",
+    "autocast_decorator",
     "backends",
+    "cached_casts",
+    "custom_bwd",
+    "custom_fwd",
+    "disable",
     "get_backend",
+    "is_autocast_available",
 ]

@@ -76,11 +76,53 @@ def intercept_autocast(
     key = f"Autocast{device_type.upper()}" if device_type != privateuse1_name() else "AutocastPrivateUse1"
     excluded = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
     guard = functools.partial(torch._C._ExcludeDispatchKeyGuard, excluded)
-    library = torch.library.Library("aten", "IMPL")
+    library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     for name in ops:
         packet, _, overload = name.partition(".")
         op = getattr(getattr(torch.ops.aten, packet), overload or "default")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # "Overriding a previously registered kernel"
-            library.impl(name, kernel_of(op._op, guard), key)
+            library.impl(name, kernel_of(op._op, guard), key)  # type: ignore[no-untyped-call]
     return library._destroy
+
+
+def autocast_devices_enabled() -> list[str]:
+    """The device types for which autocast is on in this thread.
+
+    For: `amp_core.disable`. If it goes: a region of each device must be disabled by name.
+    """
+    return [d for d in torch._C._autocast_supported_devices() if torch.is_autocast_enabled(d)]
+
+
+# Whether a ``TorchFunctionMode`` is active, as cheap as a test can be: it is on a hot path.
+# For: `torch.export`'s non-strict tracing of regions. If it goes: such programs lose their regions.
+function_modes_are_on = torch._C._is_torch_function_mode_enabled
+
+
+def record_enter(device: str, dtype: torch.dtype, enabled: bool, cache_enabled: bool) -> None:
+    """Tell `torch.export`'s pre-dispatch tracer that a region begins; the modes of users see nothing.
+
+    If it goes: see ``function_modes_are_on``.
+    """
+    mode = _pre_dispatch_mode()
+    if mode is not None:
+        mode.__torch_function__(enter_autocast, (), (device, dtype, enabled, cache_enabled))
+
+
+def record_exit() -> None:
+    """Tell `torch.export`'s pre-dispatch tracer that a region ends."""
+    mode = _pre_dispatch_mode()
+    if mode is not None:
+        mode.__torch_function__(exit_autocast, (), ())
+
+
+def _pre_dispatch_mode() -> Any:
+    from torch.fx.experimental.proxy_tensor import PreDispatchTorchFunctionMode
+
+    stack = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return next((m for m in stack if isinstance(m, PreDispatchTorchFunctionMode)), None)
+
+
+# For: libraries that import them from here, as they do from torch.amp. If they go: they are not exported.
+enter_autocast = torch.amp.autocast_mode._enter_autocast
+exit_autocast = torch.amp.autocast_mode._exit_autocast

@@ -28,7 +28,7 @@ def cast_weights(weights: Sequence[Tensor], dtype: torch.dtype, kernels: Kernels
     with torch.inference_mode(mode=False), torch.enable_grad():
         for bucket in _buckets(weights):
             if bucket[0].requires_grad:
-                casts.extend(_BucketCast.apply(dtype, kernels, *bucket))
+                casts.extend(_BucketCast.apply(dtype, kernels, *bucket))  # type: ignore[no-untyped-call]
             else:
                 casts.extend(_into_one_storage(bucket, dtype, kernels))
     return casts

@@ -60,7 +60,7 @@ class WeightCache:
         self._adopt()
 
     def lookup(self, weight: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """Return the cast of `weight` to `dtype`, made now if need be; ``None`` if it is not of this model."""
+        """Return the cast of `weight` to `dtype`, made if need be; ``None`` if it is not of this model."""
         slot = self._slots.get(id(weight)) or self._adopted(weight)
         if slot is None:
             return None
@@ -121,7 +121,9 @@ class WeightCache:
 
     def nbytes(self) -> int:
         """Return the bytes that the casts take."""
-        held = [entries[key].cast for entries in CASTS.values() for key in self._slots.keys() & entries.keys()]
+        held = [
+            entries[key].cast for entries in CASTS.values() for key in self._slots.keys() & entries.keys()
+        ]
         return sum(cast.nbytes for cast in held)
 
 
@@ -152,7 +154,7 @@ def _compare(slot: _Slot, entry: Entry) -> None:
     expected = slot.weight.detach().to(entry.cast.dtype)
     if not torch.equal(expected.nan_to_num(), entry.cast.detach().nan_to_num()):
         raise StaleCastError(
-            f"The {entry.cast.dtype} cast of weight {slot.name!r} no longer agrees with the weight: something "
-            f"wrote to it in a way that torch does not count, such as through `.data` or NumPy. Call "
+            f"The {entry.cast.dtype} cast of weight {slot.name!r} no longer agrees with the weight: "
+            f"something wrote to it in a way that torch does not count, as through `.data` or NumPy. Call "
             f"invalidate() on the cached_casts handle after such a write."
         )

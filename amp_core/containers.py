@@ -1,0 +1,54 @@
+"""Apply a function to every tensor in a nest of containers, which keep their types."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+
+def map_tensors(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
+    """Return `value` with `fn` applied to each tensor in it, now (never lazily).
+
+    Descends into lists, tuples, namedtuples, sets, mappings (their values), dataclass instances and
+    iterators (which come back as iterators over a finished list). Strings, arrays and everything else
+    are returned as they are. Subclasses of the built-in containers keep their class.
+    """
+    if isinstance(value, Tensor):
+        return fn(value)
+    if isinstance(value, Mapping):
+        return _mapping(value, {k: map_tensors(v, fn) for k, v in value.items()})
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return _sequence(value, [map_tensors(v, fn) for v in value])
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _dataclass(value, fn)
+    if isinstance(value, Iterator):
+        return iter([map_tensors(v, fn) for v in value])
+    return value
+
+
+def _sequence(value: Any, items: list[Any]) -> Any:
+    is_namedtuple = isinstance(value, tuple) and hasattr(value, "_fields")
+    return type(value)(*items) if is_namedtuple else type(value)(items)
+
+
+def _mapping(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    if type(value) is dict:
+        return items
+    if hasattr(value, "update"):  # OrderedDict, defaultdict, UserDict, BatchEncoding ...
+        result = copy.copy(value)
+        result.update(items)
+        return result
+    return type(value)(items)  # type: ignore[call-arg]  # a read-only mapping is made from another
+
+
+def _dataclass(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
+    result = copy.copy(value)
+    for field in dataclasses.fields(value):
+        if hasattr(value, field.name):
+            # object.__setattr__: frozen ones too; __init__ may not take what the fields hold.
+            object.__setattr__(result, field.name, map_tensors(getattr(value, field.name), fn))
+    return result

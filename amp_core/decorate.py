@@ -1,0 +1,116 @@
+"""A region around a function, over every ``yield`` and ``await`` in it."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar, cast
+
+from typing_extensions import ParamSpec
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Region = AbstractContextManager[Any]
+
+
+def autocast_decorator(autocast_instance: Region, func: Callable[P, R]) -> Callable[P, R]:
+    """Return `func` with its body run inside `autocast_instance`.
+
+    The body of a generator, coroutine or async generator function runs inside the region too, and the
+    region is left whenever it is suspended, so that nothing leaks to who resumes it.
+    """
+    if inspect.isasyncgenfunction(func):
+        wrapped = _async_generator(autocast_instance, func)
+    elif inspect.iscoroutinefunction(func):
+        wrapped = _coroutine(autocast_instance, func)
+    elif inspect.isgeneratorfunction(func):
+        wrapped = _generator(autocast_instance, func)
+    else:
+        wrapped = _function(autocast_instance, func)
+    # torch.jit.script looks for this attribute and raises its text.
+    wrapped.__script_unsupported = "@autocast() decorator is not supported in script mode"  # type: ignore[attr-defined]
+    return cast("Callable[P, R]", wrapped)
+
+
+def _function(region: Region, func: Callable[..., R]) -> Callable[..., R]:
+    @functools.wraps(func)
+    def decorate_autocast(*args: Any, **kwargs: Any) -> R:
+        with region:
+            return func(*args, **kwargs)
+
+    return decorate_autocast
+
+
+def _generator(region: Region, func: Callable[..., Generator[Any, Any, Any]]) -> Callable[..., Any]:
+    @functools.wraps(func)
+    def decorate_autocast(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
+        with region:
+            body = func(*args, **kwargs)
+        return (yield from _resumed_inside(region, body))
+
+    return decorate_autocast
+
+
+def _coroutine(region: Region, func: Callable[..., Awaitable[Any]]) -> Callable[..., Any]:
+    @functools.wraps(func)
+    async def decorate_autocast(*args: Any, **kwargs: Any) -> Any:
+        return await _Inside(region, func(*args, **kwargs))
+
+    return decorate_autocast
+
+
+def _async_generator(region: Region, func: Callable[..., AsyncGenerator[Any, Any]]) -> Callable[..., Any]:
+    @functools.wraps(func)
+    async def decorate_autocast(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:
+        body = func(*args, **kwargs)
+        step: Awaitable[Any] = body.__anext__()
+        try:
+            while True:
+                try:
+                    item = await _Inside(region, step)
+                except StopAsyncIteration:
+                    return
+                try:
+                    step = body.asend((yield item))
+                except GeneratorExit:
+                    raise
+                except BaseException as error:  # handed on to the body
+                    step = body.athrow(error)
+        finally:
+            await _Inside(region, body.aclose())
+
+    return decorate_autocast
+
+
+class _Inside:
+    """An awaitable whose every step runs inside a region."""
+
+    def __init__(self, region: Region, awaitable: Awaitable[Any]) -> None:
+        self._region = region
+        self._awaitable = awaitable
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        return (yield from _resumed_inside(self._region, self._awaitable.__await__()))
+
+
+def _resumed_inside(region: Region, body: Any) -> Generator[Any, Any, Any]:
+    """Drive `body`, entering `region` for each step; values, errors and ``close`` pass through."""
+    resume: Callable[[], Any] = functools.partial(next, body)
+    while True:
+        try:
+            with region:
+                item = resume()
+        except StopIteration as stop:
+            return stop.value
+        try:
+            sent = yield item
+        except GeneratorExit:
+            with region:
+                body.close()
+            raise
+        except BaseException as error:  # handed on to the body
+            resume = functools.partial(body.throw, error)
+        else:
+            resume = functools.partial(body.send, sent) if sent is not None else functools.partial(next, body)

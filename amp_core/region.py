@@ -1,0 +1,198 @@
+"""What a region does when it is built, entered and left. `autocast` is the class that users see."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+import torch
+from typing_extensions import ParamSpec, Self
+
+from amp_core import _torch
+from amp_core._torch_dispatch import constant_for_dynamo
+from amp_core.decorate import autocast_decorator
+from amp_core.device import device_type_of
+from amp_core.plugin.manager import get_backend
+from amp_core.region_stack import Frame, thread
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from amp_core.dispatch.activate import Activation
+    from amp_core.plugin.interface import Backend
+    from amp_core.policy import OpPolicy
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+# Looked up once: entering and leaving a region is on everybody's hot path.
+_is_enabled = torch.is_autocast_enabled
+_set_enabled = torch.set_autocast_enabled
+_get_dtype = torch.get_autocast_dtype
+_set_dtype = torch.set_autocast_dtype
+_is_cached = torch.is_autocast_cache_enabled
+_set_cached = torch.set_autocast_cache_enabled
+_enter_nesting = torch.autocast_increment_nesting
+_leave_nesting = torch.autocast_decrement_nesting
+_clear_cache = torch.clear_autocast_cache
+_is_tracing = torch.compiler.is_dynamo_compiling
+_modes_are_on = _torch.function_modes_are_on
+
+# A NamedTuple's own constructor is a Python function and takes twice as long.
+_new_frame = tuple.__new__
+
+_admitted: set[tuple[Backend, torch.dtype]] = set()
+
+
+class Region(torch.autocast):
+    """The behaviour of `autocast`, apart from it because TorchScript compiles every method of that class."""
+
+    _warning_stacklevel: ClassVar[int] = 3
+    """Frames from the warning to the caller's line; a subclass that calls ``super().__init__`` adds one."""
+
+    def configure(
+        self,
+        device: str | torch.device | torch.Tensor,
+        dtype: torch.dtype | None,
+        enabled: bool,
+        cache_enabled: bool | None,
+        policy: OpPolicy | None,
+    ) -> None:
+        """Check the arguments and settle what entering will do; the body of ``__init__``."""
+        device_type = device_type_of(device)
+        resolved = _resolve(device_type, dtype, enabled, policy)
+        self.device = device_type
+        self.fast_dtype, self._activation, refusal = resolved
+        if refusal is not None:
+            warnings.warn(refusal, stacklevel=self._warning_stacklevel)
+            enabled = False
+        self._enabled = enabled
+        self._cache_enabled = _is_cached() if cache_enabled is None else cache_enabled
+        self._tracing: list[Any] = []
+
+    def enter(self) -> Self:
+        """Enter the region; the body of ``__enter__``."""
+        if _is_tracing():
+            return self._enter_traced()
+        device, enabled, dtype = self.device, self._enabled, self.fast_dtype
+        was_enabled, was_dtype, was_cached = _is_enabled(device), _get_dtype(device), _is_cached()
+        changed = False
+        if was_enabled is not enabled:
+            _set_enabled(device, enabled)
+            changed = True
+        if was_dtype is not dtype:
+            _set_dtype(device, dtype)
+            _clear_cache()  # torch's cache does not know which dtype it holds
+            changed = True
+        if was_cached is not self._cache_enabled:
+            _set_cached(self._cache_enabled)
+            changed = True
+        frame = _new_frame(Frame, (self, changed, was_enabled, was_dtype, was_cached, _enter_nesting()))
+        thread.regions.append(frame)
+        if self._activation is not None:
+            self._activation.push()
+        if _modes_are_on():
+            _torch.record_enter(device, dtype, enabled, self._cache_enabled)
+        return self
+
+    def exit(self) -> bool:
+        """Leave the region; the body of ``__exit__``."""
+        if _is_tracing():
+            return self._exit_traced()
+        regions = thread.regions
+        frame = regions.pop() if regions and regions[-1][0] is self else regions.take_out(self)
+        if self._activation is not None:
+            self._activation.pop()
+        depth = _leave_nesting()
+        if depth >= frame.nesting:
+            depth = _leave_leaked(frame.nesting)
+            self._restore(frame)
+        elif frame.changed:
+            self._restore(frame)
+        if depth == 0:
+            _clear_cache()
+        if _modes_are_on():
+            _torch.record_exit()
+        return False
+
+    def _restore(self, frame: Frame) -> None:
+        device = self.device
+        _set_enabled(device, frame.enabled)
+        _set_cached(frame.cached)
+        if _get_dtype(device) is not frame.dtype:
+            _set_dtype(device, frame.dtype)
+            _clear_cache()
+
+    def _enter_traced(self) -> Self:
+        # torch.compile and torch.export recognise a `with torch.autocast`, nothing else.
+        traced = _traced(self.device, self.fast_dtype, self._enabled, self._cache_enabled)
+        traced.__enter__()
+        self._tracing.append(traced)
+        if self._activation is not None:
+            self._activation.push()
+        return self
+
+    def _exit_traced(self) -> bool:
+        if self._activation is not None:
+            self._activation.pop()
+        self._tracing.pop().__exit__(None, None, None)
+        return False
+
+    def __call__(self, func: Callable[P, R]) -> Callable[P, R]:
+        """Return `func` with its body inside this region; see `autocast_decorator`."""
+        if not callable(func):
+            raise TypeError(
+                f"autocast()(func) requires a callable, but got {type(func).__name__}. "
+                f"Did you mean to use autocast as a context manager? For example:\n"
+                f"    with torch.autocast(device_type=...):\n"
+                f"        output = model(input)"
+            )
+        return autocast_decorator(self, func)
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__qualname__}({self.device!r}, dtype={self.fast_dtype}, enabled={self._enabled}, "
+            f"cache_enabled={self._cache_enabled})"
+        )
+
+
+@contextlib.contextmanager
+def _traced(device: str, dtype: torch.dtype, enabled: bool, cache_enabled: bool) -> Iterator[None]:
+    with torch.autocast(device, dtype, enabled, cache_enabled):
+        yield
+
+
+def _leave_leaked(nesting: int) -> int:
+    """Bring the nesting below `nesting`: compiled code that raised has left regions without their exit."""
+    depth = _leave_nesting()
+    while depth >= nesting:
+        depth = _leave_nesting()
+    return depth
+
+
+@constant_for_dynamo
+def _resolve(
+    device_type: str, dtype: torch.dtype | None, enabled: bool, policy: OpPolicy | None
+) -> tuple[torch.dtype, Activation | None, str | None]:
+    """Return the dtype, the policy to push, and why an enabled region is refused."""
+    backend = get_backend(device_type)
+    fast_dtype = backend.default_dtype() if dtype is None else dtype
+    if not enabled:
+        return fast_dtype, None, None
+    if (backend, fast_dtype) not in _admitted:
+        refusal = backend.autocast_refusal(fast_dtype)
+        if refusal is not None and refusal.error:
+            raise RuntimeError(refusal.message)
+        if refusal is not None:
+            return fast_dtype, None, refusal.message
+        _admitted.add((backend, fast_dtype))
+    return fast_dtype, _activation(backend, policy), None
+
+
+def _activation(backend: Backend, policy: OpPolicy | None) -> Activation | None:
+    global _activation  # noqa: PLW0603  # imported on first use, then bound: dispatch imports this package
+    from amp_core.dispatch import activation
+
+    _activation = activation
+    return activation(backend, policy)
