@@ -17,11 +17,16 @@ from amp_core.errors import (
     BackendNotFoundError,
     PluginWarning,
     PolicyError,
+    SkippedStepsWarning,
     StaleCastError,
 )
 from amp_core.function import _cast, custom_bwd, custom_fwd
+from amp_core.grad_scaler import GradScaler, OptState
 from amp_core.plugin import backends, get_backend
 from amp_core.policy import OpPolicy, apply_policy
+from amp_core.scaler.record import History, StepRecord
+from amp_core.scaler.replicate import _MultiDeviceReplicator, _refresh_per_optimizer_state
+from amp_core.state import Hysteresis, Schedule
 
 __all__ = [
     "AmpError",
@@ -32,13 +37,22 @@ __all__ = [
     "BackendLoadError",
     "BackendNotFoundError",
     "CachedCasts",
+    "GradScaler",
+    "History",
+    "Hysteresis",
     "OpPolicy",
+    "OptState",
     "PluginWarning",
     "PolicyError",
+    "Schedule",
+    "SkippedStepsWarning",
     "StaleCastError",
+    "StepRecord",
+    "_MultiDeviceReplicator",
     "_cast",
     "_enter_autocast",
     "_exit_autocast",
+    "_refresh_per_optimizer_state",
     "apply_policy",
     "autocast",
     "autocast_decorator",

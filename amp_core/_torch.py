@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -126,3 +126,22 @@ def _pre_dispatch_mode() -> Any:
 # For: libraries that import them from here, as they do from torch.amp. If they go: they are not exported.
 enter_autocast = torch.amp.autocast_mode._enter_autocast
 exit_autocast = torch.amp.autocast_mode._exit_autocast
+
+
+def is_dtensor(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is sharded over processes, without importing ``torch.distributed.tensor``.
+
+    Public API only, asked of the class by name: the import takes a second.
+    """
+    return type(tensor).__name__ == "DTensor"
+
+
+def unscale_and_check(
+    grads: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor
+) -> None:
+    """Multiply by `inv_scale` and raise `found_inf` on every rank that shares a DTensor.
+
+    For: FSDP2 and other DTensor gradients, whose dispatch agrees on `found_inf` among ranks. If it goes:
+    they need a collective of our own.
+    """
+    torch._amp_foreach_non_finite_check_and_unscale_(list(grads), found_inf, inv_scale)

@@ -10,24 +10,27 @@ from typing import Any
 from torch import Tensor
 
 
-def map_tensors(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
+def map_tensors(
+    value: Any, fn: Callable[[Tensor], Tensor], other: Callable[[Any], Any] = lambda value: value
+) -> Any:
     """Return `value` with `fn` applied to each tensor in it, now (never lazily).
 
     Descends into lists, tuples, namedtuples, sets, mappings (their values), dataclass instances and
     iterators (which come back as iterators over a finished list). Strings, arrays and everything else
-    are returned as they are. Subclasses of the built-in containers keep their class.
+    go through `other`, which by default returns them. Subclasses of the built-in containers keep their
+    class.
     """
     if isinstance(value, Tensor):
         return fn(value)
     if isinstance(value, Mapping):
-        return _mapping(value, {k: map_tensors(v, fn) for k, v in value.items()})
+        return _mapping(value, {k: map_tensors(v, fn, other) for k, v in value.items()})
     if isinstance(value, (list, tuple, set, frozenset)):
-        return _sequence(value, [map_tensors(v, fn) for v in value])
+        return _sequence(value, [map_tensors(v, fn, other) for v in value])
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _dataclass(value, fn)
+        return _dataclass(value, fn, other)
     if isinstance(value, Iterator):
-        return iter([map_tensors(v, fn) for v in value])
-    return value
+        return iter([map_tensors(v, fn, other) for v in value])
+    return other(value)
 
 
 def _sequence(value: Any, items: list[Any]) -> Any:
@@ -45,10 +48,10 @@ def _mapping(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     return type(value)(items)  # type: ignore[call-arg]  # a read-only mapping is made from another
 
 
-def _dataclass(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
+def _dataclass(value: Any, fn: Callable[[Tensor], Tensor], other: Callable[[Any], Any]) -> Any:
     result = copy.copy(value)
     for field in dataclasses.fields(value):
         if hasattr(value, field.name):
             # object.__setattr__: frozen ones too; __init__ may not take what the fields hold.
-            object.__setattr__(result, field.name, map_tensors(getattr(value, field.name), fn))
+            object.__setattr__(result, field.name, map_tensors(getattr(value, field.name), fn, other))
     return result

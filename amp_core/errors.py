@@ -47,6 +47,10 @@ class PluginWarning(AmpWarning):
     """A third-party plugin failed and was left out."""
 
 
+class SkippedStepsWarning(AmpWarning):
+    """Many optimizer steps in a row were skipped."""
+
+
 for _public in [
     AmpError,
     BackendError,
@@ -58,5 +62,6 @@ for _public in [
     StaleCastError,
     AmpWarning,
     PluginWarning,
+    SkippedStepsWarning,
 ]:
     _public.__module__ = "amp_core"  # tracebacks show the name that users import

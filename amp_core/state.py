@@ -33,7 +33,8 @@ class Schedule:
         growth_factor: what the scale is multiplied by after `growth_interval` finite steps in a row.
         backoff_factor: what it is multiplied by at an overflow.
         growth_interval: number of finite steps in a row before it grows.
-        min_scale: it is never lowered below this.
+        min_scale: it is never lowered below this; by default the smallest scale whose reciprocal is
+            a finite float32 (torch has no floor: its scale reaches 0 and then ruins the parameters).
         max_scale: it is never raised above this.
         hysteresis: number of overflows that it takes to lower it; see `Hysteresis`.
         hysteresis_kind: what that number means.
@@ -42,10 +43,34 @@ class Schedule:
     growth_factor: float = 2.0
     backoff_factor: float = 0.5
     growth_interval: int = 2000
-    min_scale: float = 0.0
+    min_scale: float = 2.0**-126
     max_scale: float = math.inf
     hysteresis: int = 1
     hysteresis_kind: Hysteresis = Hysteresis.BUDGET
+
+    def __post_init__(self) -> None:
+        _check(self.growth_factor > 1.0, "The growth factor must be > 1.0.", AssertionError)
+        _check(self.backoff_factor < 1.0, "The backoff factor must be < 1.0.", AssertionError)
+        _check(math.isfinite(self.growth_factor), f"The growth factor {self.growth_factor} is not finite.")
+        _check(self.backoff_factor > 0.0, f"The backoff factor must be > 0, got {self.backoff_factor}.")
+        _check(
+            isinstance(self.growth_interval, int) and self.growth_interval > 0,
+            f"The growth interval must be a positive number of steps, got {self.growth_interval!r}.",
+        )
+        _check(
+            0.0 < self.min_scale <= self.max_scale,
+            f"The floor of the scale must be > 0 and not above its ceiling, "
+            f"got min_scale={self.min_scale}, max_scale={self.max_scale}.",
+        )
+        _check(
+            isinstance(self.hysteresis, int) and self.hysteresis > 0,
+            f"The hysteresis must be a positive number of overflows, got {self.hysteresis!r}.",
+        )
+
+
+def _check(holds: bool, text: str, error: type[Exception] = ValueError) -> None:
+    if not holds:
+        raise error(text)
 
 
 @dataclass(frozen=True)
@@ -60,8 +85,8 @@ class ScaleState:
 def next_scale(state: ScaleState, found_inf: bool, schedule: Schedule) -> ScaleState:
     """Return the state after one `GradScaler.update`.
 
-    The product is taken in float32; growth that would leave float32 or pass ``max_scale`` is
-    refused or capped, as in torch's ``_amp_update_scale_``.
+    The product is taken in float64 and rounded to float32, and growth that would leave float32 is
+    refused, as in torch's ``_amp_update_scale_``.
     """
     if found_inf:
         return _overflow(state, schedule)
@@ -70,7 +95,7 @@ def next_scale(state: ScaleState, found_inf: bool, schedule: Schedule) -> ScaleS
         left = schedule.hysteresis
     if state.growth_tracker + 1 < schedule.growth_interval:
         return replace(state, growth_tracker=state.growth_tracker + 1, hysteresis_left=left)
-    grown = float32(state.scale * float32(schedule.growth_factor))
+    grown = float32(state.scale * schedule.growth_factor)
     scale = state.scale if math.isinf(grown) else max(state.scale, min(grown, schedule.max_scale))
     return ScaleState(scale, 0, schedule.hysteresis)
 
@@ -79,7 +104,7 @@ def _overflow(state: ScaleState, schedule: Schedule) -> ScaleState:
     left = state.hysteresis_left - 1
     if left > 0:
         return replace(state, growth_tracker=0, hysteresis_left=left)
-    lowered = float32(state.scale * float32(schedule.backoff_factor))
+    lowered = float32(state.scale * schedule.backoff_factor)
     scale = min(state.scale, max(lowered, schedule.min_scale))
     every = schedule.hysteresis_kind is Hysteresis.EVERY
     return ScaleState(scale, 0, schedule.hysteresis if every else max(left, 0))
@@ -99,3 +124,28 @@ class OptState(enum.Enum):
     READY = 0
     UNSCALED = 1
     STEPPED = 2
+
+
+_STAGES: dict[tuple[OptState, str], OptState | str] = {
+    (OptState.READY, "unscale_"): OptState.UNSCALED,
+    (OptState.READY, "step"): OptState.STEPPED,
+    (OptState.UNSCALED, "unscale_"): (
+        "unscale_() has already been called on this optimizer since the last update()."
+    ),
+    (OptState.UNSCALED, "step"): OptState.STEPPED,
+    (OptState.STEPPED, "unscale_"): "unscale_() is being called after step().",
+    (OptState.STEPPED, "step"): "step() has already been called since the last update().",
+}
+"""(stage, call) -> next stage, or the text of torch's error. ``update`` leads back to READY from any."""
+
+
+def next_stage(stage: OptState, call: str) -> OptState:
+    """Return the stage after `call` (``"unscale_"`` or ``"step"``).
+
+    Raises:
+        RuntimeError: the call is not allowed in this stage; with torch's text.
+    """
+    outcome = _STAGES[stage, call]
+    if isinstance(outcome, str):
+        raise RuntimeError(outcome)
+    return outcome

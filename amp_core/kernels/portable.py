@@ -46,7 +46,7 @@ class Portable(Kernels):
         with torch.no_grad():
             for group in _by_dtype(grads).values():
                 bad = [] if found_inf is None else [_any_nonfinite(g) for g in group]
-                torch._foreach_mul_(group, factor.reshape(()).to(group[0].dtype.to_real()))
+                _multiply_(group, factor.reshape(()))
                 if found_inf is not None:
                     bad += [_any_nonfinite(g) for g in group]
                     found_inf.masked_fill_(torch.stack(bad).any(), 1.0)
@@ -57,9 +57,9 @@ class Portable(Kernels):
         overflow = found_inf.reshape(()) > 0
         spent = left - 1
         forgiven = spent > 0
-        lowered = (scale * schedule.backoff_factor).clamp(min=schedule.min_scale)
+        lowered = _product(scale, schedule.backoff_factor).clamp(min=schedule.min_scale)
         lowered = torch.where(forgiven, scale, torch.minimum(scale, lowered))
-        grown = scale * schedule.growth_factor
+        grown = _product(scale, schedule.growth_factor)
         capped = torch.maximum(scale, grown.clamp(max=schedule.max_scale))
         grown = torch.where(torch.isinf(grown), scale, capped)
         due = tracker + 1 >= schedule.growth_interval
@@ -85,6 +85,22 @@ def _norm(grad: Tensor, norm_type: float) -> Tensor:
     order = math.inf if math.isinf(norm_type) else norm_type
     norm: Tensor = torch.linalg.vector_norm(real.detach(), order, dtype=torch.float64)
     return norm
+
+
+def _multiply_(group: list[Tensor], factor: Tensor) -> None:
+    real = [torch.view_as_real(g) if g.is_complex() else g for g in group]
+    dtype = real[0].dtype
+    if dtype in (torch.float32, torch.float64):
+        torch._foreach_mul_(real, factor.to(dtype))
+    else:  # the factor itself would be rounded to the narrow dtype
+        for grad in real:
+            grad.copy_(grad.float() * factor)
+
+
+def _product(scale: Tensor, factor: float) -> Tensor:
+    # torch's kernel multiplies in float64; a device without it (mps) has float32 alone.
+    wide = scale if scale.device.type == "mps" else scale.double()
+    return (wide * factor).float()
 
 
 def _any_nonfinite(grad: Tensor) -> Tensor:

@@ -116,6 +116,10 @@ class Backend(ABC):
             f"{', '.join(str(d) for d in supported)} currently."
         )
 
+    def scaler_refusal(self) -> Refusal | None:
+        """Decide whether an enabled `GradScaler` may be built for this device; ``None`` admits it."""
+        return None
+
     def op_policy(self) -> OpPolicy:
         """Return which op runs in which dtype; by default, the rules torch compiled in for the device.
 

@@ -41,7 +41,7 @@ class CudaBackend(Backend):
 
     def autocast_refusal(self, dtype: torch.dtype) -> Refusal | None:
         """Follow torch: no GPU disables the region, a GPU without bfloat16 raises, all else is admitted."""
-        if not torch.cuda.is_available() and "torch_xla" not in sys.modules:
+        if _definitely_absent():
             return Refusal("CUDA is not available or torch_xla is imported. Disabling autocast.")
         if dtype is torch.bfloat16 and not torch.cuda.is_bf16_supported():
             return Refusal(
@@ -49,3 +49,14 @@ class CudaBackend(Backend):
                 error=True,
             )
         return None
+
+    def scaler_refusal(self) -> Refusal | None:
+        """Follow torch: without a GPU the scaler is disabled."""
+        if _definitely_absent():
+            return Refusal("torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling.")
+        return None
+
+
+def _definitely_absent() -> bool:
+    # torch_xla serves "cuda" programs without CUDA.
+    return not torch.cuda.is_available() and "torch_xla" not in sys.modules

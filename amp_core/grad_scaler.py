@@ -1,0 +1,341 @@
+"""`GradScaler`: keeps small gradients from vanishing in a low-precision backward."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor
+
+from amp_core.containers import map_tensors
+from amp_core.device import device_type_of
+from amp_core.errors import SkippedStepsWarning
+from amp_core.kernels import Measurement
+from amp_core.plugin.manager import get_backend
+from amp_core.scaler.arithmetic import clip_coefficient, combine, reciprocal, zero
+from amp_core.scaler.fused import step_fused
+from amp_core.scaler.gradients import Gradients, by_device, gather, total_norm
+from amp_core.scaler.record import StepRecord, bad_parameters
+from amp_core.scaler.replicate import _MultiDeviceReplicator
+from amp_core.scaler.scale import ScaleKeeper
+from amp_core.state import OptState, Schedule, next_stage
+
+__all__ = ["GradScaler", "OptState"]
+
+_CLOSURE = "Closure use is not currently supported if GradScaler is enabled."
+
+
+class GradScaler(ScaleKeeper):
+    """Scale losses up, gradients down, and skip steps whose gradients are not finite.
+
+    Drop-in for ``torch.amp.GradScaler``: an instance of it, with the same arguments, errors, warnings
+    and ``state_dict``. Beyond it: `step` can clip, each step leaves a `StepRecord`, the scale never
+    reaches zero, and arguments are checked.
+
+    Args:
+        device: a device type with a backend, a ``torch.device``, a tensor, or ``"auto"``.
+        init_scale: the first scale; positive and finite.
+        growth_factor: see `Schedule`.
+        backoff_factor: see `Schedule`.
+        growth_interval: see `Schedule`.
+        enabled: ``False`` makes every method pass through.
+        schedule: a whole `Schedule` (floor, ceiling, hysteresis), in place of the three arguments.
+        allow_fp16_gradients: accept float16 gradients, which torch refuses.
+        named_parameters: ``model.named_parameters()``, so that records name parameters.
+        history: the number of steps that `history` keeps.
+        warn_after: warn when this many steps in a row were skipped; 0 for never.
+
+    Raises:
+        BackendNotFoundError: nothing serves the device type.
+        AssertionError: a factor is on the wrong side of 1; torch's text.
+        ValueError: any other argument is out of range.
+    """
+
+    _warning_stacklevel: ClassVar[int] = 2
+    """Frames from the warning to the caller's line; a subclass that calls ``super().__init__`` adds one."""
+
+    def __init__(
+        self,
+        device: str = "cuda",
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        *,
+        schedule: Schedule | None = None,
+        allow_fp16_gradients: bool = False,
+        named_parameters: Iterable[tuple[str, Tensor]] = (),
+        history: int = 1000,
+        warn_after: int = 25,
+    ) -> None:
+        self._device = device_type_of(device)
+        refusal = get_backend(self._device).scaler_refusal() if enabled else None
+        if refusal is not None:
+            warnings.warn(refusal.message, stacklevel=self._warning_stacklevel)
+        self._enabled = enabled and refusal is None
+        self._schedule = schedule or (
+            Schedule(growth_factor, backoff_factor, growth_interval) if self._enabled else Schedule()
+        )
+        if not self._enabled:
+            return
+        self._start(init_scale, history)
+        self._allow_fp16 = allow_fp16_gradients
+        self._names = {id(p): name for name, p in named_parameters}
+        self._skips_in_a_row = 0
+        self._warn_after = warn_after
+
+    # -- scaling ---------------------------------------------------------------------------------
+
+    def scale(self, outputs: Any) -> Any:
+        """Multiply `outputs` by the scale.
+
+        Args:
+            outputs: a tensor, or any nest of containers of tensors (`amp_core.containers`). float16
+                tensors come back as float32, where the product does not overflow.
+
+        Raises:
+            ValueError: something in it is no tensor; torch's text.
+        """
+        if not self._enabled:
+            return outputs
+        copies: list[_MultiDeviceReplicator] = []
+
+        def apply(tensor: Tensor) -> Tensor:
+            if not copies:
+                copies.append(_MultiDeviceReplicator(self._scale_on(tensor.device)))
+            wide = tensor.float() if tensor.dtype is torch.float16 else tensor
+            return wide * copies[0].get(tensor.device)
+
+        return map_tensors(outputs, apply, other=_refuse_output)
+
+    # -- unscaling and clipping ------------------------------------------------------------------
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide the gradients of `optimizer` by the scale, in place, and note whether all are finite.
+
+        Does not wait for the device. Needed only to look at or change gradients before `step`.
+
+        Raises:
+            RuntimeError: it was called before since the last `update`, or after `step`; torch's texts.
+            AssertionError: nothing was scaled yet; torch's text.
+            ValueError: a gradient is float16 and ``allow_fp16_gradients`` is not set.
+        """
+        if not self._enabled:
+            return
+        scale, _ = self._check_scale_growth_tracker("unscale_")
+        state = self._per_optimizer_states.of(optimizer)
+        stage = next_stage(state["stage"], "unscale_")
+        state["found_inf_per_device"] = self._unscale_grads_(
+            optimizer, reciprocal(scale), zero(scale.device), self._allow_fp16
+        )
+        state["stage"] = stage
+
+    def _unscale_grads_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: Tensor,
+        found_inf: Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, Tensor]:
+        factors, flags = _MultiDeviceReplicator(inv_scale), _MultiDeviceReplicator(found_inf)
+        with torch.no_grad():
+            for part in gather(optimizer, allow_fp16=allow_fp16):
+                part.scale_(factors.get(part.device), flags.get(part.device))
+        return flags._per_device_tensors
+
+    def clip_grad_norm_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+    ) -> Tensor:
+        """Unscale and clip the gradients of `optimizer` in one read and one read-write.
+
+        Does not wait for the device, unless `error_if_nonfinite`.
+
+        Args:
+            optimizer: its gradients are left unscaled and clipped, as by `unscale_` and
+                ``torch.nn.utils.clip_grad_norm_``.
+            max_norm: the greatest norm of all gradients together.
+            norm_type: the order of the norm.
+            error_if_nonfinite: raise where the norm is not finite.
+
+        Returns:
+            0-dim tensor: the norm of the true gradients, before clipping.
+
+        Raises:
+            RuntimeError: after `step`; or `error_if_nonfinite` and the norm is not finite.
+        """
+        if not self._enabled:
+            return torch.nn.utils.clip_grad_norm_(
+                _parameters(optimizer), max_norm, norm_type, error_if_nonfinite
+            )
+        scale, _ = self._check_scale_growth_tracker("clip_grad_norm_")
+        state = self._per_optimizer_states.of(optimizer)
+        unscaled = state["stage"] is OptState.UNSCALED
+        stage = state["stage"] if unscaled else next_stage(state["stage"], "unscale_")
+        inverse = torch.ones_like(scale) if unscaled else reciprocal(scale)
+        parts = gather(optimizer, allow_fp16=self._allow_fp16)
+        measured = [part.measure(norm_type) for part in parts]
+        norm = total_norm(measured, norm_type, scale.device) * inverse
+        if error_if_nonfinite and not bool(norm.isfinite()):
+            raise RuntimeError(
+                f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it "
+                f"cannot be clipped. To disable this error and scale the gradients by the non-finite norm "
+                f"anyway, set `error_if_nonfinite=False`"
+            )
+        self._multiply(parts, inverse * clip_coefficient(norm, max_norm), measured, state)
+        state["stage"], state["norm"] = stage, norm
+        return norm
+
+    def _multiply(
+        self,
+        parts: list[Gradients],
+        factor: Tensor,
+        measured: list[Measurement],
+        state: dict[str, Any],
+    ) -> None:
+        factors = _MultiDeviceReplicator(factor.float())
+        before = state["found_inf_per_device"]
+        flags = [(device, flag) for device, flag in before.items()]
+        with torch.no_grad():
+            for part, measure in zip(parts, measured, strict=True):
+                flag = measure.found_inf.clone()
+                part.scale_(factors.get(part.device), flag)
+                flags.append((part.device, flag))
+        state["found_inf_per_device"] = by_device(flags)
+
+    # -- stepping --------------------------------------------------------------------------------
+
+    def step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *args: Any,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        **kwargs: Any,
+    ) -> float | None:
+        """Take the optimizer's step on the true gradients, or skip it if one is not finite.
+
+        Optimizers that take ``grad_scale`` and ``found_inf`` (torch's fused ones) unscale, clip and
+        decide on the device, and nothing waits. For the others the host waits once.
+
+        Args:
+            optimizer: steps, or is skipped.
+            args: passed on to ``optimizer.step``.
+            max_norm: clip the gradients to this norm in the same passes.
+            norm_type: the order of that norm.
+            kwargs: passed on to ``optimizer.step``.
+
+        Returns:
+            What ``optimizer.step`` returns; ``None`` when it is skipped (see `last_step`).
+
+        Raises:
+            RuntimeError: it was called before since the last `update`, or given a closure; torch's texts.
+            AssertionError: nothing was scaled yet, or the optimizer has no gradient at all.
+        """
+        if not self._enabled:
+            if max_norm is not None:
+                self.clip_grad_norm_(optimizer, max_norm, norm_type)
+            return cast("float | None", optimizer.step(*args, **kwargs))
+        if "closure" in kwargs or (args and callable(args[0])):
+            raise RuntimeError(_CLOSURE)
+        scale, _ = self._check_scale_growth_tracker("step")
+        state = self._per_optimizer_states.of(optimizer)
+        stage = next_stage(state["stage"], "step")
+        if getattr(optimizer, "_step_supports_amp_scaling", False):
+            result = step_fused(self, optimizer, state, scale, max_norm, norm_type, args, kwargs)
+        else:
+            result = self._step_plain(optimizer, state, max_norm, norm_type, args, kwargs)
+        state["stage"] = stage
+        return result
+
+    def _step_plain(
+        self,
+        optimizer: torch.optim.Optimizer,
+        state: dict[str, Any],
+        max_norm: float | None,
+        norm_type: float,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> float | None:
+        if max_norm is not None:
+            self.clip_grad_norm_(optimizer, max_norm, norm_type)
+        elif state["stage"] is OptState.READY:
+            self.unscale_(optimizer)
+        found = list(state["found_inf_per_device"].values())
+        if not found:
+            raise AssertionError(_no_gradients(optimizer))
+        record = self._record(optimizer, state)
+        if self._maybe_skip(optimizer, record):
+            return None
+        return cast("float | None", optimizer.step(*args, **kwargs))
+
+    def _maybe_skip(self, optimizer: torch.optim.Optimizer, record: StepRecord) -> bool:
+        skipped = record.skipped  # the one wait for the device
+        self._skips_in_a_row = self._skips_in_a_row + 1 if skipped else 0
+        if skipped:
+            bad = [
+                bad_parameters(part.params, part.grads, self._names)
+                for part in gather(optimizer, allow_fp16=True)
+            ]
+            record._bad = tuple(b for some in bad for b in some)
+            if self._warn_after and self._skips_in_a_row == self._warn_after:
+                warnings.warn(_endless(self._skips_in_a_row, record), SkippedStepsWarning, stacklevel=4)
+        return skipped
+
+    def _record(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> StepRecord:
+        scale = cast(Tensor, self._scale)
+        record = StepRecord(
+            number=self._updates,
+            optimizer=type(optimizer).__name__,
+            _found_inf=combine(list(state["found_inf_per_device"].values()), scale.device),
+            _scale_before=scale.clone(),
+            _total_norm=state.pop("norm", None),
+        )
+        self.history.append(record)
+        self.last_step[optimizer] = record
+        return record
+
+    # -- torch's private names, which libraries call ---------------------------------------------
+
+    def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[torch.device, Tensor]:
+        self._check_scale_growth_tracker("_check_inf_per_device")
+        state = self._per_optimizer_states.of(optimizer)
+        parts = gather(optimizer, allow_fp16=True)
+        state["found_inf_per_device"] = by_device([(p.device, p.measure(2.0).found_inf) for p in parts])
+        return cast("dict[torch.device, Tensor]", state["found_inf_per_device"])
+
+    def _found_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[torch.device, Tensor]:
+        state = self._per_optimizer_states.of(optimizer)
+        return cast("dict[torch.device, Tensor]", state["found_inf_per_device"])
+
+
+def _refuse_output(value: Any) -> Any:  # noqa: ARG001
+    raise ValueError("outputs must be a Tensor or an iterable of Tensors")
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def _no_gradients(optimizer: torch.optim.Optimizer) -> str:
+    count = len(_parameters(optimizer))
+    return (
+        f"No inf checks were recorded for this optimizer. None of the {count} parameters of this "
+        f"{type(optimizer).__name__} has a gradient: either no backward pass reached them, or they were set "
+        f"to None by zero_grad() before step()."
+    )
+
+
+def _endless(count: int, record: StepRecord) -> str:
+    worst = ", ".join(f"{b.name} ({b.nonfinite} of {b.elements})" for b in record.bad_parameters[:5])
+    return (
+        f"{count} steps in a row were skipped: the gradients hold inf or NaN at a scale of "
+        f"{record.scale_before:g}. In the last one: {worst}. A scale that keeps falling does not help "
+        f"against a NaN in the model or a loss that overflows by itself."
+    )

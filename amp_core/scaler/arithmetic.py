@@ -1,0 +1,44 @@
+"""The few numbers that a step is made of, as tensors on the device of the scale."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def valid_scale(value: float) -> float:
+    """Return `value` as a float if it can be a scale.
+
+    Raises:
+        ValueError: it is not positive and finite.
+    """
+    number = float(value)
+    if not (math.isfinite(number) and number > 0.0):
+        raise ValueError(f"The scale must be positive and finite, got {value!r}.")
+    return number
+
+
+def zero(device: torch.device) -> Tensor:
+    """Return a flag that says nothing was found."""
+    return torch.zeros((), dtype=torch.float32, device=device)
+
+
+def reciprocal(scale: Tensor) -> Tensor:
+    """Return 1 / `scale`, through float64 where the device has it, as torch does."""
+    return scale.reciprocal() if scale.device.type == "mps" else scale.double().reciprocal().float()
+
+
+def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
+    """Return the factor that brings `norm` down to `max_norm`, at most 1 (torch/nn/utils/clip_grad.py)."""
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
+
+
+def combine(flags: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Return 1.0 on `device` if any flag is above zero, else 0.0, however many there are."""
+    here = [flag.reshape(()).to(device, non_blocking=True) for flag in flags]
+    if len(here) == 1:
+        return here[0].clamp(max=1.0)
+    return torch.stack(here).amax(0).clamp(max=1.0) if here else zero(device)

@@ -1,0 +1,76 @@
+"""One value on several devices, and one state for each living optimizer."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amp_core.state import OptState
+
+
+class _MultiDeviceReplicator:
+    """Hands out copies of a tensor, one a device, made when first asked for."""
+
+    def __init__(self, master_tensor: Tensor) -> None:
+        self.master = master_tensor
+        self._per_device_tensors: dict[torch.device, Tensor] = {}
+
+    def get(self, device: torch.device) -> Tensor:
+        """Return the copy on `device`."""
+        held = self._per_device_tensors.get(device)
+        if held is None:
+            held = self.master.to(device=device, non_blocking=True, copy=True)
+            self._per_device_tensors[device] = held
+        return held
+
+
+def _refresh_per_optimizer_state() -> dict[str, Any]:
+    return {"stage": OptState.READY, "found_inf_per_device": {}}
+
+
+class OptimizerStates(dict[int, dict[str, Any]]):
+    """``id(optimizer)`` -> state, as torch's ``_per_optimizer_states``, for living optimizers only.
+
+    An optimizer that is collected takes its state along, since its id may be used again; the flags
+    that it recorded still count at the next update.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._alive: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
+        self.orphans: list[Tensor] = []
+
+    def of(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Return the state of `optimizer`, a fresh one if it has none."""
+        key = id(optimizer)
+        if key not in self:
+            self[key] = _refresh_per_optimizer_state()
+        if key not in self._alive:
+            self._alive[key] = weakref.ref(optimizer, self._forget(key))
+        return self[key]
+
+    def __missing__(self, key: int) -> dict[str, Any]:
+        state = self[key] = _refresh_per_optimizer_state()
+        return state
+
+    def _forget(self, key: int) -> Callable[[object], None]:
+        owner = weakref.ref(self)
+
+        def forget(_: object) -> None:
+            states = owner()
+            if states is not None:
+                states._alive.pop(key, None)
+                states.orphans += states.pop(key)["found_inf_per_device"].values()
+
+        return forget
+
+    def found_infs(self) -> list[Tensor]:
+        """Return every flag recorded since the last update."""
+        own = [flag for state in self.values() for flag in state["found_inf_per_device"].values()]
+        return own + self.orphans
+
+    __hash__ = object.__hash__  # a dict has none, and a weak reference wants one
