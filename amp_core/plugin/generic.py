@@ -24,11 +24,7 @@ class TorchBackend(Backend):
         module = getattr(torch, self.device_type, None)
         is_available = getattr(module, "is_available", None)
         if not callable(is_available):
-            return Availability(
-                False,
-                f"torch {torch.__version__} knows the device type {self.device_type!r} but no module "
-                f"for it is loaded; import the package that provides it",
-            )
+            return Availability(False, f"no module torch.{self.device_type} is loaded; import its package")
         if not is_available():
             return Availability(False, f"torch.{self.device_type}.is_available() is False")
         return Availability(True, f"torch.{self.device_type}.is_available() is True")

@@ -186,7 +186,8 @@ class Manager:
         for name in _env.disabled_backends():
             found[name] = BackendStatus("disabled", f"{_env.DISABLE_BACKENDS} names it", name)
         for name in (*TORCH_DEVICE_TYPES, _torch.privateuse1_name()):
-            if name not in found and _torch.autocast_known(name):
+            # Nobody has claimed the slot for devices out of torch's tree while it has its own name.
+            if name not in found and name != "privateuseone" and _torch.autocast_known(name):
                 found[name] = _status(self._torch_backend(name), Owner("torch"))
         return dict(sorted(found.items()))
 
