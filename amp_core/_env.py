@@ -9,6 +9,7 @@ PLUGIN_AUTOLOAD = "AMP_PLUGIN_AUTOLOAD"
 STRICT_PLUGINS = "AMP_STRICT_PLUGINS"
 POLICY = "AMP_POLICY"
 DEPRECATION = "AMP_DEPRECATION"
+RANK = "RANK"
 
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off"})
@@ -53,3 +54,9 @@ def deprecation_once() -> bool:
     if text not in {"always", "once"}:
         raise ValueError(f"{DEPRECATION}={text!r} is not known; use 'always' or 'once'.")
     return text == "once"
+
+
+def rank() -> int:
+    """``RANK``, as launchers such as torchrun set it: the process's place among all (default 0)."""
+    text = os.environ.get(RANK, "").strip()
+    return int(text) if text.isdigit() else 0

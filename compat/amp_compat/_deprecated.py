@@ -1,0 +1,95 @@
+"""How the deprecated names warn: torch's text and category, at the line of the caller."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any, ClassVar, TypeVar
+
+import torch
+
+from amp_core import _env
+from amp_core import autocast as core_autocast
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_warned: set[tuple[str, str, int]] = set()
+_lock = threading.Lock()
+
+
+def warn(message: str, stacklevel: int) -> None:
+    """Give the FutureWarning `message`, `stacklevel` frames up from the caller of this function.
+
+    With ``AMP_DEPRECATION=once``, once for each line of code, and in the process of rank 0 only.
+    """
+    if _env.deprecation_once() and not _is_first(message, sys._getframe(stacklevel)):
+        return
+    warnings.warn(message, FutureWarning, stacklevel=stacklevel + 1)
+
+
+def _is_first(message: str, frame: Any) -> bool:
+    if (
+        torch.distributed.is_available()
+        and torch.distributed.is_initialized()
+        and torch.distributed.get_rank()
+    ):
+        return False
+    if _env.rank() > 0:
+        return False
+    site = (message, frame.f_code.co_filename, frame.f_lineno)
+    with _lock:
+        first = site not in _warned
+        _warned.add(site)
+    return first
+
+
+def deprecated_function(message: str) -> Callable[[F], F]:
+    """Decorate a function, or ``__init__``, to warn at its caller's line."""
+
+    def decorate(function: F) -> F:
+        @functools.wraps(function)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            warn(message, stacklevel=2)
+            return function(*args, **kwargs)
+
+        wrapper.__deprecated__ = message  # type: ignore[attr-defined]
+        return wrapper  # type: ignore[return-value]
+
+    return decorate
+
+
+class DeprecatedAutocast(core_autocast):
+    """Base of the deprecated `autocast` classes: they warn when called, and when subclassed."""
+
+    __deprecated__: ClassVar[str]
+    _deprecated_class: ClassVar[type]
+
+    def __init_subclass__(cls, *, message: str | None = None, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if message is None:
+            warn(cls.__deprecated__, stacklevel=2)
+            return
+        cls.__deprecated__ = message
+        cls._deprecated_class = cls
+        # TorchScript compiles what stands in the class itself: __new__ is put there, not written there.
+        cls.__new__ = _new_with_signature(cls)  # type: ignore[method-assign]
+
+
+def _new_with_signature(cls: type) -> Any:
+    """A ``__new__`` that warns, and that shows the signature of `cls`.
+
+    ``inspect.signature`` looks at ``__new__`` before ``__init__``, on Python 3.13.0 too, where a class
+    under ``warnings.deprecated`` shows ``(*args, **kwargs)``.
+    """
+
+    def __new__(cls: type[DeprecatedAutocast], *_: Any, **__: Any) -> Any:  # noqa: N807
+        if cls is cls._deprecated_class:
+            warn(cls.__deprecated__, stacklevel=2)
+        return torch.autocast.__new__(cls)
+
+    __new__.__signature__ = inspect.signature(cls.__init__)  # type: ignore[attr-defined, misc]
+    return staticmethod(__new__)

@@ -1,0 +1,266 @@
+"""`initialize`, `scale_loss` and the state that they share."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import amp_core
+from amp_compat.apex import _models
+from amp_compat.apex._levels import LossScale, Properties, properties
+from amp_core.state import ScaleState, Schedule, next_scale
+
+master_params = _models.master_params
+
+
+@dataclass
+class _Scaler:
+    """One loss scale."""
+
+    state: ScaleState
+    schedule: Schedule
+    dynamic: bool
+
+
+@dataclass
+class _State:
+    """What `initialize` has set up; one per process, as in apex."""
+
+    chosen: Properties | None = None
+    device_type: str = "cpu"
+    scalers: list[_Scaler] = field(default_factory=list)
+    region: ExitStack = field(default_factory=ExitStack)
+
+
+_state = _State()
+
+
+def initialize(  # apex's signature
+    models: Any,
+    optimizers: Any = None,
+    enabled: bool = True,
+    opt_level: str = "O1",
+    cast_model_type: torch.dtype | None = None,
+    patch_torch_functions: bool | None = None,
+    keep_batchnorm_fp32: bool | str | None = None,
+    master_weights: bool | None = None,
+    loss_scale: float | str | None = None,
+    cast_model_outputs: torch.dtype | None = None,
+    num_losses: int = 1,
+    verbosity: int = 1,  # noqa: ARG001  # apex prints its settings
+    min_loss_scale: float | None = None,
+    max_loss_scale: float = 2.0**24,
+) -> Any:
+    """Set up models and optimizers for mixed precision, in place, and return them in the form given.
+
+    Args:
+        models: a module or a list of them, on their device, not wrapped for distribution yet.
+        optimizers: an optimizer or a list of them; without any, the models alone are returned.
+        enabled: ``False`` makes this and every other function here do nothing.
+        opt_level: ``"O0"`` to ``"O3"``; the next five arguments override what it stands for.
+        cast_model_type: see `amp_compat.apex._levels.Properties`, as for the four that follow.
+        patch_torch_functions: run ops in mixed precision.
+        keep_batchnorm_fp32: leave batch norms in float32.
+        master_weights: let the optimizers update float32 copies.
+        loss_scale: a number or ``"dynamic"``: from 2**16, halved at an overflow, doubled after 2000 steps.
+        cast_model_outputs: the dtype that the models' outputs are cast to (O2: float32).
+        num_losses: how many losses have a scale of their own; see `scale_loss`.
+        verbosity: accepted; nothing is printed.
+        min_loss_scale: a dynamic scale is never lowered below this.
+        max_loss_scale: a dynamic scale is never raised above this.
+
+    Raises:
+        RuntimeError: the level is not known or contradicts the other arguments; a model's weights are
+            not float32.
+    """
+    global _state  # noqa: PLW0603  # one per process
+    if not enabled:
+        _reset()
+        return models if optimizers is None else (models, optimizers)
+    chosen = properties(
+        opt_level,
+        cast_model_type=cast_model_type,
+        patch_torch_functions=patch_torch_functions,
+        keep_batchnorm_fp32=keep_batchnorm_fp32,
+        master_weights=master_weights,
+        loss_scale=loss_scale,
+    )
+    model_list, optimizer_list = _as_list(models), _as_list(optimizers)
+    _check_float32(model_list)
+    _reset()
+    scalers = [_new_scaler(chosen.loss_scale, min_loss_scale, max_loss_scale) for _ in range(num_losses)]
+    _state = _State(chosen, _device_type(model_list), scalers)
+    _set_up(model_list, optimizer_list, chosen, cast_model_outputs)
+    return models if optimizers is None else (models, optimizers)
+
+
+def _set_up(
+    models: Sequence[nn.Module],
+    optimizers: Sequence[Optimizer],
+    chosen: Properties,
+    outputs: torch.dtype | None,
+) -> None:
+    if chosen.cast_model_type is not None:
+        lowered = chosen.cast_model_type is not torch.float32
+        for model in models:
+            _models.cast_model(model, chosen, outputs or (torch.float32 if lowered else None))
+    for optimizer in optimizers:
+        if chosen.master_weights:
+            _models.add_master_weights(optimizer)
+        optimizer.register_step_post_hook(lambda *_: torch.clear_autocast_cache())
+    if chosen.patch_torch_functions:
+        _state.region.enter_context(amp_core.autocast(_state.device_type, torch.float16))
+
+
+@contextmanager
+def scale_loss(  # apex's signature
+    loss: Tensor,
+    optimizers: Any,
+    loss_id: int = 0,
+    model: nn.Module | None = None,  # noqa: ARG001  # apex kept it for later
+    delay_unscale: bool = False,
+    delay_overflow_check: bool = False,  # noqa: ARG001  # apex never used it
+) -> Iterator[Tensor]:
+    """Yield `loss` times its scale; afterwards the gradients are unscaled, and an overflow skips the step.
+
+    Args:
+        loss: the loss; yielded in float32.
+        optimizers: the optimizers whose parameters the backward pass reaches, or one.
+        loss_id: which of the ``num_losses`` scales to use.
+        model: accepted; not used.
+        delay_unscale: leave the gradients scaled: another backward pass for the same step follows.
+        delay_overflow_check: accepted; not used.
+
+    Raises:
+        RuntimeError: `initialize` was not called.
+    """
+    if _state.chosen is None:
+        yield loss
+        return
+    scaler, chosen = _state.scalers[loss_id], _as_list(optimizers)
+    earlier = [] if delay_unscale else [_set_aside(optimizer) for optimizer in chosen]
+    # apex patched Python functions: its backward passes ran as autograd has them.
+    with amp_core.autocast(_state.device_type, enabled=False):
+        yield loss.float() * scaler.state.scale
+    torch.clear_autocast_cache()
+    if not delay_unscale:
+        _unscale(scaler, chosen, earlier)
+
+
+def _set_aside(optimizer: Optimizer) -> list[Tensor | None]:
+    """Take the gradients of earlier backward passes off: they are unscaled already."""
+    earlier: list[Tensor | None] = []
+    for param in master_params(optimizer):
+        earlier.append(param.grad)
+        param.grad = None
+    return earlier
+
+
+@torch.no_grad()
+def _unscale(
+    scaler: _Scaler, optimizers: Sequence[Optimizer], earlier: Sequence[Sequence[Tensor | None]]
+) -> None:
+    kernels = amp_core.get_backend(_state.device_type).kernels()
+    overflow = False
+    for optimizer, before in zip(optimizers, earlier, strict=True):
+        _models.move_gradients(optimizer)
+        params = list(master_params(optimizer))
+        grads = [param.grad for param in params if param.grad is not None]
+        if grads:
+            flag = torch.zeros((), device=grads[0].device)
+            factor = torch.tensor(1.0 / scaler.state.scale, device=grads[0].device)
+            kernels.scale_(grads, factor, flag)
+            overflow = overflow or bool(flag.item())
+        _add(params, before)
+    if not scaler.dynamic:
+        return
+    scaler.state = next_scale(scaler.state, overflow, scaler.schedule)
+    if overflow:
+        for optimizer in optimizers:
+            _skip_next_step(optimizer)
+
+
+def _add(params: Sequence[nn.Parameter], earlier: Sequence[Tensor | None]) -> None:
+    for param, before in zip(params, earlier, strict=True):
+        if before is not None:
+            param.grad = before if param.grad is None else param.grad.add_(before)
+
+
+def _skip_next_step(optimizer: Optimizer) -> None:
+    """Let the next ``optimizer.step()`` do nothing but drop the gradients, as apex did."""
+    if "step" in vars(optimizer):
+        return
+
+    def skip(closure: Any = None) -> None:
+        if closure is not None:
+            raise RuntimeError("amp_compat.apex does not support closures in optimizer.step.")
+        del optimizer.step
+        for param in _models.master_params(optimizer):
+            param.grad = None
+
+    optimizer.step = skip  # type: ignore[assignment, method-assign]
+
+
+def state_dict() -> OrderedDict[str, dict[str, float | int]]:
+    """Return the loss scales, in apex's form: ``{"loss_scaler0": {"loss_scale": ..., "unskipped": ...}}``."""
+    entries = ((f"loss_scaler{i}", s.state) for i, s in enumerate(_state.scalers))
+    return OrderedDict((key, {"loss_scale": s.scale, "unskipped": s.growth_tracker}) for key, s in entries)
+
+
+def load_state_dict(state: dict[str, Any]) -> None:
+    """Take the loss scales from `state`, which apex or `state_dict` made.
+
+    Raises:
+        RuntimeError: the number of loss scales is another one; nothing is changed.
+    """
+    names = [name for name in state if name.startswith("loss_scaler")]
+    if len(names) != len(_state.scalers):
+        raise RuntimeError(
+            f"The state has {len(names)} loss scales, initialize(num_losses={len(_state.scalers)}) made "
+            f"{len(_state.scalers)}; call initialize with the number that the state was saved with."
+        )
+    for index, scaler in enumerate(_state.scalers):
+        entry = state[f"loss_scaler{index}"]
+        scaler.state = ScaleState(float(entry["loss_scale"]), int(entry["unskipped"]))
+
+
+def _new_scaler(loss_scale: LossScale, low: float | None, high: float) -> _Scaler:
+    dynamic = loss_scale == "dynamic"
+    start = min(high, 2.0**16) if dynamic else float(loss_scale)
+    schedule = Schedule(max_scale=high or math.inf)
+    return _Scaler(ScaleState(start), replace(schedule, min_scale=low) if low else schedule, dynamic)
+
+
+def _check_float32(models: Sequence[nn.Module]) -> None:
+    for model in models:
+        for name, param in model.named_parameters():
+            if param.is_floating_point() and param.dtype is not torch.float32:
+                raise RuntimeError(
+                    f"Found param {name} with type {param.dtype}, expected torch.float32. "
+                    "initialize casts the model itself: do not call .half() on it before."
+                )
+
+
+def _device_type(models: Sequence[nn.Module]) -> str:
+    devices = (param.device.type for model in models for param in model.parameters())
+    return next(devices, "cpu")
+
+
+def _as_list(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _reset() -> None:
+    global _state  # noqa: PLW0603  # one per process
+    _state.region.close()
+    _state = _State()

@@ -1,0 +1,1 @@
+"""Mirror of the part of `torch.cpu` that is deprecated."""

@@ -1,0 +1,57 @@
+"""Mirror of `torch.cpu.amp.autocast_mode`."""
+
+# No `from __future__ import annotations`: TorchScript does not read annotations that are strings.
+
+from typing import Any
+
+import torch
+
+from amp_compat._deprecated import DeprecatedAutocast
+
+
+class autocast(  # noqa: N801  # torch's name
+    DeprecatedAutocast,
+    message=(
+        "`torch.cpu.amp.autocast(args...)` is deprecated. "
+        "Please use `torch.amp.autocast('cpu', args...)` instead."
+    ),
+):
+    """Deprecated: a region in mixed precision on cpu. Use ``amp_core.autocast("cpu", ...)``.
+
+    Args:
+        enabled: ``False`` makes a region without mixed precision.
+        dtype: the dtype of low-precision ops.
+        cache_enabled: whether casts of weights are kept until the outermost region ends.
+
+    Warns:
+        FutureWarning: with torch's text, at the caller's line; so does making a subclass of it.
+    """
+
+    # torch.jit.script knows the region by this name, and compiles the methods below.
+    _jit_override_qualname = "__torch__.torch.cpu.amp.autocast_mode.autocast"
+
+    def __init__(
+        self,
+        enabled: bool = True,
+        dtype: torch.dtype = torch.bfloat16,
+        cache_enabled: bool = True,
+    ):
+        if torch.jit.is_scripting():
+            self._enabled = enabled
+            self.device = "cpu"
+            self.fast_dtype = dtype
+            return
+        self.configure("cpu", dtype, enabled, cache_enabled, None)
+
+    def __enter__(self) -> Any:
+        if torch.jit.is_scripting():
+            return self
+        return self.enter()
+
+    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> Any:
+        if torch.jit.is_scripting():
+            return None
+        return self.exit()
+
+
+__all__ = ["autocast"]

@@ -1,0 +1,85 @@
+"""Mirror of `torch.cuda.amp.autocast_mode`."""
+
+# No `from __future__ import annotations`: TorchScript does not read annotations that are strings.
+
+from typing import Any
+
+import torch
+
+import amp_core
+from amp_compat._deprecated import DeprecatedAutocast, deprecated_function
+from amp_core.function import _cast as core_cast
+
+
+class autocast(  # noqa: N801  # torch's name
+    DeprecatedAutocast,
+    message=(
+        "`torch.cuda.amp.autocast(args...)` is deprecated. "
+        "Please use `torch.amp.autocast('cuda', args...)` instead."
+    ),
+):
+    """Deprecated: a region in mixed precision on cuda. Use ``amp_core.autocast("cuda", ...)``.
+
+    Args:
+        enabled: ``False`` makes a region without mixed precision.
+        dtype: the dtype of low-precision ops.
+        cache_enabled: whether casts of weights are kept until the outermost region ends.
+
+    Warns:
+        FutureWarning: with torch's text, at the caller's line; so does making a subclass of it.
+    """
+
+    # torch.jit.script knows the region by this name, and compiles the methods below.
+    _jit_override_qualname = "__torch__.torch.cuda.amp.autocast_mode.autocast"
+
+    def __init__(
+        self,
+        enabled: bool = True,
+        dtype: torch.dtype = torch.float16,
+        cache_enabled: bool = True,
+    ):
+        if torch.jit.is_scripting():
+            self._enabled = enabled
+            self.device = "cuda"
+            self.fast_dtype = dtype
+            return
+        self.configure("cuda", dtype, enabled, cache_enabled, None)
+
+    def __enter__(self) -> Any:
+        if torch.jit.is_scripting():
+            return self
+        return self.enter()
+
+    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> Any:
+        if torch.jit.is_scripting():
+            return None
+        return self.exit()
+
+
+@deprecated_function(
+    "`torch.cuda.amp.autocast_mode._cast(value, dtype)` is deprecated. "
+    "Please use `torch.amp.autocast_mode._cast(value, 'cuda', dtype)` instead."
+)
+def _cast(value, dtype):  # type: ignore[no-untyped-def]  # torch's has no annotations either
+    return core_cast(value, "cuda", dtype)
+
+
+@deprecated_function(
+    "`torch.cuda.amp.custom_fwd(args...)` is deprecated. "
+    "Please use `torch.amp.custom_fwd(args..., device_type='cuda')` instead."
+)
+def custom_fwd(fwd=None, *, cast_inputs=None):  # type: ignore[no-untyped-def]
+    """Deprecated: use ``amp_core.custom_fwd(..., device_type="cuda")``."""
+    return amp_core.custom_fwd(fwd, device_type="cuda", cast_inputs=cast_inputs)
+
+
+@deprecated_function(
+    "`torch.cuda.amp.custom_bwd(args...)` is deprecated. "
+    "Please use `torch.amp.custom_bwd(args..., device_type='cuda')` instead."
+)
+def custom_bwd(bwd):  # type: ignore[no-untyped-def]
+    """Deprecated: use ``amp_core.custom_bwd(..., device_type="cuda")``."""
+    return amp_core.custom_bwd(bwd, device_type="cuda")
+
+
+__all__ = ["autocast", "custom_bwd", "custom_fwd"]

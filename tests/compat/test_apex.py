@@ -1,0 +1,174 @@
+"""`amp_compat.apex` against what apex documented for O0 to O3."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from amp_compat import apex as amp
+
+
+@pytest.fixture(autouse=True)
+def _off_afterwards() -> Iterator[None]:
+    """Apex's state is one per process: switch it off after each test."""
+    yield
+    amp.initialize(nn.Linear(1, 1), enabled=False)
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def make() -> tuple[nn.Module, torch.optim.Optimizer, torch.Tensor]:
+    """A small model with a batch norm, its optimizer and an input."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(16, 8)
+
+
+def train(level: str, steps: int = 4, **options) -> tuple[list[float], nn.Module]:
+    """Losses and model after a few steps, written as apex's documentation has it."""
+    model, optimizer, x = make()
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = model(x).float().pow(2).mean()
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 10.0)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, model
+
+
+def test_o0_is_float32_training() -> None:
+    """O0 is bit for bit what the same loop gives without amp."""
+    model, optimizer, x = make()
+    plain = []
+    for _ in range(4):
+        optimizer.zero_grad()
+        loss = model(x).pow(2).mean()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 10.0)
+        optimizer.step()
+        plain.append(loss.item())
+    assert train("O0")[0] == plain
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_levels_train_close_to_float32(level: str) -> None:
+    """Each low-precision level follows the float32 losses to float16's precision, and gets better."""
+    reference = train("O0")[0]
+    losses = train(level)[0]
+    assert losses == pytest.approx(reference, rel=2e-2)
+    assert losses[-1] < losses[0]
+
+
+def test_o1_leaves_weights_and_casts_ops() -> None:
+    """O1: float32 weights, float16 matrix products, the loss scale at 2**16."""
+    model, optimizer, x = make()
+    amp.initialize(model, optimizer, opt_level="O1")
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert torch.mm(x, x.t()).dtype == torch.float16
+    assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0}}
+
+
+def test_o2_keeps_batchnorm_and_masters() -> None:
+    """O2: float16 weights but float32 batch norms; the optimizer holds float32 copies; float32 comes out."""
+    model, optimizer, x = make()
+    amp.initialize(model, optimizer, opt_level="O2")
+    assert [p.dtype for p in model.parameters()] == [torch.float16] * 2 + [torch.float32] * 2 + [
+        torch.float16
+    ] * 2
+    assert {p.dtype for p in amp.master_params(optimizer)} == {torch.float32}
+    assert model(x).dtype == torch.float32
+
+
+def test_o2_masters_keep_what_float16_would_lose() -> None:
+    """An update below float16's step is kept in the master weight, and reaches the model once grown."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    amp.initialize(model, optimizer, opt_level="O2", loss_scale=128.0)
+    for _ in range(10):
+        optimizer.zero_grad()
+        with amp.scale_loss(model(torch.ones(1, 1)).sum(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+    (master,) = amp.master_params(optimizer)
+    assert master.item() == pytest.approx(1 - 10e-4, abs=1e-6)
+    assert model.weight.item() == pytest.approx(1 - 10e-4, abs=5e-4)
+    assert model.weight.item() != 1.0
+
+
+def test_o3_is_float16_throughout() -> None:
+    """O3: batch norms too, no master weights, loss scale 1."""
+    model, optimizer, _ = make()
+    amp.initialize(model, optimizer, opt_level="O3")
+    assert {p.dtype for p in model.parameters()} == {torch.float16}
+    assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 1.0
+
+
+def test_overflow_skips_one_step_and_halves_the_scale() -> None:
+    """An inf in the gradients leaves the weights as they are, once, and the scale goes down by two."""
+    model, optimizer, x = make()
+    amp.initialize(model, optimizer, opt_level="O1")
+    before = [p.detach().clone() for p in model.parameters()]
+    with amp.scale_loss(model(x).float().sum() * float("inf"), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert amp.state_dict()["loss_scaler0"] == {"loss_scale": 32768.0, "unskipped": 0}
+    optimizer.zero_grad()
+    with amp.scale_loss(model(x).float().pow(2).mean(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    assert not torch.equal(before[0], next(model.parameters()))
+
+
+def test_gradients_accumulate_unscaled() -> None:
+    """Two scale_loss blocks before a step give the sum of both gradients, unscaled."""
+    model, optimizer, x = make()
+    amp.initialize(model, optimizer, opt_level="O0", loss_scale=64.0)
+    for part in x.split(8):
+        with amp.scale_loss(model(part).sum(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+    got = [p.grad.clone() for p in model.parameters()]
+    optimizer.zero_grad()
+    for part in x.split(8):
+        model(part).sum().backward()
+    for ours, plain in zip(got, model.parameters(), strict=True):
+        torch.testing.assert_close(ours, plain.grad)
+
+
+def test_state_round_trip_and_apex_checkpoints() -> None:
+    """A state from apex is taken; one with another number of losses is refused and changes nothing."""
+    model, optimizer, _ = make()
+    amp.initialize(model, optimizer, opt_level="O1", num_losses=2)
+    saved = {f"loss_scaler{i}": {"loss_scale": 2.0**i, "unskipped": i} for i in (0, 1)}
+    amp.load_state_dict(saved)
+    assert amp.state_dict() == saved
+    with pytest.raises(RuntimeError, match="The state has 1 loss scales"):
+        amp.load_state_dict({"loss_scaler0": {"loss_scale": 8.0, "unskipped": 0}})
+    assert amp.state_dict() == saved
+
+
+def test_bad_arguments() -> None:
+    """Unknown levels, contradictions and models that are half already get an error that says what to do."""
+    model, optimizer, _ = make()
+    with pytest.raises(RuntimeError, match="Unexpected optimization level 01"):
+        amp.initialize(model, optimizer, opt_level="01")
+    with pytest.raises(RuntimeError, match="master_weights has no place"):
+        amp.initialize(model, optimizer, opt_level="O1", master_weights=True)
+    with pytest.raises(RuntimeError, match=r"do not call \.half\(\)"):
+        amp.initialize(nn.Linear(1, 1).half(), opt_level="O2")
+
+
+def test_disabled_does_nothing() -> None:
+    """enabled=False returns everything as it was, and scale_loss yields the loss itself."""
+    model, optimizer, x = make()
+    assert amp.initialize(model, optimizer, enabled=False) == (model, optimizer)
+    loss = model(x).sum()
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        assert scaled_loss is loss

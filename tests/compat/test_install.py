@@ -1,0 +1,91 @@
+"""`install`, `uninstall` and ``python -m amp_compat``."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import amp_compat
+
+SCRIPT = Path(__file__).parent / "data" / "old_training.py"
+
+
+@pytest.fixture
+def installed() -> Iterator[None]:
+    """Have amp_compat installed for one test."""
+    amp_compat.install()
+    yield
+    amp_compat.uninstall()
+
+
+def user_module(name: str) -> types.ModuleType:
+    """A module of a user's, with a name taken from torch.cuda.amp."""
+    module = types.ModuleType(name)
+    exec("from torch.cuda.amp import autocast as ac, GradScaler\nimport torch.cuda.amp as amp", vars(module))
+    sys.modules[name] = module
+    return module
+
+
+def test_modules_before_and_after() -> None:
+    """Names taken before and after install() are ours while it lasts and torch's again afterwards."""
+    theirs = torch.cuda.amp.autocast
+    before = user_module("user_before")
+    try:
+        amp_compat.install()
+        after = user_module("user_after")
+        for module in (before, after):
+            assert (
+                module.ac.__module__ == module.amp.autocast.__module__ == "amp_compat.cuda.amp.autocast_mode"
+            )
+            assert module.GradScaler.__module__ == "amp_compat.cuda.amp.grad_scaler"
+        amp_compat.uninstall()
+        for module in (before, after):
+            assert module.ac is module.amp.autocast is torch.cuda.amp.autocast_mode.autocast is theirs
+    finally:
+        amp_compat.uninstall()
+        del sys.modules["user_before"], sys.modules["user_after"]
+
+
+def test_twice_is_once(installed: None) -> None:
+    """A second install() changes nothing, and one uninstall() undoes both."""
+    ours = torch.cuda.amp.autocast
+    amp_compat.install()
+    assert torch.cuda.amp.autocast is ours
+    amp_compat.uninstall()
+    assert torch.cuda.amp.autocast.__module__ == "torch.cuda.amp.autocast_mode"
+
+
+def test_torch_amp_only_on_request(installed: None) -> None:
+    """torch.amp stays torch's unless asked for; then torch.autocast is amp_core's too."""
+    import amp_core
+
+    assert torch.autocast is not amp_core.autocast
+    amp_compat.install(torch_amp=True)
+    assert torch.autocast is torch.amp.autocast is torch.amp.autocast_mode.autocast is amp_core.autocast
+    x = torch.ones(2, 2)
+    with torch.autocast("cpu"):
+        assert torch.mm(x, x).dtype == torch.bfloat16
+    amp_compat.uninstall()
+    assert torch.autocast.__module__ == "torch.amp.autocast_mode"
+    assert torch.GradScaler.__module__ == "torch.amp.grad_scaler"
+
+
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    """Run Python with the old script, warnings on."""
+    command = [sys.executable, "-W", "always::FutureWarning", *words, str(SCRIPT), "--epochs", "2"]
+    return subprocess.run(command, capture_output=True, text=True, check=True)
+
+
+def test_old_script_runs_unmodified() -> None:
+    """A script of 2020 gives under ``python -m amp_compat`` the losses that it gives alone, over amp_core."""
+    alone, ours = run(), run("-m", "amp_compat")
+    assert ours.stdout.splitlines()[:2] == alone.stdout.splitlines()[:2]
+    assert ours.stdout.splitlines()[2] == "scaler amp_compat.cuda.amp.grad_scaler"
+    assert alone.stderr.count("FutureWarning") == ours.stderr.count("FutureWarning") > 0
+    assert ours.stderr.count(f"{SCRIPT}:") >= ours.stderr.count("FutureWarning")
