@@ -303,16 +303,16 @@ class GradScaler(ScaleKeeper):
 
     # -- torch's private names, which libraries call ---------------------------------------------
 
-    def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[torch.device, Tensor]:
+    def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         self._check_scale_growth_tracker("_check_inf_per_device")
         state = self._per_optimizer_states.of(optimizer)
         parts = gather(optimizer, allow_fp16=True)
         state["found_inf_per_device"] = by_device([(p.device, p.measure(2.0).found_inf) for p in parts])
-        return cast("dict[torch.device, Tensor]", state["found_inf_per_device"])
+        return cast("dict[str, Any]", state["found_inf_per_device"])  # torch's annotation; devices in truth
 
-    def _found_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[torch.device, Tensor]:
+    def _found_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         state = self._per_optimizer_states.of(optimizer)
-        return cast("dict[torch.device, Tensor]", state["found_inf_per_device"])
+        return cast("dict[str, Any]", state["found_inf_per_device"])
 
 
 def _refuse_output(value: Any) -> Any:  # noqa: ARG001

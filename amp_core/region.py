@@ -77,18 +77,14 @@ class Region(torch.autocast):
             return self._enter_traced()
         device, enabled, dtype = self.device, self._enabled, self.fast_dtype
         was_enabled, was_dtype, was_cached = _is_enabled(device), _get_dtype(device), _is_cached()
-        changed = False
         if was_enabled is not enabled:
             _set_enabled(device, enabled)
-            changed = True
         if was_dtype is not dtype:
             _set_dtype(device, dtype)
             _clear_cache()  # torch's cache does not know which dtype it holds
-            changed = True
         if was_cached is not self._cache_enabled:
             _set_cached(self._cache_enabled)
-            changed = True
-        frame = _new_frame(Frame, (self, changed, was_enabled, was_dtype, was_cached, _enter_nesting()))
+        frame = _new_frame(Frame, (self, was_enabled, was_dtype, was_cached, _enter_nesting(), False))
         thread.regions.append(frame)
         if self._activation is not None:
             self._activation.push()
@@ -107,8 +103,7 @@ class Region(torch.autocast):
         depth = _leave_nesting()
         if depth >= frame.nesting:
             depth = _leave_leaked(frame.nesting)
-            self._restore(frame)
-        elif frame.changed:
+        if not frame.superseded:
             self._restore(frame)
         if depth == 0:
             _clear_cache()
@@ -117,12 +112,15 @@ class Region(torch.autocast):
         return False
 
     def _restore(self, frame: Frame) -> None:
+        # Compared with what is there, not with what entering changed: code inside may have called the setters.
         device = self.device
-        _set_enabled(device, frame.enabled)
-        _set_cached(frame.cached)
+        if _is_enabled(device) is not frame.enabled:
+            _set_enabled(device, frame.enabled)
         if _get_dtype(device) is not frame.dtype:
             _set_dtype(device, frame.dtype)
             _clear_cache()
+        if _is_cached() is not frame.cached:
+            _set_cached(frame.cached)
 
     def _enter_traced(self) -> Self:
         # torch.compile and torch.export recognise a `with torch.autocast`, nothing else.

@@ -13,19 +13,19 @@ class Frame(NamedTuple):
 
     Attributes:
         region: the `autocast` instance.
-        changed: whether entering changed any of the state.
         enabled: whether autocast was on for the device.
         dtype: its dtype.
         cached: whether casts of weights were kept.
         nesting: the depth of the region, 1 for the outermost.
+        superseded: a region entered later has taken over what is to be restored.
     """
 
     region: Any
-    changed: bool
     enabled: bool
     dtype: torch.dtype
     cached: bool
     nesting: int
+    superseded: bool
 
 
 class RegionStack(list[Frame]):
@@ -35,8 +35,7 @@ class RegionStack(list[Frame]):
         """Take off and return the innermost frame of `region`, which is not the last entered.
 
         A generator or coroutine may leave its region before one that was entered later. That one
-        stays in force, and inherits what there is to restore: the frame that is returned says that
-        nothing changed.
+        stays in force, and inherits what there is to restore.
 
         Raises:
             RuntimeError: the region was not entered in this thread.
@@ -54,10 +53,8 @@ class RegionStack(list[Frame]):
         later = [f._replace(nesting=f.nesting - 1) for f in self[index:]]
         for i, heir in enumerate(later):
             if heir.region.device == frame.region.device:
-                later[i] = heir._replace(
-                    changed=True, enabled=frame.enabled, dtype=frame.dtype, cached=frame.cached
-                )
-                frame = frame._replace(changed=False)
+                later[i] = heir._replace(enabled=frame.enabled, dtype=frame.dtype, cached=frame.cached)
+                frame = frame._replace(superseded=True)
                 break
         self[index:] = later
         # The nesting counter is one for the thread: it must fall below the outermost that is left.

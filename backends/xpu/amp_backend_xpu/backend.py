@@ -27,4 +27,4 @@ class XpuBackend(Backend):
         return torch.get_autocast_dtype("xpu")
 
     def supported_dtypes(self) -> tuple[torch.dtype, ...]:
-        return (torch.float16, torch.bfloat16)
+        return (torch.bfloat16, torch.float16)
