@@ -13,6 +13,9 @@ from typing import Any, cast
 
 import torch
 
+# For: seeing every operation of a step, its casts and its memory. If it goes: `amp demo` cannot count them.
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # noqa: PLC0414 (re-export)
+
 
 def autocast_known(device_type: str) -> bool:
     """Whether torch has an autocast dispatch key for `device_type`.

@@ -15,6 +15,7 @@ from typing import NoReturn
 # name -> module; a string, because some are not amp_core's own.
 COMMANDS = {
     "backends": "amp_core.cli.backends",
+    "demo": "amp_core.cli.demo",
     "migrate": "amp_compat.migrate.cli",
 }
 
@@ -56,6 +57,7 @@ def _parser(command: str | None) -> argparse.ArgumentParser:
 
 _HELP = {
     "backends": "list every device backend: status, reason, dtypes, kernels, origin",
+    "demo": "train handwritten digits in float32 and in mixed precision, and compare",
     "migrate": "rewrite deprecated mixed-precision calls (torch.cuda.amp, torch.cpu.amp, apex.amp)",
 }
 

@@ -1,0 +1,168 @@
+"""``amp demo``: train the digits in float32 and in mixed precision, side by side."""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from amp_core.cli import UsageError
+
+if TYPE_CHECKING:
+    import torch
+    from rich.console import Console
+
+    from amp_core.demo.data import Digits
+    from amp_core.demo.train import History, Settings
+    from amp_core.plugin import Backend
+
+HELP = "train handwritten digits in float32 and in mixed precision, and compare"
+
+_NEEDED = {"matplotlib": "matplotlib", "numpy": "numpy", "rich": "rich", "sklearn": "scikit-learn"}
+_SHORT = {"bf16": "bfloat16", "fp16": "float16", "half": "float16"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``amp demo``."""
+    add = parser.add_argument
+    add("--device", default="auto", help="auto, cpu, cuda, cuda:1, xpu or a plugin's device (default: auto)")
+    add("--dtype", help="the low precision, such as bfloat16 or float16 (default: the device's)")
+    add("--model", default="conv", choices=("conv", "mlp"), help="mlp for a device without convolutions")
+    add("--epochs", type=_positive, default=15, help="passes over the data (default: 15)")
+    add("--batch-size", type=_positive, default=64, help="images per step (default: 64)")
+    add("--seed", type=int, default=0, help="decides split, weights and order (default: 0)")
+    add("--output", type=Path, default=Path("amp-demo.png"), help="the picture (default: amp-demo.png)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check everything, train twice, show the outcome."""
+    _require_extras()
+    settings = _settings(args)
+    _require_writable(args.output)
+
+    from rich.console import Console
+
+    from amp_core.demo.data import load_digits
+    from amp_core.demo.report import comparison, save_picture, verdict
+
+    console = Console(highlight=False)
+    digits = load_digits(settings.seed)
+    if settings.batch_size > len(digits.train_labels):
+        raise UsageError(
+            f"--batch-size {settings.batch_size} exceeds the {len(digits.train_labels)} training images."
+        )
+    title = _title(settings)
+    console.print(title)
+    runs = _train_both(settings, digits, console)
+    console.print(comparison(runs))
+    console.print(verdict(*runs))
+    save_picture(runs, args.output, title)
+    console.print(f"Loss and scale curves: {args.output}", soft_wrap=True)
+    return 0
+
+
+def _train_both(settings: Settings, digits: Digits, console: Console) -> list[History]:
+    from amp_core.demo.report import progress_bar
+    from amp_core.demo.train import Trainer
+
+    trainers = [Trainer(settings, digits, mixed) for mixed in (False, True)]
+    try:
+        for trainer in trainers:
+            trainer.watch()
+    except NotImplementedError as error:
+        other = " Try --model mlp." if settings.model == "conv" else ""
+        reason = str(error).partition(". ")[0]
+        raise UsageError(
+            f"{settings.device} cannot train the {settings.model} model: {reason}.{other}"
+        ) from error
+    steps = settings.epochs * (len(digits.train_labels) // settings.batch_size)
+    runs = []
+    for trainer in trainers:
+        with progress_bar(console, trainer.history.name, steps) as on_step:
+            runs.append(trainer.run(on_step))
+    return runs
+
+
+def _title(settings: Settings) -> str:
+    dtype = str(settings.dtype).removeprefix("torch.")
+    return (
+        f"amp demo: {settings.model} model, float32 against {dtype} on {settings.device}, "
+        f"batch size {settings.batch_size}"
+    )
+
+
+def _settings(args: argparse.Namespace) -> Settings:
+    from amp_core.demo.train import Settings
+
+    device, backend = _device(args.device)
+    return Settings(device, _dtype(args.dtype, backend), args.model, args.epochs, args.batch_size, args.seed)
+
+
+def _device(name: str) -> tuple[torch.device, Backend]:
+    import torch
+
+    from amp_core import BackendError, get_backend
+    from amp_core.device import device_type_of
+
+    device_type = device_type_of(name)
+    try:
+        backend = get_backend(device_type)
+        available = backend.availability()
+        if not available:
+            raise UsageError(f"{device_type} cannot be used: {available.reason}.")
+        device = torch.device(device_type if name == "auto" else name)
+        torch.empty(0, device=device)
+    except (BackendError, RuntimeError, AssertionError) as error:
+        raise UsageError(_one_line(error)) from error
+    return device, backend
+
+
+def _dtype(name: str | None, backend: Backend) -> torch.dtype:
+    import torch
+
+    if name is None:
+        return backend.default_dtype()
+    dtype = getattr(torch, _SHORT.get(name, name), None)
+    legal = ", ".join(str(d).removeprefix("torch.") for d in backend.supported_dtypes())
+    if not isinstance(dtype, torch.dtype):
+        raise UsageError(f"--dtype {name} is not a dtype of torch; {backend.device_type} can use {legal}.")
+    if dtype not in backend.supported_dtypes():
+        raise UsageError(
+            f"--dtype {name}: {backend.dtype_reason(dtype)}; {backend.device_type} can use {legal}."
+        )
+    return dtype
+
+
+def _require_extras() -> None:
+    missing = [package for module, package in _NEEDED.items() if find_spec(module) is None]
+    if missing:
+        raise UsageError(f"needs {', '.join(missing)}; install them with: pip install 'amp-core[demo]'")
+
+
+def _require_writable(path: Path) -> None:
+    """Fail before the training, not after it."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    formats = FigureCanvasAgg.get_supported_filetypes()
+    if path.suffix.removeprefix(".") not in formats:
+        raise UsageError(f"--output {path}: the suffix must be one of {', '.join(sorted(formats))}.")
+    try:
+        if path.exists():
+            path.open("ab").close()
+        else:
+            tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        raise UsageError(f"--output {path} cannot be written: {error.strerror}.") from error
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not a positive number")
+    return value
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

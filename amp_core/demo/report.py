@@ -1,0 +1,133 @@
+"""What the demo shows: a progress bar, a table and a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from amp_core.demo.train import History
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from rich.console import Console
+    from rich.table import Table
+
+# Okabe and Ito's colours, told apart by every eye.
+_COLOURS = ("#0072B2", "#D55E00")
+_SKIP = "#000000"
+
+
+@contextmanager
+def progress_bar(console: Console, name: str, steps: int) -> Iterator[Callable[[History], None]]:
+    """Show a bar with loss, scale and skipped steps; yields what is to be called after each step."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    text = TextColumn("loss {task.fields[loss]}  scale {task.fields[scale]}  skipped {task.fields[skipped]}")
+    columns = (
+        TextColumn("{task.description:<14}"),
+        BarColumn(12),
+        MofNCompleteColumn(),
+        text,
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task(name, total=steps, loss="-", scale="-", skipped=0)
+
+        def advance(history: History) -> None:
+            loss, scale = f"{history.losses[-1]:.4f}", _scale(history)
+            bar.update(task, advance=1, loss=loss, scale=scale, skipped=len(history.skipped))
+
+        yield advance
+
+
+def _scale(run: History) -> str:
+    return f"{run.scales[-1]:,.0f}" if run.mixed else "none"
+
+
+def comparison(runs: list[History]) -> Table:
+    """Lay the runs out side by side."""
+    from rich.table import Table
+
+    table = Table(title="Handwritten digits", title_justify="left")
+    table.add_column("")
+    for run in runs:
+        table.add_column(run.name, justify="right")
+    for label, show in _ROWS:
+        table.add_row(label, *(show(run) for run in runs))
+    return table
+
+
+_ROWS: list[tuple[str, Callable[[History], str]]] = [
+    ("test accuracy", lambda run: f"{run.accuracy:.2%}"),
+    ("time per step (median)", lambda run: f"{run.step_seconds * 1e3:.2f} ms"),
+    ("peak tensor memory of a step", lambda run: f"{run.peak_bytes / 2**20:.2f} MiB"),
+    ("casts per step", lambda run: str(run.casts)),
+    ("skipped steps", lambda run: f"{len(run.skipped)} of {len(run.losses)}"),
+    ("final scale", _scale),
+]
+
+
+def verdict(full: History, mixed: History) -> str:
+    """Say in words what the table shows."""
+    points = abs(mixed.accuracy - full.accuracy) * 100
+    ratio = mixed.step_seconds / full.step_seconds
+    return (
+        f"The accuracies differ by {points:.2f} points; "
+        f"a step in mixed precision took {ratio:.2f} of float32's time."
+    )
+
+
+def save_picture(runs: list[History], path: Path, title: str) -> None:
+    """Draw the loss and scale curves into `path`; its suffix gives the format."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 6), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    losses, scales = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+    figure.suptitle(title, x=0.01, ha="left", fontsize=12)
+    _draw_losses(losses, runs)
+    _draw_scale(scales, runs[-1])
+    figure.savefig(path)
+
+
+def _draw_losses(axes: Axes, runs: list[History]) -> None:
+    for run, colour in zip(runs, _COLOURS, strict=False):
+        axes.plot(run.losses, color=colour, alpha=0.25, linewidth=0.8)
+        label = f"{run.name}: {run.accuracy:.1%} of the test images right"
+        axes.plot(_smooth(run.losses), color=colour, label=label, linewidth=1.6)
+    axes.set_yscale("log")
+    axes.set_ylabel("training loss")
+    axes.legend(frameon=False)
+    _plain(axes)
+
+
+def _draw_scale(axes: Axes, run: History) -> None:
+    axes.step(range(len(run.scales)), run.scales, where="post", color=_COLOURS[1], label="loss scale")
+    if run.skipped:
+        heights = [run.scales[step] for step in run.skipped]
+        label = f"skipped steps: {len(run.skipped)}"
+        axes.scatter(run.skipped, heights, color=_SKIP, marker="x", zorder=3, label=label)
+    axes.set_yscale("log", base=2)
+    axes.set_ylabel("loss scale")
+    axes.set_xlabel("step")
+    axes.legend(frameon=False, loc="lower right")
+    _plain(axes)
+
+
+def _plain(axes: Axes) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", alpha=0.3)
+    axes.margins(x=0.01)
+
+
+def _smooth(values: list[float], weight: float = 0.9) -> list[float]:
+    """Average exponentially, so that the trend shows through the noise of single batches."""
+    result: list[float] = []
+    mean: Any = values[0]
+    for value in values:
+        mean = weight * mean + (1 - weight) * value
+        result.append(mean)
+    return result

@@ -1,0 +1,132 @@
+"""The training loop of the demo: one loop for float32 and for mixed precision."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from statistics import median
+
+import torch
+from torch import Tensor, nn
+
+from amp_core import GradScaler, autocast
+from amp_core.demo.data import Digits
+from amp_core.demo.model import build_model
+from amp_core.demo.watch import StepWatch
+
+# torch waits for 2000 finite steps before it raises the scale; a demo is over by then.
+GROWTH_INTERVAL = 50
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a user can choose."""
+
+    device: torch.device
+    dtype: torch.dtype
+    model: str = "conv"
+    epochs: int = 15
+    batch_size: int = 64
+    seed: int = 0
+
+
+@dataclass
+class History:
+    """What a run left behind; one entry of each list per step.
+
+    Attributes:
+        name: how tables and legends call the run.
+        mixed: whether it ran in mixed precision.
+        losses: the training loss.
+        scales: the loss scale that the step used.
+        skipped: the numbers (from 0) of the steps that were skipped.
+        seconds: how long the step took.
+        casts: conversions between floating-point dtypes in one step.
+        peak_bytes: the most that the tensors of one step held at once.
+        accuracy: the share of test images that the trained model gets right.
+    """
+
+    name: str
+    mixed: bool
+    losses: list[float] = field(default_factory=list)
+    scales: list[float] = field(default_factory=list)
+    skipped: list[int] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    casts: int = 0
+    peak_bytes: int = 0
+    accuracy: float = 0.0
+
+    @property
+    def step_seconds(self) -> float:
+        """The median, which a slow first step does not move."""
+        return median(self.seconds)
+
+
+class Trainer:
+    """Trains one model on the digits; `mixed` says whether in `settings.dtype` or in float32.
+
+    Raises:
+        NotImplementedError: from `watch` or `run`, if the device lacks an operation.
+    """
+
+    def __init__(self, settings: Settings, digits: Digits, mixed: bool) -> None:
+        self.settings = settings
+        self.mixed = mixed
+        self.digits = digits.to(settings.device)
+        name = f"AMP ({str(settings.dtype).removeprefix('torch.')})" if mixed else "float32"
+        self.history = History(name, mixed)
+        torch.manual_seed(settings.seed)
+        self.model = build_model(settings.model).to(settings.device)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4)
+        self.scaler = GradScaler(settings.device.type, growth_interval=GROWTH_INTERVAL, enabled=mixed)
+
+    def step(self, images: Tensor, labels: Tensor) -> Tensor:
+        """Do one training step; return its loss."""
+        self.optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(self._logits(images), labels)
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        return loss.detach()
+
+    def _logits(self, images: Tensor) -> Tensor:
+        with autocast(self.settings.device.type, dtype=self.settings.dtype, enabled=self.mixed):
+            logits: Tensor = self.model(images)
+        return logits.float()
+
+    def watch(self) -> None:
+        """Count casts and memory in one step of a copy, which leaves this trainer as it was."""
+        twin = copy.copy(self)
+        twin.model = copy.deepcopy(self.model)
+        twin.optimizer = torch.optim.SGD(twin.model.parameters(), lr=0.05, momentum=0.9)
+        twin.scaler = GradScaler(self.settings.device.type, enabled=self.mixed)
+        size = self.settings.batch_size
+        images, labels = self.digits.train_images[:size], self.digits.train_labels[:size]
+        with StepWatch([*twin.model.parameters(), images, labels]) as seen:
+            twin.step(images, labels)
+        self.history.casts, self.history.peak_bytes = seen.casts, seen.peak_bytes
+
+    def run(self, on_step: Callable[[History], None]) -> History:
+        """Train, calling `on_step` after every step, then test."""
+        order = torch.Generator().manual_seed(self.settings.seed)
+        for _ in range(self.settings.epochs):
+            for images, labels in self.digits.batches(self.settings.batch_size, order):
+                self._timed_step(images, labels)
+                on_step(self.history)
+        with torch.no_grad():
+            right = self._logits(self.digits.test_images).argmax(1) == self.digits.test_labels
+            self.history.accuracy = right.float().mean().item()
+        return self.history
+
+    def _timed_step(self, images: Tensor, labels: Tensor) -> None:
+        history, scale = self.history, self.scaler.get_scale()
+        start = time.perf_counter()
+        loss = self.step(images, labels)
+        after = self.scaler.get_scale()  # waits for the device, as does the loss
+        history.losses.append(loss.item())
+        history.seconds.append(time.perf_counter() - start)
+        if after < scale:
+            history.skipped.append(len(history.scales))
+        history.scales.append(scale)

@@ -1,0 +1,112 @@
+"""`amp demo`, as a user runs it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from amp_core import GradScaler
+from amp_core.cli import demo, main
+from amp_core.demo.data import load_digits
+from amp_core.demo.train import Settings, Trainer
+
+CPU = torch.device("cpu")
+
+
+def amp_demo(capsys, *options):
+    """Run the command in this process; return its exit code, output and error lines."""
+    code = main(["demo", *map(str, options)])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_it_trains_compares_and_leaves_a_picture(tmp_path, capsys):
+    """The main job: both runs learn, agree within a point, and the table and the picture appear."""
+    code, out, err = amp_demo(capsys, "--device", "cpu", "--output", tmp_path / "curves.png")
+    assert code == 0, err
+    rows = {line.split("│")[1].strip(): line.split("│")[2:4] for line in out.splitlines() if "│" in line}
+    full, mixed = (float(cell.strip().rstrip("%")) for cell in rows["test accuracy"])
+    assert full > 95
+    assert abs(full - mixed) < 1
+    casts, more_casts = (int(cell) for cell in rows["casts per step"])
+    assert (casts, more_casts > 0) == (0, True)
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_float16_skips_a_step_and_still_learns():
+    """An overflow of the scaled float16 gradients must cost a step and halve the scale, no more."""
+    trainer = Trainer(Settings(CPU, torch.float16, model="mlp", epochs=4), load_digits(), mixed=True)
+    trainer.scaler = GradScaler("cpu", init_scale=2.0**40)
+    history = trainer.run(lambda _: None)
+    assert history.skipped[0] == 0
+    assert history.scales[1] == history.scales[0] / 2
+    assert history.accuracy > 0.5
+    assert history.losses[-1] < history.losses[0]
+
+
+def test_watching_a_step_does_not_change_the_training():
+    """The counted step would give one of the two runs a head start."""
+    digits = load_digits()
+    settings = Settings(CPU, torch.bfloat16, model="mlp", epochs=1)
+    watched, plain = (Trainer(settings, digits, mixed=True) for _ in range(2))
+    watched.watch()
+    assert watched.run(lambda _: None).losses == plain.run(lambda _: None).losses
+    weights = sum(p.nbytes for p in plain.model.parameters())
+    assert watched.history.peak_bytes > 2 * weights, "weights and gradients are both alive"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--device", "gpu"], "gpu"),
+        (["--device", "cpu", "--dtype", "float99"], "float99"),
+        (["--device", "cpu", "--dtype", "int8"], "bfloat16"),
+        (["--device", "cpu", "--output", "/no/such/folder/a.png"], "No such file or directory"),
+        (["--device", "cpu", "--output", "a.txt"], "png"),
+        (["--device", "cpu", "--batch-size", "5000"], "1198"),
+        pytest.param(
+            ["--device", "cuda"],
+            "cuda cannot be used",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA"),
+        ),
+    ],
+)
+def test_what_cannot_work_is_one_line_before_the_training(options, words, capsys, monkeypatch):
+    """A user would wait for a training only to get a traceback."""
+    monkeypatch.setattr(demo, "_train_both", lambda *_: pytest.fail("the training began"))
+    code, out, err = amp_demo(capsys, *options)
+    assert code == 2
+    assert words in err
+    assert err.startswith("amp demo: ")
+    assert err.count("\n") == 1
+    assert not out
+
+
+def test_missing_extras_are_named(capsys, monkeypatch):
+    """Without the extra, an ImportError would name a module that is not the package to install."""
+    monkeypatch.setattr(demo, "find_spec", lambda name: None if name == "sklearn" else object())
+    code, _, err = amp_demo(capsys)
+    assert code == 2
+    assert "scikit-learn" in err
+    assert "amp-core[demo]" in err
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "many"])
+def test_a_count_must_be_positive(value, capsys):
+    """Zero epochs would divide by nothing after the checks."""
+    with pytest.raises(SystemExit) as caught:
+        amp_demo(capsys, "--epochs", value)
+    assert caught.value.code == 2
+
+
+def test_it_runs_as_a_command(tmp_path):
+    """`python -m amp_core demo` must work without a terminal and warn about nothing."""
+    words = ["demo", "--model", "mlp", "--epochs", "1", "--output", str(tmp_path / "a.png")]
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-m", "amp_core", *words], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "a.png").exists()
