@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -112,7 +113,7 @@ class Region(torch.autocast):
         return False
 
     def _restore(self, frame: Frame) -> None:
-        # Compared with what is there, not with what entering changed: code inside may have called the setters.
+        # Compared with what is there, not with what entering changed: code inside may have set it.
         device = self.device
         if _is_enabled(device) is not frame.enabled:
             _set_enabled(device, frame.enabled)
@@ -179,6 +180,7 @@ def _resolve(
     if not enabled:
         return fast_dtype, None, None
     if (backend, fast_dtype) not in _admitted:
+        _watch_optimizers()
         refusal = backend.autocast_refusal(fast_dtype)
         if refusal is not None and refusal.error:
             raise RuntimeError(refusal.message)
@@ -186,6 +188,17 @@ def _resolve(
             return fast_dtype, None, refusal.message
         _admitted.add((backend, fast_dtype))
     return fast_dtype, _activation(backend, policy), None
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    """Clear torch's cast cache after every optimizer step: it does not see that weights have changed."""
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    def after_step(_optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        _clear_cache()
+
+    register_optimizer_step_post_hook(after_step)
 
 
 def _activation(backend: Backend, policy: OpPolicy | None) -> Activation | None:

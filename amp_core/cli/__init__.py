@@ -45,9 +45,9 @@ def _parser(command: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="amp", description=__doc__.splitlines()[0])
     parser.add_argument("--version", action=_Version, nargs=0, help="print the versions and exit")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
-    for name in COMMANDS:
+    for name, path in COMMANDS.items():
         # Importing a module costs seconds where it needs torch: only the one in use gets its options.
-        module = importlib.import_module(COMMANDS[name]) if name == command else None
+        module = importlib.import_module(path) if name == command else None
         sub = subparsers.add_parser(name, help=_HELP[name], description=_HELP[name])
         if module is not None:
             module.add_arguments(sub)

@@ -1,0 +1,184 @@
+"""custom_fwd, custom_bwd and the casting of their arguments, against torch's."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import amp_core
+
+Pair = collections.namedtuple("Pair", "first second")
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    x: torch.Tensor
+    size: int = 3
+
+
+def make(amp: Any, cast_inputs: torch.dtype | None, setup: bool, seen: list[Any]) -> Any:
+    fwd = amp.custom_fwd(device_type="cpu", cast_inputs=cast_inputs)
+    bwd = amp.custom_bwd(device_type="cpu")
+
+    @bwd
+    def decorated(ctx: Any, grad: torch.Tensor) -> Any:
+        x, w = ctx.saved_tensors
+        seen.append((torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), grad.dtype))
+        return (grad @ w.t()).to(x.dtype), (x.t() @ grad).to(w.dtype)
+
+    if setup:
+
+        class WithSetup(torch.autograd.Function):
+            @staticmethod
+            @fwd
+            def forward(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+                return x @ w
+
+            @staticmethod
+            def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+                ctx.save_for_backward(*inputs)
+
+            backward = staticmethod(decorated)
+
+        return WithSetup
+
+    class WithCtx(torch.autograd.Function):
+        @staticmethod
+        @fwd
+        def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(x, w)
+            return x @ w
+
+        backward = staticmethod(decorated)
+
+    return WithCtx
+
+
+def run(amp: Any, cast_inputs: torch.dtype | None, setup: bool, region: bool) -> tuple[Any, ...]:
+    torch.manual_seed(0)
+    seen: list[Any] = []
+    function = make(amp, cast_inputs, setup, seen)
+    x, w = (torch.randn(3, 3, requires_grad=True) for _ in range(2))
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=region):
+        out = function.apply(x, w)
+    out.sum().backward()
+    return out.dtype, seen, x.grad, w.grad
+
+
+@pytest.mark.parametrize("cast_inputs", [None, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("region", [True, False])
+def test_same_as_torch(cast_inputs: torch.dtype | None, region: bool) -> None:
+    """The forward, the backward or a gradient is in another dtype than under torch's decorators."""
+    theirs, ours = (run(amp, cast_inputs, False, region) for amp in (torch.amp, amp_core))
+    assert ours[:2] == theirs[:2]
+    assert torch.equal(ours[2], theirs[2])
+    assert torch.equal(ours[3], theirs[3])
+
+
+@pytest.mark.parametrize("cast_inputs", [None, torch.float32])
+def test_setup_context(cast_inputs: torch.dtype | None) -> None:
+    """A function with setup_context fails in its backward, or runs it in another state than with ctx."""
+    with pytest.raises(AttributeError, match="_fwd_used_autocast"):
+        run(torch.amp, cast_inputs, True, True)
+    ours, other = (run(amp_core, cast_inputs, setup, True) for setup in (True, False))
+    assert ours[0] == other[0]
+    assert ours[1] == other[1]
+
+
+def test_bwd_without_fwd_says_what_is_missing() -> None:
+    """The error is an AttributeError on a private name."""
+
+    class Half(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        @amp_core.custom_bwd(device_type="cpu")
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            return grad
+
+    with pytest.raises(RuntimeError, match=r"decorate Half.forward with custom_fwd"):
+        Half.apply(torch.ones(1, requires_grad=True)).backward()
+
+
+@pytest.mark.parametrize("name", ["custom_fwd", "custom_bwd"])
+def test_wrong_device_type(name: str) -> None:
+    """A device type that is no string is accepted, or refused with other words than torch's."""
+    errors = []
+    for amp in (torch.amp, amp_core):
+        with pytest.raises(ValueError, match="Expected `device_type`") as caught:
+            getattr(amp, name)(device_type=3)
+        errors.append(str(caught.value))
+        with pytest.raises(TypeError):
+            getattr(amp, name)()
+    assert errors[0] == errors[1]
+
+
+def cast(value: Any) -> Any:
+    return amp_core._cast(value, "cpu", torch.bfloat16)
+
+
+VALUES = [
+    torch.ones(2),
+    torch.ones(2, dtype=torch.float64),
+    torch.ones(2, dtype=torch.int32),
+    torch.ones(2, dtype=torch.complex64),
+    torch.ones(2, dtype=torch.float16),
+    "text",
+    b"bytes",
+    None,
+    3,
+    [torch.ones(2), (torch.ones(2), "x")],
+    {"a": torch.ones(2), "b": [torch.ones(2)]},
+    np.ones(2),
+]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=repr)
+def test_cast_as_torch(value: Any) -> None:
+    """A value that torch's _cast handles comes out otherwise."""
+    theirs = torch.amp.autocast_mode._cast(value, "cpu", torch.bfloat16)
+    flat, shape = torch.utils._pytree.tree_flatten(cast(value))
+    flat_theirs, shape_theirs = torch.utils._pytree.tree_flatten(theirs)
+    assert shape == shape_theirs
+    for ours, other in zip(flat, flat_theirs, strict=True):
+        assert type(ours) is type(other)
+        assert getattr(ours, "dtype", None) == getattr(other, "dtype", None)
+
+
+def test_cast_keeps_container_types() -> None:
+    """Namedtuples fail, dataclasses are passed over, mappings become dicts, iterators run later."""
+    with pytest.raises(TypeError):
+        torch.amp.autocast_mode._cast(Pair(torch.ones(1), 2), "cpu", torch.bfloat16)
+    value = Pair(torch.ones(1), collections.OrderedDict(a=Batch(torch.ones(1))))
+    result = cast(value)
+    assert isinstance(result, Pair)
+    assert isinstance(result.second, collections.OrderedDict)
+    assert result.first.dtype is result.second["a"].x.dtype is torch.bfloat16
+    assert result.second["a"].size == 3
+    assert value.second["a"].x.dtype is torch.float32
+
+    consumed = []
+    lazy = (consumed.append(t) or t for t in [torch.ones(1)])
+    result = cast(lazy)
+    assert len(consumed) == 1
+    assert [t.dtype for t in result] == [torch.bfloat16]
+
+
+def test_cast_of_nested_tensors() -> None:
+    """A nested tensor among the inputs is left in float32."""
+    nested = torch.nested.nested_tensor([torch.ones(2, 2), torch.ones(3, 2)], layout=torch.jagged)
+    assert cast([nested, torch.ones(1)])[0].dtype is torch.bfloat16
+
+
+def test_cast_lets_gradients_flow() -> None:
+    """A cast of a tensor that requires grad cuts it off from the graph."""
+    x, y = torch.ones(2, requires_grad=True), torch.ones(2)
+    cast([x, y])[0].sum().backward()
+    assert torch.equal(x.grad, torch.ones(2))

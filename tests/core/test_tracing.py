@@ -1,0 +1,104 @@
+"""Regions under torch.compile, torch.export, TorchScript and torch.jit.trace."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import amp_core
+
+X = torch.ones(3, 3)
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated:DeprecationWarning")
+
+
+def inside(a: torch.Tensor) -> torch.Tensor:
+    with amp_core.autocast("cpu", dtype=torch.bfloat16):
+        return torch.mm(a, a)
+
+
+def partly_off(a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    with amp_core.autocast("cpu"):
+        with amp_core.autocast("cpu", enabled=False):
+            exact = torch.mm(a, a)
+        return exact, torch.mm(a, a)
+
+
+made_before = amp_core.autocast("cpu", dtype=torch.float16)
+
+
+def with_instance(a: torch.Tensor) -> torch.Tensor:
+    with made_before:
+        return torch.mm(a, a)
+
+
+decorated = amp_core.autocast("cpu")(torch.mm)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("function", [inside, partly_off, with_instance, lambda a: decorated(a, a)])
+def test_compile_in_one_graph(backend: str, function: Any) -> None:
+    """A region breaks the graph, or compiles to other dtypes than eager's."""
+    torch._dynamo.reset()
+    compiled = torch.compile(function, backend=backend, fullgraph=True)
+    dtypes = torch.utils._pytree.tree_map(lambda t: t.dtype, compiled(X))
+    assert dtypes == torch.utils._pytree.tree_map(lambda t: t.dtype, function(X))
+
+
+def test_compile_again_only_for_another_state() -> None:
+    """A compiled region is compiled anew at every call."""
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(inside, backend=backend, fullgraph=True)
+    for _ in range(3):
+        compiled(X)
+    assert len(graphs) == 1
+    assert any(node.target is torch.amp._enter_autocast for node in graphs[0].graph.nodes)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("function", [inside, partly_off])
+def test_export_keeps_the_region(strict: bool, function: Any) -> None:
+    """An exported program silently computes in float32."""
+
+    class Model(torch.nn.Module):
+        def forward(self, a: torch.Tensor) -> Any:
+            return function(a)
+
+    program = torch.export.export(Model(), (X,), strict=strict)
+    regions = [n for n in program.graph.nodes if n.target is torch.ops.higher_order.wrap_with_autocast]
+    assert regions
+    dtypes = torch.utils._pytree.tree_map(lambda t: t.dtype, program.module()(X))
+    assert dtypes == torch.utils._pytree.tree_map(lambda t: t.dtype, function(X))
+
+
+def test_scripted_function() -> None:
+    """torch.jit.script does not give the region its autocast pass."""
+    assert torch.jit.script(inside)(X).dtype is torch.bfloat16
+
+
+def test_scripting_a_decorated_function_is_refused_as_in_torch() -> None:
+    """A decorator on a scripted function is ignored."""
+    for cls in (torch.autocast, amp_core.autocast):
+        with pytest.raises(RuntimeError, match="decorator is not supported in script mode"):
+            torch.jit.script(cls("cpu")(torch.nn.functional.relu))
+
+
+def test_traced_function() -> None:
+    """torch.jit.trace records float32 ops."""
+    for function in (inside, with_instance):
+        traced = torch.jit.trace(function, (X,), check_trace=False)
+        assert traced(X).dtype is function(X).dtype
+
+
+def test_make_fx_records_the_casts() -> None:
+    """make_fx of a region loses the casts."""
+    graph = torch.fx.experimental.proxy_tensor.make_fx(inside)(X)
+    assert graph(X).dtype is torch.bfloat16
+    assert not torch.is_autocast_enabled("cpu")
