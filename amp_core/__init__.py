@@ -17,6 +17,7 @@ from amp_core.errors import (
     BackendNotFoundError,
     PluginWarning,
     PolicyError,
+    ScriptRegionError,
     SkippedStepsWarning,
     StaleCastError,
 )
@@ -26,6 +27,7 @@ from amp_core.plugin import backends, get_backend
 from amp_core.policy import OpPolicy, apply_policy
 from amp_core.scaler.record import History, StepRecord
 from amp_core.scaler.replicate import _MultiDeviceReplicator, _refresh_per_optimizer_state
+from amp_core.scripting import script
 from amp_core.state import Hysteresis, Schedule
 
 __all__ = [
@@ -45,6 +47,7 @@ __all__ = [
     "PluginWarning",
     "PolicyError",
     "Schedule",
+    "ScriptRegionError",
     "SkippedStepsWarning",
     "StaleCastError",
     "StepRecord",
@@ -63,4 +66,5 @@ __all__ = [
     "disable",
     "get_backend",
     "is_autocast_available",
+    "script",
 ]

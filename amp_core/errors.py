@@ -39,6 +39,10 @@ class StaleCastError(AmpError, RuntimeError):
     """A cached cast differs from its weight (found by the debug mode of `amp_core.cached_casts`)."""
 
 
+class ScriptRegionError(AmpError, RuntimeError):
+    """`amp_core.script` met an autocast region that TorchScript cannot do what eager mode does."""
+
+
 class AmpWarning(UserWarning):
     """Base of all warnings of amp-core's own."""
 
@@ -59,6 +63,7 @@ for _public in [
     BackendConflictError,
     BackendDisabledError,
     PolicyError,
+    ScriptRegionError,
     StaleCastError,
     AmpWarning,
     PluginWarning,

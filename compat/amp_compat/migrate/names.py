@@ -51,11 +51,8 @@ class Target:
 
     def suffix(self, name: str) -> str:
         """The path of object `name` below the target module."""
-        if name == "_cast":
-            return "autocast_mode._cast" if self.module == "torch.amp" else "function._cast"
-        if name == "OptState":
-            return "grad_scaler.OptState"
-        return name
+        submodules = {"_cast": "autocast_mode._cast", "OptState": "grad_scaler.OptState"}
+        return submodules.get(name, name) if self.module == "torch.amp" else name
 
 
 TARGETS = {name: Target(name) for name in ("torch.amp", "amp_core")}

@@ -1,0 +1,150 @@
+"""The AST side of `amp_core.script`: what becomes of each autocast region, or why it cannot be had."""
+
+from __future__ import annotations
+
+import ast
+from typing import Any, NamedTuple
+
+import torch
+
+from amp_core import _torch_script
+from amp_core.errors import ScriptRegionError
+
+# Order of the positional arguments; the deprecated classes have no device.
+_ORDER = ("device_type", "dtype", "enabled", "cache_enabled", "policy")
+_DEPRECATED_ORDER = ("enabled", "dtype", "cache_enabled")
+_DEPRECATED_PATHS = (["cuda", "amp"], ["cpu", "amp"])
+REGION = "__amp_region"
+"""The name under which rewritten functions find `amp_core.scripting.runtime.Region`."""
+
+
+class _Region(NamedTuple):
+    device: ast.expr
+    dtype: str
+    enabled: ast.expr
+
+
+class RegionRewriter(ast.NodeTransformer):
+    """Rewrites the regions of one function.
+
+    Args:
+        names: what its global and closed-over names are bound to.
+        file: the user's file, for errors.
+        local: its local names; they hide the others.
+    """
+
+    def __init__(self, names: dict[str, Any], file: str, local: frozenset[str]) -> None:
+        self._names = {k: v for k, v in names.items() if k not in local}
+        self._file = file
+        self._bound: dict[str, _Region] = {}
+        self._open = 0
+
+    def visit_With(self, node: ast.With) -> Any:  # ast's name
+        """Rewrite a ``with`` statement that opens a region; leave every other one."""
+        if len(node.items) > 1:
+            inner = ast.copy_location(ast.With(node.items[1:], node.body), node)
+            return self.visit(ast.copy_location(ast.With([node.items[0]], [inner]), node))
+        region = self._region_of(node.items[0])
+        if region is None:
+            return self.generic_visit(node)
+        self._open += 1
+        body = [self.visit(statement) for statement in node.body]
+        self._open -= 1
+        return region_statement(region.device, region.dtype, region.enabled, body)
+
+    def visit_Name(self, node: ast.Name) -> ast.Name:
+        """A region bound by ``as`` may only be entered."""
+        if node.id in self._bound:
+            self._fail(node, f"`{node.id}` is a region; TorchScript can only enter it: `with {node.id}:`")
+        return node
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        """Diagnose a call whose own regions are lost."""
+        target = self._value(node.func)
+        original = _torch_script.original_of(target) if _torch_script.is_compiled(target) else None
+        dropped = original is not None and not _torch_script.has_regions(target)
+        if self._open and original is not None and dropped and _uses_autocast(original):
+            self._fail(
+                node,
+                f"{original.__name__} was traced: its own autocast regions are not in the trace, and this "
+                "region would reach into it; give it to amp_core.script instead of tracing it",
+            )
+        return self.generic_visit(node)
+
+    def _region_of(self, item: ast.withitem) -> _Region | None:
+        expression = item.context_expr
+        if isinstance(expression, ast.Name) and expression.id in self._bound:
+            return self._bound[expression.id]
+        if not isinstance(expression, ast.Call):
+            return None
+        kind = self._value(expression.func)
+        if not (isinstance(kind, type) and issubclass(kind, torch.autocast)):
+            return None
+        region = self._parse_call(expression, kind)
+        if isinstance(item.optional_vars, ast.Name):
+            self._bound[item.optional_vars.id] = region
+        return region
+
+    def _parse_call(self, call: ast.Call, kind: type) -> _Region:
+        paths = [base.__module__.split(".") for base in kind.__mro__]
+        deprecated = next((path[-3] for path in paths if path[-3:-1] in _DEPRECATED_PATHS), None)
+        order = _DEPRECATED_ORDER if deprecated else _ORDER
+        given = dict(zip(order, call.args, strict=False))
+        given.update({k.arg: k.value for k in call.keywords if k.arg})
+        if len(call.args) > len(order) or any(k.arg is None for k in call.keywords):
+            self._fail(call, "the arguments of the region are not spelled out; write them as keywords")
+        if "policy" in given:
+            self._fail(call, "policy= cannot be compiled; put it around the call of the scripted function")
+        device = ast.Constant(deprecated) if deprecated else given.get("device_type")
+        if device is None:
+            self._fail(call, "the region has no device_type")
+            raise AssertionError
+        default = {"cuda": "float16", "cpu": "bfloat16"}[deprecated] if deprecated else ""
+        dtype = self._dtype(given["dtype"]) if "dtype" in given else default
+        return _Region(
+            self._constant(device), dtype, self._constant(given.get("enabled", ast.Constant(True)))
+        )
+
+    def _dtype(self, node: ast.expr) -> str:
+        """The name of a dtype that is known now; TorchScript's own value for one is a bare number."""
+        if isinstance(node, ast.Constant) and node.value is None:
+            return ""
+        value = self._value(node)
+        if not isinstance(value, torch.dtype):
+            text = (
+                f"dtype={ast.unparse(node)} is known only at run time; write one region per dtype under `if`"
+            )
+            self._fail(node, text)
+        return dtype_name(value)
+
+    def _constant(self, node: ast.expr) -> ast.expr:
+        """A global string or switch by its value, which TorchScript cannot look up; else `node` itself."""
+        value = self._value(node)
+        return ast.Constant(value) if isinstance(value, (str, bool)) else node
+
+    def _value(self, node: ast.expr) -> Any:
+        """What an expression of names and attributes means at compile time, else None."""
+        if isinstance(node, ast.Name):
+            return self._names.get(node.id)
+        if isinstance(node, ast.Attribute):
+            base = self._value(node.value)
+            return None if base is None else getattr(base, node.attr, None)
+        return None
+
+    def _fail(self, node: ast.AST, reason: str) -> None:
+        raise ScriptRegionError(f"{self._file}:{getattr(node, 'lineno', 0)}: {reason}.")
+
+
+def region_statement(device: ast.expr, dtype: str, enabled: ast.expr, body: list[ast.stmt]) -> ast.With:
+    """A region in the form that TorchScript compiles."""
+    arguments = [device, ast.Constant(dtype), enabled]
+    return ast.With([ast.withitem(ast.Call(ast.Name(REGION, ast.Load()), arguments, []))], body)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``"bfloat16"`` for ``torch.bfloat16``."""
+    return str(dtype).rpartition(".")[2]
+
+
+def _uses_autocast(function: Any) -> bool:
+    return any(name.endswith("autocast") for name in function.__code__.co_names)

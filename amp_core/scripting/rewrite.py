@@ -1,0 +1,121 @@
+"""Rewrites the source of a function into regions that TorchScript compiles."""
+
+from __future__ import annotations
+import __future__
+
+import ast
+import functools
+import inspect
+import itertools
+import linecache
+import textwrap
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from amp_core.errors import ScriptRegionError
+from amp_core.scripting.regions import REGION, RegionRewriter, dtype_name, region_statement
+from amp_core.scripting.runtime import Region
+
+Ambient = tuple[tuple[str, torch.dtype], ...]
+
+_numbers = itertools.count()
+
+
+def rewrite(fn: Callable[..., Any], ambient: Ambient = ()) -> Callable[..., Any]:
+    """Return a function that does what `fn` does, in words that ``torch.jit.script`` understands.
+
+    Args:
+        fn: a function, decorated with autocast or not.
+        ambient: regions to put around the whole body.
+    """
+    regions, inner = _undecorated(fn)
+    tree, file = _parse(inner)
+    names = {**inner.__globals__, **inspect.getclosurevars(inner).nonlocals, REGION: Region}
+    rewriter = RegionRewriter(names, file, _local_names(inner))
+    definition = rewriter.visit(tree)
+    names.update(_rewritten_callees(inner, names))
+    for device, dtype, enabled in reversed([*((d, t, True) for d, t in ambient), *regions]):
+        flag = ast.Constant(enabled)
+        definition.body = [region_statement(ast.Constant(device), dtype_name(dtype), flag, definition.body)]
+    return _compile(definition, inner, names, file)
+
+
+def _undecorated(fn: Any) -> tuple[list[tuple[str, torch.dtype, bool]], types.FunctionType]:
+    """The regions that decorators put around `fn`, outermost first, and the function inside."""
+    regions: list[tuple[str, torch.dtype, bool]] = []
+    while region := _decorating_region(fn):
+        regions.append((region.device, region.fast_dtype, region._enabled))
+        fn = fn.__wrapped__
+    if not isinstance(fn, types.FunctionType):
+        raise TypeError(f"amp_core.script takes a Python function, not {type(fn).__name__}.")
+    return regions, fn
+
+
+def _decorating_region(fn: Any) -> torch.autocast | None:
+    cells = getattr(fn, "__closure__", None) or ()
+    values = [cell.cell_contents for cell in cells] if hasattr(fn, "__wrapped__") else []
+    return next((value for value in values if isinstance(value, torch.autocast)), None)
+
+
+def _parse(fn: types.FunctionType) -> tuple[ast.FunctionDef, str]:
+    """The definition of `fn` with the line numbers of its file, and that file."""
+    file = inspect.getsourcefile(fn) or fn.__code__.co_filename
+    try:
+        lines, first = inspect.getsourcelines(fn)
+    except OSError as error:
+        raise ScriptRegionError(f"{file}: the source of {fn.__name__} cannot be read.") from error
+    tree = ast.parse(textwrap.dedent("".join(lines)))
+    ast.increment_lineno(tree, first - 1)
+    definition = tree.body[0]
+    if not isinstance(definition, ast.FunctionDef):
+        raise ScriptRegionError(f"{file}:{first}: amp_core.script takes a function made by `def`.")
+    definition.decorator_list = []
+    return definition, file
+
+
+def _local_names(fn: types.FunctionType) -> frozenset[str]:
+    return frozenset(fn.__code__.co_varnames)
+
+
+def _rewritten_callees(fn: types.FunctionType, names: dict[str, Any]) -> dict[str, Any]:
+    """Functions that `fn` calls by name and that have regions, rewritten."""
+    found: dict[str, Any] = {}
+    for name in (*fn.__code__.co_names, *fn.__code__.co_freevars):
+        callee = names.get(name)
+        if callee is not fn and isinstance(callee, types.FunctionType) and _has_regions(callee):
+            found[name] = _rewritten_once(callee)
+    return found
+
+
+@functools.lru_cache(maxsize=256)
+def _rewritten_once(fn: types.FunctionType) -> Callable[..., Any]:
+    return rewrite(fn)
+
+
+def _has_regions(fn: types.FunctionType) -> bool:
+    if _decorating_region(fn) is not None:
+        return True
+    if fn.__module__.partition(".")[0] in {"torch", "amp_core", "amp_compat"}:
+        return False
+    values = {**fn.__globals__, **inspect.getclosurevars(fn).nonlocals}
+    used = [values.get(name) for name in fn.__code__.co_names]
+    return "autocast" in fn.__code__.co_names or any(
+        isinstance(value, type) and issubclass(value, torch.autocast) for value in used
+    )
+
+
+def _compile(
+    definition: ast.FunctionDef, fn: types.FunctionType, names: dict[str, Any], file: str
+) -> Callable[..., Any]:
+    source = ast.unparse(ast.fix_missing_locations(ast.Module([definition], []))) + "\n"
+    # TorchScript reads the source back through linecache, by the name of the file.
+    place = f"<amp_core.script {next(_numbers)} of {file}:{fn.__code__.co_firstlineno}>"
+    linecache.cache[place] = (len(source), None, source.splitlines(keepends=True), place)
+    flags = fn.__code__.co_flags & __future__.annotations.compiler_flag
+    exec(compile(source, place, "exec", flags=flags, dont_inherit=True), names)
+    new: Callable[..., Any] = names[definition.name]
+    new.__module__, new.__qualname__, new.__doc__ = fn.__module__, fn.__qualname__, fn.__doc__
+    return new

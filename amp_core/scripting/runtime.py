@@ -1,0 +1,53 @@
+"""The region that rewritten functions enter: a TorchScript class that enters eager autocast.
+
+Eager autocast acts in the dispatcher, which scripted code goes through too. So ops in such a region follow
+the same rules as in eager mode, where TorchScript's own autocast pass has a shorter list of rules and
+guesses at dtypes that it does not know.
+"""
+
+# No `from __future__ import annotations`: TorchScript does not read annotations that are strings.
+
+import threading
+from typing import Any
+
+import torch
+
+from amp_core.autocast import autocast
+
+_entered = threading.local()
+
+
+@torch.jit.ignore  # type: ignore[untyped-decorator]
+def enter_region(device: str, dtype: str, enabled: bool) -> None:
+    """Enter eager autocast on this thread; an empty `dtype` is the device's default."""
+    region = autocast(device, getattr(torch, dtype) if dtype else None, enabled)
+    region.__enter__()
+    _stack().append(region)
+
+
+@torch.jit.ignore  # type: ignore[untyped-decorator]
+def exit_region() -> None:
+    """Leave the region that was entered last on this thread."""
+    _stack().pop().__exit__(None, None, None)
+
+
+def _stack() -> list[autocast]:
+    if not hasattr(_entered, "stack"):
+        _entered.stack = []
+    stack: list[autocast] = _entered.stack
+    return stack
+
+
+class Region:
+    """What ``with autocast(...)`` becomes in the source that TorchScript compiles."""
+
+    def __init__(self, device: str, dtype: str, enabled: bool):
+        self.device = device
+        self.dtype = dtype
+        self.enabled = enabled
+
+    def __enter__(self) -> None:
+        enter_region(self.device, self.dtype, self.enabled)
+
+    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
+        exit_region()
