@@ -15,6 +15,7 @@ from typing import NoReturn
 # name -> module; a string, because some are not amp_core's own.
 COMMANDS = {
     "backends": "amp_core.cli.backends",
+    "check": "amp_core.cli.check",
     "demo": "amp_core.cli.demo",
     "migrate": "amp_compat.migrate.cli",
 }
@@ -57,6 +58,7 @@ def _parser(command: str | None) -> argparse.ArgumentParser:
 
 _HELP = {
     "backends": "list every device backend: status, reason, dtypes, kernels, origin",
+    "check": "run the conformance kit on an installed backend; exit code 1 if a check fails",
     "demo": "train handwritten digits in float32 and in mixed precision, and compare",
     "migrate": "rewrite deprecated mixed-precision calls (torch.cuda.amp, torch.cpu.amp, apex.amp)",
 }

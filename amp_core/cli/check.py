@@ -1,0 +1,73 @@
+"""``amp check DEVICE``: run the conformance kit on an installed backend."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from amp_core.cli import UsageError
+
+if TYPE_CHECKING:
+    from amp_core.testing.report import Report
+
+HELP = "run the conformance kit on an installed backend; exit code 1 if a check fails"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``amp check``."""
+    parser.add_argument("device", metavar="DEVICE", help="a device type with a backend, such as cpu")
+    parser.add_argument("--area", action="append", default=[], help="run this area alone; may be repeated")
+    parser.add_argument("-k", dest="keyword", default="", help="a pytest expression over the checks' names")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON instead of a table")
+    parser.add_argument("--junit", metavar="FILE", help="write a JUnit XML file")
+    parser.add_argument("--markdown", metavar="FILE", help="write a report to publish, with versions")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the kit; return 0 if no check failed and some passed, else 1."""
+    report = _check(args)
+    if args.markdown:
+        Path(args.markdown).write_text(report.to_markdown(), encoding="utf-8")
+    if args.json:
+        print(report.to_json())
+    else:
+        _show(report)
+    return 0 if report.ok else 1
+
+
+def _check(args: argparse.Namespace) -> Report:
+    try:
+        import pytest  # noqa: F401  # the kit needs it; say so before anything runs
+    except ImportError as error:
+        raise UsageError("the kit needs pytest: pip install 'amp-core[testing]'") from error
+    from amp_core.errors import BackendError
+    from amp_core.plugin import get_backend
+    from amp_core.testing import check
+
+    try:
+        found = get_backend(args.device).availability()
+        if not found.usable:
+            raise UsageError(f"{args.device!r} cannot be checked here: {found.reason}")
+        return check(args.device, areas=args.area, keyword=args.keyword, junit=args.junit)
+    except (BackendError, ValueError) as error:
+        raise UsageError(str(error)) from error
+
+
+def _show(report: Report) -> None:
+    try:
+        from rich.console import Console
+        from rich.table import Table
+    except ImportError as error:
+        raise UsageError("the table needs rich: pip install 'amp-core[cli]', or use --json") from error
+    columns = ("passed", "failed", "known", "skipped")
+    table = Table("area", *columns, title=f"{report.device_type}: {report.backend} ({report.availability})")
+    for area, counts in report.by_area().items():
+        table.add_row(area, *(str(counts[column]) for column in columns))
+    console = Console(file=sys.stdout)
+    console.print(table)
+    for result in report.results:
+        if result.outcome != "passed":
+            console.print(f"{result.outcome} {result.check}: {result.message}", markup=False, soft_wrap=True)
+    console.print("passes" if report.ok else "does not pass", markup=False)

@@ -1,0 +1,55 @@
+"""A backend made of its arguments, to test amp-core and the kit with no accelerator."""
+
+from __future__ import annotations
+
+import torch
+
+from amp_core.kernels import PORTABLE, Kernels
+from amp_core.plugin import Availability, Backend
+from amp_core.policy import OpPolicy
+
+
+class Loopback(Backend):
+    """Right in everything unless told otherwise; on the CPU by default.
+
+    Args:
+        device_type: a device type that torch has.
+        kernels: its kernels; by default the portable ones.
+        policy: its op policy; by default torch's.
+        dtypes: its supported dtypes, the first of which is only the default if `default` says so.
+        default: its default dtype; by default torch's for the device type.
+    """
+
+    api_version = 1
+
+    def __init__(
+        self,
+        device_type: str = "cpu",
+        *,
+        kernels: Kernels = PORTABLE,
+        policy: OpPolicy | None = None,
+        dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16),
+        default: torch.dtype | None = None,
+    ) -> None:
+        self.device_type = device_type  # type: ignore[misc]  # one class, many device types
+        self._kernels, self._policy, self._dtypes, self._default = kernels, policy, dtypes, default
+
+    def availability(self) -> Availability:
+        """Say that it is there, as its device is."""
+        return Availability(True, f"loopback on {self.device_type}")
+
+    def default_dtype(self) -> torch.dtype:
+        """Return the argument, or torch's."""
+        return self._default or torch.get_autocast_dtype(self.device_type)
+
+    def supported_dtypes(self) -> tuple[torch.dtype, ...]:
+        """Return the argument."""
+        return self._dtypes
+
+    def op_policy(self) -> OpPolicy:
+        """Return the argument, or torch's."""
+        return self._policy or super().op_policy()
+
+    def kernels(self) -> Kernels:
+        """Return the argument."""
+        return self._kernels

@@ -1,0 +1,165 @@
+"""Runs the kit on a backend, with pytest, in this process."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from amp_core.plugin import Backend, get_backend
+from amp_core.testing.report import CheckResult, Report
+
+if TYPE_CHECKING:
+    import pytest
+
+_SUBJECT: list[type] = []
+
+
+def check(
+    device_type: str | Backend,
+    *,
+    areas: Sequence[str] = (),
+    keyword: str = "",
+    fixtures: type | None = None,
+    junit: str | None = None,
+) -> Report:
+    """Run the kit on a backend and return what it found.
+
+    Args:
+        device_type: the device type of an installed backend, or a backend to be checked in its place.
+        areas: the areas to run, such as ``"measure"``; by default all.
+        keyword: a pytest ``-k`` expression over the names of the checks.
+        fixtures: a `BackendFixtures` subclass with what the device says of itself.
+        junit: where to write a JUnit XML file.
+
+    Raises:
+        BackendNotFoundError: nothing serves `device_type`.
+        ValueError: an area is unknown.
+    """
+    import pytest
+
+    backend = get_backend(device_type) if isinstance(device_type, str) else device_type
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", pytest.PytestAssertRewriteWarning)
+        pytest.register_assert_rewrite("amp_core.testing.suite")
+    subject = _subject(backend, areas, fixtures)
+    collector = _Collector()
+    arguments = [*_ARGUMENTS, str(Path(__file__).with_name("collected.py"))]
+    arguments += ["-k", keyword] if keyword else []
+    arguments += [f"--junit-xml={junit}"] if junit else []
+    with _on_its_own(), _subject_is(subject):
+        pytest.main(arguments, plugins=[collector])
+    name = f"{type(backend).__module__}.{type(backend).__qualname__}"
+    return Report(backend.device_type, name, _reason(backend), tuple(collector.results))
+
+
+def _reason(backend: Backend) -> str:
+    try:
+        return backend.availability().reason
+    except Exception as error:  # a wrong backend; the checks say so
+        return f"availability() is wrong: {type(error).__name__}: {error}"
+
+
+_ARGUMENTS = [
+    "-c", os.devnull, f"--rootdir={Path(__file__).parent}", "--import-mode=importlib", "-s",
+    "-p", "no:cacheprovider", "-p", "no:terminal", "-p", "no:faulthandler",
+    "-o", "python_files=collected.py",
+]  # fmt: skip
+
+
+def _subject(backend: Backend, areas: Sequence[str], fixtures: type | None) -> type:
+    from amp_core.testing.suite import AREAS
+
+    unknown = set(areas) - set(AREAS)
+    if unknown:
+        raise ValueError(f"unknown areas {sorted(unknown)}; there are {', '.join(AREAS)}")
+    bases = [AREAS[name] for name in AREAS if not areas or name in areas]
+    given = {"device_type": backend.device_type, "backend": property(lambda _: backend)}
+    return type("TestBackend", ((fixtures,) if fixtures else ()) + tuple(bases), given)
+
+
+@contextmanager
+def _subject_is(subject: type) -> Iterator[None]:
+    _SUBJECT.append(subject)
+    held = {n: m for n, m in sys.modules.items() if n.rpartition(".")[2] == "collected"}
+    for name in held:  # pytest takes a module that is loaded as it is, with an earlier subject
+        del sys.modules[name]
+    try:
+        yield
+    finally:
+        _SUBJECT.pop()
+
+
+@contextmanager
+def _on_its_own() -> Iterator[None]:
+    """Keep the plugins and options of the surroundings out of the run."""
+    mine = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": "", "PYTEST_PLUGINS": ""}
+    names = (*mine, "PYTEST_CURRENT_TEST", "PYTEST_VERSION")
+    before = {name: os.environ.get(name) for name in names}
+    os.environ.update(mine)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+class _Collector:
+    """A pytest plugin that keeps the outcome of every check."""
+
+    def __init__(self) -> None:
+        self.results: list[CheckResult] = []
+        self._areas: dict[str, str] = {}
+
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        from amp_core.testing.suite import AREAS
+
+        for item in items:
+            owner = next((a for a, c in AREAS.items() if item.originalname in vars(c)), "own")
+            self._areas[item.nodeid] = owner
+        order = [*AREAS, "own"]
+        items.sort(key=lambda item: order.index(self._areas[item.nodeid]))
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self.results.append(
+                CheckResult("collection", "collection", "failed", _line(report), str(report.longrepr))
+            )
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when != "call" and report.passed:
+            return
+        name = report.nodeid.rpartition("::")[2].removeprefix("test_")
+        details = str(report.longrepr) if report.failed else ""
+        result = CheckResult(
+            self._areas.get(report.nodeid, "own"),
+            name,
+            _outcome(report),
+            _line(report),
+            details,
+            report.duration,
+        )
+        self.results.append(result)
+
+
+def _outcome(report: pytest.TestReport) -> str:
+    if report.skipped:
+        return "known" if hasattr(report, "wasxfail") else "skipped"
+    return report.outcome
+
+
+def _line(report: Any) -> str:
+    if getattr(report, "wasxfail", ""):
+        return str(report.wasxfail)
+    if isinstance(report.longrepr, tuple):
+        return str(report.longrepr[2]).removeprefix("Skipped: ")
+    crash = getattr(report.longrepr, "reprcrash", None)
+    text = crash.message if crash is not None else str(report.longrepr or "")
+    return " ".join(text.split())[:300]

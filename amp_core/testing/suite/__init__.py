@@ -1,0 +1,38 @@
+"""All areas of the kit, and the class that has them all."""
+
+from __future__ import annotations
+
+from amp_core.testing.suite.cast import CastConformance
+from amp_core.testing.suite.contract import (
+    AvailabilityConformance,
+    DtypeConformance,
+    EffectsConformance,
+    PolicyConformance,
+)
+from amp_core.testing.suite.measure import MeasureConformance
+from amp_core.testing.suite.regions import FunctionConformance, RegionConformance
+from amp_core.testing.suite.scale import ScaleConformance
+from amp_core.testing.suite.scaler import ScalerConformance
+from amp_core.testing.suite.update import UpdateConformance
+
+
+class BackendConformance(
+    AvailabilityConformance,
+    DtypeConformance,
+    PolicyConformance,
+    RegionConformance,
+    FunctionConformance,
+    CastConformance,
+    MeasureConformance,
+    ScaleConformance,
+    UpdateConformance,
+    ScalerConformance,
+    EffectsConformance,
+):
+    """Everything that a backend must do. Inherit, set ``device_type``, and let pytest collect it."""
+
+
+AREAS: dict[str, type] = {vars(base)["AREA"]: base for base in BackendConformance.__bases__}
+"""Area to its class, in the order in which they are run."""
+
+__all__ = ["AREAS", "BackendConformance"]

@@ -1,0 +1,236 @@
+"""What a backend says of itself: availability, dtypes, and hooks that leave nothing behind."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from amp_core.kernels import Kernels, ScaleTensors
+from amp_core.plugin import API_VERSION, Availability, Refusal
+from amp_core.policy import OpPolicy
+from amp_core.state import Schedule
+from amp_core.testing.fixtures import BackendFixtures
+from amp_core.testing.suite import data
+
+
+class AvailabilityConformance(BackendFixtures):
+    """Whether the device is there, why, and that asking costs nothing."""
+
+    AREA = "availability"
+
+    def test_availability_gives_a_reason_in_words(self) -> None:
+        """``amp backends`` shows it; a bool alone helps nobody."""
+        found = self.backend.availability()
+        assert isinstance(found, Availability), f"availability() returned {found!r}"
+        assert isinstance(found.usable, bool)
+        assert isinstance(found.reason, str)
+        assert len(found.reason.strip()) >= 3, f"the reason is {found.reason!r}"
+
+    def test_availability_is_true_of_the_device(self) -> None:
+        """The kit runs on the device, so the backend must say that it is usable."""
+        torch.ones(2, device=self.device).add_(1)
+        assert self.backend.availability().usable, self.backend.availability().reason
+
+    def test_availability_follows_the_device(self) -> None:
+        """A cached answer is stale once the device goes, and so is its reason."""
+        before = self.backend.availability()
+        with self.device_taken_away():
+            gone = self.backend.availability()
+        assert not gone.usable, "the device is gone, but availability() still says usable"
+        assert gone.reason != before.reason, f"the reason is stale: {gone.reason!r}"
+        assert self.backend.availability() == before, "the device is back, but availability() changed"
+
+    def test_backend_names_its_device_and_contract(self) -> None:
+        """The registry files it under these."""
+        assert self.backend.device_type == self.device_type == self.device.type
+        assert self.backend.api_version == API_VERSION
+
+    def test_questions_do_no_work_on_the_device(self) -> None:
+        """Regions ask when they are built; a device context must not come from asking."""
+        with data.device_work(self.device) as seen:
+            self.backend.availability()
+            self.backend.default_dtype()
+            self.backend.supported_dtypes()
+            self.backend.autocast_refusal(torch.bfloat16)
+            self.backend.kernels()
+            self.backend.op_policy()
+        assert seen == []
+
+    def test_known_failures_name_checks_that_exist(self) -> None:
+        """A mistyped name would excuse nothing, or later the wrong thing."""
+        names = {name.removeprefix("test_") for name in dir(self) if name.startswith("test_")}
+        assert set(self.known_failures) <= names, f"no such checks: {set(self.known_failures) - names}"
+
+
+class DtypeConformance(BackendFixtures):
+    """Default and supported dtypes, and the refusal of others."""
+
+    AREA = "dtypes"
+
+    def test_supported_dtypes_are_floating_and_distinct(self) -> None:
+        """Anything else cannot be an autocast dtype."""
+        found = self.backend.supported_dtypes()
+        assert isinstance(found, tuple), f"supported_dtypes() returned {type(found).__name__}"
+        assert found, "supported_dtypes() is empty"
+        assert len(set(found)) == len(found)
+        assert all(isinstance(d, torch.dtype) and d.is_floating_point for d in found), found
+        assert torch.float64 not in found, "autocast never casts float64"
+
+    def test_default_dtype_is_supported(self) -> None:
+        """A region that names no dtype would warn and be disabled."""
+        assert self.backend.default_dtype() in self.backend.supported_dtypes()
+
+    def test_default_dtype_is_a_lower_precision(self) -> None:
+        """A default of float32 makes autocast do nothing, silently."""
+        assert self.backend.default_dtype().itemsize < 4
+
+    def test_default_dtype_is_torchs_where_torch_has_one(self) -> None:
+        """Code that moves from torch.amp must compute the same."""
+        self.requires("default_dtype_is_torchs")
+        assert self.backend.default_dtype() is torch.get_autocast_dtype(self.device_type)
+
+    def test_default_dtype_follows_torchs_setting(self) -> None:
+        """``torch.set_autocast_dtype`` changes the default of every region."""
+        self.requires("default_dtype_is_torchs")
+        before = torch.get_autocast_dtype(self.device_type)
+        try:
+            for dtype in self.backend.supported_dtypes():
+                torch.set_autocast_dtype(self.device_type, dtype)
+                assert self.backend.default_dtype() is dtype
+        finally:
+            torch.set_autocast_dtype(self.device_type, before)
+
+    def test_supported_dtypes_compute_on_the_device(self) -> None:
+        """A dtype that the device cannot multiply in is not supported."""
+        for dtype in self.backend.supported_dtypes():
+            a = torch.full((4, 4), 2.0).to(self.device).to(dtype)
+            assert (a @ a).float().cpu().tolist() == [[16.0] * 4] * 4, str(dtype)
+
+    def test_supported_dtypes_are_admitted_and_others_refused_in_words(self) -> None:
+        """A refusal names the dtype's trouble; admission is None."""
+        supported = self.backend.supported_dtypes()
+        for dtype in supported:
+            assert self.backend.autocast_refusal(dtype) is None, f"{dtype} is supported, yet refused"
+        for dtype in (torch.float64, torch.int32, torch.bool):
+            refusal = self.backend.autocast_refusal(dtype)
+            assert isinstance(refusal, Refusal), f"{dtype} is not supported, yet admitted"
+            assert refusal.message.strip()
+            assert self.backend.dtype_reason(dtype).strip()
+
+
+class PolicyConformance(BackendFixtures):
+    """The op policy as data: complete, for this device, and torch's unless said otherwise."""
+
+    AREA = "policy"
+
+    def test_policy_is_for_the_device(self) -> None:
+        """A policy for another device type cannot be put into force."""
+        policy = self.backend.op_policy()
+        assert isinstance(policy, OpPolicy)
+        assert policy.device_type == self.device_type
+        assert len(policy), "the op policy is empty: autocast would do nothing"
+
+    def test_policy_is_stable(self) -> None:
+        """Two regions must not compute differently."""
+        assert self.backend.op_policy() == self.backend.op_policy()
+
+    def test_policy_has_torchs_rules_but_for_stated_departures(self) -> None:
+        """A forgotten rule runs an op in the wrong dtype with nothing to see."""
+        found = OpPolicy.default(self.device_type).diff(self.backend.op_policy())
+        undeclared = {op: pair for op, pair in found.items() if op not in self.policy_departures}
+        assert not undeclared, f"(torch's rule, the backend's): {undeclared}"
+        unneeded = set(self.policy_departures) - set(found)
+        assert not unneeded, f"policy_departures names ops that do not differ: {sorted(unneeded)}"
+
+    def test_policy_runs_products_in_low_precision(self) -> None:
+        """Matrix products are what mixed precision is for."""
+        policy = self.backend.op_policy()
+        for op in ("aten::mm.default", "aten::addmm.default", "aten::bmm.default", "aten::linear.default"):
+            assert policy.rule(op) == "lower_precision_fp", policy.explain(op)
+
+
+class EffectsConformance(BackendFixtures):
+    """Hooks and kernels leave the process as it was, and may be called by many threads at once."""
+
+    AREA = "effects"
+
+    def _calls(self) -> dict[str, Callable[[], Any]]:
+        grads = [torch.ones(5, device=self.device), torch.ones(3, 2, device=self.device)]
+        one, flag = data.scalar(1.0, self.device), data.scalar(0.0, self.device)
+        counts = [torch.tensor(1, dtype=torch.int32).to(self.device) for _ in range(2)]
+        state = ScaleTensors(one.clone(), *counts)
+        return {
+            "availability": self.backend.availability,
+            "default_dtype": self.backend.default_dtype,
+            "supported_dtypes": self.backend.supported_dtypes,
+            "autocast_refusal": lambda: self.backend.autocast_refusal(torch.int32),
+            "op_policy": self.backend.op_policy,
+            "kernels": self.backend.kernels,
+            "cast": lambda: self.kernels.cast(grads, torch.bfloat16),
+            "measure": lambda: self.kernels.measure(grads),
+            "scale_": lambda: self.kernels.scale_(grads, one, flag),
+            "update_scale_": lambda: self.kernels.update_scale_(state, flag, Schedule()),
+        }
+
+    def test_hooks_leave_torchs_state_as_it_was(self) -> None:
+        """Grad mode, autocast, default dtype, threads, random numbers: all belong to the caller."""
+        for grad in (True, False):
+            for name, call in self._calls().items():
+                with torch.set_grad_enabled(grad):
+                    before = self._global_state()
+                    call()
+                    changed = [(a, b) for a, b in zip(before, self._global_state(), strict=True) if a != b]
+                assert not changed, f"{name} changed (before, after) {changed}"
+
+    def _global_state(self) -> list[Any]:
+        return [
+            ("grad", torch.is_grad_enabled()),
+            ("inference", torch.is_inference_mode_enabled()),
+            ("autocast", torch.is_autocast_enabled(self.device_type)),
+            ("autocast cache", torch.is_autocast_cache_enabled()),
+            ("autocast dtype", torch.get_autocast_dtype(self.device_type)),
+            ("default dtype", torch.get_default_dtype()),
+            ("torch threads", torch.get_num_threads()),
+            ("random", hash(bytes(torch.get_rng_state().tolist()))),
+            ("deterministic", torch.are_deterministic_algorithms_enabled()),
+        ]
+
+    def test_hooks_leave_no_thread_behind(self) -> None:
+        """A thread per call ends in a full process; one that lives on is a leak."""
+        for call in self._calls().values():
+            call()
+        before = threading.active_count()
+        for name, call in self._calls().items():
+            for _ in range(3):
+                call()
+            assert threading.active_count() <= before, f"{name} left threads running"
+
+    def test_kernels_serve_many_threads_at_once(self) -> None:
+        """Each caller's result is its own, whoever else calls."""
+
+        def work(value: int) -> tuple[float, float, float]:
+            grads = [torch.full((n,), float(value)).to(self.device) for n in (4, 64, 1000)]
+            for _ in range(5):
+                norm = float(self.kernels.measure(grads[:1]).norm)
+                low = float(self.kernels.cast(grads, torch.bfloat16)[1].float().sum())
+            flag = data.scalar(0.0, self.device)
+            self.kernels.scale_(grads, data.scalar(0.5, self.device), flag)
+            return norm, low / 64, float(grads[2].sum()) / 500
+
+        with ThreadPoolExecutor(4) as pool:
+            found = list(pool.map(work, range(1, 33)))
+        for value, (norm, low, half) in enumerate(found, 1):
+            assert (norm, low, half) == pytest.approx((2 * value, value, value)), f"caller {value}"
+
+    def test_kernels_are_named(self) -> None:
+        """``amp backends`` shows the name, and the reason where there is one."""
+        kernels = self.kernels
+        assert isinstance(kernels, Kernels)
+        assert isinstance(kernels.name, str)
+        assert kernels.name
+        assert isinstance(kernels.reason, str)

@@ -1,0 +1,190 @@
+"""Inputs and comparisons that the checks share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from amp_core._torch import TorchDispatchMode
+
+GUARD = 8
+"""Elements of a guarded tensor's base before and after it."""
+
+# Around the widths of vector registers and blocks, where tails are cut.
+LENGTHS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 129)
+
+_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """Return the bits of `tensor` as integers on the CPU, flat."""
+    here = tensor.detach().cpu()
+    real = torch.view_as_real(here.resolve_conj()) if here.is_complex() else here
+    return real.contiguous().view(_INTEGER[real.element_size()]).reshape(-1).clone()
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether both hold the same bits."""
+    return torch.equal(bits(one), bits(other))
+
+
+def same_values(one: Tensor, other: Tensor) -> bool:
+    """Whether both have one dtype and shape and the same bits; any NaN equals any other."""
+    a, b = one.detach().cpu(), other.detach().cpu()
+    if a.dtype is not b.dtype or a.shape != b.shape:
+        return False
+    if a.is_complex():
+        return same_values(torch.view_as_real(a.resolve_conj()), torch.view_as_real(b.resolve_conj()))
+    nan = a.float().isnan() if a.dtype is not torch.float64 else a.isnan()
+    other_nan = b.float().isnan() if b.dtype is not torch.float64 else b.isnan()
+    keep = ~nan.reshape(-1)
+    return torch.equal(nan, other_nan) and torch.equal(bits(a)[keep], bits(b)[keep])
+
+
+@dataclass
+class Guarded:
+    """A tensor inside a larger one whose other elements must neither be read nor written."""
+
+    tensor: Tensor
+    base: Tensor
+    before: Tensor
+
+    def untouched(self) -> bool:
+        """Whether the whole base has the bits it was made with."""
+        return torch.equal(bits(self.base), self.before)
+
+    def surroundings_untouched(self) -> bool:
+        """Whether everything around the tensor has the bits it was made with."""
+        now = bits(self.base)
+        around = torch.ones(self.base.shape, dtype=torch.bool)
+        torch.as_strided(around, self.tensor.shape, self.tensor.stride(), self.tensor.storage_offset()).fill_(
+            False
+        )
+        per = now.numel() // max(1, around.numel())
+        mask = around.repeat_interleave(per)
+        return torch.equal(now[mask], self.before[mask])
+
+
+def guarded(values: Tensor, device: torch.device, step: int = 1, fill: float = math.inf) -> Guarded:
+    """Put `values` on `device`, every `step`-th element of a base that else holds `fill`."""
+    base = torch.full((values.numel() * step + 2 * GUARD,), fill, dtype=values.dtype)
+    strides = [s * step for s in torch.empty(values.shape, device="meta").stride()]
+    torch.as_strided(base, values.shape, strides, GUARD).copy_(values)
+    there = base.to(device, copy=True)
+    view = torch.as_strided(there, values.shape, strides, GUARD)
+    return Guarded(view, there, bits(there))
+
+
+def random(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """Return normal values on the CPU."""
+    generator = torch.Generator().manual_seed(seed)
+    wide = torch.complex64 if dtype.is_complex else torch.float64
+    return torch.randn(shape, dtype=wide, generator=generator).to(dtype)
+
+
+def layouts(dtype: torch.dtype, device: torch.device) -> list[tuple[str, Tensor]]:
+    """Return tensors of every memory layout, with their names."""
+    plain = random((6, 10), dtype).to(device)
+    return [
+        ("contiguous", plain.clone()),
+        ("transposed", plain.clone().t()),
+        ("every second element", plain.clone().reshape(-1)[::2]),
+        ("a column", plain.clone()[:, 3]),
+        ("a view at an odd offset", plain.clone().reshape(-1)[3:18]),
+        ("three dimensions, permuted", plain.clone().reshape(3, 4, 5).permute(2, 0, 1)),
+        ("no dimensions", plain.clone()[2, 2].clone()),
+        ("one element", plain.clone().reshape(-1)[:1]),
+        ("no elements", torch.empty(0, dtype=dtype, device=device)),
+        ("no elements, two dimensions", torch.empty((3, 0), dtype=dtype, device=device)),
+    ]
+
+
+def versions(*tensors: Tensor) -> list[int]:
+    """Return the version counters."""
+    return [t._version for t in tensors]
+
+
+def scalar(value: float, device: torch.device, shape: tuple[int, ...] = ()) -> Tensor:
+    """Return one float32 element on `device`."""
+    return torch.full(shape, value, dtype=torch.float32).to(device)
+
+
+# Waiting for the device.
+
+_WAITS = {"_local_scalar_dense", "equal", "is_nonzero", "item", "masked_select", "nonzero"}
+_PYTHON_WAITS = {"__array__", "__bool__", "__float__", "__int__", "cpu", "item", "numpy", "tolist"}
+
+
+class _Dispatched(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in torch
+    def __init__(self, device: torch.device, seen: list[str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._device, self._seen = device, seen
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = func._schema.name.partition("::")[2]
+        result = func(*args, **(kwargs or {}))
+        if name in _WAITS or (name in ("_to_copy", "copy_") and self._leaves(args, result)):
+            self._seen.append(str(func))
+        return result
+
+    def _leaves(self, args: tuple[Any, ...], result: Any) -> bool:
+        devices = {a.device.type for a in args if isinstance(a, Tensor)}
+        return self._device.type in devices and result.device.type != self._device.type
+
+
+class _Called(TorchFunctionMode):
+    def __init__(self, seen: list[str]) -> None:
+        super().__init__()
+        self._seen = seen
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if getattr(func, "__name__", "") in _PYTHON_WAITS:
+            self._seen.append(f"Tensor.{func.__name__}")
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def waits(device: torch.device) -> Iterator[list[str]]:
+    """Collect what makes the host wait for `device`: reads of values, copies off it.
+
+    On CUDA torch's own sync debug mode is on as well, which sees kernels written in C++.
+    """
+    seen: list[str] = []
+    before = torch.cuda.get_sync_debug_mode() if device.type == "cuda" else 0
+    if device.type == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        with _Called(seen), _Dispatched(device, seen):
+            yield seen
+    finally:
+        if device.type == "cuda":
+            torch.cuda.set_sync_debug_mode(before)
+
+
+@contextmanager
+def device_work(device: torch.device) -> Iterator[list[str]]:
+    """Collect the ops that give a tensor on `device`."""
+    seen: list[str] = []
+
+    class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in torch
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            result = func(*args, **(kwargs or {}))
+            if isinstance(result, Tensor) and result.device.type == device.type:
+                seen.append(str(func))
+            return result
+
+    with Recorder():  # type: ignore[no-untyped-call]
+        yield seen

@@ -1,0 +1,245 @@
+"""What `autocast`, `custom_fwd` and `custom_bwd` do on the backend's device."""
+
+from __future__ import annotations
+
+import re
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from amp_core.autocast import autocast
+from amp_core.errors import PolicyError
+from amp_core.function import custom_bwd, custom_fwd
+from amp_core.policy import OpPolicy
+from amp_core.policy.op_policy import native_rules
+from amp_core.testing.fixtures import BackendFixtures
+
+
+class RegionConformance(BackendFixtures):
+    """Regions: dtypes, promotion, nesting, threads, exceptions, graphs."""
+
+    AREA = "regions"
+
+    def _region(self, **options: Any) -> autocast:
+        return autocast(self.device_type, **options)
+
+    def _ones(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.ones(4, 4, dtype=dtype, device=self.device)
+
+    def _policy(self) -> OpPolicy:
+        return self.backend.op_policy()
+
+    def test_region_computes_in_the_default_dtype(self) -> None:
+        """A region that names no dtype takes the backend's."""
+        with self._region():
+            result = self._ones() @ self._ones()
+        assert result.dtype is self.backend.default_dtype()
+        assert result.float().cpu().tolist() == [[4.0] * 4] * 4
+
+    def test_region_computes_in_each_supported_dtype(self) -> None:
+        """Matrix products in the dtype of the region, right on small whole numbers."""
+        for dtype in self.backend.supported_dtypes():
+            with self._region(dtype=dtype):
+                results = [
+                    self._ones() @ self._ones(),
+                    torch.nn.functional.linear(self._ones(), self._ones()),
+                ]
+            for result in results:
+                assert result.dtype is dtype
+                assert result.float().cpu().tolist() == [[4.0] * 4] * 4
+
+    def test_region_refuses_an_unsupported_dtype_as_the_backend_says(self) -> None:
+        """A warning and a disabled region, or an error; never another dtype."""
+        refusal = self.backend.autocast_refusal(torch.float64)
+        assert refusal is not None
+        if refusal.error:
+            with pytest.raises(RuntimeError):
+                self._region(dtype=torch.float64)
+            return
+        with pytest.warns(UserWarning, match=re.escape(refusal.message)), self._region(dtype=torch.float64):
+            assert (self._ones() @ self._ones()).dtype is torch.float32
+
+    def test_region_follows_the_rules_for_common_ops(self) -> None:
+        """What the policy says of an op is what comes out."""
+        calls = {
+            "aten::exp.default": lambda x: x.exp(),
+            "aten::log.default": lambda x: x.log(),
+            "aten::mm.default": lambda x: x.mm(x),
+            "aten::addmm.default": lambda x: torch.addmm(x, x, x),
+            "aten::bmm.default": lambda x: x[None].bmm(x[None]),
+            "aten::mse_loss.default": lambda x: torch.nn.functional.mse_loss(x, x),
+            "aten::pow.Tensor_Scalar": lambda x: x.pow(2),
+            "aten::softmax.int": lambda x: x.softmax(-1),
+            "aten::sum.default": lambda x: x.sum(),
+            "aten::relu.default": lambda x: x.relu(),
+        }
+        low = self.backend.default_dtype()
+        expected = {"lower_precision_fp": low, "fp32": torch.float32, "fp32_set_opt_dtype": torch.float32}
+        for dtype in (low, torch.float32):
+            for op, call in calls.items():
+                with self._region():
+                    result = call(self._ones(dtype))  # type: ignore[no-untyped-call]
+                rule = self._policy().rule(op)
+                assert result.dtype is expected.get(rule, dtype), f"{op} ({rule}) of {dtype}"
+
+    def test_region_promotes_mixed_arguments(self) -> None:
+        """Ops with a promotion rule take the widest of their arguments."""
+        low = self.backend.default_dtype()
+        for op, call in (("aten::cat.default", torch.cat), ("aten::stack.default", torch.stack)):
+            if self._policy().rule(op) in ("promote", "promote_types"):
+                for pair, expected in (((low, torch.float32), torch.float32), ((low, low), low)):
+                    with self._region():
+                        assert call([self._ones(d) for d in pair]).dtype is expected, f"{op} of {pair}"
+
+    def test_region_leaves_integers_and_float64_alone(self) -> None:
+        """Only 16- and 32-bit floats are cast."""
+        with self._region():
+            assert (self._ones(torch.int64) + 1).dtype is torch.int64
+            if self.supports_float64:
+                wide = self._ones(torch.float64)
+                assert (wide @ wide).dtype is torch.float64
+
+    def test_regions_nest_and_restore(self) -> None:
+        """An inner region, enabled or not, ends where it ends."""
+        low = self.backend.default_dtype()
+        with self._region():
+            with self._region(enabled=False):
+                assert (self._ones() @ self._ones()).dtype is torch.float32
+                with self._region():
+                    assert (self._ones() @ self._ones()).dtype is low
+                assert (self._ones() @ self._ones()).dtype is torch.float32
+            assert (self._ones() @ self._ones()).dtype is low
+        assert (self._ones() @ self._ones()).dtype is torch.float32
+
+    def test_region_ends_with_an_exception(self) -> None:
+        """What follows an error is not in the region."""
+        before = self._state()
+        with pytest.raises(KeyError), self._region():
+            raise KeyError("on purpose")
+        assert self._state() == before
+
+    def test_region_belongs_to_its_thread(self) -> None:
+        """Other threads start without it, and theirs end with them."""
+        seen: list[torch.dtype] = []
+
+        def other() -> None:
+            seen.append((self._ones() @ self._ones()).dtype)
+            with self._region():
+                seen.append((self._ones() @ self._ones()).dtype)
+
+        with self._region():
+            _run_thread(other)
+        assert seen == [torch.float32, self.backend.default_dtype()]
+        _run_thread(lambda: self._region().__enter__())
+        assert not torch.is_autocast_enabled(self.device_type)
+
+    def test_region_has_a_backward(self) -> None:
+        """Gradients have the dtype of the parameters, and are right."""
+        weight = self._ones().requires_grad_()
+        with self._region():
+            loss = (self._ones() @ weight).float().sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+        assert weight.grad is not None
+        assert weight.grad.dtype is torch.float32
+        assert weight.grad.cpu().tolist() == [[4.0] * 4] * 4
+
+    def test_region_as_a_decorator(self) -> None:
+        """The body is in the region, the caller is not."""
+
+        @self._region()
+        def product() -> torch.Tensor:
+            return self._ones() @ self._ones()
+
+        assert product().dtype is self.backend.default_dtype()
+        assert not torch.is_autocast_enabled(self.device_type)
+
+    def test_region_compiles(self) -> None:
+        """The traced program has the dtypes of the eager one."""
+        self.requires("supports_compile")
+
+        region = self._region()
+
+        def run(x: torch.Tensor) -> torch.Tensor:
+            with region:
+                return x @ x
+
+        torch.compiler.reset()
+        compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+        assert compiled(self._ones()).dtype is self.backend.default_dtype()
+
+    def test_region_exports(self) -> None:
+        """An exported program keeps the region, or a policy that it cannot keep is refused."""
+        self.requires("supports_export")
+        device_type = self.device_type
+
+        class Product(torch.nn.Module):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                with autocast(device_type):
+                    return x @ x
+
+        if OpPolicy.default(self.device_type) != self._policy() or not native_rules(self.device_type):
+            with pytest.raises(PolicyError):
+                torch.export.export(Product(), (self._ones(),))
+            return
+        program = torch.export.export(Product(), (self._ones(),))
+        assert program.module()(self._ones()).dtype is self.backend.default_dtype()
+
+    def _state(self) -> tuple[bool, torch.dtype, bool]:
+        return (
+            torch.is_autocast_enabled(self.device_type),
+            torch.get_autocast_dtype(self.device_type),
+            torch.is_autocast_cache_enabled(),
+        )
+
+
+class FunctionConformance(BackendFixtures):
+    """Autograd functions with `custom_fwd` and `custom_bwd`."""
+
+    AREA = "functions"
+
+    def _product(self, cast_inputs: torch.dtype | None) -> tuple[Any, list[torch.dtype]]:
+        seen: list[torch.dtype] = []
+
+        class Product(torch.autograd.Function):
+            @staticmethod
+            @custom_fwd(device_type=self.device_type, cast_inputs=cast_inputs)
+            def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+                ctx.save_for_backward(a, b)
+                seen.append((a @ b).dtype)
+                return a @ b
+
+            @staticmethod
+            @custom_bwd(device_type=self.device_type)
+            def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+                a, b = ctx.saved_tensors
+                seen.append((a.float() @ b.float()).dtype)
+                return grad @ b.t().to(grad.dtype), a.t().to(grad.dtype) @ grad
+
+        return Product.apply, seen
+
+    def _run(self, cast_inputs: torch.dtype | None) -> list[torch.dtype]:
+        apply, seen = self._product(cast_inputs)
+        x = torch.ones(3, 3, device=self.device, requires_grad=True)
+        with autocast(self.device_type):
+            result = apply(x, torch.ones(3, 3, device=self.device))
+        result.float().sum().backward()
+        assert x.grad is not None
+        assert x.grad.cpu().tolist() == [[3.0] * 3] * 3
+        return seen
+
+    def test_custom_fwd_casts_its_inputs_and_ends_the_region(self) -> None:
+        """``cast_inputs=float32``: forward and backward run in float32, without autocast."""
+        assert self._run(torch.float32) == [torch.float32, torch.float32]
+
+    def test_custom_bwd_runs_as_the_forward_did(self) -> None:
+        """Without ``cast_inputs`` both run under autocast."""
+        low = self.backend.default_dtype()
+        assert self._run(None) == [low, low]
+
+
+def _run_thread(target: Any) -> None:
+    thread = threading.Thread(target=target)
+    thread.start()
+    thread.join()

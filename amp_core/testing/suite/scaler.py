@@ -1,0 +1,133 @@
+"""What `GradScaler` does with the backend's kernels."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from amp_core.grad_scaler import GradScaler
+from amp_core.state import ScaleState, Schedule, next_scale
+from amp_core.testing.fixtures import BackendFixtures
+
+
+class ScalerConformance(BackendFixtures):
+    """The scaler's stages, its scale and its skipped steps, over several optimizers."""
+
+    AREA = "scaler"
+
+    def _scaler(self, **options: float) -> GradScaler:
+        settings = {"init_scale": 8.0, "growth_interval": 3, **options}
+        return GradScaler(self.device_type, **settings)  # type: ignore[arg-type]
+
+    def _parameter(self, n: int = 3) -> tuple[torch.Tensor, torch.optim.Optimizer]:
+        weight = torch.nn.Parameter(torch.ones(n, device=self.device))
+        return weight, torch.optim.SGD([weight], lr=1.0)
+
+    def _backward(self, scaler: GradScaler, weight: torch.Tensor, value: float) -> None:
+        weight.grad = None
+        scaler.scale((weight * value).sum()).backward()
+
+    def test_scaler_steps_with_unscaled_gradients(self) -> None:
+        """The weight moves by the true gradient, whatever the scale."""
+        scaler = self._scaler()
+        weight, optimizer = self._parameter()
+        self._backward(scaler, weight, 0.25)
+        scaler.step(optimizer)
+        scaler.update()
+        assert weight.detach().cpu().tolist() == [0.75] * 3
+
+    def test_scaler_skips_a_step_with_inf_or_nan(self) -> None:
+        """The weight stays, the scale backs off."""
+        for bad in (math.inf, -math.inf, math.nan):
+            scaler = self._scaler()
+            weight, optimizer = self._parameter()
+            self._backward(scaler, weight, bad)
+            scaler.step(optimizer)
+            scaler.update()
+            assert weight.detach().cpu().tolist() == [1.0] * 3, f"stepped with {bad}"
+            assert scaler.get_scale() == 4.0
+
+    def test_scaler_finds_one_bad_element_in_any_place(self) -> None:
+        """One of 35 elements decides."""
+        for position in range(35):
+            scaler = self._scaler()
+            weight, optimizer = self._parameter(35)
+            self._backward(scaler, weight, 1.0)
+            assert weight.grad is not None
+            weight.grad[position] = math.inf
+            scaler.step(optimizer)
+            scaler.update()
+            assert scaler.get_scale() == 4.0, f"missed the inf at {position}"
+
+    def test_scaler_follows_the_state_machine(self) -> None:
+        """A long history of finite and skipped steps gives the scale of `next_scale`."""
+        scaler = self._scaler()
+        weight, optimizer = self._parameter()
+        state, schedule = ScaleState(8.0), Schedule(growth_interval=3)
+        for bad in (0, 0, 0, 1, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0):
+            self._backward(scaler, weight, math.inf if bad else 0.0)
+            scaler.step(optimizer)
+            scaler.update()
+            state = next_scale(state, bool(bad), schedule)
+            assert scaler.get_scale() == state.scale
+
+    def test_scaler_decides_per_optimizer(self) -> None:
+        """One skips, the other steps; the shared scale backs off once."""
+        for bad_one in (0, 1):
+            scaler = self._scaler()
+            pairs = [self._parameter(), self._parameter()]
+            for index, (weight, _) in enumerate(pairs):
+                self._backward(scaler, weight, math.inf if index == bad_one else 0.5)
+            for _, optimizer in pairs:
+                scaler.step(optimizer)
+            scaler.update()
+            assert [p.detach().cpu()[0].item() for p, _ in pairs] == [
+                1.0 if index == bad_one else 0.5 for index in (0, 1)
+            ]
+            assert scaler.get_scale() == 4.0
+
+    def test_scaler_unscales_once(self) -> None:
+        """`unscale_` shows the true gradient; `step` does not divide again; the stages are enforced."""
+        scaler = self._scaler()
+        weight, optimizer = self._parameter()
+        self._backward(scaler, weight, 0.5)
+        scaler.unscale_(optimizer)
+        assert weight.grad is not None
+        assert weight.grad.cpu().tolist() == [0.5] * 3
+        with pytest.raises(RuntimeError, match="already been called"):
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        with pytest.raises(RuntimeError, match="already been called"):
+            scaler.step(optimizer)
+        scaler.update()
+        assert weight.detach().cpu().tolist() == [0.5] * 3
+
+    def test_scaler_clips_by_the_true_norm(self) -> None:
+        """The norm is that of the unscaled gradients, and the step is clipped to it."""
+        scaler = self._scaler()
+        weight, optimizer = self._parameter(4)
+        self._backward(scaler, weight, 2.0)
+        norm = scaler.clip_grad_norm_(optimizer, 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        assert float(norm) == pytest.approx(4.0)
+        assert weight.detach().cpu().tolist() == pytest.approx([0.5] * 4, abs=1e-4)
+
+    def test_scaler_state_survives_a_checkpoint(self) -> None:
+        """Scale and tracker are plain numbers that another scaler continues from."""
+        scaler = self._scaler()
+        weight, optimizer = self._parameter()
+        for _ in range(2):
+            self._backward(scaler, weight, 0.0)
+            scaler.step(optimizer)
+            scaler.update()
+        state = scaler.state_dict()
+        assert (state["scale"], state["_growth_tracker"]) == (8.0, 2)
+        other = self._scaler(init_scale=1.0)
+        other.load_state_dict(state)
+        self._backward(other, weight, 0.0)
+        other.step(optimizer)
+        other.update()
+        assert other.get_scale() == 16.0

@@ -1,0 +1,119 @@
+"""What a maker of a device sees of the kit: reports, known failures, capabilities, the command."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+
+import pytest
+
+from amp_core.cli import main
+from amp_core.kernels import Portable
+from amp_core.testing import BackendFixtures, Loopback, check
+
+
+class Wrong(Portable):
+    def update_scale_(self, state, found_inf, schedule):
+        pass
+
+
+def test_the_command_checks_the_cpu_and_writes_every_report(tmp_path, capsys):
+    """A vendor's report could be missing or could say something else than the exit code."""
+    junit, page = tmp_path / "r.xml", tmp_path / "r.md"
+    args = ["check", "cpu", "--area", "update", "--area", "dtypes", "--json"]
+    assert main([*args, "--junit", str(junit), "--markdown", str(page)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["ok"]
+    assert {r["area"] for r in found["results"]} == {"update", "dtypes"}
+    assert {"torch", "amp-core", "python"} <= set(found["versions"])
+    assert len(ET.parse(junit).findall(".//testcase")) == len(found["results"])
+    assert "| update | 6 | 0 | 0 | 0 |" in page.read_text()
+
+
+def test_the_command_shows_a_table_and_fails_with_the_kit(capsys):
+    """The exit code and the name of the failing check are what CI and its reader see."""
+    from amp_core.testing.fixtures import serving
+
+    with serving(Loopback(kernels=Wrong())):
+        assert main(["check", "cpu", "--area", "update"]) == 1
+    out = capsys.readouterr().out
+    assert "failed update_follows_the_schedule_through_long_histories" in out
+    assert "does not pass" in out
+
+
+@pytest.mark.parametrize(
+    ("args", "text"),
+    [
+        (["nosuch"], "No backend serves"),
+        (["cpu", "--area", "nosuch"], "unknown areas"),
+        (["xpu"], "cannot be"),
+    ],
+)
+def test_the_command_explains_what_it_cannot_check(args, text, capsys):
+    """A traceback, or a green run of nothing, would be the answer to a mistyped name."""
+    assert main(["check", *args]) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_a_known_failure_is_excused_by_name_and_only_while_it_fails():
+    """A mended fault would stay on the list of known ones."""
+
+    class Excused(BackendFixtures):
+        known_failures = {"update_never_grows_past_float32": "the driver does this"}  # noqa: RUF012
+
+    only = "update_never_grows_past_float32"
+    assert check(Loopback(), keyword=only, fixtures=Excused).failed == [only]
+
+    class AlsoWrong(Portable):
+        def update_scale_(self, state, found_inf, schedule):
+            state.growth_tracker.fill_(7)
+
+    report = check(Loopback(kernels=AlsoWrong()), keyword=only, fixtures=Excused)
+    assert [(r.outcome, r.message) for r in report.results] == [("known", "the driver does this")]
+
+
+def test_a_known_failure_that_no_check_has_is_an_error():
+    """A mistyped name would excuse nothing."""
+
+    class Mistyped(BackendFixtures):
+        known_failures = {"update_nosuch": "?"}  # noqa: RUF012
+
+    report = check(Loopback(), areas=["availability"], fixtures=Mistyped)
+    assert report.failed == ["known_failures_name_checks_that_exist"]
+
+
+def test_the_kit_puts_the_installed_backend_back():
+    """Checking a backend would leave it in charge of the device."""
+    from amp_core.plugin import get_backend
+
+    before = get_backend("cpu")
+    check(Loopback(), areas=["update"])
+    assert get_backend("cpu") is before
+
+
+def test_a_failure_shows_values(tmp_path):
+    """A third party's run would show a bare AssertionError."""
+    (tmp_path / "conftest.py").write_text(
+        'import pytest\npytest.register_assert_rewrite("amp_core.testing")\n'
+    )
+    (tmp_path / "test_it.py").write_text(
+        "from amp_core.testing import BackendConformance, Loopback\n"
+        "class Wrong(Loopback):\n    def supported_dtypes(self):\n        return ()\n"
+        "class TestIt(BackendConformance):\n    device_type = 'cpu'\n    backend = Wrong()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "default_dtype_is_supported"],
+        cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "assert torch.bfloat16 in ()" in done.stdout, done.stdout
+
+
+@pytest.mark.slow
+def test_the_whole_command_passes_for_the_cpu(capsys):
+    """The first thing that anybody runs."""
+    assert main(["check", "cpu"]) == 0
+    assert "passes" in capsys.readouterr().out
