@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from importlib import metadata
 from types import ModuleType
 from typing import NamedTuple
@@ -30,6 +31,10 @@ class Candidate(NamedTuple):
             )
         return module
 
+    def is_built_in(self, built_in: Mapping[str, str]) -> bool:
+        """Whether this is our own declaration of a backend that the manager knows anyway."""
+        return built_in.get(self.device_type) == self.entry_point.value
+
     def owner(self, module: ModuleType | None = None) -> Owner:
         """Say who brings this plugin."""
         path = os.path.dirname(getattr(module, "__file__", None) or "")
@@ -46,6 +51,14 @@ def candidates() -> list[Candidate]:
         for ep in metadata.entry_points(group=ENTRY_POINT_GROUP)
     }
     return sorted(found.values(), key=lambda c: (c.device_type, c.distribution, c.entry_point.value))
+
+
+def own_version() -> str:
+    """Return the version of amp-core, empty where its metadata is lost: that must not stop a backend."""
+    try:
+        return metadata.version("amp-core")
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 def _distribution(ep: metadata.EntryPoint) -> tuple[str, str]:

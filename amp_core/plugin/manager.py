@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import os
 import threading
 import warnings
 from collections.abc import Mapping
@@ -20,7 +21,7 @@ from amp_core.errors import (
     PluginWarning,
 )
 from amp_core.plugin import spec
-from amp_core.plugin.entry_points import ENTRY_POINT_GROUP, Candidate, candidates
+from amp_core.plugin.entry_points import ENTRY_POINT_GROUP, Candidate, candidates, own_version
 from amp_core.plugin.generic import TorchBackend
 from amp_core.plugin.interface import Backend
 from amp_core.plugin.registry import Owner, Registry
@@ -98,9 +99,7 @@ class Manager:
         if device_type in BUILT_IN:
             self._load_built_in(device_type)
         elif _env.plugin_autoload():
-            for candidate in candidates():
-                if candidate.device_type == device_type:
-                    self._load(candidate)
+            self._load_all([c for c in candidates() if c.device_type == device_type])
         held = self.registry.get(device_type)
         if held is not None:
             return held[0]
@@ -124,9 +123,19 @@ class Manager:
             module = importlib.import_module(BUILT_IN[device_type])
             self._register(module, _first_party(device_type, module))
 
+    def _load_all(self, found: list[Candidate]) -> None:
+        disabled = _env.disabled_backends()
+        if found:
+            for device_type in BUILT_IN:  # first, so that no plugin can take their place
+                if device_type not in disabled:
+                    self._load_built_in(device_type)
+        for candidate in found:
+            if candidate.device_type not in disabled and not candidate.is_built_in(BUILT_IN):
+                self._load(candidate)
+
     def _load(self, candidate: Candidate) -> None:
         key = f"{candidate.device_type}={candidate.entry_point.value}"
-        if key in self._tried or candidate.device_type in BUILT_IN:
+        if key in self._tried:
             return
         self._tried.add(key)
         stage, module = "import", None
@@ -135,11 +144,21 @@ class Manager:
             module = candidate.load()
             stage = "register"
             self._register(module, candidate.owner(module))
+            self._pluggy.check_pending()
+            self._check_added(candidate, before)
         except Exception as error:
             self.registry.restore(before)
             if module is not None and self._pluggy.is_registered(module):
                 self._pluggy.unregister(module)
             self._report(Failure(candidate.owner(), stage, error))
+
+    def _check_added(self, candidate: Candidate, before: Mapping[str, object]) -> None:
+        if len(self.registry.snapshot()) == len(before):
+            raise BackendLoadError(
+                f"its hooks registered no backend; {candidate.entry_point.value} must have a function "
+                f"amp_register_backends(registry), marked with amp_core.plugin.hookimpl, that calls "
+                f"registry.add()"
+            )
 
     def _register(self, module: ModuleType, owner: Owner) -> None:
         self.registry.claim(owner)
@@ -167,9 +186,8 @@ class Manager:
             for device_type in BUILT_IN:
                 if device_type not in disabled:
                     self._load_built_in(device_type)
-            for candidate in candidates() if _env.plugin_autoload() else []:
-                if candidate.device_type not in disabled:
-                    self._load(candidate)
+            if _env.plugin_autoload():
+                self._load_all(candidates())
 
     def status(self) -> dict[str, BackendStatus]:
         """Describe every device type that is built in, declared, or known to torch."""
@@ -206,10 +224,7 @@ class Manager:
 
 
 def _first_party(device_type: str, module: ModuleType) -> Owner:
-    from importlib.metadata import version
-
-    path = module.__file__ or ""
-    return Owner(device_type, "amp-core", version("amp-core"), path.rpartition("/")[0])
+    return Owner(device_type, "amp-core", own_version(), os.path.dirname(module.__file__ or ""))
 
 
 def _status(backend: Backend, owner: Owner) -> BackendStatus:

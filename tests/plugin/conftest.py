@@ -1,0 +1,125 @@
+"""A virtual environment with good and broken plugin packages, really built and installed by pip."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import textwrap
+import venv
+from pathlib import Path
+from typing import Any, Protocol
+
+import pytest
+
+GOOD = """
+import torch
+from amp_core.plugin import Availability, Backend, hookimpl
+
+class GoodBackend(Backend):
+    device_type = "{device}"
+    api_version = 1
+    def availability(self):
+        return Availability(True, "always there")
+    def default_dtype(self):
+        return torch.bfloat16
+    def supported_dtypes(self):
+        return (torch.bfloat16,)
+
+@hookimpl
+def amp_register_backends(registry):
+    registry.add(GoodBackend())
+"""
+
+BROKEN = {
+    "missing": "import a_library_that_nobody_has",
+    "syntax": "def broken(:",
+    "raising": "raise OSError('libfoo.so: cannot open shared object file')",
+    "version": GOOD.format(device="version").replace("api_version = 1", "api_version = 99"),
+    "unversioned": GOOD.format(device="unversioned").replace("api_version = 1", ""),
+    "aclass": GOOD.format(device="aclass").replace("GoodBackend())", "GoodBackend)"),
+    "greedy": GOOD.format(device="cpu"),
+    "argument": GOOD.format(device="argument").replace("(registry)", "(registry, config)"),
+    "misspelt": GOOD.format(device="misspelt").replace("amp_register_backends", "amp_register_backend"),
+    "halfway": GOOD.format(device="halfway") + "    raise RuntimeError('half done')\n",
+    "silent": "",
+    "nameless": GOOD.format(device=""),
+    "abstract": GOOD.format(device="abstract").replace("def default_dtype", "def default_type"),
+    "twin": GOOD.format(device="good"),
+}
+
+
+def write_package(root: Path, name: str, source: str) -> Path:
+    """Write a distribution whose entry point `name` is a module with `source`."""
+    folder = root / name
+    package = folder / f"amp_backend_{name}"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "hooks.py").write_text(source)
+    (folder / "pyproject.toml").write_text(
+        textwrap.dedent(f"""
+        [build-system]
+        requires = ["setuptools"]
+        build-backend = "setuptools.build_meta"
+        [project]
+        name = "amp-backend-{name}"
+        version = "3.1"
+        [project.entry-points."amp_core.backends"]
+        {name} = "amp_backend_{name}.hooks"
+        [tool.setuptools]
+        packages = ["amp_backend_{name}"]
+        """)
+    )
+    return folder
+
+
+class Run(Protocol):
+    def __call__(self, code: str, **environment: str) -> Any: ...
+
+
+@pytest.fixture(scope="session")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Return a function that runs code in the environment and gives back the JSON that it prints."""
+    root = tmp_path_factory.mktemp("plugins")
+    venv.create(root / "env", with_pip=False)
+    scripts = root / "env" / ("Scripts" if os.name == "nt" else "bin")
+    site = Path(sysconfig.get_path("purelib", vars={"base": str(root / "env")}))
+    # addsitedir, so that an editable amp-core is found as well
+    (site / "shared.pth").write_text(f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n")
+    packages = [write_package(root / "src", "good", GOOD.format(device="good"))]
+    packages += [write_package(root / "src", name, source) for name, source in BROKEN.items()]
+    python = str(scripts / "python")
+    subprocess.run(
+        [python, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--no-build-isolation", *packages],
+        check=True,
+        capture_output=True,
+    )
+
+    def run(code: str, **environment: str) -> Any:
+        clean = {k: v for k, v in os.environ.items() if not k.startswith(("AMP_", "PYTHON"))}
+        done = subprocess.run(
+            [python, "-c", textwrap.dedent(code)],
+            env={**clean, **environment},
+            capture_output=True,
+            text=True,
+            cwd=root,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout.splitlines()[-1])
+
+    return run
+
+
+@pytest.fixture
+def broken() -> list[str]:
+    """The names of the broken plugins."""
+    return sorted(BROKEN)
+
+
+@pytest.fixture(scope="session")
+def interpreter() -> str:
+    """The interpreter that runs the tests."""
+    return sys.executable

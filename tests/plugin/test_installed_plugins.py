@@ -1,0 +1,181 @@
+"""Plugin packages, good and broken, installed by pip and loaded in a process of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+LIST = """
+import json, warnings
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    import amp_core
+    status = amp_core.backends()
+print(json.dumps({
+    "status": {name: [s.status, s.reason, s.distribution, s.version] for name, s in status.items()},
+    "warnings": [[w.category.__name__, str(w.message)] for w in caught],
+}))
+"""
+
+
+@pytest.fixture(scope="module")
+def listed(run: Any) -> Any:
+    """What a process sees that lists all backends."""
+    return run(LIST)
+
+
+def test_the_good_one_works_among_the_broken(listed: Any) -> None:
+    """One broken plugin stops another, or our own backends, from loading."""
+    assert listed["status"]["good"] == ["available", "always there", "amp-backend-good", "3.1"]
+    assert listed["status"]["cpu"][0] == "available"
+    assert listed["status"]["cpu"][2] == "amp-core"
+
+
+def test_each_broken_one_is_named_once(listed: Any, broken: list[str]) -> None:
+    """A broken plugin is left out in silence, or the message does not say whose fault it is."""
+    assert {category for category, _ in listed["warnings"]} == {"PluginWarning"}
+    texts = [text for _, text in listed["warnings"]]
+    assert len(texts) == len(broken)
+    for name in broken:
+        (text,) = [
+            t for t in texts if t.startswith(f"plugin {name!r} (amp-backend-{name} 3.1) failed at stage")
+        ]
+        assert f"AMP_DISABLE_BACKENDS={name}" in text
+        assert "AMP_STRICT_PLUGINS=1" in text
+        if name != "twin":
+            assert listed["status"][name][0] == "failed"
+
+
+@pytest.mark.parametrize(
+    ("name", "stage", "cause"),
+    [
+        ("missing", "import", "ModuleNotFoundError: No module named 'a_library_that_nobody_has'"),
+        ("syntax", "import", "SyntaxError"),
+        ("raising", "import", "OSError: libfoo.so"),
+        ("version", "register", "implements backend API 99; this amp_core speaks 1"),
+        ("unversioned", "register", "implements backend API None"),
+        ("aclass", "register", "class GoodBackend; instantiate it"),
+        ("greedy", "register", "wants to serve device type 'cpu', which plugin 'cpu' (amp-core"),
+        ("argument", "register", "config"),
+        ("misspelt", "register", "amp_register_backend"),
+        ("halfway", "register", "RuntimeError: half done"),
+        ("silent", "register", "registered no backend"),
+        ("nameless", "register", "must set device_type"),
+        ("abstract", "register", "default_dtype"),
+        ("twin", "register", "which plugin 'good' (amp-backend-good 3.1) already serves"),
+    ],
+)
+def test_stage_and_cause(listed: Any, name: str, stage: str, cause: str) -> None:
+    """The message for a kind of fault does not say where it happened or what it was."""
+    (text,) = [text for _, text in listed["warnings"] if text.startswith(f"plugin {name!r}")]
+    assert f"failed at stage {stage!r}" in text
+    assert cause in text
+
+
+def test_half_a_registration_is_undone(run: Any) -> None:
+    """A plugin that raises after adding a backend leaves it behind."""
+    code = """
+    import json, warnings, amp_core
+    warnings.simplefilter("ignore")
+    try:
+        amp_core.get_backend("halfway")
+    except amp_core.BackendLoadError as error:
+        print(json.dumps([str(error), repr(error.__cause__)]))
+    """
+    text, cause = run(code)
+    assert text.startswith("The backend for 'halfway' is installed but failed to load: plugin 'halfway'")
+    assert cause == "RuntimeError('half done')"
+
+
+def test_nothing_of_others_is_imported_for_the_cpu(run: Any) -> None:
+    """Using the CPU imports a third party's code."""
+    code = """
+    import json, sys, amp_core, torch
+    with amp_core.autocast("cpu"):
+        pass
+    print(json.dumps([m for m in sys.modules if m.startswith("amp_backend_")]))
+    """
+    assert set(run(code)) <= {"amp_backend_cpu", "amp_backend_cpu.hooks", "amp_backend_cpu.backend"} | {
+        m for m in run(code) if m.startswith("amp_backend_cpu.")
+    }
+
+
+def test_one_plugin_is_loaded_on_demand(run: Any) -> None:
+    """Asking for one plugin's device imports the others."""
+    code = """
+    import json, sys, amp_core
+    backend = amp_core.get_backend("good")
+    names = sorted({m.split(".")[0] for m in sys.modules if m.startswith("amp_backend_")})
+    print(json.dumps([type(backend).__name__, names]))
+    """
+    name, modules = run(code)
+    assert name == "GoodBackend"
+    assert set(modules) == {"amp_backend_cpu", "amp_backend_cuda", "amp_backend_xpu", "amp_backend_good"}
+
+
+def test_disabled_and_not_autoloaded(run: Any, broken: list[str]) -> None:
+    """The switches that keep plugins from loading do not."""
+    quiet = run(LIST, AMP_DISABLE_BACKENDS=",".join([*broken, "", " xpu"]))
+    assert quiet["warnings"] == []
+    assert quiet["status"]["good"][0] == "available"
+    assert quiet["status"]["xpu"][:2] == ["disabled", "AMP_DISABLE_BACKENDS names it"]
+    alone = run(LIST, AMP_PLUGIN_AUTOLOAD="0")
+    assert alone["warnings"] == []
+    assert "good" not in alone["status"]
+    assert alone["status"]["cpu"][0] == "available"
+
+
+def test_strict(run: Any) -> None:
+    """AMP_STRICT_PLUGINS=1 does not raise, so that a plugin's CI stays green."""
+    code = """
+    import json, amp_core
+    try:
+        amp_core.get_backend("raising")
+    except amp_core.BackendLoadError as error:
+        print(json.dumps([str(error), type(error.__cause__).__name__]))
+    """
+    text, cause = run(code, AMP_STRICT_PLUGINS="1")
+    assert "plugin 'raising' (amp-backend-raising 3.1) failed at stage 'import'" in text
+    assert cause == "OSError"
+
+
+def test_a_switch_that_is_neither_on_nor_off(run: Any) -> None:
+    """A misspelt switch is taken for off."""
+    code = """
+    import json, amp_core
+    try:
+        amp_core.backends()
+    except ValueError as error:
+        print(json.dumps(str(error)))
+    """
+    assert "AMP_PLUGIN_AUTOLOAD='maybe' is not a switch; use one of" in run(code, AMP_PLUGIN_AUTOLOAD="maybe")
+
+
+def test_many_threads_ask_at_once(run: Any) -> None:
+    """A plugin is loaded twice, or half loaded, when threads race for it."""
+    code = """
+    import json, threading, amp_core
+    got, start = [], threading.Barrier(8)
+    def ask():
+        start.wait()
+        got.append(amp_core.get_backend("good"))
+    threads = [threading.Thread(target=ask) for _ in range(8)]
+    for t in threads: t.start()
+    for t in threads: t.join()
+    print(json.dumps([len(got), len(set(map(id, got)))]))
+    """
+    assert run(code) == [8, 1]
+
+
+def test_stale_metadata_cannot_lose_the_cpu(run: Any) -> None:
+    """Where amp-core's metadata is lost, its own backends are too."""
+    code = """
+    import importlib.metadata as metadata, json
+    def lost(name): raise metadata.PackageNotFoundError(name)
+    metadata.version = lost
+    metadata.entry_points = lambda **_: ()
+    import amp_core
+    print(json.dumps(amp_core.get_backend("cpu").availability().usable))
+    """
+    assert run(code) is True

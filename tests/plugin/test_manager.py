@@ -1,0 +1,85 @@
+"""Getting, listing and replacing backends in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import amp_core
+from amp_core.plugin import Availability, Backend, Registry, manager, replace_backend
+
+
+class Npu(Backend):
+    """Another backend for a device type of torch's."""
+
+    device_type = "hpu"
+    api_version = 1
+
+    def availability(self) -> Availability:
+        return Availability(False, "no card in the slot")
+
+    def default_dtype(self) -> torch.dtype:
+        return torch.bfloat16
+
+    def supported_dtypes(self) -> tuple[torch.dtype, ...]:
+        return (torch.bfloat16,)
+
+
+@pytest.fixture
+def replaced() -> Iterator[Backend]:
+    """Serve hpu with another backend for one test."""
+    backend = Npu()
+    replace_backend(backend)
+    yield backend
+    manager.manager().registry.restore(
+        {k: v for k, v in manager.manager().registry.snapshot().items() if k != "hpu"}
+    )
+
+
+def test_replacing_a_backend(replaced: Backend) -> None:
+    """A backend cannot be put in the place of another on purpose."""
+    assert amp_core.get_backend("hpu") is replaced
+    assert amp_core.backends()["hpu"].reason == "no card in the slot"
+    with pytest.warns(UserWarning, match="In HPU autocast, but the target dtype is not supported"):
+        amp_core.autocast("hpu", dtype=torch.float16)
+
+
+def test_backends_is_read_only() -> None:
+    """A caller can change what others see."""
+    with pytest.raises(TypeError):
+        amp_core.backends()["cpu"] = None  # type: ignore[index]
+
+
+def test_unknown_devices_get_near_names() -> None:
+    """The error for a misspelt device offers nothing."""
+    for name, near in (("gpu", "cuda"), ("cuad", "cuda"), ("rocm", "cuda"), ("CPU", "cpu")):
+        with pytest.raises(amp_core.BackendNotFoundError, match=f"Did you mean '{near}'"):
+            amp_core.get_backend(name)
+    with pytest.raises(amp_core.BackendNotFoundError, match="To add a device, install a package"):
+        amp_core.get_backend("meta")
+
+
+def test_a_disabled_backend_says_by_what(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error for a disabled device sends its user looking for a package."""
+    monkeypatch.setenv("AMP_DISABLE_BACKENDS", "some_npu")
+    with pytest.raises(amp_core.BackendDisabledError, match="switched off by AMP_DISABLE_BACKENDS=some_npu"):
+        amp_core.get_backend("some_npu")
+
+
+def test_two_owners() -> None:
+    """The second plugin for a device replaces the first in silence."""
+    registry = Registry()
+    registry.add(Npu())
+    with pytest.raises(amp_core.BackendConflictError, match="wants to serve device type 'hpu', which"):
+        registry.add(Npu())
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "xpu", "mps", "mtia", "hpu", "maia", "xla"])
+def test_dtypes_agree_with_torch(device: str) -> None:
+    """A default dtype differs from torch's for the device."""
+    backend = amp_core.get_backend(device)
+    assert backend.default_dtype() is torch.get_autocast_dtype(device)
+    assert backend.default_dtype() in backend.supported_dtypes()
+    assert backend.availability().reason

@@ -1,0 +1,106 @@
+"""What is true of the package as a whole: imports, contents, where private names stand."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+import subprocess
+import sys
+from importlib.metadata import distribution
+from pathlib import Path
+
+import pytest
+
+ROOTS = ["amp_backend_cpu", "amp_backend_cuda", "amp_backend_xpu", "amp_compat", "amp_core"]
+
+
+def run(code: str) -> object:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_import_is_quick_and_loads_no_backend() -> None:
+    """`import amp_core` costs more than 30 ms over torch, or imports a backend or a plugin."""
+    code = """
+import json, sys, time, torch
+before = set(sys.modules)
+start = time.perf_counter()
+import amp_core
+took = time.perf_counter() - start
+new = {m.split(".")[0] for m in set(sys.modules) - before}
+print(json.dumps([took, sorted(new)]))
+"""
+    results = [run(code) for _ in range(5)]
+    assert min(took for took, _ in results) < 0.03  # the least disturbed run
+    assert set(results[0][1]) <= {"amp_core", "pluggy", "importlib_metadata", "typing_extensions"} | set(
+        sys.stdlib_module_names
+    )
+
+
+def sources() -> list[Path]:
+    found = []
+    for root in ROOTS:
+        folder = Path(importlib.import_module(root).__file__ or "").parent
+        found += sorted(folder.rglob("*.py"))
+    return found
+
+
+def private_torch_names(tree: ast.AST) -> list[str]:
+    """Return the dotted names below `torch` that have a private part."""
+    found = []
+    for node in ast.walk(tree):
+        name = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
+        if isinstance(node, ast.ImportFrom) and node.level == 0:
+            name = ".".join([node.module or "", *(a.name for a in node.names)])
+        parts = name.split(".")
+        dunder = [p for p in parts if p.startswith("_") and not p.startswith("__")]
+        if parts[0] == "torch" and dunder:
+            found.append(name)
+    return found
+
+
+def test_private_names_of_torch_stand_in_one_place() -> None:
+    """A private torch name is used where nobody will look for it when torch changes."""
+    offenders = {}
+    for path in sources():
+        if not path.name.startswith("_torch"):
+            names = private_torch_names(ast.parse(path.read_text()))
+            if names:
+                offenders[str(path)] = names
+    assert offenders == {}
+
+
+def test_the_core_imports_no_backend_and_no_shim() -> None:
+    """amp_core depends on one of the packages that depend on it."""
+    for path in sources():
+        if "amp_core" not in path.parts:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                assert not (node.module or "").startswith(("amp_backend_", "amp_compat")), path
+            if isinstance(node, ast.Import):
+                assert not any(a.name.startswith(("amp_backend_", "amp_compat")) for a in node.names), path
+
+
+def test_the_wheel_holds_exactly_our_roots() -> None:
+    """The wheel installs a folder that is not ours to install, or lacks one."""
+    files = distribution("amp-core").files or []
+    tops = {f.parts[0] for f in files if not f.parts[0].startswith("..")}
+    tops = {t for t in tops if not t.endswith((".dist-info", "__pycache__"))}
+    if any(t.startswith("__editable__") for t in tops):
+        pytest.skip("amp-core is installed in editable mode; tox runs this against the wheel")
+    assert tops == set(ROOTS)
+    for root in ROOTS:
+        assert any(f.as_posix() == f"{root}/py.typed" for f in files)
+
+
+def test_own_errors_show_the_public_name() -> None:
+    """A traceback shows a module that users do not import from."""
+    import amp_core
+    from amp_core import errors
+
+    for name, value in vars(errors).items():
+        if isinstance(value, type) and issubclass(value, (errors.AmpError, errors.AmpWarning)):
+            assert value.__module__ == "amp_core"
+            assert getattr(amp_core, name) is value
