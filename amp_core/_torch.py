@@ -148,3 +148,10 @@ def unscale_and_check(
     they need a collective of our own.
     """
     torch._amp_foreach_non_finite_check_and_unscale_(list(grads), found_inf, inv_scale)
+
+
+# For: multiplying many gradients in one call. If it goes: one call a gradient.
+foreach_mul_ = torch._foreach_mul_
+
+# For: casting what a module is given and returns. If it goes: `amp_core.containers` serves, less widely.
+tree_map_only = torch.utils._pytree.tree_map_only

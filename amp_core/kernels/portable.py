@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from amp_core import _torch
 from amp_core.kernels.interface import Kernels, Measurement, ScaleTensors
 from amp_core.state import Hysteresis, Schedule
 
@@ -91,7 +92,7 @@ def _multiply_(group: list[Tensor], factor: Tensor) -> None:
     real = [torch.view_as_real(g) if g.is_complex() else g for g in group]
     dtype = real[0].dtype
     if dtype in (torch.float32, torch.float64):
-        torch._foreach_mul_(real, factor.to(dtype))
+        _torch.foreach_mul_(real, factor.to(dtype))
     else:  # the factor itself would be rounded to the narrow dtype
         for grad in real:
             grad.copy_(grad.float() * factor)

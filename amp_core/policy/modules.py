@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
+from amp_core import _torch
 from amp_core.errors import PolicyError
 from amp_core.policy.op_policy import Explanations, OpName, OpPolicy
 
@@ -130,7 +130,7 @@ class _Region:
                 return call(*args, **kwargs)
         if not torch.is_autocast_enabled(self.device_type):
             return call(*args, **kwargs)
-        args, kwargs = pytree.tree_map_only(torch.Tensor, self._float32, (args, kwargs))
+        args, kwargs = _torch.tree_map_only(torch.Tensor, self._float32, (args, kwargs))
         with torch.autocast(self.device_type, enabled=False):
             return call(*args, **kwargs)
 

@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from amp_compat.apex._levels import Properties
 from amp_core.containers import map_tensors
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 def cast_model(model: nn.Module, chosen: Properties, outputs: torch.dtype | None) -> None:
@@ -20,7 +21,7 @@ def cast_model(model: nn.Module, chosen: Properties, outputs: torch.dtype | None
     dtype = chosen.cast_model_type
     assert dtype is not None
     for module in model.modules():
-        if not (chosen.keep_batchnorm_fp32 and isinstance(module, _BatchNorm)):
+        if not (chosen.keep_batchnorm_fp32 and isinstance(module, _BATCH_NORMS)):
             _cast_own(module, dtype)
     _patch_forward(model, dtype, outputs)
 
