@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 import subprocess
 import sys
@@ -46,10 +47,9 @@ def test_a_page_is_run_in_order_in_one_namespace(tmp_path):
 
 
 def test_only_included_files_escape_execution():
-    """Code could hide from these tests behind another name for Python (`py`, `python3`)."""
+    """Code could hide from these tests behind another name for Python (`py`, `python3`, `{ .py }`)."""
+    included = re.compile(r'``` \{ \.py \}\n--8<-- "[^"\n]+"\n```')
     for page in PAGES:
-        fences = [line.strip() for line in page.read_text().splitlines() if line.strip().startswith("```py")]
-        others = [f for f in fences if f.removeprefix("```").split()[0] not in {"python", "py"}]
-        assert not others, f"{page}: {others}"
-        for part in page.read_text().split("```py\n")[1:]:
-            assert part.lstrip().startswith("--8<--"), f"{page}: ```py is for included files only"
+        text = included.sub("", page.read_text())
+        names = re.findall(r"^ *`{3,} *(\{? *\.?py\S*)", text, re.MULTILINE)
+        assert set(names) <= {"python"}, f"{page}: {names}"

@@ -1,0 +1,126 @@
+"""Draw the pictures and tables of the explanation pages from the code's own state tables.
+
+An MkDocs hook: ``<!-- draw: NAME -->`` in a page becomes what the function NAME below returns.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable
+from html import escape
+from typing import Any
+
+from amp_core import OpPolicy
+from amp_core.policy.rules import RULES
+from amp_core.state import OptState, ScaleState, Schedule, next_scale, next_stage
+
+_MARK = re.compile(r"^<!-- draw: (\w+) -->$", re.MULTILINE)
+_DEVICES = ("cpu", "cuda", "xpu", "mps")
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Replace the marks; an unknown name is a KeyError, which fails the build."""
+    return _MARK.sub(lambda mark: _DRAW[mark[1]](), markdown)
+
+
+def rules() -> str:
+    """Say what each rule does and how many ops of each device have it."""
+    counts = {d: Counter(OpPolicy.default(d).rules.values()) for d in _DEVICES}
+    lines = [f"| Rule | What it does | {' | '.join(_DEVICES)} |", "|---|---|" + "--:|" * len(_DEVICES)]
+    for name, text in RULES.items():
+        numbers = [counts[d][name] for d in _DEVICES]
+        if any(numbers):
+            lines.append(f"| `{name}` | {text} | {' | '.join(map(str, numbers))} |")
+    return "\n".join(lines)
+
+
+def stages() -> str:
+    """Draw the stages of one optimizer, with an arrow for every call that is allowed."""
+    x = {stage: 110 + 240 * index for index, stage in enumerate(OptState)}
+    parts = [_circle(x[stage], stage.name) for stage in OptState]
+    refused = []
+    for stage in OptState:
+        for call in ("unscale_", "step"):
+            try:
+                parts.append(_arrow(x[stage], x[next_stage(stage, call)], call))
+            except RuntimeError as error:
+                refused.append(f"| {stage.name} | `{call}` | {escape(str(error))} |")
+        if stage is not OptState.READY:
+            parts.append(_arrow(x[stage], x[OptState.READY], "update"))
+    table = ["| Stage | Call | RuntimeError |", "|---|---|---|", *refused]
+    return _svg(700, 300, parts, "Stages of one optimizer") + "\n\n" + "\n".join(table)
+
+
+def schedule() -> str:
+    """Draw the scale over 40 steps with overflows at some of them, as `next_scale` moves it."""
+    rule, overflows = Schedule(growth_interval=8), (2, 3, 21)
+    state, powers = ScaleState(2.0**16), []
+    for step in range(40):
+        powers.append(state.scale.hex().partition("p")[2])
+        state = next_scale(state, step in overflows, rule)
+    heights = [200 - 35 * (int(power) - 13) for power in powers]
+    points = " ".join(f"{60 + 15 * (i + d)},{y}" for i, y in enumerate(heights) for d in (0, 1))
+    parts = [f'<polyline points="{points}" fill="none" stroke="#D55E00" stroke-width="2.5"/>']
+    parts += [_text(60 + 15 * i + 7, heights[i] - 8, "&#x2715;", "middle", "inherit") for i in overflows]
+    for power in sorted(set(powers), key=int):
+        y = 200 - 35 * (int(power) - 13)
+        parts.append(_text(50, y + 5, f"2<tspan dy='-6' font-size='10'>{int(power)}</tspan>", "end"))
+        parts.append(f'<line x1="60" x2="660" y1="{y}" y2="{y}" stroke="currentColor" opacity="0.15"/>')
+    parts.append(_text(360, 235, "step (&#x2715;: overflow, the step is skipped)", "middle"))
+    return _svg(700, 250, parts, "The loss scale over forty steps")
+
+
+def dispatch() -> str:
+    """Draw the way of one op through its dispatch keys."""
+    rule = OpPolicy.default("cpu").rule("aten::mm")
+    boxes = ["torch.mm(x, w)", f"Autocast: {rule}", "Autograd: records it", "kernel: bfloat16"]
+    parts = []
+    for i, text in enumerate(boxes):
+        size = f'x="{8 + 220 * i}" y="20" width="185" height="50" rx="8"'
+        parts.append(f'<rect {size} fill="none" stroke="currentColor"/>')
+        parts.append(_text(100 + 220 * i, 50, text, "middle"))
+        if i:
+            parts.append(_line(f"M{220 * i - 24},45 L{220 * i + 4},45"))
+    return _svg(865, 90, parts, "torch.mm on its way through a region")
+
+
+_DRAW: dict[str, Callable[[], str]] = {f.__name__: f for f in (dispatch, rules, schedule, stages)}
+
+
+def _svg(width: int, height: int, parts: list[str], title: str) -> str:
+    head = '<defs><marker id="tip" orient="auto" markerWidth="9" markerHeight="9" refX="8" refY="4">'
+    head += '<path d="M0,0 L8,4 L0,8 z" fill="currentColor"/></marker></defs>'
+    style = "max-width:100%;height:auto;font-size:14px"
+    return (
+        f'<svg viewBox="0 0 {width} {height}" width="{width}" role="img" aria-label="{title}" '
+        f'style="{style}">{head}{"".join(parts)}</svg>'
+    )
+
+
+def _circle(x: int, name: str) -> str:
+    shape = f'<ellipse cx="{x}" cy="150" rx="62" ry="30" fill="none" stroke="currentColor" stroke-width="2"/>'
+    return shape + _text(x, 155, name, "middle")
+
+
+def _arrow(start: int, end: int, call: str) -> str:
+    """Bend forward arrows up and arrows back down, further the longer they are."""
+    bend = (end - start) // 4
+    side = -28 if bend > 0 else 28
+    top = 150 + side - bend
+    path = f"M{start},{150 + side} Q{(start + end) // 2},{top - bend} {end},{150 + side}"
+    label = _text(
+        (start + end) // 2, (150 + side + top - bend) // 2 + (-6 if bend > 0 else 16), call, "middle"
+    )
+    return _line(path) + label
+
+
+def _line(path: str) -> str:
+    return f'<path d="{path}" fill="none" stroke="currentColor" marker-end="url(#tip)"/>'
+
+
+def _text(
+    x: float, y: float, text: str, anchor: str, family: str = "var(--md-code-font-family, monospace)"
+) -> str:
+    place = f'x="{x}" y="{y}" text-anchor="{anchor}"'
+    return f'<text {place} fill="currentColor" font-family="{family}">{text}</text>'
