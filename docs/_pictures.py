@@ -74,14 +74,20 @@ def schedule() -> str:
 def dispatch() -> str:
     """Draw the way of one op through its dispatch keys."""
     rule = OpPolicy.default("cpu").rule("aten::mm")
-    boxes = ["torch.mm(x, w)", f"Autocast: {rule}", "Autograd: records it", "kernel: bfloat16"]
+    boxes = [
+        ("torch.mm(x, w)", "float32"),
+        ("Autocast", rule),
+        ("Autograd", "records it"),
+        ("kernel", "bfloat16"),
+    ]
     parts = []
-    for i, text in enumerate(boxes):
-        size = f'x="{8 + 220 * i}" y="20" width="185" height="50" rx="8"'
+    for i, (name, detail) in enumerate(boxes):
+        size = f'x="{8 + 220 * i}" y="10" width="185" height="64" rx="8"'
         parts.append(f'<rect {size} fill="none" stroke="currentColor"/>')
-        parts.append(_text(100 + 220 * i, 50, text, "middle"))
+        parts.append(_text(100 + 220 * i, 37, name, "middle", "inherit"))
+        parts.append(_text(100 + 220 * i, 60, detail, "middle"))
         if i:
-            parts.append(_line(f"M{220 * i - 24},45 L{220 * i + 4},45"))
+            parts.append(_line(f"M{220 * i - 26},42 L{220 * i + 6},42"))
     return _svg(865, 90, parts, "torch.mm on its way through a region")
 
 
@@ -107,12 +113,9 @@ def _arrow(start: int, end: int, call: str) -> str:
     """Bend forward arrows up and arrows back down, further the longer they are."""
     bend = (end - start) // 4
     side = -28 if bend > 0 else 28
-    top = 150 + side - bend
-    path = f"M{start},{150 + side} Q{(start + end) // 2},{top - bend} {end},{150 + side}"
-    label = _text(
-        (start + end) // 2, (150 + side + top - bend) // 2 + (-6 if bend > 0 else 16), call, "middle"
-    )
-    return _line(path) + label
+    foot, crest = 150 + side, 150 + side - bend
+    path = f"M{start},{foot} Q{(start + end) // 2},{crest - bend} {end},{foot}"
+    return _line(path) + _text((start + end) // 2, crest + (16 if bend > 0 else -8), call, "middle")
 
 
 def _line(path: str) -> str:
