@@ -1,0 +1,165 @@
+"""Backends of third parties, installed by pip into an environment of their own and run as processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import site
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLE = ROOT / "docs" / "examples" / "amp-backend-example"
+
+BROKEN_HOOKS = 'raise ImportError("libmaia.so.1: no such file")\n'
+
+ABSENT_HOOKS = """
+import torch
+from amp_core.plugin import Availability, Backend, hookimpl
+
+class MaiaBackend(Backend):
+    device_type = "maia"
+    api_version = 1
+
+    def availability(self):
+        return Availability(False, "no MAIA card in this machine")
+
+    def default_dtype(self):
+        return torch.bfloat16
+
+    def supported_dtypes(self):
+        return (torch.bfloat16,)
+
+@hookimpl
+def amp_register_backends(registry):
+    registry.add(MaiaBackend())
+"""
+
+PYPROJECT = """
+[build-system]
+requires = ["setuptools"]
+build-backend = "setuptools.build_meta"
+[project]
+name = "amp-backend-maia"
+version = "3.1"
+[project.entry-points."amp_core.backends"]
+maia = "amp_backend_maia"
+[tool.setuptools]
+py-modules = ["amp_backend_maia"]
+"""
+
+
+class Environment:
+    """A virtual environment that sees this one's packages and has more of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+        self.python = folder / "bin" / "python"
+        (where,) = folder.glob("lib/python*/site-packages")
+        lines = [f"import site; site.addsitedir({p!r})" for p in site.getsitepackages()]
+        (where / "surroundings.pth").write_text("\n".join(lines) + "\n")
+
+    def install(self, source: Path) -> None:
+        copy = self.folder / source.name
+        shutil.copytree(source, copy)
+        pip = [sys.executable, "-m", "pip", "--python", str(self.python), "install", "-q", str(copy)]
+        subprocess.run([*pip, "--no-deps", "--no-build-isolation", "--no-index"], check=True)
+
+    def run(self, *args: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        env = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
+        return subprocess.run(
+            [self.python, *args], cwd=self.folder, env=env, capture_output=True, text=True, check=False
+        )
+
+
+@pytest.fixture(scope="module")
+def example(tmp_path_factory):
+    env = Environment(tmp_path_factory.mktemp("example") / "env")
+    env.install(EXAMPLE)
+    return env
+
+
+def third_party(folder: Path, hooks: str) -> Path:
+    source = folder / "maia"
+    source.mkdir()
+    (source / "pyproject.toml").write_text(PYPROJECT)
+    (source / "amp_backend_maia.py").write_text(hooks)
+    return source
+
+
+def test_the_example_passes_amp_check(example, tmp_path):
+    """The page that makers of devices start from would lead to a wrong backend."""
+    done = example.run("-m", "amp_core", "check", "npy", "--json", "--markdown", str(tmp_path / "r.md"))
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr
+    report = json.loads(done.stdout)
+    assert report["backend"] == "amp_backend_example.backend.NpyBackend"
+    assert sum(r["outcome"] == "passed" for r in report["results"]) > 90
+    assert "npy: passes" in (tmp_path / "r.md").read_text()
+
+
+def test_the_example_trains_the_demo(example, tmp_path):
+    """A device that passes the kit must train a real model, in mixed precision, by name alone."""
+    args = ["--device", "npy", "--model", "mlp", "--epochs", "3", "--output", str(tmp_path / "d.png")]
+    done = example.run("-m", "amp_core", "demo", *args, MPLBACKEND="Agg")
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr
+    assert (tmp_path / "d.png").exists()
+
+
+def test_the_examples_own_tests_pass(example):
+    """The template's conftest and one-class test file are what third parties copy."""
+    tests = example.folder / EXAMPLE.name / "tests"
+    done = example.run("-m", "pytest", "-q", "-p", "no:cacheprovider", str(tests))
+    assert done.returncode == 0, done.stdout[-3000:]
+
+
+def test_the_amp_part_of_the_example_is_short():
+    """The whole promise: one small package, no C++."""
+    files = [EXAMPLE / "amp_backend_example" / name for name in ("backend.py", "hooks.py")]
+    lines = [line for f in files for line in f.read_text().splitlines() if line.strip()]
+    assert len(lines) <= 40
+
+
+def test_a_device_that_follows_torchs_protocol_needs_no_backend(example):
+    """Existing out-of-tree devices would not run, or could not be checked."""
+    script = (
+        "import torch\n"
+        "from amp_core import get_backend\n"
+        "from amp_core.testing import check\n"
+        "backend = get_backend('npy')\n"
+        "assert type(backend).__name__ == 'TorchBackend', backend\n"
+        "assert backend.supported_dtypes() == (torch.bfloat16, torch.float16)\n"
+        "report = check('npy')\n"
+        "print(report.to_markdown())\n"
+        "assert report.ok\n"
+    )
+    done = example.run("-c", script, AMP_PLUGIN_AUTOLOAD="0")
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("hooks", [ABSENT_HOOKS, BROKEN_HOOKS], ids=["absent", "broken"])
+def test_another_backend_beside_it_does_not_touch_it(tmp_path, hooks):
+    """One vendor's fault would take the other vendor's device away."""
+    env = Environment(tmp_path / "env")
+    env.install(EXAMPLE)
+    env.install(third_party(tmp_path, hooks))
+    script = (
+        "import warnings; warnings.simplefilter('ignore')\n"
+        "import amp_core, torch\n"
+        "status = amp_core.backends()\n"
+        "print(status['maia'].status, '|', status['maia'].reason)\n"
+        "assert status['npy'].status == 'available', status['npy']\n"
+        "x = torch.ones(2, 2, device='npy')\n"
+        "with amp_core.autocast('npy'):\n    assert (x @ x).dtype is torch.bfloat16\n"
+    )
+    done = env.run("-c", script)
+    assert done.returncode == 0, done.stderr[-3000:]
+    expected = "failed | " if hooks is BROKEN_HOOKS else "absent | no MAIA card"
+    assert expected in done.stdout
+    if hooks is BROKEN_HOOKS:
+        assert "libmaia.so.1" in done.stdout
