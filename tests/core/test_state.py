@@ -69,7 +69,9 @@ def test_portable_kernel_agrees_bit_for_bit(found: list[bool], schedule: Schedul
     """The device moves the scale elsewhere than the documented rule."""
     state = ScaleState(float32(scale), 0, schedule.hysteresis)
     tensors = ScaleTensors(
-        torch.tensor(scale), torch.tensor(0, dtype=torch.int32), torch.tensor(schedule.hysteresis, dtype=torch.int32)
+        torch.tensor(scale),
+        torch.tensor(0, dtype=torch.int32),
+        torch.tensor(schedule.hysteresis, dtype=torch.int32),
     )
     for flag in found:
         state = next_scale(state, flag, schedule)
