@@ -12,6 +12,10 @@ from amp_compat.migrate.names import TARGETS
 TORCH, CORE = TARGETS["torch.amp"], TARGETS["amp_core"]
 
 REWRITES = {
+    "a test of whether the name is there": (
+        "import torch\ntry:\n    _ = torch.cpu.amp.autocast\nexcept AttributeError:\n    pass\n",
+        "import torch\ntry:\n    _ = torch.amp.autocast\nexcept AttributeError:\n    pass\n",
+    ),
     "call with keywords": (
         "import torch\nwith torch.cuda.amp.autocast(enabled=cfg.amp):\n    pass\n",
         'import torch\nwith torch.amp.autocast("cuda", enabled=cfg.amp):\n    pass\n',
@@ -140,6 +144,7 @@ REWRITES = {
 }
 
 UNTOUCHED = {
+    "prose in a string": "raise RuntimeError('`torch.cuda.amp.GradScaler` needs CUDA')\n",
     "torch.amp already": "from torch import amp\nwith amp.autocast(device_type='cuda'):\n    amp.GradScaler('cuda')\n",
     "a parameter of the same name": (
         "def f(autocast, amp):\n    with autocast():\n        amp.autocast(True)\n# torch.cuda.amp\n"
@@ -264,6 +269,30 @@ def test_apex_goes_to_its_successor() -> None:
     assert migrate_source(APEX, CORE).text == APEX.replace(
         "from apex import amp", "from amp_compat import apex as amp"
     )
+
+
+APEX_IMPORTS = {
+    "import apex.amp as xamp\nxamp.initialize(m)\n": "import amp_compat.apex as xamp\nxamp.initialize(m)\n",
+    "from apex.amp import initialize\ninitialize(m)\n": "from amp_compat.apex import initialize\ninitialize(m)\n",
+    "import apex\napex.amp.initialize(m)\n": "import apex\nimport amp_compat.apex\namp_compat.apex.initialize(m)\n",
+}
+
+
+@pytest.mark.parametrize("source", APEX_IMPORTS)
+def test_apex_imports_are_followed(source: str) -> None:
+    """Each way to import apex.amp leads to amp_compat.apex, once."""
+    result = migrate_source(source, CORE)
+    assert result.text == APEX_IMPORTS[source]
+    assert {f.level for f in result.findings} == {"changed"}
+    assert migrate_source(result.text, CORE).text == result.text
+
+
+def test_apex_import_among_others_is_left() -> None:
+    """An import that brings other things of apex's too is left, and so are its uses: never half rewritten."""
+    source = "from apex import amp, optimizers\namp.initialize(m)\n"
+    result = migrate_source(source, CORE)
+    assert result.text == source
+    assert {f.level for f in result.findings} == {"manual"}
 
 
 def test_apex_gets_advice_for_torch_amp() -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import libcst as cst
+from libcst.helpers import get_full_name_for_node
+from libcst.metadata import ImportAssignment
 
-from amp_compat.migrate.bindings import Resolver, module_name
+from amp_compat.migrate.bindings import Resolved, Resolver, module_name
 from amp_compat.migrate.model import Level
 from amp_compat.migrate.names import Target
 
@@ -59,7 +61,10 @@ class ApexRewriter(cst.CSTVisitor):
         return False
 
     def visit_Import(self, node: cst.Import) -> bool:
-        """``import apex`` stays: apex has more than amp."""
+        """``import apex.amp as x``; a bare ``import apex`` stays, for apex has more than amp."""
+        names = [get_full_name_for_node(alias.name) for alias in node.names]
+        if self._rewrites and names == ["apex.amp"] and node.names[0].asname is not None:
+            self._edit(node, _import_apex_amp)
         return False
 
     def visit_Attribute(self, node: cst.Attribute) -> bool:
@@ -80,19 +85,23 @@ class ApexRewriter(cst.CSTVisitor):
             self.findings.append((node, "manual", label, _OTHER))
         elif not self._rewrites:
             self.findings.append((node, "manual", label, _ADVICE[name]))
-        else:
-            self._replace(node, name)
+        elif self._follow(node, name, resolved):
             self.findings.append((node, "changed", label, f"now amp_compat.apex.{name}"))
+        else:
+            note = "its import is left as it is; import amp in a line of its own"
+            self.findings.append((node, "manual", label, note))
         return True
 
-    def _replace(self, node: cst.Attribute | cst.Name, name: str) -> None:
-        """Only ``apex.amp.x`` needs new words: under ``amp.x`` the import has changed its meaning."""
+    def _follow(self, node: cst.Attribute | cst.Name, name: str, resolved: Resolved) -> bool:
+        """Have `node` mean amp_compat's: ``apex.amp.x`` gets new words, for ``amp.x`` the import does it."""
         if isinstance(node, cst.Attribute) and isinstance(node.value, cst.Attribute):
             self.edits[node] = lambda _: cst.parse_expression(f"amp_compat.apex.{name}")
             if "amp_compat.apex" not in self.needed:
                 self.needed.append("amp_compat.apex")
+            return True
+        return all(isinstance(b, ImportAssignment) and b.node in self.edits for b in resolved.bindings)
 
-    def _edit(self, node: cst.ImportFrom, edit: Callable[[cst.CSTNode], cst.CSTNode]) -> None:
+    def _edit(self, node: cst.ImportFrom | cst.Import, edit: Callable[[cst.CSTNode], cst.CSTNode]) -> None:
         self.edits[node] = edit
         self.findings.append((node, "changed", "apex.amp", "imported from amp_compat"))
 
@@ -104,3 +113,10 @@ def _from_apex(node: cst.CSTNode) -> cst.CSTNode:
     asname = alias.asname or cst.AsName(cst.Name("amp"))
     new = alias.with_changes(name=cst.Name("apex"), asname=asname)
     return node.with_changes(module=cst.Name("amp_compat"), names=[new])
+
+
+def _import_apex_amp(node: cst.CSTNode) -> cst.CSTNode:
+    assert isinstance(node, cst.Import)
+    name = cst.parse_expression("amp_compat.apex")
+    assert isinstance(name, cst.Attribute)
+    return node.with_changes(names=[node.names[0].with_changes(name=name)])

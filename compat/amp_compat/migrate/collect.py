@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+
 import libcst as cst
 
 from amp_compat.migrate.bindings import Resolver
@@ -69,10 +71,8 @@ class Collector(cst.CSTVisitor):
         return False
 
     def visit_SimpleString(self, node: cst.SimpleString) -> None:
-        """Keep strings that hold a deprecated name; docstrings are prose."""
-        if ("torch.cuda.amp" in node.value or "torch.cpu.amp" in node.value) and not isinstance(
-            self._parents.get(node), cst.Expr
-        ):
+        """Keep strings that hold a deprecated name as code; prose stays prose."""
+        if ("torch.cuda.amp" in node.value or "torch.cpu.amp" in node.value) and _is_code(node.raw_value):
             self.plan.strings.append(node)
 
     def _take(self, node: cst.BaseExpression) -> bool:
@@ -86,3 +86,12 @@ class Collector(cst.CSTVisitor):
             classify(use, self._parents, self._resolver)
         self.plan.add(use)
         return True
+
+
+def _is_code(text: str) -> bool:
+    """Whether `text` reads as an expression: a path for ``mock.patch``, an annotation, something to eval."""
+    try:
+        ast.parse(text.strip(), mode="eval")
+    except (SyntaxError, ValueError):
+        return False
+    return True

@@ -139,7 +139,9 @@ def _assigned(use: Use, parent: cst.CSTNode, at: _Place) -> bool:
         return False
     use.kind = "value"
     targets = [t.target for t in parent.targets] if isinstance(parent, cst.Assign) else [parent.target]
-    if len(targets) == 1 and isinstance(targets[0], cst.Name):
+    if len(targets) == 1 and isinstance(targets[0], cst.Name) and targets[0].value == "_":
+        use.kind = "type"  # a test of whether the name is there
+    elif len(targets) == 1 and isinstance(targets[0], cst.Name):
         use.kind, use.site = "alias", targets[0]
     else:
         use.review = _PARTIAL_NOTE
