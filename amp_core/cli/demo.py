@@ -165,4 +165,6 @@ def _positive(text: str) -> int:
 
 
 def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+    """Fold the message; torch's on a missing kernel goes on for a page after its first sentence."""
+    text = " ".join(str(error).split())
+    return text.partition(". ")[0] if isinstance(error, NotImplementedError) else text

@@ -110,3 +110,28 @@ def test_it_runs_as_a_command(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "a.png").exists()
+
+
+DEVICE_WITHOUT_KERNELS = """
+import sys, types, torch
+from amp_core.cli import main
+module = types.ModuleType("fox")
+module.is_available = lambda: True
+module.device_count = lambda: 1
+module.current_device = lambda: 0
+module.get_amp_supported_dtype = lambda: [torch.bfloat16]
+torch.utils.rename_privateuse1_backend("fox")
+torch._register_device_module("fox", module)
+sys.exit(main(["demo", "--device", "fox"]))
+"""
+
+
+def test_a_device_that_lacks_an_operation_is_one_line():
+    """The maker of a device would have to read torch's page about dispatch keys to find the missing op."""
+    done = subprocess.run(
+        [sys.executable, "-c", DEVICE_WITHOUT_KERNELS], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("amp demo: ")
+    assert "aten::" in done.stderr
+    assert done.stderr.count("\n") == 1
