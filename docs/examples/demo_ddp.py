@@ -43,6 +43,7 @@ def main() -> None:
             scaler.step(optimizer)
             scaler.update()
     report(model, digits, scaler, args.device, dtype)
+    dist.barrier()  # no rank takes its connections down while another still uses them
     dist.destroy_process_group()
 
 

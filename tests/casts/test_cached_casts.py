@@ -1,0 +1,299 @@
+"""cached_casts: when a weight is cast, when again, and that nothing else changes."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import amp_core
+from amp_core import autocast, cached_casts
+
+X = torch.linspace(-1, 1, 24).reshape(4, 6)
+
+
+def make(frozen: bool = False) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.ReLU(), nn.Linear(5, 3))
+    return model.requires_grad_(not frozen)
+
+
+class Casts(TorchDispatchMode):
+    """Counts the weights that are cast to a lower precision, by copy or by torch's own cast."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.pointers = {p.data_ptr() for p in model.parameters()}
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        names = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
+        if func in names:
+            source = args[-1] if func is names[1] else args[0]
+            self.count += source.dtype is torch.float32 and source.data_ptr() in self.pointers
+        return func(*args, **(kwargs or {}))
+
+
+def casts_of(model: nn.Module, run: Callable[[], Any]) -> int:
+    with Casts(model) as seen:
+        run()
+    return seen.count
+
+
+def forward(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    with autocast("cpu", dtype=dtype):
+        return model(X)
+
+
+def grads(model: nn.Module, micro_batches: int = 1) -> list[torch.Tensor]:
+    model.zero_grad()
+    for _ in range(micro_batches):
+        forward(model).float().square().mean().backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def test_weights_are_cast_once_over_many_regions() -> None:
+    """Each region casts the weights again, as torch's autocast does."""
+    model = make()
+    assert casts_of(model, lambda: [forward(model) for _ in range(3)]) == 12
+    with cached_casts(model):
+        assert casts_of(model, lambda: [forward(model) for _ in range(3)]) == 4
+    assert casts_of(model, lambda: forward(model)) == 4
+
+
+def test_frozen_weights_are_cast_once() -> None:
+    """A frozen weight is cast at every use, even within one region."""
+    model = make(frozen=True)
+
+    def twice() -> None:
+        with autocast("cpu"):
+            model(X)
+            model(X)
+
+    assert casts_of(model, twice) == 8
+    with cached_casts(model):
+        assert casts_of(model, twice) == 4
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_gradients_are_bit_equal(micro_batches: int) -> None:
+    """Training within the scope computes other gradients than plain autocast."""
+    model = make()
+    expected = grads(model, micro_batches)
+    with cached_casts(model):
+        for _ in range(2):
+            assert all(map(torch.equal, grads(model, micro_batches), expected))
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
+def test_training_is_the_same(optimizer: Any, fused: bool) -> None:
+    """After an optimizer step, a fused one above all, stale casts are used."""
+    results = []
+    for scope in (False, True):
+        model = make()
+        opt = optimizer(model.parameters(), lr=0.1, fused=fused)
+        handle = cached_casts(model, persistent=True) if scope else None
+        for _ in range(4):
+            grads(model, 2)
+            opt.step()
+        if handle:
+            handle.remove()
+        results.append([p.detach() for p in model.parameters()])
+    assert all(map(torch.equal, *results))
+
+
+def in_place(model: nn.Sequential) -> None:
+    with torch.no_grad():
+        model[0].weight.mul_(2)
+
+
+def loaded(model: nn.Sequential) -> None:
+    model.load_state_dict({k: v * 2 for k, v in model.state_dict().items()})
+
+
+def swapped_data(model: nn.Sequential) -> None:
+    model[0].weight.data = model[0].weight.data * 2
+
+
+def replaced(model: nn.Sequential) -> None:
+    model[0].weight = nn.Parameter(model[0].weight.detach() * 2)
+
+
+def averaged(model: nn.Sequential) -> None:
+    with torch.no_grad():
+        for p in model.parameters():
+            p.lerp_(torch.ones_like(p), 0.5)
+
+
+def frozen(model: nn.Sequential) -> None:
+    model.requires_grad_(False)
+    in_place(model)
+
+
+@pytest.mark.parametrize("change", [in_place, loaded, swapped_data, replaced, averaged, frozen])
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_changed_weight_is_cast_again(change: Callable[[nn.Sequential], None], inside: bool) -> None:
+    """A weight that changed, between regions or within one, is used as it was."""
+    model = make()
+    with cached_casts(model):
+        forward(model)
+        with autocast("cpu", enabled=inside):
+            change(model)
+            got = forward(model)
+    assert torch.equal(got, forward(copy.deepcopy(model)))
+
+
+def test_only_what_changed_is_cast_again() -> None:
+    """One changed weight has all of them cast again."""
+    model = make()
+    with cached_casts(model):
+        forward(model)
+        in_place(model)
+        assert casts_of(model, lambda: forward(model)) == 1
+
+
+def test_two_dtypes_over_one_weight() -> None:
+    """The cast to one dtype is used for the other."""
+    model = make()
+    with cached_casts(model):
+        for dtype in (torch.bfloat16, torch.float16, torch.bfloat16):
+            assert forward(model, dtype).dtype is dtype
+
+
+def test_inference_mode_first_training_later() -> None:
+    """Casts made in inference mode or under no_grad make the training step fail, or lose its gradient."""
+    for mode in (torch.inference_mode, torch.no_grad):
+        model = make()
+        expected = grads(model)
+        with cached_casts(model):
+            with mode():
+                forward(model)
+            assert all(map(torch.equal, grads(model), expected))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing(reentrant: bool) -> None:
+    """A checkpointed block recomputes other values, or is given other tensors to save."""
+    model = make()
+
+    def run() -> list[torch.Tensor]:
+        model.zero_grad()
+        x = X.clone().requires_grad_()
+        with autocast("cpu"):
+            out = checkpoint(model, x, use_reentrant=reentrant)
+        out.float().sum().backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    expected = run()
+    with cached_casts(model):
+        assert all(map(torch.equal, run(), expected))
+
+
+def test_gradient_of_a_gradient() -> None:
+    """A gradient penalty cannot be differentiated through the cast."""
+    results = []
+    for scope in (False, True):
+        model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 1))
+        torch.manual_seed(0)
+        for p in model.parameters():
+            nn.init.normal_(p)
+        handle = cached_casts(model, persistent=True) if scope else None
+        (first,) = torch.autograd.grad(forward(model).float().sum(), [model[0].weight], create_graph=True)
+        first.square().sum().backward()
+        results.append(model[2].weight.grad)
+        if handle:
+            handle.remove()
+    assert torch.equal(*results)
+
+
+def test_threads_share_the_casts() -> None:
+    """A thread that leaves its region drops another's casts, or threads disagree."""
+    model = make()
+    expected = forward(model)
+    got: list[torch.Tensor] = []
+    with cached_casts(model):
+        threads = [threading.Thread(target=lambda: got.append(forward(model))) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert casts_of(model, lambda: forward(model)) == 0
+    assert all(torch.equal(g, expected) for g in got)
+
+
+def test_two_models_and_a_stranger() -> None:
+    """One scope drops the casts of another, or casts weights of a model that is in none."""
+    one, two, stranger = make(), make(), make()
+    with cached_casts(one) as outer:
+        forward(one)
+        with cached_casts(two):
+            forward(two)
+        assert casts_of(one, lambda: forward(one)) == 0
+        held = outer.nbytes()
+        assert torch.equal(forward(stranger), forward(one))
+        assert outer.nbytes() == held
+
+
+def test_nothing_is_left_behind() -> None:
+    """After the scope, an error inside it too, ops still go through Python or casts stay in memory."""
+    model = make()
+    casts = cached_casts(model)
+
+    def fail() -> None:
+        with casts:
+            forward(model)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert casts.nbytes() == 0
+    assert torch._C._dispatch_has_kernel_for_dispatch_key("aten::linear", "AutocastCPU")
+    assert casts_of(model, lambda: [forward(model), forward(model)]) == 8
+
+
+def test_entering_a_scope_that_is_on() -> None:
+    """A scope entered twice is left on when it is left."""
+    scope = cached_casts(make(), persistent=True)
+    with pytest.raises(RuntimeError, match="already on"):
+        scope.__enter__()
+    scope.remove()
+    scope.remove()
+
+
+def test_writes_that_cannot_be_seen() -> None:
+    """The debug mode misses a write through .data, or invalidate() does not help against it."""
+    model = make()
+    with cached_casts(model, debug=True) as casts:
+        forward(model)
+        model[3].weight.data.mul_(2)
+        with pytest.raises(amp_core.StaleCastError, match=r"weight '3\.weight' no longer agrees"):
+            forward(model)
+        casts.invalidate([model[3].weight])
+        assert torch.equal(forward(model), forward(copy.deepcopy(model)))
+
+
+def test_layer_norm_stays_in_float32() -> None:
+    """A weight that no low-precision op uses is cast as well."""
+    model = make()
+    with cached_casts(model) as casts:
+        forward(model)
+        linear = [p for layer in (model[0], model[3]) for p in layer.parameters()]
+        assert casts.nbytes() == sum(p.nbytes for p in linear) // 2
+
+
+def test_compiled_model_is_untouched() -> None:
+    """Under torch.compile the scope breaks the graph or changes the result."""
+    model = make()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with autocast("cpu"):
+        expected = compiled(X)
+        with cached_casts(model):
+            assert torch.equal(compiled(X), expected)
