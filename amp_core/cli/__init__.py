@@ -18,6 +18,7 @@ COMMANDS = {
     "check": "amp_core.cli.check",
     "demo": "amp_core.cli.demo",
     "migrate": "amp_compat.migrate.cli",
+    "new-backend": "amp_core.cli.new_backend",
 }
 
 
@@ -61,6 +62,7 @@ _HELP = {
     "check": "run the conformance kit on an installed backend; exit code 1 if a check fails",
     "demo": "train handwritten digits in float32 and in mixed precision, and compare",
     "migrate": "rewrite deprecated mixed-precision calls (torch.cuda.amp, torch.cpu.amp, apex.amp)",
+    "new-backend": "write the skeleton of a device backend: package, entry point, conformance tests",
 }
 
 

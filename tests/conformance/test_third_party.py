@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import site
 import subprocess
@@ -66,10 +67,17 @@ class Environment:
         (where / "surroundings.pth").write_text("\n".join(lines) + "\n")
 
     def install(self, source: Path) -> None:
-        copy = self.folder / source.name
+        copy = self.folder / "sources" / source.name
         shutil.copytree(source, copy)
         pip = [sys.executable, "-m", "pip", "--python", str(self.python), "install", "-q", str(copy)]
         subprocess.run([*pip, "--no-deps", "--no-build-isolation", "--no-index"], check=True)
+
+    def sh(self, line: str) -> subprocess.CompletedProcess[str] | None:
+        """Run one command of a page: `amp`, `python`, or `pip install`."""
+        words = shlex.split(line)
+        if words[:2] == ["pip", "install"]:
+            return self.install(self.folder / words[2])
+        return self.run(*(["-m", "amp_core", *words[1:]] if words[0] == "amp" else words[1:]))
 
     def run(self, *args: str, **variables: str) -> subprocess.CompletedProcess[str]:
         env = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
@@ -113,7 +121,7 @@ def test_the_example_trains_the_demo(example, tmp_path):
 
 def test_the_examples_own_tests_pass(example):
     """The template's conftest and one-class test file are what third parties copy."""
-    tests = example.folder / EXAMPLE.name / "tests"
+    tests = example.folder / "sources" / EXAMPLE.name / "tests"
     done = example.run("-m", "pytest", "-q", "-p", "no:cacheprovider", str(tests))
     assert done.returncode == 0, done.stdout[-3000:]
 
@@ -163,3 +171,27 @@ def test_another_backend_beside_it_does_not_touch_it(tmp_path, hooks):
     assert expected in done.stdout
     if hooks is BROKEN_HOOKS:
         assert "libmaia.so.1" in done.stdout
+
+
+def device_alone(folder: Path) -> Path:
+    """The example's device without its backend: what a maker of hardware has before amp-core."""
+    source = folder / "npy-device"
+    shutil.copytree(EXAMPLE, source)
+    text = (source / "pyproject.toml").read_text()
+    head, _, rest = text.partition('[project.entry-points."amp_core.backends"]')
+    (source / "pyproject.toml").write_text(head + rest.partition("\n\n")[2])
+    return source
+
+
+def test_every_command_of_bring_your_device_works(tmp_path):
+    """A maker of a device who follows the page would get stuck."""
+    env = Environment(tmp_path / "env")
+    env.install(device_alone(tmp_path))
+    page = (ROOT / "docs" / "how-to" / "bring-your-device.md").read_text()
+    commands = [line[2:] for line in page.splitlines() if line.startswith("$ ")]
+    assert len(commands) == 5
+    for command in commands:
+        done = env.sh(command)
+        if done is not None:
+            assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}{done.stderr[-2000:]}"
+    assert "npy: passes" in (env.folder / "report.md").read_text()

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from amp_core.kernels import PORTABLE, Measurement, Portable
-from amp_core.plugin import Availability
+from amp_core.plugin import Availability, Refusal
 from amp_core.policy import OpPolicy
 from amp_core.state import Hysteresis
 from amp_core.testing import Loopback, check
@@ -568,6 +568,12 @@ class SharesABuffer(Portable):
         SharesABuffer.shared = grads
         time.sleep(0.001)
         return super().measure(list(SharesABuffer.shared), norm_type)
+
+
+@wrong("scaler_is_admitted")
+class RefusesTheScaler(Loopback):
+    def scaler_refusal(self):
+        return Refusal("no loss scaling here")
 
 
 @wrong("kernels_are_named")

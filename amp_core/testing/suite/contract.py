@@ -57,6 +57,7 @@ class AvailabilityConformance(BackendFixtures):
             self.backend.default_dtype()
             self.backend.supported_dtypes()
             self.backend.autocast_refusal(torch.bfloat16)
+            self.backend.scaler_refusal()
             self.backend.kernels()
             self.backend.op_policy()
         assert seen == []
@@ -169,6 +170,7 @@ class EffectsConformance(BackendFixtures):
             "default_dtype": self.backend.default_dtype,
             "supported_dtypes": self.backend.supported_dtypes,
             "autocast_refusal": lambda: self.backend.autocast_refusal(torch.int32),
+            "scaler_refusal": self.backend.scaler_refusal,
             "op_policy": self.backend.op_policy,
             "kernels": self.backend.kernels,
             "cast": lambda: self.kernels.cast(grads, torch.bfloat16),

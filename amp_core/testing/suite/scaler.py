@@ -29,6 +29,11 @@ class ScalerConformance(BackendFixtures):
         weight.grad = None
         scaler.scale((weight * value).sum()).backward()
 
+    def test_scaler_is_admitted(self) -> None:
+        """On a device that is there, an enabled scaler stays enabled."""
+        assert self.backend.scaler_refusal() is None
+        assert self._scaler().is_enabled()
+
     def test_scaler_steps_with_unscaled_gradients(self) -> None:
         """The weight moves by the true gradient, whatever the scale."""
         scaler = self._scaler()

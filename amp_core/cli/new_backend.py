@@ -1,0 +1,65 @@
+"""``amp new-backend NAME``: write the skeleton of a backend's distribution."""
+
+from __future__ import annotations
+
+import argparse
+import keyword
+from importlib.resources import files
+from pathlib import Path
+from string import Template
+
+from amp_core.cli import UsageError
+
+HELP = "write the skeleton of a device backend: package, entry point, conformance tests"
+
+_FILES = {
+    "pyproject.toml": "pyproject.toml",
+    "README.md": "README.md",
+    "amp_backend_{name}/__init__.py": "init.py",
+    "amp_backend_{name}/backend.py": "backend.py",
+    "amp_backend_{name}/hooks.py": "hooks.py",
+    "tests/conftest.py": "conftest.py",
+    "tests/test_conformance.py": "test_conformance.py",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``amp new-backend``."""
+    parser.add_argument("name", metavar="NAME", help="the device type, such as npu")
+    parser.add_argument("--directory", type=Path, default=Path(), help="where to make it (default: here)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the files; say what to do next."""
+    _require_usable(args.name)
+    folder = args.directory / f"amp-backend-{args.name.replace('_', '-')}"
+    if folder.exists():
+        raise UsageError(f"{folder} exists already; remove it or choose another --directory.")
+    for target, template in _FILES.items():
+        path = folder / target.format(name=args.name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(_filled(template, args.name), encoding="utf-8")
+    print(f"Wrote {folder}. Fill in what `grep -rn 'FILL IN' {folder}` shows, then:")
+    print(f"  pip install {folder}\n  amp check {args.name}")
+    return 0
+
+
+def _filled(template: str, name: str) -> str:
+    from amp_core.plugin import API_VERSION
+
+    text = (files("amp_core.testing") / "template" / f"{template}.tmpl").read_text(encoding="utf-8")
+    class_name = "".join(part.capitalize() for part in name.split("_")) + "Backend"
+    values = {"name": name, "dash": name.replace("_", "-"), "class_name": class_name}
+    return Template(text).substitute(values, api_version=API_VERSION)
+
+
+def _require_usable(name: str) -> None:
+    from amp_core.plugin.manager import BUILT_IN
+
+    if name in BUILT_IN:
+        raise UsageError(f"amp-core has a backend for {name!r}; see amp_core.plugin.replace_backend.")
+    if not name.isidentifier() or keyword.iskeyword(name) or name != name.lower():
+        raise UsageError(
+            f"{name!r} is no device type: use a lower-case identifier such as 'npu', the `type` of "
+            f"the torch.device that your package registers."
+        )
