@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from amp_compat.migrate.files import write_whole
 from amp_core.cli import main
 
 OLD = "import torch\nscaler = torch.cuda.amp.GradScaler()\n"
@@ -174,3 +176,36 @@ def test_worker_processes(tree: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "21 files: 21 changed" in done.stdout
     assert all(file.read_text() == NEW for file in tree.glob("*.py"))
+
+
+def test_replaced_whole_or_not_at_all(tree: Path) -> None:
+    """A file that changed since it was read is not overwritten, and nothing is left beside it."""
+    file = tree / "train.py"
+    with pytest.raises(OSError, match="was changed while"):
+        write_whole(file, b"what was read", b"new")
+    assert file.read_text() == OLD
+    assert os.listdir(tree) == ["train.py"]
+
+
+def test_missing_libcst_says_what_to_install(tree: Path) -> None:
+    """Without the extra, the command is one line that names it."""
+    code = "import sys; sys.modules['libcst'] = None; from amp_core.cli import main; exit(main(sys.argv[1:]))"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "migrate", "."], capture_output=True, text=True, cwd=tree, check=False
+    )
+    assert (done.returncode, done.stderr) == (2, "amp migrate: needs libcst; install amp-core[migrate]\n")
+
+
+@pytest.mark.slow
+def test_two_thousand_files_in_a_minute(tmp_path: Path) -> None:
+    """A tree of 2,000 files, one in ten with deprecated calls, stays under a minute."""
+    filler = "".join(f"def f{i}(a, b):\n    c = a + b\n    return [c, a * {i}]\n\n\n" for i in range(60))
+    for number in range(2000):
+        (tmp_path / f"m{number}.py").write_text((OLD if number % 10 == 0 else "import os\n") + filler)
+    command = [sys.executable, "-m", "amp_core", "migrate", "--write", str(tmp_path)]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    # Processor time, which does not depend on what else the machine does; two cores share it.
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 60
+    assert "2000 files: 200 changed" in done.stdout
