@@ -12,6 +12,14 @@ from amp_compat.migrate.names import TARGETS
 TORCH, CORE = TARGETS["torch.amp"], TARGETS["amp_core"]
 
 REWRITES = {
+    "inside an f-string": (
+        "import torch\nprint(f\"{torch.cuda.amp.autocast()}\", f'{torch.cuda.amp.GradScaler()}')\n",
+        "import torch\nprint(f\"{torch.amp.autocast('cuda')}\", f'{torch.amp.GradScaler(\"cuda\")}')\n",
+    ),
+    "a name by itself": (
+        "import torch\ntry:\n    torch.cuda.amp.autocast\n    ok = torch.cuda.amp is not None\nexcept AttributeError:\n    ok = False\n",
+        "import torch\ntry:\n    torch.amp.autocast\n    ok = torch.amp is not None\nexcept AttributeError:\n    ok = False\n",
+    ),
     "a test of whether the name is there": (
         "import torch\ntry:\n    _ = torch.cpu.amp.autocast\nexcept AttributeError:\n    pass\n",
         "import torch\ntry:\n    _ = torch.amp.autocast\nexcept AttributeError:\n    pass\n",

@@ -206,15 +206,25 @@ class _Module:
             return None
         return None
 
+    def _quote_at(self, node: cst.CSTNode) -> str:
+        """The file's quotation mark; inside an f-string, the one that does not end it."""
+        found: cst.CSTNode | None = node
+        while found is not None and not isinstance(found, cst.FormattedString):
+            found = self.parents.get(found)
+        if isinstance(found, cst.FormattedString):
+            return '"' if found.quote[0] == "'" else "'"
+        return self.quote
+
     def _call_edit(self, legacy: Legacy, call: cst.Call, *, bare: bool) -> Edit | None:
         if bare:
             if legacy.name != "autocast" or not has_positional(call.args):
                 return None
             name_positional(legacy, call.args)
             return lambda new: with_args(new, name_positional(legacy, args_of(new)))
+        quote = self._quote_at(call)
         opening = "\n" if isinstance(call.whitespace_before_args, cst.ParenthesizedWhitespace) else ""
-        convert_args(legacy, call.args, self.quote, opening)
-        return lambda new: with_args(new, convert_args(legacy, args_of(new), self.quote, opening))
+        convert_args(legacy, call.args, quote, opening)
+        return lambda new: with_args(new, convert_args(legacy, args_of(new), quote, opening))
 
     def _partial_edit(self, legacy: Legacy, call: cst.Call) -> Edit:
         convert_args(legacy, call.args[1:], self.quote)

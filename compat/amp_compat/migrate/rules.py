@@ -122,7 +122,7 @@ def _typed(use: Use, parent: cst.CSTNode, at: _Place) -> bool:
         node = at.parents[node]
     in_subscript = node is not parent and isinstance(parent, (cst.Index, cst.SubscriptElement))
     tested = isinstance(node, cst.Arg) and _is_type_test(at.parents[node])
-    compared = isinstance(parent, (cst.Comparison, cst.ComparisonTarget))
+    compared = isinstance(parent, (cst.Comparison, cst.ComparisonTarget, cst.Expr))
     if isinstance(node, cst.Annotation) or in_subscript or tested or compared:
         use.kind = "type"
         return True
@@ -164,6 +164,8 @@ def _classify_module(use: Use, parent: cst.CSTNode, parents: Parents) -> None:
             use.manual = (
                 "getattr with a default: the value's signature is the deprecated one or another; spell it out"
             )
+    elif isinstance(parent, (cst.Comparison, cst.Expr)):
+        return  # a test of whether the name is there
     elif isinstance(parent, cst.Attribute):
         use.manual = f"`{use.legacy.dotted}.{parent.attr.value}` has no successor of that name"
     else:
