@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from amp_core.demo.train import History
+from amp_core.scaler.plot import draw_scale, new_figure, plain
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
 
 # Okabe and Ito's colours, told apart by every eye.
 _COLOURS = ("#0072B2", "#D55E00")
-_SKIP = "#000000"
 
 
 @contextmanager
@@ -81,15 +81,11 @@ def verdict(full: History, mixed: History) -> str:
 
 def save_picture(runs: list[History], path: Path, title: str) -> None:
     """Draw the loss and scale curves into `path`; its suffix gives the format."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 6), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(8, 6)
     losses, scales = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     figure.suptitle(title, x=0.01, ha="left", fontsize=12)
     _draw_losses(losses, runs)
-    _draw_scale(scales, runs[-1])
+    draw_scale(scales, dict(enumerate(runs[-1].scales)), runs[-1].skipped)
     figure.savefig(path)
 
 
@@ -101,26 +97,7 @@ def _draw_losses(axes: Axes, runs: list[History]) -> None:
     axes.set_yscale("log")
     axes.set_ylabel("training loss")
     axes.legend(frameon=False)
-    _plain(axes)
-
-
-def _draw_scale(axes: Axes, run: History) -> None:
-    axes.step(range(len(run.scales)), run.scales, where="post", color=_COLOURS[1], label="loss scale")
-    if run.skipped:
-        heights = [run.scales[step] for step in run.skipped]
-        label = f"skipped steps: {len(run.skipped)}"
-        axes.scatter(run.skipped, heights, color=_SKIP, marker="x", zorder=3, label=label)
-    axes.set_yscale("log", base=2)
-    axes.set_ylabel("loss scale")
-    axes.set_xlabel("step")
-    axes.legend(frameon=False, loc="lower right")
-    _plain(axes)
-
-
-def _plain(axes: Axes) -> None:
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y", alpha=0.3)
-    axes.margins(x=0.01)
+    plain(axes)
 
 
 def _smooth(values: list[float], weight: float = 0.9) -> list[float]:

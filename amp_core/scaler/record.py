@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -99,6 +100,23 @@ class History(Sequence[StepRecord]):
     def skipped(self) -> list[StepRecord]:
         """The steps that were skipped."""
         return [record for record in self._records if record.skipped]
+
+    def plot(self, path: str | Path) -> None:
+        """Draw the scale and the skipped steps into a picture; waits for the device.
+
+        Args:
+            path: where it goes; the suffix gives the format (png, svg, pdf ...).
+
+        Raises:
+            ImportError: matplotlib is not installed.
+            ValueError: there are no steps yet.
+        """
+        from amp_core.scaler.plot import save_scale
+
+        if not self._records:
+            raise ValueError("The history is empty: no step was taken or skipped since the scaler was made.")
+        scales = {record.number: record.scale_before for record in self._records}
+        save_scale(scales, sorted({record.number for record in self.skipped}), path)
 
 
 def bad_parameters(
