@@ -159,6 +159,21 @@ class CastZipsShort(Portable):
         return super().cast(tensors if out is None else tensors[: len(out)], dtype, out)
 
 
+@wrong("cast_into_out_ignores_the_dtype_argument")
+class CastRoundsOnTheWayToOut(Portable):
+    def cast(self, tensors, dtype, out=None):
+        return super().cast(tensors if out is None else super().cast(tensors, dtype), dtype, out)
+
+
+@wrong("cast_of_thousands_of_tensors")
+class CastLosesTheSecondChunk(Portable):
+    def cast(self, tensors, dtype, out=None):
+        results = super().cast(tensors, dtype, out)
+        for r in results[512:]:
+            r.detach().zero_()
+        return results
+
+
 # Measure.
 
 
@@ -329,6 +344,13 @@ class MeasureLooksAtTheFirstThousand(Portable):
         return changed(found, found_inf=found.nonfinite[:1000].max()) if grads else found
 
 
+@wrong("measure_flags_a_bad_element_in_every_memory_layout")
+class MeasureOverlooksScalars(Portable):
+    def measure(self, grads, norm_type=2.0):
+        found = super().measure(grads, norm_type)
+        return changed(found, found_inf=found.found_inf * float(any(g.dim() for g in grads)))
+
+
 # Scale.
 
 
@@ -404,6 +426,12 @@ class ScaleBranchesOnTheHost(Portable):
     def scale_(self, grads, factor, found_inf=None):
         if float(factor) != 1.0:
             super().scale_(grads, factor, found_inf)
+
+
+@wrong("scale_of_thousands_of_tensors")
+class ScaleLosesTheSecondChunk(Portable):
+    def scale_(self, grads, factor, found_inf=None):
+        super().scale_(list(grads)[:512], factor, found_inf)
 
 
 # Update.

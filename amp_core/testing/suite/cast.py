@@ -136,6 +136,24 @@ class CastConformance(BackendFixtures):
                     assert data.same_values(out.tensor, value.to(target))
                     assert out.surroundings_untouched(), f"wrote outside of out= ({target}, step {step})"
 
+    def test_cast_into_out_ignores_the_dtype_argument(self) -> None:
+        """Where `out` is given its dtypes count; a detour over `dtype` rounds twice."""
+        values = data.random((33,), torch.float32)
+        for named in (torch.bfloat16, torch.float16):
+            out = torch.zeros(33, device=self.device)
+            self.kernels.cast([values.to(self.device)], named, out=[out])
+            assert data.same_values(out, values), f"float32 into float32 was rounded to {named}"
+
+    def test_cast_of_thousands_of_tensors(self) -> None:
+        """Lists are cut into chunks; none may be lost. A tuple is a sequence too."""
+        made = [torch.full((3,), float(i % 100)) for i in range(1500)]
+        results = self.kernels.cast(tuple(t.to(self.device) for t in made), torch.bfloat16)
+        assert len(results) == len(made)
+        wrong = [
+            i for i, (r, v) in enumerate(zip(results, made, strict=True)) if r.cpu().tolist() != v.tolist()
+        ]
+        assert not wrong, f"{len(wrong)} of 1500 tensors, the first is number {wrong[0]}"
+
     def test_cast_into_out_moves_its_version_counter(self) -> None:
         """Autograd and the weight cache would not see the write."""
         out = torch.zeros(5, dtype=torch.bfloat16, device=self.device)

@@ -106,6 +106,11 @@ def layouts(dtype: torch.dtype, device: torch.device) -> list[tuple[str, Tensor]
     ]
 
 
+def index(tensor: Tensor, place: int) -> tuple[int, ...]:
+    """Return the index of the first (0) or last (-1) element."""
+    return (place,) * tensor.dim()
+
+
 def versions(*tensors: Tensor) -> list[int]:
     """Return the version counters."""
     return [t._version for t in tensors]

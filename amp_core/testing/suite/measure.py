@@ -119,6 +119,17 @@ class MeasureConformance(BackendFixtures):
             assert not wrong, f"{dtype}: {tensors[wrong[0]]} is flagged {1 - marks[wrong[0]]}"
             assert float(found.found_inf) == 1.0
 
+    def test_measure_flags_a_bad_element_in_every_memory_layout(self) -> None:
+        """No dimensions, strides, odd offsets: the last element is looked at like the first."""
+        for dtype in self.dtypes():
+            for name, tensor in data.layouts(dtype, self.device):
+                for place in (0, -1) if tensor.numel() else ():
+                    bad = tensor.clone(memory_format=torch.preserve_format)
+                    tensor[data.index(tensor, place)] = math.inf
+                    found = self.kernels.measure((tensor,))
+                    assert float(found.found_inf) == 1.0, f"{name}, {dtype}, element {place}"
+                    tensor.copy_(bad)
+
     def test_measure_flags_each_kind_of_bad_element_alone(self) -> None:
         """An inf, -inf or NaN, in a call of one tensor, for every order."""
         for dtype in self.dtypes():

@@ -80,6 +80,26 @@ class ScaleConformance(BackendFixtures):
                     _, flag = self._scaled([values], 0.5)
                     assert flag == 1.0, f"{values[position]} at {position} of {length}, {dtype}"
 
+    def test_scale_flags_a_bad_element_in_every_memory_layout(self) -> None:
+        """No dimensions, strides, odd offsets."""
+        for dtype in self.dtypes():
+            for name, tensor in data.layouts(dtype, self.device):
+                if tensor.numel():
+                    tensor[data.index(tensor, -1)] = math.nan
+                    flag = data.scalar(0.0, self.device)
+                    self.kernels.scale_((tensor,), data.scalar(0.5, self.device), flag)
+                    assert float(flag) == 1.0, f"{name}, {dtype}"
+
+    def test_scale_of_thousands_of_tensors(self) -> None:
+        """Lists are cut into chunks; none may be lost, and the last one's flag counts."""
+        values = [torch.ones(3) for _ in range(1500)]
+        results, flag = self._scaled(values, 0.5)
+        wrong = [i for i, r in enumerate(results) if r.tolist() != [0.5] * 3]
+        assert not wrong, f"{len(wrong)} of 1500 tensors, the first is number {wrong[0]}"
+        assert flag == 0.0
+        values[-1][2] = math.inf
+        assert self._scaled(values, 0.5)[1] == 1.0
+
     def test_scale_flags_a_product_that_overflows(self) -> None:
         """Finite before, not after: at every position of a vector, and in the dtype of the gradient."""
         for dtype in self.dtypes():
