@@ -76,6 +76,9 @@ class Region(torch.autocast):
         """Enter the region; the body of ``__enter__``."""
         if _is_tracing():
             return self._enter_traced()
+        # First: it may refuse, and then nothing has changed.
+        if self._activation is not None:
+            self._activation.push()
         device, enabled, dtype = self.device, self._enabled, self.fast_dtype
         was_enabled, was_dtype, was_cached = _is_enabled(device), _get_dtype(device), _is_cached()
         if was_enabled is not enabled:
@@ -87,8 +90,6 @@ class Region(torch.autocast):
             _set_cached(self._cache_enabled)
         frame = _new_frame(Frame, (self, was_enabled, was_dtype, was_cached, _enter_nesting(), False))
         thread.regions.append(frame)
-        if self._activation is not None:
-            self._activation.push()
         if _modes_are_on():
             _torch.record_enter(device, dtype, enabled, self._cache_enabled)
         return self

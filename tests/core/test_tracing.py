@@ -102,3 +102,16 @@ def test_make_fx_records_the_casts() -> None:
     graph = torch.fx.experimental.proxy_tensor.make_fx(inside)(X)
     assert graph(X).dtype is torch.bfloat16
     assert not torch.is_autocast_enabled("cpu")
+
+
+def test_an_export_that_is_refused_leaves_no_region_on():
+    """Everything after a refused export would run in mixed precision, unasked."""
+
+    class Product(torch.nn.Module):
+        def forward(self, x):
+            with amp_core.autocast("cpu", policy=amp_core.OpPolicy.uniform("cpu")):
+                return x @ x
+
+    with pytest.raises(amp_core.PolicyError):
+        torch.export.export(Product(), (torch.ones(2, 2),))
+    assert not torch.is_autocast_enabled("cpu")

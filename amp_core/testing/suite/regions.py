@@ -180,8 +180,10 @@ class RegionConformance(BackendFixtures):
                     return x @ x
 
         if OpPolicy.default(self.device_type) != self._policy() or not native_rules(self.device_type):
+            before = self._state()
             with pytest.raises(PolicyError):
                 torch.export.export(Product(), (self._ones(),))
+            assert self._state() == before, "the refusal left the region on"
             return
         program = torch.export.export(Product(), (self._ones(),))
         assert program.module()(self._ones()).dtype is self.backend.default_dtype()
