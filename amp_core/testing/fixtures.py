@@ -125,11 +125,6 @@ class BackendFixtures:
             patch.setattr(module, "is_available", lambda: False)
             yield
 
-    def synchronize(self) -> None:
-        """Wait for the device. Default: ``torch.accelerator.synchronize``, where there is one to wait for."""
-        if self.device_type not in ("cpu", _torch.privateuse1_name()):
-            torch.accelerator.synchronize(self.device)
-
     # Not to be overridden.
 
     def requires(self, capability: str) -> None:
