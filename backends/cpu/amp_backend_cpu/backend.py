@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from amp_backend_cpu.kernels import load
+from amp_core.kernels import Kernels
 from amp_core.plugin import Availability, Backend
 
 
@@ -23,3 +25,6 @@ class CpuBackend(Backend):
 
     def supported_dtypes(self) -> tuple[torch.dtype, ...]:
         return (torch.bfloat16, torch.float16)
+
+    def kernels(self) -> Kernels:
+        return load()

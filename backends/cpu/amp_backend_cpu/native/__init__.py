@@ -1,0 +1,1 @@
+"""The compiled library of the CPU's kernels, where it was built, and its source."""

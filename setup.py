@@ -1,0 +1,32 @@
+"""Builds the optional C library of the CPU's kernels; everything else is in pyproject.toml."""
+
+from __future__ import annotations
+
+import sys
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+
+class OptionalLibrary(build_ext):
+    """A plain shared library beside the package: without a compiler, or without OpenMP, install goes on."""
+
+    def get_export_symbols(self, ext: Extension) -> list[str]:
+        """Return what is looked up in the library; it is no Python module."""
+        return list(ext.export_symbols)
+
+
+unix = sys.platform != "win32"
+setup(
+    cmdclass={"build_ext": OptionalLibrary},
+    ext_modules=[
+        Extension(
+            "amp_backend_cpu.native._kernels",
+            sources=["backends/cpu/amp_backend_cpu/native/kernels.c"],
+            export_symbols=["amp_measure", "amp_scale", "amp_cast"],
+            extra_compile_args=["-O3", "-fopenmp"] if unix else ["/O2", "/openmp"],
+            extra_link_args=["-fopenmp"] if unix else [],
+            optional=True,
+        )
+    ],
+)
