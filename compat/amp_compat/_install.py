@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -27,6 +27,9 @@ _NAMES = ("GradScaler", "OptState", "_cast", "autocast", "custom_bwd", "custom_f
 
 # id of torch's object -> (torch's object, ours); holding both keeps the ids true.
 _installed: dict[int, tuple[Any, Any]] = {}
+# The globals that install replaced, and the modules that it saw: what else holds ours, meant ours.
+_places: list[tuple[ModuleType, str]] = []
+_seen: set[str] = set()
 
 
 def install(*, torch_amp: bool = False) -> None:
@@ -41,17 +44,25 @@ def install(*, torch_amp: bool = False) -> None:
     pairs = _pairs(_DEPRECATED)
     if torch_amp:
         pairs |= _pairs(_CURRENT)
-    _replace(
-        {key: ours for key, (_, ours) in pairs.items()}, {*_DEPRECATED, *(_CURRENT if torch_amp else ())}
-    )
+    new = {key: ours for key, (_, ours) in pairs.items()}
+    for module, name in _holders(new, {*_DEPRECATED, *(_CURRENT if torch_amp else ())}):
+        setattr(module, name, new[id(getattr(module, name))])
+        _places.append((module, name))
+    _seen.update(sys.modules)
     _installed.update(pairs)
 
 
 def uninstall() -> None:
     """Put everything back, in modules imported since `install` too."""
     theirs = {id(ours): old for old, ours in _installed.values()}
-    _replace(theirs, {*_DEPRECATED, *_CURRENT})
+    later = [(m, name) for m, name in _holders(theirs, set()) if m.__name__ not in _seen]
+    for module, name in [*_places, *later]:
+        value = vars(module).get(name)
+        if id(value) in theirs:
+            setattr(module, name, theirs[id(value)])
     _installed.clear()
+    _places.clear()
+    _seen.clear()
 
 
 def _pairs(modules: Mapping[str, str]) -> dict[int, tuple[Any, Any]]:
@@ -67,14 +78,14 @@ def _pairs(modules: Mapping[str, str]) -> dict[int, tuple[Any, Any]]:
     return {key: pair for key, pair in found.items() if key not in mine}
 
 
-def _replace(new: Mapping[int, Any], torch_modules: set[str]) -> None:
-    """Swap objects by identity in the globals of all modules but torch's other ones and our own."""
+def _holders(values: Mapping[int, Any], torch_modules: set[str]) -> Iterator[tuple[ModuleType, str]]:
+    """Find the globals that are one of `values`, in all modules but torch's other ones and our own."""
     for name, module in list(sys.modules.items()):
         if not isinstance(module, ModuleType) or (_is_ours(name) and name not in torch_modules):
             continue
         for key, value in list(vars(module).items()):
-            if id(value) in new:
-                setattr(module, key, new[id(value)])
+            if id(value) in values:
+                yield module, key
 
 
 def _is_ours(name: str) -> bool:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import amp_compat
+import amp_core
 
 SCRIPT = Path(__file__).parent / "data" / "old_training.py"
 
@@ -89,3 +90,13 @@ def test_old_script_runs_unmodified() -> None:
     assert ours.stdout.splitlines()[2] == "scaler amp_compat.cuda.amp.grad_scaler"
     assert alone.stderr.count("FutureWarning") == ours.stderr.count("FutureWarning") > 0
     assert ours.stderr.count(f"{SCRIPT}:") >= ours.stderr.count("FutureWarning")
+
+
+def test_uninstall_leaves_alone_what_was_ours_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module that imported amp_core's classes by itself is given torch's by uninstall()."""
+    module = types.ModuleType("a_user_of_amp_core")
+    module.GradScaler = amp_core.GradScaler  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    amp_compat.install(torch_amp=True)
+    amp_compat.uninstall()
+    assert module.GradScaler is amp_core.GradScaler

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from amp_core.kernels import PORTABLE, ScaleTensors
+import amp_core
+from amp_core.kernels import PORTABLE, Kernels, ScaleTensors
 from amp_core.state import Hysteresis, OptState, ScaleState, Schedule, float32, next_scale, next_stage
 
 B, C, E = Hysteresis.BUDGET, Hysteresis.CONSECUTIVE, Hysteresis.EVERY
@@ -65,8 +66,13 @@ scales = st.sampled_from([1.0, 65536.0, 3000.0, 2.0**-120, 2.0**127])
 
 @given(programs, schedules, scales)
 @settings(max_examples=150, deadline=None, derandomize=True)
-def test_portable_kernel_agrees_bit_for_bit(found: list[bool], schedule: Schedule, scale: float) -> None:
-    """The device moves the scale elsewhere than the documented rule."""
+def test_kernels_agree_bit_for_bit(found: list[bool], schedule: Schedule, scale: float) -> None:
+    """A kernel moves the scale elsewhere than the documented rule."""
+    for kernels in (PORTABLE, amp_core.get_backend("cpu").kernels()):
+        _agree(kernels, found, schedule, scale)
+
+
+def _agree(kernels: Kernels, found: list[bool], schedule: Schedule, scale: float) -> None:
     state = ScaleState(float32(scale), 0, schedule.hysteresis)
     tensors = ScaleTensors(
         torch.tensor(scale),
@@ -75,7 +81,7 @@ def test_portable_kernel_agrees_bit_for_bit(found: list[bool], schedule: Schedul
     )
     for flag in found:
         state = next_scale(state, flag, schedule)
-        PORTABLE.update_scale_(tensors, torch.tensor(float(flag)), schedule)
+        kernels.update_scale_(tensors, torch.tensor(float(flag)), schedule)
         assert (tensors.scale.item(), tensors.growth_tracker.item(), tensors.hysteresis_left.item()) == (
             state.scale,
             state.growth_tracker,

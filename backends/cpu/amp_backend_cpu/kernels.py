@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from amp_core.kernels import Kernels, Measurement, Portable
+from amp_core.kernels import Kernels, Measurement, Portable, ScaleTensors
+from amp_core.state import Hysteresis, Schedule
 
 _CODES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 _SCALED = frozenset({torch.float32, torch.float64, torch.bfloat16})
@@ -22,6 +23,8 @@ _CASTS = {
     (torch.bfloat16, torch.float32): 1,
     (torch.float16, torch.float32): 2,
 }
+_STATE = [torch.float32, torch.int32, torch.int32, torch.float32]
+_KINDS = (Hysteresis.BUDGET, Hysteresis.CONSECUTIVE, Hysteresis.EVERY)
 
 
 class Compiled(Portable):
@@ -65,7 +68,11 @@ class Compiled(Portable):
     ) -> list[Tensor]:
         targets = [torch.empty_like(t, dtype=dtype) for t in tensors] if out is None else list(out)
         kinds = [_CASTS.get((t.dtype, o.dtype), -1) for t, o in zip(tensors, targets, strict=True)]
-        if min(kinds, default=-1) < 0 or not all(map(_plain, (*tensors, *targets))) or not _same(tensors, targets):
+        if (
+            min(kinds, default=-1) < 0
+            or not all(map(_plain, (*tensors, *targets)))
+            or not _same(tensors, targets)
+        ):
             return super().cast(tensors, dtype, targets)
         count, data, sizes, _ = _table(tensors)
         to = _pointers(targets)
@@ -76,12 +83,34 @@ class Compiled(Portable):
         increment_version(targets)
         return targets
 
+    def update_scale_(self, state: ScaleTensors, found_inf: Tensor, schedule: Schedule) -> None:
+        tensors = [state.scale, state.growth_tracker, state.hysteresis_left]
+        dtypes = [t.dtype for t in (*tensors, found_inf)]
+        if dtypes != _STATE or not all(map(_real, (*tensors, found_inf))):
+            return super().update_scale_(state, found_inf, schedule)
+        self._library.amp_update_scale(
+            *[t.data_ptr() for t in (*tensors, found_inf)],
+            schedule.growth_factor,
+            schedule.backoff_factor,
+            schedule.growth_interval,
+            schedule.min_scale,
+            schedule.max_scale,
+            schedule.hysteresis,
+            _KINDS.index(schedule.hysteresis_kind),
+        )
+        increment_version(tensors)
+        return None
+
+
+def _real(tensor: Tensor) -> bool:
+    """Whether the memory of `tensor` is there to be read: no fake tensor, no subclass, on the CPU."""
+    return type(tensor) in {Tensor, torch.nn.Parameter} and tensor.device.type == "cpu"
+
 
 def _plain(tensor: Tensor) -> bool:
     return (
-        type(tensor) in {Tensor, torch.nn.Parameter}
+        _real(tensor)
         and tensor.dtype in _CODES
-        and tensor.device.type == "cpu"
         and tensor.layout is torch.strided
         and tensor.is_contiguous()
         and not tensor.is_neg()
@@ -146,5 +175,7 @@ def _declare(library: ctypes.CDLL) -> None:
     library.amp_measure.argtypes = [ctypes.c_int64, *[pointer] * 5, ctypes.c_int]
     library.amp_scale.argtypes = [ctypes.c_int64, *[pointer] * 5, ctypes.c_int]
     library.amp_cast.argtypes = [ctypes.c_int64, *[pointer] * 4, ctypes.c_int]
-
-
+    double, integer = ctypes.c_double, ctypes.c_int32
+    factors = [double, double, ctypes.c_int64, double, double, integer, ctypes.c_int]
+    library.amp_update_scale.argtypes = [*[pointer] * 4, *factors]
+    library.amp_update_scale.restype = None

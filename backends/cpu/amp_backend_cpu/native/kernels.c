@@ -237,3 +237,35 @@ int amp_cast(int64_t count_, const void *const *from, void *const *to, const int
     free(chunks);
     return 0;
 }
+
+/* amp_core.state.next_scale, in place. kind: 0 budget, 1 consecutive, 2 every. */
+void amp_update_scale(float *scale, int32_t *tracker, int32_t *left, const float *found, double growth,
+                      double backoff, int64_t interval, double floor, double ceiling, int32_t budget,
+                      int kind) {
+    if (*found > 0.0f) {
+        int32_t remaining = *left - 1;
+        *tracker = 0;
+        if (remaining > 0) {
+            *left = remaining;
+            return;
+        }
+        double lowered = (double)(float)((double)*scale * backoff);
+        lowered = lowered > floor ? lowered : floor;
+        *scale = lowered < (double)*scale ? (float)lowered : *scale;
+        *left = kind == 2 ? budget : (remaining > 0 ? remaining : 0);
+        return;
+    }
+    if (*tracker + 1 < interval) {
+        *tracker += 1;
+        if (kind != 0)
+            *left = budget;
+        return;
+    }
+    float grown = (float)((double)*scale * growth);
+    if (!is_bad(grown)) {
+        double capped = (double)grown < ceiling ? (double)grown : ceiling;
+        *scale = capped > (double)*scale ? (float)capped : *scale;
+    }
+    *tracker = 0;
+    *left = budget;
+}
