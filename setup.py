@@ -23,8 +23,15 @@ setup(
         Extension(
             "amp_backend_cpu.native._kernels",
             sources=["backends/cpu/amp_backend_cpu/native/kernels.c"],
-            export_symbols=["amp_measure", "amp_scale", "amp_cast", "amp_update_scale"],
-            extra_compile_args=["-O3", "-fopenmp"] if unix else ["/O2", "/openmp"],
+            depends=["backends/cpu/amp_backend_cpu/native/loops.h"],
+            export_symbols=[
+                "amp_measure",
+                "amp_scale",
+                "amp_cast",
+                "amp_update_scale",
+                "amp_instruction_set",
+            ],
+            extra_compile_args=["-O3", "-fopenmp", "-Wno-psabi"] if unix else ["/O2", "/openmp"],
             extra_link_args=["-fopenmp"] if unix else [],
             optional=True,
         )

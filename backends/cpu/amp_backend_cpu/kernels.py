@@ -38,6 +38,7 @@ class Compiled(Portable):
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
+        self.reason = f"{library.amp_instruction_set().decode()}, OpenMP"
 
     def measure(self, grads: Sequence[Tensor], norm_type: float = 2.0) -> Measurement:
         if norm_type != 2.0 or not grads or not all(map(_plain, grads)):
@@ -171,11 +172,20 @@ def _portable(reason: str) -> Kernels:
 
 
 def _declare(library: ctypes.CDLL) -> None:
-    pointer = ctypes.c_void_p
-    library.amp_measure.argtypes = [ctypes.c_int64, *[pointer] * 5, ctypes.c_int]
-    library.amp_scale.argtypes = [ctypes.c_int64, *[pointer] * 5, ctypes.c_int]
-    library.amp_cast.argtypes = [ctypes.c_int64, *[pointer] * 4, ctypes.c_int]
-    double, integer = ctypes.c_double, ctypes.c_int32
-    factors = [double, double, ctypes.c_int64, double, double, integer, ctypes.c_int]
-    library.amp_update_scale.argtypes = [*[pointer] * 4, *factors]
+    pointer, count, threads = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+    library.amp_measure.argtypes = (count, *[pointer] * 5, threads)
+    library.amp_scale.argtypes = (count, *[pointer] * 5, threads)
+    library.amp_cast.argtypes = (count, *[pointer] * 4, threads)
+    double, int32 = ctypes.c_double, ctypes.c_int32
+    library.amp_update_scale.argtypes = (
+        *[pointer] * 4,
+        double,
+        double,
+        count,
+        double,
+        double,
+        int32,
+        threads,
+    )
     library.amp_update_scale.restype = None
+    library.amp_instruction_set.restype = ctypes.c_char_p

@@ -10,134 +10,64 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* The loops are compiled for several instruction sets and one is chosen when the library is loaded. */
-#if defined(__GNUC__) && !defined(__clang__) && defined(__x86_64__) && defined(__linux__)
-#define MULTIARCH __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#else
-#define MULTIARCH
-#endif
-
 #define CHUNK 32768 /* elements: two or more chunks of a large weight stay in the second-level cache */
-#define LANES 16    /* independent sums, so that the compiler may use vectors without reordering */
+#define AHEAD 2048  /* bytes to fetch in advance: the hardware does not keep enough reads in flight */
+#define WIDTH 16    /* elements that one step of a loop takes; a tail goes through a buffer of that size */
 
-static inline float from_bits(uint32_t bits) {
-    float value;
-    memcpy(&value, &bits, 4);
-    return value;
+/* Vectors of the compiler's (GCC and Clang), lowered to what the instruction set has. */
+typedef float floats __attribute__((vector_size(WIDTH * 4)));
+typedef uint32_t words __attribute__((vector_size(WIDTH * 4)));
+typedef uint16_t halves __attribute__((vector_size(WIDTH * 2)));
+typedef double doubles __attribute__((vector_size(WIDTH * 8)));
+
+#define EXPONENT 0x7f800000u
+
+typedef void measure_loop(const void *data, size_t n, double *sum, uint32_t *bad);
+typedef void scale_loop(void *data, size_t n, float factor, uint32_t *bad);
+typedef void cast_loop(const void *from, void *to, size_t n);
+
+struct loops {
+    measure_loop *measure[4]; /* by dtype code */
+    scale_loop *scale[3];     /* by dtype code */
+    cast_loop *cast[3];       /* by kind of cast */
+};
+
+#define IN(name) name##_baseline
+#include "loops.h"
+#undef IN
+
+#if defined(__GNUC__) && !defined(__clang__) && defined(__x86_64__)
+#pragma GCC push_options
+#pragma GCC target("arch=haswell")
+#define IN(name) name##_avx2
+#include "loops.h"
+#undef IN
+#pragma GCC pop_options
+#pragma GCC push_options
+#pragma GCC target("arch=skylake-avx512,prefer-vector-width=512")
+#define IN(name) name##_avx512
+#include "loops.h"
+#undef IN
+#pragma GCC pop_options
+
+static const struct loops *chosen(void) {
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
+        return &loops_avx512;
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
+        return &loops_avx2;
+    return &loops_baseline;
 }
 
-static inline uint32_t to_bits(float value) {
-    uint32_t bits;
-    memcpy(&bits, &value, 4);
-    return bits;
+const char *amp_instruction_set(void) {
+    const struct loops *loops = chosen();
+    return loops == &loops_avx512 ? "AVX-512" : loops == &loops_avx2 ? "AVX2" : "baseline";
 }
+#else
+static const struct loops *chosen(void) { return &loops_baseline; }
 
-static inline float widen_bf16(uint16_t half) { return from_bits((uint32_t)half << 16); }
-
-/* Exponent and mantissa are shifted into place; the product with 2^112 sets the bias and normalises
- * subnormals; an exponent of all ones stays one. */
-static inline float widen_f16(uint16_t half) {
-    uint32_t magnitude = (uint32_t)(half & 0x7fff) << 13;
-    uint32_t sign = (uint32_t)(half & 0x8000) << 16;
-    uint32_t finite = to_bits(from_bits(magnitude) * 0x1p112f);
-    uint32_t special = magnitude | 0x7f800000u;
-    return from_bits(sign | (magnitude >= 0x0f800000u ? special : finite));
-}
-
-/* Round to nearest even; a NaN stays a NaN even where all its set bits would be cut off. */
-static inline uint16_t narrow_bf16(float value) {
-    uint32_t bits = to_bits(value);
-    uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    uint32_t nan = (bits >> 16) | 0x40u;
-    return (uint16_t)((bits & 0x7fffffffu) > 0x7f800000u ? nan : rounded);
-}
-
-static inline uint32_t is_bad(float value) { return (to_bits(value) & 0x7f800000u) == 0x7f800000u; }
-
-#define MEASURE(NAME, TYPE, WIDEN)                                                                 \
-    MULTIARCH static void NAME(const TYPE *restrict x, size_t n, double *sum, uint32_t *bad) {     \
-        double sums[LANES] = {0};                                                                  \
-        uint32_t bads[LANES] = {0};                                                                \
-        size_t i = 0;                                                                              \
-        for (; i + LANES <= n; i += LANES)                                                         \
-            for (int k = 0; k < LANES; k++) {                                                      \
-                float v = WIDEN(x[i + k]);                                                         \
-                bads[k] |= is_bad(v);                                                              \
-                sums[k] += (double)v * (double)v;                                                  \
-            }                                                                                      \
-        for (int k = 0; i < n; i++, k++) {                                                         \
-            float v = WIDEN(x[i]);                                                                 \
-            bads[k] |= is_bad(v);                                                                  \
-            sums[k] += (double)v * (double)v;                                                      \
-        }                                                                                          \
-        for (int k = 0; k < LANES; k++) {                                                          \
-            *sum += sums[k];                                                                       \
-            *bad |= bads[k];                                                                       \
-        }                                                                                          \
-    }
-
-#define SAME(v) (v)
-MEASURE(measure_f32, float, SAME)
-MEASURE(measure_bf16, uint16_t, widen_bf16)
-MEASURE(measure_f16, uint16_t, widen_f16)
-
-MULTIARCH static void measure_f64(const double *restrict x, size_t n, double *sum, uint32_t *bad) {
-    double sums[LANES] = {0};
-    for (size_t i = 0; i < n; i++) {
-        uint64_t bits;
-        memcpy(&bits, &x[i], 8);
-        *bad |= (bits & 0x7ff0000000000000u) == 0x7ff0000000000000u;
-        sums[i % LANES] += x[i] * x[i];
-    }
-    for (int k = 0; k < LANES; k++)
-        *sum += sums[k];
-}
-
-MULTIARCH static void scale_f32(float *restrict x, size_t n, float factor, uint32_t *bad) {
-    uint32_t seen = 0;
-    for (size_t i = 0; i < n; i++) {
-        float before = x[i], after = before * factor;
-        seen |= is_bad(before) | is_bad(after);
-        x[i] = after;
-    }
-    *bad |= seen;
-}
-
-MULTIARCH static void scale_bf16(uint16_t *restrict x, size_t n, float factor, uint32_t *bad) {
-    uint32_t seen = 0;
-    for (size_t i = 0; i < n; i++) {
-        float before = widen_bf16(x[i]);
-        uint16_t after = narrow_bf16(before * factor);
-        seen |= is_bad(before) | is_bad(widen_bf16(after));
-        x[i] = after;
-    }
-    *bad |= seen;
-}
-
-MULTIARCH static void scale_f64(double *restrict x, size_t n, float factor, uint32_t *bad) {
-    uint32_t seen = 0;
-    for (size_t i = 0; i < n; i++) {
-        double after = x[i] * (double)factor;
-        seen |= !isfinite(x[i]) | !isfinite(after);
-        x[i] = after;
-    }
-    *bad |= seen;
-}
-
-MULTIARCH static void cast_f32_bf16(const float *restrict from, uint16_t *restrict to, size_t n) {
-    for (size_t i = 0; i < n; i++)
-        to[i] = narrow_bf16(from[i]);
-}
-
-MULTIARCH static void cast_bf16_f32(const uint16_t *restrict from, float *restrict to, size_t n) {
-    for (size_t i = 0; i < n; i++)
-        to[i] = widen_bf16(from[i]);
-}
-
-MULTIARCH static void cast_f16_f32(const uint16_t *restrict from, float *restrict to, size_t n) {
-    for (size_t i = 0; i < n; i++)
-        to[i] = widen_f16(from[i]);
-}
+const char *amp_instruction_set(void) { return "baseline"; }
+#endif
 
 /* chunks[i] is the number of the first chunk of tensor i; chunks[count] the number of all. */
 static size_t *first_chunks(size_t count, const int64_t *sizes) {
@@ -162,6 +92,8 @@ static size_t tensor_of(const size_t *chunks, size_t count, size_t chunk) {
     return low;
 }
 
+static const size_t width_of[4] = {4, 8, 2, 2}; /* bytes, by dtype code */
+
 #define FOR_EACH_CHUNK(BODY)                                                                       \
     _Pragma("omp parallel for schedule(static) num_threads(threads)")                              \
     for (int64_t c = 0; c < (int64_t)chunks[count]; c++) {                                         \
@@ -174,17 +106,14 @@ static size_t tensor_of(const size_t *chunks, size_t count, size_t chunk) {
 /* sums[i]: sum of squares of tensor i; bad[i]: 1 if it holds an inf or a NaN, else 0; only read. */
 int amp_measure(int64_t count_, const void *const *data, const int64_t *sizes, const int32_t *dtypes,
                 double *sums, float *bad, int threads) {
+    const struct loops *loops = chosen();
     size_t count = (size_t)count_, *chunks = first_chunks(count, sizes);
     double *part = chunks ? calloc(chunks[count] + 1, sizeof *part) : NULL;
     uint32_t *flag = chunks ? calloc(chunks[count] + 1, sizeof *flag) : NULL;
     int ok = part != NULL && flag != NULL;
     if (ok) {
-        FOR_EACH_CHUNK(switch (dtypes[t]) {
-            case 0: measure_f32((const float *)data[t] + start, n, &part[c], &flag[c]); break;
-            case 1: measure_f64((const double *)data[t] + start, n, &part[c], &flag[c]); break;
-            case 2: measure_bf16((const uint16_t *)data[t] + start, n, &part[c], &flag[c]); break;
-            default: measure_f16((const uint16_t *)data[t] + start, n, &part[c], &flag[c]);
-        })
+        FOR_EACH_CHUNK(loops->measure[dtypes[t]](
+            (const char *)data[t] + start * width_of[dtypes[t]], n, &part[c], &flag[c]);)
         for (size_t t = 0; t < count; t++) {
             sums[t] = 0.0;
             bad[t] = 0.0f;
@@ -204,20 +133,19 @@ int amp_measure(int64_t count_, const void *const *data, const int64_t *sizes, c
 /* Multiply in place by *factor; *found becomes 1 if an element is not finite before or after. */
 int amp_scale(int64_t count_, void *const *data, const int64_t *sizes, const int32_t *dtypes,
               const float *factor, float *found, int threads) {
+    const struct loops *loops = chosen();
     size_t count = (size_t)count_, *chunks = first_chunks(count, sizes);
-    uint32_t any = 0;
+    uint32_t overflow = 0;
     float by = *factor;
     if (chunks == NULL)
         return -1;
-    FOR_EACH_CHUNK(uint32_t bad = 0; switch (dtypes[t]) {
-        case 0: scale_f32((float *)data[t] + start, n, by, &bad); break;
-        case 1: scale_f64((double *)data[t] + start, n, by, &bad); break;
-        default: scale_bf16((uint16_t *)data[t] + start, n, by, &bad);
-    } if (bad) {
+    FOR_EACH_CHUNK(uint32_t bad = 0;
+        loops->scale[dtypes[t]]((char *)data[t] + start * width_of[dtypes[t]], n, by, &bad);
+        if (bad) {
         _Pragma("omp atomic write")
-        any = 1;
+        overflow = 1;
     })
-    if (any && found != NULL)
+    if (overflow && found != NULL)
         *found = 1.0f;
     free(chunks);
     return 0;
@@ -226,14 +154,12 @@ int amp_scale(int64_t count_, void *const *data, const int64_t *sizes, const int
 /* kind: 0 float32 to bfloat16, 1 bfloat16 to float32, 2 float16 to float32. */
 int amp_cast(int64_t count_, const void *const *from, void *const *to, const int64_t *sizes,
              const int32_t *kinds, int threads) {
+    const struct loops *loops = chosen();
     size_t count = (size_t)count_, *chunks = first_chunks(count, sizes);
     if (chunks == NULL)
         return -1;
-    FOR_EACH_CHUNK(switch (kinds[t]) {
-        case 0: cast_f32_bf16((const float *)from[t] + start, (uint16_t *)to[t] + start, n); break;
-        case 1: cast_bf16_f32((const uint16_t *)from[t] + start, (float *)to[t] + start, n); break;
-        default: cast_f16_f32((const uint16_t *)from[t] + start, (float *)to[t] + start, n);
-    })
+    FOR_EACH_CHUNK(loops->cast[kinds[t]]((const char *)from[t] + start * (kinds[t] == 0 ? 4 : 2),
+                                        (char *)to[t] + start * (kinds[t] == 0 ? 2 : 4), n);)
     free(chunks);
     return 0;
 }
@@ -262,7 +188,7 @@ void amp_update_scale(float *scale, int32_t *tracker, int32_t *left, const float
         return;
     }
     float grown = (float)((double)*scale * growth);
-    if (!is_bad(grown)) {
+    if (isfinite(grown)) {
         double capped = (double)grown < ceiling ? (double)grown : ceiling;
         *scale = capped > (double)*scale ? (float)capped : *scale;
     }

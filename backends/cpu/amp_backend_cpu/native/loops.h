@@ -1,0 +1,149 @@
+/* The loops over one chunk, compiled once for each instruction set: kernels.c includes this file with
+ * IN(name) adding the set's suffix. */
+
+static inline words IN(bad_floats)(floats v) { return (words)(((words)v & EXPONENT) == EXPONENT); }
+
+static inline floats IN(widen_bf16)(halves h) { return (floats)(__builtin_convertvector(h, words) << 16); }
+
+/* Exponent and mantissa are shifted into place; the product with 2^112 sets the bias and normalises
+ * subnormals; an exponent of all ones stays one. */
+static inline floats IN(widen_f16)(halves h) {
+    words bits = __builtin_convertvector(h, words);
+    words magnitude = (bits & 0x7fffu) << 13;
+    words finite = (words)((floats)magnitude * 0x1p112f);
+    words special = (words)(magnitude >= 0x0f800000u);
+    return (floats)(((bits & 0x8000u) << 16) | (special & (magnitude | EXPONENT)) | (~special & finite));
+}
+
+/* Round to nearest even; a NaN stays a NaN even where all its set bits would be cut off. */
+static inline halves IN(narrow_bf16)(floats v) {
+    words bits = (words)v;
+    words rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    words nan = (words)((bits & 0x7fffffffu) > EXPONENT);
+    return __builtin_convertvector((nan & ((bits >> 16) | 0x40u)) | (~nan & rounded), halves);
+}
+
+static inline floats IN(same)(floats v) { return v; }
+
+static inline uint32_t IN(any)(words mask) {
+    uint32_t found = 0;
+    for (int k = 0; k < WIDTH; k++)
+        found |= mask[k];
+    return found != 0;
+}
+
+#define MEASURE(NAME, TYPE, VECTOR, WIDEN)                                                         \
+    static void NAME(const void *data, size_t n, double *sum, uint32_t *bad) {                     \
+        const TYPE *x = data;                                                                      \
+        doubles sums = {0};                                                                        \
+        words seen = {0};                                                                          \
+        size_t i = 0;                                                                              \
+        for (; i + WIDTH <= n; i += WIDTH) {                                                       \
+            VECTOR raw;                                                                            \
+            __builtin_prefetch((const char *)(x + i) + AHEAD);                                     \
+            memcpy(&raw, x + i, sizeof raw);                                                       \
+            floats v = WIDEN(raw);                                                                 \
+            doubles wide = __builtin_convertvector(v, doubles);                                    \
+            seen |= IN(bad_floats)(v);                                                             \
+            sums += wide * wide;                                                                   \
+        }                                                                                          \
+        if (i < n) {                                                                               \
+            VECTOR raw = {0};                                                                      \
+            memcpy(&raw, x + i, (n - i) * sizeof *x);                                              \
+            floats v = WIDEN(raw);                                                                 \
+            doubles wide = __builtin_convertvector(v, doubles);                                    \
+            seen |= IN(bad_floats)(v);                                                             \
+            sums += wide * wide;                                                                   \
+        }                                                                                          \
+        for (int k = 0; k < WIDTH; k++)                                                            \
+            *sum += sums[k];                                                                       \
+        *bad |= IN(any)(seen);                                                                     \
+    }
+
+MEASURE(IN(measure_f32), float, floats, IN(same))
+MEASURE(IN(measure_bf16), uint16_t, halves, IN(widen_bf16))
+MEASURE(IN(measure_f16), uint16_t, halves, IN(widen_f16))
+
+static void IN(measure_f64)(const void *data, size_t n, double *sum, uint32_t *bad) {
+    const double *x = data;
+    double sums[WIDTH] = {0};
+    for (size_t i = 0; i < n; i++) {
+        *bad |= !isfinite(x[i]);
+        sums[i % WIDTH] += x[i] * x[i];
+    }
+    for (int k = 0; k < WIDTH; k++)
+        *sum += sums[k];
+}
+
+#define SCALE(NAME, TYPE, VECTOR, WIDEN, NARROW)                                                   \
+    static void NAME(void *data, size_t n, float factor, uint32_t *bad) {                          \
+        TYPE *x = data;                                                                            \
+        words seen = {0};                                                                          \
+        size_t i = 0;                                                                              \
+        for (; i + WIDTH <= n; i += WIDTH) {                                                       \
+            VECTOR raw;                                                                            \
+            __builtin_prefetch((const char *)(x + i) + AHEAD);                                     \
+            memcpy(&raw, x + i, sizeof raw);                                                       \
+            floats before = WIDEN(raw);                                                            \
+            VECTOR after = NARROW(before * factor);                                                \
+            seen |= IN(bad_floats)(before) | IN(bad_floats)(WIDEN(after));                         \
+            memcpy(x + i, &after, sizeof after);                                                   \
+        }                                                                                          \
+        if (i < n) {                                                                               \
+            VECTOR raw = {0};                                                                      \
+            memcpy(&raw, x + i, (n - i) * sizeof *x);                                              \
+            floats before = WIDEN(raw);                                                            \
+            VECTOR after = NARROW(before * factor);                                                \
+            seen |= IN(bad_floats)(before) | IN(bad_floats)(WIDEN(after));                         \
+            memcpy(x + i, &after, (n - i) * sizeof *x);                                            \
+        }                                                                                          \
+        *bad |= IN(any)(seen);                                                                     \
+    }
+
+SCALE(IN(scale_f32), float, floats, IN(same), IN(same))
+SCALE(IN(scale_bf16), uint16_t, halves, IN(widen_bf16), IN(narrow_bf16))
+
+static void IN(scale_f64)(void *data, size_t n, float factor, uint32_t *bad) {
+    double *x = data;
+    uint32_t seen = 0;
+    for (size_t i = 0; i < n; i++) {
+        double after = x[i] * (double)factor;
+        seen |= !isfinite(x[i]) | !isfinite(after);
+        x[i] = after;
+    }
+    *bad |= seen;
+}
+
+#define CAST(NAME, FROM, VECTOR, TO, CONVERT, RESULT)                                              \
+    static void NAME(const void *source, void *target, size_t n) {                                 \
+        const FROM *from = source;                                                                 \
+        TO *to = target;                                                                           \
+        size_t i = 0;                                                                              \
+        for (; i + WIDTH <= n; i += WIDTH) {                                                       \
+            VECTOR raw;                                                                            \
+            __builtin_prefetch((const char *)(from + i) + AHEAD);                                  \
+            memcpy(&raw, from + i, sizeof raw);                                                    \
+            RESULT made = CONVERT(raw);                                                            \
+            memcpy(to + i, &made, sizeof made);                                                    \
+        }                                                                                          \
+        if (i < n) {                                                                               \
+            VECTOR raw = {0};                                                                      \
+            memcpy(&raw, from + i, (n - i) * sizeof *from);                                        \
+            RESULT made = CONVERT(raw);                                                            \
+            memcpy(to + i, &made, (n - i) * sizeof *to);                                           \
+        }                                                                                          \
+    }
+
+CAST(IN(cast_f32_bf16), float, floats, uint16_t, IN(narrow_bf16), halves)
+CAST(IN(cast_bf16_f32), uint16_t, halves, float, IN(widen_bf16), floats)
+CAST(IN(cast_f16_f32), uint16_t, halves, float, IN(widen_f16), floats)
+
+static const struct loops IN(loops) = {
+    {IN(measure_f32), IN(measure_f64), IN(measure_bf16), IN(measure_f16)},
+    {IN(scale_f32), IN(scale_f64), IN(scale_bf16)},
+    {IN(cast_f32_bf16), IN(cast_bf16_f32), IN(cast_f16_f32)},
+};
+
+#undef MEASURE
+#undef SCALE
+#undef CAST

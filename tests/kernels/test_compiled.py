@@ -1,0 +1,133 @@
+"""The compiled kernels of the CPU against the portable ones, and what happens without a compiler."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import amp_core
+from amp_backend_cpu import kernels as cpu
+from amp_core.kernels import PORTABLE
+
+COMPILED = cpu.load()
+needs_library = pytest.mark.skipif(
+    not isinstance(COMPILED, cpu.Compiled), reason=f"no compiled kernels: {COMPILED.reason}"
+)
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+LENGTHS = [0, 1, 15, 16, 17, 31, 33, 32767, 32768, 32769, 65537]
+
+
+def numbers(n: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(n, generator=torch.Generator().manual_seed(n)).to(dtype)
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n", LENGTHS)
+def test_measure(dtype: torch.dtype, n: int) -> None:
+    """The norm of some length is off, or a tensor is written that is only to be read."""
+    grads = [numbers(n, dtype), numbers(3, dtype)]
+    versions = [g._version for g in grads]
+    ours, reference = COMPILED.measure(grads), PORTABLE.measure(grads)
+    torch.testing.assert_close(ours.norm, reference.norm, rtol=1e-6, atol=0)
+    torch.testing.assert_close(ours.norms, reference.norms, rtol=1e-6, atol=0)
+    assert ours.found_inf.item() == 0.0
+    assert [g._version for g in grads] == versions
+
+
+@needs_library
+@given(
+    st.sampled_from(DTYPES),
+    st.sampled_from(LENGTHS[1:]),
+    st.sampled_from([math.inf, -math.inf, math.nan]),
+    st.floats(0, 1, exclude_max=True),
+)
+@settings(max_examples=80, deadline=None, derandomize=True)
+def test_one_bad_element_anywhere(dtype: torch.dtype, n: int, bad: float, where: float) -> None:
+    """An inf or NaN at some position, a vector's tail above all, is not seen."""
+    grad = numbers(n, dtype)
+    grad[int(where * n)] = bad
+    measured = COMPILED.measure([numbers(5, dtype), grad])
+    assert measured.nonfinite.tolist() == [0.0, 1.0]
+    assert measured.found_inf.item() == 1.0
+    found = torch.zeros(())
+    COMPILED.scale_([grad], torch.tensor(0.5), found)
+    assert found.item() == 1.0
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n", LENGTHS)
+def test_scale(dtype: torch.dtype, n: int) -> None:
+    """A product differs from the portable one, or the version counter does not move."""
+    ours, reference = [numbers(n, dtype)], [numbers(n, dtype)]
+    version = ours[0]._version
+    COMPILED.scale_(ours, torch.tensor(1 / 3000))
+    PORTABLE.scale_(reference, torch.tensor(1 / 3000))
+    assert torch.equal(ours[0], reference[0])
+    assert ours[0]._version > version
+
+
+@needs_library
+def test_a_product_that_overflows_is_found() -> None:
+    """Finite values that leave their dtype when multiplied are taken for good."""
+    for dtype in (torch.float32, torch.bfloat16):
+        found = torch.zeros(())
+        COMPILED.scale_([torch.full((40,), 1e30, dtype=dtype)], torch.tensor(1e30), found)
+        assert found.item() == 1.0
+
+
+@needs_library
+@pytest.mark.parametrize("source", DTYPES)
+@pytest.mark.parametrize("target", DTYPES)
+def test_cast_of_every_value(source: torch.dtype, target: torch.dtype) -> None:
+    """A value is rounded otherwise than by torch; all 16-bit patterns are tried, NaN and subnormal too."""
+    patterns = torch.arange(-(2**15), 2**15, dtype=torch.int32)
+    if source.itemsize == 2:
+        values = patterns.to(torch.int16).view(source)
+    else:
+        wide = (patterns << 16) + (patterns * 40503 & 0xFFFF)
+        values = wide.view(torch.float32).to(source)
+    (ours,) = COMPILED.cast([values], target)
+    theirs = values.to(target)
+    assert torch.equal(ours.isnan(), theirs.isnan())
+    assert torch.equal(ours.nan_to_num(nan=0.0), theirs.nan_to_num(nan=0.0))
+    assert torch.equal(ours.signbit()[~ours.isnan()], theirs.signbit()[~theirs.isnan()])
+
+
+@needs_library
+def test_number_of_threads_changes_nothing() -> None:
+    """The norm depends on how many threads there are."""
+    grads = [numbers(300_000, torch.float32)]
+    before = torch.get_num_threads()
+    norms = []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            norms.append(COMPILED.measure(grads).norm.item())
+    finally:
+        torch.set_num_threads(before)
+    assert len(set(norms)) == 1
+
+
+@needs_library
+def test_what_the_library_does_not_take() -> None:
+    """A strided, complex or empty list is read as if it were plain memory."""
+    strided = torch.arange(20.0).reshape(4, 5).t()
+    complexes = torch.ones(3, dtype=torch.complex64)
+    for grads in ([strided], [complexes], [strided, torch.ones(2)], []):
+        ours, reference = COMPILED.measure(grads), PORTABLE.measure(grads)
+        torch.testing.assert_close(ours.norm, reference.norm)
+
+
+def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing was compiled the device has no kernels, or does not say why it is slow."""
+    monkeypatch.setattr(cpu.importlib.machinery, "EXTENSION_SUFFIXES", [".none"])
+    kernels = cpu.load.__wrapped__()
+    assert kernels.name == "portable"
+    assert "no C compiler at install time" in kernels.reason
+    assert amp_core.get_backend("cpu").kernels() is COMPILED
