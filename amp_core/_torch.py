@@ -155,3 +155,11 @@ foreach_mul_ = torch._foreach_mul_
 
 # For: casting what a module is given and returns. If it goes: `amp_core.containers` serves, less widely.
 tree_map_only = torch.utils._pytree.tree_map_only
+
+
+def dynamo_is_at_work() -> bool:
+    """Whether `torch.compile` is tracing right now, asked by code that is not traced itself.
+
+    For: refusing a region whose policy Dynamo would lose. If it goes: the policy is lost in silence.
+    """
+    return torch._guards.CompileContext.try_get() is not None

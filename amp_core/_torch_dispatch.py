@@ -27,7 +27,18 @@ def dispatcher_name(op: Overload) -> str:
 def overloads_of(packet: Packet) -> dict[str, Overload]:
     """The overloads of a packet by name; the default one is ``"default"``."""
     names: list[str] = packet.overloads()  # type: ignore[no-untyped-call]
-    return {name: getattr(packet, name) for name in names}
+    found = {name: getattr(packet, name) for name in names}
+    return {name: op for name, op in found.items() if _is_dispatched(op)}
+
+
+def _is_dispatched(op: Overload) -> bool:
+    """Whether the dispatcher has the op; a few exist for TorchScript alone (``index_put_.hacked_twin``)."""
+    name, _, overload = dispatcher_name(op).partition(".")
+    try:
+        torch._C._dispatch_find_schema_or_throw(name, overload)
+    except RuntimeError:
+        return False
+    return True
 
 
 def autocast_key(device_type: str) -> str:
@@ -118,26 +129,26 @@ def native_kernel(op_name: str, key: str) -> Callable[..., Any]:
     return cast("Callable[..., Any]", kernel.call_boxed)
 
 
-_overridden_before = False
+_warned_of_override = False
 
 
 def install(op_name: str, key: str, kernel: Callable[..., Any]) -> Callable[[], None]:
     """Put `kernel` on `op_name` at `key`; return what takes it off and puts the earlier one back.
 
     For: rules that differ from torch's. If it goes: no policy but the native one. ``torch.library.Library``
-    does the same at a higher cost per op. The dispatcher warns once per process that a kernel is overridden;
-    here that is the point, so the warning is swallowed, at the first install only.
+    does the same at a higher cost per op. The dispatcher warns once per process of a kernel that is
+    overridden; here that is the point, so that one warning is swallowed.
     """
-    global _overridden_before  # noqa: PLW0603  # once per process, as the dispatcher's own flag
+    global _warned_of_override  # noqa: PLW0603  # once per process, as the dispatcher's own flag
     namespace, _, name = op_name.partition("::")
     library = torch._C._dispatch_library("IMPL", namespace, "", __file__, 1)
-    if _overridden_before:
+    if _warned_of_override or not has_kernel(op_name, key):
         library.impl(name, key, kernel, True)  # type: ignore[call-arg]
-    else:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            library.impl(name, key, kernel, True)  # type: ignore[call-arg]
-        _overridden_before = True
+        return library.reset
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        library.impl(name, key, kernel, True)  # type: ignore[call-arg]
+    _warned_of_override = True
     return library.reset
 
 

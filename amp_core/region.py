@@ -14,13 +14,14 @@ from amp_core import _torch
 from amp_core._torch_dispatch import constant_for_dynamo
 from amp_core.decorate import autocast_decorator
 from amp_core.device import device_type_of
+from amp_core.dispatch.activate import activation, pop, push
+from amp_core.errors import PolicyError
 from amp_core.plugin.manager import get_backend
 from amp_core.region_stack import Frame, thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from amp_core.dispatch.activate import Activation
     from amp_core.plugin.interface import Backend
     from amp_core.policy import OpPolicy
 
@@ -64,12 +65,13 @@ class Region(torch.autocast):
         device_type = device_type_of(device)
         resolved = _resolve(device_type, dtype, enabled, policy)
         self.device = device_type
-        self.fast_dtype, self._activation, refusal = resolved
+        self.fast_dtype, self._policy_handle, refusal = resolved
+        self._policy = policy
         if refusal is not None:
             warnings.warn(refusal, stacklevel=self._warning_stacklevel)
             enabled = False
         self._enabled = enabled
-        self._cache_enabled = _is_cached() if cache_enabled is None else cache_enabled
+        self._keeps_casts = _is_cached() if cache_enabled is None else cache_enabled
         self._tracing: list[Any] = []
 
     def enter(self) -> Self:
@@ -77,8 +79,8 @@ class Region(torch.autocast):
         if _is_tracing():
             return self._enter_traced()
         # First: it may refuse, and then nothing has changed.
-        if self._activation is not None:
-            self._activation.push()
+        if self._policy_handle is not None:
+            push(self._policy_handle)
         device, enabled, dtype = self.device, self._enabled, self.fast_dtype
         was_enabled, was_dtype, was_cached = _is_enabled(device), _get_dtype(device), _is_cached()
         if was_enabled is not enabled:
@@ -86,12 +88,12 @@ class Region(torch.autocast):
         if was_dtype is not dtype:
             _set_dtype(device, dtype)
             _clear_cache()  # torch's cache does not know which dtype it holds
-        if was_cached is not self._cache_enabled:
-            _set_cached(self._cache_enabled)
+        if was_cached is not self._keeps_casts:
+            _set_cached(self._keeps_casts)
         frame = _new_frame(Frame, (self, was_enabled, was_dtype, was_cached, _enter_nesting(), False))
         thread.regions.append(frame)
         if _modes_are_on():
-            _torch.record_enter(device, dtype, enabled, self._cache_enabled)
+            _torch.record_enter(device, dtype, enabled, self._keeps_casts)
         return self
 
     def exit(self) -> bool:
@@ -100,8 +102,8 @@ class Region(torch.autocast):
             return self._exit_traced()
         regions = thread.regions
         frame = regions.pop() if regions and regions[-1][0] is self else regions.take_out(self)
-        if self._activation is not None:
-            self._activation.pop()
+        if self._policy_handle is not None:
+            pop(self._policy_handle)
         depth = _leave_nesting()
         if depth >= frame.nesting:
             depth = _leave_leaked(frame.nesting)
@@ -126,18 +128,37 @@ class Region(torch.autocast):
 
     def _enter_traced(self) -> Self:
         # torch.compile and torch.export recognise a `with torch.autocast`, nothing else.
-        traced = _traced(self.device, self.fast_dtype, self._enabled, self._cache_enabled)
+        traced = _traced(self.device, self.fast_dtype, self._enabled, self._keeps_casts)
         traced.__enter__()
         self._tracing.append(traced)
-        if self._activation is not None:
-            self._activation.push()
+        if self._policy_handle is not None:
+            push(self._policy_handle)
         return self
 
     def _exit_traced(self) -> bool:
-        if self._activation is not None:
-            self._activation.pop()
+        if self._policy_handle is not None:
+            pop(self._policy_handle)
         self._tracing.pop().__exit__(None, None, None)
         return False
+
+    @property  # type: ignore[override]  # torch has an attribute; nothing sets it from outside
+    def _cache_enabled(self) -> bool:
+        # torch's name. Dynamo reads it to enter, as torch.autocast, an instance that it did not see built.
+        if self._policy_handle is not None and _torch.dynamo_is_at_work():
+            raise PolicyError(
+                f"{self!r} has a policy and was built outside the function that torch.compile is tracing, "
+                f"where its policy would be lost. Build the region inside that function."
+            )
+        return self._keeps_casts
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_policy_handle": None, "_tracing": []}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if self._enabled:  # the number of a policy is this process's own
+            found = activation(get_backend(self.device), self._policy)
+            self._policy_handle = None if found is None else found.handle
 
     def __call__(self, func: Callable[P, R]) -> Callable[P, R]:
         """Return `func` with its body inside this region; see `autocast_decorator`."""
@@ -153,7 +174,7 @@ class Region(torch.autocast):
     def __repr__(self) -> str:
         return (
             f"{type(self).__qualname__}({self.device!r}, dtype={self.fast_dtype}, enabled={self._enabled}, "
-            f"cache_enabled={self._cache_enabled})"
+            f"cache_enabled={self._keeps_casts})"
         )
 
 
@@ -174,8 +195,8 @@ def _leave_leaked(nesting: int) -> int:
 @constant_for_dynamo
 def _resolve(
     device_type: str, dtype: torch.dtype | None, enabled: bool, policy: OpPolicy | None
-) -> tuple[torch.dtype, Activation | None, str | None]:
-    """Return the dtype, the policy to push, and why an enabled region is refused."""
+) -> tuple[torch.dtype, int | None, str | None]:
+    """Return the dtype, the number of the policy to push, and why an enabled region is refused."""
     backend = get_backend(device_type)
     fast_dtype = backend.default_dtype() if dtype is None else dtype
     if not enabled:
@@ -188,7 +209,8 @@ def _resolve(
         if refusal is not None:
             return fast_dtype, None, refusal.message
         _admitted.add((backend, fast_dtype))
-    return fast_dtype, _activation(backend, policy), None
+    found = activation(backend, policy)
+    return fast_dtype, None if found is None else found.handle, None
 
 
 @functools.cache
@@ -200,11 +222,3 @@ def _watch_optimizers() -> None:
         _clear_cache()
 
     register_optimizer_step_post_hook(after_step)
-
-
-def _activation(backend: Backend, policy: OpPolicy | None) -> Activation | None:
-    global _activation  # noqa: PLW0603  # imported on first use, then bound: dispatch imports this package
-    from amp_core.dispatch import activation
-
-    _activation = activation
-    return activation(backend, policy)

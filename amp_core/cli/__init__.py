@@ -19,6 +19,7 @@ COMMANDS = {
     "demo": "amp_core.cli.demo",
     "migrate": "amp_compat.migrate.cli",
     "new-backend": "amp_core.cli.new_backend",
+    "policy": "amp_core.cli.policy",
 }
 
 
@@ -63,6 +64,7 @@ _HELP = {
     "demo": "train handwritten digits in float32 and in mixed precision, and compare",
     "migrate": "rewrite deprecated mixed-precision calls (torch.cuda.amp, torch.cpu.amp, apex.amp)",
     "new-backend": "write the skeleton of a device backend: package, entry point, conformance tests",
+    "policy": "show which op runs in which dtype on a device, and why",
 }
 
 

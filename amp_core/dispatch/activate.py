@@ -87,21 +87,31 @@ class Activation:
         Raises:
             PolicyError: `torch.export` is tracing; an exported program could not keep the policy.
         """
-        if torch.compiler.is_dynamo_compiling():
-            _admit_to_graphs()
-        push_policy(self.handle)
+        push(self.handle)
 
     def pop(self) -> None:
         """Take it off again; never raises."""
-        if torch.compiler.is_dynamo_compiling():
-            _admit_to_graphs()
-        pop_policy(self.handle)
+        pop(self.handle)
 
     def __reduce__(self) -> tuple[object, ...]:
         return _prepared, (self.policy, self.by_default)
 
     def __repr__(self) -> str:
         return f"<Activation of {self.policy!r}, {len(self.table)} ops differ from native>"
+
+
+def push(handle: int) -> None:
+    """Do what `Activation.push` does, for Dynamo, which knows no object that was made while it traces."""
+    if torch.compiler.is_dynamo_compiling():
+        _admit_to_graphs()
+    push_policy(handle)
+
+
+def pop(handle: int) -> None:
+    """Do what `Activation.pop` does."""
+    if torch.compiler.is_dynamo_compiling():
+        _admit_to_graphs()
+    pop_policy(handle)
 
 
 _activations: list[Activation] = []
@@ -145,7 +155,7 @@ def pop_changes(handle: int) -> None:
 def _changed(policy: OpPolicy | None, handle: int) -> OpPolicy:
     changes = _changes_made[handle]
     if policy is None:
-        policy = _default_policy(get_backend(changes.device_type), _env.policy_path())
+        policy = default_policy(get_backend(changes.device_type))
     return changes.on(policy)
 
 
@@ -193,11 +203,25 @@ def _of_default(backend: Backend, path: str | None) -> Activation | None:
     return found
 
 
+def default_policy(backend: Backend) -> OpPolicy:
+    """Return the policy of regions that name none: the backend's, as the file of ``AMP_POLICY`` changes it.
+
+    Raises:
+        PolicyError: the file cannot be read or is wrong.
+    """
+    return _default_policy(backend, _env.policy_path())
+
+
 def _default_policy(backend: Backend, path: str | None) -> OpPolicy:
     from amp_core.policy.toml import read_changes
 
     policy = backend.op_policy()
-    return policy if path is None else read_changes(path, policy)
+    if path is None:
+        return policy
+    try:
+        return read_changes(path, policy)
+    except (OSError, PolicyError) as error:
+        raise PolicyError(f"{_env.POLICY}: {error}") from error
 
 
 @lru_cache(maxsize=64)
@@ -222,6 +246,7 @@ def emulation(policy: OpPolicy) -> Activation:
 
     For holding the engine against torch's native kernels: `amp_core.testing` and the tests do.
     """
+    _require_autocast(policy.device_type)
     ops = {**dict.fromkeys(native_rules(policy.device_type), r.UNCHANGED), **policy.rules}
     return _numbered(policy, _runners(ops, policy.device_type), by_default=False)
 
@@ -240,11 +265,15 @@ def _numbered(policy: OpPolicy, table: Table, *, by_default: bool) -> Activation
 
 def _changes(policy: OpPolicy) -> dict[str, str]:
     """The ops that `policy` treats otherwise than torch, with their rules."""
-    if not has_dispatch_key(autocast_key(policy.device_type)):
-        raise PolicyError(f"torch has no autocast for device type {policy.device_type!r}.")
+    _require_autocast(policy.device_type)
     native = native_rules(policy.device_type)
     wanted = {op: policy.rules.get(op, r.UNCHANGED) for op in sorted({*native, *policy.rules})}
     return {op: rule for op, rule in wanted.items() if rule != native.get(op, r.UNCHANGED)}
+
+
+def _require_autocast(device_type: str) -> None:
+    if not has_dispatch_key(autocast_key(device_type)):
+        raise PolicyError(f"torch has no autocast for device type {device_type!r}.")
 
 
 def _runners(rules: Mapping[str, str], device_type: str) -> Table:

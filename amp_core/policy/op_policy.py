@@ -63,8 +63,8 @@ class PolicyDiff(dict[str, tuple[str, str]]):
 class OpPolicy:
     """An immutable map from op to rule, for one device type.
 
-    An op without a rule runs in the dtypes that it is given. Equal policies have equal device types and
-    rules; where the rules came from does not count.
+    An op without a rule runs in the dtypes that it is given. Policies are equal if they
+    do the same on the same device type; where the rules came from does not count.
 
     Args:
         device_type: such as ``"cuda"``.
@@ -203,10 +203,14 @@ class OpPolicy:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, OpPolicy):
             return NotImplemented
-        return self.device_type == other.device_type and dict(self.rules) == dict(other.rules)
+        return self.device_type == other.device_type and self._ruled() == other._ruled()
 
     def __hash__(self) -> int:
-        return hash((self.device_type, frozenset(self.rules.items())))
+        return hash((self.device_type, frozenset(self._ruled().items())))
+
+    def _ruled(self) -> dict[str, str]:
+        """The ops that have a rule: to be told of `UNCHANGED` or of nothing is the same."""
+        return {op: rule for op, rule in self.rules.items() if rule != r.UNCHANGED}
 
     def __repr__(self) -> str:
         return f"<OpPolicy for {self.device_type!r}: {len(self.rules)} rules>"

@@ -115,3 +115,33 @@ def test_an_export_that_is_refused_leaves_no_region_on():
     with pytest.raises(amp_core.PolicyError):
         torch.export.export(Product(), (torch.ones(2, 2),))
     assert not torch.is_autocast_enabled("cpu")
+
+
+def test_compile_with_a_policy() -> None:
+    """A policy breaks the graph, is lost in compiled code, or stays in force after it."""
+    exact = amp_core.OpPolicy.default("cpu").override({"mm": "fp32"})
+
+    def function(a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        with amp_core.autocast("cpu", policy=exact):
+            inner = torch.mm(a, a)
+        with amp_core.autocast("cpu"):
+            return inner, torch.mm(a, a)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    assert [t.dtype for t in compiled(X)] == [torch.float32, torch.bfloat16]
+    assert inside(X).dtype is torch.bfloat16
+
+
+def test_compile_with_a_region_with_a_policy_from_outside() -> None:
+    """The policy of a region that was built outside the compiled function is lost in silence."""
+    outside = amp_core.autocast("cpu", policy=amp_core.OpPolicy.default("cpu").override({"mm": "fp32"}))
+
+    def function(a: torch.Tensor) -> torch.Tensor:
+        with outside:
+            return torch.mm(a, a)
+
+    assert function(X).dtype is torch.float32
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="Build the region inside that function"):
+        torch.compile(function, backend="eager", fullgraph=True)(X)

@@ -14,7 +14,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from amp_core import _torch_dispatch
+from amp_core import OpPolicy, _torch_dispatch, get_backend
+from amp_core.dispatch import activation
+from amp_core.dispatch.engine import engine
 from amp_core.policy import names, rules
 
 LOW = torch.bfloat16
@@ -139,3 +141,42 @@ def _classify(op: Any, low: Any, high: Any, mixed: Any) -> str:
 @pytest.fixture
 def observe() -> Callable[[str, str], str]:
     return observe_rule
+
+
+@pytest.fixture
+def region() -> Callable[..., Any]:
+    """``region(policy)``: autocast under a policy, by the seam that `amp_core.autocast` uses."""
+
+    @contextmanager
+    def enter(policy: OpPolicy | None = None, dtype: torch.dtype | None = None) -> Iterator[None]:
+        active = activation(get_backend("cpu"), policy)
+        with torch.autocast("cpu", dtype):
+            if active is not None:
+                active.push()
+            try:
+                yield
+            finally:
+                if active is not None:
+                    active.pop()
+
+    return enter
+
+
+@pytest.fixture
+def nothing_left() -> Iterator[None]:
+    """Compare the dispatcher's table and the engine's state before and after."""
+
+    def kernels() -> list[list[str]]:
+        return [sorted(torch._C._dispatch_dump(op).splitlines()) for op in ("aten::mm", "aten::softmax.int")]
+
+    before = _torch_dispatch.registered("AutocastCPU")
+    before_kernels = kernels()
+    yield
+    assert _torch_dispatch.registered("AutocastCPU") == before
+    assert kernels() == before_kernels
+    assert engine("cpu").depth == 0
+    assert not engine("cpu").installed
+    x = torch.ones(2, 2)
+    with torch.autocast("cpu"):
+        assert torch.mm(x, x).dtype is torch.bfloat16
+        assert torch.softmax(x.bfloat16(), -1).dtype is torch.bfloat16

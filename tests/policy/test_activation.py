@@ -1,0 +1,277 @@
+"""A policy in force: per region and thread, and gone afterwards."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from amp_core import OpPolicy, PolicyError, _torch_dispatch, get_backend
+from amp_core.dispatch import activation
+from amp_core.dispatch.engine import engine
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
+CPU = OpPolicy.default("cpu")
+SOFT = CPU.override({"softmax": "fp32"})
+BACKEND = get_backend("cpu")
+X = torch.randn(8, 8)
+LOW, HIGH = torch.bfloat16, torch.float32
+
+
+def softmax_dtype() -> torch.dtype:
+    return torch.softmax(X.bfloat16(), -1).dtype
+
+
+def test_native_policy_costs_nothing() -> None:
+    """With torch's own rules nothing may be installed, so nothing can be slower."""
+    assert activation(BACKEND, None) is None
+    assert len(activation(BACKEND, CPU).table) == 0
+
+
+def test_only_ops_that_differ_are_installed(region) -> None:
+    """An op that is not overridden must keep torch's C++ kernel."""
+    with region(SOFT):
+        assert engine("cpu").installed == {"aten::softmax.int"}
+
+
+def test_scopes_nest(region) -> None:
+    """A region within a region has its own policy, one without a policy keeps the outer one."""
+    with region(SOFT):
+        assert softmax_dtype() is HIGH
+        with region(CPU.override({"mm": "fp32"})):
+            assert (softmax_dtype(), torch.mm(X, X).dtype) == (LOW, HIGH)
+        with region(CPU):
+            assert softmax_dtype() is LOW
+        with region():
+            assert softmax_dtype() is HIGH
+        with torch.autocast("cpu", enabled=False):
+            assert softmax_dtype() is LOW
+        assert (softmax_dtype(), torch.mm(X, X).dtype) == (HIGH, LOW)
+    with region():
+        assert softmax_dtype() is LOW
+
+
+def test_two_threads_with_two_policies(region) -> None:
+    """The dispatcher is shared by all threads, the policy is not."""
+    policies = [
+        SOFT,
+        CPU.override({"softmax": "banned"}),
+        None,
+        CPU.override({"softmax": "lower_precision_fp"}),
+    ]
+    together = threading.Barrier(len(policies))
+    seen: list[object] = [None] * len(policies)
+
+    def work(index: int) -> None:
+        with region(policies[index]):
+            together.wait()
+            try:
+                seen[index] = {torch.softmax(X.half(), -1).dtype for _ in range(200)}
+            except RuntimeError as error:
+                seen[index] = str(error)
+            together.wait()
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(policies))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == [{HIGH}, "aten::softmax.int is banned by the op policy.", {torch.float16}, {LOW}]
+
+
+def test_a_thread_without_a_policy_runs_torch_kernels(region) -> None:
+    """While another thread overrides mm, this one must still get torch's own mm."""
+    inside, done = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with region(CPU.override({"mm": "fp32", "exp": "fp32"})):
+            inside.set()
+            done.wait(10)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    inside.wait(10)
+    try:
+        with torch.autocast("cpu"):
+            assert torch.mm(X, X).dtype is LOW
+            assert torch.exp(X.bfloat16()).dtype is LOW
+        assert torch.mm(X, X).dtype is HIGH
+    finally:
+        done.set()
+        thread.join()
+
+
+def test_an_exception_in_a_region_leaves_nothing(region) -> None:
+    """A crash in a training step must not change the dtype of the next."""
+    with pytest.raises(ZeroDivisionError), region(SOFT):
+        raise ZeroDivisionError
+
+
+def test_an_exception_while_installing_leaves_nothing(region, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of a policy must not stay on the dispatcher."""
+    real, calls = _torch_dispatch.install, []
+
+    def failing(name, key, kernel):
+        calls.append(name)
+        if len(calls) == 3:
+            raise MemoryError("third install")
+        return real(name, key, kernel)
+
+    monkeypatch.setattr("amp_core.dispatch.engine.install", failing)
+    with pytest.raises(MemoryError, match="third"), region(OpPolicy.uniform("cpu")):
+        raise AssertionError("entered")
+    assert len(calls) == 3
+
+
+def test_a_policy_of_another_device() -> None:
+    """Cuda rules on a cpu region would be a silent no-op."""
+    with pytest.raises(
+        PolicyError, match=r"cannot apply to a region on 'cpu'; start from OpPolicy.default\('cpu'\)"
+    ):
+        activation(BACKEND, OpPolicy.default("cuda"))
+    with pytest.raises(PolicyError, match="takes an OpPolicy, not dict"):
+        activation(BACKEND, {"softmax": "fp32"})
+
+
+def test_a_device_that_torch_has_no_autocast_for() -> None:
+    """An override for a device without an Autocast key cannot work."""
+    from amp_core.dispatch.activate import emulation
+
+    with pytest.raises(PolicyError, match="no autocast for device type 'vulkan'"):
+        emulation(OpPolicy("vulkan", {"mm": "fp32"}))
+
+
+def test_environment_variable(region, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """AMP_POLICY changes the default of regions that name no policy, with no change to the script."""
+    path = tmp_path / "p.toml"
+    path.write_text('[rules]\nsoftmax = "fp32"\n')
+    monkeypatch.setenv("AMP_POLICY", str(path))
+    with region():
+        assert softmax_dtype() is HIGH
+    with region(CPU):
+        assert softmax_dtype() is LOW
+    path2 = tmp_path / "q.toml"
+    path2.write_text('device_type = "cuda"\n[rules]\nsoftmax = "lower_precision_fp"\n')
+    monkeypatch.setenv("AMP_POLICY", str(path2))
+    assert activation(BACKEND, None) is None
+    monkeypatch.setenv("AMP_POLICY", str(tmp_path / "missing.toml"))
+    with pytest.raises(PolicyError, match="AMP_POLICY"):
+        activation(BACKEND, None)
+
+
+def test_custom_ops_are_included(region) -> None:
+    """An op of torch.library takes a rule like any other."""
+
+    @torch.library.custom_op("amp_policy_test::double", mutates_args=())
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    for op in ("amp_policy_test::double", double, torch.ops.amp_policy_test.double):
+        with region(CPU.override({op: "lower_precision_fp"})):
+            assert double(X).dtype is LOW
+    assert double(X).dtype is HIGH
+    with pytest.raises(PolicyError, match="Did you mean 'amp_policy_test::double'"):
+        CPU.override({"amp_policy_test::doubel": "fp32"})
+
+
+def test_a_mutable_custom_op_keeps_its_write(region) -> None:
+    """Torch's register_autocast writes to a cast copy and loses it (pytorch#65788)."""
+
+    @torch.library.custom_op("amp_policy_test::add_one_", mutates_args=("x",))
+    def add_one_(x: torch.Tensor, y: torch.Tensor) -> None:
+        assert x.dtype is y.dtype is LOW
+        x.add_(1)
+
+    x = torch.zeros(4)
+    with region(CPU.override({"amp_policy_test::add_one_": "lower_precision_fp"})):
+        add_one_(x, torch.zeros(4))
+    assert torch.equal(x, torch.ones(4))
+    assert x.dtype is HIGH
+
+
+def test_match_destination(region) -> None:
+    """Index and scatter ops with another dtype than their destination raise in torch on cpu."""
+    where = torch.tensor([0, 1])
+    with pytest.raises(RuntimeError), region():
+        torch.index_add(torch.zeros(3, dtype=LOW), 0, where, torch.ones(2))
+    with region(OpPolicy.uniform("cpu")):
+        assert torch.index_add(torch.zeros(3, dtype=LOW), 0, where, torch.ones(2)).dtype is LOW
+        assert torch.scatter_add(torch.zeros(3), 0, where, torch.ones(2, dtype=LOW)).dtype is HIGH
+    x = torch.zeros(3)
+    with region(CPU.override({"index_put_": "match_destination"})):
+        x[where] = torch.ones(2, dtype=torch.float16)
+        assert x.tolist() == [1, 1, 0]
+
+
+def test_promote_types(region) -> None:
+    """fp16 with bf16 raises in torch's promote; torch.promote_types knows the answer."""
+    a, b = torch.ones(3, dtype=torch.float16), torch.ones(3, dtype=LOW)
+    with pytest.raises(RuntimeError, match="Unexpected floating ScalarType"), region():
+        torch.cat([a, b])
+    with region(CPU.override({"cat": "promote_types"})):
+        assert torch.cat([a, b]).dtype is HIGH
+        assert torch.cat([b, b]).dtype is LOW
+        with pytest.raises(PolicyError, match="cast one of them"):
+            torch.cat([a, torch.ones(3).to(torch.float8_e4m3fn)])
+
+
+def test_fp32_if_mixed(region) -> None:
+    """rms_norm on inputs that agree should not be upcast (pytorch#188955)."""
+    w16, w32, x = torch.ones(8, dtype=LOW), torch.ones(8), X.bfloat16()
+    with region(CPU.override({"rms_norm": "fp32_if_mixed"})):
+        assert torch.nn.functional.rms_norm(x, (8,), w16).dtype is LOW
+        assert torch.nn.functional.rms_norm(x, (8,), w32).dtype is HIGH
+
+
+def test_hint_instead_of_a_ban(region, monkeypatch: pytest.MonkeyPatch) -> None:
+    """binary_cross_entropy is an error on cuda; the hint comes once, at the caller's line."""
+    monkeypatch.setattr("amp_core.dispatch.casting._hinted", set())
+    p, y = torch.rand(4, dtype=LOW), torch.rand(4)
+    bce = torch.nn.functional.binary_cross_entropy
+    with region(CPU.override({"binary_cross_entropy": "fp32_with_hint"})):
+        with pytest.warns(UserWarning, match="binary_cross_entropy_with_logits"):
+            assert bce(p, y).dtype is HIGH
+        bce(p, y)  # warnings are errors here: a second one would fail
+    with (
+        region(CPU.override({"binary_cross_entropy": "banned"})),
+        pytest.raises(RuntimeError, match="unsafe to autocast"),
+    ):
+        bce(p, y)
+
+
+def test_weight_casts_are_cached_as_in_torch(region) -> None:
+    """Without the cache a weight used twice is cast twice, and its gradient history grows."""
+    weight = torch.randn(8, 8, requires_grad=True)
+    frozen = torch.randn(8, 8)
+    seen = []
+
+    @torch.library.custom_op("amp_policy_test::look", mutates_args=())
+    def look(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        seen.append(w.data_ptr())
+        return x + w
+
+    look.register_fake(lambda x, w: x + w)
+    look.register_autograd(lambda ctx, g: (g, g), setup_context=lambda ctx, inputs, output: None)
+    policy = CPU.override({look: "lower_precision_fp"})
+    with region(policy):
+        kept = [look(X, weight), look(X, weight)]
+        assert seen[0] == seen[1]
+        with torch.no_grad():
+            weight.add_(1)
+        kept.append(look(X, weight))
+        assert seen[2] != seen[0]
+        kept += [look(X, frozen), look(X, frozen)]
+        assert seen[3] != seen[4]
+    sum(k.float().sum() for k in kept[:3]).backward()
+    assert weight.grad.dtype is HIGH
+    assert torch.equal(weight.grad, torch.full((8, 8), 3.0))
+
+
+def test_float32_policy(region) -> None:
+    """A float32 region on a device where torch refuses the dtype."""
+    low = X.bfloat16()
+    with region(OpPolicy.float32("cpu")):
+        outs = [torch.mm(low, low), torch.softmax(low, -1), torch.exp(low), torch.sum(low)]
+        assert {o.dtype for o in outs} == {HIGH}
