@@ -141,8 +141,8 @@ class Region(torch.autocast):
         self._tracing.pop().__exit__(None, None, None)
         return False
 
-    @property  # type: ignore[override]  # torch has an attribute; nothing sets it from outside
-    def _cache_enabled(self) -> bool:
+    @property
+    def _cache_enabled(self) -> bool:  # type: ignore[override]  # in torch an attribute, set by torch alone
         # torch's name. Dynamo reads it to enter, as torch.autocast, an instance that it did not see built.
         if self._policy_handle is not None and _torch.dynamo_is_at_work():
             raise PolicyError(
