@@ -16,13 +16,15 @@ def device_type_of(device: str | torch.device | torch.Tensor) -> str:
     Raises:
         ValueError: with torch's text, for anything else.
     """
+    if type(device) is str and device != "auto":  # first, and cheap: every region asks
+        return device.partition(":")[0]
     if isinstance(device, torch.Tensor):
         return device.device.type
     if isinstance(device, torch.device):
         return device.type
     if not isinstance(device, str):
         raise ValueError(f"Expected `device_type` of type `str`, got: `{type(device)}`")
-    if device == "auto":
-        accelerator = torch.accelerator.current_accelerator(check_available=True)
-        return accelerator.type if accelerator is not None else "cpu"
-    return device.partition(":")[0]
+    if device != "auto":  # a subclass of str, such as an enum
+        return str.partition(device, ":")[0]
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return accelerator.type if accelerator is not None else "cpu"

@@ -45,10 +45,14 @@ _modes_are_on = _torch.function_modes_are_on
 _new_frame = tuple.__new__
 
 _admitted: set[tuple[Backend, torch.dtype]] = set()
+# The number of the policy that a region without one gets: AMP_POLICY is read once.
+_by_default: dict[tuple[Backend, torch.dtype], int | None] = {}
 
 
 class Region(torch.autocast):
     """The behaviour of `autocast`, apart from it because TorchScript compiles every method of that class."""
+
+    __jit_unused_properties__: ClassVar[list[str]] = ["_cache_enabled"]  # TorchScript passes it over
 
     _warning_stacklevel: ClassVar[int] = 3
     """Frames from the warning to the caller's line; a subclass that calls ``super().__init__`` adds one."""
@@ -201,6 +205,8 @@ def _resolve(
     fast_dtype = backend.default_dtype() if dtype is None else dtype
     if not enabled:
         return fast_dtype, None, None
+    if policy is None and (backend, fast_dtype) in _by_default:
+        return fast_dtype, _by_default[backend, fast_dtype], None
     if (backend, fast_dtype) not in _admitted:
         _watch_optimizers()
         refusal = backend.autocast_refusal(fast_dtype)
@@ -210,7 +216,10 @@ def _resolve(
             return fast_dtype, None, refusal.message
         _admitted.add((backend, fast_dtype))
     found = activation(backend, policy)
-    return fast_dtype, None if found is None else found.handle, None
+    handle = None if found is None else found.handle
+    if policy is None:
+        _by_default[backend, fast_dtype] = handle
+    return fast_dtype, handle, None
 
 
 @functools.cache

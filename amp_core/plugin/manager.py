@@ -270,7 +270,8 @@ def get_backend(device_type: str) -> Backend:
         BackendLoadError: its plugin failed to load; the original error is the cause.
         BackendDisabledError: ``AMP_DISABLE_BACKENDS`` names it.
     """
-    return manager().get(device_type)
+    held = _manager.registry.get(device_type) if _manager is not None else None
+    return held[0] if held is not None else manager().get(device_type)
 
 
 def backends() -> Mapping[str, BackendStatus]:

@@ -1,0 +1,106 @@
+"""Casts of weights: one by one, together, and once over many regions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+import amp_core
+from benchmarks.ab import Ratio, compare
+from benchmarks.shapes import gpt2_small, tensors
+
+
+class Block(nn.Module):
+    """A block of GPT-2."""
+
+    def __init__(self, d: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(d), nn.LayerNorm(d)
+        self.qkv, self.out = nn.Linear(d, 3 * d), nn.Linear(d, d)
+        self.up, self.down = nn.Linear(d, 4 * d), nn.Linear(4 * d, d)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x of shape (batch, tokens, d)."""
+        b, t, d = x.shape
+        q, k, v = self.qkv(self.first(x)).view(b, t, 3, d // 64, 64).permute(2, 0, 3, 1, 4)
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(b, t, d))
+        return x + self.down(functional.gelu(self.up(self.second(x))))
+
+
+class Gpt(nn.Module):
+    """A transformer of GPT-2 small's shape."""
+
+    def __init__(self, layers: int = 12, d: int = 768, vocabulary: int = 50257) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, d)
+        self.blocks = nn.Sequential(*[Block(d) for _ in range(layers)])
+        self.norm, self.head = nn.LayerNorm(d), nn.Linear(d, vocabulary, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return logits of shape (batch, tokens, vocabulary)."""
+        return self.head(self.norm(self.blocks(self.embedding(tokens))))
+
+
+def run() -> Iterator[Ratio]:
+    """Compare the cast kernel, and models with and without `cached_casts`."""
+    weights = tensors(gpt2_small())
+    kernels = amp_core.get_backend("cpu").kernels()
+    out = [torch.empty_like(w, dtype=torch.bfloat16) for w in weights]
+    yield compare(
+        "GPT-2 small: weights to bfloat16, storage kept",
+        lambda: [w.to(torch.bfloat16) for w in weights],
+        lambda: kernels.cast(weights, torch.bfloat16, out),
+        rounds=7,
+    )
+    gpt = Gpt()
+    for tokens in (1, 16, 128):
+        yield _scoped(f"GPT-2 small, inference, {tokens} tokens", gpt, _inference(gpt, tokens))
+    mlp = nn.Sequential(*[nn.Linear(256, 256) for _ in range(200)])
+    x = torch.randn(64, 256)
+    yield _scoped("200-layer MLP of 256x256, inference, batch 64", mlp, lambda: _no_grad(mlp, x))
+    yield _scoped("200-layer MLP of 256x256, training, batch 64", mlp, lambda: _train(mlp, x))
+
+
+def _inference(model: nn.Module, tokens: int) -> Callable[[], object]:
+    prompt = torch.randint(50257, (1, tokens))
+    return lambda: _no_grad(model, prompt)
+
+
+def _no_grad(model: nn.Module, x: torch.Tensor) -> None:
+    with torch.no_grad(), amp_core.autocast("cpu"):
+        model(x)
+
+
+def _train(model: nn.Module, x: torch.Tensor) -> None:
+    with amp_core.autocast("cpu"):
+        loss = model(x).float().sum()
+    loss.backward()
+    model.zero_grad()
+
+
+def _scoped(name: str, model: nn.Module, step: Callable[[], object]) -> Ratio:
+    """Alternate stretches without and with the scope; its first, casting step is not timed."""
+    theirs, ours = [], []
+    for _ in range(3):
+        theirs += _times(step)
+        with amp_core.cached_casts(model):
+            ours += _times(step)
+    theirs.sort()
+    ours.sort()
+    a, b = theirs[len(theirs) // 2], ours[len(ours) // 2]
+    return Ratio(name, a, b, b / a)
+
+
+def _times(step: Callable[[], object]) -> list[float]:
+    step()
+    taken = []
+    for _ in range(4):
+        start = time.perf_counter()
+        step()
+        taken.append(time.perf_counter() - start)
+    return taken

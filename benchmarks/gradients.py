@@ -1,0 +1,100 @@
+"""Unscaling, the overflow check, clipping and the step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+import amp_core
+from benchmarks.ab import Ratio, compare
+from benchmarks.shapes import gpt2_small, many, tensors
+
+
+class NoStep(torch.optim.Optimizer):
+    """An optimizer that does nothing: what is left is the scaler's part."""
+
+    def __init__(self, params: Any, **_: Any) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: Any = None) -> None:
+        """Do nothing."""
+
+
+def run() -> Iterator[Ratio]:
+    """Compare whole steps (unscale, check, clip, step, update) for several models and optimizers."""
+    models = {
+        "10 tensors of 1k": many(10),
+        "200 tensors of 1k": many(200),
+        "2000 tensors of 1k": many(2000),
+        "GPT-2 small": gpt2_small(),
+    }
+    for name, shapes in models.items():
+        yield _steps(f"{name}, no-op, clip", shapes, NoStep, {}, clip=True)
+        yield _steps(f"{name}, no-op, no clip", shapes, NoStep, {}, clip=False)
+    adamw = torch.optim.AdamW
+    for name in ("200 tensors of 1k", "GPT-2 small"):
+        yield _steps(f"{name}, AdamW fused, clip", models[name], adamw, {"fused": True}, clip=True)
+    yield _steps("200 tensors of 1k, AdamW foreach, clip", models["200 tensors of 1k"], adamw, {}, clip=True)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        yield from _kernels(dtype)
+
+
+def _steps(
+    name: str, shapes: list[tuple[int, ...]], kind: type[Any], options: dict[str, Any], *, clip: bool
+) -> Ratio:
+    # Its own parameters for each side, so that both sides touch the same amount of memory.
+    sides = []
+    for scaler in (torch.amp.GradScaler("cpu", 1.0), amp_core.GradScaler("cpu", 1.0)):
+        params = [torch.nn.Parameter(t) for t in tensors(shapes)]
+        for param, grad in zip(params, tensors(shapes), strict=True):
+            param.grad = grad
+        scaler.scale(torch.ones(()))
+        sides.append(_step(scaler, kind(params, lr=1e-6, **options), params, clip))
+    small = sum(torch.Size(s).numel() for s in shapes) < 10_000_000
+    return compare(name, *sides, rounds=15 if small else 7)
+
+
+def _step(scaler: Any, optimizer: Any, params: list[torch.nn.Parameter], clip: bool) -> Callable[[], None]:
+    if isinstance(scaler, amp_core.GradScaler):
+        options = {"max_norm": 1.0} if clip else {}
+
+        def ours() -> None:
+            scaler.step(optimizer, **options)
+            scaler.update()
+
+        return ours
+
+    def theirs() -> None:
+        if clip:
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(params, 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+
+    return theirs
+
+
+def _kernels(dtype: torch.dtype) -> Iterator[Ratio]:
+    grads = tensors(gpt2_small(), dtype)
+    kernels = amp_core.get_backend("cpu").kernels()
+    one, found = torch.ones(()), torch.zeros(())
+
+    def unscale() -> None:
+        torch._amp_foreach_non_finite_check_and_unscale_(grads, found, one)
+
+    short = str(dtype).removeprefix("torch.")
+    yield compare(
+        f"GPT-2 small {short}: read pass against torch's unscale",
+        unscale,
+        lambda: kernels.measure(grads),
+        rounds=7,
+    )
+    if dtype is not torch.float16:
+        yield compare(
+            f"GPT-2 small {short}: scale_ against torch's unscale",
+            unscale,
+            lambda: kernels.scale_(grads, one, found),
+            rounds=7,
+        )
