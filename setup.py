@@ -25,11 +25,13 @@ setup(
             sources=["backends/cpu/amp_backend_cpu/native/kernels.c"],
             depends=["backends/cpu/amp_backend_cpu/native/loops.h"],
             export_symbols=[
+                "amp_abi",
                 "amp_measure",
                 "amp_scale",
                 "amp_cast",
                 "amp_update_scale",
                 "amp_instruction_set",
+                "amp_limit",
             ],
             extra_compile_args=["-O3", "-fopenmp", "-Wno-psabi"] if unix else ["/O2", "/openmp"],
             extra_link_args=["-fopenmp"] if unix else [],

@@ -150,8 +150,14 @@ def unscale_and_check(
     torch._amp_foreach_non_finite_check_and_unscale_(list(grads), found_inf, inv_scale)
 
 
-# For: multiplying many gradients in one call. If it goes: one call a gradient.
+# For: reading, casting and multiplying many tensors in one call. If they go: one call a tensor.
+foreach_copy_ = torch._foreach_copy_
 foreach_mul_ = torch._foreach_mul_
+foreach_norm = torch._foreach_norm
+
+# Whether ``torch.func`` is transforming what runs now: its tensors are plain by type but have no memory.
+# For: choosing kernels that do not need it. If it goes: custom_fwd fails under ``torch.func.vmap``.
+functorch_is_at_work = torch._C._are_functorch_transforms_active
 
 # For: casting what a module is given and returns. If it goes: `amp_core.containers` serves, less widely.
 tree_map_only = torch.utils._pytree.tree_map_only

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -13,9 +13,12 @@ from amp_core import _torch
 from amp_core.kernels.interface import Kernels, Measurement, ScaleTensors
 from amp_core.state import Hysteresis, Schedule
 
+_BUCKET = 1 << 25
+"""Elements of narrow gradients that are widened at a time: 128 MiB of float32."""
+
 
 class Portable(Kernels):
-    """Slow where a device has better, right everywhere."""
+    """Right everywhere, and one launch a list where torch has multi-tensor operations for the device."""
 
     name = "portable"
 
@@ -26,31 +29,36 @@ class Portable(Kernels):
         out: Sequence[Tensor] | None = None,
     ) -> list[Tensor]:
         targets = [torch.empty_like(t, dtype=dtype) for t in tensors] if out is None else list(out)
-        for target, tensor in zip(targets, tensors, strict=True):
-            target.detach().copy_(tensor.detach())
+        _check_shapes(tensors, targets)
+        if tensors and not _torch.functorch_is_at_work():
+            _torch.foreach_copy_([t.detach() for t in targets], [t.detach() for t in tensors])
+        else:
+            for target, tensor in zip(targets, tensors, strict=True):
+                target.detach().copy_(tensor.detach())
         return targets
 
     def measure(self, grads: Sequence[Tensor], norm_type: float = 2.0) -> Measurement:
-        device = grads[0].device if grads else None
-        wide = any(_real_dtype(g) is torch.float64 for g in grads)
+        wide = any(g.dtype.to_real() is torch.float64 for g in grads)
         dtype = torch.float64 if wide else torch.float32
         if not grads:
-            zero = torch.zeros((), dtype=dtype, device=device)
-            none = torch.zeros(0, dtype=dtype, device=device)
-            return Measurement(zero, none, none.float(), zero.float().clone())
-        norms = torch.stack([_norm(g, norm_type) for g in grads])
-        bad = torch.stack([(~torch.isfinite(g.detach())).any() for g in grads]).float()
-        total = torch.linalg.vector_norm(norms, norm_type)
-        return Measurement(total.to(dtype), norms.to(dtype), bad, bad.max())
+            return Measurement(torch.zeros((), dtype=dtype), torch.zeros(0), torch.zeros(0), torch.zeros(()))
+        order = math.inf if math.isinf(norm_type) else norm_type
+        real = [_real(g.detach()) for g in grads]
+        norms = torch.stack(_norms([_moduli(g, order) for g in grads], order))
+        # One read tells both, unless a sum over finite elements can leave float64.
+        tells = math.isinf(order) or (not wide and 1.0 <= order <= 7.0 and _has_float64(real[0]))
+        bad = (~torch.isfinite(norms if tells else torch.stack(_bounds(real)))).float()
+        total = torch.linalg.vector_norm(norms, order)
+        return Measurement(total.to(dtype), norms.to(dtype), bad, bad.amax())
 
     def scale_(self, grads: Sequence[Tensor], factor: Tensor, found_inf: Tensor | None = None) -> None:
         with torch.no_grad():
-            for group in _by_dtype(grads).values():
-                bad = [] if found_inf is None else [_any_nonfinite(g) for g in group]
-                _multiply_(group, factor.reshape(()))
+            for bucket in _buckets(grads):
+                _multiply_(bucket, factor.reshape(()))
                 if found_inf is not None:
-                    bad += [_any_nonfinite(g) for g in group]
-                    found_inf.masked_fill_(torch.stack(bad).any(), 1.0)
+                    # No product of an inf or a NaN is finite: one check tells of before and after.
+                    bad = ~torch.isfinite(torch.stack(_bounds(bucket))).all()
+                    found_inf.masked_fill_(bad, 1.0)
 
     def update_scale_(self, state: ScaleTensors, found_inf: Tensor, schedule: Schedule) -> None:
         """Both outcomes are computed and one is chosen on the device, so that nothing waits."""
@@ -74,42 +82,95 @@ class Portable(Kernels):
         left.copy_(new_left)
 
 
-def _real_dtype(tensor: Tensor) -> torch.dtype:
-    return tensor.dtype.to_real()
+def _check_shapes(tensors: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    for i, (tensor, target) in enumerate(zip(tensors, targets, strict=True)):
+        if tensor.shape != target.shape:
+            raise ValueError(
+                f"out[{i}] has shape {tuple(target.shape)}, but the tensor to cast into it has "
+                f"{tuple(tensor.shape)}. Nothing was written; pass an `out` of the shapes of `tensors`."
+            )
 
 
-def _norm(grad: Tensor, norm_type: float) -> Tensor:
-    if grad.numel() == 0:
-        return torch.zeros((), dtype=torch.float64, device=grad.device)
-    # float64 holds every power of a float32 that a norm needs.
-    real = torch.view_as_real(grad).norm(dim=-1) if grad.is_complex() else grad
-    order = math.inf if math.isinf(norm_type) else norm_type
-    norm: Tensor = torch.linalg.vector_norm(real.detach(), order, dtype=torch.float64)
-    return norm
+def _has_float64(tensor: Tensor) -> bool:
+    return tensor.device.type != "mps"
 
 
-def _multiply_(group: list[Tensor], factor: Tensor) -> None:
-    real = [torch.view_as_real(g) if g.is_complex() else g for g in group]
-    dtype = real[0].dtype
+def _real(tensor: Tensor) -> Tensor:
+    """Return the parts of a complex tensor, in its own memory, as one real tensor."""
+    if not tensor.is_complex():
+        return tensor
+    # The parts of a lazily conjugated tensor differ from its memory in signs alone.
+    return torch.view_as_real(tensor.conj() if tensor.is_conj() else tensor)
+
+
+def _moduli(grad: Tensor, order: float) -> Tensor:
+    """Return real numbers with the norm of `grad`; for order 2 its own parts, without a copy."""
+    grad = grad.detach()
+    if not grad.is_complex() or order == 2.0:
+        return _real(grad)
+    return (grad.to(torch.complex128) if _has_float64(grad) else grad).abs()
+
+
+def _norms(tensors: list[Tensor], order: float) -> list[Tensor]:
+    """Return the norm of each tensor: float64, which holds every power of a float32 that a norm needs."""
+    if _has_float64(tensors[0]):
+        return _norm_each(tensors, order, torch.float64)
+    # Without float64, relative to the largest element, so that no power overflows.
+    tensors = [t if t.numel() else t.new_zeros(1) for t in tensors]
+    peaks = [p.float() for p in _norm_each(tensors, math.inf, None)]
+    units = [torch.where((p > 0) & torch.isfinite(p), p, torch.ones_like(p)) for p in peaks]
+    return [torch.linalg.vector_norm(t.float() / u, order) * u for t, u in zip(tensors, units, strict=True)]
+
+
+def _bounds(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return for each real tensor a number that is finite exactly where all its elements are."""
+    if tensors[0].device.type == "cpu" and not any(t.dtype is torch.float64 for t in tensors):
+        # Three times as fast there as the maximum, and squares of float32 fit into float64.
+        return _norm_each(tensors, 2.0, torch.float64)
+    return _norm_each(tensors, math.inf, None)
+
+
+def _norm_each(tensors: Sequence[Tensor], order: float, dtype: torch.dtype | None) -> list[Tensor]:
+    """Return the norms in the order of `tensors`; one launch for each of their dtypes."""
+    places: dict[torch.dtype, list[int]] = defaultdict(list)
+    for i, tensor in enumerate(tensors):
+        places[tensor.dtype].append(i)
+    norms: dict[int, Tensor] = {}
+    for where in places.values():
+        full = [tensors[i] if tensors[i].numel() else tensors[i].new_zeros(1) for i in where]
+        norms.update(zip(where, _torch.foreach_norm(full, order, dtype=dtype), strict=True))
+    return [norms[i] for i in range(len(tensors))]
+
+
+def _multiply_(bucket: list[Tensor], factor: Tensor) -> None:
+    dtype = bucket[0].dtype
     if dtype in (torch.float32, torch.float64):
-        _torch.foreach_mul_(real, factor.to(dtype))
-    else:  # the factor itself would be rounded to the narrow dtype
-        for grad in real:
-            grad.copy_(grad.float() * factor)
+        _torch.foreach_mul_(bucket, factor.to(dtype))
+        return
+    # The factor itself would be rounded to the narrow dtype.
+    wide = [torch.empty_like(g, dtype=torch.float32) for g in bucket]
+    _torch.foreach_copy_(wide, bucket)
+    _torch.foreach_mul_(wide, factor.float())
+    _torch.foreach_copy_(bucket, wide)
+
+
+def _buckets(grads: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield real views of `grads`, each bucket of one dtype; bounded where a wide copy is to be made."""
+    groups: dict[torch.dtype, list[Tensor]] = defaultdict(list)
+    for grad in grads:
+        real = _real(grad.detach())
+        groups[real.dtype].append(real)
+    for dtype, group in groups.items():
+        bucket: list[Tensor] = []
+        for grad in group:
+            if bucket and dtype.itemsize < 4 and sum(g.numel() for g in bucket) + grad.numel() > _BUCKET:
+                yield bucket
+                bucket = []
+            bucket.append(grad)
+        yield bucket
 
 
 def _product(scale: Tensor, factor: float) -> Tensor:
     # torch's kernel multiplies in float64; a device without it (mps) has float32 alone.
-    wide = scale if scale.device.type == "mps" else scale.double()
+    wide = scale.double() if _has_float64(scale) else scale
     return (wide * factor).float()
-
-
-def _any_nonfinite(grad: Tensor) -> Tensor:
-    return (~torch.isfinite(grad)).any()
-
-
-def _by_dtype(grads: Sequence[Tensor]) -> dict[torch.dtype, list[Tensor]]:
-    groups: dict[torch.dtype, list[Tensor]] = defaultdict(list)
-    for grad in grads:
-        groups[grad.dtype].append(grad.detach())
-    return groups

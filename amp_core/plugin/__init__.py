@@ -11,13 +11,13 @@ import pluggy
 from amp_core.plugin.entry_points import ENTRY_POINT_GROUP
 from amp_core.plugin.interface import API_VERSION, Availability, Backend, Refusal
 from amp_core.plugin.manager import (
-    BackendStatus,
     backends,
     get_backend,
     replace_backend,
 )
 from amp_core.plugin.registry import Owner, Registry
 from amp_core.plugin.spec import NAME
+from amp_core.plugin.status import BackendStatus
 
 hookimpl = pluggy.HookimplMarker(NAME)
 

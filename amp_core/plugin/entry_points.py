@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from importlib import metadata
 from types import ModuleType
 from typing import NamedTuple
@@ -46,11 +47,18 @@ def candidates() -> list[Candidate]:
 
     Stale metadata (an ``egg-info`` beside an installed distribution) lists an entry point twice.
     """
-    found = {
-        (ep.name, ep.value): Candidate(ep.name, *_distribution(ep), ep)
-        for ep in metadata.entry_points(group=ENTRY_POINT_GROUP)
-    }
+    found = {(ep.name, ep.value): Candidate(ep.name, *_distribution(ep), ep) for ep in _declared()}
     return sorted(found.values(), key=lambda c: (c.device_type, c.distribution, c.entry_point.value))
+
+
+def _declared() -> Iterator[metadata.EntryPoint]:
+    try:
+        yield from metadata.entry_points(group=ENTRY_POINT_GROUP)
+    except Exception:
+        # The metadata of some distribution cannot be read: that must not hide those of the others.
+        for distribution in metadata.distributions():
+            with suppress(Exception):
+                yield from [ep for ep in distribution.entry_points if ep.group == ENTRY_POINT_GROUP]
 
 
 def own_version() -> str:
@@ -62,5 +70,8 @@ def own_version() -> str:
 
 
 def _distribution(ep: metadata.EntryPoint) -> tuple[str, str]:
-    dist = ep.dist
-    return (dist.name, dist.version) if dist is not None else ("", "")
+    try:
+        # Half an uninstall leaves entry points without the file that names their distribution.
+        return (ep.dist.name or "", ep.dist.version or "") if ep.dist is not None else ("", "")
+    except Exception:
+        return ("", "")

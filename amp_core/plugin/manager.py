@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import os
+import sys
 import threading
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from types import MappingProxyType, ModuleType
 
 import pluggy
 
 from amp_core import _env, _torch
 from amp_core.errors import (
+    BackendConflictError,
     BackendDisabledError,
     BackendLoadError,
     BackendNotFoundError,
     PluginWarning,
 )
 from amp_core.plugin import spec
-from amp_core.plugin.entry_points import ENTRY_POINT_GROUP, Candidate, candidates, own_version
+from amp_core.plugin.entry_points import Candidate, candidates, own_version
 from amp_core.plugin.generic import TorchBackend
 from amp_core.plugin.interface import Backend
 from amp_core.plugin.registry import Owner, Registry
+from amp_core.plugin.status import (
+    BackendStatus,
+    Failure,
+    status_of,
+    status_of_failure,
+    unknown_text,
+)
 
 # Known as strings, loaded on demand: stale metadata can never lose the CPU.
 BUILT_IN: Mapping[str, str] = MappingProxyType(
@@ -34,38 +42,8 @@ BUILT_IN: Mapping[str, str] = MappingProxyType(
         "xpu": "amp_backend_xpu.hooks",
     }
 )
+_UNNAMED = "privateuseone"
 TORCH_DEVICE_TYPES = ("hpu", "ipu", "maia", "mps", "mtia", "xla")
-_NEAR = {"gpu": "cuda", "nvidia": "cuda", "hip": "cuda", "rocm": "cuda", "intel": "xpu", "metal": "mps"}
-
-
-@dataclass(frozen=True)
-class BackendStatus:
-    """What `backends` says of one device type.
-
-    Attributes:
-        status: ``"available"``, ``"absent"`` (loaded, but the device is not there), ``"failed"``
-            (installed, but did not load) or ``"disabled"``.
-        reason: why, in words.
-        plugin: the entry point that brought it, or ``"torch"`` for the generic backend.
-        distribution: the distribution it is from, with `version`; empty for the generic backend.
-        path: the folder that its module is in.
-    """
-
-    status: str
-    reason: str
-    plugin: str = ""
-    distribution: str = ""
-    version: str = ""
-    path: str = ""
-
-
-@dataclass(frozen=True)
-class Failure:
-    """A plugin that did not load, and at which stage (``import``, ``register``)."""
-
-    owner: Owner
-    stage: str
-    error: Exception
 
 
 class Manager:
@@ -83,39 +61,55 @@ class Manager:
 
     def get(self, device_type: str) -> Backend:
         """Return the backend of `device_type`, loading its plugin on the first request."""
+        device_type = _present_name(device_type)
         held = self.registry.get(device_type)
         if held is not None:
             return held[0]
+        generic = self._generic.get(device_type)
+        if generic is not None:
+            return generic
         with self._lock:
             return self._find(device_type)
 
     def _find(self, device_type: str) -> Backend:
-        if device_type in _env.disabled_backends():
+        disabled = _env.disabled_backends()
+        if device_type in disabled:
             raise BackendDisabledError(
                 f"The backend for {device_type!r} is switched off by "
-                f"{_env.DISABLE_BACKENDS}={','.join(sorted(_env.disabled_backends()))}. "
-                f"Unset it to use the device."
+                f"{_env.DISABLE_BACKENDS}={','.join(sorted(disabled))}. Unset it to use the device."
             )
         if device_type in BUILT_IN:
             self._load_built_in(device_type)
         elif _env.plugin_autoload():
-            self._load_all([c for c in candidates() if c.device_type == device_type])
+            self._load_plugins_for(device_type)
         held = self.registry.get(device_type)
         if held is not None:
             return held[0]
-        if device_type in self.failures:
-            failure = self.failures[device_type]
+        for failure in self._failures_of(device_type):
             raise BackendLoadError(
-                f"The backend for {device_type!r} is installed but failed to load: {_describe(failure)}."
+                f"The backend for {device_type!r} is installed but failed to load: {failure}."
             ) from failure.error
         return self._torch_backend(device_type)
 
+    def _load_plugins_for(self, device_type: str) -> None:
+        found = candidates()
+        named = [c for c in found if c.device_type == device_type]
+        # A plugin may serve types that its entry point does not name: where no name fits, ask all.
+        self._load_all(named or found)
+
+    def _failures_of(self, device_type: str) -> list[Failure]:
+        return [f for f in self.failures.values() if f.owner.plugin == device_type]
+
     def _torch_backend(self, device_type: str) -> Backend:
-        if device_type in self._generic:
-            return self._generic[device_type]
         if not _torch.is_device_type(device_type) or not _torch.autocast_known(device_type):
-            raise BackendNotFoundError(self._unknown(device_type))
+            served = {name for name, _, _ in self.registry.items()}
+            known = {*BUILT_IN, *served, *TORCH_DEVICE_TYPES} - _env.disabled_backends()
+            raise BackendNotFoundError(unknown_text(device_type, known))
         return self._generic.setdefault(device_type, TorchBackend(device_type))
+
+    def _load_built_ins(self) -> None:
+        for device_type in BUILT_IN.keys() - _env.disabled_backends():
+            self._load_built_in(device_type)
 
     def _load_built_in(self, device_type: str) -> None:
         # Outside any try: a fault of our own must surface.
@@ -123,129 +117,131 @@ class Manager:
             module = importlib.import_module(BUILT_IN[device_type])
             self._register(module, _first_party(device_type, module))
 
-    def _load_all(self, found: list[Candidate]) -> None:
+    def _load_all(self, found: Iterable[Candidate]) -> None:
         disabled = _env.disabled_backends()
-        if found:
-            for device_type in BUILT_IN:  # first, so that no plugin can take their place
-                if device_type not in disabled:
-                    self._load_built_in(device_type)
-        for candidate in found:
-            if candidate.device_type not in disabled and not candidate.is_built_in(BUILT_IN):
-                self._load(candidate)
+        theirs = [c for c in found if c.device_type not in disabled and not c.is_built_in(BUILT_IN)]
+        if theirs:
+            self._load_built_ins()  # first, so that no plugin can take their place
+        for candidate in theirs:
+            self._load(candidate, disabled)
 
-    def _load(self, candidate: Candidate) -> None:
+    def _load(self, candidate: Candidate, disabled: frozenset[str]) -> None:
         key = f"{candidate.device_type}={candidate.entry_point.value}"
         if key in self._tried:
+            self._raise_if_strict(self.failures.get(key))
             return
         self._tried.add(key)
-        stage, module = "import", None
-        before = self.registry.snapshot()
+        stage, owner, module = "import", candidate.owner(), None
         try:
             module = candidate.load()
-            stage = "register"
-            self._register(module, candidate.owner(module))
+            if self._pluggy.is_registered(module):
+                return  # another entry point names the same module
+            stage, owner = "register", candidate.owner(module)
+            self._register(module, owner)
             self._pluggy.check_pending()
-            self._check_added(candidate, before)
-        except Exception as error:
-            self.registry.restore(before)
-            if module is not None and self._pluggy.is_registered(module):
-                self._pluggy.unregister(module)
-            self._report(Failure(candidate.owner(), stage, error))
+            self._check_added(candidate, owner)
+        except BaseException as error:
+            self._undo(owner, module)
+            if not isinstance(error, Exception):
+                self._tried.discard(key)  # interrupted: it may be asked for again
+                raise
+            self.failures[key] = failure = Failure(owner, stage, error)
+            self._raise_if_strict(failure)
+            _warn(failure)
+        else:
+            self.registry.drop(disabled.intersection(self.registry.added_by(owner)))
 
-    def _check_added(self, candidate: Candidate, before: Mapping[str, object]) -> None:
-        if len(self.registry.snapshot()) == len(before):
+    def _undo(self, owner: Owner, module: ModuleType | None) -> None:
+        self.registry.drop(self.registry.added_by(owner))
+        # Before 1.7, pluggy keeps a plugin registered whose registration failed.
+        if module is not None and self._pluggy.is_registered(module):
+            self._pluggy.unregister(module)
+
+    def _check_added(self, candidate: Candidate, owner: Owner) -> None:
+        added = self.registry.added_by(owner)
+        if not added:
             raise BackendLoadError(
                 f"its hooks registered no backend; {candidate.entry_point.value} must have a function "
                 f"amp_register_backends(registry), marked with amp_core.plugin.hookimpl, that calls "
                 f"registry.add()"
             )
+        for device_type in BUILT_IN.keys() & set(added):  # free only because it is disabled
+            raise BackendConflictError(
+                f"{owner} wants to serve device type {device_type!r}, which is amp-core's own. "
+                f"Call amp_core.plugin.replace_backend() to put another backend in its place."
+            )
 
     def _register(self, module: ModuleType, owner: Owner) -> None:
-        self.registry.claim(owner)
-        try:
+        with self.registry.claimed(owner):
             self._pluggy.register(module, name=f"{owner.plugin}:{module.__name__}")
-        finally:
-            self.registry.claim(None)
 
-    def _report(self, failure: Failure) -> None:
-        self.failures[failure.owner.plugin] = failure
-        if _env.strict_plugins():
-            raise BackendLoadError(f"{_describe(failure)}.") from failure.error
-        warnings.warn(
-            f"{_describe(failure)}. It was left out; other backends are not affected. Set "
-            f"{_env.DISABLE_BACKENDS}={failure.owner.plugin} to silence this, or "
-            f"{_env.STRICT_PLUGINS}=1 to raise the error.",
-            PluginWarning,
-            stacklevel=2,
-        )
+    def _raise_if_strict(self, failure: Failure | None) -> None:
+        if failure is not None and _env.strict_plugins():
+            raise BackendLoadError(f"{failure}.") from failure.error
 
     def discover(self) -> None:
         """Load every backend that is built in or declared by an entry point, and is not disabled."""
         with self._lock:
-            disabled = _env.disabled_backends()
-            for device_type in BUILT_IN:
-                if device_type not in disabled:
-                    self._load_built_in(device_type)
+            self._load_built_ins()
             if _env.plugin_autoload():
                 self._load_all(candidates())
 
+    def replace(self, backend: Backend, owner: Owner) -> Backend | None:
+        """Serve ``backend.device_type`` with `backend`; return the one that it replaces."""
+        with self._lock:
+            return self.registry.replace(backend, owner)
+
     def status(self) -> dict[str, BackendStatus]:
         """Describe every device type that is built in, declared, or known to torch."""
-        self.discover()
-        found: dict[str, BackendStatus] = {}
-        for device_type, backend, owner in self.registry.items():
-            found[device_type] = _status(backend, owner)
-        for name, failure in self.failures.items():
-            o = failure.owner
-            found.setdefault(
-                name,
-                BackendStatus("failed", _describe(failure), name, o.distribution, o.version),
-            )
-        for name in _env.disabled_backends():
+        with self._lock:
+            self.discover()
+            served = self.registry.items()
+            failures = list(self.failures.values())
+        found = {name: status_of(backend, owner) for name, backend, owner in served}
+        for failure in failures:
+            name = failure.owner.plugin
+            if name in found:
+                held = found[name]
+                found[name] = replace(held, reason=f"{held.reason}; left out: {failure}")
+            else:
+                found[name] = status_of_failure(failure)
+        for name in _env.disabled_backends() - found.keys():
             found[name] = BackendStatus("disabled", f"{_env.DISABLE_BACKENDS} names it", name)
-        for name in (*TORCH_DEVICE_TYPES, _torch.privateuse1_name()):
-            # Nobody has claimed the slot for devices out of torch's tree while it has its own name.
-            if name not in found and name != "privateuseone" and _torch.autocast_known(name):
-                found[name] = _status(self._torch_backend(name), Owner("torch"))
+        found.update(self._status_of_generic(found))
         return dict(sorted(found.items()))
 
-    def _unknown(self, device_type: str) -> str:
-        declared = {c.device_type for c in candidates()} if _env.plugin_autoload() else set()
-        known = sorted({*BUILT_IN, *declared, *TORCH_DEVICE_TYPES} - _env.disabled_backends())
-        near = _NEAR.get(device_type.lower()) or next(
-            iter(difflib.get_close_matches(device_type.lower(), known, n=1)), None
-        )
-        hint = f" Did you mean {near!r}?" if near else ""
-        return (
-            f"No backend serves device type {device_type!r}.{hint} Installed: {', '.join(known)}. "
-            f"To add a device, install a package that declares the entry point "
-            f"'{ENTRY_POINT_GROUP}' under the name {device_type!r}; `amp backends` lists what is there."
-        )
+    def _status_of_generic(self, others: Mapping[str, BackendStatus]) -> dict[str, BackendStatus]:
+        # Nobody has claimed the slot for devices out of torch's tree while it has its own name.
+        names = {*TORCH_DEVICE_TYPES, _torch.privateuse1_name()} - {_UNNAMED} - others.keys()
+        known = [name for name in names if _torch.autocast_known(name)]
+        return {name: status_of(self._torch_backend(name), Owner("torch")) for name in known}
 
 
 def _first_party(device_type: str, module: ModuleType) -> Owner:
     return Owner(device_type, "amp-core", own_version(), os.path.dirname(module.__file__ or ""))
 
 
-def _status(backend: Backend, owner: Owner) -> BackendStatus:
-    try:
-        now = backend.availability()
-    except Exception as error:
-        return BackendStatus(
-            "failed",
-            f"availability() of {owner} raised {type(error).__name__}: {error}",
-            owner.plugin,
-            owner.distribution,
-            owner.version,
-            owner.path,
-        )
-    status = "available" if now.usable else "absent"
-    return BackendStatus(status, now.reason, owner.plugin, owner.distribution, owner.version, owner.path)
+def _present_name(device_type: str) -> str:
+    # torch goes on accepting the slot's own name after a device has given it another.
+    return _torch.privateuse1_name() if device_type == _UNNAMED else device_type
 
 
-def _describe(failure: Failure) -> str:
-    error = failure.error
-    return f"{failure.owner} failed at stage {failure.stage!r} with {type(error).__name__}: {error}"
+def _warn(failure: Failure) -> None:
+    warnings.warn(
+        f"{failure}. It was left out; other backends are not affected. Set "
+        f"{_env.DISABLE_BACKENDS}={failure.owner.plugin} to silence this, or "
+        f"{_env.STRICT_PLUGINS}=1 to raise the error.",
+        PluginWarning,
+        stacklevel=_level_outside(),
+    )
+
+
+def _level_outside() -> int:
+    """Return the `stacklevel`, seen from the caller, of the first frame that is not amp-core's."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("amp_core."):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 _manager: Manager | None = None
@@ -281,4 +277,4 @@ def backends() -> Mapping[str, BackendStatus]:
 
 def replace_backend(backend: Backend) -> Backend | None:
     """Serve ``backend.device_type`` with `backend` from now on; return the one that it replaces."""
-    return manager().registry.replace(backend, Owner(type(backend).__module__))
+    return manager().replace(backend, Owner(type(backend).__module__))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from amp_core.errors import BackendConflictError, BackendLoadError
@@ -62,9 +64,23 @@ class Registry:
         """Return (device type, backend, owner), sorted by device type."""
         return [(name, *self._backends[name]) for name in sorted(self._backends)]
 
-    def claim(self, owner: Owner | None) -> None:
-        """Set whose backends the coming `add` calls bring."""
-        self._owner = owner
+    def added_by(self, owner: Owner) -> list[str]:
+        """Return the device types that `owner` serves."""
+        return [name for name, (_, whose) in self._backends.items() if whose == owner]
+
+    def drop(self, device_types: Iterable[str]) -> None:
+        """Forget the backends of `device_types`."""
+        for name in device_types:
+            self._backends.pop(name, None)
+
+    @contextmanager
+    def claimed(self, owner: Owner) -> Iterator[None]:
+        """Count what is added meanwhile as brought by `owner`."""
+        outer, self._owner = self._owner, owner  # a plugin may ask for another while it loads
+        try:
+            yield
+        finally:
+            self._owner = outer
 
     def snapshot(self) -> dict[str, tuple[Backend, Owner]]:
         """Return the present content, for `restore`."""

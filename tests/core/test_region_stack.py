@@ -16,9 +16,7 @@ def state(device: str) -> State:
     return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
 
 
-regions = st.tuples(
-    st.sampled_from(DEVICES), st.sampled_from([torch.bfloat16, torch.float16]), st.booleans()
-)
+regions = st.tuples(st.sampled_from(DEVICES), st.sampled_from([torch.bfloat16, torch.float16]), st.booleans())
 # A program enters the next of its regions, or leaves the n-th of those entered, whichever it is.
 programs = st.lists(st.one_of(regions, st.integers(0, 5)), min_size=1, max_size=14)
 

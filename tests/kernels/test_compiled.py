@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -19,6 +20,22 @@ needs_library = pytest.mark.skipif(
 )
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 LENGTHS = [0, 1, 15, 16, 17, 31, 33, 32767, 32768, 32769, 65537]
+
+
+@pytest.fixture(autouse=True, params=["AVX-512", "AVX2", "baseline"])
+def instruction_set(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Each instruction set in turn that this processor has."""
+    if not isinstance(COMPILED, cpu.Compiled):
+        yield
+        return
+    library = COMPILED._library
+    before = library.amp_limit({"AVX-512": 2, "AVX2": 1, "baseline": 0}[request.param])
+    try:
+        if library.amp_instruction_set().decode() != request.param:
+            pytest.skip(f"this processor, or the compiler, has no {request.param}")
+        yield
+    finally:
+        library.amp_limit(before)
 
 
 def numbers(n: int, dtype: torch.dtype) -> torch.Tensor:
@@ -100,6 +117,38 @@ def test_cast_of_every_value(source: torch.dtype, target: torch.dtype) -> None:
 
 
 @needs_library
+@pytest.mark.parametrize("source", DTYPES)
+@pytest.mark.parametrize("target", DTYPES)
+def test_cast_of_ties_and_edges(source: torch.dtype, target: torch.dtype) -> None:
+    """A number half way between two of the target, or next to its limits, is rounded the wrong way."""
+    halfway = torch.arange(2**12, dtype=torch.float64) * 2.0**-10
+    powers = 2.0 ** torch.arange(-150, 128, dtype=torch.float64)
+    limits = torch.tensor([65504, 65519.996, 65520, 65536, 2.0**-25, 3.4e38, 1e-45, 6.1e-5, 0.0])
+    values = (1 + halfway[:64, None] * 2.0**2) * powers
+    values = torch.cat(
+        [values.flatten(), halfway * 2.0**-24, limits.double(), torch.tensor([math.inf, math.nan])]
+    )
+    values = torch.cat([values, -values]).to(source)
+    (ours,) = COMPILED.cast([values], target)
+    assert torch.equal(ours.nan_to_num(nan=1.0), values.to(target).nan_to_num(nan=1.0))
+    assert torch.equal(ours.isnan(), values.isnan())
+
+
+@needs_library
+@pytest.mark.parametrize("target", DTYPES)
+@pytest.mark.parametrize("shift", [0, 1, 16])
+def test_large_casts(target: torch.dtype, shift: int) -> None:
+    """Results that are streamed past the caches, into memory of some alignment, are not all there."""
+    source = torch.float32 if target is not torch.float32 else torch.bfloat16
+    values = numbers(4_300_003, source)
+    room = torch.full((4_300_003 + shift + 1,), 7.0, dtype=target)
+    COMPILED.cast([values, values[:5]], target, [room[shift:-1], torch.empty(5, dtype=target)])
+    assert torch.equal(room[shift:-1], values.to(target))
+    assert room[:shift].tolist() == [7.0] * shift
+    assert room[-1].item() == 7.0
+
+
+@needs_library
 def test_number_of_threads_changes_nothing() -> None:
     """The norm depends on how many threads there are."""
     grads = [numbers(300_000, torch.float32)]
@@ -131,3 +180,12 @@ def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kernels.name == "portable"
     assert "no C compiler at install time" in kernels.reason
     assert amp_core.get_backend("cpu").kernels() is COMPILED
+
+
+@needs_library
+def test_a_library_from_other_sources(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After an update of the sources alone, an old library is called with the wrong arguments."""
+    monkeypatch.setattr(cpu, "_ABI", -1)
+    kernels = cpu.load.__wrapped__()
+    assert kernels.name == "portable"
+    assert "install amp-core again" in kernels.reason

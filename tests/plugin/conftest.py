@@ -33,7 +33,24 @@ def amp_register_backends(registry):
     registry.add(GoodBackend())
 """
 
+# Serves two device types from one module, and names one that the other entry point does not.
+PAIR = (
+    GOOD.format(device="pair")
+    + """    other = GoodBackend()
+    other.device_type = "unannounced"
+    registry.add(other)
+"""
+)
+
+# Asks amp-core for the others while it is being loaded, then fails.
+ASKING = """
+import amp_core
+names = sorted(amp_core.backends())
+raise RuntimeError(f"saw good: {'good' in names}")
+"""
+
 BROKEN = {
+    "asking": ASKING,
     "missing": "import a_library_that_nobody_has",
     "syntax": "def broken(:",
     "raising": "raise OSError('libfoo.so: cannot open shared object file')",
@@ -51,26 +68,27 @@ BROKEN = {
 }
 
 
-def write_package(root: Path, name: str, source: str) -> Path:
-    """Write a distribution whose entry point `name` is a module with `source`."""
+def write_package(root: Path, name: str, source: str, *aliases: str) -> Path:
+    """Write a distribution whose entry points, `name` and `aliases`, are one module with `source`."""
+    declared = "\n".join(f'{n} = "amp_backend_{name}.hooks"' for n in (name, *aliases))
     folder = root / name
     package = folder / f"amp_backend_{name}"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("")
     (package / "hooks.py").write_text(source)
     (folder / "pyproject.toml").write_text(
-        textwrap.dedent(f"""
-        [build-system]
-        requires = ["setuptools"]
-        build-backend = "setuptools.build_meta"
-        [project]
-        name = "amp-backend-{name}"
-        version = "3.1"
-        [project.entry-points."amp_core.backends"]
-        {name} = "amp_backend_{name}.hooks"
-        [tool.setuptools]
-        packages = ["amp_backend_{name}"]
-        """)
+        f"""
+[build-system]
+requires = ["setuptools"]
+build-backend = "setuptools.build_meta"
+[project]
+name = "amp-backend-{name}"
+version = "3.1"
+[project.entry-points."amp_core.backends"]
+{declared}
+[tool.setuptools]
+packages = ["amp_backend_{name}"]
+"""
     )
     return folder
 
@@ -89,6 +107,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     # addsitedir, so that an editable amp-core is found as well
     (site / "shared.pth").write_text(f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n")
     packages = [write_package(root / "src", "good", GOOD.format(device="good"))]
+    packages += [write_package(root / "src", "pair", PAIR, "pair-too")]
     packages += [write_package(root / "src", name, source) for name, source in BROKEN.items()]
     python = str(scripts / "python")
     subprocess.run(

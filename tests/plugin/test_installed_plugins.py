@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ with warnings.catch_warnings(record=True) as caught:
 print(json.dumps({
     "status": {name: [s.status, s.reason, s.distribution, s.version] for name, s in status.items()},
     "warnings": [[w.category.__name__, str(w.message)] for w in caught],
+    "files": sorted({w.filename for w in caught}),
 }))
 """
 
@@ -50,6 +52,7 @@ def test_each_broken_one_is_named_once(listed: Any, broken: list[str]) -> None:
 @pytest.mark.parametrize(
     ("name", "stage", "cause"),
     [
+        ("asking", "import", "RuntimeError: saw good: True"),
         ("missing", "import", "ModuleNotFoundError: No module named 'a_library_that_nobody_has'"),
         ("syntax", "import", "SyntaxError"),
         ("raising", "import", "OSError: libfoo.so"),
@@ -71,6 +74,74 @@ def test_stage_and_cause(listed: Any, name: str, stage: str, cause: str) -> None
     (text,) = [text for _, text in listed["warnings"] if text.startswith(f"plugin {name!r}")]
     assert f"failed at stage {stage!r}" in text
     assert cause in text
+
+
+def test_the_warning_stands_where_the_user_asked(listed: Any) -> None:
+    """The warning shows a line of amp-core's own, which its reader cannot do anything about."""
+    asking = [f for f in listed["files"] if f != "<string>"]  # a plugin that lists backends itself
+    assert len(asking) < len(listed["files"])
+    assert all("amp_backend_asking" in f for f in asking)
+
+
+def test_two_claims_to_one_name_are_both_shown(listed: Any) -> None:
+    """A device that works hides that another plugin wanted it too."""
+    status, reason, distribution, _ = listed["status"]["greedy"]
+    assert (status, distribution) == ("failed", "amp-backend-greedy")
+    assert "'cpu'" in reason
+    assert listed["status"]["cpu"][0] == "available"
+
+
+def test_one_module_for_several_device_types(run: Any, listed: Any) -> None:
+    """A plugin is found only under the names of its entry points, or fails under the second of them."""
+    assert listed["status"]["pair"][0] == listed["status"]["unannounced"][0] == "available"
+    code = """
+    import json, warnings, amp_core
+    warnings.simplefilter("ignore")
+    print(json.dumps([amp_core.get_backend(name).device_type for name in ("unannounced", "pair")]))
+    """
+    assert run(code) == ["unannounced", "pair"]
+    quiet = run(LIST, AMP_DISABLE_BACKENDS="unannounced")
+    assert quiet["status"]["unannounced"][:2] == ["disabled", "AMP_DISABLE_BACKENDS names it"]
+    assert quiet["status"]["pair"][0] == "available"
+
+
+def test_a_disabled_built_in_leaves_no_room(run: Any) -> None:
+    """Where the CPU is switched off, a plugin takes its place in silence."""
+    code = """
+    import json, warnings, amp_core
+    warnings.simplefilter("ignore")
+    reason = amp_core.backends()["greedy"].reason
+    try:
+        amp_core.get_backend("cpu")
+    except amp_core.BackendDisabledError:
+        print(json.dumps(reason))
+    """
+    reason = run(code, AMP_DISABLE_BACKENDS="cpu")
+    assert "wants to serve device type 'cpu', which is amp-core's own" in reason
+
+
+BAD_METADATA = {
+    "no line": {"entry_points.txt": "[amp_core.backends]\nno equals sign\n", "METADATA": "Name: bad\n"},
+    "no name": {"entry_points.txt": "[amp_core.backends]\nhalf = amp_backend_half.hooks\n"},
+    "no module": {"entry_points.txt": "[amp_core.backends]\nhalf = two words\n", "METADATA": "Name: bad\n"},
+}
+
+
+@pytest.mark.parametrize("kind", BAD_METADATA)
+def test_bad_metadata_of_one_hides_no_other(run: Any, tmp_path: Path, kind: str) -> None:
+    """A half-removed or malformed distribution anywhere on the path makes every plugin unusable."""
+    folder = tmp_path / "bad-1.0.dist-info"
+    folder.mkdir()
+    for name, text in BAD_METADATA[kind].items():
+        (folder / name).write_text(text)
+    code = f"""
+    import json, sys, warnings, amp_core
+    sys.path.insert(0, {str(tmp_path)!r})
+    warnings.simplefilter("ignore")
+    status = amp_core.backends()
+    print(json.dumps([status["good"].status, status["half"].status if "half" in status else ""]))
+    """
+    assert run(code) == ["available", "" if kind == "no line" else "failed"]
 
 
 def test_half_a_registration_is_undone(run: Any) -> None:
@@ -130,14 +201,44 @@ def test_strict(run: Any) -> None:
     """AMP_STRICT_PLUGINS=1 does not raise, so that a plugin's CI stays green."""
     code = """
     import json, amp_core
-    try:
-        amp_core.get_backend("raising")
-    except amp_core.BackendLoadError as error:
-        print(json.dumps([str(error), type(error.__cause__).__name__]))
+    seen = []
+    for _ in range(2):
+        try:
+            amp_core.get_backend("raising")
+        except amp_core.BackendLoadError as error:
+            seen.append([str(error), type(error.__cause__).__name__])
+    for _ in range(2):
+        try:
+            amp_core.backends()
+        except amp_core.BackendLoadError as error:
+            seen.append([str(error), type(error.__cause__).__name__])
+    print(json.dumps(seen))
     """
-    text, cause = run(code, AMP_STRICT_PLUGINS="1")
-    assert "plugin 'raising' (amp-backend-raising 3.1) failed at stage 'import'" in text
-    assert cause == "OSError"
+    seen = run(code, AMP_STRICT_PLUGINS="1", AMP_DISABLE_BACKENDS="aclass,abstract,argument,asking,greedy")
+    assert len(seen) == 4
+    for text, cause in seen[:2]:
+        assert text.startswith("plugin 'raising' (amp-backend-raising 3.1) failed at stage 'import'")
+        assert cause == "OSError"
+    assert seen[2] == seen[3]
+
+
+def test_an_interrupted_load_can_be_repeated(run: Any) -> None:
+    """Ctrl-C while a plugin loads leaves it neither loaded nor failed."""
+    code = """
+    import builtins, json, sys, amp_core
+    real = builtins.__import__
+    def interrupted(name, *args):
+        if name == "amp_core.plugin" and "amp_backend_good.hooks" in sys.modules:
+            raise KeyboardInterrupt
+        return real(name, *args)
+    builtins.__import__ = interrupted
+    try:
+        amp_core.get_backend("good")
+    except KeyboardInterrupt:
+        builtins.__import__ = real
+        print(json.dumps(type(amp_core.get_backend("good")).__name__))
+    """
+    assert run(code) == "GoodBackend"
 
 
 def test_a_switch_that_is_neither_on_nor_off(run: Any) -> None:

@@ -15,13 +15,16 @@ from amp_core.policy import names, rules, tables
 
 DEVICES = ("cpu", "cuda", "maia", "mps", "mtia", "xpu")
 
+# In CUDA builds alone: casts and flattens the weights of an RNN anew, which no rule describes.
+WITHOUT_A_RULE = {"aten::_cudnn_rnn"}
+
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_lists_and_dispatcher_name_the_same_ops(device: str) -> None:
     """An op that torch casts but the table lacks, or the reverse, makes `explain` and overrides wrong."""
     listed = tables.flatten(tables.lists_of(device))
     existing = {names.find(op).name() for op in listed if names.find(op) is not None}
-    native = registered(autocast_key(device))
+    native = registered(autocast_key(device)) - WITHOUT_A_RULE
     if torch.__version__.startswith("2.13"):
         assert existing == native
         assert len(existing) == len(listed)
@@ -32,8 +35,10 @@ def test_lists_and_dispatcher_name_the_same_ops(device: str) -> None:
 def test_every_rule_is_what_the_kernel_does(device: str, observe: Callable[[str, str], str]) -> None:
     """A wrong rule in a table would make an override that names the same rule a silent no-op."""
     policy = OpPolicy.default(device)
-    wrong = {op: (rule, seen) for op, rule in policy if (seen := observe(op, device)) != rule}
+    ruled = {op: rule for op, rule in policy if rule != rules.NATIVE}
+    wrong = {op: (rule, seen) for op, rule in ruled.items() if (seen := observe(op, device)) != rule}
     assert not wrong
+    assert {op.removesuffix(".default") for op, rule in policy if rule == rules.NATIVE} <= WITHOUT_A_RULE
 
 
 EXPECTED = {

@@ -10,6 +10,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#define ABI 2 /* moves with every change to what a function takes; kernels.py asks for it */
+
 #define CHUNK 32768 /* elements: two or more chunks of a large weight stay in the second-level cache */
 #define AHEAD 2048  /* bytes to fetch in advance: the hardware does not keep enough reads in flight */
 #define WIDTH 16    /* elements that one step of a loop takes; a tail goes through a buffer of that size */
@@ -24,19 +26,39 @@ typedef double doubles __attribute__((vector_size(WIDTH * 8)));
 
 typedef void measure_loop(const void *data, size_t n, double *sum, uint32_t *bad);
 typedef void scale_loop(void *data, size_t n, float factor, uint32_t *bad);
-typedef void cast_loop(const void *from, void *to, size_t n);
+typedef void cast_loop(const void *from, void *to, size_t n, int stream);
 
 struct loops {
     measure_loop *measure[4]; /* by dtype code */
-    scale_loop *scale[3];     /* by dtype code */
-    cast_loop *cast[3];       /* by kind of cast */
+    scale_loop *scale[4];     /* by dtype code */
+    cast_loop *cast[4][4];    /* by dtype codes of source and target; a dtype to itself is never asked */
 };
 
+#if defined(__GNUC__) && !defined(__clang__) && defined(__x86_64__)
+typedef long long pair __attribute__((vector_size(16)));
+typedef long long quad __attribute__((vector_size(32)));
+#define STREAMED (1 << 23) /* bytes: results that are larger than this do not stay in a core's caches */
+#define STREAM(to, made)                                                                           \
+    for (size_t k_ = 0; k_ < sizeof(made) / sizeof(STREAM_UNIT); k_++)                             \
+    STREAM_STORE((STREAM_UNIT *)(to) + k_, ((const STREAM_UNIT *)&(made))[k_])
+#define STREAM_END() __builtin_ia32_sfence()
+#else
+#define STREAMED SIZE_MAX
+#define STREAM(to, made) memcpy((to), &(made), sizeof(made))
+#define STREAM_END() (void)0
+#endif
+
 #define IN(name) name##_baseline
+#define STREAM_UNIT pair
+#define STREAM_STORE __builtin_ia32_movntdq
 #include "loops.h"
+#undef STREAM_UNIT
+#undef STREAM_STORE
 #undef IN
 
 #if defined(__GNUC__) && !defined(__clang__) && defined(__x86_64__)
+#define STREAM_UNIT quad
+#define STREAM_STORE __builtin_ia32_movntdq256
 #pragma GCC push_options
 #pragma GCC target("arch=haswell")
 #define IN(name) name##_avx2
@@ -50,11 +72,13 @@ struct loops {
 #undef IN
 #pragma GCC pop_options
 
+static int limit = 2;
+
 static const struct loops *chosen(void) {
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+    if (limit >= 2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
         return &loops_avx512;
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
+    if (limit >= 1 && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
         return &loops_avx2;
     return &loops_baseline;
 }
@@ -64,10 +88,21 @@ const char *amp_instruction_set(void) {
     return loops == &loops_avx512 ? "AVX-512" : loops == &loops_avx2 ? "AVX2" : "baseline";
 }
 #else
+static int limit = 0;
+
 static const struct loops *chosen(void) { return &loops_baseline; }
 
 const char *amp_instruction_set(void) { return "baseline"; }
 #endif
+
+/* Use no instruction set above this (0 baseline, 1 AVX2, 2 AVX-512); for tests. Returns the former limit. */
+int amp_limit(int level) {
+    int before = limit;
+    limit = level;
+    return before;
+}
+
+int amp_abi(void) { return ABI; }
 
 /* chunks[i] is the number of the first chunk of tensor i; chunks[count] the number of all. */
 static size_t *first_chunks(size_t count, const int64_t *sizes) {
@@ -94,13 +129,13 @@ static size_t tensor_of(const size_t *chunks, size_t count, size_t chunk) {
 
 static const size_t width_of[4] = {4, 8, 2, 2}; /* bytes, by dtype code */
 
-#define FOR_EACH_CHUNK(BODY)                                                                       \
+#define FOR_EACH_CHUNK(...)                                                                        \
     _Pragma("omp parallel for schedule(static) num_threads(threads)")                              \
     for (int64_t c = 0; c < (int64_t)chunks[count]; c++) {                                         \
         size_t t = tensor_of(chunks, count, (size_t)c);                                            \
         size_t start = ((size_t)c - chunks[t]) * CHUNK;                                            \
         size_t n = (size_t)sizes[t] - start < CHUNK ? (size_t)sizes[t] - start : CHUNK;            \
-        BODY                                                                                       \
+        __VA_ARGS__                                                                                \
     }
 
 /* sums[i]: sum of squares of tensor i; bad[i]: 1 if it holds an inf or a NaN, else 0; only read. */
@@ -151,15 +186,19 @@ int amp_scale(int64_t count_, void *const *data, const int64_t *sizes, const int
     return 0;
 }
 
-/* kind: 0 float32 to bfloat16, 1 bfloat16 to float32, 2 float16 to float32. */
-int amp_cast(int64_t count_, const void *const *from, void *const *to, const int64_t *sizes,
-             const int32_t *kinds, int threads) {
+/* Cast tensor i from dtype from_dtypes[i] to to_dtypes[i]; the two have no memory in common. */
+int amp_cast(int64_t count_, const void *const *from, const int64_t *sizes, const int32_t *from_dtypes,
+             void *const *to, const int32_t *to_dtypes, int threads) {
     const struct loops *loops = chosen();
-    size_t count = (size_t)count_, *chunks = first_chunks(count, sizes);
+    size_t count = (size_t)count_, *chunks = first_chunks(count, sizes), bytes = 0;
     if (chunks == NULL)
         return -1;
-    FOR_EACH_CHUNK(loops->cast[kinds[t]]((const char *)from[t] + start * (kinds[t] == 0 ? 4 : 2),
-                                        (char *)to[t] + start * (kinds[t] == 0 ? 2 : 4), n);)
+    for (size_t t = 0; t < count; t++)
+        bytes += (size_t)sizes[t] * width_of[to_dtypes[t]];
+    FOR_EACH_CHUNK(int32_t source = from_dtypes[t]; int32_t made = to_dtypes[t];
+        char *target = (char *)to[t] + start * width_of[made];
+        int stream = bytes > STREAMED && (uintptr_t)target % 32 == 0;
+        loops->cast[source][made]((const char *)from[t] + start * width_of[source], target, n, stream);)
     free(chunks);
     return 0;
 }

@@ -5,14 +5,17 @@ static inline words IN(bad_floats)(floats v) { return (words)(((words)v & EXPONE
 
 static inline floats IN(widen_bf16)(halves h) { return (floats)(__builtin_convertvector(h, words) << 16); }
 
-/* Exponent and mantissa are shifted into place; the product with 2^112 sets the bias and normalises
- * subnormals; an exponent of all ones stays one. */
+/* Exponent and mantissa are shifted into place and the bias is set; subnormals are normalised by a
+ * subtraction, whose operands are normal: a product with subnormals takes a hundred times as long. */
 static inline floats IN(widen_f16)(halves h) {
     words bits = __builtin_convertvector(h, words);
     words magnitude = (bits & 0x7fffu) << 13;
-    words finite = (words)((floats)magnitude * 0x1p112f);
+    words normal = magnitude + 0x38000000u;
     words special = (words)(magnitude >= 0x0f800000u);
-    return (floats)(((bits & 0x8000u) << 16) | (special & (magnitude | EXPONENT)) | (~special & finite));
+    words small = (words)(magnitude < 0x00800000u);
+    words normalised = (words)((floats)(normal + 0x00800000u) - 0x1p-14f);
+    return (floats)(((bits & 0x8000u) << 16) | (small & normalised) |
+                    (~small & (normal + (special & 0x38000000u))));
 }
 
 /* Round to nearest even; a NaN stays a NaN even where all its set bits would be cut off. */
@@ -23,7 +26,23 @@ static inline halves IN(narrow_bf16)(floats v) {
     return __builtin_convertvector((nan & ((bits >> 16) | 0x40u)) | (~nan & rounded), halves);
 }
 
+/* Round to nearest even, subnormals by an addition that aligns their last bit with that of 0.5. */
+static inline halves IN(narrow_f16)(floats v) {
+    words bits = (words)v, magnitude = bits & 0x7fffffffu;
+    words normal = (magnitude + 0xfffu + ((magnitude >> 13) & 1u) - 0x38000000u) >> 13;
+    words subnormal = (words)((floats)magnitude + 0.5f) - 0x3f000000u;
+    words small = (words)(magnitude < 0x38800000u);
+    words large = (words)(magnitude >= 0x47800000u);
+    words special = 0x7c00u | ((words)(magnitude > EXPONENT) & 0x200u);
+    words made = (small & subnormal) | (~small & ~large & normal) | (large & special);
+    return __builtin_convertvector(made | ((bits >> 16) & 0x8000u), halves);
+}
+
 static inline floats IN(same)(floats v) { return v; }
+
+static inline floats IN(narrow_f64)(doubles v) { return __builtin_convertvector(v, floats); }
+
+static inline doubles IN(widen_f64)(floats v) { return __builtin_convertvector(v, doubles); }
 
 static inline uint32_t IN(any)(words mask) {
     uint32_t found = 0;
@@ -102,6 +121,7 @@ static void IN(measure_f64)(const void *data, size_t n, double *sum, uint32_t *b
 
 SCALE(IN(scale_f32), float, floats, IN(same), IN(same))
 SCALE(IN(scale_bf16), uint16_t, halves, IN(widen_bf16), IN(narrow_bf16))
+SCALE(IN(scale_f16), uint16_t, halves, IN(widen_f16), IN(narrow_f16))
 
 static void IN(scale_f64)(void *data, size_t n, float factor, uint32_t *bad) {
     double *x = data;
@@ -114,8 +134,9 @@ static void IN(scale_f64)(void *data, size_t n, float factor, uint32_t *bad) {
     *bad |= seen;
 }
 
-#define CAST(NAME, FROM, VECTOR, TO, CONVERT, RESULT)                                              \
-    static void NAME(const void *source, void *target, size_t n) {                                 \
+/* `stream`: the results go past the caches, so that the lines they overwrite are not read first. */
+#define CAST(NAME, FROM, VECTOR, WIDEN, TO, RESULT, NARROW)                                        \
+    static void NAME(const void *source, void *target, size_t n, int stream) {                     \
         const FROM *from = source;                                                                 \
         TO *to = target;                                                                           \
         size_t i = 0;                                                                              \
@@ -123,27 +144,44 @@ static void IN(scale_f64)(void *data, size_t n, float factor, uint32_t *bad) {
             VECTOR raw;                                                                            \
             __builtin_prefetch((const char *)(from + i) + AHEAD);                                  \
             memcpy(&raw, from + i, sizeof raw);                                                    \
-            RESULT made = CONVERT(raw);                                                            \
-            memcpy(to + i, &made, sizeof made);                                                    \
+            RESULT made = NARROW(WIDEN(raw));                                                      \
+            if (stream)                                                                            \
+                STREAM(to + i, made);                                                              \
+            else                                                                                   \
+                memcpy(to + i, &made, sizeof made);                                                \
         }                                                                                          \
         if (i < n) {                                                                               \
             VECTOR raw = {0};                                                                      \
             memcpy(&raw, from + i, (n - i) * sizeof *from);                                        \
-            RESULT made = CONVERT(raw);                                                            \
+            RESULT made = NARROW(WIDEN(raw));                                                      \
             memcpy(to + i, &made, (n - i) * sizeof *to);                                           \
         }                                                                                          \
+        STREAM_END();                                                                              \
     }
 
-CAST(IN(cast_f32_bf16), float, floats, uint16_t, IN(narrow_bf16), halves)
-CAST(IN(cast_bf16_f32), uint16_t, halves, float, IN(widen_bf16), floats)
-CAST(IN(cast_f16_f32), uint16_t, halves, float, IN(widen_f16), floats)
+#define CASTS_FROM(SHORT, FROM, VECTOR, WIDEN)                                                     \
+    CAST(IN(cast_##SHORT##_f32), FROM, VECTOR, WIDEN, float, floats, IN(same))                     \
+    CAST(IN(cast_##SHORT##_f64), FROM, VECTOR, WIDEN, double, doubles, IN(widen_f64))              \
+    CAST(IN(cast_##SHORT##_bf16), FROM, VECTOR, WIDEN, uint16_t, halves, IN(narrow_bf16))          \
+    CAST(IN(cast_##SHORT##_f16), FROM, VECTOR, WIDEN, uint16_t, halves, IN(narrow_f16))
+
+CASTS_FROM(f32, float, floats, IN(same))
+CASTS_FROM(f64, double, doubles, IN(narrow_f64))
+CASTS_FROM(bf16, uint16_t, halves, IN(widen_bf16))
+CASTS_FROM(f16, uint16_t, halves, IN(widen_f16))
 
 static const struct loops IN(loops) = {
     {IN(measure_f32), IN(measure_f64), IN(measure_bf16), IN(measure_f16)},
-    {IN(scale_f32), IN(scale_f64), IN(scale_bf16)},
-    {IN(cast_f32_bf16), IN(cast_bf16_f32), IN(cast_f16_f32)},
+    {IN(scale_f32), IN(scale_f64), IN(scale_bf16), IN(scale_f16)},
+    {
+        {IN(cast_f32_f32), IN(cast_f32_f64), IN(cast_f32_bf16), IN(cast_f32_f16)},
+        {IN(cast_f64_f32), IN(cast_f64_f64), IN(cast_f64_bf16), IN(cast_f64_f16)},
+        {IN(cast_bf16_f32), IN(cast_bf16_f64), IN(cast_bf16_bf16), IN(cast_bf16_f16)},
+        {IN(cast_f16_f32), IN(cast_f16_f64), IN(cast_f16_bf16), IN(cast_f16_f16)},
+    },
 };
 
 #undef MEASURE
 #undef SCALE
 #undef CAST
+#undef CASTS_FROM

@@ -1,0 +1,77 @@
+"""What is said of a backend: in `amp_core.backends`, in warnings and in errors."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from amp_core.plugin.entry_points import ENTRY_POINT_GROUP
+from amp_core.plugin.interface import Backend
+from amp_core.plugin.registry import Owner
+
+_NEAR = {"gpu": "cuda", "nvidia": "cuda", "hip": "cuda", "rocm": "cuda", "intel": "xpu", "metal": "mps"}
+
+
+@dataclass(frozen=True)
+class BackendStatus:
+    """What `backends` says of one device type.
+
+    Attributes:
+        status: ``"available"``, ``"absent"`` (loaded, but the device is not there), ``"failed"``
+            (installed, but did not load) or ``"disabled"``.
+        reason: why, in words.
+        plugin: the entry point that brought it, or ``"torch"`` for the generic backend.
+        distribution: the distribution it is from, with `version`; empty for the generic backend.
+        path: the folder that its module is in.
+    """
+
+    status: str
+    reason: str
+    plugin: str = ""
+    distribution: str = ""
+    version: str = ""
+    path: str = ""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A plugin that did not load, and at which stage (``import``, ``register``)."""
+
+    owner: Owner
+    stage: str
+    error: Exception
+
+    def __str__(self) -> str:
+        kind = type(self.error).__name__
+        return f"{self.owner} failed at stage {self.stage!r} with {kind}: {self.error}"
+
+
+def status_of(backend: Backend, owner: Owner) -> BackendStatus:
+    """Ask `backend` whether its device is there; an answer that raises makes it ``"failed"``."""
+    try:
+        now = backend.availability()
+        status, reason = "available" if now.usable else "absent", now.reason
+    except Exception as error:
+        status, reason = "failed", f"availability() of {owner} raised {type(error).__name__}: {error}"
+    return BackendStatus(status, reason, owner.plugin, owner.distribution, owner.version, owner.path)
+
+
+def status_of_failure(failure: Failure) -> BackendStatus:
+    """Describe a device type whose plugin did not load."""
+    owner = failure.owner
+    return BackendStatus("failed", str(failure), owner.plugin, owner.distribution, owner.version)
+
+
+def unknown_text(device_type: str, known: Iterable[str]) -> str:
+    """Say that nothing serves `device_type`, what is served, and how to add one."""
+    names = sorted(known)
+    near = _NEAR.get(device_type.lower()) or next(
+        iter(difflib.get_close_matches(device_type.lower(), names, n=1)), None
+    )
+    hint = f" Did you mean {near!r}?" if near else ""
+    return (
+        f"No backend serves device type {device_type!r}.{hint} Installed: {', '.join(names)}. "
+        f"To add a device, install a package that declares the entry point "
+        f"'{ENTRY_POINT_GROUP}' under the name {device_type!r}; `amp backends` lists what is there."
+    )
