@@ -35,10 +35,13 @@ class Casts(TorchDispatchMode):
         self.count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        names = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
-        if func in names:
-            source = args[-1] if func is names[1] else args[0]
-            self.count += source.dtype is torch.float32 and source.data_ptr() in self.pointers
+        aten = torch.ops.aten
+        sources = {
+            aten._to_copy.default: args[:1],
+            aten.copy_.default: args[1:2],
+            aten._foreach_copy_.default: args[1] if len(args) > 1 else (),
+        }.get(func, ())
+        self.count += sum(s.dtype is torch.float32 and s.data_ptr() in self.pointers for s in sources)
         return func(*args, **(kwargs or {}))
 
 
