@@ -1,0 +1,170 @@
+"""Rules for some modules of a model: put on by glob, eager and compiled, and taken off again."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from amp_core import OpPolicy, PolicyError, apply_policy, autocast
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
+LOW, HIGH = torch.bfloat16, torch.float32
+
+
+class Encoder(nn.Module):
+    """Two nn.TransformerEncoderLayer and a head; says in which dtype the attention weights came out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+        self.encoder = nn.ModuleList([layer, copy.deepcopy(layer)])
+        self.probe = nn.MultiheadAttention(16, 2, batch_first=True)
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        for layer in self.encoder:
+            x = layer(x)
+        _, weights = self.probe(x, x, x)
+        return self.encoder[1].linear1(x), weights, self.head(x)
+
+
+X = torch.randn(2, 5, 16)
+
+
+def dtypes(model: object) -> list[torch.dtype]:
+    with autocast("cpu"):
+        return [out.dtype for out in model(X)]  # type: ignore[operator]
+
+
+@pytest.fixture
+def model() -> Encoder:
+    torch.manual_seed(0)
+    return Encoder()
+
+
+def test_softmax_of_one_module_to_float32_and_back_eager_and_compiled(model: Encoder) -> None:
+    """The promise of the whole: one op, one module, no edit of the model, and off again without a trace."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(lambda x: model(x), backend=counter, fullgraph=True)
+    assert dtypes(model) == dtypes(compiled) == [LOW, LOW, LOW]
+    assert counter.frame_count == 1
+    applied = apply_policy(model, {"probe": {"softmax": "fp32"}})
+    assert dtypes(model) == dtypes(compiled) == dtypes(compiled) == [LOW, HIGH, LOW]
+    assert counter.frame_count == 2
+    applied.remove()
+    assert dtypes(model) == dtypes(compiled) == [LOW, LOW, LOW]
+    assert counter.frame_count == 2
+
+
+def test_layer_of_torch_by_glob(model: Encoder) -> None:
+    """`*` is one part of a name; torch's fast path for the layer must not pass the rules by."""
+    with apply_policy(model, {"encoder.*.linear1": {"linear": "fp32"}}) as applied:
+        assert applied.modules == ("encoder.0.linear1", "encoder.1.linear1")
+        assert dtypes(model.eval())[0] is HIGH
+    assert dtypes(model)[0] is LOW
+
+
+def test_a_module_wholly_in_float32(model: Encoder) -> None:
+    """The head in float32 (pytorch#49038), its arguments too."""
+    with apply_policy(model, {"head": "fp32"}):
+        assert dtypes(model) == [LOW, LOW, HIGH]
+        with autocast("cpu"):
+            low = X.bfloat16()
+            with torch.autocast("cpu", enabled=False):
+                expected = nn.functional.linear(low.float(), model.head.weight, model.head.bias)
+            assert torch.equal(model.head(low), expected)
+
+
+def test_rules_change_the_policy_of_the_region_around(model: Encoder) -> None:
+    """Inside a region with a policy, the module changes that policy, not the default."""
+    policy = OpPolicy.default("cpu").override({"linear": "fp32"})
+    with apply_policy(model, {"probe": {"softmax": "fp32"}}), autocast("cpu", policy=policy):
+        linear, weights, head = model(X)
+    assert [linear.dtype, weights.dtype, head.dtype] == [HIGH, HIGH, HIGH]
+
+
+def test_explain_names_the_glob(model: Encoder) -> None:
+    """Who wonders about a dtype must be led to the glob."""
+    with apply_policy(model, {"pro*": {"softmax": "fp32"}}) as applied:
+        assert applied.explain("probe", "softmax")[0].origin == "module glob 'pro*'"
+        with pytest.raises(PolicyError, match="No rule was put on the module 'head'"):
+            applied.explain("head", "softmax")
+
+
+def test_copies_compute_with_their_own_weights(model: Encoder) -> None:
+    """A copy whose forward were bound to the original would train the wrong weights, silently."""
+    with apply_policy(model, {"head": {"linear": "fp32"}}):
+        twin = copy.deepcopy(model)
+        with torch.no_grad():
+            twin.head.weight.zero_()
+            twin.head.bias.zero_()
+        assert torch.count_nonzero(twin(X)[2]) == 0
+        assert dtypes(twin)[2] is HIGH
+        read = pickle.loads(pickle.dumps(model))
+        assert torch.equal(read(X)[2], model(X)[2])
+
+
+@pytest.mark.parametrize(
+    ("rules", "text"),
+    [
+        ({"hed": "fp32"}, "'hed' matches no module of Encoder; near names are 'head'"),
+        ({"head": "fp16"}, "'fp16' is not a rule for a module"),
+        ({"head": {"linaer": "fp32"}}, "'head': .*Did you mean 'linear'"),
+        ({"probe": {"softmax": "fp32"}, "nothing.*": "fp32"}, "matches no module"),
+    ],
+)
+def test_bad_input_leaves_the_model_as_it_was(rules: dict, text: str, model: Encoder) -> None:
+    """Half of the rules on the model would be worse than none."""
+    before = {name: set(module.__dict__) for name, module in model.named_modules()}
+    with pytest.raises(PolicyError, match=text):
+        apply_policy(model, rules)
+    assert {name: set(module.__dict__) for name, module in model.named_modules()} == before
+
+
+def test_removing_under_a_later_wrapper_is_refused(model: Encoder) -> None:
+    """Taking off what is underneath would take the later wrapper with it."""
+    first = apply_policy(model, {"head": {"linear": "fp32"}})
+    second = apply_policy(model, {"head": {"linear": "unchanged"}})
+    with pytest.raises(PolicyError, match="replaced after the policy was put on"):
+        first.remove()
+    second.remove()
+    assert dtypes(model)[2] is HIGH
+    first.remove()
+    first.remove()
+    assert dtypes(model)[2] is LOW
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export_refuses_rather_than_dropping_the_rules(model: Encoder, strict: bool) -> None:
+    """torch.export would keep the region and drop the policy: the program would compute otherwise."""
+    from torch._dynamo.exc import TorchRuntimeError
+
+    class Inside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cpu"):
+                return self.inner(x)[1]
+
+    with (
+        apply_policy(model, {"probe": {"softmax": "fp32"}}),
+        pytest.raises((PolicyError, TorchRuntimeError), match=r"torch\.export cannot keep"),
+    ):
+        torch.export.export(Inside(), (X,), strict=strict)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+def test_scripting_is_refused_with_file_and_line(model: Encoder) -> None:
+    """TorchScript has op rules of its own and would drop these."""
+    with apply_policy(model, {"head": {"linear": "fp32"}}):
+        with pytest.raises(Exception, match=r"(?s)modules\.py.*op policy of its own") as caught:
+            torch.jit.script(model.head)
+        assert "line" in str(caught.value)
