@@ -9,6 +9,10 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#if defined(__GNUC__) && !defined(__clang__) && defined(__x86_64__)
+#define X86 1
+#include <immintrin.h>
+#endif
 
 #define ABI 2 /* moves with every change to what a function takes; kernels.py asks for it */
 
@@ -34,14 +38,12 @@ struct loops {
     cast_loop *cast[4][4];    /* by dtype codes of source and target; a dtype to itself is never asked */
 };
 
-#if defined(__GNUC__) && !defined(__clang__) && defined(__x86_64__)
-typedef long long pair __attribute__((vector_size(16)));
-typedef long long quad __attribute__((vector_size(32)));
+#ifdef X86
 #define STREAMED (1 << 23) /* bytes: results that are larger than this do not stay in a core's caches */
 #define STREAM(to, made)                                                                           \
     for (size_t k_ = 0; k_ < sizeof(made) / sizeof(STREAM_UNIT); k_++)                             \
     STREAM_STORE((STREAM_UNIT *)(to) + k_, ((const STREAM_UNIT *)&(made))[k_])
-#define STREAM_END() __builtin_ia32_sfence()
+#define STREAM_END() _mm_sfence()
 #else
 #define STREAMED SIZE_MAX
 #define STREAM(to, made) memcpy((to), &(made), sizeof(made))
@@ -49,26 +51,32 @@ typedef long long quad __attribute__((vector_size(32)));
 #endif
 
 #define IN(name) name##_baseline
-#define STREAM_UNIT pair
-#define STREAM_STORE __builtin_ia32_movntdq
+#define HALVES_AT_ONCE 0 /* how many of them an instruction converts */
+#define STREAM_UNIT __m128i
+#define STREAM_STORE _mm_stream_si128
 #include "loops.h"
 #undef STREAM_UNIT
 #undef STREAM_STORE
+#undef HALVES_AT_ONCE
 #undef IN
 
-#if defined(__GNUC__) && !defined(__clang__) && defined(__x86_64__)
-#define STREAM_UNIT quad
-#define STREAM_STORE __builtin_ia32_movntdq256
+#ifdef X86
+#define STREAM_UNIT __m256i
+#define STREAM_STORE _mm256_stream_si256
 #pragma GCC push_options
-#pragma GCC target("arch=haswell")
+#pragma GCC target("avx2,fma,f16c,bmi2")
 #define IN(name) name##_avx2
+#define HALVES_AT_ONCE 8
 #include "loops.h"
+#undef HALVES_AT_ONCE
 #undef IN
 #pragma GCC pop_options
 #pragma GCC push_options
-#pragma GCC target("arch=skylake-avx512,prefer-vector-width=512")
+#pragma GCC target("avx2,fma,f16c,bmi2,avx512f,avx512bw,avx512vl,avx512dq,prefer-vector-width=512")
 #define IN(name) name##_avx512
+#define HALVES_AT_ONCE 16
 #include "loops.h"
+#undef HALVES_AT_ONCE
 #undef IN
 #pragma GCC pop_options
 

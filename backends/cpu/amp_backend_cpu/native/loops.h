@@ -5,6 +5,43 @@ static inline words IN(bad_floats)(floats v) { return (words)(((words)v & EXPONE
 
 static inline floats IN(widen_bf16)(halves h) { return (floats)(__builtin_convertvector(h, words) << 16); }
 
+/* Round to nearest even; a NaN stays a NaN even where all its set bits would be cut off. */
+static inline halves IN(narrow_bf16)(floats v) {
+    words bits = (words)v;
+    words rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    words nan = (words)((bits & 0x7fffffffu) > EXPONENT);
+    return __builtin_convertvector((nan & ((bits >> 16) | 0x40u)) | (~nan & rounded), halves);
+}
+
+#if HALVES_AT_ONCE == 16
+static inline floats IN(widen_f16)(halves h) { return (floats)_mm512_cvtph_ps((__m256i)h); }
+
+static inline halves IN(narrow_f16)(floats v) {
+    return (halves)_mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT);
+}
+#elif HALVES_AT_ONCE == 8
+static inline floats IN(widen_f16)(halves h) {
+    __m128i part[2];
+    __m256 made[2];
+    floats v;
+    memcpy(part, &h, sizeof part);
+    made[0] = _mm256_cvtph_ps(part[0]);
+    made[1] = _mm256_cvtph_ps(part[1]);
+    memcpy(&v, made, sizeof v);
+    return v;
+}
+
+static inline halves IN(narrow_f16)(floats v) {
+    __m256 part[2];
+    __m128i made[2];
+    halves h;
+    memcpy(part, &v, sizeof part);
+    made[0] = _mm256_cvtps_ph(part[0], _MM_FROUND_TO_NEAREST_INT);
+    made[1] = _mm256_cvtps_ph(part[1], _MM_FROUND_TO_NEAREST_INT);
+    memcpy(&h, made, sizeof h);
+    return h;
+}
+#else
 /* Exponent and mantissa are shifted into place and the bias is set; subnormals are normalised by a
  * subtraction, whose operands are normal: a product with subnormals takes a hundred times as long. */
 static inline floats IN(widen_f16)(halves h) {
@@ -18,14 +55,6 @@ static inline floats IN(widen_f16)(halves h) {
                     (~small & (normal + (special & 0x38000000u))));
 }
 
-/* Round to nearest even; a NaN stays a NaN even where all its set bits would be cut off. */
-static inline halves IN(narrow_bf16)(floats v) {
-    words bits = (words)v;
-    words rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    words nan = (words)((bits & 0x7fffffffu) > EXPONENT);
-    return __builtin_convertvector((nan & ((bits >> 16) | 0x40u)) | (~nan & rounded), halves);
-}
-
 /* Round to nearest even, subnormals by an addition that aligns their last bit with that of 0.5. */
 static inline halves IN(narrow_f16)(floats v) {
     words bits = (words)v, magnitude = bits & 0x7fffffffu;
@@ -37,6 +66,7 @@ static inline halves IN(narrow_f16)(floats v) {
     words made = (small & subnormal) | (~small & ~large & normal) | (large & special);
     return __builtin_convertvector(made | ((bits >> 16) & 0x8000u), halves);
 }
+#endif
 
 static inline floats IN(same)(floats v) { return v; }
 
