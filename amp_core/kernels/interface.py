@@ -56,6 +56,14 @@ class Kernels(ABC):
     reason: str = ""
     """Why these kernels and no faster ones, if there is something to say."""
 
+    def prepare(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return `tensors` in a form that several calls of these kernels take faster than a list.
+
+        The result serves as `tensors` or `grads` of every method while none of its tensors is resized
+        or given other memory. By default `tensors` itself.
+        """
+        return tensors
+
     @abstractmethod
     def cast(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ class Gradients(NamedTuple):
 
     device: torch.device
     params: list[Tensor]
-    grads: list[Tensor]
+    grads: Sequence[Tensor]
     sharded: bool
 
     def measure(self, norm_type: float) -> Measurement:
@@ -56,26 +56,44 @@ def gather(optimizer: torch.optim.Optimizer, *, allow_fp16: bool) -> list[Gradie
         AssertionError: a parameter is no tensor; torch's text.
         ValueError: a gradient is float16 and `allow_fp16` is not set; begins with torch's text.
     """
-    groups: dict[tuple[torch.device, bool], Gradients] = {}
-    seen: set[int] = set()
+    unique = {id(p): p for group in optimizer.param_groups for p in group["params"]}.values()
+    for kind in set(map(type, unique)):
+        if not issubclass(kind, Tensor):
+            raise AssertionError(f"expected param to be torch.Tensor, got {kind.__name__}")
+    params = [p for p in unique if p.grad is not None]
+    grads = [cast(Tensor, p.grad) for p in params]
+    if not allow_fp16 and torch.float16 in {g.dtype for g in grads}:
+        raise ValueError(_fp16_refused(optimizer))
+    if {Tensor}.issuperset(map(type, grads)) and not any([g.is_sparse for g in grads]):  # noqa: C419
+        devices = {g.device for g in grads}
+        if len(devices) == 1:  # the common case, and with many small gradients the loop below takes long
+            return [_prepared(devices.pop(), params, grads)]
+    return _by_place(params, grads)
+
+
+def _by_place(params: list[Tensor], grads: list[Tensor]) -> list[Gradients]:
+    places: dict[tuple[torch.device, bool], tuple[list[Tensor], list[Tensor]]] = {}
+    for param, grad in zip(params, grads, strict=True):
+        dense = _values(param) if grad.is_sparse else grad
+        held = places.setdefault((dense.device, _torch.is_dtensor(dense)), ([], []))
+        held[0].append(param)
+        held[1].append(dense)
+    return [
+        Gradients(device, *held, sharded) if sharded else _prepared(device, *held)
+        for (device, sharded), held in places.items()
+    ]
+
+
+def _prepared(device: torch.device, params: list[Tensor], grads: list[Tensor]) -> Gradients:
+    return Gradients(device, params, get_backend(device.type).kernels().prepare(grads), False)
+
+
+def _fp16_refused(optimizer: torch.optim.Optimizer) -> str:
     for index, group in enumerate(optimizer.param_groups):
         for param in group["params"]:
-            if not isinstance(param, Tensor):
-                raise AssertionError(f"expected param to be torch.Tensor, got {type(param).__name__}")
-            grad = param.grad
-            if grad is None or id(param) in seen:
-                continue
-            seen.add(id(param))
-            if grad.dtype is torch.float16 and not allow_fp16:
-                raise ValueError(_FP16.format(shape=tuple(param.shape), index=index))
-            dense = _values(param) if grad.is_sparse else grad
-            key = (dense.device, _torch.is_dtensor(dense))
-            held = groups.get(key)
-            if held is None:
-                held = groups[key] = Gradients(key[0], [], [], key[1])
-            held.params.append(param)
-            held.grads.append(dense)
-    return list(groups.values())
+            if param.grad is not None and param.grad.dtype is torch.float16:
+                return _FP16.format(shape=tuple(param.shape), index=index)
+    raise AssertionError("no gradient is float16")
 
 
 _FP16 = (

@@ -173,6 +173,36 @@ def test_what_the_library_does_not_take() -> None:
         torch.testing.assert_close(ours.norm, reference.norm)
 
 
+@needs_library
+def test_permuted_memory_without_gaps() -> None:
+    """Gradients in channels_last take the slow way, or a cast between two layouts mixes up its elements."""
+    image = numbers(2 * 3 * 4 * 5, torch.float32).reshape(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    assert cpu._table_of([image, numbers(6, torch.float32).reshape(2, 3).t()]) is not None
+    assert cpu._table_of([image[:, :, ::2]]) is None
+    assert cpu._table_of([torch.ones(1).expand(4)]) is None
+    expected = PORTABLE.measure([image]).norm
+    torch.testing.assert_close(COMPILED.measure([image]).norm, expected)
+    (cast,) = COMPILED.cast([image], torch.bfloat16)
+    assert cast.stride() == image.stride()
+    assert torch.equal(cast, image.bfloat16())
+    (other,) = COMPILED.cast([image], torch.bfloat16, [torch.empty(2, 3, 4, 5, dtype=torch.bfloat16)])
+    assert torch.equal(other, image.bfloat16())
+
+
+@needs_library
+def test_prepared_tensors() -> None:
+    """A list that was prepared gives other results than the list."""
+    mixed = [numbers(40, torch.float32), numbers(7, torch.float16)]
+    for grads in (mixed, [torch.ones(2, dtype=torch.cfloat)], []):
+        ready = COMPILED.prepare(grads)
+        measured = COMPILED.measure(ready)
+        assert measured.norms.tolist() == COMPILED.measure(grads).norms.tolist()
+        expected = [g * 0.5 for g in grads]
+        COMPILED.scale_(ready, torch.tensor(0.5))
+        assert all(torch.equal(g, e) for g, e in zip(grads, expected, strict=True))
+        assert all(a is b for a, b in zip(ready, grads, strict=True))
+
+
 def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nothing was compiled the device has no kernels, or does not say why it is slow."""
     monkeypatch.setattr(cpu.importlib.machinery, "EXTENSION_SUFFIXES", [".none"])

@@ -21,6 +21,7 @@ _ABI = 2
 """What `native/kernels.c` says of itself; a library from other sources must not be called."""
 
 _CODES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
+_TYPES = {Tensor, torch.nn.Parameter}
 _STATE = [torch.float32, torch.int32, torch.int32, torch.float32]
 _KINDS = (Hysteresis.BUDGET, Hysteresis.CONSECUTIVE, Hysteresis.EVERY)
 
@@ -28,7 +29,7 @@ _KINDS = (Hysteresis.BUDGET, Hysteresis.CONSECUTIVE, Hysteresis.EVERY)
 class Compiled(Portable):
     """Plain C with OpenMP; the instruction set is chosen when the library is loaded.
 
-    Takes plain, contiguous tensors. A call with any other tensor (complex, strided, fake, of a
+    Takes plain tensors without gaps. A call with any other tensor (complex, strided, fake, of a
     subclass), another order of norm, or a cast that changes nothing, goes to the portable kernels whole.
     """
 
@@ -38,25 +39,27 @@ class Compiled(Portable):
         self._library = library
         self.reason = f"{library.amp_instruction_set().decode()}, OpenMP"
 
+    def prepare(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        return _Prepared(tensors)
+
     def measure(self, grads: Sequence[Tensor], norm_type: float = 2.0) -> Measurement:
-        if norm_type != 2.0 or not grads or not _all_plain(grads):
+        table = _table_of(grads) if norm_type == 2.0 else None
+        if table is None:
             return super().measure(grads, norm_type)
         sums = torch.empty(len(grads), dtype=torch.float64)
         bad = torch.empty(len(grads), dtype=torch.float32)
-        status = self._library.amp_measure(*_table(grads), sums.data_ptr(), bad.data_ptr(), _threads(grads))
-        _check(status)
-        wide = any(g.dtype is torch.float64 for g in grads)
-        dtype = torch.float64 if wide else torch.float32
+        _check(self._library.amp_measure(*table.arguments, sums.data_ptr(), bad.data_ptr(), table.threads()))
+        dtype = torch.float64 if _CODES[torch.float64] in table.codes else torch.float32
         return Measurement(sums.sum().sqrt().to(dtype), sums.sqrt().to(dtype), bad, bad.amax())
 
     def scale_(self, grads: Sequence[Tensor], factor: Tensor, found_inf: Tensor | None = None) -> None:
         flags = [t for t in (factor, found_inf) if t is not None]
-        right = all(t.dtype is torch.float32 and t.numel() == 1 for t in flags)
-        if not right or not _all_plain([*grads, *flags]):
+        right = all(t.dtype is torch.float32 and t.numel() == 1 for t in flags) and _all_plain(flags)
+        table = _table_of(grads) if right else None
+        if table is None:
             return super().scale_(grads, factor, found_inf)
         found = found_inf.data_ptr() if found_inf is not None else None
-        status = self._library.amp_scale(*_table(grads), factor.data_ptr(), found, _threads(grads))
-        _check(status)
+        _check(self._library.amp_scale(*table.arguments, factor.data_ptr(), found, table.threads()))
         increment_version([*grads, *flags[1:]])
         return None
 
@@ -64,11 +67,11 @@ class Compiled(Portable):
         self, tensors: Sequence[Tensor], dtype: torch.dtype, out: Sequence[Tensor] | None = None
     ) -> list[Tensor]:
         targets = [torch.empty_like(t, dtype=dtype) for t in tensors] if out is None else list(out)
-        if not tensors or not _all_plain([*tensors, *targets]) or not _to_others(tensors, targets):
+        source, target = _table_of(tensors), _table_of(targets)
+        if source is None or target is None or not _to_others(tensors, targets):
             return super().cast(tensors, dtype, targets)
-        _, to, _, codes = _table(targets)
-        status = self._library.amp_cast(*_table(tensors), to, codes, _threads(tensors))
-        _check(status)
+        _, to, _, codes = target.arguments
+        _check(self._library.amp_cast(*source.arguments, to, codes, source.threads()))
         increment_version(targets)
         return targets
 
@@ -91,56 +94,64 @@ class Compiled(Portable):
         return None
 
 
-def _real(tensor: Tensor) -> bool:
-    """Whether the memory of `tensor` is there to be read: no fake tensor, no subclass, on the CPU."""
-    return type(tensor) in {Tensor, torch.nn.Parameter} and tensor.device.type == "cpu"
-
-
 def _all_real(tensors: Sequence[Tensor]) -> bool:
-    return not _torch.functorch_is_at_work() and all(map(_real, tensors))
+    """Whether the memory of `tensors` is there to be read: none is fake, of a subclass or on a device."""
+    if _torch.functorch_is_at_work() or not _TYPES.issuperset(map(type, tensors)):
+        return False
+    return all([t.is_cpu for t in tensors])  # noqa: C419 (a list is faster than a generator)
 
 
 def _all_plain(tensors: Sequence[Tensor]) -> bool:
-    return not _torch.functorch_is_at_work() and all(map(_plain, tensors))
+    """Whether each of `tensors` is a piece of memory, without gaps, of a dtype that the library takes."""
+    if not _all_real(tensors) or not _CODES.keys() >= {t.dtype for t in tensors}:
+        return False
+    if any([t.is_neg() for t in tensors]):  # noqa: C419
+        return False
+    strided = [t for t in tensors if not t.is_contiguous()]
+    return not strided or all(map(_without_gaps, strided))
 
 
-def _plain(tensor: Tensor) -> bool:
-    return (
-        _real(tensor)
-        and tensor.dtype in _CODES
-        and tensor.layout is torch.strided
-        and tensor.is_contiguous()
-        and not tensor.is_neg()
-    )
+def _without_gaps(tensor: Tensor) -> bool:
+    """Whether `tensor` is a permuted contiguous one, such as one in channels_last."""
+    strides = tensor.stride()
+    order = sorted(range(tensor.dim()), key=strides.__getitem__, reverse=True)
+    return tensor.permute(order).is_contiguous()
 
 
 def _to_others(tensors: Sequence[Tensor], targets: Sequence[Tensor]) -> bool:
-    """Whether each tensor is to be cast to another dtype, into a target of its own shape."""
-    return all(t.shape == o.shape and t.dtype is not o.dtype for t, o in zip(tensors, targets, strict=True))
+    """Whether each tensor is to be cast to another dtype, into a target of its own shape and layout."""
+    pairs = list(zip(tensors, targets, strict=True))
+    return all(t.shape == o.shape and t.stride() == o.stride() and t.dtype is not o.dtype for t, o in pairs)
 
 
-class _Array(ctypes.c_void_p):
-    """An address that keeps the array behind it alive."""
+class _Table:
+    """What the library is told of a list of tensors. Gathering it is most of a call on small tensors."""
 
-    owner: array[int]
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        pointers = array("Q", [t.data_ptr() for t in tensors])
+        sizes = array("q", [t.numel() for t in tensors])
+        self.codes = array("i", [_CODES[t.dtype] for t in tensors])
+        self.elements = sum(sizes)
+        self.owners = (pointers, sizes, self.codes)
+        self.arguments = (len(tensors), *[a.buffer_info()[0] for a in self.owners])
 
-
-def _address(values: array[int]) -> _Array:
-    address = _Array(values.buffer_info()[0])
-    address.owner = values
-    return address
-
-
-def _table(tensors: Sequence[Tensor]) -> tuple[int, _Array, _Array, _Array]:
-    pointers = array("Q", [t.data_ptr() for t in tensors])
-    sizes = array("q", [t.numel() for t in tensors])
-    codes = array("i", [_CODES[t.dtype] for t in tensors])
-    return len(tensors), _address(pointers), _address(sizes), _address(codes)
+    def threads(self) -> int:
+        # Waking another thread takes longer than a quarter of a million elements do.
+        return min(torch.get_num_threads(), self.elements // 2**18 + 1)
 
 
-def _threads(tensors: Sequence[Tensor]) -> int:
-    # Waking another thread takes longer than a quarter of a million elements do.
-    return min(torch.get_num_threads(), sum(t.numel() for t in tensors) // 2**18 + 1)
+class _Prepared(list[Tensor]):
+    """Tensors with their table, or with ``None`` where the library does not take them."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        super().__init__(tensors)
+        self.table = _table_of(tensors)
+
+
+def _table_of(tensors: Sequence[Tensor]) -> _Table | None:
+    if isinstance(tensors, _Prepared):
+        return tensors.table
+    return _Table(tensors) if tensors and _all_plain(tensors) else None
 
 
 def _check(status: int) -> None:
