@@ -1,4 +1,4 @@
-"""Builds the optional C library of the CPU's kernels; everything else is in pyproject.toml."""
+"""Builds the optional compiled parts: the CPU's kernels, the state of regions. All else: pyproject.toml."""
 
 from __future__ import annotations
 
@@ -17,6 +17,16 @@ class OptionalLibrary(build_ext):
 
 
 unix = sys.platform != "win32"
+# Finds torch's functions by the names that compilers for Linux and macOS give them.
+regions = [
+    Extension(
+        "amp_core.native._region_state",
+        sources=["amp_core/native/region_state.c"],
+        export_symbols=["PyInit__region_state"],
+        extra_compile_args=["-O2"],
+        optional=True,
+    )
+]
 setup(
     cmdclass={"build_ext": OptionalLibrary},
     ext_modules=[
@@ -36,6 +46,7 @@ setup(
             extra_compile_args=["-O3", "-fopenmp", "-Wno-psabi"] if unix else ["/O2", "/openmp"],
             extra_link_args=["-fopenmp"] if unix else [],
             optional=True,
-        )
+        ),
+        *(regions if unix else []),
     ],
 )

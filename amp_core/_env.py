@@ -9,6 +9,7 @@ PLUGIN_AUTOLOAD = "AMP_PLUGIN_AUTOLOAD"
 STRICT_PLUGINS = "AMP_STRICT_PLUGINS"
 POLICY = "AMP_POLICY"
 DEPRECATION = "AMP_DEPRECATION"
+COMPILED = "AMP_COMPILED"
 RANK = "RANK"
 
 _TRUE = frozenset({"1", "true", "yes", "on"})
@@ -54,6 +55,11 @@ def deprecation_once() -> bool:
     if text not in {"always", "once"}:
         raise ValueError(f"{DEPRECATION}={text!r} is not known; use 'always' or 'once'.")
     return text == "once"
+
+
+def compiled() -> bool:
+    """``AMP_COMPILED=0``: none of amp-core's compiled code is loaded (default on)."""
+    return _flag(COMPILED, default=True)
 
 
 def rank() -> int:

@@ -11,12 +11,18 @@ from typing_extensions import ParamSpec
 from amp_core import _torch
 from amp_core.decorate import autocast_decorator
 from amp_core.device import device_type_of
+from amp_core.dispatch.activate import pop, push
 from amp_core.errors import BackendNotFoundError
 from amp_core.plugin.manager import get_backend
 from amp_core.region import Region
+from amp_core.region_stack import thread
+from amp_core.region_state import enter, leave
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+_is_scripting = torch.jit.is_scripting
+_is_tracing = torch.compiler.is_dynamo_compiling
 
 
 class autocast(Region):  # noqa: N801  # torch's name
@@ -58,7 +64,7 @@ class autocast(Region):  # noqa: N801  # torch's name
         cache_enabled: Optional[bool] = None,
         policy: Any = None,
     ) -> None:
-        if torch.jit.is_scripting():
+        if _is_scripting():
             self._enabled = enabled
             self.device = device_type
             self.fast_dtype = torch.get_autocast_dtype(device_type) if dtype is None else dtype
@@ -66,14 +72,29 @@ class autocast(Region):  # noqa: N801  # torch's name
         self.configure(device_type, dtype, enabled, cache_enabled, policy)
 
     def __enter__(self) -> Any:
-        if torch.jit.is_scripting():
+        if _is_scripting():
             return self
-        return self.enter()
+        if _is_tracing():
+            return self.enter_traced()
+        handle = self._policy_handle
+        if handle is not None:
+            push(handle)  # first: it may refuse, and then nothing has changed
+        if enter(thread.regions, self, self._settings):
+            _torch.record_enter(self.device, self.fast_dtype, self._enabled, self._keeps_casts)
+        return self
 
     def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> Any:
-        if torch.jit.is_scripting():
+        if _is_scripting():
             return None
-        return self.exit()
+        if _is_tracing():
+            return self.exit_traced()
+        modes_are_on = leave(thread.regions, self, self._settings)
+        handle = self._policy_handle
+        if handle is not None:
+            pop(handle)
+        if modes_are_on:
+            _torch.record_exit()
+        return False
 
 
 def is_autocast_available(device_type: str | torch.device) -> bool:

@@ -17,7 +17,7 @@ from amp_core.device import device_type_of
 from amp_core.dispatch.activate import activation, pop, push
 from amp_core.errors import PolicyError
 from amp_core.plugin.manager import get_backend
-from amp_core.region_stack import Frame, thread
+from amp_core.region_state import settings_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -28,32 +28,13 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# Looked up once: entering and leaving a region is on everybody's hot path.
-_is_enabled = torch.is_autocast_enabled
-_set_enabled = torch.set_autocast_enabled
-_get_dtype = torch.get_autocast_dtype
-_set_dtype = torch.set_autocast_dtype
-_is_cached = torch.is_autocast_cache_enabled
-_set_cached = torch.set_autocast_cache_enabled
-_enter_nesting = torch.autocast_increment_nesting
-_leave_nesting = torch.autocast_decrement_nesting
-_clear_cache = torch.clear_autocast_cache
-_is_tracing = torch.compiler.is_dynamo_compiling
-_modes_are_on = _torch.function_modes_are_on
-
-# A NamedTuple's own constructor is a Python function and takes twice as long.
-_new_frame = tuple.__new__
-
-_admitted: set[tuple[Backend, torch.dtype]] = set()
-# The number of the policy that a region without one gets: AMP_POLICY is read once.
-_by_default: dict[tuple[Backend, torch.dtype], int | None] = {}
-
 
 class Region(torch.autocast):
     """The behaviour of `autocast`, apart from it because TorchScript compiles every method of that class."""
 
     __jit_unused_properties__: ClassVar[list[str]] = ["_cache_enabled"]  # TorchScript passes it over
 
+    _tracing: tuple[Any, ...] = ()
     _warning_stacklevel: ClassVar[int] = 3
     """Frames from the warning to the caller's line; a subclass that calls ``super().__init__`` adds one."""
 
@@ -75,74 +56,26 @@ class Region(torch.autocast):
             warnings.warn(refusal, stacklevel=self._warning_stacklevel)
             enabled = False
         self._enabled = enabled
-        self._keeps_casts = _is_cached() if cache_enabled is None else cache_enabled
-        self._tracing: list[Any] = []
+        self._keeps_casts = torch.is_autocast_cache_enabled() if cache_enabled is None else cache_enabled
+        self._settings = settings_of(device_type, enabled, self.fast_dtype, self._keeps_casts)
 
-    def enter(self) -> Self:
-        """Enter the region; the body of ``__enter__``."""
-        if _is_tracing():
-            return self._enter_traced()
-        # First: it may refuse, and then nothing has changed.
-        if self._policy_handle is not None:
-            push(self._policy_handle)
-        device, enabled, dtype = self.device, self._enabled, self.fast_dtype
-        was_enabled, was_dtype, was_cached = _is_enabled(device), _get_dtype(device), _is_cached()
-        if was_enabled is not enabled:
-            _set_enabled(device, enabled)
-        if was_dtype is not dtype:
-            _set_dtype(device, dtype)
-            _clear_cache()  # torch's cache does not know which dtype it holds
-        if was_cached is not self._keeps_casts:
-            _set_cached(self._keeps_casts)
-        frame = _new_frame(Frame, (self, was_enabled, was_dtype, was_cached, _enter_nesting(), False))
-        thread.regions.append(frame)
-        if _modes_are_on():
-            _torch.record_enter(device, dtype, enabled, self._keeps_casts)
-        return self
-
-    def exit(self) -> bool:
-        """Leave the region; the body of ``__exit__``."""
-        if _is_tracing():
-            return self._exit_traced()
-        regions = thread.regions
-        frame = regions.pop() if regions and regions[-1][0] is self else regions.take_out(self)
-        if self._policy_handle is not None:
-            pop(self._policy_handle)
-        depth = _leave_nesting()
-        if depth >= frame.nesting:
-            depth = _leave_leaked(frame.nesting)
-        if not frame.superseded:
-            self._restore(frame)
-        if depth == 0:
-            _clear_cache()
-        if _modes_are_on():
-            _torch.record_exit()
-        return False
-
-    def _restore(self, frame: Frame) -> None:
-        # Compared with what is there, not with what entering changed: code inside may have set it.
-        device = self.device
-        if _is_enabled(device) is not frame.enabled:
-            _set_enabled(device, frame.enabled)
-        if _get_dtype(device) is not frame.dtype:
-            _set_dtype(device, frame.dtype)
-            _clear_cache()
-        if _is_cached() is not frame.cached:
-            _set_cached(frame.cached)
-
-    def _enter_traced(self) -> Self:
+    def enter_traced(self) -> Self:
+        """Enter while Dynamo traces."""
         # torch.compile and torch.export recognise a `with torch.autocast`, nothing else.
         traced = _traced(self.device, self.fast_dtype, self._enabled, self._keeps_casts)
         traced.__enter__()
-        self._tracing.append(traced)
+        self._tracing = (*self._tracing, traced)
         if self._policy_handle is not None:
             push(self._policy_handle)
         return self
 
-    def _exit_traced(self) -> bool:
+    def exit_traced(self) -> bool:
+        """Leave while Dynamo traces."""
         if self._policy_handle is not None:
             pop(self._policy_handle)
-        self._tracing.pop().__exit__(None, None, None)
+        traced = self._tracing[-1]
+        self._tracing = self._tracing[:-1]
+        traced.__exit__(None, None, None)
         return False
 
     @property
@@ -156,10 +89,11 @@ class Region(torch.autocast):
         return self._keeps_casts
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_policy_handle": None, "_tracing": []}
+        return {**self.__dict__, "_policy_handle": None, "_settings": None, "_tracing": ()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self._settings = settings_of(self.device, self._enabled, self.fast_dtype, self._keeps_casts)
         if self._enabled:  # the number of a policy is this process's own
             found = activation(get_backend(self.device), self._policy)
             self._policy_handle = None if found is None else found.handle
@@ -188,38 +122,36 @@ def _traced(device: str, dtype: torch.dtype, enabled: bool, cache_enabled: bool)
         yield
 
 
-def _leave_leaked(nesting: int) -> int:
-    """Bring the nesting below `nesting`: compiled code that raised has left regions without their exit."""
-    depth = _leave_nesting()
-    while depth >= nesting:
-        depth = _leave_nesting()
-    return depth
+_Resolved = tuple[torch.dtype, "int | None", "str | None"]
+
+# Of regions that are enabled and name no policy: they are checked once, and AMP_POLICY is read once.
+_resolved: dict[tuple[Backend, torch.dtype], _Resolved] = {}
 
 
 @constant_for_dynamo
 def _resolve(
     device_type: str, dtype: torch.dtype | None, enabled: bool, policy: OpPolicy | None
-) -> tuple[torch.dtype, int | None, str | None]:
+) -> _Resolved:
     """Return the dtype, the number of the policy to push, and why an enabled region is refused."""
     backend = get_backend(device_type)
     fast_dtype = backend.default_dtype() if dtype is None else dtype
     if not enabled:
         return fast_dtype, None, None
-    if policy is None and (backend, fast_dtype) in _by_default:
-        return fast_dtype, _by_default[backend, fast_dtype], None
-    if (backend, fast_dtype) not in _admitted:
+    known = _resolved.get((backend, fast_dtype))
+    if policy is None and known is not None:
+        return known
+    if known is None:
         _watch_optimizers()
         refusal = backend.autocast_refusal(fast_dtype)
         if refusal is not None and refusal.error:
             raise RuntimeError(refusal.message)
         if refusal is not None:
             return fast_dtype, None, refusal.message
-        _admitted.add((backend, fast_dtype))
     found = activation(backend, policy)
-    handle = None if found is None else found.handle
+    resolved = fast_dtype, None if found is None else found.handle, None
     if policy is None:
-        _by_default[backend, fast_dtype] = handle
-    return fast_dtype, handle, None
+        _resolved[backend, fast_dtype] = resolved
+    return resolved
 
 
 @functools.cache
@@ -228,6 +160,6 @@ def _watch_optimizers() -> None:
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     def after_step(_optimizer: Any, _args: Any, _kwargs: Any) -> None:
-        _clear_cache()
+        torch.clear_autocast_cache()
 
     register_optimizer_step_post_hook(after_step)

@@ -5,25 +5,19 @@ from __future__ import annotations
 import threading
 from typing import Any, NamedTuple
 
-import torch
-
 
 class Frame(NamedTuple):
-    """One entered region, and the autocast state of its device as it was before.
+    """One entered region.
 
     Attributes:
         region: the `autocast` instance.
-        enabled: whether autocast was on for the device.
-        dtype: its dtype.
-        cached: whether casts of weights were kept.
+        before: the autocast state of its device as it was, in the form of `amp_core.region_state`.
         nesting: the depth of the region, 1 for the outermost.
         superseded: a region entered later has taken over what is to be restored.
     """
 
     region: Any
-    enabled: bool
-    dtype: torch.dtype
-    cached: bool
+    before: Any
     nesting: int
     superseded: bool
 
@@ -32,7 +26,7 @@ class RegionStack(list[Frame]):
     """The entered regions of one thread, outermost first."""
 
     def take_out(self, region: Any) -> Frame:
-        """Take off and return the innermost frame of `region`, which is not the last entered.
+        """Take off and return the innermost frame of `region`.
 
         A generator or coroutine may leave its region before one that was entered later. That one
         stays in force, and inherits what there is to restore.
@@ -41,7 +35,7 @@ class RegionStack(list[Frame]):
             RuntimeError: the region was not entered in this thread.
         """
         for i in range(len(self) - 1, -1, -1):
-            if self[i].region is region:
+            if self[i][0] is region:
                 return self._take_out(i)
         raise RuntimeError(
             f"{region!r} is left without having been entered in this thread. A region is entered and left "
@@ -49,11 +43,11 @@ class RegionStack(list[Frame]):
         )
 
     def _take_out(self, index: int) -> Frame:
-        frame = self.pop(index)
-        later = [f._replace(nesting=f.nesting - 1) for f in self[index:]]
+        frame = Frame._make(self.pop(index))
+        later = [Frame(region, before, nesting - 1, over) for region, before, nesting, over in self[index:]]
         for i, heir in enumerate(later):
             if heir.region.device == frame.region.device:
-                later[i] = heir._replace(enabled=frame.enabled, dtype=frame.dtype, cached=frame.cached)
+                later[i] = heir._replace(before=frame.before)
                 frame = frame._replace(superseded=True)
                 break
         self[index:] = later

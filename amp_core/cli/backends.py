@@ -66,6 +66,8 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
         from rich.table import Table
     except ModuleNotFoundError:
         raise UsageError('the table needs rich: pip install "amp-core[cli]", or use --json') from None
+    from amp_core.region_state import how
+
     table = Table(title="amp-core backends")
     for column in ("device", "status", "reason", "dtypes (default first)", "kernels", "from"):
         table.add_column(column, overflow="fold")
@@ -79,6 +81,7 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
         table.add_row(row["device"], status, row["reason"], ", ".join(dtypes).strip(", "), kernels, source)
     console = Console()
     console.print(table)
+    console.print(f"regions are entered by: {how}", highlight=False)
     for row in rows:
         if row["path"]:
             console.print(f"{row['device']}: {row['path']}", soft_wrap=True, highlight=False)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from amp_core import _torch
+from amp_core import _env, _torch
 from amp_core.kernels import Kernels, Measurement, Portable, ScaleTensors
 from amp_core.state import Hysteresis, Schedule
 
@@ -162,6 +162,8 @@ def _check(status: int) -> None:
 @functools.cache
 def load() -> Kernels:
     """Return the compiled kernels, or the portable ones with the reason why."""
+    if not _env.compiled():
+        return _portable(f"{_env.COMPILED} says so")
     folder = Path(__file__).parent / "native"
     files = [folder / f"_kernels{suffix}" for suffix in importlib.machinery.EXTENSION_SUFFIXES]
     built = [path for path in files if path.exists()]

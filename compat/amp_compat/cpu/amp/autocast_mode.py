@@ -2,8 +2,6 @@
 
 # No `from __future__ import annotations`: TorchScript does not read annotations that are strings.
 
-from typing import Any
-
 import torch
 
 from amp_compat._deprecated import DeprecatedAutocast
@@ -43,15 +41,8 @@ class autocast(  # noqa: N801  # torch's name
             return
         self.configure("cpu", dtype, enabled, cache_enabled, None)
 
-    def __enter__(self) -> Any:
-        if torch.jit.is_scripting():
-            return self
-        return self.enter()
-
-    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> Any:
-        if torch.jit.is_scripting():
-            return None
-        return self.exit()
+    __enter__ = DeprecatedAutocast.__enter__
+    __exit__ = DeprecatedAutocast.__exit__
 
 
 __all__ = ["autocast"]

@@ -2,8 +2,6 @@
 
 # No `from __future__ import annotations`: TorchScript does not read annotations that are strings.
 
-from typing import Any
-
 import torch
 
 import amp_core
@@ -45,15 +43,8 @@ class autocast(  # noqa: N801  # torch's name
             return
         self.configure("cuda", dtype, enabled, cache_enabled, None)
 
-    def __enter__(self) -> Any:
-        if torch.jit.is_scripting():
-            return self
-        return self.enter()
-
-    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> Any:
-        if torch.jit.is_scripting():
-            return None
-        return self.exit()
+    __enter__ = DeprecatedAutocast.__enter__
+    __exit__ = DeprecatedAutocast.__exit__
 
 
 @deprecated_function(
