@@ -140,7 +140,7 @@ class GradScaler(ScaleKeeper):
         found_inf: Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:
-        factors, flags = _MultiDeviceReplicator(inv_scale), _MultiDeviceReplicator(found_inf)
+        factors, flags = _MultiDeviceReplicator(inv_scale), _MultiDeviceReplicator(found_inf.clone())
         with torch.no_grad():
             for part in gather(optimizer, allow_fp16=allow_fp16):
                 part.scale_(factors.get(part.device), flags.get(part.device))
@@ -298,6 +298,7 @@ class GradScaler(ScaleKeeper):
             _total_norm=state.pop("norm", None),
         )
         self.history.append(record)
+        self._since_update.append(record)
         self.last_step[optimizer] = record
         return record
 

@@ -53,7 +53,7 @@ def _steps(
         scaler.scale(torch.ones(()))
         sides.append(_step(scaler, kind(params, lr=1e-6, **options), params, clip))
     small = sum(torch.Size(s).numel() for s in shapes) < 10_000_000
-    return compare(name, *sides, rounds=15 if small else 7)
+    return compare(name, *sides, rounds=15 if small else 7, calls=10 if small else 1)
 
 
 def _step(scaler: Any, optimizer: Any, params: list[torch.nn.Parameter], clip: bool) -> Callable[[], None]:

@@ -56,11 +56,27 @@ class Kernels(ABC):
     reason: str = ""
     """Why these kernels and no faster ones, if there is something to say."""
 
-    def prepare(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    def layout(self, tensors: Sequence[Tensor]) -> object:  # noqa: ARG002
+        """Return what `prepare` wants to know of `tensors` besides where they lie; by default nothing.
+
+        It is kept from step to step, so it must not refer to `tensors`, and it must hold for all others of
+        the same class, dtype, device, shape and strides.
+        """
+        return None
+
+    def prepare(
+        self,
+        tensors: Sequence[Tensor],
+        layout: object = None,  # noqa: ARG002
+    ) -> Sequence[Tensor]:
         """Return `tensors` in a form that several calls of these kernels take faster than a list.
 
         The result serves as `tensors` or `grads` of every method while none of its tensors is resized
         or given other memory. By default `tensors` itself.
+
+        Args:
+            tensors: as for the other methods; only read.
+            layout: what `layout` returned for such tensors; without it, it is found again.
         """
         return tensors
 

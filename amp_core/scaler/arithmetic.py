@@ -33,12 +33,12 @@ def reciprocal(scale: Tensor) -> Tensor:
 
 def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
     """Return the factor that brings `norm` down to `max_norm`, at most 1 (torch/nn/utils/clip_grad.py)."""
-    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    return (norm + 1e-6).reciprocal_().mul_(max_norm).clamp_(max=1.0)
 
 
 def combine(flags: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return 1.0 on `device` if any flag is above zero, else 0.0, however many there are."""
+    """Return one flag on `device`, 1.0 if any of `flags` is, else 0.0; a lone one is returned itself."""
+    if len(flags) == 1 and flags[0].device == device:
+        return flags[0]
     here = [flag.reshape(()).to(device, non_blocking=True) for flag in flags]
-    if len(here) == 1:
-        return here[0].clamp(max=1.0)
-    return torch.stack(here).amax(0).clamp(max=1.0) if here else zero(device)
+    return torch.stack(here).amax(0) if here else zero(device)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -39,9 +41,9 @@ class Gradients(NamedTuple):
     def scale_(self, factor: Tensor, found_inf: Tensor | None) -> None:
         """Multiply the gradients; raise `found_inf` to 1 where one is not finite before or after."""
         if self.sharded:
-            _torch.unscale_and_check(
-                self.grads, _flag(self.device) if found_inf is None else found_inf, factor
-            )
+            flag = _flag(self.device) if found_inf is None else found_inf
+            _torch.unscale_and_check(self.grads, flag, factor)
+            flag.clamp_(max=1.0)  # it is a sum over the ranks
         else:
             get_backend(self.device.type).kernels().scale_(self.grads, factor, found_inf)
 
@@ -56,7 +58,12 @@ def gather(optimizer: torch.optim.Optimizer, *, allow_fp16: bool) -> list[Gradie
         AssertionError: a parameter is no tensor; torch's text.
         ValueError: a gradient is float16 and `allow_fp16` is not set; begins with torch's text.
     """
-    unique = {id(p): p for group in optimizer.param_groups for p in group["params"]}.values()
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    last = _last_seen.get(optimizer)
+    again = last.again(held, allow_fp16) if last is not None else None
+    if again is not None:
+        return [again]
+    unique = {id(p): p for p in held}.values()
     for kind in set(map(type, unique)):
         if not issubclass(kind, Tensor):
             raise AssertionError(f"expected param to be torch.Tensor, got {kind.__name__}")
@@ -64,11 +71,47 @@ def gather(optimizer: torch.optim.Optimizer, *, allow_fp16: bool) -> list[Gradie
     grads = [cast(Tensor, p.grad) for p in params]
     if not allow_fp16 and torch.float16 in {g.dtype for g in grads}:
         raise ValueError(_fp16_refused(optimizer))
-    if {Tensor}.issuperset(map(type, grads)) and not any([g.is_sparse for g in grads]):  # noqa: C419
-        devices = {g.device for g in grads}
-        if len(devices) == 1:  # the common case, and with many small gradients the loop below takes long
-            return [_prepared(devices.pop(), params, grads)]
-    return _by_place(params, grads)
+    parts = _by_place(params, grads)
+    dense = len(parts) == 1 and all(map(operator.is_, parts[0].grads, grads))
+    if dense and {Tensor}.issuperset(map(type, grads)):
+        _last_seen[optimizer] = _Seen(held, params, grads)
+    return parts
+
+
+class _Seen:
+    """What was found out about the gradients of one optimizer, which are mostly such again at the next step.
+
+    Refers to neither parameters nor gradients, which belong to others.
+    """
+
+    def __init__(self, held: list[Tensor], params: list[Tensor], grads: list[Tensor]) -> None:
+        place = {id(p): i for i, p in enumerate(held)}
+        self._held = list(map(id, held))
+        self._with_gradient = [place[id(p)] for p in params]
+        self._without = sorted(set(place.values()) - set(self._with_gradient))
+        self._all = self._with_gradient == list(range(len(held)))
+        self._alike = _torch.same_layout(grads)
+        self._float16 = torch.float16 in {g.dtype for g in grads}
+        self._device = grads[0].device
+        self._kernels = get_backend(self._device.type).kernels()
+        self._layout = self._kernels.layout(grads)
+
+    def again(self, held: list[Tensor], allow_fp16: bool) -> Gradients | None:
+        """Return the gradients of `held`, if all is as it was; else None."""
+        if list(map(id, held)) != self._held or (self._float16 and not allow_fp16):
+            return None
+        params = held if self._all else [held[i] for i in self._with_gradient]
+        grads = [p.grad for p in params]
+        if not self._alike(*grads) or any([held[i].grad is not None for i in self._without]):  # noqa: C419
+            return None
+        if self._kernels is not get_backend(self._device.type).kernels():
+            return None
+        return Gradients(
+            self._device, params, self._kernels.prepare(cast("list[Tensor]", grads), self._layout), False
+        )
+
+
+_last_seen: WeakKeyDictionary[torch.optim.Optimizer, _Seen] = WeakKeyDictionary()
 
 
 def _by_place(params: list[Tensor], grads: list[Tensor]) -> list[Gradients]:
@@ -114,6 +157,7 @@ def _values(param: Tensor) -> Tensor:
 def _measure_sharded(grads: Sequence[Tensor], norm_type: float) -> Measurement:
     flag = _flag(grads[0].device)
     _torch.unscale_and_check(grads, flag, torch.ones_like(flag))
+    flag.clamp_(max=1.0)  # it is a sum over the ranks
     total = torch.nn.utils.get_total_norm(grads, norm_type)
     full = total.full_tensor() if _torch.is_dtensor(total) else total  # type: ignore[attr-defined]
     none = torch.zeros(len(grads), device=flag.device)

@@ -13,17 +13,17 @@ from amp_core.state import OptState
 
 
 class _MultiDeviceReplicator:
-    """Hands out copies of a tensor, one a device, made when first asked for."""
+    """Hands out a tensor on each device: itself on its own, elsewhere a copy, made when first asked for."""
 
     def __init__(self, master_tensor: Tensor) -> None:
         self.master = master_tensor
         self._per_device_tensors: dict[torch.device, Tensor] = {}
 
     def get(self, device: torch.device) -> Tensor:
-        """Return the copy on `device`."""
+        """Return what is on `device`."""
         held = self._per_device_tensors.get(device)
         if held is None:
-            held = self.master.to(device=device, non_blocking=True, copy=True)
+            held = self.master.to(device=device, non_blocking=True)
             self._per_device_tensors[device] = held
         return held
 

@@ -40,6 +40,7 @@ class ScaleKeeper(torch.amp.GradScaler):
         self._hysteresis_left: Tensor | None = None
         self._per_optimizer_states: OptimizerStates = OptimizerStates()
         self._updates = 0
+        self._since_update: list[StepRecord] = []
         self.history = History(history)
         self.last_step = weakref.WeakKeyDictionary()
 
@@ -87,10 +88,9 @@ class ScaleKeeper(torch.amp.GradScaler):
             kernels = get_backend(scale.device.type).kernels()
             kernels.update_scale_(tensors, combine(found, scale.device), self._schedule)
         after = scale.clone()
-        for record in reversed(self.history):
-            if record.number != self._updates:
-                break
+        for record in self._since_update:
             record._scale_after = after
+        self._since_update = []
         self._updates += 1
         self._per_optimizer_states = OptimizerStates()
 
@@ -220,7 +220,9 @@ class ScaleKeeper(torch.amp.GradScaler):
             state["_init_hysteresis_left"] = self._get_hysteresis_left()
             state["_scale"] = state["_growth_tracker"] = state["_hysteresis_left"] = None
             # ids and tensors of this process mean nothing in another
-            state.update(_names={}, history=None, last_step=None, _per_optimizer_states=None)
+            state.update(
+                _names={}, history=None, last_step=None, _per_optimizer_states=None, _since_update=[]
+            )
             state["_history_size"] = self.history._records.maxlen
         return state
 

@@ -17,7 +17,7 @@ from amp_core import _env, _torch
 from amp_core.kernels import Kernels, Measurement, Portable, ScaleTensors
 from amp_core.state import Hysteresis, Schedule
 
-_ABI = 2
+_ABI = 3
 """What `native/kernels.c` says of itself; a library from other sources must not be called."""
 
 _CODES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
@@ -39,28 +39,32 @@ class Compiled(Portable):
         self._library = library
         self.reason = f"{library.amp_instruction_set().decode()}, OpenMP"
 
-    def prepare(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        return _Prepared(tensors)
+    def layout(self, tensors: Sequence[Tensor]) -> object:
+        return _Layout(tensors)
+
+    def prepare(self, tensors: Sequence[Tensor], layout: object = None) -> Sequence[Tensor]:
+        return _Prepared(tensors, layout if isinstance(layout, _Layout) else _Layout(tensors))
 
     def measure(self, grads: Sequence[Tensor], norm_type: float = 2.0) -> Measurement:
         table = _table_of(grads) if norm_type == 2.0 else None
         if table is None:
             return super().measure(grads, norm_type)
-        sums = torch.empty(len(grads), dtype=torch.float64)
-        bad = torch.empty(len(grads), dtype=torch.float32)
-        _check(self._library.amp_measure(*table.arguments, sums.data_ptr(), bad.data_ptr(), table.threads()))
-        dtype = torch.float64 if _CODES[torch.float64] in table.codes else torch.float32
-        return Measurement(sums.sum().sqrt().to(dtype), sums.sqrt().to(dtype), bad, bad.amax())
+        dtype = torch.float64 if table.wide else torch.float32
+        norms, norm = torch.empty(len(grads), dtype=dtype), torch.empty((), dtype=dtype)
+        bad, found = torch.empty(len(grads), dtype=torch.float32), torch.empty((), dtype=torch.float32)
+        outputs = [t.data_ptr() for t in (norms, bad, norm, found)]
+        _check(self._library.amp_measure(*table.arguments, *outputs, table.wide, table.threads()))
+        return Measurement(norm, norms, bad, found)
 
     def scale_(self, grads: Sequence[Tensor], factor: Tensor, found_inf: Tensor | None = None) -> None:
-        flags = [t for t in (factor, found_inf) if t is not None]
-        right = all(t.dtype is torch.float32 and t.numel() == 1 for t in flags) and _all_plain(flags)
-        table = _table_of(grads) if right else None
+        flags = [factor] if found_inf is None else [factor, found_inf]
+        table = _table_of(grads) if _all_numbers(flags) else None
         if table is None:
             return super().scale_(grads, factor, found_inf)
-        found = found_inf.data_ptr() if found_inf is not None else None
+        found = None if found_inf is None else found_inf.data_ptr()
         _check(self._library.amp_scale(*table.arguments, factor.data_ptr(), found, table.threads()))
-        increment_version([*grads, *flags[1:]])
+        increment_version(grads)
+        increment_version(flags[1:])
         return None
 
     def cast(
@@ -76,12 +80,11 @@ class Compiled(Portable):
         return targets
 
     def update_scale_(self, state: ScaleTensors, found_inf: Tensor, schedule: Schedule) -> None:
-        tensors = [state.scale, state.growth_tracker, state.hysteresis_left]
-        dtypes = [t.dtype for t in (*tensors, found_inf)]
-        if dtypes != _STATE or not _all_real([*tensors, found_inf]):
+        tensors = [state.scale, state.growth_tracker, state.hysteresis_left, found_inf]
+        if [t.dtype for t in tensors] != _STATE or not _all_real(tensors):
             return super().update_scale_(state, found_inf, schedule)
         self._library.amp_update_scale(
-            *[t.data_ptr() for t in (*tensors, found_inf)],
+            *[t.data_ptr() for t in tensors],
             schedule.growth_factor,
             schedule.backoff_factor,
             schedule.growth_interval,
@@ -90,8 +93,16 @@ class Compiled(Portable):
             schedule.hysteresis,
             _KINDS.index(schedule.hysteresis_kind),
         )
-        increment_version(tensors)
+        increment_version(tensors[:3])
         return None
+
+
+def _all_numbers(tensors: Sequence[Tensor]) -> bool:
+    """Whether each of `tensors` is one float32 in memory."""
+    for tensor in tensors:
+        if tensor.dtype is not torch.float32 or tensor.numel() != 1 or tensor.is_neg():
+            return False
+    return _all_real(tensors)
 
 
 def _all_real(tensors: Sequence[Tensor]) -> bool:
@@ -124,34 +135,49 @@ def _to_others(tensors: Sequence[Tensor], targets: Sequence[Tensor]) -> bool:
     return all(t.shape == o.shape and t.stride() == o.stride() and t.dtype is not o.dtype for t, o in pairs)
 
 
-class _Table:
-    """What the library is told of a list of tensors. Gathering it is most of a call on small tensors."""
+class _Layout:
+    """What the library is told of a list of tensors, besides where they lie.
+
+    Finding it out is most of a call on small tensors.
+    """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        pointers = array("Q", [t.data_ptr() for t in tensors])
-        sizes = array("q", [t.numel() for t in tensors])
-        self.codes = array("i", [_CODES[t.dtype] for t in tensors])
-        self.elements = sum(sizes)
-        self.owners = (pointers, sizes, self.codes)
+        self.fits = bool(tensors) and _all_plain(tensors)
+        """Whether the library takes such tensors at all; nothing else is there if not."""
+        if self.fits:
+            self.sizes = array("q", [t.numel() for t in tensors])
+            self.codes = array("i", [_CODES[t.dtype] for t in tensors])
+            self.elements = sum(self.sizes)
+            self.wide = _CODES[torch.float64] in self.codes
+
+
+class _Table:
+    """What the library is told of a list of tensors."""
+
+    def __init__(self, tensors: Sequence[Tensor], layout: _Layout) -> None:
+        self.elements = layout.elements
+        self.wide = layout.wide
+        self.owners = (array("Q", list(map(Tensor.data_ptr, tensors))), layout.sizes, layout.codes)
         self.arguments = (len(tensors), *[a.buffer_info()[0] for a in self.owners])
 
     def threads(self) -> int:
-        # Waking another thread takes longer than a quarter of a million elements do.
-        return min(torch.get_num_threads(), self.elements // 2**18 + 1)
+        # Waking another thread takes as long as this many elements do.
+        return min(torch.get_num_threads(), self.elements // 2**17 + 1)
 
 
 class _Prepared(list[Tensor]):
     """Tensors with their table, or with ``None`` where the library does not take them."""
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, tensors: Sequence[Tensor], layout: _Layout) -> None:
         super().__init__(tensors)
-        self.table = _table_of(tensors)
+        self.table = _Table(tensors, layout) if layout.fits else None
 
 
 def _table_of(tensors: Sequence[Tensor]) -> _Table | None:
     if isinstance(tensors, _Prepared):
         return tensors.table
-    return _Table(tensors) if tensors and _all_plain(tensors) else None
+    layout = _Layout(tensors)
+    return _Table(tensors, layout) if layout.fits else None
 
 
 def _check(status: int) -> None:
@@ -187,7 +213,7 @@ def _portable(reason: str) -> Kernels:
 
 def _declare(library: ctypes.CDLL) -> None:
     pointer, count, threads = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-    library.amp_measure.argtypes = (count, *[pointer] * 5, threads)
+    library.amp_measure.argtypes = (count, *[pointer] * 7, threads, threads)
     library.amp_scale.argtypes = (count, *[pointer] * 5, threads)
     library.amp_cast.argtypes = (count, *[pointer] * 5, threads)
     double, int32 = ctypes.c_double, ctypes.c_int32

@@ -14,7 +14,7 @@
 #include <immintrin.h>
 #endif
 
-#define ABI 2 /* moves with every change to what a function takes; kernels.py asks for it */
+#define ABI 3 /* moves with every change to what a function takes; kernels.py asks for it */
 
 #define CHUNK 32768 /* elements: two or more chunks of a large weight stay in the second-level cache */
 #define AHEAD 2048  /* bytes to fetch in advance: the hardware does not keep enough reads in flight */
@@ -137,35 +137,55 @@ static size_t tensor_of(const size_t *chunks, size_t count, size_t chunk) {
 
 static const size_t width_of[4] = {4, 8, 2, 2}; /* bytes, by dtype code */
 
+/* A thread takes neighbouring chunks: it searches for the tensor of the first alone. */
 #define FOR_EACH_CHUNK(...)                                                                        \
-    _Pragma("omp parallel for schedule(static) num_threads(threads)")                              \
-    for (int64_t c = 0; c < (int64_t)chunks[count]; c++) {                                         \
-        size_t t = tensor_of(chunks, count, (size_t)c);                                            \
-        size_t start = ((size_t)c - chunks[t]) * CHUNK;                                            \
-        size_t n = (size_t)sizes[t] - start < CHUNK ? (size_t)sizes[t] - start : CHUNK;            \
-        __VA_ARGS__                                                                                \
+    _Pragma("omp parallel num_threads(threads)") {                                                 \
+        size_t t = count;                                                                          \
+        _Pragma("omp for schedule(static)")                                                        \
+        for (int64_t c = 0; c < (int64_t)chunks[count]; c++) {                                     \
+            if (t == count)                                                                        \
+                t = tensor_of(chunks, count, (size_t)c);                                           \
+            while (chunks[t + 1] <= (size_t)c)                                                     \
+                t++;                                                                               \
+            size_t start = ((size_t)c - chunks[t]) * CHUNK;                                        \
+            size_t n = (size_t)sizes[t] - start < CHUNK ? (size_t)sizes[t] - start : CHUNK;        \
+            __VA_ARGS__                                                                            \
+        }                                                                                          \
     }
 
-/* sums[i]: sum of squares of tensor i; bad[i]: 1 if it holds an inf or a NaN, else 0; only read. */
+/* A norm as float or, if wide, as double. */
+static void store(void *norms, size_t i, double sum, int wide) {
+    if (wide)
+        ((double *)norms)[i] = sqrt(sum);
+    else
+        ((float *)norms)[i] = (float)sqrt(sum);
+}
+
+/* norms[i]: 2-norm of tensor i; bad[i]: 1 if it holds an inf or a NaN, else 0; *norm and *found: of all.
+ * Norms are float or, if wide, double. The data is only read. */
 int amp_measure(int64_t count_, const void *const *data, const int64_t *sizes, const int32_t *dtypes,
-                double *sums, float *bad, int threads) {
+                void *norms, float *bad, void *norm, float *found, int wide, int threads) {
     const struct loops *loops = chosen();
     size_t count = (size_t)count_, *chunks = first_chunks(count, sizes);
-    double *part = chunks ? calloc(chunks[count] + 1, sizeof *part) : NULL;
+    double *part = chunks ? calloc(chunks[count] + 1, sizeof *part) : NULL, total = 0.0;
     uint32_t *flag = chunks ? calloc(chunks[count] + 1, sizeof *flag) : NULL;
     int ok = part != NULL && flag != NULL;
     if (ok) {
         FOR_EACH_CHUNK(loops->measure[dtypes[t]](
             (const char *)data[t] + start * width_of[dtypes[t]], n, &part[c], &flag[c]);)
+        *found = 0.0f;
         for (size_t t = 0; t < count; t++) {
-            sums[t] = 0.0;
+            double sum = 0.0;
             bad[t] = 0.0f;
             for (size_t c = chunks[t]; c < chunks[t + 1]; c++) {
-                sums[t] += part[c];
+                sum += part[c];
                 if (flag[c])
-                    bad[t] = 1.0f;
+                    bad[t] = *found = 1.0f;
             }
+            store(norms, t, sum, wide);
+            total += sum;
         }
+        store(norm, 0, total, wide);
     }
     free(part);
     free(flag);
