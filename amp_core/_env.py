@@ -11,6 +11,7 @@ POLICY = "AMP_POLICY"
 DEPRECATION = "AMP_DEPRECATION"
 COMPILED = "AMP_COMPILED"
 RANK = "RANK"
+VISIBLE_GPUS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off"})
@@ -66,3 +67,12 @@ def rank() -> int:
     """``RANK``, as launchers such as torchrun set it: the process's place among all (default 0)."""
     text = os.environ.get(RANK, "").strip()
     return int(text) if text.isdigit() else 0
+
+
+def hidden_gpus() -> str:
+    """``CUDA_VISIBLE_DEVICES=`` or ``-1``, where that hides all GPUs; else empty."""
+    for name in VISIBLE_GPUS:
+        text = os.environ.get(name)
+        if text is not None and text.strip() in {"", "-1"}:
+            return f"{name}={text}"
+    return ""

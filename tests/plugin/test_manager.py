@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -83,3 +85,31 @@ def test_dtypes_agree_with_torch(device: str) -> None:
     assert backend.default_dtype() is torch.get_autocast_dtype(device)
     assert backend.default_dtype() in backend.supported_dtypes()
     assert backend.availability().reason
+
+
+RENAMED = """
+import types, torch, amp_core
+assert amp_core.get_backend("privateuseone").device_type == "privateuseone"  # before it has a name
+assert not amp_core.get_backend("privateuseone").availability().usable
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+_setup_privateuseone_for_python_backend("foo")
+torch.foo.get_amp_supported_dtype = lambda: [torch.bfloat16]
+for name in ("privateuseone", "foo"):
+    backend = amp_core.get_backend(name)
+    assert (backend.device_type, backend.supported_dtypes()) == ("foo", (torch.bfloat16,)), backend
+    assert backend.availability().usable
+assert "privateuseone" not in amp_core.backends()
+assert amp_core.backends()["foo"].status == "available"
+"""
+
+
+def test_the_slot_keeps_its_device_under_a_new_name() -> None:
+    """Code that asks for "privateuseone" after the device has its name gets a backend that knows nothing."""
+    subprocess.run([sys.executable, "-c", RENAMED], check=True)
+
+
+def test_the_generic_backend_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every region on mps reads the metadata of all installed distributions (5 ms)."""
+    first = amp_core.get_backend("mps")
+    monkeypatch.setattr(manager, "candidates", lambda: pytest.fail("metadata was read again"))
+    assert amp_core.get_backend("mps") is first

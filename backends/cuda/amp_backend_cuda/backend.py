@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 
 import torch
 
+from amp_core import _env
 from amp_core.plugin import Availability, Backend, Refusal
 
 
@@ -18,13 +20,12 @@ class CudaBackend(Backend):
     def availability(self) -> Availability:
         if torch.cuda.is_available():
             count = torch.cuda.device_count()
-            return Availability(True, f"{count} GPU(s), first: {torch.cuda.get_device_name(0)}")
+            found = f"{count} GPU(s), first: {torch.cuda.get_device_name(0)}"
+            return Availability(True, f"{found}{_bfloat16_note()}")
         if torch.version.cuda is None and torch.version.hip is None:
             return Availability(False, f"torch {torch.__version__} is built without CUDA and ROCm")
-        built = f"torch {torch.__version__} is built for CUDA {torch.version.cuda or torch.version.hip}"
-        if torch.cuda.device_count() == 0:
-            return Availability(False, f"{built}, but no GPU or no driver was found")
-        return Availability(False, f"{built}, but the driver does not work with it")
+        toolkit = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}"
+        return Availability(False, f"torch {torch.__version__} is built for {toolkit}, but {_why_absent()}")
 
     def default_dtype(self) -> torch.dtype:
         return torch.get_autocast_dtype("cuda")
@@ -55,6 +56,31 @@ class CudaBackend(Backend):
         if _definitely_absent():
             return Refusal("torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling.")
         return None
+
+
+def _bfloat16_note() -> str:
+    # torch calls bfloat16 supported where it is emulated, which is right but slow.
+    if torch.cuda.is_bf16_supported(including_emulation=False):
+        return ""
+    return "; bfloat16 is emulated, float16 is faster" if torch.cuda.is_bf16_supported() else "; no bfloat16"
+
+
+def _why_absent() -> str:
+    """Tell a missing driver from a missing GPU and from a driver that is too old."""
+    if torch.cuda.device_count() > 0:
+        return "the driver does not work with it"
+    if torch.version.cuda is not None and not _has_driver():
+        return "no NVIDIA driver is installed"
+    hidden = _env.hidden_gpus()
+    return f"no GPU was found ({hidden} hides all)" if hidden else "no GPU was found"
+
+
+def _has_driver() -> bool:
+    try:
+        ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+    except OSError:
+        return False
+    return True
 
 
 def _definitely_absent() -> bool:

@@ -1,0 +1,99 @@
+"""``amp backends``, ``amp --version`` and ``python -m amp_core``, as a user runs them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib import metadata
+
+import pytest
+import torch
+
+ROW = {
+    "device",
+    "status",
+    "reason",
+    "plugin",
+    "distribution",
+    "version",
+    "path",
+    "default_dtype",
+    "supported_dtypes",
+    "kernels",
+    "kernels_reason",
+}
+
+
+def amp(*words: str, code: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run the command in a process of its own, after `code`."""
+    start = f"import sys; sys.argv[0] = 'amp'; {code}\nfrom amp_core.cli import main\nsys.exit(main())"
+    return subprocess.run(
+        [sys.executable, "-c", start, *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "COLUMNS": "200", **environment},
+    )
+
+
+@pytest.fixture(scope="module")
+def rows() -> dict[str, dict[str, object]]:
+    """What ``--json`` prints, by device type; all GPUs are hidden, which changes nothing on a CPU build."""
+    done = amp("backends", "--json", CUDA_VISIBLE_DEVICES="", AMP_DISABLE_BACKENDS="xpu")
+    assert done.returncode == 0, done.stderr
+    return {row["device"]: row for row in json.loads(done.stdout)}
+
+
+def test_json_has_every_column(rows: dict[str, dict[str, object]]) -> None:
+    """A script that reads the listing misses a field on some rows."""
+    assert {"cpu", "cuda", "xpu", "mps"} <= set(rows)
+    assert all(set(row) == ROW for row in rows.values())
+
+
+def test_the_cpu_row_says_what_the_cpu_does(rows: dict[str, dict[str, object]]) -> None:
+    """The listing does not say what a region or scaler would use."""
+    cpu = rows["cpu"]
+    assert (cpu["status"], cpu["default_dtype"], cpu["distribution"]) == ("available", "bfloat16", "amp-core")
+    assert set(cpu["supported_dtypes"]) == {"bfloat16", "float16"}
+    assert cpu["kernels"]
+    assert os.path.isdir(str(cpu["path"]))
+
+
+def test_reasons_say_why(rows: dict[str, dict[str, object]]) -> None:
+    """A device that is not there, or is switched off, does not say why."""
+    assert (rows["xpu"]["status"], rows["xpu"]["reason"]) == ("disabled", "AMP_DISABLE_BACKENDS names it")
+    reason = str(rows["cuda"]["reason"])
+    assert rows["cuda"]["status"] == "absent"
+    if torch.version.cuda is None and torch.version.hip is None:
+        assert "is built without CUDA and ROCm" in reason
+    else:
+        assert "no NVIDIA driver is installed" in reason or "CUDA_VISIBLE_DEVICES= hides all" in reason
+
+
+def test_the_table() -> None:
+    """The table cannot be printed, or lacks what ``--json`` has."""
+    done = amp("backends")
+    assert done.returncode == 0, done.stderr
+    for text in ("cpu", "available", "bfloat16, float16", "amp-core", "amp_backend_cpu"):
+        assert text in done.stdout
+
+
+def test_without_rich_one_line_says_what_to_install() -> None:
+    """A missing extra is a traceback."""
+    done = amp("backends", code="sys.modules['rich.console'] = None")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr == ('amp backends: the table needs rich: pip install "amp-core[cli]", or use --json\n')
+
+
+def test_module_version_and_help() -> None:
+    """``python -m amp_core`` is not ``amp backends``, or versions and commands are not listed."""
+    done = subprocess.run([sys.executable, "-m", "amp_core"], capture_output=True, text=True, check=True)
+    assert "amp-core backends" in done.stdout
+    version = amp("--version").stdout
+    assert version.startswith("amp-core ")
+    assert f"torch {metadata.version('torch')}, pluggy {metadata.version('pluggy')}" in version
+    for command in ("backends", "demo", "migrate", "policy"):
+        assert command in amp("--help").stdout
