@@ -12,8 +12,9 @@ import torch
 
 import amp_core
 from benchmarks.ab import Ratio
+from benchmarks.plot import save_ratios
 
-GROUPS = ("regions", "dispatch", "gradients", "casts")
+GROUPS = ("regions", "dispatch", "gradients", "bandwidth", "traffic", "casts")
 
 
 def main() -> None:
@@ -21,6 +22,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("groups", nargs="*", metavar="GROUP", help=", ".join(GROUPS))
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser.add_argument("--plot", type=Path, help="also draw the ratios into this file")
     args = parser.parse_args()
     results: dict[str, list[Ratio]] = {}
     print(f"{_machine()}\n")
@@ -29,14 +31,21 @@ def main() -> None:
         results[group] = []
         for found in importlib.import_module(f"benchmarks.{group}").run():
             results[group].append(found)
-            print(
-                f"| {found.name} | {found.theirs * 1e3:.4g} | {found.ours * 1e3:.4g} | {found.ratio:.2f} |",
-                flush=True,
-            )
+            print(_row(found), flush=True)
         print()
     if args.json:
         figures = {group: [vars(r) for r in found] for group, found in results.items()}
         args.json.write_text(json.dumps({"machine": _machine(), "seconds": figures}, indent=1) + "\n")
+    if args.plot:
+        save_ratios(results, args.plot)
+
+
+def _row(found: Ratio) -> str:
+    if found.unit == "B":
+        sides = f"{found.theirs / 1e6:.0f} MB | {found.ours / 1e6:.0f} MB"
+    else:
+        sides = f"{found.theirs * 1e3:.4g} | {found.ours * 1e3:.4g}"
+    return f"| {found.name} | {sides} | {found.ratio:.2f} |"
 
 
 def _machine() -> str:

@@ -10,12 +10,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Ratio:
-    """Median seconds of each side, and the median of the paired ratios; below 1, ours is faster."""
+    """Median seconds of each side, and the median of the paired ratios; below 1, ours is faster.
+
+    Where `unit` is ``"B"``, bytes in place of seconds.
+    """
 
     name: str
     theirs: float
     ours: float
     ratio: float
+    unit: str = "s"
 
 
 def compare(

@@ -37,6 +37,7 @@ def run() -> Iterator[Ratio]:
     for name in ("200 tensors of 1k", "GPT-2 small"):
         yield _steps(f"{name}, AdamW fused, clip", models[name], adamw, {"fused": True}, clip=True)
     yield _steps("200 tensors of 1k, AdamW foreach, clip", models["200 tensors of 1k"], adamw, {}, clip=True)
+    yield _float16_steps()
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         yield from _kernels(dtype)
 
@@ -44,7 +45,15 @@ def run() -> Iterator[Ratio]:
 def _steps(
     name: str, shapes: list[tuple[int, ...]], kind: type[Any], options: dict[str, Any], *, clip: bool
 ) -> Ratio:
-    # Its own parameters for each side, so that both sides touch the same amount of memory.
+    sides = sides_of_step(shapes, kind, options, clip=clip)
+    small = sum(torch.Size(s).numel() for s in shapes) < 10_000_000
+    return compare(name, *sides, rounds=15 if small else 7, calls=10 if small else 1)
+
+
+def sides_of_step(
+    shapes: list[tuple[int, ...]], kind: type[Any], options: dict[str, Any], *, clip: bool
+) -> tuple[Callable[[], None], Callable[[], None]]:
+    """Return torch's step and ours, each with parameters of its own: both touch the same amount of memory."""
     sides = []
     for scaler in (torch.amp.GradScaler("cpu", 1.0), amp_core.GradScaler("cpu", 1.0)):
         params = [torch.nn.Parameter(t) for t in tensors(shapes)]
@@ -52,8 +61,7 @@ def _steps(
             param.grad = grad
         scaler.scale(torch.ones(()))
         sides.append(_step(scaler, kind(params, lr=1e-6, **options), params, clip))
-    small = sum(torch.Size(s).numel() for s in shapes) < 10_000_000
-    return compare(name, *sides, rounds=15 if small else 7, calls=10 if small else 1)
+    return sides[0], sides[1]
 
 
 def _step(scaler: Any, optimizer: Any, params: list[torch.nn.Parameter], clip: bool) -> Callable[[], None]:
@@ -74,6 +82,24 @@ def _step(scaler: Any, optimizer: Any, params: list[torch.nn.Parameter], clip: b
         scaler.update()
 
     return theirs
+
+
+def _float16_steps() -> Ratio:
+    # torch's scaler refuses float16 gradients: its kernels are called as the scaler would.
+    params = [torch.nn.Parameter(t) for t in tensors(gpt2_small(), torch.float16)]
+    for param, grad in zip(params, tensors(gpt2_small(), torch.float16), strict=True):
+        param.grad = grad
+    grads = [p.grad for p in params if p.grad is not None]
+    scaler = amp_core.GradScaler("cpu", 1.0, allow_fp16_gradients=True)
+    scaler.scale(torch.ones(()))
+    one, found = torch.ones(()), torch.zeros(())
+
+    def theirs() -> None:
+        torch._amp_foreach_non_finite_check_and_unscale_(grads, found, one)
+        torch.nn.utils.clip_grad_norm_(params, 1.0)
+
+    ours = _step(scaler, NoStep(params), params, clip=True)
+    return compare("GPT-2 small float16, no-op, clip", theirs, ours, rounds=7)
 
 
 def _kernels(dtype: torch.dtype) -> Iterator[Ratio]:

@@ -18,6 +18,7 @@
 
 #define CHUNK 32768 /* elements: two or more chunks of a large weight stay in the second-level cache */
 #define AHEAD 2048  /* bytes to fetch in advance: the hardware does not keep enough reads in flight */
+#define BLOCK 4096  /* elements of a half dtype that are summed in float32 */
 #define WIDTH 16    /* elements that one step of a loop takes; a tail goes through a buffer of that size */
 
 /* Vectors of the compiler's (GCC and Clang), lowered to what the instruction set has. */

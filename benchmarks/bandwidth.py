@@ -1,0 +1,33 @@
+"""The kernels' passes over memory against the fastest plain pass that torch makes over as many bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+import amp_core
+from benchmarks.ab import Ratio, compare
+from benchmarks.shapes import gpt2_small, tensors
+
+
+def run() -> Iterator[Ratio]:
+    """Compare the read pass with a dot product, and the pass that multiplies in place with a copy."""
+    kernels = amp_core.get_backend("cpu").kernels()
+    one = torch.ones(())
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        grads = tensors(gpt2_small(), dtype)
+        size = sum(g.numel() * g.element_size() for g in grads)
+        plain = torch.randn(size // 4)
+        short = str(dtype).removeprefix("torch.")
+        yield compare(
+            f"{short}, {size / 1e6:.0f} MB: read pass against torch.dot",
+            lambda plain=plain: torch.dot(plain, plain),  # type: ignore[misc]
+            lambda grads=grads: kernels.measure(grads),  # type: ignore[misc]
+        )
+        target = torch.empty_like(plain)
+        yield compare(
+            f"{short}, {size / 1e6:.0f} MB: scale_ against copy_",
+            lambda plain=plain, target=target: target.copy_(plain),  # type: ignore[misc]
+            lambda grads=grads: kernels.scale_(grads, one),  # type: ignore[misc]
+        )
