@@ -182,6 +182,15 @@ def same_layout(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
     return cast("Callable[..., bool]", guards.check)
 
 
+# For: what `torch.compile` cannot trace; calling it breaks the graph. The same as ``torch.compiler.disable``,
+# which would import all of Dynamo (2 s). If it goes: torch's optimizers make Dynamo fail under `GradScaler`.
+outside_graphs = torch._compile._disable_dynamo
+
+# What Dynamo does with the next function that is called; None where nothing is being compiled. For and if it
+# goes: as ``outside_graphs``.
+frames_are_compiled = torch._C._dynamo.eval_frame.get_eval_frame_callback
+
+
 def dynamo_is_at_work() -> bool:
     """Whether `torch.compile` is tracing right now, asked by code that is not traced itself.
 

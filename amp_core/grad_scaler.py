@@ -9,14 +9,15 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor
 
+from amp_core import _torch
 from amp_core.containers import map_tensors
 from amp_core.device import device_type_of
 from amp_core.errors import SkippedStepsWarning
 from amp_core.kernels import Measurement
 from amp_core.plugin.manager import get_backend
 from amp_core.scaler.arithmetic import clip_coefficient, combine, reciprocal, zero
-from amp_core.scaler.fused import step_fused
-from amp_core.scaler.gradients import Gradients, by_device, gather, total_norm
+from amp_core.scaler.fused import is_traceable, step_fused
+from amp_core.scaler.gradients import Gradients, by_device, gather, is_tracing, total_norm
 from amp_core.scaler.record import StepRecord, bad_parameters
 from amp_core.scaler.replicate import _MultiDeviceReplicator
 from amp_core.scaler.scale import ScaleKeeper
@@ -244,6 +245,18 @@ class GradScaler(ScaleKeeper):
             return cast("float | None", optimizer.step(*args, **kwargs))
         if "closure" in kwargs or (args and callable(args[0])):
             raise RuntimeError(_CLOSURE)
+        if not is_traceable(optimizer) if is_tracing() else _torch.frames_are_compiled() is not None:
+            return _step_eagerly(self, optimizer, max_norm, norm_type, args, kwargs)
+        return self._step(optimizer, max_norm, norm_type, args, kwargs)
+
+    def _step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        max_norm: float | None,
+        norm_type: float,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> float | None:
         scale, _ = self._check_scale_growth_tracker("step")
         state = self._per_optimizer_states.of(optimizer)
         stage = next_stage(state["stage"], "step")
@@ -285,7 +298,7 @@ class GradScaler(ScaleKeeper):
             ]
             record._bad = tuple(b for some in bad for b in some)
             if self._warn_after and self._skips_in_a_row == self._warn_after:
-                warnings.warn(_endless(self._skips_in_a_row, record), SkippedStepsWarning, stacklevel=4)
+                warnings.warn(_endless(self._skips_in_a_row, record), SkippedStepsWarning, stacklevel=5)
         return skipped
 
     def _record(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> StepRecord:
@@ -314,6 +327,9 @@ class GradScaler(ScaleKeeper):
     def _found_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         state = self._per_optimizer_states.of(optimizer)
         return cast("dict[str, Any]", state["found_inf_per_device"])
+
+
+_step_eagerly = _torch.outside_graphs(GradScaler._step)
 
 
 def _refuse_output(value: Any) -> Any:  # noqa: ARG001

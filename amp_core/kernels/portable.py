@@ -17,6 +17,9 @@ _BUCKET = 1 << 25
 """Elements of narrow gradients that are widened at a time: 128 MiB of float32."""
 
 
+_WIDE = (torch.float64, torch.complex128)
+
+
 class Portable(Kernels):
     """Right everywhere, and one launch a list where torch has multi-tensor operations for the device."""
 
@@ -38,7 +41,7 @@ class Portable(Kernels):
         return targets
 
     def measure(self, grads: Sequence[Tensor], norm_type: float = 2.0) -> Measurement:
-        wide = any(g.dtype.to_real() is torch.float64 for g in grads)
+        wide = any(g.dtype in _WIDE for g in grads)
         dtype = torch.float64 if wide else torch.float32
         if not grads:
             return Measurement(torch.zeros((), dtype=dtype), torch.zeros(0), torch.zeros(0), torch.zeros(()))

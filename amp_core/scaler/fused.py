@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
 from amp_core.scaler.arithmetic import clip_coefficient, combine, reciprocal
-from amp_core.scaler.gradients import by_device, gather, total_norm
+from amp_core.scaler.gradients import by_device, gather, is_tracing, total_norm
 from amp_core.state import OptState
 
 if TYPE_CHECKING:
@@ -23,7 +22,16 @@ _PASSES_ITSELF = (
     "optimizer. In the near future GradScaler registers `grad_scale: Tensor` and "
     "`found_inf: Tensor` to the passed optimizer and let the optimizer use them directly."
 )
-_ABSENT = object()
+
+
+def is_traceable(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `torch.compile` can take a step of `optimizer` into a graph.
+
+    It must decide on the device. torch's own break the graph (``torch.optim.optimizer._use_grad``), and
+    Dynamo fails to go on after a break so far inside.
+    """
+    own = type(optimizer).__module__.startswith("torch.optim")
+    return not own and getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
 def step_fused(
@@ -38,16 +46,27 @@ def step_fused(
 ) -> float | None:
     """Hand `optimizer` the factor and the flag, and let it step; nothing waits for the device."""
     if "grad_scaler" in inspect.signature(optimizer.step).parameters:
-        warnings.warn(_PASSES_ITSELF, FutureWarning, stacklevel=3)
+        warnings.warn(_PASSES_ITSELF, FutureWarning, stacklevel=4)
         return cast("float | None", optimizer.step(*args, **{**kwargs, "grad_scaler": scaler}))
     divisor = _read(optimizer, state, scale, max_norm, norm_type)
-    scaler._record(optimizer, state)
+    if not is_tracing():  # a history that grows would have every step compiled anew
+        scaler._record(optimizer, state)
     preset = getattr(optimizer, "grad_scale", None)
     if divisor is not None and preset is not None:
         divisor = divisor * preset
     found_inf = combine(list(state["found_inf_per_device"].values()), scale.device)
-    with _attributes(optimizer, grad_scale=preset if divisor is None else divisor, found_inf=found_inf):
-        return cast("float | None", optimizer.step(*args, **kwargs))
+    values = {"grad_scale": preset if divisor is None else divisor, "found_inf": found_inf}
+    # Set for the step alone: a step that raises must not find them at its retry.
+    before = {name: optimizer.__dict__[name] for name in values if name in optimizer.__dict__}
+    optimizer.__dict__.update(values)
+    try:
+        result = optimizer.step(*args, **kwargs)
+    except BaseException:
+        _forget(optimizer, values)
+        optimizer.__dict__.update(before)
+        raise
+    _forget(optimizer, values)  # torch consumes a preset grad_scale
+    return cast("float | None", result)
 
 
 def _read(
@@ -75,19 +94,6 @@ def _read(
     return (divisor / clip_coefficient(norm, max_norm)).float()
 
 
-@contextmanager
-def _attributes(optimizer: torch.optim.Optimizer, **values: Any) -> Iterator[None]:
-    """Set attributes for the step alone: a step that raises must not find them at its retry."""
-    before = {name: optimizer.__dict__.get(name, _ABSENT) for name in values}
-    optimizer.__dict__.update(values)
-    try:
-        yield
-    except BaseException:
-        for name, value in before.items():
-            if value is not _ABSENT:
-                optimizer.__dict__[name] = value
-            else:
-                optimizer.__dict__.pop(name, None)
-        raise
-    for name in values:  # torch consumes a preset grad_scale
+def _forget(optimizer: torch.optim.Optimizer, names: Iterable[str]) -> None:
+    for name in names:
         optimizer.__dict__.pop(name, None)

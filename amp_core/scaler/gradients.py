@@ -13,8 +13,15 @@ import torch
 from torch import Tensor
 
 from amp_core import _torch
-from amp_core.kernels import Measurement
+from amp_core.kernels import PORTABLE, Kernels, Measurement
 from amp_core.plugin.manager import get_backend
+
+is_tracing = torch.compiler.is_dynamo_compiling
+
+
+def kernels_of(device: torch.device) -> Kernels:
+    """Return the kernels of the device's backend; to Dynamo the portable ones, into which it sees."""
+    return PORTABLE if is_tracing() else get_backend(device.type).kernels()
 
 
 class Gradients(NamedTuple):
@@ -36,7 +43,7 @@ class Gradients(NamedTuple):
         """Read the gradients once: norms and which are not finite."""
         if self.sharded:
             return _measure_sharded(self.grads, norm_type)
-        return get_backend(self.device.type).kernels().measure(self.grads, norm_type)
+        return kernels_of(self.device).measure(self.grads, norm_type)
 
     def scale_(self, factor: Tensor, found_inf: Tensor | None) -> None:
         """Multiply the gradients; raise `found_inf` to 1 where one is not finite before or after."""
@@ -45,7 +52,7 @@ class Gradients(NamedTuple):
             _torch.unscale_and_check(self.grads, flag, factor)
             flag.clamp_(max=1.0)  # it is a sum over the ranks
         else:
-            get_backend(self.device.type).kernels().scale_(self.grads, factor, found_inf)
+            kernels_of(self.device).scale_(self.grads, factor, found_inf)
 
 
 def gather(optimizer: torch.optim.Optimizer, *, allow_fp16: bool) -> list[Gradients]:
@@ -59,7 +66,7 @@ def gather(optimizer: torch.optim.Optimizer, *, allow_fp16: bool) -> list[Gradie
         ValueError: a gradient is float16 and `allow_fp16` is not set; begins with torch's text.
     """
     held = [p for group in optimizer.param_groups for p in group["params"]]
-    last = _last_seen.get(optimizer)
+    last = None if is_tracing() else _last_seen.get(optimizer)
     again = last.again(held, allow_fp16) if last is not None else None
     if again is not None:
         return [again]
@@ -73,7 +80,7 @@ def gather(optimizer: torch.optim.Optimizer, *, allow_fp16: bool) -> list[Gradie
         raise ValueError(_fp16_refused(optimizer))
     parts = _by_place(params, grads)
     dense = len(parts) == 1 and all(map(operator.is_, parts[0].grads, grads))
-    if dense and {Tensor}.issuperset(map(type, grads)):
+    if dense and {Tensor}.issuperset(map(type, grads)) and not is_tracing():
         _last_seen[optimizer] = _Seen(held, params, grads)
     return parts
 
@@ -93,7 +100,7 @@ class _Seen:
         self._alike = _torch.same_layout(grads)
         self._float16 = torch.float16 in {g.dtype for g in grads}
         self._device = grads[0].device
-        self._kernels = get_backend(self._device.type).kernels()
+        self._kernels = kernels_of(self._device)
         self._layout = self._kernels.layout(grads)
 
     def again(self, held: list[Tensor], allow_fp16: bool) -> Gradients | None:
@@ -104,7 +111,7 @@ class _Seen:
         grads = [p.grad for p in params]
         if not self._alike(*grads) or any([held[i].grad is not None for i in self._without]):  # noqa: C419
             return None
-        if self._kernels is not get_backend(self._device.type).kernels():
+        if self._kernels is not kernels_of(self._device):
             return None
         return Gradients(
             self._device, params, self._kernels.prepare(cast("list[Tensor]", grads), self._layout), False
@@ -128,7 +135,7 @@ def _by_place(params: list[Tensor], grads: list[Tensor]) -> list[Gradients]:
 
 
 def _prepared(device: torch.device, params: list[Tensor], grads: list[Tensor]) -> Gradients:
-    return Gradients(device, params, get_backend(device.type).kernels().prepare(grads), False)
+    return Gradients(device, params, kernels_of(device).prepare(grads), False)
 
 
 def _fp16_refused(optimizer: torch.optim.Optimizer) -> str:

@@ -49,7 +49,7 @@ class OptimizerStates(dict[int, dict[str, Any]]):
         key = id(optimizer)
         if key not in self:
             self[key] = _refresh_per_optimizer_state()
-        if key not in self._alive:
+        if key not in self._alive and not torch.compiler.is_dynamo_compiling():
             self._alive[key] = weakref.ref(optimizer, self._forget(key))
         return self[key]
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from amp_core.kernels import ScaleTensors
-from amp_core.plugin.manager import get_backend
 from amp_core.scaler.arithmetic import combine, valid_scale
+from amp_core.scaler.gradients import is_tracing, kernels_of
 from amp_core.scaler.record import History, StepRecord
 from amp_core.scaler.replicate import OptimizerStates
 from amp_core.state import Schedule
@@ -83,16 +83,20 @@ class ScaleKeeper(torch.amp.GradScaler):
             self._set_scale(scale, new_scale)
         else:
             found = self._per_optimizer_states.found_infs()
-            assert found, "No inf checks were recorded prior to update."
+            if not found:  # no assert statement: Dynamo would turn it into an operation
+                raise AssertionError("No inf checks were recorded prior to update.")
             tensors = ScaleTensors(scale, tracker, cast(Tensor, self._hysteresis_left))
-            kernels = get_backend(scale.device.type).kernels()
-            kernels.update_scale_(tensors, combine(found, scale.device), self._schedule)
+            kernels_of(scale.device).update_scale_(tensors, combine(found, scale.device), self._schedule)
+        self._per_optimizer_states = OptimizerStates()
+        if not is_tracing():
+            self._close_records(scale)
+
+    def _close_records(self, scale: Tensor) -> None:
         after = scale.clone()
         for record in self._since_update:
             record._scale_after = after
         self._since_update = []
         self._updates += 1
-        self._per_optimizer_states = OptimizerStates()
 
     def _set_scale(self, scale: Tensor, new_scale: float | Tensor) -> None:
         if not isinstance(new_scale, Tensor):

@@ -1,0 +1,112 @@
+"""A whole training step under torch.compile: one graph where the optimizer can be traced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import amp_core
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore"
+)  # Dynamo warns of its own doings, more so after a graph break
+
+
+class Traceable(torch.optim.Optimizer):
+    """Takes its factor and flag on the device, and has no graph break of its own, as torch's have."""
+
+    _step_supports_amp_scaling = True
+    grad_scale: Tensor
+    found_inf: Tensor
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                with torch.no_grad():
+                    step = torch.where(self.found_inf > 0, 0.0, param.grad / self.grad_scale * group["lr"])
+                    param.sub_(step)
+
+
+@pytest.fixture(autouse=True)
+def traced_backward() -> Iterator[None]:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    with torch._dynamo.config.patch(trace_autograd_ops=True):
+        yield
+
+
+def made(kind: Callable[[Any], torch.optim.Optimizer]) -> tuple[Any, nn.Module, amp_core.GradScaler]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    optimizer, scaler = kind(model.parameters()), amp_core.GradScaler("cpu", growth_interval=3)
+
+    def step(x: Tensor) -> Tensor:
+        with amp_core.autocast("cpu"):
+            loss = model(x).float().square().mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer, max_norm=0.5)
+        scaler.update()
+        return loss.detach()
+
+    return step, model, scaler
+
+
+BATCHES = [torch.full((4, 8), value) for value in (0.5, 1.0, float("inf"), -1.0, 0.25, 2.0, 0.5)]
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_one_graph_and_eager_numbers(backend: str) -> None:
+    """A graph break, a new compilation each step, or a skipped step that moves the parameters."""
+    eager, eager_model, eager_scaler = made(Traceable)
+    step, model, scaler = made(Traceable)
+    scaler.scale(torch.ones(()))  # the scale is there before the graph is
+    compiled = torch.compile(step, fullgraph=True, backend=backend)
+    for batch in BATCHES:
+        torch.testing.assert_close(compiled(batch), eager(batch), equal_nan=True)
+        model.zero_grad()
+        eager_model.zero_grad()
+        for ours, theirs in zip(model.parameters(), eager_model.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs)
+        assert scaler.get_scale() == eager_scaler.get_scale()
+        assert scaler._get_growth_tracker() == eager_scaler._get_growth_tracker()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_eager_numbers_around_the_graph_breaks_of_torchs_optimizers(fused: bool) -> None:
+    """Dynamo cannot go on after the break that torch's optimizers make, or loses what the scaler noted."""
+
+    def kind(params: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(params, lr=0.1, fused=fused)
+
+    eager, eager_model, eager_scaler = made(kind)
+    step, model, scaler = made(kind)
+    scaler.scale(torch.ones(()))
+    compiled = torch.compile(step, backend="eager")
+    with torch._dynamo.config.patch(trace_autograd_ops=False):
+        for batch in BATCHES:
+            torch.testing.assert_close(compiled(batch), eager(batch), equal_nan=True)
+            model.zero_grad()
+            eager_model.zero_grad()
+    for ours, theirs in zip(model.parameters(), eager_model.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    assert scaler.state_dict() == eager_scaler.state_dict()
+
+
+def test_steps_in_compiled_code_leave_no_record() -> None:
+    """A history that grows inside the graph has every step compiled anew."""
+    step, _, scaler = made(Traceable)
+    scaler.scale(torch.ones(()))
+    compiled = torch.compile(step, fullgraph=True, backend="eager")
+    compiled(BATCHES[0])
+    assert len(scaler.history) == 0
+    step(BATCHES[0])
+    assert len(scaler.history) == 1
