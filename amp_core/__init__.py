@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from amp_core._torch import enter_autocast as _enter_autocast
 from amp_core._torch import exit_autocast as _exit_autocast
 from amp_core.autocast import autocast, disable, is_autocast_available
@@ -30,6 +32,9 @@ from amp_core.scaler.replicate import _MultiDeviceReplicator, _refresh_per_optim
 from amp_core.scripting import script
 from amp_core.state import Hysteresis, Schedule
 
+if TYPE_CHECKING:
+    from amp_core.insight.recording import Recording, record
+
 __all__ = [
     "AmpError",
     "AmpWarning",
@@ -46,6 +51,7 @@ __all__ = [
     "OptState",
     "PluginWarning",
     "PolicyError",
+    "Recording",
     "Schedule",
     "ScriptRegionError",
     "SkippedStepsWarning",
@@ -66,5 +72,20 @@ __all__ = [
     "disable",
     "get_backend",
     "is_autocast_available",
+    "record",
     "script",
 ]
+
+_LAZY = {
+    "Recording": "amp_core.insight.recording",
+    "record": "amp_core.insight.recording",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    value = globals()[name] = getattr(importlib.import_module(_LAZY[name]), name)
+    return value

@@ -68,12 +68,13 @@ def privateuse1_amp_dtypes(device_type: str) -> list[torch.dtype]:
 
 
 def intercept_autocast(
-    device_type: str, ops: Iterable[str], kernel_of: Callable[[Any, Any], Callable[..., Any]]
+    device_type: str, ops: Iterable[str], kernel_of: Callable[[str, Any, Any], Callable[..., Any]]
 ) -> Callable[[], None]:
-    """Put ``kernel_of(op, guard)`` in place of the native autocast kernel of each of `ops`.
+    """Put ``kernel_of(name, op, guard)`` in place of the native autocast kernel of each of `ops`.
 
-    `op` is the callable to end in; ``guard()`` is a context manager in which the Autocast key is
-    passed over. For: `amp_core.cached_casts`. If it goes: weights are cast in every region again.
+    `name` is the op's full name, `op` the callable to end in; ``guard()`` is a context manager in which the
+    Autocast key is passed over. For: `amp_core.cached_casts`. If it goes: weights are cast in every region
+    again.
 
     Returns:
         A function that puts the native kernels back.
@@ -87,7 +88,8 @@ def intercept_autocast(
         op = getattr(getattr(torch.ops.aten, packet), overload or "default")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # "Overriding a previously registered kernel"
-            library.impl(name, kernel_of(op._op, guard), key)  # type: ignore[no-untyped-call]
+            full = f"aten::{packet}.{overload or 'default'}"
+            library.impl(name, kernel_of(full, op._op, guard), key)  # type: ignore[no-untyped-call]
     return library._destroy
 
 
@@ -156,6 +158,11 @@ def unscale_and_check(
 foreach_copy_ = torch._foreach_copy_
 foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
+
+# The autograd node that runs now, None outside a backward pass; the number that the next one will get.
+# For: the module path of an op in a backward pass. If they go: `amp_core.record` shows none for those.
+current_autograd_node = torch._C._current_autograd_node
+next_sequence_number = torch._C._autograd._get_sequence_nr
 
 # Whether ``torch.func`` is transforming what runs now: its tensors are plain by type but have no memory.
 # For: choosing kernels that do not need it. If it goes: custom_fwd fails under ``torch.func.vmap``.

@@ -94,6 +94,11 @@ def is_mutable(op: Overload) -> bool:
     return op._schema.is_mutable
 
 
+def is_view(op: Overload) -> bool:
+    """Whether the op returns a view of an argument, by its schema."""
+    return bool(op.is_view)
+
+
 def schema_text(op: Overload) -> str:
     """The op's schema as text."""
     return str(op._schema)

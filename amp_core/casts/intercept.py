@@ -15,6 +15,7 @@ from torch import Tensor
 
 from amp_core import _torch
 from amp_core.casts.cache import CASTS, WeightCache
+from amp_core.dispatch.engine import engine
 
 OPS = (
     "addbmm",
@@ -35,6 +36,8 @@ OPS = (
     "prelu",
 )
 """The ops that take weights, of those that every device runs in the lower precision."""
+
+_FULL_NAMES = tuple(f"aten::{op if '.' in op else op + '.default'}" for op in OPS)
 
 _lock = threading.Lock()
 _caches: tuple[WeightCache, ...] = ()
@@ -72,8 +75,16 @@ def _set_caches(caches: tuple[WeightCache, ...]) -> None:
     _debugging = any(cache.debug for cache in caches)
 
 
-def _kernel(device_type: str) -> Callable[[Any, Any], Callable[..., Any]]:
-    def kernel_of(op: Any, guard: Any) -> Callable[..., Any]:
+def held_ops(device_type: str) -> frozenset[str]:
+    """Return the full names of the ops that have a kernel of this module now. They report to observers."""
+    with _lock:
+        return frozenset(_FULL_NAMES if device_type in _held else ())
+
+
+def _kernel(device_type: str) -> Callable[[str, Any, Any], Callable[..., Any]]:
+    here = engine(device_type)
+
+    def kernel_of(name: str, op: Any, guard: Any) -> Callable[..., Any]:
         def kernel(*args: Any, **kwargs: Any) -> Any:
             dtype = torch.get_autocast_dtype(device_type)
             entries = CASTS[dtype]
@@ -96,7 +107,12 @@ def _kernel(device_type: str) -> Callable[[Any, Any], Callable[..., Any]]:
             with guard():
                 return op(*low, **kwargs)
 
-        return kernel
+        def observed(*args: Any, **kwargs: Any) -> Any:
+            if here.observer is None:
+                return kernel(*args, **kwargs)
+            return here.observer(name, lambda: kernel(*args, **kwargs), args, kwargs)
+
+        return observed
 
     return kernel_of
 

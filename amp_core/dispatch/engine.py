@@ -7,6 +7,7 @@ taken hold of before. When the last region that needs an op is left, torch's ker
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -28,6 +29,9 @@ from amp_core.policy import OpPolicy, names
 Table = Mapping[str, "Runner | None"]
 """Full op name to what runs it; None for torch's own kernel."""
 
+Observer = Callable[[str, Callable[[], Any], tuple[Any, ...], dict[str, Any]], Any]
+"""Given an op's full name, what runs it, and its arguments; runs it and returns its result."""
+
 _EMPTY: Table = {}
 
 
@@ -36,6 +40,7 @@ class _Local(threading.local):
 
     table: Table = _EMPTY
     policy: OpPolicy | None = None
+    observer: Observer | None = None
 
     def __init__(self) -> None:
         self.hidden: list[tuple[Table, OpPolicy | None, Iterable[str]]] = []
@@ -89,6 +94,26 @@ class Engine:
             weights.clear()
         self._release(ops)
 
+    @property
+    def observer(self) -> Observer | None:
+        """Who watches this thread's autocast kernels."""
+        return self._local.observer
+
+    def watch(self, ops: Iterable[str], observer: Observer) -> Callable[[], None]:
+        """Let `observer` run each of `ops` in this thread, and all ops that have a policy's kernel.
+
+        An observer before it is called by what it runs. Return what ends that, for the same thread.
+        """
+        held, local, earlier = tuple(ops), self._local, self._local.observer
+        self._hold(held)
+        local.observer = observer if earlier is None else _both(observer, earlier)
+
+        def end() -> None:
+            local.observer = earlier
+            self._release(held)
+
+        return end
+
     def _hold(self, ops: Iterable[str]) -> None:
         held: list[str] = []
         with self._lock:
@@ -129,6 +154,10 @@ class Engine:
 
         def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
             run = local.table.get(name)
+            if local.observer is not None:
+                here = functools.partial(native, keyset, *args, **kwargs)
+                call = here if run is None else functools.partial(run, keyset, args, kwargs)
+                return local.observer(name, call, args, kwargs)
             if run is None:
                 return native(keyset, *args, **kwargs)
             return run(keyset, args, kwargs)
@@ -144,6 +173,13 @@ class Engine:
             return overload.redispatch(keyset - keys, *args, **kwargs)
 
         return fall_through
+
+
+def _both(observer: Observer, earlier: Observer) -> Observer:
+    def observe(name: str, call: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return observer(name, lambda: earlier(name, call, args, kwargs), args, kwargs)
+
+    return observe
 
 
 _engines: dict[str, Engine] = {}
