@@ -54,7 +54,7 @@ def make_runner(op: Overload, rule: str, device_type: str) -> Runner:
     first_stays = rule == r.MATCH_DESTINATION
     if is_mutable(op):
         return _writing_back(op, call, choose, device_type, first_stays)
-    return _casting(call, choose, device_type, first_stays)
+    return _casting(op, call, choose, device_type, first_stays)
 
 
 def _below(op: Overload, device_type: str) -> Callable[..., Any]:
@@ -215,16 +215,26 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
             yield from (item for item in value if isinstance(item, torch.Tensor))
 
 
-def _casting(call: Callable[..., Any], choose: Chooser, device_type: str, first_stays: bool) -> Runner:
-    start = 1 if first_stays else 0
+def _casting(
+    op: Overload, call: Callable[..., Any], choose: Chooser, device_type: str, first_stays: bool
+) -> Runner:
+    found = [i for i, a in enumerate(arguments(op)) if "Tensor" in str(a.real_type) and not a.kwarg_only]
+    positions = tuple(i for i in found if i > 0 or not first_stays)
 
     def run(_keyset: Any, args: Args, kwargs: Kwargs) -> Any:
         dtype = choose(args, kwargs)
         if dtype is None:
             return call(*args, **kwargs)
         low = torch.get_autocast_dtype(device_type)
-        new = [*args[:start], *(_cast(a, dtype, low, device_type) for a in args[start:])]
-        return call(*new, **{k: _cast(v, dtype, low, device_type) for k, v in kwargs.items()})
+        new, given = list(args), len(args)
+        for i in positions:
+            if i < given:
+                value = new[i]
+                if value is not None and getattr(value, "dtype", None) is not dtype:
+                    new[i] = _cast(value, dtype, low, device_type)
+        if kwargs:
+            kwargs = {k: _cast(v, dtype, low, device_type) for k, v in kwargs.items()}
+        return call(*new, **kwargs)
 
     return run
 
