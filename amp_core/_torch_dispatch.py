@@ -24,6 +24,14 @@ def dispatcher_name(op: Overload) -> str:
     return str(op.name())  # type: ignore[no-untyped-call]
 
 
+def entry_of(op: Overload) -> Callable[..., Any]:
+    """The function that enters the dispatcher with `op`.
+
+    For: sparing a frame of Python at each call. If it goes: `op` itself does the same.
+    """
+    return op._op
+
+
 def overloads_of(packet: Packet) -> dict[str, Overload]:
     """The overloads of a packet by name; the default one is ``"default"``."""
     names: list[str] = packet.overloads()  # type: ignore[no-untyped-call]

@@ -7,6 +7,7 @@ dtype, so it holds no stale weight after an in-place update; it is cleared with 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import torch
 
@@ -21,14 +22,27 @@ class _Store(threading.local):
 _store = _Store()
 
 
-def cast(tensor: torch.Tensor, dtype: torch.dtype, low: torch.dtype) -> torch.Tensor:
+# `Tensor.to` has many forms to parse its arguments for.
+_METHODS: dict[torch.dtype, Callable[[torch.Tensor], torch.Tensor]] = {
+    torch.float32: torch.Tensor.float,
+    torch.float16: torch.Tensor.half,
+    torch.bfloat16: torch.Tensor.bfloat16,
+}
+
+
+def cast(tensor: torch.Tensor, dtype: torch.dtype, device_type: str | None) -> torch.Tensor:
     """Cast `tensor` to `dtype`, from the cache where torch's native kernels would use theirs.
 
-    They do for a float32 leaf that requires grad, is no view and goes to the region's dtype `low`
-    (``at::autocast::cached_cast``, 2.13).
+    They do for a float32 leaf that requires grad, is no view and goes to the dtype of the region on
+    `device_type` (``at::autocast::cached_cast``, 2.13); where that is None, nothing is kept.
     """
-    if dtype is not low or not tensor.requires_grad or not _cacheable(tensor):
-        return tensor.to(dtype)
+    if tensor.requires_grad and device_type is not None and _cacheable(tensor, dtype, device_type):
+        return _kept(tensor, dtype)
+    method = _METHODS.get(dtype)
+    return tensor.to(dtype) if method is None else method(tensor)
+
+
+def _kept(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     entry = _store.casts.get((id(tensor), dtype))
     if entry is not None and entry[0] is tensor and entry[1] == tensor._version:
         return entry[2]
@@ -38,9 +52,10 @@ def cast(tensor: torch.Tensor, dtype: torch.dtype, low: torch.dtype) -> torch.Te
     return made
 
 
-def _cacheable(tensor: torch.Tensor) -> bool:
+def _cacheable(tensor: torch.Tensor, dtype: torch.dtype, device_type: str) -> bool:
     return (
-        tensor.dtype is torch.float32
+        dtype is torch.get_autocast_dtype(device_type)
+        and tensor.dtype is torch.float32
         and tensor.is_leaf
         and not tensor._is_view()
         and torch.is_autocast_cache_enabled()
