@@ -19,6 +19,8 @@ from amp_core.errors import (
     BackendNotFoundError,
     PluginWarning,
     PolicyError,
+    ScaleFloorError,
+    ScaleFloorWarning,
     ScriptRegionError,
     SkippedStepsWarning,
     StaleCastError,
@@ -27,10 +29,11 @@ from amp_core.function import _cast, custom_bwd, custom_fwd
 from amp_core.grad_scaler import GradScaler, OptState
 from amp_core.plugin import backends, get_backend
 from amp_core.policy import OpPolicy, apply_policy
-from amp_core.scaler.record import History, StepRecord
+from amp_core.scaler.hooks import ScaleChange
+from amp_core.scaler.record import BadParameter, History, StepRecord
 from amp_core.scaler.replicate import _MultiDeviceReplicator, _refresh_per_optimizer_state
 from amp_core.scripting import script
-from amp_core.state import Hysteresis, Schedule
+from amp_core.state import AtFloor, Hysteresis, Schedule
 
 if TYPE_CHECKING:
     from amp_core.insight.recording import Recording, record
@@ -38,11 +41,13 @@ if TYPE_CHECKING:
 __all__ = [
     "AmpError",
     "AmpWarning",
+    "AtFloor",
     "BackendConflictError",
     "BackendDisabledError",
     "BackendError",
     "BackendLoadError",
     "BackendNotFoundError",
+    "BadParameter",
     "CachedCasts",
     "GradScaler",
     "History",
@@ -52,6 +57,9 @@ __all__ = [
     "PluginWarning",
     "PolicyError",
     "Recording",
+    "ScaleChange",
+    "ScaleFloorError",
+    "ScaleFloorWarning",
     "Schedule",
     "ScriptRegionError",
     "SkippedStepsWarning",

@@ -43,6 +43,10 @@ class ScriptRegionError(AmpError, RuntimeError):
     """`amp_core.script` met an autocast region that TorchScript cannot do what eager mode does."""
 
 
+class ScaleFloorError(AmpError, RuntimeError):
+    """Gradients overflowed at the floor of the scale, and the schedule says `AtFloor.RAISE`."""
+
+
 class AmpWarning(UserWarning):
     """Base of all warnings of amp-core's own."""
 
@@ -55,6 +59,10 @@ class SkippedStepsWarning(AmpWarning):
     """Many optimizer steps in a row were skipped."""
 
 
+class ScaleFloorWarning(SkippedStepsWarning):
+    """Gradients overflowed though the scale is at its floor."""
+
+
 for _public in [
     AmpError,
     BackendError,
@@ -63,10 +71,12 @@ for _public in [
     BackendConflictError,
     BackendDisabledError,
     PolicyError,
+    ScaleFloorError,
     ScriptRegionError,
     StaleCastError,
     AmpWarning,
     PluginWarning,
+    ScaleFloorWarning,
     SkippedStepsWarning,
 ]:
     _public.__module__ = "amp_core"  # tracebacks show the name that users import

@@ -12,13 +12,12 @@ from torch import Tensor
 from amp_core import _torch
 from amp_core.containers import map_tensors
 from amp_core.device import device_type_of
-from amp_core.errors import SkippedStepsWarning
 from amp_core.kernels import Measurement
 from amp_core.plugin.manager import get_backend
 from amp_core.scaler.arithmetic import clip_coefficient, combine, reciprocal, zero
 from amp_core.scaler.fused import is_traceable, step_fused
 from amp_core.scaler.gradients import Gradients, by_device, gather, is_tracing, total_norm
-from amp_core.scaler.record import StepRecord, bad_parameters
+from amp_core.scaler.record import StepRecord
 from amp_core.scaler.replicate import _MultiDeviceReplicator
 from amp_core.scaler.scale import ScaleKeeper
 from amp_core.state import OptState, Schedule, next_stage
@@ -85,7 +84,6 @@ class GradScaler(ScaleKeeper):
         self._start(init_scale, history)
         self._allow_fp16 = allow_fp16_gradients
         self._names = {id(p): name for name, p in named_parameters}
-        self._skips_in_a_row = 0
         self._warn_after = warn_after
 
     # -- scaling ---------------------------------------------------------------------------------
@@ -182,6 +180,7 @@ class GradScaler(ScaleKeeper):
         inverse = torch.ones_like(scale) if unscaled else reciprocal(scale)
         parts = gather(optimizer, allow_fp16=self._allow_fp16)
         measured = [part.measure(norm_type) for part in parts]
+        state["looked"] = parts, measured
         norm = total_norm(measured, norm_type, scale.device) * inverse
         if error_if_nonfinite and not bool(norm.isfinite()):
             raise RuntimeError(
@@ -189,7 +188,9 @@ class GradScaler(ScaleKeeper):
                 f"cannot be clipped. To disable this error and scale the gradients by the non-finite norm "
                 f"anyway, set `error_if_nonfinite=False`"
             )
-        self._multiply(parts, inverse * clip_coefficient(norm, max_norm), measured, state)
+        # A norm that is NaN would make all gradients NaN, and so hide which of them were.
+        coefficient = clip_coefficient(norm, max_norm).nan_to_num(nan=1.0)
+        self._multiply(parts, inverse * coefficient, measured, state)
         state["stage"], state["norm"] = stage, norm
         return norm
 
@@ -290,15 +291,8 @@ class GradScaler(ScaleKeeper):
 
     def _maybe_skip(self, optimizer: torch.optim.Optimizer, record: StepRecord) -> bool:
         skipped = record.skipped  # the one wait for the device
-        self._skips_in_a_row = self._skips_in_a_row + 1 if skipped else 0
         if skipped:
-            bad = [
-                bad_parameters(part.params, part.grads, self._names)
-                for part in gather(optimizer, allow_fp16=True)
-            ]
-            record._bad = tuple(b for some in bad for b in some)
-            if self._warn_after and self._skips_in_a_row == self._warn_after:
-                warnings.warn(_endless(self._skips_in_a_row, record), SkippedStepsWarning, stacklevel=5)
+            record._bad = self._bad_parameters(optimizer)
         return skipped
 
     def _record(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> StepRecord:
@@ -309,6 +303,7 @@ class GradScaler(ScaleKeeper):
             _found_inf=combine(list(state["found_inf_per_device"].values()), scale.device),
             _scale_before=scale.clone(),
             _total_norm=state.pop("norm", None),
+            key=self._key,
         )
         self.history.append(record)
         self._since_update.append(record)
@@ -346,13 +341,4 @@ def _no_gradients(optimizer: torch.optim.Optimizer) -> str:
         f"No inf checks were recorded for this optimizer. None of the {count} parameters of this "
         f"{type(optimizer).__name__} has a gradient: either no backward pass reached them, or they were set "
         f"to None by zero_grad() before step()."
-    )
-
-
-def _endless(count: int, record: StepRecord) -> str:
-    worst = ", ".join(f"{b.name} ({b.nonfinite} of {b.elements})" for b in record.bad_parameters[:5])
-    return (
-        f"{count} steps in a row were skipped: the gradients hold inf or NaN at a scale of "
-        f"{record.scale_before:g}. In the last one: {worst}. A scale that keeps falling does not help "
-        f"against a NaN in the model or a loss that overflows by itself."
     )

@@ -9,7 +9,8 @@ from __future__ import annotations
 import enum
 import math
 import struct
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 
 class Hysteresis(str, enum.Enum):
@@ -25,6 +26,19 @@ class Hysteresis(str, enum.Enum):
     """Paddle: the scale is lowered once per ``h`` consecutive overflows."""
 
 
+class AtFloor(str, enum.Enum):
+    """What happens when gradients overflow though the scale is at its floor."""
+
+    WARN = "warn"
+    """Warn, once for each time that the floor is reached."""
+
+    RAISE = "raise"
+    """Raise `ScaleFloorError` from `GradScaler.update`, as DeepSpeed does."""
+
+    STOP = "stop"
+    """Warn, and stop scaling: the scale is 1 from then on; steps are still checked and skipped."""
+
+
 @dataclass(frozen=True)
 class Schedule:
     """How the loss scale moves. The defaults are torch's.
@@ -38,6 +52,8 @@ class Schedule:
         max_scale: it is never raised above this.
         hysteresis: number of overflows that it takes to lower it; see `Hysteresis`.
         hysteresis_kind: what that number means.
+        at_floor: what happens when gradients overflow at `min_scale`; see `AtFloor`. With another
+            value than `AtFloor.WARN`, `GradScaler.update` waits for the device once.
     """
 
     growth_factor: float = 2.0
@@ -47,8 +63,16 @@ class Schedule:
     max_scale: float = math.inf
     hysteresis: int = 1
     hysteresis_kind: Hysteresis = Hysteresis.BUDGET
+    at_floor: AtFloor = AtFloor.WARN
+
+    @classmethod
+    def constant(cls, scale: float) -> Schedule:
+        """Return the schedule of a scale that never moves: its floor and ceiling are `scale`."""
+        return cls(min_scale=scale, max_scale=scale)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "hysteresis_kind", Hysteresis(self.hysteresis_kind))
+        object.__setattr__(self, "at_floor", AtFloor(self.at_floor))
         _check(self.growth_factor > 1.0, "The growth factor must be > 1.0.", AssertionError)
         _check(self.backoff_factor < 1.0, "The backoff factor must be < 1.0.", AssertionError)
         _check(math.isfinite(self.growth_factor), f"The growth factor {self.growth_factor} is not finite.")
@@ -66,6 +90,15 @@ class Schedule:
             isinstance(self.hysteresis, int) and self.hysteresis > 0,
             f"The hysteresis must be a positive number of overflows, got {self.hysteresis!r}.",
         )
+
+
+def further_fields(schedule: Schedule) -> dict[str, Any]:
+    """Return, as plain values, what `schedule` has beyond torch's three and not as by default."""
+    return {
+        field.name: value.value if isinstance(value := getattr(schedule, field.name), enum.Enum) else value
+        for field in fields(schedule)[3:]
+        if getattr(schedule, field.name) != field.default
+    }
 
 
 def _check(holds: bool, text: str, error: type[Exception] = ValueError) -> None:

@@ -13,7 +13,9 @@ from amp_core.plugin.interface import API_VERSION, Availability, Backend, Refusa
 from amp_core.plugin.manager import (
     backends,
     get_backend,
+    register,
     replace_backend,
+    unregister,
 )
 from amp_core.plugin.registry import Owner, Registry
 from amp_core.plugin.spec import NAME
@@ -34,5 +36,7 @@ __all__ = [
     "backends",
     "get_backend",
     "hookimpl",
+    "register",
     "replace_backend",
+    "unregister",
 ]

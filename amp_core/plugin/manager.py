@@ -43,6 +43,7 @@ BUILT_IN: Mapping[str, str] = MappingProxyType(
     }
 )
 _UNNAMED = "privateuseone"
+_SCALER_HOOKS = ("amp_step", "amp_skip", "amp_scale_change")
 TORCH_DEVICE_TYPES = ("hpu", "ipu", "maia", "mps", "mtia", "xla")
 
 
@@ -57,6 +58,7 @@ class Manager:
         self._tried: set[str] = set()
         self._pluggy = pluggy.PluginManager(spec.NAME)
         self._pluggy.add_hookspecs(spec)
+        self.listens = False
         self._pluggy.hook.amp_register_backends.call_historic(kwargs={"registry": self.registry})
 
     def get(self, device_type: str) -> Backend:
@@ -156,6 +158,35 @@ class Manager:
         # Before 1.7, pluggy keeps a plugin registered whose registration failed.
         if module is not None and self._pluggy.is_registered(module):
             self._pluggy.unregister(module)
+            self._look_for_listeners()
+
+    def add(self, plugin: object, name: str | None) -> None:
+        """Register `plugin`, of any kind; undone if one of its hooks is unknown or takes a wrong argument."""
+        with self._lock:
+            self._pluggy.register(plugin, name)
+            try:
+                self._pluggy.check_pending()
+                if not self._pluggy.get_hookcallers(plugin):
+                    raise ValueError(_no_hooks(plugin))
+            except BaseException:
+                self._pluggy.unregister(plugin)
+                raise
+            self._look_for_listeners()
+
+    def remove(self, plugin: object) -> None:
+        """Undo `add`."""
+        with self._lock:
+            if not self._pluggy.is_registered(plugin):
+                raise ValueError(f"{plugin!r} is not registered with amp-core, so it cannot be unregistered.")
+            self._pluggy.unregister(plugin)
+            self._look_for_listeners()
+
+    def call(self, hook: str, **event: object) -> None:
+        """Call `hook` in all plugins."""
+        getattr(self._pluggy.hook, hook)(**event)
+
+    def _look_for_listeners(self) -> None:
+        self.listens = any(getattr(self._pluggy.hook, hook).get_hookimpls() for hook in _SCALER_HOOKS)
 
     def _check_added(self, candidate: Candidate, owner: Owner) -> None:
         added = self.registry.added_by(owner)
@@ -174,6 +205,7 @@ class Manager:
     def _register(self, module: ModuleType, owner: Owner) -> None:
         with self.registry.claimed(owner):
             self._pluggy.register(module, name=f"{owner.plugin}:{module.__name__}")
+        self._look_for_listeners()
 
     def _raise_if_strict(self, failure: Failure | None) -> None:
         if failure is not None and _env.strict_plugins():
@@ -226,17 +258,25 @@ def _present_name(device_type: str) -> str:
     return _torch.privateuse1_name() if device_type == _UNNAMED else device_type
 
 
+def _no_hooks(plugin: object) -> str:
+    known = ", ".join(sorted(spec.__all__))
+    return (
+        f"{plugin!r} has no hook of amp-core's. A hook is a function or method with one of the names "
+        f"{known}, marked with amp_core.plugin.hookimpl."
+    )
+
+
 def _warn(failure: Failure) -> None:
     warnings.warn(
         f"{failure}. It was left out; other backends are not affected. Set "
         f"{_env.DISABLE_BACKENDS}={failure.owner.plugin} to silence this, or "
         f"{_env.STRICT_PLUGINS}=1 to raise the error.",
         PluginWarning,
-        stacklevel=_level_outside(),
+        stacklevel=level_outside(),
     )
 
 
-def _level_outside() -> int:
+def level_outside() -> int:
     """Return the `stacklevel`, seen from the caller, of the first frame that is not amp-core's."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("amp_core."):
@@ -268,6 +308,40 @@ def get_backend(device_type: str) -> Backend:
     """
     held = _manager.registry.get(device_type) if _manager is not None else None
     return held[0] if held is not None else manager().get(device_type)
+
+
+def plugins_listen() -> bool:
+    """Whether a plugin has a hook that `GradScaler` calls."""
+    return _manager is not None and _manager.listens
+
+
+def call_plugins(hook: str, **event: object) -> None:
+    """Call `hook` in every plugin that has it."""
+    if plugins_listen():
+        manager().call(hook, **event)
+
+
+def register(plugin: object, name: str | None = None) -> None:
+    """Register a plugin: a module or an object whose functions are marked with `hookimpl`.
+
+    Args:
+        plugin: has at least one hook of `amp_core.plugin.spec`.
+        name: for messages; by default its own.
+
+    Raises:
+        ValueError: it is registered already, or has no hook.
+        pluggy.PluginValidationError: a hook is unknown, or takes an argument that it is not given.
+    """
+    manager().add(plugin, name)
+
+
+def unregister(plugin: object) -> None:
+    """Undo `register`.
+
+    Raises:
+        ValueError: it is not registered.
+    """
+    manager().remove(plugin)
 
 
 def backends() -> Mapping[str, BackendStatus]:

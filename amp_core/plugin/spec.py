@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING
 import pluggy
 
 if TYPE_CHECKING:
+    from amp_core.grad_scaler import GradScaler
     from amp_core.plugin.registry import Registry
+    from amp_core.scaler.hooks import ScaleChange
+    from amp_core.scaler.record import StepRecord
 
 NAME = "amp_core"
 _spec = pluggy.HookspecMarker(NAME)
@@ -25,4 +28,27 @@ def amp_register_backends(registry: Registry) -> None:
     """
 
 
-__all__ = ["amp_register_backends"]
+@_spec
+def amp_step(scaler: GradScaler, record: StepRecord) -> None:
+    """Look at a step, taken or skipped.
+
+    Called in `GradScaler.update`, last, for each step since the update before. While a plugin has one
+    of these three hooks, each `update` of each scaler waits for the device once.
+
+    Args:
+        scaler: took or skipped it; its scale has moved already.
+        record: complete; reading it waits no more.
+    """
+
+
+@_spec
+def amp_skip(scaler: GradScaler, record: StepRecord) -> None:
+    """Look at a step that was skipped; after `amp_step`, otherwise as it."""
+
+
+@_spec
+def amp_scale_change(scaler: GradScaler, change: ScaleChange) -> None:
+    """Look at a move of the scale; after the steps of the same update, otherwise as `amp_step`."""
+
+
+__all__ = ["amp_register_backends", "amp_scale_change", "amp_skip", "amp_step"]

@@ -50,7 +50,7 @@ def step_fused(
         return cast("float | None", optimizer.step(*args, **{**kwargs, "grad_scaler": scaler}))
     divisor = _read(optimizer, state, scale, max_norm, norm_type)
     if not is_tracing():  # a history that grows would have every step compiled anew
-        scaler._record(optimizer, state)
+        scaler._describe(scaler._record(optimizer, state), optimizer, state.pop("looked", None))
     preset = getattr(optimizer, "grad_scale", None)
     if divisor is not None and preset is not None:
         divisor = divisor * preset
@@ -82,6 +82,7 @@ def _read(
         return None
     parts = gather(optimizer, allow_fp16=True)
     measured = [part.measure(norm_type) for part in parts]
+    state["looked"] = parts, measured
     before = list(state["found_inf_per_device"].items())
     state["found_inf_per_device"] = by_device(
         before + [(p.device, m.found_inf) for p, m in zip(parts, measured, strict=True)]

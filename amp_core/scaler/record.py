@@ -8,15 +8,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
 @dataclass(frozen=True)
 class BadParameter:
-    """A parameter whose gradient held an inf or a NaN, and in how many elements."""
+    """A parameter whose gradient held an inf or a NaN.
+
+    Attributes:
+        name: its name in ``named_parameters``, or its shape.
+        nonfinite: the number of such elements; ``None`` where the device decided and nobody counted.
+        elements: the number of all its elements.
+    """
 
     name: str
-    nonfinite: int
+    nonfinite: int | None
     elements: int
 
 
@@ -27,54 +34,117 @@ class StepRecord:
     Attributes:
         number: the count of `GradScaler.update` calls before it.
         optimizer: the optimizer's class name.
+        key: the key of the scale that its gradients had; ``None`` for the scaler's own.
     """
 
     number: int
     optimizer: str
-    _found_inf: Tensor
-    _scale_before: Tensor
-    _scale_after: Tensor | None = None
-    _total_norm: Tensor | None = None
-    _params: Sequence[str] = field(default=(), repr=False)
-    _nonfinite: Tensor | None = field(default=None, repr=False)
+    _found_inf: Tensor | float
+    _scale_before: Tensor | float
+    _scale_after: Tensor | float | None = None
+    _total_norm: Tensor | float | None = None
+    _params: Sequence[tuple[str, int]] = field(default=(), repr=False)
+    _nonfinite: Tensor | list[float] | None = field(default=None, repr=False)
+    _micro_batches: Tensor | list[float] | None = field(default=None, repr=False)
     _bad: tuple[BadParameter, ...] | None = None
+    _rank: int | None = field(default=None, repr=False)
+    key: str | None = None
 
     @property
     def skipped(self) -> bool:
         """Whether the step was skipped because a gradient was not finite."""
-        return bool(self._found_inf.item())
+        self._found_inf = float(self._found_inf)
+        return bool(self._found_inf)
 
     @property
     def scale_before(self) -> float:
         """The scale that the gradients had."""
-        return float(self._scale_before.item())
+        return float(self._scale_before)
 
     @property
     def scale_after(self) -> float | None:
         """The scale after the `update` that followed; ``None`` before it."""
-        return None if self._scale_after is None else float(self._scale_after.item())
+        return None if self._scale_after is None else float(self._scale_after)
 
     @property
     def total_norm(self) -> float | None:
         """The norm of the true gradients before clipping; ``None`` where none was asked for."""
-        return None if self._total_norm is None else float(self._total_norm.item())
+        return None if self._total_norm is None else float(self._total_norm)
 
     @property
     def bad_parameters(self) -> tuple[BadParameter, ...]:
         """The parameters whose gradients held an inf or a NaN; empty where the step was taken."""
+        if self._bad is None and self._nonfinite is not None:
+            flags = _values(self._nonfinite)
+            self._bad = tuple(
+                BadParameter(name, None, elements)
+                for (name, elements), flag in zip(self._params, flags, strict=True)
+                if flag
+            )
         return self._bad or ()
+
+    @property
+    def bad_micro_batches(self) -> tuple[int, ...]:
+        """Which micro-batches of the step's `AccumulationWindow` held an inf or a NaN, from 0; else empty."""
+        return tuple(i for i, flag in enumerate(_values(self._micro_batches)) if flag)
+
+    @property
+    def rank(self) -> int | None:
+        """The rank of this process in ``torch.distributed``; ``None`` where it is not initialised."""
+        if self._rank is None:
+            self._rank = rank()
+        return self._rank
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything as plain values, for a log."""
         return {
             "number": self.number,
             "optimizer": self.optimizer,
+            "key": self.key,
+            "rank": self.rank,
             "skipped": self.skipped,
             "scale_before": self.scale_before,
             "scale_after": self.scale_after,
             "total_norm": self.total_norm,
+            "bad_micro_batches": list(self.bad_micro_batches),
             "bad_parameters": [vars(b) for b in self.bad_parameters],
         }
+
+
+_ON_DEVICE = ("_found_inf", "_scale_before", "_scale_after", "_total_norm", "_nonfinite", "_micro_batches")
+
+
+def fetch(records: Sequence[StepRecord]) -> None:
+    """Bring all that `records` hold to the host in one copy, so that reading them waits no more."""
+    held = [
+        (record, name, value)
+        for record in records
+        for name in _ON_DEVICE
+        if isinstance(value := getattr(record, name), Tensor)
+    ]
+    if not held:
+        return
+    device = held[0][2].device
+    dtype = torch.float32 if device.type == "mps" else torch.float64
+    flat = [value.detach().reshape(-1).to(device, dtype) for _, _, value in held]
+    values = iter(torch.cat(flat).tolist())
+    for record, name, value in held:
+        found = [next(values) for _ in range(value.numel())]
+        setattr(record, name, found if value.dim() else found[0])
+
+
+def _values(flags: Tensor | list[float] | None) -> list[float]:
+    if isinstance(flags, Tensor):
+        return [float(value) for value in flags.tolist()]
+    return flags or []
+
+
+def rank() -> int | None:
+    """Return this process's rank in ``torch.distributed``; ``None`` where it is not initialised."""
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank()
+    return None
 
 
 class History(Sequence[StepRecord]):
@@ -99,6 +169,7 @@ class History(Sequence[StepRecord]):
     @property
     def skipped(self) -> list[StepRecord]:
         """The steps that were skipped."""
+        fetch(self._records)
         return [record for record in self._records if record.skipped]
 
     def plot(self, path: str | Path) -> None:
@@ -115,6 +186,7 @@ class History(Sequence[StepRecord]):
 
         if not self._records:
             raise ValueError("The history is empty: no step was taken or skipped since the scaler was made.")
+        fetch(self._records)
         scales = {record.number: record.scale_before for record in self._records}
         save_scale(scales, sorted({record.number for record in self.skipped}), path)
 
@@ -127,6 +199,10 @@ def bad_parameters(
     for param, grad in zip(params, grads, strict=True):
         count = int((~grad.detach().isfinite()).sum().item())
         if count:
-            name = names.get(id(param), f"parameter of shape {tuple(param.shape)}")
-            found.append(BadParameter(name, count, grad.numel()))
+            found.append(BadParameter(name_of(param, names), count, grad.numel()))
     return tuple(found)
+
+
+def name_of(param: Tensor, names: Mapping[int, str]) -> str:
+    """Return the name of `param`, or what can be said instead."""
+    return names.get(id(param)) or f"parameter of shape {tuple(param.shape)}"

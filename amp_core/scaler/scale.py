@@ -15,14 +15,15 @@ from amp_core.scaler.arithmetic import combine, valid_scale
 from amp_core.scaler.gradients import is_tracing, kernels_of
 from amp_core.scaler.record import History, StepRecord
 from amp_core.scaler.replicate import OptimizerStates
-from amp_core.state import Schedule
+from amp_core.scaler.report import Reporting
+from amp_core.state import Schedule, further_fields
 
 _NO_SCALE = (
     "This may indicate your script did not use scaler.scale(loss or outputs) earlier in the iteration."
 )
 
 
-class ScaleKeeper(torch.amp.GradScaler):
+class ScaleKeeper(Reporting):
     """The half of `GradScaler` that has to do with the scale and not with optimizers."""
 
     _device: str
@@ -32,7 +33,8 @@ class ScaleKeeper(torch.amp.GradScaler):
     last_step: weakref.WeakKeyDictionary[torch.optim.Optimizer, StepRecord]
 
     def _start(self, init_scale: float, history: int) -> None:
-        self._init_scale = valid_scale(init_scale)
+        within = max(valid_scale(init_scale), self._schedule.min_scale)
+        self._init_scale = min(within, self._schedule.max_scale)
         self._init_growth_tracker = 0
         self._init_hysteresis_left = self._schedule.hysteresis
         self._scale: Tensor | None = None
@@ -43,6 +45,7 @@ class ScaleKeeper(torch.amp.GradScaler):
         self._since_update: list[StepRecord] = []
         self.history = History(history)
         self.last_step = weakref.WeakKeyDictionary()
+        self._start_reporting()
 
     def _scale_on(self, device: torch.device) -> Tensor:
         if self._scale is None:
@@ -79,6 +82,7 @@ class ScaleKeeper(torch.amp.GradScaler):
         if not self._enabled:
             return
         scale, tracker = self._check_scale_growth_tracker("update")
+        before = None if is_tracing() else self._seen_by_hooks(scale)
         if new_scale is not None:
             self._set_scale(scale, new_scale)
         else:
@@ -89,14 +93,19 @@ class ScaleKeeper(torch.amp.GradScaler):
             kernels_of(scale.device).update_scale_(tensors, combine(found, scale.device), self._schedule)
         self._per_optimizer_states = OptimizerStates()
         if not is_tracing():
-            self._close_records(scale)
+            self._close_records(scale, before)
 
-    def _close_records(self, scale: Tensor) -> None:
+    def _seen_by_hooks(self, scale: Tensor) -> Tensor | None:
+        # Where there are records, they know it.
+        return scale.clone() if not self._since_update and self._hooks.anyone() else None
+
+    def _close_records(self, scale: Tensor, before: Tensor | None) -> None:
         after = scale.clone()
-        for record in self._since_update:
+        records, self._since_update = self._since_update, []
+        for record in records:
             record._scale_after = after
-        self._since_update = []
         self._updates += 1
+        self._report(records, before)
 
     def _set_scale(self, scale: Tensor, new_scale: float | Tensor) -> None:
         if not isinstance(new_scale, Tensor):
@@ -177,7 +186,8 @@ class ScaleKeeper(torch.amp.GradScaler):
         }
         if self._schedule.hysteresis > 1:
             state["_hysteresis_left"] = self._get_hysteresis_left()
-        return state
+        further = further_fields(self._schedule)
+        return {**state, "_schedule": further} if further else state
 
     def _get_hysteresis_left(self) -> int:
         left = self._hysteresis_left
@@ -203,6 +213,7 @@ class ScaleKeeper(torch.amp.GradScaler):
             growth_factor=state_dict["growth_factor"],
             backoff_factor=state_dict["backoff_factor"],
             growth_interval=state_dict["growth_interval"],
+            **state_dict.get("_schedule", {}),
         )
         scale, tracker = valid_scale(state_dict["scale"]), int(state_dict["_growth_tracker"])
         self._init_hysteresis_left = int(state_dict.get("_hysteresis_left", schedule.hysteresis))
@@ -227,6 +238,7 @@ class ScaleKeeper(torch.amp.GradScaler):
             state.update(
                 _names={}, history=None, last_step=None, _per_optimizer_states=None, _since_update=[]
             )
+            state.update(_hooks=None, _in_a_row=None, _described=None)
             state["_history_size"] = self.history._records.maxlen
         return state
 
@@ -235,4 +247,5 @@ class ScaleKeeper(torch.amp.GradScaler):
         if self._enabled:
             self.history = History(self.__dict__.pop("_history_size"))
             self._per_optimizer_states = OptimizerStates()
+            self._start_reporting()
             self.last_step = weakref.WeakKeyDictionary()
