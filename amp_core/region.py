@@ -14,7 +14,7 @@ from amp_core import _torch
 from amp_core._torch_dispatch import constant_for_dynamo
 from amp_core.decorate import autocast_decorator
 from amp_core.device import device_type_of
-from amp_core.dispatch.activate import activation, pop, push
+from amp_core.dispatch.activate import activation, default_policy, in_float32, pop, push
 from amp_core.errors import PolicyError
 from amp_core.plugin.manager import get_backend
 from amp_core.region_state import settings_of
@@ -62,26 +62,35 @@ class Region(torch.autocast):
     def enter_traced(self) -> Self:
         """Enter while Dynamo traces."""
         # torch.compile and torch.export recognise a `with torch.autocast`, nothing else.
-        traced = _traced(self.device, self.fast_dtype, self._enabled, self._keeps_casts)
+        dtype, handle = self._traced_settings()
+        traced = _traced(self.device, dtype, self._enabled, self._keeps_casts)
         traced.__enter__()
         self._tracing = (*self._tracing, traced)
-        if self._policy_handle is not None:
-            push(self._policy_handle)
+        if handle is not None:
+            push(handle)
         return self
 
     def exit_traced(self) -> bool:
         """Leave while Dynamo traces."""
-        if self._policy_handle is not None:
-            pop(self._policy_handle)
+        _, handle = self._traced_settings()
+        if handle is not None:
+            pop(handle)
         traced = self._tracing[-1]
         self._tracing = self._tracing[:-1]
         traced.__exit__(None, None, None)
         return False
 
+    def _traced_settings(self) -> tuple[torch.dtype, int | None]:
+        if self._enabled and self.fast_dtype is torch.float32:
+            traced: tuple[torch.dtype, int] = _float32_traced(self.device, self._policy)
+            return traced
+        return self.fast_dtype, self._policy_handle
+
     @property
     def _cache_enabled(self) -> bool:  # type: ignore[override]  # in torch an attribute, set by torch alone
         # torch's name. Dynamo reads it to enter, as torch.autocast, an instance that it did not see built.
-        if self._policy_handle is not None and _torch.dynamo_is_at_work():
+        _, handle = self._traced_settings()
+        if handle is not None and _torch.dynamo_is_at_work():
             raise PolicyError(
                 f"{self!r} has a policy and was built outside the function that torch.compile is tracing, "
                 f"where its policy would be lost. Build the region inside that function."
@@ -152,6 +161,15 @@ def _resolve(
     if policy is None:
         _resolved[backend, fast_dtype] = resolved
     return resolved
+
+
+@constant_for_dynamo
+def _float32_traced(device_type: str, policy: OpPolicy | None) -> tuple[torch.dtype, int]:
+    """Return what stands for a region of float32 in a graph, where torch's own region would refuse it."""
+    backend = get_backend(device_type)
+    found = activation(backend, in_float32(policy or default_policy(backend)))
+    assert found is not None, "only a default policy has none"
+    return backend.default_dtype(), found.handle
 
 
 @functools.cache

@@ -241,6 +241,13 @@ def _warn_no_rules(device_type: str) -> None:
     )
 
 
+@lru_cache(maxsize=64)
+def in_float32(policy: OpPolicy) -> OpPolicy:
+    """Return `policy` as it is in a region whose dtype is float32."""
+    low = [op for op, rule in policy.rules.items() if rule == r.LOWER_PRECISION_FP]
+    return policy.override(dict.fromkeys(low, r.FP32), origin="dtype=torch.float32")
+
+
 def emulation(policy: OpPolicy) -> Activation:
     """Return an activation that runs every rule of `policy` from Python, those that torch has too.
 

@@ -36,9 +36,9 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
+if TYPE_CHECKING:
     from amp_core.kernels import Kernels
     from amp_core.policy import OpPolicy
 
@@ -104,10 +104,11 @@ class Backend(ABC):
         """Decide whether an enabled region may use `dtype`; ``None`` admits it.
 
         The default is torch's rule for every device but CUDA: a dtype outside `supported_dtypes`
-        is warned about and disables the region. (torch/amp/autocast_mode.py, 2.13)
+        is warned about and disables the region. (torch/amp/autocast_mode.py, 2.13) float32 is admitted
+        everywhere, as torch does on CUDA alone: ops of low precision then run in float32.
         """
         supported = self.supported_dtypes()
-        if dtype in supported:
+        if dtype in supported or dtype is torch.float32:
             return None
         name = self._display_name()
         return Refusal(

@@ -36,7 +36,7 @@ def outcome(make: Any) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "xpu", "mps", "mtia", "hpu", "xla", "maia", "cpu:0"])
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16, torch.float32, torch.int8])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16, torch.int8])
 @pytest.mark.parametrize("enabled", [True, False])
 def test_construction(device: str, dtype: torch.dtype | None, enabled: bool) -> None:
     """A device, dtype or switch is taken, refused or warned about otherwise than by torch."""
