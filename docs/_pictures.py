@@ -17,6 +17,7 @@ from amp_core.state import OptState, ScaleState, Schedule, next_scale, next_stag
 
 _MARK = re.compile(r"^<!-- draw: (\w+) -->$", re.MULTILINE)
 _DEVICES = ("cpu", "cuda", "xpu", "mps")
+_TABLED = (*_DEVICES, "mtia", "maia")
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
@@ -32,6 +33,20 @@ def rules() -> str:
         numbers = [counts[d][name] for d in _DEVICES]
         if any(numbers):
             lines.append(f"| `{name}` | {text} | {' | '.join(map(str, numbers))} |")
+    return "\n".join(lines)
+
+
+def ops() -> str:
+    """List every op that some device has a rule for, with its rule on each device."""
+    policies = {d: dict(OpPolicy.default(d)) for d in _TABLED}
+    lines = [
+        f"| op | {' | '.join(_TABLED)} | everywhere by `uniform` |",
+        "|---|" + "---|" * (len(_TABLED) + 1),
+    ]
+    uniform = dict(OpPolicy.uniform("cpu"))
+    for op in sorted({op for rules in (*policies.values(), uniform) for op in rules}):
+        found = [policies[d].get(op, "") for d in _TABLED] + [uniform.get(op, "")]
+        lines.append(f"| `{op}` | {' | '.join(f'`{rule}`' if rule else '' for rule in found)} |")
     return "\n".join(lines)
 
 

@@ -6,6 +6,7 @@ import difflib
 import fnmatch
 import types
 from collections.abc import Iterator, Mapping
+from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 from amp_core import _torch
 from amp_core.errors import PolicyError
 from amp_core.policy.op_policy import Explanations, OpName, OpPolicy
+from amp_core.policy.toml import read_modules, write_modules
 
 if TYPE_CHECKING:
     from amp_core.dispatch.activate import Changes
@@ -24,7 +26,7 @@ _FLOAT32 = "fp32"
 
 def apply_policy(
     model: nn.Module,
-    rules: Mapping[str, Mapping[OpName, str] | str],
+    rules: Mapping[str, Mapping[OpName, str] | str] | PathLike[str],
     *,
     device_type: str | None = None,
 ) -> AppliedPolicy:
@@ -39,19 +41,29 @@ def apply_policy(
             `OpPolicy.override`, or ``"fp32"``: the module runs without autocast and gets its floating-point
             tensor arguments in float32. ``*`` stands for one part of a name, ``**`` for any number of
             parts, ``""`` for the model itself. Where several globs match one module, later ones win.
+            Or the path of a TOML file with such rules in its table ``modules``.
         device_type: by default, that of the model's first parameter or buffer.
 
     Raises:
-        PolicyError: a glob matches no module, an op or rule is unknown or cannot be applied. The model is
-            then as it was.
+        PolicyError: a glob matches no module, an op or rule is unknown or cannot be applied; for a file,
+            with the line. The model is then as it was.
+        OSError: the file cannot be read.
     """
     device_type = device_type or _device_type(model)
+    places: Mapping[str, str] = {}
+    if isinstance(rules, PathLike):
+        rules, places = read_modules(rules)
     planned: dict[str, _Region] = {}
     for glob, what in rules.items():
-        region = _region(device_type, glob, what)
-        for name in _matches(model, glob):
-            planned[name] = region.on_top_of(planned.get(name))
-    return AppliedPolicy(model, device_type, planned)
+        try:
+            region = _region(device_type, glob, what)
+            for name in _matches(model, glob):
+                planned[name] = region.on_top_of(planned.get(name))
+        except PolicyError as error:
+            if glob not in places:
+                raise
+            raise PolicyError(f"{places[glob]}: {error}") from error
+    return AppliedPolicy(model, device_type, planned, rules)
 
 
 class AppliedPolicy:
@@ -61,8 +73,15 @@ class AppliedPolicy:
         modules: the names of the modules that have rules of their own.
     """
 
-    def __init__(self, model: nn.Module, device_type: str, regions: Mapping[str, _Region]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        device_type: str,
+        regions: Mapping[str, _Region],
+        rules: Mapping[str, Mapping[OpName, str] | str],
+    ) -> None:
         self.modules = tuple(regions)
+        self._rules = rules
         self._regions = regions
         self._device_type = device_type
         self._wrapped = [_Wrapped(model.get_submodule(name), region) for name, region in regions.items()]
@@ -78,6 +97,12 @@ class AppliedPolicy:
         for wrapped in self._wrapped:
             wrapped.remove()
         self._wrapped = []
+
+    def to_toml(self) -> str:
+        """Return the rules as TOML, which `apply_policy` reads from a file."""
+        return write_modules(
+            {g: what if isinstance(what, str) else _named(what) for g, what in self._rules.items()}
+        )
 
     def explain(self, module: str, op: OpName) -> Explanations:
         """Return rule and origin of `op` in the module called `module`, over the device's default policy.
@@ -195,6 +220,10 @@ def _region(device_type: str, glob: str, what: Mapping[OpName, str] | str) -> _R
     except PolicyError as error:
         raise PolicyError(f"{glob!r}: {error}") from error
     return _Region(device_type, Changes(device_type, rules, f"module glob {glob!r}"))
+
+
+def _named(rules: Mapping[OpName, str]) -> dict[str, str]:
+    return {op if isinstance(op, str) else str(op): rule for op, rule in rules.items()}
 
 
 def _device_type(model: nn.Module) -> str:

@@ -1,11 +1,14 @@
 """Policies as TOML files.
 
-Written by hand: the format is three keys and one table, and needs no package to write.
+Written by hand: the format is two keys and two tables, and needs no package to write. Strings are quoted by
+JSON, whose escapes TOML has too.
 """
 
 from __future__ import annotations
 
+import json
 import sys
+from collections.abc import Mapping
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
@@ -18,7 +21,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib  # type: ignore[import-not-found,unused-ignore]
 
-_KEYS = ("device_type", "base", "rules")
+_KEYS = ("device_type", "base", "rules", "modules")
 _BASES = ("default", "uniform", "float32", "none")
 
 
@@ -28,6 +31,38 @@ def write(policy: OpPolicy) -> str:
     for op, (_, rule) in OpPolicy.default(policy.device_type).diff(policy).items():
         lines.append(f'"{op}" = "{rule}"')
     return "\n".join(lines) + "\n"
+
+
+ModuleRules = Mapping[str, "Mapping[str, str] | str"]
+"""Glob over module names to op rules, or to ``"fp32"``; see `amp_core.apply_policy`."""
+
+
+def write_modules(rules: ModuleRules) -> str:
+    """Return the rules of modules as TOML: the table ``modules``."""
+    whole = [f"{_quoted(g)} = {_quoted(what)}" for g, what in rules.items() if isinstance(what, str)]
+    lines = ["[modules]", *whole] if whole else []
+    for glob, what in rules.items():  # after the others: keys belong to the last table that was named
+        if not isinstance(what, str):
+            lines.append(f"[modules.{_quoted(glob)}]")
+            lines += [f"{_quoted(op)} = {_quoted(rule)}" for op, rule in what.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def read_modules(source: str | PathLike[str]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the rules of modules in `source`, and where each glob stands, as ``file:line``.
+
+    Raises:
+        PolicyError: it is not TOML, or has no table ``modules``.
+    """
+    text, where = _load(source)
+    found = _parse(text, where).get("modules")
+    if not found:
+        raise PolicyError(f"{where}: has no rules for modules; they stand in the table [modules].")
+    return found, {glob: f"{where}:{_line(text, glob, 'modules')}" for glob in found}
 
 
 def read(source: str | PathLike[str], device_type: str | None) -> OpPolicy:
@@ -74,6 +109,10 @@ def _parse(text: str, where: str) -> dict[str, Any]:
             raise PolicyError(f"{where}:{line}: unknown key {key!r}; the keys are {', '.join(_KEYS)}.")
     if not isinstance(data.get("rules", {}), dict):
         raise PolicyError(f"{where}:{_line(text, 'rules')}: rules is a table, [rules], of op = rule.")
+    if not isinstance(data.get("modules", {}), dict):
+        raise PolicyError(
+            f"{where}:{_line(text, 'modules')}: modules is a table, [modules], of glob = rules."
+        )
     return data
 
 
@@ -97,10 +136,11 @@ def _override(policy: OpPolicy, data: dict[str, Any], text: str, where: str) -> 
     return policy
 
 
-def _line(text: str, key: str) -> int:
+def _line(text: str, key: str, table: str | None = None) -> int:
     """The line on which `key` is set: the first that starts with it, quoted or not, or names its table."""
+    heads = {key} if table is None else {key, f'{table}."{key}"', f"{table}.{key}", f"{table}.'{key}'"}
     for number, line in enumerate(text.splitlines(), 1):
-        head = line.partition("=")[0].strip().strip("[]").strip().strip("\"'")
-        if head == key:
+        head = line.partition("=")[0].strip().strip("[]").strip()
+        if head in heads or head.strip("\"'") in heads:
             return number
     return 1

@@ -1,0 +1,77 @@
+"""``amp policy``, as users run it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from amp_core import OpPolicy
+from amp_core.cli import main
+
+
+def output(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["policy", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "xpu", "mps"])
+def test_all_rules_of_a_device(device: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A rule is left out, or that of another device is shown."""
+    rows = json.loads(output(capsys, device, "--json"))
+    assert {row["op"]: row["rule"] for row in rows} == dict(OpPolicy.default(device))
+    text = output(capsys, device)
+    assert f"{len(rows)} rules" in text
+    assert "aten::mm" in text
+
+
+def test_one_op(capsys: pytest.CaptureFixture[str]) -> None:
+    """The answer to "why is softmax in float32" is wrong or has no origin."""
+    rows = json.loads(output(capsys, "cuda", "--op", "softmax", "--json"))
+    assert {k: rows[0][k] for k in ("op", "rule")} == {
+        "op": "aten::softmax.int",
+        "rule": "fp32_set_opt_dtype",
+    }
+    assert rows[0]["origin"]
+    assert "fp32_set_opt_dtype" in output(capsys, "cuda", "--op", "softmax")
+
+
+def test_difference_of_two_devices(capsys: pytest.CaptureFixture[str]) -> None:
+    """The ops that two devices treat differently are not those of `OpPolicy.diff`."""
+    rows = json.loads(output(capsys, "--diff", "cpu", "cuda", "--json"))
+    wanted = OpPolicy.default("cpu").diff(OpPolicy.default("cuda"))
+    assert {row["op"]: (row["cpu"], row["cuda"]) for row in rows} == wanted
+    assert f"{len(wanted)} ops differ" in output(capsys, "--diff", "cpu", "cuda")
+
+
+def test_a_file_and_the_variable(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file, or `AMP_POLICY`, is shown without its line, or not at all."""
+    path = tmp_path / "mine.toml"
+    path.write_text('device_type = "cpu"\n[rules]\nmm = "fp32"\n')
+    assert f"{path}:3" in output(capsys, str(path), "--op", "mm")
+    assert "lower_precision_fp" in output(capsys, "cpu", "--op", "mm")
+    monkeypatch.setenv("AMP_POLICY", str(path))
+    assert f"{path}:3" in output(capsys, "cpu", "--op", "mm")
+
+
+def test_uniform_is_the_same_everywhere(capsys: pytest.CaptureFixture[str]) -> None:
+    """``--uniform`` shows the device's own rules."""
+    assert "0 ops differ" in output(capsys, "--diff", "cpu", "cuda", "--uniform")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["cuda", "--op", "softmaks"], "softmax"),
+        (["npu9"], "npu9"),
+        (["nowhere.toml"], "nowhere.toml"),
+        (["cpu", "--diff", "cpu", "cuda"], "takes no other policy"),
+    ],
+)
+def test_bad_input(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A mistake ends in a traceback, or in exit code 0."""
+    assert main(["policy", *arguments]) == 2
+    assert text in capsys.readouterr().err
