@@ -106,7 +106,7 @@ def dispatch() -> str:
     return _svg(865, 90, parts, "torch.mm on its way through a region")
 
 
-_DRAW: dict[str, Callable[[], str]] = {f.__name__: f for f in (dispatch, rules, schedule, stages)}
+_DRAW: dict[str, Callable[[], str]] = {f.__name__: f for f in (dispatch, ops, rules, schedule, stages)}
 
 
 def _svg(width: int, height: int, parts: list[str], title: str) -> str:

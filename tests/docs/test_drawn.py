@@ -1,0 +1,38 @@
+"""What the documentation draws from the code's tables when it is built."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from amp_core import OpPolicy
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = [page for page in DOCS.rglob("*.md") if "<!-- draw:" in page.read_text()]
+
+
+@pytest.fixture(scope="module")
+def pictures() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("docs_pictures", DOCS / "_pictures.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_mark_is_drawn(page: Path, pictures: ModuleType) -> None:
+    """A page asks for a picture that is not there: the build fails."""
+    assert "<!-- draw:" not in pictures.on_page_markdown(page.read_text())
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "mps"])
+def test_the_table_of_ops_holds_every_rule(device: str, pictures: ModuleType) -> None:
+    """The reference leaves out an op, or gives it the rule of another device."""
+    head = pictures.ops().splitlines()[0].strip("| ").split(" | ")
+    column = head.index(device)
+    cells = (line.split("|") for line in pictures.ops().splitlines()[2:])
+    found = {c[1].strip(" `"): c[column + 1].strip(" `") for c in cells}
+    assert {op: rule for op, rule in found.items() if rule} == dict(OpPolicy.default(device))
