@@ -10,7 +10,9 @@ STRICT_PLUGINS = "AMP_STRICT_PLUGINS"
 POLICY = "AMP_POLICY"
 DEPRECATION = "AMP_DEPRECATION"
 COMPILED = "AMP_COMPILED"
+TRITON = "AMP_TRITON"
 RANK = "RANK"
+C_COMPILER = "CC"
 VISIBLE_GPUS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 
 _TRUE = frozenset({"1", "true", "yes", "on"})
@@ -61,6 +63,16 @@ def deprecation_once() -> bool:
 def compiled() -> bool:
     """``AMP_COMPILED=0``: none of amp-core's compiled code is loaded (default on)."""
     return _flag(COMPILED, default=True)
+
+
+def triton() -> bool:
+    """``AMP_TRITON=0``: GPUs use torch's multi-tensor operations in place of Triton kernels (default on)."""
+    return _flag(TRITON, default=True)
+
+
+def c_compiler() -> str:
+    """``CC``: the C compiler that Triton uses; empty where it is to look for one itself."""
+    return os.environ.get(C_COMPILER, "")
 
 
 def rank() -> int:

@@ -49,7 +49,7 @@ class Portable(Kernels):
         real = [_real(g.detach()) for g in grads]
         norms = torch.stack(_norms([_moduli(g, order) for g in grads], order))
         # One read tells both, unless a sum over finite elements can leave float64.
-        tells = math.isinf(order) or (not wide and 1.0 <= order <= 7.0 and _has_float64(real[0]))
+        tells = math.isinf(order) or (not wide and 1.0 <= order <= 7.0 and has_float64(real[0]))
         bad = (~torch.isfinite(norms if tells else torch.stack(_bounds(real)))).float()
         total = torch.linalg.vector_norm(norms, order)
         return Measurement(total.to(dtype), norms.to(dtype), bad, bad.amax())
@@ -94,7 +94,10 @@ def _check_shapes(tensors: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
             )
 
 
-def _has_float64(tensor: Tensor) -> bool:
+def has_float64(tensor: Tensor) -> bool:
+    """Whether the device of `tensor` computes in float64."""
+    if tensor.device.type == "xpu":
+        return bool(torch.xpu.get_device_properties(tensor.device).has_fp64)
     return tensor.device.type != "mps"
 
 
@@ -111,12 +114,12 @@ def _moduli(grad: Tensor, order: float) -> Tensor:
     grad = grad.detach()
     if not grad.is_complex() or order == 2.0:
         return _real(grad)
-    return (grad.to(torch.complex128) if _has_float64(grad) else grad).abs()
+    return (grad.to(torch.complex128) if has_float64(grad) else grad).abs()
 
 
 def _norms(tensors: list[Tensor], order: float) -> list[Tensor]:
     """Return the norm of each tensor: float64, which holds every power of a float32 that a norm needs."""
-    if _has_float64(tensors[0]):
+    if has_float64(tensors[0]):
         return _norm_each(tensors, order, torch.float64)
     # Without float64, relative to the largest element, so that no power overflows.
     tensors = [t if t.numel() else t.new_zeros(1) for t in tensors]
@@ -175,5 +178,5 @@ def _buckets(grads: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 def _product(scale: Tensor, factor: float) -> Tensor:
     # torch's kernel multiplies in float64; a device without it (mps) has float32 alone.
-    wide = scale.double() if _has_float64(scale) else scale
+    wide = scale.double() if has_float64(scale) else scale
     return (wide * factor).float()

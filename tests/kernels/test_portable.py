@@ -154,7 +154,7 @@ def test_buckets_of_narrow_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_device_without_float64(monkeypatch: pytest.MonkeyPatch, order: float) -> None:
     """Where float64 is missing (mps), squares overflow into the norm, or a bad element is lost."""
-    monkeypatch.setattr(portable, "_has_float64", lambda tensor: False)
+    monkeypatch.setattr(portable, "has_float64", lambda tensor: False)
     grads = [torch.tensor([3e38, -3e37]), numbers(9).bfloat16(), torch.zeros(4), torch.empty(0)]
     measured = PORTABLE.measure(grads, order)
     if order in {2.0, 3.0, math.inf}:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import sys
 
 import torch
 
 from amp_core import _env
+from amp_core.kernels import Kernels
+from amp_core.kernels.gpu import foreach_kernels, kernels_of
 from amp_core.plugin import Availability, Backend, Refusal
+
+_TRITON = (7, 0)
+"""The least compute capability that Triton compiles for."""
 
 
 class CudaBackend(Backend):
@@ -56,6 +62,23 @@ class CudaBackend(Backend):
         if _definitely_absent():
             return Refusal("torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling.")
         return None
+
+    def kernels(self) -> Kernels:
+        """Return Triton's kernels, or torch's where there is no Triton or no GPU for it."""
+        here = torch.cuda.is_initialized() or torch.cuda.is_available()  # type: ignore[no-untyped-call]
+        return _kernels() if here else _NONE
+
+
+_NONE = foreach_kernels("no GPU is here for Triton's kernels")
+
+
+@functools.cache
+def _kernels() -> Kernels:
+    """Return the kernels of the GPUs that are here; they do not change."""
+    oldest = min(torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count()))
+    if torch.version.hip is None and oldest < _TRITON:
+        return foreach_kernels(f"Triton needs compute capability 7.0, and a GPU has {oldest[0]}.{oldest[1]}")
+    return kernels_of("cuda", "nvidia" if torch.version.hip is None else "amd")
 
 
 def _bfloat16_note() -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from amp_core.kernels import Kernels
+from amp_core.kernels.gpu import foreach_kernels, kernels_of
 from amp_core.plugin import Availability, Backend
 
 
@@ -28,3 +30,11 @@ class XpuBackend(Backend):
 
     def supported_dtypes(self) -> tuple[torch.dtype, ...]:
         return (torch.bfloat16, torch.float16)
+
+    def kernels(self) -> Kernels:
+        """Return Triton's kernels, or torch's where there is no Triton or no GPU for it."""
+        here = torch.xpu.is_initialized() or torch.xpu.is_available()  # type: ignore[no-untyped-call]
+        return kernels_of("xpu", "intel") if here else _NONE
+
+
+_NONE = foreach_kernels("no GPU is here for Triton's kernels")

@@ -1,0 +1,221 @@
+"""Multi-tensor kernels in Triton, for every GPU that Triton has a compiler for."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from amp_core.kernels import triton_programs as programs
+from amp_core.kernels.interface import Measurement, ScaleTensors
+from amp_core.kernels.memory import are_plain, are_real
+from amp_core.kernels.portable import Portable, has_float64
+from amp_core.kernels.triton_tables import Rows, on, rows_of
+from amp_core.state import Hysteresis, Schedule
+
+_DTYPES: dict[Any, Any] = {
+    torch.float32: tl.float32,
+    torch.float64: tl.float64,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+}
+_GRADIENTS = {*_DTYPES, torch.complex64, torch.complex128}
+_STATE = [torch.float32, torch.int32, torch.int32, torch.float32]
+_ORDERS = {1.0: 1, 2.0: 2, math.inf: 0}
+_GENERAL = -1
+
+
+class Triton(Portable):
+    """One launch over all tensors of a dtype, or of a pair of dtypes to cast between.
+
+    Takes plain tensors without gaps on one device, complex ones as their parts. A call with any other
+    tensor (strided, lazily negated or conjugated, fake, of a subclass, 8-bit), or for the norm of complex
+    ones other than the 2-norm, goes to the portable kernels whole.
+
+    Args:
+        device_type: whose tensors these kernels take.
+    """
+
+    name = "triton"
+
+    def __init__(self, device_type: str) -> None:
+        self.reason = f"Triton {triton.__version__}, one launch a dtype"
+        self._device_type = device_type
+
+    def layout(self, tensors: Sequence[Tensor]) -> object:
+        return _Layout(tensors, self._device_type)
+
+    def prepare(self, tensors: Sequence[Tensor], layout: object = None) -> Sequence[Tensor]:
+        known = layout if isinstance(layout, _Layout) else _Layout(tensors, self._device_type)
+        return _Prepared(tensors, known)
+
+    def measure(self, grads: Sequence[Tensor], norm_type: float = 2.0) -> Measurement:
+        table = self._table_of(grads)
+        if table is None or (table.layout.complex and norm_type != 2.0):
+            return super().measure(grads, norm_type)
+        with on(table.layout.device):
+            return _measure(table, norm_type)
+
+    def scale_(self, grads: Sequence[Tensor], factor: Tensor, found_inf: Tensor | None = None) -> None:
+        flags = [factor] if found_inf is None else [factor, found_inf]
+        table = self._table_of(grads)
+        if table is None or not _all_numbers(flags, table.layout.device):
+            return super().scale_(grads, factor, found_inf)
+        with on(table.layout.device):
+            for group in table.rows.groups:
+                arguments = (*table.arguments(), group.first, factor, flags[-1], _DTYPES[group.kind])
+                programs.scale_rows[(group.count,)](
+                    *arguments, _wide(group.kind), len(flags) == 2, programs.BLOCK, **programs.OPTIONS
+                )
+        increment_version(grads)
+        increment_version(flags[1:])
+        return None
+
+    def cast(
+        self, tensors: Sequence[Tensor], dtype: torch.dtype, out: Sequence[Tensor] | None = None
+    ) -> list[Tensor]:
+        targets = [torch.empty_like(t, dtype=dtype) for t in tensors] if out is None else list(out)
+        if not _can_cast(tensors, targets, self._device_type):
+            return super().cast(tensors, dtype, targets)
+        device = tensors[0].device
+        pairs: list[Hashable] = [(t.dtype, o.dtype) for t, o in zip(tensors, targets, strict=True)]
+        with on(device):
+            rows = rows_of(tuple(pairs), tuple([t.numel() for t in tensors]), device)
+            _cast(rows, rows.addresses(tensors), rows.addresses(targets))
+        increment_version(targets)
+        return targets
+
+    def update_scale_(self, state: ScaleTensors, found_inf: Tensor, schedule: Schedule) -> None:
+        tensors = [state.scale, state.growth_tracker, state.hysteresis_left, found_inf]
+        device = state.scale.device
+        known = device.type == self._device_type and [t.dtype for t in tensors] == _STATE
+        if not known or not are_real(tensors, device) or not has_float64(state.scale):
+            return super().update_scale_(state, found_inf, schedule)
+        with on(device):
+            programs.update_scale[(1,)](
+                *tensors,
+                *[_bits(x) for x in (schedule.growth_factor, schedule.backoff_factor)],
+                *[_bits(x) for x in (schedule.min_scale, schedule.max_scale)],
+                schedule.growth_interval,
+                schedule.hysteresis,
+                schedule.hysteresis_kind is Hysteresis.BUDGET,
+                schedule.hysteresis_kind is Hysteresis.EVERY,
+                **programs.OPTIONS,
+            )
+        increment_version(tensors[:3])
+        return None
+
+    def _table_of(self, tensors: Sequence[Tensor]) -> _Table | None:
+        if isinstance(tensors, _Prepared):
+            return tensors.table
+        layout = _Layout(tensors, self._device_type)
+        return _Table(tensors, layout) if layout.fits else None
+
+
+class _Layout:
+    """Of what dtypes and sizes tensors are. The rest is the same at every step."""
+
+    def __init__(self, tensors: Sequence[Tensor], device_type: str) -> None:
+        self.fits = bool(tensors) and tensors[0].device.type == device_type
+        self.fits = self.fits and are_plain(tensors, tensors[0].device, _GRADIENTS)
+        """Whether the programs take such tensors at all; nothing else is there if not."""
+        if self.fits:
+            self.device = tensors[0].device
+            self.complex = any([t.is_complex() for t in tensors])  # noqa: C419 (faster than a generator)
+            self.wide = any([t.dtype.to_real() is torch.float64 for t in tensors])  # noqa: C419
+            self._kinds = tuple([t.dtype.to_real() for t in tensors])
+            self._sizes = tuple([t.numel() * (2 if t.is_complex() else 1) for t in tensors])
+            self._rows: Rows | None = None
+
+    def rows(self) -> Rows:
+        """Return how such tensors are cut into rows."""
+        if self._rows is not None:
+            return self._rows
+        rows = rows_of(self._kinds, self._sizes, self.device)
+        self._rows = None if rows.captured else rows
+        return rows
+
+
+class _Table:
+    """Where tensors are, on their device."""
+
+    def __init__(self, tensors: Sequence[Tensor], layout: _Layout) -> None:
+        self.layout = layout
+        with on(layout.device):
+            self.rows = layout.rows()
+            self.addresses = self.rows.addresses(tensors)
+
+    def arguments(self) -> tuple[Tensor, ...]:
+        """Return the first arguments of a program that takes rows."""
+        return self.addresses, self.rows.sizes, self.rows.tensor, self.rows.start
+
+
+class _Prepared(list[Tensor]):
+    """Tensors with their table, or with ``None`` where the programs do not take them."""
+
+    def __init__(self, tensors: Sequence[Tensor], layout: _Layout) -> None:
+        super().__init__(tensors)
+        self.table = _Table(tensors, layout) if layout.fits else None
+
+
+def _measure(table: _Table, norm_type: float) -> Measurement:
+    rows, device = table.rows, table.layout.device
+    count = len(table.addresses)
+    dtype = torch.float64 if table.layout.wide else torch.float32
+    norms, norm = torch.empty(count, dtype=dtype, device=device), torch.empty((), dtype=dtype, device=device)
+    flag = torch.float32
+    bad, found = torch.empty(count, dtype=flag, device=device), torch.empty((), dtype=flag, device=device)
+    units, sums = torch.empty((2, rows.count + count), dtype=dtype, device=device).unbind()
+    order = _ORDERS.get(norm_type, _GENERAL)
+    power = norm_type if order == _GENERAL else 0.0
+    for group in rows.groups:
+        arguments = (*table.arguments(), group.first, units, sums, power, _DTYPES[group.kind], order)
+        programs.measure_rows[(group.count,)](
+            *arguments, _wide(group.kind), programs.BLOCK, **programs.OPTIONS
+        )
+    last = (power, order, _DTYPES[dtype], programs.PARTS)
+    tensors = (rows.first, rows.end, units, sums, rows.count, norms, bad)
+    programs.measure_tensors[(count,)](*tensors, *last, **programs.OPTIONS)
+    whole = (units, sums, rows.count, rows.count + count, norm, found)
+    programs.measure_total[(1,)](*whole, *last, **programs.OPTIONS)
+    return Measurement(norm, norms, bad, found)
+
+
+def _cast(rows: Rows, addresses: Tensor, targets: Tensor) -> None:
+    for group in rows.groups:
+        source, target = group.kind
+        programs.cast_rows[(group.count,)](
+            addresses, targets, rows.sizes, rows.tensor, rows.start, group.first,
+            _DTYPES[source], _DTYPES[target], programs.BLOCK, **programs.OPTIONS,
+        )  # fmt: skip
+
+
+def _can_cast(tensors: Sequence[Tensor], targets: Sequence[Tensor], device_type: str) -> bool:
+    """Whether all are plain, on one device, and each target has the shape and layout of its tensor."""
+    if not tensors or tensors[0].device.type != device_type or len(tensors) != len(targets):
+        return False
+    if not are_plain([*tensors, *targets], tensors[0].device, _DTYPES):
+        return False
+    pairs = zip(tensors, targets, strict=True)
+    return all([t.shape == o.shape and t.stride() == o.stride() for t, o in pairs])  # noqa: C419
+
+
+def _all_numbers(tensors: Sequence[Tensor], device: torch.device) -> bool:
+    """Whether each of `tensors` is one float32 in the memory of `device`."""
+    one = all(t.dtype is torch.float32 and t.numel() == 1 and not t.is_neg() for t in tensors)
+    return one and are_real(tensors, device)
+
+
+def _wide(dtype: Any) -> Any:
+    return tl.float64 if dtype is torch.float64 else tl.float32
+
+
+def _bits(value: float) -> int:
+    return int(struct.unpack("q", struct.pack("d", value))[0])

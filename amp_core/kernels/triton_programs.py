@@ -1,0 +1,314 @@
+"""Triton programs that take many tensors in one launch, through a table of their addresses.
+
+`amp_core.kernels.gpu` imports them where Triton can be imported. Each tensor is cut into chunks of `CHUNK`
+elements, and each program takes one *row*: a tensor's place in the table and a chunk's first element.
+Counts, places and addresses are int64, so that neither a tensor nor a list has a greatest size.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+CHUNK = 16384
+"""Elements of one program: enough to hide the loads that lead to them, few enough to fill a GPU evenly."""
+
+BLOCK = 4096
+"""Elements in flight at a time: four 16-byte loads of float32 for each thread of 8 warps."""
+
+OPTIONS = {"num_warps": 8, "enable_fp_fusion": True}  # Triton 3.9 warns where fusion is left open
+
+PARTS = 1024
+"""Partial results that are combined at a time."""
+
+WORDS = 8
+"""Numbers that `write_words` writes."""
+
+_CHUNK = tl.constexpr(CHUNK)
+_INF = tl.constexpr(float("inf"))
+# Of a chunk whose peak is between these, float32 holds the sum of squares in full precision.
+_LOW = tl.constexpr(2.0**-40)
+_HIGH = tl.constexpr(2.0**50)
+
+
+@triton.jit
+def _place_of(row, sizes, row_tensor, row_start):
+    tensor = tl.load(row_tensor + row)
+    start = tl.load(row_start + row)
+    return tensor, start, tl.minimum(tl.load(sizes + tensor) - start, _CHUNK).to(tl.int32)
+
+
+@triton.jit
+def _power(x, order, ORDER: tl.constexpr):
+    """Return x ** order, for x >= 0. `ORDER` is 1, 2, 0 for inf, or -1 for any other."""
+    if ORDER == 2:
+        result = x * x
+    elif ORDER == -1:
+        result = tl.exp2(tl.log2(x) * order)
+    else:
+        result = x
+    return result
+
+
+@triton.jit
+def _absolute(pointer, mask, unit, RELATIVE: tl.constexpr, ACC: tl.constexpr):
+    if mask is None:
+        x = tl.abs(tl.load(pointer).to(ACC))
+    else:
+        x = tl.abs(tl.load(pointer, mask=mask, other=0.0).to(ACC))
+    if RELATIVE:
+        x = x / unit
+    return x
+
+
+@triton.jit
+def _read_span(
+    pointer, count, unit, order,
+    ORDER: tl.constexpr, RELATIVE: tl.constexpr, ACC: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    at = tl.arange(0, BLOCK)
+    peak = tl.zeros([BLOCK], ACC)
+    total = tl.zeros([BLOCK], ACC)
+    whole = count // BLOCK * BLOCK
+    for first in range(0, whole, BLOCK):  # without a mask, which would keep the loads narrow
+        x = _absolute(pointer + first + at, None, unit, RELATIVE, ACC)
+        peak = tl.maximum(peak, x)
+        total += _power(x, order, ORDER)
+    x = _absolute(pointer + whole + at, whole + at < count, unit, RELATIVE, ACC)
+    peak = tl.maximum(peak, x)
+    total += _power(x, order, ORDER)
+    return tl.max(peak, 0), tl.sum(total, 0)
+
+
+@triton.jit
+def _read(
+    address, count, unit, order,
+    DTYPE: tl.constexpr, ORDER: tl.constexpr, RELATIVE: tl.constexpr, ACC: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Return the largest |x / unit| and the sum of |x / unit| ** order; a NaN shows in the sum alone."""
+    pointer = address.to(tl.pointer_type(DTYPE))
+    if address % 16 == 0:
+        pointer = tl.multiple_of(pointer, 16)
+        peak, total = _read_span(pointer, count, unit, order, ORDER, RELATIVE, ACC, BLOCK)
+    else:
+        peak, total = _read_span(pointer, count, unit, order, ORDER, RELATIVE, ACC, BLOCK)
+    return peak, total
+
+
+@triton.jit(do_not_specialize=["first_row"])
+def measure_rows(
+    addresses, sizes, row_tensor, row_start, first_row, units, sums, order,
+    DTYPE: tl.constexpr, ORDER: tl.constexpr, ACC: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Give each row a unit u and a sum s, with u * s ** (1 / order) its norm.
+
+    The unit of a row that holds an inf or a NaN is one itself.
+    """
+    row = first_row + tl.program_id(0)
+    tensor, start, count = _place_of(row, sizes, row_tensor, row_start)
+    address = tl.load(addresses + tensor) + start * (DTYPE.primitive_bitwidth // 8)
+    one = tl.full([], 1.0, ACC)
+    peak, total = _read(address, count, one, order, DTYPE, 2 if ORDER == 2 else 1, False, ACC, BLOCK)
+    peak = tl.where(total >= 0, peak, total)  # a NaN shows in the total
+    if ORDER == 1 or ORDER == 2:
+        plain = (peak >= _LOW) & (peak <= _HIGH)
+    else:
+        plain = peak < 0
+    unit = tl.where(plain, one, peak)
+    if ORDER != 0:
+        if (peak > 0) & (peak < _INF) & (plain == 0):
+            # Rare for orders 1 and 2: powers of the elements themselves would leave float32.
+            _, total = _read(address, count, peak, order, DTYPE, ORDER, True, ACC, BLOCK)
+    tl.store(units + row, unit)
+    tl.store(sums + row, total)
+
+
+@triton.jit
+def _combine(units, sums, first, end, order, ORDER: tl.constexpr, ACC: tl.constexpr, PARTS: tl.constexpr):
+    """Return one unit and sum for those of ``first <= i < end``, and the sum of units that are not finite."""
+    at = tl.arange(0, PARTS)
+    top = tl.zeros([PARTS], ACC)
+    spoilt = tl.zeros([PARTS], ACC)
+    for i in range(first, end, PARTS):
+        unit = tl.load(units + i + at, mask=i + at < end, other=0.0)
+        finite = unit < _INF
+        top = tl.maximum(top, tl.where(finite, unit, 0.0))
+        spoilt += tl.where(finite, 0.0, unit)
+    unit_of_all = tl.max(top, 0)
+    divisor = tl.where(unit_of_all > 0, unit_of_all, 1.0)
+    total = tl.zeros([PARTS], ACC)
+    for i in range(first, end, PARTS):
+        unit = tl.load(units + i + at, mask=i + at < end, other=0.0)
+        part = tl.load(sums + i + at, mask=i + at < end, other=0.0)
+        counts = (unit > 0) & (unit < _INF)
+        total += tl.where(counts, part * _power(unit / divisor, order, ORDER), 0.0)
+    return unit_of_all, tl.sum(total, 0), tl.sum(spoilt, 0)
+
+
+@triton.jit
+def _norm(unit, total, spoilt, order, ORDER: tl.constexpr, ACC: tl.constexpr):
+    if ORDER == 2:
+        if ACC == tl.float32:
+            root = tl.sqrt_rn(total)
+        else:
+            root = tl.sqrt(total)
+        norm = unit * root
+    elif ORDER == 1:
+        norm = unit * total
+    elif ORDER == 0:
+        norm = unit
+    else:
+        norm = unit * tl.exp2(tl.log2(total) / order)
+    return tl.where(spoilt == 0, norm, spoilt)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def measure_tensors(
+    first_row, end_row, units, sums, rows, norms, nonfinite, order,
+    ORDER: tl.constexpr, ACC: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Combine each tensor's rows: its norm and flag, and its unit and sum behind those of the `rows`."""
+    tensor = tl.program_id(0)
+    first, end = tl.load(first_row + tensor), tl.load(end_row + tensor)
+    unit, total, spoilt = _combine(units, sums, first, end, order, ORDER, ACC, PARTS)
+    bad = spoilt != 0
+    tl.store(units + rows + tensor, tl.where(bad, spoilt, unit))
+    tl.store(sums + rows + tensor, total)
+    tl.store(norms + tensor, _norm(unit, total, spoilt, order, ORDER, ACC))
+    tl.store(nonfinite + tensor, tl.where(bad, 1.0, 0.0))
+
+
+@triton.jit(do_not_specialize=["first", "end"])
+def measure_total(
+    units, sums, first, end, norm, found_inf, order,
+    ORDER: tl.constexpr, ACC: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Combine what `measure_tensors` has left of each tensor."""
+    unit, total, spoilt = _combine(units, sums, first, end, order, ORDER, ACC, PARTS)
+    tl.store(norm, _norm(unit, total, spoilt, order, ORDER, ACC))
+    tl.store(found_inf, tl.where(spoilt != 0, 1.0, 0.0))
+
+
+@triton.jit
+def _scale_span(pointer, count, factor, DTYPE: tl.constexpr, ACC: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    bad = tl.zeros([BLOCK], tl.int32)
+    whole = count // BLOCK * BLOCK
+    for first in range(0, whole, BLOCK):
+        x = (tl.load(pointer + first + at).to(ACC) * factor).to(DTYPE)
+        tl.store(pointer + first + at, x)
+        bad = tl.where(tl.abs(x.to(ACC)) < _INF, bad, 1)
+    inside = whole + at < count
+    x = (tl.load(pointer + whole + at, mask=inside, other=0.0).to(ACC) * factor).to(DTYPE)
+    tl.store(pointer + whole + at, x, mask=inside)
+    bad = tl.where((tl.abs(x.to(ACC)) < _INF) | (whole + at >= count), bad, 1)
+    return tl.max(bad, 0)
+
+
+@triton.jit(do_not_specialize=["first_row"])
+def scale_rows(
+    addresses, sizes, row_tensor, row_start, first_row, factor, found_inf,
+    DTYPE: tl.constexpr, ACC: tl.constexpr, FLAG: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Multiply in place; no product of an inf or a NaN is finite, so one check tells of before and after."""
+    row = first_row + tl.program_id(0)
+    tensor, start, count = _place_of(row, sizes, row_tensor, row_start)
+    address = tl.load(addresses + tensor) + start * (DTYPE.primitive_bitwidth // 8)
+    pointer = address.to(tl.pointer_type(DTYPE))
+    by = tl.load(factor).to(ACC)
+    if address % 16 == 0:
+        bad = _scale_span(tl.multiple_of(pointer, 16), count, by, DTYPE, ACC, BLOCK)
+    else:
+        bad = _scale_span(pointer, count, by, DTYPE, ACC, BLOCK)
+    if FLAG:
+        if bad != 0:  # all who write here write the same
+            tl.store(found_inf, 1.0)
+
+
+@triton.jit
+def _narrowed(x, DTYPE: tl.constexpr):
+    # torch rounds float64 to float32 on its way to a narrower dtype.
+    if x.dtype == tl.float64 and DTYPE.primitive_bitwidth < 32:
+        x = x.to(tl.float32)
+    return x.to(DTYPE)
+
+
+@triton.jit
+def _cast_span(source, target, count, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    whole = count // BLOCK * BLOCK
+    for first in range(0, whole, BLOCK):
+        tl.store(target + first + at, _narrowed(tl.load(source + first + at), DTYPE))
+    inside = whole + at < count
+    tl.store(target + whole + at, _narrowed(tl.load(source + whole + at, mask=inside), DTYPE), mask=inside)
+
+
+@triton.jit(do_not_specialize=["first_row"])
+def cast_rows(
+    addresses, targets, sizes, row_tensor, row_start, first_row,
+    SOURCE: tl.constexpr, TARGET: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write each element, rounded to nearest even, to its place in the target."""
+    row = first_row + tl.program_id(0)
+    tensor, start, count = _place_of(row, sizes, row_tensor, row_start)
+    here = tl.load(addresses + tensor) + start * (SOURCE.primitive_bitwidth // 8)
+    there = tl.load(targets + tensor) + start * (TARGET.primitive_bitwidth // 8)
+    source = here.to(tl.pointer_type(SOURCE))
+    target = there.to(tl.pointer_type(TARGET))
+    if (here | there) % 16 == 0:
+        _cast_span(tl.multiple_of(source, 16), tl.multiple_of(target, 16), count, TARGET, BLOCK)
+    else:
+        _cast_span(source, target, count, TARGET, BLOCK)
+
+
+@triton.jit
+def _float64(bits):
+    """Return a float64 from its bits: as an argument, Triton would round it to float32."""
+    return bits.to(tl.int64).to(tl.float64, bitcast=True)
+
+
+@triton.jit(
+    do_not_specialize=["growth_bits", "backoff_bits", "min_bits", "max_bits", "interval", "hysteresis"]
+)
+def update_scale(
+    scale, growth_tracker, hysteresis_left, found_inf,
+    growth_bits, backoff_bits, min_bits, max_bits, interval, hysteresis,
+    BUDGET: tl.constexpr, EVERY: tl.constexpr,
+):  # fmt: skip
+    """`amp_core.state.next_scale`, in one thread."""
+    old = tl.load(scale)
+    wide = old.to(tl.float64)
+    tracker = tl.load(growth_tracker).to(tl.int64) + 1
+    left = tl.load(hysteresis_left)
+    full = (left * 0 + hysteresis).to(tl.int32)
+    overflow = tl.load(found_inf) > 0
+    spent = left - 1
+    forgiven = spent > 0
+
+    lowered = (wide * _float64(backoff_bits)).to(tl.float32).to(tl.float64)
+    floored = tl.minimum(wide, tl.maximum(lowered, _float64(min_bits))).to(tl.float32)
+    grown = (wide * _float64(growth_bits)).to(tl.float32).to(tl.float64)
+    capped = tl.maximum(wide, tl.minimum(grown, _float64(max_bits))).to(tl.float32)
+    capped = tl.where(grown < _INF, capped, old)
+
+    due = tracker >= interval
+    after_overflow = tl.where(forgiven, spent, full if EVERY else tl.maximum(spent, 0))
+    after_step = tl.where(due, full, left if BUDGET else full)
+    new = tl.where(overflow, tl.where(forgiven, old, floored), tl.where(due, capped, old))
+    tl.store(scale, new)
+    tl.store(growth_tracker, tl.where(overflow | due, 0, tracker).to(tl.int32))
+    tl.store(hysteresis_left, tl.where(overflow, after_overflow, after_step))
+
+
+@triton.jit(do_not_specialize=["first", "count", "a", "b", "c", "d", "e", "f", "g", "h"])
+def write_words(words, first, count, a, b, c, d, e, f, g, h):
+    """Write up to `WORDS` numbers that the launch itself carries, from ``words[first]`` on."""
+    place = words + first
+    tl.store(place, a)
+    tl.store(place + 1, b, mask=count > 1)
+    tl.store(place + 2, c, mask=count > 2)
+    tl.store(place + 3, d, mask=count > 3)
+    tl.store(place + 4, e, mask=count > 4)
+    tl.store(place + 5, f, mask=count > 5)
+    tl.store(place + 6, g, mask=count > 6)
+    tl.store(place + 7, h, mask=count > 7)

@@ -1,0 +1,82 @@
+"""Triton's kernels without a GPU: interpreted on CPU tensors, and compiled for GPUs that are not here."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+DATA = Path(__file__).parent / "data"
+
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="Triton is not installed; Linux alone has it"
+)
+
+
+def run(*words: str, **environment: str) -> str:
+    """Run Python with `words` in a process of its own, which must succeed; return what it printed."""
+    done = subprocess.run(
+        [sys.executable, *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(DATA), **environment},
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+QUICK = "agrees or layout or dtype_pair or rounds or promised or overflow_groups or dtype_groups or surround"
+
+
+@needs_triton
+def test_the_kit_on_interpreted_kernels() -> None:
+    """A kernel rounds, skips an element or misses a bad one, on any GPU."""
+    passed = run(str(DATA / "interpreted.py"), f"({QUICK}) and not update", TRITON_INTERPRET="1")
+    assert passed.count("passed") >= 10, passed
+
+
+@needs_triton
+@pytest.mark.slow
+def test_the_whole_kit_on_interpreted_kernels() -> None:
+    """What only the longer checks see: thousands of tensors, threads, long histories.
+
+    Without two that take a minute of an interpreter and see no other code of the programs.
+    """
+    longest = "measure_finds_a_bad_tensor_among_thousands or measure_flags_a_bad_element_at_every_position"
+    passed = run(str(DATA / "interpreted.py"), f"not ({longest})", TRITON_INTERPRET="1")
+    assert "failed" not in passed
+    assert passed.count("passed") >= 75, passed
+
+
+@needs_triton
+def test_interpreted_kernels_against_the_portable_ones() -> None:
+    """On some list of gradients a norm, a flag, a product, a cast or a scale differs from the reference."""
+    tests = str(DATA / "differential.py")
+    out = run("-m", "pytest", "-q", "-p", "no:cacheprovider", tests, TRITON_INTERPRET="1")
+    assert "5 passed" in out, out
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.parametrize("maker", ["nvidia", "amd"])
+def test_the_compiled_code(maker: str, tmp_path: Path) -> None:
+    """A program does not compile for a GPU, loads narrowly, or needs float64 for float32 gradients."""
+    out = run(str(DATA / "compile_for.py"), maker, TRITON_CACHE_DIR=str(tmp_path))
+    found = json.loads(out.splitlines()[-1])
+    assert len(found) == 33
+    for name, code in found.items():
+        kernel, _, dtype = name.partition(" ")
+        if kernel in {"measure", "scale", "cast"} and "fp64" not in dtype:
+            assert code["wide loads"] >= 2, f"{name}: {code}"
+            assert code["float64"] == 0, f"{name}: {code}"
+        if kernel in {"scale", "cast"} and "fp64" not in dtype:
+            assert code["wide stores"] >= 2, f"{name}: {code}"
+    if maker == "nvidia":
+        assert found["scale bf16"]["to bfloat16"] > 0
+        assert found["cast fp32 bf16"]["to bfloat16"] > 0
