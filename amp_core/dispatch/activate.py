@@ -237,7 +237,7 @@ def _warn_no_rules(device_type: str) -> None:
         f"changes nothing. Pass policy=OpPolicy.uniform({device_type!r}), or let the backend's op_policy() "
         f"return one.",
         AmpWarning,
-        stacklevel=5,
+        stacklevel=7,  # the line that builds the region
     )
 
 

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
+import amp_core
 from amp_core import OpPolicy, PolicyError, _torch_dispatch, get_backend
 from amp_core.dispatch import activation
 from amp_core.dispatch.engine import engine
+from amp_core.errors import AmpWarning
+from amp_core.plugin import Availability, Backend
+from amp_core.plugin.manager import replace_backend
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 CPU = OpPolicy.default("cpu")
@@ -275,3 +281,55 @@ def test_float32_policy(region) -> None:
     with region(OpPolicy.float32("cpu")):
         outs = [torch.mm(low, low), torch.softmax(low, -1), torch.exp(low), torch.sum(low)]
         assert {o.dtype for o in outs} == {HIGH}
+
+
+def test_a_device_without_any_rule_is_warned_about() -> None:
+    """A user trains in "mixed precision" on a device where autocast changes nothing."""
+
+    class Bare(Backend):
+        device_type = "hpu"
+        api_version = 1
+
+        def availability(self) -> Availability:
+            return Availability(True, "made for a test")
+
+        def default_dtype(self) -> torch.dtype:
+            return torch.bfloat16
+
+        def supported_dtypes(self) -> tuple[torch.dtype, ...]:
+            return (torch.bfloat16,)
+
+        def op_policy(self) -> OpPolicy:
+            return OpPolicy("hpu")
+
+    before = replace_backend(Bare())
+    try:
+        with pytest.warns(
+            AmpWarning, match=r"no.* cast rule for any op.*OpPolicy\.uniform\('hpu'\)"
+        ) as caught:
+            amp_core.autocast("hpu")
+        assert caught[0].filename == __file__
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            amp_core.autocast("hpu", policy=OpPolicy.uniform("hpu"))
+    finally:
+        if before is not None:
+            replace_backend(before)
+
+
+def test_one_compilation_a_policy() -> None:
+    """Every entry of a region compiles anew, or two policies share one graph."""
+    one, other = (
+        OpPolicy.default("cpu").override({"softmax": rule}) for rule in ("fp32", "lower_precision_fp")
+    )
+    counter = CompileCounterWithBackend("eager")
+
+    def inside(x: torch.Tensor, policy: OpPolicy | None) -> torch.Tensor:
+        with amp_core.autocast("cpu", policy=policy):
+            return torch.softmax(torch.mm(x, x), -1)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(inside, fullgraph=True, backend=counter)
+    for count, policy in ((1, one), (1, one), (2, other), (2, one), (3, None), (3, other)):
+        assert compiled(X, policy).dtype is inside(X, policy).dtype
+        assert counter.frame_count == count

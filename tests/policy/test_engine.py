@@ -84,3 +84,40 @@ def test_ops_without_a_rule_promote_as_ever(entry, routed) -> None:
     name, bf16_args, fp16_args, expected = entry
     for args in (bf16_args, fp16_args):
         assert run_routed(routed, getattr(torch, name), *args).dtype is expected
+
+
+X, W = torch.randn(4, 4), torch.randn(4, 4)
+LOW = X.bfloat16()
+VARIANTS = {
+    "mm out=, float32": lambda: torch.mm(X, W, out=torch.empty(4, 4)),
+    "mm out=, low": lambda: torch.mm(X, W, out=torch.empty(4, 4, dtype=torch.bfloat16)),
+    "addmm_": lambda: X.clone().addmm_(X, W),
+    "addmm_ low": lambda: LOW.clone().addmm_(X, W),
+    "baddbmm_": lambda: X.clone()[None].baddbmm_(X[None], W[None]),
+    "sum out=": lambda: torch.sum(LOW, 0, out=torch.empty(4)),
+    "cat out=": lambda: torch.cat([X, LOW], out=torch.empty(8, 4)),
+    "cat of a tuple": lambda: torch.cat((LOW, X, LOW), 1),
+    "stack": lambda: torch.stack([LOW, X]),
+    "chain_matmul": lambda: torch.chain_matmul(X, W, LOW),
+    "linalg.multi_dot": lambda: torch.linalg.multi_dot([X, LOW.float(), W]),
+    "einsum": lambda: torch.einsum("ij,jk,kl->il", X, LOW, W),
+    "list of optional": lambda: X[torch.tensor([0, 1]), None],
+    "index_put_": lambda: X.clone().index_put_((torch.tensor([0]),), torch.ones(1, 4)),
+    "keyword arguments": lambda: torch.addmm(input=X, mat1=LOW, mat2=W, beta=2),
+    "integers": lambda: torch.mm(X.int(), W.int()),
+    "float64": lambda: torch.mm(X.double(), W.double()),
+}
+
+
+def outcome(call):
+    try:
+        return call()
+    except RuntimeError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variants(name, routed) -> None:
+    """out=, in-place and list forms, or their errors, differ between the engine and torch's kernels."""
+    expected = outcome(lambda: run_native(VARIANTS[name]))
+    assert same(expected, outcome(lambda: run_routed(routed, VARIANTS[name])))
