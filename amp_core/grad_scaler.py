@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, cast
 
 import torch
@@ -17,9 +17,9 @@ from amp_core.plugin.manager import get_backend
 from amp_core.scaler.arithmetic import clip_coefficient, combine, reciprocal, zero
 from amp_core.scaler.fused import is_traceable, step_fused
 from amp_core.scaler.gradients import Gradients, by_device, gather, is_tracing, total_norm
+from amp_core.scaler.keyed import KeyedScales
 from amp_core.scaler.record import StepRecord
 from amp_core.scaler.replicate import _MultiDeviceReplicator
-from amp_core.scaler.scale import ScaleKeeper
 from amp_core.state import OptState, Schedule, next_stage
 
 __all__ = ["GradScaler", "OptState"]
@@ -27,7 +27,7 @@ __all__ = ["GradScaler", "OptState"]
 _CLOSURE = "Closure use is not currently supported if GradScaler is enabled."
 
 
-class GradScaler(ScaleKeeper):
+class GradScaler(KeyedScales):
     """Scale losses up, gradients down, and skip steps whose gradients are not finite.
 
     Drop-in for ``torch.amp.GradScaler``: an instance of it, with the same arguments, errors, warnings
@@ -45,7 +45,8 @@ class GradScaler(ScaleKeeper):
         allow_fp16_gradients: accept float16 gradients, which torch refuses.
         named_parameters: ``model.named_parameters()``, so that records name parameters.
         history: the number of steps that `history` keeps.
-        warn_after: warn when this many steps in a row were skipped; 0 for never.
+        warn_after: warn when this many steps of one optimizer in a row were skipped; 0 for never.
+        schedules: the schedules of keys (see `scale`) that have another than the scaler's.
 
     Raises:
         BackendNotFoundError: nothing serves the device type.
@@ -70,6 +71,7 @@ class GradScaler(ScaleKeeper):
         named_parameters: Iterable[tuple[str, Tensor]] = (),
         history: int = 1000,
         warn_after: int = 25,
+        schedules: Mapping[str, Schedule] | None = None,
     ) -> None:
         self._device = device_type_of(device)
         refusal = get_backend(self._device).scaler_refusal() if enabled else None
@@ -85,21 +87,26 @@ class GradScaler(ScaleKeeper):
         self._allow_fp16 = allow_fp16_gradients
         self._names = {id(p): name for name, p in named_parameters}
         self._warn_after = warn_after
+        self._start_keys(schedules or {})
 
     # -- scaling ---------------------------------------------------------------------------------
 
-    def scale(self, outputs: Any) -> Any:
+    def scale(self, outputs: Any, key: str | None = None) -> Any:
         """Multiply `outputs` by the scale.
 
         Args:
             outputs: a tensor, or any nest of containers of tensors (`amp_core.containers`). float16
                 tensors come back as float32, where the product does not overflow.
+            key: give the loss a scale of its own, with a schedule of its own. The same key then goes to
+                `step` (and `unscale_`, `clip_grad_norm_`) for the optimizer that steps on its gradients.
 
         Raises:
             ValueError: something in it is no tensor; torch's text.
         """
         if not self._enabled:
             return outputs
+        if key is not None:
+            return self._making_key(key).scale(outputs)
         copies: list[_MultiDeviceReplicator] = []
 
         def apply(tensor: Tensor) -> Tensor:
@@ -112,7 +119,7 @@ class GradScaler(ScaleKeeper):
 
     # -- unscaling and clipping ------------------------------------------------------------------
 
-    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+    def unscale_(self, optimizer: torch.optim.Optimizer, key: str | None = None) -> None:
         """Divide the gradients of `optimizer` by the scale, in place, and note whether all are finite.
 
         Does not wait for the device. Needed only to look at or change gradients before `step`.
@@ -123,6 +130,10 @@ class GradScaler(ScaleKeeper):
             ValueError: a gradient is float16 and ``allow_fp16_gradients`` is not set.
         """
         if not self._enabled:
+            return
+        owner = self._scaler_of(optimizer, key, "unscale_")
+        if owner is not self:
+            owner.unscale_(optimizer)
             return
         scale, _ = self._check_scale_growth_tracker("unscale_")
         state = self._per_optimizer_states.of(optimizer)
@@ -151,6 +162,7 @@ class GradScaler(ScaleKeeper):
         max_norm: float,
         norm_type: float = 2.0,
         error_if_nonfinite: bool = False,
+        key: str | None = None,
     ) -> Tensor:
         """Unscale and clip the gradients of `optimizer` in one read and one read-write.
 
@@ -162,6 +174,7 @@ class GradScaler(ScaleKeeper):
             max_norm: the greatest norm of all gradients together.
             norm_type: the order of the norm.
             error_if_nonfinite: raise where the norm is not finite.
+            key: of the loss that made the gradients, if it was scaled under one.
 
         Returns:
             0-dim tensor: the norm of the true gradients, before clipping.
@@ -173,6 +186,9 @@ class GradScaler(ScaleKeeper):
             return torch.nn.utils.clip_grad_norm_(
                 _parameters(optimizer), max_norm, norm_type, error_if_nonfinite
             )
+        owner = self._scaler_of(optimizer, key, "clip_grad_norm_")
+        if owner is not self:
+            return owner.clip_grad_norm_(optimizer, max_norm, norm_type, error_if_nonfinite)
         scale, _ = self._check_scale_growth_tracker("clip_grad_norm_")
         state = self._per_optimizer_states.of(optimizer)
         unscaled = state["stage"] is OptState.UNSCALED
@@ -219,6 +235,7 @@ class GradScaler(ScaleKeeper):
         *args: Any,
         max_norm: float | None = None,
         norm_type: float = 2.0,
+        key: str | None = None,
         **kwargs: Any,
     ) -> float | None:
         """Take the optimizer's step on the true gradients, or skip it if one is not finite.
@@ -231,6 +248,7 @@ class GradScaler(ScaleKeeper):
             args: passed on to ``optimizer.step``.
             max_norm: clip the gradients to this norm in the same passes.
             norm_type: the order of that norm.
+            key: of the loss that made the gradients, if it was scaled under one.
             kwargs: passed on to ``optimizer.step``.
 
         Returns:
@@ -246,6 +264,9 @@ class GradScaler(ScaleKeeper):
             return cast("float | None", optimizer.step(*args, **kwargs))
         if "closure" in kwargs or (args and callable(args[0])):
             raise RuntimeError(_CLOSURE)
+        owner = self._scaler_of(optimizer, key, "step")
+        if owner is not self:
+            return owner.step(optimizer, *args, max_norm=max_norm, norm_type=norm_type, **kwargs)
         if not is_traceable(optimizer) if is_tracing() else _torch.frames_are_compiled() is not None:
             return _step_eagerly(self, optimizer, max_norm, norm_type, args, kwargs)
         return self._step(optimizer, max_norm, norm_type, args, kwargs)

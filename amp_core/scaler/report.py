@@ -34,6 +34,7 @@ class Reporting(torch.amp.GradScaler):
     _warn_after: int
     _updates: int
     _key: str | None = None
+    _root: GradScaler | None = None
     _at_floor = False
     last_step: weakref.WeakKeyDictionary[torch.optim.Optimizer, StepRecord]
 
@@ -78,7 +79,7 @@ class Reporting(torch.amp.GradScaler):
         skipped = [record for record in records if self._judge(record)]
         error = self._look_at_floor(skipped[-1], records) if skipped else None
         if heard:
-            self._hooks.tell(cast("GradScaler", self), records, self._change(records, before))
+            self._hooks.tell(self._root or cast("GradScaler", self), records, self._change(records, before))
         if error is not None:
             raise error
 
