@@ -36,9 +36,12 @@ from amp_core.scripting import script
 from amp_core.state import AtFloor, Hysteresis, Schedule
 
 if TYPE_CHECKING:
+    from amp_core.insight.advice import Advice, advise
+    from amp_core.insight.comparison import Comparison, compare
     from amp_core.insight.recording import Recording, record
 
 __all__ = [
+    "Advice",
     "AmpError",
     "AmpWarning",
     "AtFloor",
@@ -49,6 +52,7 @@ __all__ = [
     "BackendNotFoundError",
     "BadParameter",
     "CachedCasts",
+    "Comparison",
     "GradScaler",
     "History",
     "Hysteresis",
@@ -70,11 +74,13 @@ __all__ = [
     "_enter_autocast",
     "_exit_autocast",
     "_refresh_per_optimizer_state",
+    "advise",
     "apply_policy",
     "autocast",
     "autocast_decorator",
     "backends",
     "cached_casts",
+    "compare",
     "custom_bwd",
     "custom_fwd",
     "disable",
@@ -85,7 +91,11 @@ __all__ = [
 ]
 
 _LAZY = {
+    "Advice": "amp_core.insight.advice",
+    "Comparison": "amp_core.insight.comparison",
     "Recording": "amp_core.insight.recording",
+    "advise": "amp_core.insight.advice",
+    "compare": "amp_core.insight.comparison",
     "record": "amp_core.insight.recording",
 }
 

@@ -87,13 +87,15 @@ input { font: inherit; margin-bottom: .5rem; padding: .2rem .5rem; width: 16rem;
 .scroll { overflow: auto; max-height: 36rem; border: 1px solid var(--line); border-radius: 6px; }
 table { border-collapse: collapse; width: 100%; font-size: .92em; }
 th { background: Canvas; position: sticky; top: 0; box-shadow: inset 0 -1px var(--line); padding: 0; text-align: left; }
-th button { all: unset; cursor: pointer; display: block; padding: .4rem .7rem; white-space: nowrap; }
+th { vertical-align: bottom; }
+th button { all: unset; box-sizing: border-box; cursor: pointer; padding: .4rem .7rem; width: 100%; }
 th button:hover, th button:focus-visible { color: var(--mark); }
 th[aria-sort=ascending] button::after { content: " \\2191"; } th[aria-sort=descending] button::after { content: " \\2193"; }
 td:first-child { min-width: 9rem; }
 td { padding: .25rem .7rem; border-top: 1px solid var(--line); vertical-align: top; }
 tbody tr:hover { background: var(--soft); }
-.count, .bytes, .share, .number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
+.count, .bytes, .share, .number { text-align: right; font-variant-numeric: tabular-nums; }
+td.count, td.bytes, td.share, td.number { white-space: nowrap; }
 pre { background: var(--soft); border-radius: 6px; overflow: auto; padding: .8rem; }
 @media print { .scroll { max-height: none; overflow: visible; } input, nav { display: none; } }
 """

@@ -7,6 +7,7 @@ import threading
 import warnings
 import weakref
 from array import array
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 from torch import nn
@@ -47,11 +48,15 @@ class Places:
     Attributes:
         roots: the outermost modules that were called, in order.
         compiled: those of them that ran as compiled by `torch.compile`, unseen.
+        on_call: told of the outermost module before it runs, every time.
+        on_return: told of each module's place, arguments and result.
     """
 
     def __init__(self, model: nn.Module | None = None) -> None:
         self.roots: list[nn.Module] = []
         self.compiled: list[nn.Module] = []
+        self.on_call: Callable[[nn.Module], None] | None = None
+        self.on_return: Callable[[Place, Any, Any], None] | None = None
         self._model = model
         self._stack: list[tuple[nn.Module, Place]] = []
         self._names: weakref.WeakKeyDictionary[nn.Module, dict[int, Place]] = weakref.WeakKeyDictionary()
@@ -105,16 +110,21 @@ class Places:
     def _enter(self, module: nn.Module, _args: Any) -> None:
         if threading.get_ident() == self._thread:
             if not self._stack:
+                if self.on_call is not None:
+                    self.on_call(uncompiled(module))
                 _add(self.roots, uncompiled(module))
             self._entered.add(id(module))
             self._stack.append((module, self._place(module)))
             self._mark()
 
-    def _leave(self, module: nn.Module, _args: Any, _result: Any) -> None:
+    def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
         if threading.get_ident() == self._thread and any(m is module for m, _ in self._stack):
-            while self._stack.pop()[0] is not module:
-                pass
+            while self._stack[-1][0] is not module:
+                self._stack.pop()
+            place = self._stack.pop()[1]
             self._mark()
+            if self.on_return is not None and result is not None:
+                self.on_return(place, args, result)
             inner = uncompiled(module)
             if id(inner) not in self._entered:
                 _add(self.compiled, inner)

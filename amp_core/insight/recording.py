@@ -155,6 +155,9 @@ class Recording(Report):
             count.repeats += 1
             count.repeated_bytes += nbytes
 
+    def moved(self, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+        """Do nothing: what computes is what is counted."""
+
     def framed(self, frame: Frame, inputs: list[Tensor], outputs: list[Tensor], where: Where) -> None:
         """Do nothing: kernels are what is counted."""
 

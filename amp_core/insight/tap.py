@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -61,8 +62,11 @@ class Where:
 class Sink(Protocol):
     """Who is told."""
 
-    def cast(self, source: Tensor, result: Tensor, where: Where) -> None:
+    def cast(self, source: Tensor, result: Tensor, where: Where, /) -> None:
         """A tensor was converted from one floating-point dtype to another."""
+
+    def moved(self, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+        """Floating-point tensors were copied or made, without computing."""
 
     def ran(self, op: Overload, inputs: list[Tensor], outputs: list[Tensor], where: Where) -> None:
         """An op ran that is computes, on and to floating point, and is no cast."""
@@ -87,6 +91,16 @@ class Tap:
         self._frames: list[Frame] = []
         self._reasons: dict[tuple[int, str], tuple[OpPolicy, str, str]] = {}
         self._stack = ExitStack()
+        self._muted = False
+
+    @contextlib.contextmanager
+    def muted(self) -> Iterator[None]:
+        """Tell nothing of what runs in a block."""
+        earlier, self._muted = self._muted, True
+        try:
+            yield
+        finally:
+            self._muted = earlier
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
@@ -108,6 +122,8 @@ class Tap:
         return here.watch(ops, lambda op, call, args, kwargs: self._frame(here, op, call, args, kwargs))
 
     def _frame(self, here: Engine, op: str, call: Callable[[], Any], args: Any, kwargs: Any) -> Any:
+        if self._muted:
+            return call()
         inputs = _floats([*args, *kwargs.values()])
         frame = Frame(op, dtypes_of(inputs), *self._reason(here, op))
         self._frames.append(frame)
@@ -115,7 +131,8 @@ class Tap:
             result = call()
         finally:
             self._frames.pop()
-        self._sink.framed(frame, inputs, _floats([result]), self._where())
+        with self.muted():
+            self._sink.framed(frame, inputs, _floats([result]), self._where())
         return result
 
     def _reason(self, here: Engine, op: str) -> tuple[str, str]:
@@ -139,15 +156,15 @@ class Tap:
         return Where(BACKWARD, self.places.of_node(node), tuple(self._frames))
 
     def _seen(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        if not isinstance(func, Overload):
+        if self._muted or not isinstance(func, Overload):
             return
         for source, made in _copied(func, args, result):
             if source.dtype is not made.dtype and source.is_floating_point() and made.is_floating_point():
                 self._sink.cast(source, made, self._where())
-        if _only_moves(func):
-            return
         inputs, outputs = _floats([*args, *kwargs.values()]), _floats([result])
-        if inputs and outputs:
+        if _only_moves(func) or not inputs:
+            self._sink.moved(inputs, outputs)
+        elif outputs:
             self._sink.ran(func, inputs, outputs, self._where())
 
 

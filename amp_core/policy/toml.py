@@ -21,7 +21,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib  # type: ignore[import-not-found,unused-ignore]
 
-_KEYS = ("device_type", "base", "rules", "modules")
+_KEYS = ("device_type", "base", "init_scale", "rules", "modules")  # init_scale: for `amp_core.Advice` alone
 _BASES = ("default", "uniform", "float32", "none")
 
 
@@ -63,6 +63,12 @@ def read_modules(source: str | PathLike[str]) -> tuple[dict[str, Any], dict[str,
     if not found:
         raise PolicyError(f"{where}: has no rules for modules; they stand in the table [modules].")
     return found, {glob: f"{where}:{_line(text, glob, 'modules')}" for glob in found}
+
+
+def read_value(source: str | PathLike[str], key: str) -> tuple[Any, str]:
+    """Return what `source` says under one key of the file, None for nothing, and where, as ``file:line``."""
+    text, where = _load(source)
+    return _parse(text, where).get(key), f"{where}:{_line(text, key)}"
 
 
 def read(source: str | PathLike[str], device_type: str | None) -> OpPolicy:

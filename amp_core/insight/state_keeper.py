@@ -1,0 +1,75 @@
+"""Puts models and optimizers back to what they were before a run."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+
+class StateKeeper:
+    """Remembers what a run is about to change, when it meets it: a model's tensors, an optimizer's state."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[int, tuple[Tensor, Tensor, Tensor | None]] = {}
+        self._optimizers: dict[int, tuple[Optimizer, dict[str, Any]]] = {}
+        self._training: dict[int, tuple[nn.Module, bool]] = {}
+
+    def keep(self, model: nn.Module) -> None:
+        """Remember the parameters, buffers and training flags of `model`, and take its gradients away."""
+        for module in model.modules():
+            self._training.setdefault(id(module), (module, module.training))
+        for tensor in (*model.parameters(), *model.buffers()):
+            self._keep_tensor(tensor)
+
+    def _keep_tensor(self, tensor: Tensor) -> None:
+        if id(tensor) not in self._tensors:
+            self._tensors[id(tensor)] = tensor, tensor.detach().clone(), tensor.grad
+            tensor.grad = None
+
+    def _keep_optimizer(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        if id(optimizer) not in self._optimizers:
+            self._optimizers[id(optimizer)] = optimizer, copy.deepcopy(optimizer.state_dict())
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """Watch for optimizers in a block, and put everything back at its end."""
+        hook = register_optimizer_step_pre_hook(self._keep_optimizer)
+        try:
+            yield
+        finally:
+            hook.remove()
+            self._restore()
+
+    def _restore(self) -> None:
+        for optimizer, state in self._optimizers.values():
+            optimizer.load_state_dict(state)
+        with torch.no_grad():
+            for tensor, value, grad in self._tensors.values():
+                tensor.copy_(value)
+                tensor.grad = grad
+        for module, training in self._training.values():
+            module.training = training
+        self._tensors.clear()
+        self._optimizers.clear()
+        self._training.clear()
+
+
+@contextlib.contextmanager
+def seeded(seed: int, device_type: str) -> Iterator[None]:
+    """Draw from `seed` in a block, in torch and `random`; afterwards be as if nothing had been drawn."""
+    state = random.getstate()
+    devices = [] if device_type == "cpu" else [torch.get_device_module(device_type).current_device()]
+    with torch.random.fork_rng(devices, device_type=None if device_type == "cpu" else device_type):
+        torch.manual_seed(seed)
+        random.seed(seed)
+        try:
+            yield
+        finally:
+            random.setstate(state)

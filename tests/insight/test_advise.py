@@ -1,0 +1,116 @@
+"""`amp_core.advise`: three planted faults are found by name and mended, and the proposal does as it says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import amp_core
+from amp_core import Advice, GradScaler, autocast
+
+FP16 = torch.float16
+
+
+def test_an_overflow_in_one_attention_block(attention, step):
+    """The fault that ends most float16 trainings would not be mended, or by more float32 than need be."""
+    advice = amp_core.advise(step(attention), "cpu", dtype=FP16)
+    (finding,) = advice.findings
+    assert (finding.module, finding.op) == ("blocks.2.attn", "matmul")
+    assert advice.modules == {"blocks.2.attn": {"aten::matmul.default": "fp32"}}
+    assert advice.before.loss_error == float("inf")
+    assert advice.after.first_not_finite is None
+    assert advice.after.loss_error < 1e-3
+    assert advice.after.gradient_error < 0.01
+
+
+def test_a_gradient_that_underflows(shrinking, step):
+    """A model whose first layers do not learn, without any message, would go on not learning."""
+    advice = amp_core.advise(step(shrinking, 1e-3), "cpu", dtype=FP16)
+    (finding,) = advice.findings
+    assert finding.module == "2"
+    assert "underflows" in finding.what
+    assert finding.before > 0.9
+    assert finding.after < 0.01
+    assert advice.before.gradient_error > 0.9
+    assert advice.after.gradient_error < 0.01
+    assert advice.init_scale >= 2**10
+    assert not advice.modules
+
+
+def test_a_reduction_that_loses_digits(variance, step):
+    """A value that is wrong but finite would pass for right."""
+    advice = amp_core.advise(step(variance), "cpu")
+    assert {f.module for f in advice.findings} == {"1"}
+    assert advice.findings[0].op == "sub.Tensor"
+    assert advice.findings[0].before > 0.2
+    assert set(advice.modules) == {"1"}
+    assert advice.init_scale is None
+    op = [d for d in advice.after.at("op", "forward") if d.key.name == "aten::sub.Tensor"]
+    assert op[0].error < 0.2 < advice.findings[0].before
+
+
+def test_a_sound_model_gets_no_rules(step):
+    """Advice that slows down a model without need would be worse than none."""
+    model = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 4))
+    advice = amp_core.advise(step(model), "cpu")
+    assert not advice.findings
+    assert not advice.modules
+    assert advice.policy == amp_core.OpPolicy.default("cpu")
+
+
+def test_the_advice_used_as_the_docs_say(attention, step):
+    """What was tried would not be what a user gets who follows it."""
+    run = step(attention)
+    advice = Advice.from_toml(amp_core.advise(run, "cpu", dtype=FP16).to_toml())
+    scaler = GradScaler("cpu", init_scale=advice.init_scale)
+    optimizer = torch.optim.SGD(attention.parameters(), lr=0.1)
+    with advice.apply(attention):
+        with autocast("cpu", dtype=FP16, policy=advice.policy):
+            loss = run()
+        scaler.scale(loss).backward()
+        before = [p.detach().clone() for p in attention.parameters()]
+        scaler.step(optimizer)
+        scaler.update()
+    assert loss.isfinite()
+    assert scaler.get_scale() == advice.init_scale
+    assert all(p.isfinite().all() for p in attention.parameters())
+    assert any(not torch.equal(a, b) for a, b in zip(before, attention.parameters(), strict=True))
+
+
+def test_the_model_is_left_as_it_was(attention, step):
+    """Looking for advice would change the weights, or leave rules on the model."""
+    before = {k: v.clone() for k, v in attention.state_dict().items()}
+    forward = attention.blocks[2].attn.forward
+    amp_core.advise(step(attention), "cpu", dtype=FP16)
+    assert all(torch.equal(v, before[k]) for k, v in attention.state_dict().items())
+    assert attention.blocks[2].attn.forward == forward
+    assert all(p.grad is None for p in attention.parameters())
+
+
+def test_outside_modules_the_policy_is_changed():
+    """A fault in functional code has no module to put a rule on."""
+    x = torch.full((4, 4), 300.0)
+    advice = amp_core.advise(lambda: torch.mm(x, x).mean(), "cpu", dtype=FP16)
+    assert advice.policy.rule("mm") == "fp32"
+    assert not advice.modules
+    assert advice.after.first_not_finite is None
+
+
+def test_toml_round_trip_and_errors(attention, step, tmp_path):
+    """A file that a user has edited would be read wrong, or fail without saying where."""
+    rules = {"blocks.2": "fp32", "blocks.0.attn": {"aten::matmul.default": "fp32"}}
+    policy = amp_core.OpPolicy.default("cpu").override({"softmax": "fp32"})
+    path = tmp_path / "advice.toml"
+    path.write_text(Advice(policy, rules, 1024.0).to_toml(), encoding="utf-8")
+    read = Advice.from_toml(path)
+    assert (read.policy, read.modules, read.init_scale) == (policy, rules, 1024.0)
+    assert "1024" in str(read)
+    with pytest.raises(amp_core.PolicyError, match="unknown key 'initscale'"):
+        Advice.from_toml('initscale = 1\ndevice_type = "cpu"\n')
+    with pytest.raises(amp_core.PolicyError, match="above 0"):
+        Advice.from_toml('init_scale = -1.0\ndevice_type = "cpu"\n')
+    assert amp_core.OpPolicy.from_toml(path) == policy
+    assert amp_core.apply_policy(attention, path).modules[0] == "blocks.2"
+    with pytest.raises(amp_core.PolicyError, match="matches no module"):
+        Advice(policy, {"nowhere": "fp32"}, None).apply(attention)
