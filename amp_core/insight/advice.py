@@ -16,6 +16,7 @@ from amp_core.insight.report import Content, Report
 from amp_core.policy import AppliedPolicy, OpPolicy, apply_policy
 from amp_core.policy.toml import ModuleRules, read_value, write, write_modules
 
+
 @dataclass(frozen=True)
 class Finding:
     """A fault that mixed precision makes, and what mends it.
