@@ -122,11 +122,9 @@ def rows_of(kinds: tuple[Hashable, ...], sizes: tuple[int, ...], device: torch.d
 
 def numbers(values: Sequence[int], device: torch.device) -> Tensor:
     """Return `values` as int64 on `device`, without waiting for it."""
-    if device.type == "cpu":
-        return torch.tensor(values, dtype=torch.int64, device="cpu")
     if is_capturing(device):
         return _written(values, device)
-    here = torch.tensor(values, dtype=torch.int64, device="cpu", pin_memory=True)
+    here = torch.tensor(values, dtype=torch.int64, device="cpu", pin_memory=device.type != "cpu")
     return here.to(device, non_blocking=True)
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from interpreted import KERNELS
 
-from amp_core.kernels import PORTABLE, Measurement, ScaleTensors, triton_programs
+from amp_core.kernels import PORTABLE, Measurement, ScaleTensors, triton_programs, triton_tables
 from amp_core.state import Hysteresis, Schedule
 
 REAL = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -114,6 +115,26 @@ def test_update(
         for kernels, state in zip((KERNELS, PORTABLE), states, strict=True):
             kernels.update_scale_(state, torch.tensor(float(overflow)), schedule)
         assert vars(states[0]) == vars(states[1]), schedule
+
+
+def test_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay finds tables that were copied from host memory, or kept ones have the contents of a graph."""
+    grads = [torch.full((n,), float(n)) for n in (3, 70_000, 0, 11, 5, 4, 2, 1, 9, 6)]
+    reference = PORTABLE.measure(grads)
+    with monkeypatch.context() as patch:
+        patch.setattr(triton_tables, "is_capturing", lambda device: True)
+        kept = len(triton_tables._for_replay)
+        captured = KERNELS.prepare(grads, layout := KERNELS.layout(grads))
+        assert_same(KERNELS.measure(captured), reference, "captured")
+        assert len(triton_tables._for_replay) > kept
+    rows = captured.table.rows  # type: ignore[attr-defined]
+    rows.first.fill_(-1)  # as the next replay or its pool may
+    assert_same(KERNELS.measure(KERNELS.prepare(grads, layout)), reference, "after the capture")
+    assert_same(KERNELS.measure(grads), reference, "unprepared")
+    with monkeypatch.context() as patch:
+        patch.setattr(triton_tables, "is_capturing", lambda device: True)
+        patch.setattr(triton_tables, "numbers", lambda *_: pytest.fail("a table that is there is made again"))
+        assert_same(KERNELS.measure(KERNELS.prepare(grads, layout)), reference, "captured again")
 
 
 def test_rows_beyond_int32() -> None:
