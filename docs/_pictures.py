@@ -5,13 +5,17 @@ An MkDocs hook: ``<!-- draw: NAME -->`` in a page becomes what the function NAME
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from html import escape
 from typing import Any
 
 from amp_core import OpPolicy
+from amp_core.kernels import Kernels
+from amp_core.plugin import Backend
+from amp_core.plugin.promises import HOOKS, KERNELS, Promise
 from amp_core.policy.rules import RULES
 from amp_core.state import OptState, ScaleState, Schedule, next_scale, next_stage
 
@@ -47,6 +51,24 @@ def ops() -> str:
     for op in sorted({op for rules in (*policies.values(), uniform) for op in rules}):
         found = [policies[d].get(op, "") for d in _TABLED] + [uniform.get(op, "")]
         lines.append(f"| `{op}` | {' | '.join(f'`{rule}`' if rule else '' for rule in found)} |")
+    return "\n".join(lines)
+
+
+def hooks() -> str:
+    """Say what each hook of a backend promises."""
+    return _promises(Backend, HOOKS)
+
+
+def kernels() -> str:
+    """Say what each kernel promises."""
+    return _promises(Kernels, KERNELS)
+
+
+def _promises(cls: type, promises: Mapping[str, Promise]) -> str:
+    lines = ["| method | gives | writes | host waits | errors |", "|---|---|---|---|---|"]
+    for name, promise in promises.items():
+        names = [p for p in inspect.signature(getattr(cls, name)).parameters if p != "self"]
+        lines.append(f"| `{name}({', '.join(names)})` | {' | '.join(promise)} |")
     return "\n".join(lines)
 
 
@@ -106,7 +128,9 @@ def dispatch() -> str:
     return _svg(865, 90, parts, "torch.mm on its way through a region")
 
 
-_DRAW: dict[str, Callable[[], str]] = {f.__name__: f for f in (dispatch, ops, rules, schedule, stages)}
+_DRAW: dict[str, Callable[[], str]] = {
+    f.__name__: f for f in (dispatch, hooks, kernels, ops, rules, schedule, stages)
+}
 
 
 def _svg(width: int, height: int, parts: list[str], title: str) -> str:

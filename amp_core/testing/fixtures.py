@@ -106,6 +106,14 @@ class BackendFixtures:
         return _graphs_work(self.device_type, "export")
 
     @property
+    def observes_rules(self) -> bool:
+        """Whether an op can be replaced on the device's Autograd key, where the rules of all ops are seen.
+
+        Default: yes, but for mtia, whose key torch keeps to itself.
+        """
+        return self.device_type != "mtia"
+
+    @property
     def default_dtype_is_torchs(self) -> bool:
         """Whether the default dtype must be torch's. Default: yes, but for PrivateUse1, where it is yours."""
         return self.device_type != _torch.privateuse1_name()

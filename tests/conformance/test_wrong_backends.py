@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -567,6 +568,20 @@ class PolicyIsForAnotherDevice(Loopback):
         return OpPolicy.default("cuda")
 
 
+@wrong("region_follows_every_rule")
+class HasAnAutocastKernelThatDoesNotCast(Loopback):
+    def op_policy(self):
+        if not LIBRARIES:
+            LIBRARIES.append(torch.library.Library("aten", "IMPL"))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # that it takes the place of another
+                LIBRARIES[0].impl("smooth_l1_loss", torch.library.fallthrough_kernel, "AutocastCPU")
+        return super().op_policy()
+
+
+LIBRARIES = []
+
+
 @wrong("hooks_leave_torchs_state_as_it_was")
 class TurnsGradientsOff(Portable):
     def measure(self, grads, norm_type=2.0):
@@ -614,6 +629,8 @@ def _torch_as_it_was():
     yield
     torch.set_grad_enabled(True)
     torch.set_autocast_enabled("cpu", False)
+    while LIBRARIES:
+        LIBRARIES.pop()._destroy()
 
 
 @pytest.mark.parametrize("name", WRONG)

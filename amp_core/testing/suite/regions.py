@@ -14,7 +14,9 @@ from amp_core.errors import PolicyError
 from amp_core.function import custom_bwd, custom_fwd
 from amp_core.policy import OpPolicy
 from amp_core.policy.op_policy import native_rules
+from amp_core.policy.rules import NATIVE
 from amp_core.testing.fixtures import BackendFixtures
+from amp_core.testing.observe import consistent
 
 
 class RegionConformance(BackendFixtures):
@@ -83,6 +85,20 @@ class RegionConformance(BackendFixtures):
                     result = call(self._ones(dtype))  # type: ignore[no-untyped-call]
                 rule = self._policy().rule(op)
                 assert result.dtype is expected.get(rule, dtype), f"{op} ({rule}) of {dtype}"
+
+    def test_region_follows_every_rule(self) -> None:
+        """An op that the policy names runs in another dtype than it says, or not at all."""
+        if not self.observes_rules:
+            pytest.skip(f"no op can be recorded below autocast on {self.device_type}")
+        low = self.backend.default_dtype()
+
+        def make(dtype: torch.dtype) -> torch.Tensor:
+            return torch.ones(2, device=self.device).to(dtype)
+
+        with self._region():
+            ruled = [(op, rule) for op, rule in self._policy() if rule != NATIVE]
+            wrong = [consistent(op, rule, self.device_type, make, low) for op, rule in ruled]
+        assert not [text for text in wrong if text]
 
     def test_region_promotes_mixed_arguments(self) -> None:
         """Ops with a promotion rule take the widest of their arguments."""
