@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from amp_core.insight.advice import Advice, advise
     from amp_core.insight.comparison import Comparison, compare
     from amp_core.insight.recording import Recording, record
+    from amp_core.scaler.foreign import convert_scaler_state
 
 __all__ = [
     "Advice",
@@ -81,6 +82,7 @@ __all__ = [
     "backends",
     "cached_casts",
     "compare",
+    "convert_scaler_state",
     "custom_bwd",
     "custom_fwd",
     "disable",
@@ -96,6 +98,7 @@ _LAZY = {
     "Recording": "amp_core.insight.recording",
     "advise": "amp_core.insight.advice",
     "compare": "amp_core.insight.comparison",
+    "convert_scaler_state": "amp_core.scaler.foreign",
     "record": "amp_core.insight.recording",
 }
 
