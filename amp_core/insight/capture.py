@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import Counter
 from collections.abc import Iterable
@@ -44,8 +45,8 @@ class Sample:
         values: evenly spaced elements, one-dimensional, float32 or wider.
         dtype: of the tensor.
         shape: of the tensor.
-        largest: the largest finite magnitude in the whole tensor; 0-dimensional.
-        not_finite: how many elements of the whole tensor are inf or NaN; 0-dimensional.
+        largest: the largest finite magnitude in the whole tensor.
+        not_finite: how many elements of the whole tensor are inf or NaN.
         parents: what its op was given, as far as that was computed in the run.
         random: the op draws from a random generator.
     """
@@ -53,8 +54,8 @@ class Sample:
     values: Tensor
     dtype: torch.dtype
     shape: torch.Size
-    largest: Tensor
-    not_finite: Tensor
+    largest: float
+    not_finite: int
     parents: tuple[Key, ...]
     random: bool
 
@@ -159,12 +160,21 @@ def _sample(tensor: Tensor, limit: int, parents: tuple[Key, ...], random: bool) 
     step = max(1, -(-flat.numel() // limit))
     wide = torch.float64 if tensor.dtype is torch.float64 else torch.float32
     values = flat[::step].to(wide, copy=True)
+    return Sample(values, tensor.dtype, tensor.shape, *_extent(flat), parents, random)
+
+
+def _extent(flat: Tensor) -> tuple[float, int]:
+    """The largest finite magnitude, and how many elements are not finite: one read where all are."""
+    if not flat.numel():
+        return 0.0, 0
+    if flat.element_size() < 2:  # float8 can do next to nothing
+        flat = flat.float()
+    largest = max(abs(float(end)) for end in torch.aminmax(flat))
+    if math.isfinite(largest):
+        return largest, 0
     finite = flat.isfinite()
-    zero = torch.zeros((), dtype=tensor.dtype, device=tensor.device)
-    magnitudes = torch.where(finite, flat, zero).abs()
-    largest = magnitudes.max() if flat.numel() else zero
-    not_finite = flat.numel() - finite.sum()
-    return Sample(values, tensor.dtype, tensor.shape, largest.to(wide), not_finite, parents, random)
+    kept = flat[finite]
+    return float(kept.abs().max()) if kept.numel() else 0.0, flat.numel() - int(finite.sum())
 
 
 def floats_in(value: Any) -> list[Tensor]:

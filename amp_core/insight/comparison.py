@@ -168,7 +168,7 @@ def _difference(
     exact = wanted.values.double() * factor
     values = sample.values.double()
     lost = exact.isfinite() & ~values.isfinite()
-    overflows = bool(lost.any()) or bool(sample.not_finite > wanted.not_finite)
+    overflows = bool(lost.any()) or sample.not_finite > wanted.not_finite
     error = math.inf if overflows else _relative(values, exact)
     parents = [known[p].error for p in sample.parents if p in known]
     given = max(parents, default=0.0)
@@ -181,7 +181,7 @@ def _difference(
         0.0 if given == math.inf else max(0.0, error - given),
         _overflow_share(lost, sample, overflows),
         _underflow_share(exact, values, sample.dtype),
-        float(wanted.largest) * factor,
+        wanted.largest * factor,
         wanted.random or sample.random,
     )
 
@@ -199,7 +199,7 @@ def _relative(values: Tensor, exact: Tensor) -> float:
 def _overflow_share(lost: Tensor, sample: Sample, overflows: bool) -> float:
     if not overflows:
         return 0.0
-    whole = float(sample.not_finite) / max(1, math.prod(sample.shape))
+    whole = sample.not_finite / max(1, math.prod(sample.shape))
     return max(float(lost.double().mean()), whole)
 
 

@@ -183,14 +183,15 @@ def cells(table: Table) -> list[list[str]]:
 def left_out(table: Table) -> str:
     """Say how many rows are not shown in text; empty if none."""
     rest = len(table.rows) - table.shown
-    return f"... and {rest} more rows, in to_json() and to_html()" if rest > 0 else ""
+    more = "more rows" if table.shown else "rows"
+    return f"{rest} {more} in to_json() and to_html()" if rest > 0 else ""
 
 
 def _table_lines(table: Table) -> list[str]:
     heading = f"{table.title} ({len(table.rows)})"
     lines = [heading, "-" * len(heading)]
-    if not table.rows:
-        return [*lines, "none"]
+    if not table.rows or not table.shown:
+        return [*lines, left_out(table) or "none"]
     rows = cells(table)
     titles = [column.title for column in table.columns]
     widths = [max(len(row[i]) for row in [titles, *rows]) for i in range(len(titles))]

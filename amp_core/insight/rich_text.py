@@ -20,7 +20,9 @@ def as_rich(content: Content) -> Group:
     return Group(Text(content.title, style="bold"), facts, *map(_table, content.tables), *texts, *notes)
 
 
-def _table(table: Table) -> RichTable:
+def _table(table: Table) -> RichTable | Text:
+    if not table.shown:
+        return Text(f"\n{table.title}: {left_out(table) or 'none'}", style="bold")
     made = RichTable(
         title=f"\n{table.title} ({len(table.rows)})",
         title_justify="left",
