@@ -6,6 +6,7 @@ import argparse
 import importlib
 import json
 import platform
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ from benchmarks.ab import Ratio
 from benchmarks.plot import save_ratios
 
 GROUPS = ("regions", "dispatch", "gradients", "bandwidth", "traffic", "casts")
+ACCELERATED = ("gradients", "casts")
 
 
 def main() -> None:
@@ -23,21 +25,36 @@ def main() -> None:
     parser.add_argument("groups", nargs="*", metavar="GROUP", help=", ".join(GROUPS))
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     parser.add_argument("--plot", type=Path, help="also draw the ratios into this file")
+    parser.add_argument("--device", default="cpu", help="cpu, or an accelerator: " + ", ".join(ACCELERATED))
     args = parser.parse_args()
+    found = amp_core.get_backend(args.device).availability()
+    if not found.usable:
+        raise SystemExit(f"{args.device!r} cannot be measured here: {found.reason}")
     results: dict[str, list[Ratio]] = {}
-    print(f"{_machine()}\n")
-    for group in args.groups or GROUPS:
+    print(f"{_machine(args.device)}\n")
+    for group in args.groups or (GROUPS if args.device == "cpu" else ACCELERATED):
         print(f"## {group}\n\n| what | torch, ms | amp-core, ms | ratio |\n|---|---|---|---|")
         results[group] = []
-        for found in importlib.import_module(f"benchmarks.{group}").run():
-            results[group].append(found)
-            print(_row(found), flush=True)
+        for ratio in _ratios(group, args.device):
+            results[group].append(ratio)
+            print(_row(ratio), flush=True)
         print()
     if args.json:
         figures = {group: [vars(r) for r in found] for group, found in results.items()}
-        args.json.write_text(json.dumps({"machine": _machine(), "seconds": figures}, indent=1) + "\n")
+        args.json.write_text(
+            json.dumps({"machine": _machine(args.device), "seconds": figures}, indent=1) + "\n"
+        )
     if args.plot:
         save_ratios(results, args.plot)
+
+
+def _ratios(group: str, device: str) -> Iterator[Ratio]:
+    if device == "cpu":
+        yield from importlib.import_module(f"benchmarks.{group}").run()
+    elif group in ACCELERATED:
+        yield from importlib.import_module(f"benchmarks.accelerator.{group}").run(device)
+    else:
+        raise SystemExit(f"{group!r} measures the CPU; on {device!r} there are {', '.join(ACCELERATED)}.")
 
 
 def _row(found: Ratio) -> str:
@@ -48,11 +65,14 @@ def _row(found: Ratio) -> str:
     return f"| {found.name} | {sides} | {found.ratio:.2f} |"
 
 
-def _machine() -> str:
-    kernels = amp_core.get_backend("cpu").kernels()
+def _machine(device: str) -> str:
+    kernels = amp_core.get_backend(device).kernels()
+    name = torch.backends.cpu.get_cpu_capability()
+    if device != "cpu":
+        name = torch.get_device_module(device).get_device_name()
     return (
         f"torch {torch.__version__}, Python {platform.python_version()}, {torch.get_num_threads()} threads, "
-        f"{torch.backends.cpu.get_cpu_capability()}; kernels: {kernels.name} ({kernels.reason})"
+        f"{name}; kernels: {kernels.name} ({kernels.reason})"
     )
 
 

@@ -5,12 +5,16 @@ from __future__ import annotations
 import torch
 
 
-def gpt2_small() -> list[tuple[int, ...]]:
-    """Return the 148 shapes of GPT-2 small, 124 M elements."""
-    d = 768
+def gpt(layers: int, d: int) -> list[tuple[int, ...]]:
+    """Return the shapes of a transformer such as GPT-2, of that many layers and that width."""
     block: list[tuple[int, ...]] = [(d,), (d,), (3 * d, d), (3 * d,), (d, d), (d,), (d,), (d,)]
     block += [(4 * d, d), (4 * d,), (d, 4 * d), (d,)]
-    return [(50257, d), (1024, d), *(block * 12), (d,), (d,)]
+    return [(50257, d), (1024, d), *(block * layers), (d,), (d,)]
+
+
+def gpt2_small() -> list[tuple[int, ...]]:
+    """Return the 148 shapes of GPT-2 small, 124 M elements."""
+    return gpt(12, 768)
 
 
 def many(count: int, elements: int = 1000) -> list[tuple[int, ...]]:
