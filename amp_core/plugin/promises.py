@@ -65,7 +65,7 @@ KERNELS: Mapping[str, Promise] = MappingProxyType(
             "a `Measurement`: norms agree with a float64 computation to `norm_rtol`, flags are exact, 0 or 1"
         ),
         "scale_": Promise(
-            "nothing; products are those of float32 (float64 for float64), rounded once, to `product_ulps` steps",
+            "nothing; products are float32's (float64's for float64), rounded once, to `product_ulps` steps",
             writes="`grads`; `found_inf`, to 1.0 only",
         ),
         "update_scale_": Promise(
