@@ -131,8 +131,7 @@ def advise(
         limit: as for `compare`.
 
     Returns:
-        The proposal, to be printed, saved, or used: ``advice.policy``, ``advice.apply(model)``,
-        ``advice.init_scale``.
+        The proposal, to be printed, saved, or used: `Advice`.
 
     Raises:
         AmpError: as for `compare`.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -67,18 +67,22 @@ class Capture:
         limit: elements kept of each tensor.
         ops: see `Tap`.
         model: see `Tap`.
+        on_leaf: told of each tensor that will get a gradient, when an op takes it.
 
     Attributes:
         samples: in the order of computation.
         went_back: whether a backward pass has run.
     """
 
-    def __init__(self, limit: int, ops: Iterable[str], model: nn.Module | None) -> None:
+    def __init__(
+        self, limit: int, ops: Iterable[str], model: nn.Module | None, on_leaf: Callable[[Tensor], None]
+    ) -> None:
         self.samples: dict[Key, Sample] = {}
         self.went_back = False
         self.tap = Tap(self, model, ops)
         self.tap.places.on_return = self._returned
         self._limit = limit
+        self._on_leaf = on_leaf
         self._calls: Counter[tuple[Any, ...]] = Counter()
         self._makers: dict[int, tuple[weakref.ref[Any], Key | None]] = {}
 
@@ -90,7 +94,8 @@ class Capture:
 
     def moved(self, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         """Let a copy be as its source."""
-        self._made(outputs, self._maker(inputs[0]) if inputs else None)
+        inputs = [*filter(_is_plain, inputs)]
+        self._made([*filter(_is_plain, outputs)], self._maker(inputs[0]) if inputs else None)
 
     def ran(self, op: Overload, inputs: list[Tensor], outputs: list[Tensor], where: Where) -> None:
         """Keep the result of an op that autocast has no say in."""
@@ -119,7 +124,7 @@ class Capture:
 
     def parameter(self, place: Place, name: str, gradient: Tensor) -> None:
         """Keep the gradient of a parameter."""
-        self._keep(PARAMETER, BACKWARD, place, name, [], [gradient], makes=False)
+        self._keep(PARAMETER, BACKWARD, place, name, [gradient], [gradient], makes=False)
 
     def _keep(
         self,
@@ -132,6 +137,12 @@ class Capture:
         random: bool = False,
         makes: bool = True,
     ) -> None:
+        inputs, outputs = [*filter(_is_plain, inputs)], [*filter(_is_plain, outputs)]
+        if not outputs:
+            return
+        if phase == FORWARD:
+            for leaf in (tensor for tensor in inputs if tensor.is_leaf and tensor.requires_grad):
+                self._on_leaf(leaf)
         call = self._calls[level, phase, place, name]
         self._calls[level, phase, place, name] += 1
         key = Key(level, phase, place, name, call)
@@ -175,6 +186,11 @@ def _extent(flat: Tensor) -> tuple[float, int]:
     finite = flat.isfinite()
     kept = flat[finite]
     return float(kept.abs().max()) if kept.numel() else 0.0, flat.numel() - int(finite.sum())
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor has elements in one storage, which can be sampled; not a sparse or nested one."""
+    return tensor.layout is torch.strided and not tensor.is_nested
 
 
 def floats_in(value: Any) -> list[Tensor]:

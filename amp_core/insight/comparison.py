@@ -32,6 +32,8 @@ class Difference:
         underflow: share of its values that are 0 because the reference is too small for `dtype`.
         largest: the largest finite magnitude of the reference, with the loss scale of the mixed run.
         random: the op draws random numbers, which may differ between dtypes.
+        noise: the reference is noise: all that is left when much larger float32 numbers cancel.
+        size: norm of the reference.
     """
 
     key: Key
@@ -44,6 +46,11 @@ class Difference:
     underflow: float
     largest: float
     random: bool
+    noise: bool
+    size: float
+
+
+_NOISE = 1e-5  # about 100 steps of float32
 
 
 class Comparison(Report):
@@ -88,8 +95,8 @@ class Comparison(Report):
 
     @functools.cached_property
     def gradient_error(self) -> float:
-        """The largest relative error of a parameter's gradient; 0 without a backward pass."""
-        return max((d.error for d in self.at(PARAMETER)), default=0.0)
+        """The largest relative error of a parameter's gradient, noise apart; 0 without a backward pass."""
+        return max((d.error for d in self.at(PARAMETER) if not d.noise), default=0.0)
 
     @property
     def odd_references(self) -> int:
@@ -147,7 +154,7 @@ def compare(
         AmpError: `fn` returned a tensor that is no loss, or there is no such reference.
     """
     step = Step(fn, device, dtype, policy, model, seed, limit)
-    wanted = step.reference(reference)
+    wanted = step.reference(reference, scale)
     return Comparison(wanted, step.mixed(step.policy, scale), step.dtype, reference)
 
 
@@ -156,34 +163,48 @@ def _differences(reference: Run, mixed: Run) -> list[Difference]:
     for order, (key, sample) in enumerate(mixed.samples.items()):
         wanted = reference.samples.get(key)
         if wanted is not None and wanted.shape == sample.shape:
-            factor = mixed.scale if key.phase == "backward" else 1.0
-            made[key] = _difference(key, order, wanted, sample, factor / reference.scale, made)
+            made[key] = _difference(key, order, wanted, sample, made)
     return list(made.values())
 
 
 @torch.no_grad()
 def _difference(
-    key: Key, order: int, wanted: Sample, sample: Sample, factor: float, known: Mapping[Key, Difference]
+    key: Key, order: int, wanted: Sample, sample: Sample, known: Mapping[Key, Difference]
 ) -> Difference:
-    exact = wanted.values.double() * factor
+    exact = wanted.values.double()
     values = sample.values.double()
     lost = exact.isfinite() & ~values.isfinite()
     overflows = bool(lost.any()) or sample.not_finite > wanted.not_finite
     error = math.inf if overflows else _relative(values, exact)
-    parents = [known[p].error for p in sample.parents if p in known]
-    given = max(parents, default=0.0)
+    parents = [known[p] for p in sample.parents if p in known]
+    given = max((parent.error for parent in parents), default=0.0)
+    size = float(exact.norm()) * math.sqrt(math.prod(sample.shape) / max(1, exact.numel()))
+    noise = not overflows and _is_noise(key, size, parents)
     return Difference(
         key,
         order,
         sample.dtype,
         error,
         given,
-        0.0 if given == math.inf else max(0.0, error - given),
+        0.0 if noise or given == math.inf else max(0.0, error - given),
         _overflow_share(lost, sample, overflows),
         _underflow_share(exact, values, sample.dtype),
-        wanted.largest * factor,
+        wanted.largest,
         wanted.random or sample.random,
+        noise,
+        size,
     )
+
+
+def _is_noise(key: Key, size: float, parents: list[Difference]) -> bool:
+    """Whether the reference is what is left when float32 numbers cancel, with no right digit to lose.
+
+    The gradient of a bias before a normalization is 0, and computed as a sum of numbers that are not.
+    """
+    if key.level == PARAMETER:
+        return any(parent.noise or size < _NOISE * parent.size for parent in parents)
+    scales = key.name.partition("::")[2].partition(".")[0].rstrip("_") in ("mul", "div")
+    return not scales and size < _NOISE * max((parent.size for parent in parents), default=0.0)
 
 
 def _relative(values: Tensor, exact: Tensor) -> float:

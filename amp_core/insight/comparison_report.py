@@ -88,6 +88,8 @@ def _notes(comparison: Comparison) -> list[str]:
         notes.append(_UNMATCHED.format(count=comparison.unmatched))
     if comparison.odd_references:
         notes.append(_ODD.format(count=comparison.odd_references))
+    if any(d.noise and d.error > 0.5 for d in comparison.differences):
+        notes.append(_CANCELS)
     if any(d.random and d.error > 0.5 for d in comparison.differences):
         notes.append(_RANDOM)
     return notes
@@ -99,6 +101,10 @@ _UNMATCHED = (
 _ODD = (
     "{count} values of the reference run are in low precision all the same: the step casts them itself, or "
     "enters a region with a policy of its own."
+)
+_CANCELS = (
+    "Where much larger numbers cancel, and all that is left in float32 is noise (the gradient of a bias "
+    "before a normalization), a large relative error means nothing; nothing is added there."
 )
 _RANDOM = (
     "Random ops (dropout) drew otherwise in the two dtypes, and what follows them differs for that reason. "

@@ -195,8 +195,7 @@ def record(model: nn.Module | None = None) -> Recording:
             that is called does.
 
     Returns:
-        A context manager, and the report: ``print(r)``, ``r.to_json()``, ``r.to_html(path)``,
-        ``r.diff(other)``.
+        A context manager that is the report: `Recording`.
     """
     return Recording(model)
 

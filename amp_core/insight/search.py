@@ -15,7 +15,7 @@ from amp_core.insight.capture import OP, Key
 from amp_core.insight.comparison import Comparison, Difference
 from amp_core.insight.comparison_report import where
 from amp_core.insight.recording_report import short
-from amp_core.insight.step import Step
+from amp_core.insight.step import Run, Step
 from amp_core.policy import OpPolicy, apply_policy, names
 from amp_core.policy import rules as r
 
@@ -46,7 +46,7 @@ class Search:
     def __init__(self, step: Step, tolerance: float) -> None:
         self._step = step
         self._tolerance = tolerance
-        self._reference = step.reference(torch.float32)
+        self._references: dict[float, Run] = {}
         self._findings: list[Finding] = []
 
     def run(self, rounds: int) -> Advice:
@@ -69,9 +69,13 @@ class Search:
         return Advice(proposal.policy, proposal.modules, scale, tuple(self._findings), before, now)
 
     def _try(self, proposal: Proposal) -> Comparison:
+        scale = proposal.scale
+        if scale not in self._references:
+            self._references = {scale: self._step.reference(torch.float32, scale)}
+        reference = self._references[scale]
         with self._applied(proposal):
             mixed = self._step.mixed(proposal.policy, proposal.scale)
-        return Comparison(self._reference, mixed, self._step.dtype, torch.float32)
+        return Comparison(reference, mixed, self._step.dtype, torch.float32)
 
     @contextlib.contextmanager
     def _applied(self, proposal: Proposal) -> Iterator[None]:

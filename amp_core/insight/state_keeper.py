@@ -26,9 +26,10 @@ class StateKeeper:
         for module in model.modules():
             self._training.setdefault(id(module), (module, module.training))
         for tensor in (*model.parameters(), *model.buffers()):
-            self._keep_tensor(tensor)
+            self.keep_tensor(tensor)
 
-    def _keep_tensor(self, tensor: Tensor) -> None:
+    def keep_tensor(self, tensor: Tensor) -> None:
+        """Remember the value and the gradient of a tensor, and take the gradient away."""
         if id(tensor) not in self._tensors:
             self._tensors[id(tensor)] = tensor, tensor.detach().clone(), tensor.grad
             tensor.grad = None

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 
 from amp_core.autocast import autocast
 from amp_core.device import device_type_of
-from amp_core.dispatch.activate import default_policy
+from amp_core.dispatch.activate import activation, default_policy
 from amp_core.errors import AmpError
 from amp_core.insight.capture import Capture
 from amp_core.insight.places import Place
@@ -58,34 +57,43 @@ class Step:
         self.leaves_backward = False
         self._fn, self._model, self._seed, self._limit = fn, model, seed, limit
 
-    def reference(self, dtype: torch.dtype) -> Run:
+    def reference(self, dtype: torch.dtype, scale: float) -> Run:
         """Run the step in `dtype`: in float32, all ops with a rule are put into it."""
         if dtype is torch.float32:
-            return self._run(self._region(self.dtype, OpPolicy.float32(self.device_type)), 1.0)
+            return self._run(self.dtype, OpPolicy.float32(self.device_type), scale)
         if dtype is torch.float64:
             raise AmpError(
                 "reference=torch.float64: autocast has no float64; convert the model in fn itself."
             )
-        return self._run(self._region(dtype, self.policy), 1.0)
+        return self._run(dtype, self.policy, scale)
 
     def mixed(self, policy: OpPolicy, scale: float) -> Run:
         """Run the step in mixed precision."""
-        return self._run(self._region(self.dtype, policy), scale)
+        return self._run(self.dtype, policy, scale)
 
-    def _region(self, dtype: torch.dtype, policy: OpPolicy) -> AbstractContextManager[Any]:
-        return autocast(self.device_type, dtype=dtype, policy=policy)
+    @contextlib.contextmanager
+    def _in_force(self, policy: OpPolicy) -> Iterator[None]:
+        """Hold the policy through the backward pass too, where checkpoints run their forward pass again."""
+        active = activation(get_backend(self.device_type), policy)
+        assert active is not None, "only a policy that is not named needs no activation"
+        active.push()
+        try:
+            yield
+        finally:
+            active.pop()
 
-    def _run(self, region: AbstractContextManager[Any], scale: float) -> Run:
+    def _run(self, dtype: torch.dtype, policy: OpPolicy, scale: float) -> Run:
         ops = {*OpPolicy.float32(self.device_type).rules, *self.policy.rules}
-        capture = Capture(self._limit, ops, self._model)
         keeper = StateKeeper()
+        capture = Capture(self._limit, ops, self._model, keeper.keep_tensor)
         capture.tap.places.on_call = keeper.keep
         with keeper.restored(), seeded(self._seed, self.device_type):
             if self._model is not None:
                 keeper.keep(self._model)
             with contextlib.ExitStack() as stack:
                 stack.enter_context(capture.tap)
-                with region:
+                stack.enter_context(self._in_force(policy))
+                with autocast(self.device_type, dtype=dtype, policy=policy):
                     result = self._fn()
                 self.leaves_backward = _go_back(result, scale, capture)
                 self.roots = [self._model] if self._model is not None else capture.tap.places.roots

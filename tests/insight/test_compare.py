@@ -9,6 +9,7 @@ import random
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import amp_core
 from amp_core import OpPolicy, autocast
@@ -143,6 +144,52 @@ def test_dropout_draws_the_same(step):
     model = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.5), nn.Linear(16, 4))
     c = amp_core.compare(step(model), "cpu")
     assert max(d.error for d in c.at(MODULE)) < 0.1
+
+
+def test_checkpoints_run_again_under_the_same_policy(step):
+    """The forward pass that a checkpoint repeats would run in other dtypes, and fail."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.head = nn.Sequential(nn.Linear(16, 16), nn.GELU()), nn.Linear(16, 4)
+
+        def forward(self, x):
+            return self.head(checkpoint(self.body, x, use_reentrant=False))
+
+    c = amp_core.compare(step(Model()), "cpu")
+    assert not c.odd_references
+    assert not c.unmatched
+    assert 0 < c.gradient_error < 0.1
+
+
+def test_gradients_that_are_noise_are_no_fault():
+    """A bias before a normalization has the gradient 0 but for rounding: its error means nothing."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 2))
+    x = torch.randn(8, 3, 8, 8)
+    c = amp_core.compare(lambda: model(x).square().mean(), "cpu")
+    (bias,) = [d for d in c.at(PARAMETER) if d.key.name == "0.bias"]
+    assert bias.noise
+    assert bias.error > 1 > 0.2 > c.gradient_error
+    assert "cancel" in str(c)
+
+
+def test_gradients_of_inputs_are_put_back_too():
+    """The gradient of an input would add up over the runs, and differ for that reason."""
+    model, x = nn.Linear(8, 1), torch.randn(4, 8, requires_grad=True)
+    x.grad = given = torch.ones(4, 8)
+    c = amp_core.compare(lambda: model(x).mean(), "cpu")
+    assert x.grad is given
+    assert torch.equal(given, torch.ones(4, 8))
+    assert max(d.error for d in c.differences) < 0.1
+
+
+def test_sparse_gradients_are_passed_over():
+    """An embedding with sparse gradients would end the comparison with an error."""
+    model = nn.Sequential(nn.Embedding(10, 8, sparse=True), nn.Linear(8, 1))
+    c = amp_core.compare(lambda: model(torch.arange(5)).mean(), "cpu")
+    assert {d.key.name for d in c.at(PARAMETER)} == {"1.weight", "1.bias"}
 
 
 def test_a_policy_and_another_reference(attention, step):
