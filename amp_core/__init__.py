@@ -40,8 +40,10 @@ if TYPE_CHECKING:
     from amp_core.insight.comparison import Comparison, compare
     from amp_core.insight.recording import Recording, record
     from amp_core.scaler.foreign import convert_scaler_state
+    from amp_core.scaler.window import AccumulationWindow
 
 __all__ = [
+    "AccumulationWindow",
     "Advice",
     "AmpError",
     "AmpWarning",
@@ -93,6 +95,7 @@ __all__ = [
 ]
 
 _LAZY = {
+    "AccumulationWindow": "amp_core.scaler.window",
     "Advice": "amp_core.insight.advice",
     "Comparison": "amp_core.insight.comparison",
     "Recording": "amp_core.insight.recording",

@@ -15,9 +15,9 @@ from amp_core.device import device_type_of
 from amp_core.kernels import Measurement
 from amp_core.plugin.manager import get_backend
 from amp_core.scaler.arithmetic import clip_coefficient, combine, reciprocal, zero
+from amp_core.scaler.closure import ClosureSteps
 from amp_core.scaler.fused import is_traceable, step_fused
 from amp_core.scaler.gradients import Gradients, by_device, gather, is_tracing, total_norm
-from amp_core.scaler.keyed import KeyedScales
 from amp_core.scaler.record import StepRecord
 from amp_core.scaler.replicate import _MultiDeviceReplicator
 from amp_core.state import OptState, Schedule, next_stage
@@ -27,7 +27,7 @@ __all__ = ["GradScaler", "OptState"]
 _CLOSURE = "Closure use is not currently supported if GradScaler is enabled."
 
 
-class GradScaler(KeyedScales):
+class GradScaler(ClosureSteps):
     """Scale losses up, gradients down, and skip steps whose gradients are not finite.
 
     Drop-in for ``torch.amp.GradScaler``: an instance of it, with the same arguments, errors, warnings
@@ -255,7 +255,8 @@ class GradScaler(KeyedScales):
             What ``optimizer.step`` returns; ``None`` when it is skipped (see `last_step`).
 
         Raises:
-            RuntimeError: it was called before since the last `update`, or given a closure; torch's texts.
+            RuntimeError: it was called before since the last `update`, or given a closure; torch's texts
+                (see `step_closure`).
             AssertionError: nothing was scaled yet, or the optimizer has no gradient at all.
         """
         if not self._enabled:
@@ -312,7 +313,7 @@ class GradScaler(KeyedScales):
 
     def _maybe_skip(self, optimizer: torch.optim.Optimizer, record: StepRecord) -> bool:
         skipped = record.skipped  # the one wait for the device
-        if skipped:
+        if skipped and record._micro_batches is None:
             record._bad = self._bad_parameters(optimizer)
         return skipped
 
@@ -326,6 +327,8 @@ class GradScaler(KeyedScales):
             _total_norm=state.pop("norm", None),
             key=self._key,
         )
+        if "window" in state:
+            record._micro_batches, record._params, record._nonfinite = state.pop("window")
         self.history.append(record)
         self._since_update.append(record)
         self.last_step[optimizer] = record

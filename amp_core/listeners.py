@@ -95,6 +95,8 @@ class Logging(Listener):
         """Log the step."""
         if record.skipped:
             self._logger.warning("%s", _skip_in_words(record), extra={"amp_record": record.as_dict()})
+        elif record.bad_micro_batches:
+            self._logger.warning("%s", _left_out(record), extra={"amp_record": record.as_dict()})
         else:
             self._logger.debug("%s took step %d", _whose(record), record.number)
 
@@ -173,6 +175,14 @@ def _skip_in_words(record: StepRecord) -> str:
     where = f" in micro-batch {parts}" if parts else ""
     return (
         f"{_whose(record)} skipped step {record.number}: inf or NaN{where} at scale "
+        f"{record.scale_before:g} in {worst(record)}"
+    )
+
+
+def _left_out(record: StepRecord) -> str:
+    parts = ", ".join(map(str, record.bad_micro_batches))
+    return (
+        f"{_whose(record)} left micro-batch {parts} out of step {record.number}: inf or NaN at scale "
         f"{record.scale_before:g} in {worst(record)}"
     )
 

@@ -73,7 +73,10 @@ class StepRecord:
 
     @property
     def bad_parameters(self) -> tuple[BadParameter, ...]:
-        """The parameters whose gradients held an inf or a NaN; empty where the step was taken."""
+        """The parameters whose gradients held an inf or a NaN.
+
+        Where the step was taken: those of the micro-batches that were left out of it, if any.
+        """
         if self._bad is None and self._nonfinite is not None:
             flags = _values(self._nonfinite)
             self._bad = tuple(

@@ -98,7 +98,7 @@ class Reporting(torch.amp.GradScaler):
         return record.skipped
 
     def _blame(self, record: StepRecord, owner: torch.optim.Optimizer, row: int) -> None:
-        if record._bad is None:
+        if record._bad is None and record._micro_batches is None:
             record._bad = self._bad_parameters(owner) or None
         if row == self._warn_after:
             warnings.warn(_endless(row, record), SkippedStepsWarning, stacklevel=level_outside())
@@ -150,7 +150,7 @@ class Reporting(torch.amp.GradScaler):
     ) -> None:
         """Note which gradients were not finite, on the device, and whose they are."""
         parts, measured = looked or ([], [])
-        if not parts or any(part.sharded for part in parts):
+        if not parts or record._params or any(part.sharded for part in parts):
             return
         params = [param for part in parts for param in part.params]
         ids = list(map(id, params))

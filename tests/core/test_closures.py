@@ -1,0 +1,184 @@
+"""Optimizers that evaluate the loss themselves work on true gradients, or skip the step whole."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from amp_core import GradScaler
+
+
+class Sam(torch.optim.Optimizer):
+    """Sharpness-aware minimization (Foret et al. 2021), with its gradients before the step or in it."""
+
+    def __init__(self, params: Any, lr: float, first_from_closure: bool) -> None:
+        super().__init__(params, {"lr": lr})
+        self.first_from_closure = first_from_closure
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        closure = torch.enable_grad()(closure)
+        loss = closure() if self.first_from_closure else None
+        params = [p for group in self.param_groups for p in group["params"]]
+        norm = torch.stack([p.grad.norm() for p in params]).norm()
+        for p in params:
+            self.state[p]["before"] = p.clone()
+            p.add_(p.grad * (0.05 / norm))
+        loss = closure() if loss is None else (closure(), loss)[1]
+        for p in params:
+            p.copy_(self.state[p]["before"]).sub_(p.grad, alpha=self.param_groups[0]["lr"])
+        return loss
+
+
+def lbfgs(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.LBFGS(params, lr=0.5, max_iter=4, history_size=3, line_search_fn="strong_wolfe")
+
+
+class Problem:
+    """Fit a small network; `spoil` names the evaluations whose gradients are made NaN."""
+
+    def __init__(self, kind: Any, scaler: GradScaler | None) -> None:
+        torch.manual_seed(0)
+        self.model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+        self.inputs, self.targets = torch.randn(8, 3), torch.randn(8, 1)
+        self.optimizer, self.scaler = kind(self.model.parameters()), scaler
+        self.evaluations = 0
+
+    def closure(self, spoil: int = -1) -> torch.Tensor:
+        self.optimizer.zero_grad()
+        loss = (self.model(self.inputs) - self.targets).square().mean()
+        (self.scaler.scale(loss) if self.scaler else loss).backward()
+        if self.evaluations == spoil:
+            self.model[0].weight.grad[1, 1] = math.nan
+        self.evaluations += 1
+        return loss
+
+    def step(self, spoil: int = -1, **options: Any) -> Any:
+        self.evaluations = 0
+        if self.scaler is None:
+            return self.optimizer.step(self.closure)
+        loss = self.scaler.step_closure(self.optimizer, lambda: self.closure(spoil), **options)
+        self.scaler.update()
+        return loss
+
+    def values(self) -> list[torch.Tensor]:
+        return [p.detach().clone() for p in self.model.parameters()]
+
+
+KINDS = {
+    "lbfgs": lbfgs,
+    "sam": lambda params: Sam(params, 0.1, first_from_closure=True),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_as_without_scaling(kind: str) -> None:
+    """The optimizer sees scaled gradients, or a scaled loss, and goes elsewhere."""
+    plain, scaled = Problem(KINDS[kind], None), Problem(KINDS[kind], GradScaler("cpu", 2.0**10))
+    for _ in range(3):
+        assert torch.equal(plain.step(), scaled.step())
+    assert all(map(torch.equal, plain.values(), scaled.values()))
+    assert [r.skipped for r in scaled.scaler.history] == [False] * 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("spoil", [0, 1])
+def test_an_overflow_in_any_evaluation_skips_the_step_whole(kind: str, spoil: int) -> None:
+    """NaN is stepped into the parameters, or they are left where a line search was."""
+    scaler = GradScaler("cpu", 2.0**10)
+    run = Problem(KINDS[kind], scaler)
+    scaler._names.update({id(p): name for name, p in run.model.named_parameters()})
+    run.step()
+    before, state = run.values(), copy.deepcopy(run.optimizer.state_dict()["state"])
+    assert run.step(spoil) is None
+    assert run.evaluations == spoil + 1
+    assert all(map(torch.equal, run.values(), before))
+    torch.testing.assert_close(run.optimizer.state_dict()["state"], state, rtol=0, atol=0)
+    record = scaler.last_step[run.optimizer]
+    assert (record.skipped, record.scale_after) == (True, 2.0**9)
+    assert [(b.name, b.nonfinite) for b in record.bad_parameters] == [("0.weight", 1)]
+    plain = Problem(KINDS[kind], None)
+    plain.step()
+    assert torch.equal(plain.step(), run.step())  # as if the step had not been tried
+    assert all(map(torch.equal, plain.values(), run.values()))
+
+
+@pytest.mark.parametrize("spoil", [-1, 0, 1])
+def test_gradients_from_before_the_step(spoil: int) -> None:
+    """SAM's first gradients, computed before its step, are not unscaled, or not checked."""
+
+    def kind(params: Any) -> torch.optim.Optimizer:
+        return Sam(params, 0.1, first_from_closure=False)
+
+    plain, scaled = Problem(kind, None), Problem(kind, GradScaler("cpu", 2.0**10))
+    before = plain.values()
+    plain.closure()
+    plain.optimizer.step(plain.closure)
+    scaled.closure(spoil)
+    scaled.scaler.unscale_(scaled.optimizer)
+    scaled.scaler.step_closure(scaled.optimizer, lambda: scaled.closure(spoil))
+    scaled.scaler.update()
+    expected = plain.values() if spoil < 0 else before
+    assert all(map(torch.equal, scaled.values(), expected))
+    assert scaled.scaler.last_step[scaled.optimizer].skipped is (spoil >= 0)
+
+
+def test_each_evaluation_is_clipped() -> None:
+    """max_norm clips the first evaluation only, or does nothing without scaling."""
+    runs = [Problem(KINDS["sam"], GradScaler("cpu", 2.0**10, enabled=e)) for e in (True, False)]
+    unclipped = Problem(KINDS["sam"], None)
+    unclipped.step()
+    for run in runs:
+        run.step(max_norm=0.01)
+        norm = torch.stack([p.grad.norm() for p in run.model.parameters()]).norm()
+        assert norm.item() == pytest.approx(0.01, rel=1e-3)
+    for ours, theirs, loose in zip(runs[0].values(), runs[1].values(), unclipped.values(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+        assert not torch.equal(ours, loose)
+
+
+def test_stages_keys_and_errors() -> None:
+    """A second step before update(), or a closure that scales nothing, goes through; a key is lost."""
+    run = Problem(lbfgs, GradScaler("cpu"))
+    with pytest.raises(AssertionError, match="Attempted unscale_ but _scale is None"):
+        run.scaler.step_closure(run.optimizer, lambda: torch.zeros(()))
+    run.scaler.scale(torch.ones(1))
+    with pytest.raises(AssertionError, match=r"given to this LBFGS left no gradient: it must call scaler\."):
+        run.scaler.step_closure(run.optimizer, lambda: torch.zeros(()))
+    run.scaler.step_closure(run.optimizer, run.closure)
+    with pytest.raises(RuntimeError, match=r"step\(\) has already been called"):
+        run.scaler.step_closure(run.optimizer, run.closure)
+    with pytest.raises(RuntimeError, match="Closure use is not currently supported"):
+        run.scaler.step(run.optimizer, run.closure)  # torch's contract
+    run.scaler.update()
+
+    def keyed() -> torch.Tensor:
+        run.optimizer.zero_grad()
+        loss = run.model(run.inputs).square().mean()
+        run.scaler.scale(loss, key="g").backward()
+        return loss
+
+    run.scaler.step_closure(run.optimizer, keyed, key="g")
+    run.scaler.update()
+    assert run.scaler.last_step[run.optimizer].key == "g"
+
+
+def test_an_error_in_the_closure_leaves_all_as_it_was() -> None:
+    """After an error in the third evaluation the parameters stay where the line search was."""
+    run = Problem(lbfgs, GradScaler("cpu"))
+    before = run.values()
+
+    def closure() -> torch.Tensor:
+        if run.evaluations == 2:
+            raise MemoryError
+        return run.closure()
+
+    with pytest.raises(MemoryError):
+        run.scaler.step_closure(run.optimizer, closure)
+    assert all(map(torch.equal, run.values(), before))
+    run.step()
+    assert not run.scaler.last_step[run.optimizer].skipped
