@@ -172,7 +172,8 @@ def _measure(table: _Table, norm_type: float) -> Measurement:
     norms, norm = torch.empty(count, dtype=dtype, device=device), torch.empty((), dtype=dtype, device=device)
     flag = torch.float32
     bad, found = torch.empty(count, dtype=flag, device=device), torch.empty((), dtype=flag, device=device)
-    units, sums = torch.empty((2, rows.count + count), dtype=dtype, device=device).unbind()
+    parts = (rows.count + count + 3) // 4 * 4  # the second begins at a multiple of 16 bytes too
+    units, sums = torch.empty((2, parts), dtype=dtype, device=device).unbind()
     order = _ORDERS.get(norm_type, _GENERAL)
     power = norm_type if order == _GENERAL else 0.0
     for group in rows.groups:

@@ -272,7 +272,8 @@ def _float64(bits):
 )
 def update_scale(
     scale, growth_tracker, hysteresis_left, found_inf,
-    growth_bits, backoff_bits, min_bits, max_bits, interval, hysteresis,
+    growth_bits: tl.int64, backoff_bits: tl.int64, min_bits: tl.int64, max_bits: tl.int64,
+    interval: tl.int64, hysteresis: tl.int64,
     BUDGET: tl.constexpr, EVERY: tl.constexpr,
 ):  # fmt: skip
     """`amp_core.state.next_scale`, in one thread."""
@@ -301,7 +302,10 @@ def update_scale(
 
 
 @triton.jit(do_not_specialize=["first", "count", "a", "b", "c", "d", "e", "f", "g", "h"])
-def write_words(words, first, count, a, b, c, d, e, f, g, h):
+def write_words(
+    words, first, count,
+    a: tl.int64, b: tl.int64, c: tl.int64, d: tl.int64, e: tl.int64, f: tl.int64, g: tl.int64, h: tl.int64,
+):  # fmt: skip
     """Write up to `WORDS` numbers that the launch itself carries, from ``words[first]`` on."""
     place = words + first
     tl.store(place, a)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -57,12 +58,16 @@ class Rows:
             first[i], end[i] = last - cuts[i], last
         self.count = ends[-1]
         counts = [cuts[i] for i in order]
-        told = numbers([*sizes, *first, *end, *order, *counts], device)
-        self.sizes, self.first, self.end, ordered, counted = told.view(5, n).unbind()
+        # Each begins at a multiple of 16 bytes: Triton compiles anew for an address that is none.
+        padded = [[*part, *[0] * (n % 2)] for part in (sizes, first, end, order, counts)]
+        told = numbers(list(chain.from_iterable(padded)), device)
+        self.sizes, self.first, self.end, ordered, counted = (t[:n] for t in told.view(5, -1).unbind())
         self.tensor = torch.repeat_interleave(ordered, counted, output_size=self.count)
         within = torch.arange(self.count, device=device) - self.first.index_select(0, self.tensor)
         self.start = within * programs.CHUNK
         self.captured = is_capturing(device)
+        if not self.captured:
+            _load_writer(device)
         self._stream = stream_of(device)
         self._recent: list[tuple[list[int], Any, Tensor]] = []
 
@@ -136,6 +141,12 @@ def _written(values: Sequence[int], device: torch.device) -> Tensor:
         rest = [0] * (programs.WORDS - len(some))
         programs.write_words[(1,)](there, first, len(some), *some, *rest, **programs.OPTIONS)
     return there
+
+
+@functools.cache
+def _load_writer(device: torch.device) -> None:
+    """Load the program of `_written`: no program can be loaded while a graph is captured."""
+    _written([0], device)
 
 
 def is_capturing(device: torch.device) -> bool:

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 DATA = Path(__file__).parent / "data"
 
@@ -80,3 +81,62 @@ def test_the_compiled_code(maker: str, tmp_path: Path) -> None:
     if maker == "nvidia":
         assert found["scale bf16"]["to bfloat16"] > 0
         assert found["cast fp32 bf16"]["to bfloat16"] > 0
+
+
+@needs_triton
+@pytest.mark.slow
+def test_a_launch_up_to_the_launch(tmp_path: Path) -> None:
+    """An argument does not bind on a real GPU; or other sizes, addresses, schedules are compiled anew.
+
+    Seconds of compiling in the midst of a training, and an error where a graph is being captured.
+    """
+    found = json.loads(run(str(DATA / "bind.py"), TRITON_CACHE_DIR=str(tmp_path)).splitlines()[-1])
+    orders, dtypes, kinds_of_hysteresis = 4, 2, 3
+    assert found == {
+        "measure_rows": orders + 1,
+        "measure_tensors": orders,
+        "measure_total": orders,
+        "scale_rows": dtypes,
+        "cast_rows": dtypes,
+        "update_scale": kinds_of_hysteresis,
+        "write_words": 1,
+    }
+
+
+@needs_triton
+def test_tensors_without_memory() -> None:
+    """A fake tensor, or one that ``torch.func`` transforms, is asked for its address."""
+    from torch._subclasses import FakeTensorMode
+
+    from amp_core.kernels.triton_kernels import Triton
+
+    kernels = Triton("cpu")
+    with FakeTensorMode():
+        fake = [torch.empty(5), torch.empty(3, dtype=torch.bfloat16)]
+        assert kernels.measure(fake).norms.shape == (2,)
+        assert kernels.cast(fake, torch.float16)[1].dtype is torch.float16
+    cast = torch.func.vmap(lambda x: kernels.cast([x], torch.bfloat16)[0])
+    assert torch.equal(cast(torch.ones(2, 3)), torch.ones(2, 3).bfloat16())
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.ones(6)[::2],
+        torch.ones(1).expand(4),
+        torch.tensor([1 + 2j]).conj(),
+        torch.tensor([1 + 2j]).conj().imag,
+        torch.ones(3, dtype=torch.float8_e4m3fn),
+        torch.ones(3).to_sparse(),
+    ],
+    ids=["strided", "expanded", "conjugated", "negated", "8-bit", "sparse"],
+)
+def test_what_the_programs_do_not_take(tensor: torch.Tensor) -> None:
+    """Such a tensor is read as if it were plain memory."""
+    from amp_core.kernels.triton_kernels import Triton, _Layout
+
+    assert not _Layout([torch.ones(2), tensor], "cpu").fits
+    assert not _Layout([torch.ones(2)], "cuda").fits
+    assert _Layout([torch.ones(2), torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last)], "cpu").fits
+    assert Triton("cpu").prepare([tensor])[0] is tensor
