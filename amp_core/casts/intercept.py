@@ -82,7 +82,7 @@ def held_ops(device_type: str) -> frozenset[str]:
 
 
 def _kernel(device_type: str) -> Callable[[str, Any, Any], Callable[..., Any]]:
-    here = engine(device_type)
+    local = engine(device_type).local  # asked for its observer at each op
 
     def kernel_of(name: str, op: Any, guard: Any) -> Callable[..., Any]:
         def kernel(*args: Any, **kwargs: Any) -> Any:
@@ -108,9 +108,9 @@ def _kernel(device_type: str) -> Callable[[str, Any, Any], Callable[..., Any]]:
                 return op(*low, **kwargs)
 
         def observed(*args: Any, **kwargs: Any) -> Any:
-            if here.observer is None:
+            if local.observer is None:
                 return kernel(*args, **kwargs)
-            return here.observer(name, lambda: kernel(*args, **kwargs), args, kwargs)
+            return local.observer(name, lambda: kernel(*args, **kwargs), args, kwargs)
 
         return observed
 

@@ -52,7 +52,7 @@ class Engine:
     def __init__(self, device_type: str) -> None:
         self.device_type = device_type
         self.key = autocast_key(device_type)
-        self._local = _Local()
+        self.local = _Local()
         self._lock = threading.Lock()
         self._installed: dict[str, tuple[int, Callable[[], None]]] = {}
         self._kernels: dict[str, tuple[str, Callable[..., Any]]] = {}
@@ -60,12 +60,12 @@ class Engine:
     @property
     def depth(self) -> int:
         """How many policies this thread has pushed."""
-        return len(self._local.hidden)
+        return len(self.local.hidden)
 
     @property
     def policy(self) -> OpPolicy | None:
         """What is in force in this thread; None for the default."""
-        return self._local.policy
+        return self.local.policy
 
     @property
     def installed(self) -> frozenset[str]:
@@ -76,17 +76,17 @@ class Engine:
     def push(self, table: Table, policy: OpPolicy | None) -> None:
         """Put `policy`, as `table`, in force for this thread. If an install fails, all is as before."""
         self._hold(table)
-        local = self._local
+        local = self.local
         local.hidden.append((local.table, local.policy, tuple(table)))
         local.table, local.policy = table, policy
 
     def push_again(self) -> None:
         """Push what is in force already."""
-        self.push(self._local.table, self._local.policy)
+        self.push(self.local.table, self.local.policy)
 
     def pop(self) -> None:
         """Take the last table off. Without a push before it, does nothing."""
-        local = self._local
+        local = self.local
         if not local.hidden:
             return
         local.table, local.policy, ops = local.hidden.pop()
@@ -97,14 +97,14 @@ class Engine:
     @property
     def observer(self) -> Observer | None:
         """Who watches this thread's autocast kernels."""
-        return self._local.observer
+        return self.local.observer
 
     def watch(self, ops: Iterable[str], observer: Observer) -> Callable[[], None]:
         """Let `observer` run each of `ops` in this thread, and all ops that have a policy's kernel.
 
         An observer before it is called by what it runs. Return what ends that, for the same thread.
         """
-        held, local, earlier = tuple(ops), self._local, self._local.observer
+        held, local, earlier = tuple(ops), self.local, self.local.observer
         self._hold(held)
         local.observer = observer if earlier is None else _both(observer, earlier)
 
@@ -150,7 +150,7 @@ class Engine:
         overload = names.find(name)
         assert overload is not None, f"{name} was admitted to a policy but is gone from the dispatcher"
         native = self._native(overload)
-        local = self._local
+        local = self.local
 
         def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
             run = local.table.get(name)

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from amp_core import _torch
+from amp_core.policy.modules import runs_in_float32
 
 
 class Place(NamedTuple):
@@ -90,6 +91,11 @@ class Places:
     def here(self) -> Place:
         """The innermost module that is being called now."""
         return self._stack[-1][1] if self._stack else NOWHERE
+
+    @property
+    def in_float32(self) -> bool:
+        """Whether a module is being called on which `apply_policy` has put the rule ``"fp32"``."""
+        return any(runs_in_float32(module) for module, _ in self._stack)
 
     @property
     def in_module(self) -> bool:

@@ -138,7 +138,7 @@ class Recording(Report):
             _joined(ran_in if frame is None else frame.given or ran_in),
             _joined(ran_in),
             _short(outputs[0].dtype),
-            *_why(where.cause),
+            *(where.cause or _UNRULED),
         )
         self.ops[key] += 1
 
@@ -147,7 +147,9 @@ class Recording(Report):
         cause = where.frames[0].op if where.frames else ""
         name = self._weight_name(source)
         dtypes = _short(source.dtype), _short(result.dtype)
-        count = self.casts[CastKey(where.phase, where.place, cause, *dtypes, name, *_why(where.cause))]
+        count = self.casts[
+            CastKey(where.phase, where.place, cause, *dtypes, name, *(where.cause or _UNRULED))
+        ]
         nbytes = result.numel() * result.element_size()
         count.calls += 1
         count.nbytes += nbytes
@@ -198,10 +200,6 @@ def record(model: nn.Module | None = None) -> Recording:
         A context manager that is the report: `Recording`.
     """
     return Recording(model)
-
-
-def _why(cause: Frame | None) -> tuple[str, str]:
-    return _UNRULED if cause is None else (cause.rule, cause.origin)
 
 
 def _short(dtype: torch.dtype) -> str:

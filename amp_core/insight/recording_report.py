@@ -117,7 +117,7 @@ _PROMOTED = "type promotion or the program's own casts"
 
 def _casts(casts: dict[CastKey, CastCount]) -> Table:
     def group(key: CastKey) -> tuple[str, ...]:
-        cause = short(key.cause) if key.cause else _own_cast(key)
+        cause = short(key.cause) or ("the module" if key.rule else _own_cast(key))
         kind = "weight" if key.weight else "activation" if key.phase == "forward" else "gradient"
         return str(key.place), key.phase, kind, cause, f"{key.source} to {key.result}", key.rule, key.origin
 

@@ -24,6 +24,7 @@ from amp_core.plugin import get_backend
 from amp_core.policy import OpPolicy, names
 
 FORWARD, BACKWARD = "forward", "backward"
+_MODULE_RULE = "fp32", "module rule 'fp32'"
 _aten = torch.ops.aten
 _CASTS = (_aten._to_copy.default, torch.ops.prims.convert_element_type.default)
 
@@ -47,16 +48,25 @@ class Frame:
 
 @dataclass(frozen=True)
 class Where:
-    """What surrounds a call: the pass, the module, and the autocast frames from the outside in."""
+    """What surrounds a call.
+
+    Attributes:
+        phase: `FORWARD` or `BACKWARD`.
+        place: the module.
+        frames: the autocast frames, from the outside in.
+        module_rule: rule and origin, where the module as a whole has one.
+    """
 
     phase: str
     place: Place
     frames: tuple[Frame, ...]
+    module_rule: tuple[str, str] | None = None
 
     @property
-    def cause(self) -> Frame | None:
-        """The innermost frame with a rule that does something."""
-        return next((f for f in reversed(self.frames) if f.rule != "unchanged"), None)
+    def cause(self) -> tuple[str, str] | None:
+        """Rule and origin: of the innermost frame with a rule that does something, else of the module."""
+        ruled = (f for f in reversed(self.frames) if f.rule != "unchanged")
+        return next(((f.rule, f.origin) for f in ruled), self.module_rule)
 
 
 class Sink(Protocol):
@@ -152,7 +162,8 @@ class Tap:
         if (
             node is None or self.places.in_module
         ):  # in a module within a node: a checkpoint that is recomputed
-            return Where(FORWARD, self.places.here, tuple(self._frames))
+            rule = _MODULE_RULE if self.places.in_float32 else None
+            return Where(FORWARD, self.places.here, tuple(self._frames), rule)
         return Where(BACKWARD, self.places.of_node(node), tuple(self._frames))
 
     def _seen(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:

@@ -165,6 +165,12 @@ class _Region:
         return tensor.float() if eligible(tensor, self.device_type) else tensor
 
 
+def runs_in_float32(module: nn.Module) -> bool:
+    """Whether the rule ``"fp32"`` was put on `module`."""
+    found = module.__dict__.get(_REGION)
+    return found is not None and found[0].changes is None
+
+
 class _Wrapped:
     """A module whose instance has a forward of ours.
 

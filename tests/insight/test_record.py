@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -88,6 +89,26 @@ def test_a_rule_put_on_one_module_is_named(net, x):
     found = {k.place.module: (k.dtypes, k.origin) for k, _ in ops(r, op="aten::linear.default")}
     assert found["head.1"] == ("float32", "module glob 'head.1'")
     assert found["first"][0] == BF16
+
+
+def test_a_module_in_float32_is_named(net, x):
+    """Its casts would pass for the program's own, and its ops for ops without a rule."""
+    with amp_core.apply_policy(net, {"head": "fp32"}), amp_core.record() as r, autocast("cpu"):
+        net(x)
+    rule = ("fp32", "module rule 'fp32'")
+    (cast,) = [k for k in r.casts if k.place.module == "head"]
+    assert (cast.source, cast.result, cast.rule, cast.origin) == (BF16, "float32", *rule)
+    ((linear, _),) = [(k, n) for k, n in ops(r, kernel="aten::addmm") if k.place.module == "head.1"]
+    assert (linear.dtypes, linear.rule, linear.origin) == ("float32", *rule)
+
+
+def test_a_device_of_another_maker_is_recorded():
+    """On a device whose rules are in Python alone there would be nothing to see."""
+    script = Path(__file__).parent / "data" / "another_device.py"
+    done = subprocess.run(
+        [sys.executable, "-W", "error", script], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_casts_bytes_and_repeats_of_weights(net, x):
