@@ -48,21 +48,18 @@ class Places:
 
     Attributes:
         roots: the outermost modules that were called, in order.
-        compiled: those of them that ran as compiled by `torch.compile`, unseen.
         on_call: told of the outermost module before it runs, every time.
         on_return: told of each module's place, arguments and result.
     """
 
     def __init__(self, model: nn.Module | None = None) -> None:
         self.roots: list[nn.Module] = []
-        self.compiled: list[nn.Module] = []
         self.on_call: Callable[[nn.Module], None] | None = None
         self.on_return: Callable[[Place, Any, Any], None] | None = None
         self._model = model
         self._stack: list[tuple[nn.Module, Place]] = []
         self._names: weakref.WeakKeyDictionary[nn.Module, dict[int, Place]] = weakref.WeakKeyDictionary()
         self._parameters: dict[int, tuple[Place, str]] = {}
-        self._entered: set[int] = set()
         self._starts = array("Q")
         self._there: list[Place] = []
 
@@ -119,7 +116,6 @@ class Places:
                 if self.on_call is not None:
                     self.on_call(uncompiled(module))
                 _add(self.roots, uncompiled(module))
-            self._entered.add(id(module))
             self._stack.append((module, self._place(module)))
             self._mark()
 
@@ -131,10 +127,6 @@ class Places:
             self._mark()
             if self.on_return is not None and result is not None:
                 self.on_return(place, args, result)
-            inner = uncompiled(module)
-            if id(inner) not in self._entered:
-                _add(self.compiled, inner)
-            self._entered.discard(id(inner))
 
     def _mark(self) -> None:
         self._starts.append(_torch.next_sequence_number())

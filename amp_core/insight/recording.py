@@ -89,7 +89,7 @@ class Recording(Report):
         self._model = model
         self._seen: Any = WeakIdKeyDictionary()
         self._tap: Tap | None = None
-        self._compiled: list[str] = []
+        self._met_compiled = False
 
     def __enter__(self) -> Self:
         if self._tap is not None:
@@ -103,7 +103,7 @@ class Recording(Report):
         assert self._tap is not None, "left without being entered"
         self._hook.remove()
         self._tap.__exit__(*exc)
-        self._compiled += [type(m).__name__ for m in self._tap.places.compiled]
+        self._met_compiled |= self._tap.met_compiled
         self._tap = None
         self._seen.clear()
 
@@ -117,7 +117,7 @@ class Recording(Report):
         """Return what the report says."""
         from amp_core.insight.recording_report import content_of
 
-        return content_of(self, self._compiled)
+        return content_of(self, self._met_compiled)
 
     def __repr__(self) -> str:
         casts = sum(c.calls for c in self.casts.values())
@@ -188,9 +188,8 @@ def record(model: nn.Module | None = None) -> Recording:
     nodes. Views, copies and ops without floating-point tensors do not.
 
     The thread that enters is recorded, with the backward passes it starts. Every op in the block goes through
-    Python; when no recording is on there is no cost. `torch.compile` steps aside in the block: what it would
-    compile there runs eagerly; what it compiled before runs compiled, and only the kernels that it calls
-    through the dispatcher are seen.
+    Python; when no recording is on there is no cost. What `torch.compile` has compiled runs eagerly in the
+    block, in all threads (`torch.compiler.set_stance`), and compiled again after it.
 
     Args:
         model: names the modules as its ``named_modules()`` does; by default, the outermost module

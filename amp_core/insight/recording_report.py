@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from amp_core.insight.report import Column, Content, Report, Table, Value, as_bytes, as_count, as_share
@@ -18,12 +18,12 @@ _RULE, _ORIGIN = Column("rule", "rule"), Column("origin", "from")
 _NO_RULE = "(no rule)"
 
 
-def content_of(recording: Recording, compiled: Sequence[str]) -> Content:
+def content_of(recording: Recording, met_compiled: bool) -> Content:
     """Return what the report of `recording` says."""
     return Content(
         "What ran in which precision",
         _facts(recording),
-        [_COMPILED.format(name=name) for name in compiled],
+        [_COMPILED] if met_compiled else [],
         [
             _by_op(recording.ops),
             _widened(recording.ops),
@@ -36,8 +36,8 @@ def content_of(recording: Recording, compiled: Sequence[str]) -> Content:
 
 
 _COMPILED = (
-    "{name} ran as compiled by torch.compile: of what it did, only kernels that it calls through the "
-    "dispatcher are here, not those that it fused, and no casts within those. Record the uncompiled model to "
+    "A backward pass ran that torch.compile had compiled before the block, with its forward pass: of what it "
+    "did, only kernels that it calls through the dispatcher are here. Put the forward pass into the block to "
     "see all."
 )
 

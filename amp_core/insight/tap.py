@@ -92,6 +92,9 @@ class Tap:
         sink: who is told; what it raises reaches the program.
         model: see `Places`.
         ops: more ops that are to have a frame, besides those with a rule that torch compiled in.
+
+    Attributes:
+        met_compiled: whether a backward pass has run that torch.compile had compiled, and that is seen in part.
     """
 
     def __init__(self, sink: Sink, model: nn.Module | None = None, ops: Iterable[str] = ()) -> None:
@@ -102,6 +105,7 @@ class Tap:
         self._reasons: dict[tuple[int, str], tuple[OpPolicy, str, str]] = {}
         self._stack = ExitStack()
         self._muted = False
+        self.met_compiled = False
 
     @contextlib.contextmanager
     def muted(self) -> Iterator[None]:
@@ -114,6 +118,8 @@ class Tap:
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
+            # Dynamo gives up, for good, each frame that it meets under a mode of ours.
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
             self.places.attach()
             stack.callback(self.places.detach)
             for device_type in _device_types():
@@ -164,6 +170,7 @@ class Tap:
         ):  # in a module within a node: a checkpoint that is recomputed
             rule = _MODULE_RULE if self.places.in_float32 else None
             return Where(FORWARD, self.places.here, tuple(self._frames), rule)
+        self.met_compiled |= node.name().startswith("CompiledFunction")
         return Where(BACKWARD, self.places.of_node(node), tuple(self._frames))
 
     def _seen(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:

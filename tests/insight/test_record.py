@@ -319,22 +319,39 @@ def test_rich_prints_the_tables(net, x):
     console.file.close()
 
 
-def test_compiled_models_say_what_is_missing(net, x):
-    """A report of a compiled model would pass for complete."""
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_what_is_compiled_runs_eagerly_in_the_block_alone(net, x, fullgraph):
+    """Dynamo gives up each frame it meets under a dispatch mode: a recording would undo the compilation for good."""
+    compiled = torch.compile(net, backend="aot_eager", fullgraph=fullgraph)
+    fresh = torch.compile(lambda v: net(v) * 2, backend="aot_eager", fullgraph=fullgraph)
+    with autocast("cpu"):
+        plain = compiled(x)
+        with amp_core.record(net) as r:
+            recorded = compiled(x)
+            fresh(x)
+        before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        again = compiled(x)
+        after = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        twice = fresh(x)
+    assert torch.equal(recorded, plain)
+    assert torch.equal(again, plain)
+    assert torch.equal(twice, 2 * plain)
+    assert before == after == 1
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+    assert [(k.place.module, n) for k, n in ops(r, op="aten::linear.default")] == [
+        ("first", 2),
+        ("head.1", 2),
+    ]
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+
+
+def test_a_backward_pass_compiled_before_says_so(net, x):
+    """A report that lacks what a compiled backward pass did would pass for complete."""
     compiled = torch.compile(net, backend="aot_eager")
     with autocast("cpu"):
-        compiled(x)
-        with amp_core.record() as r:
-            recorded = compiled(x)
-        assert torch.equal(recorded, compiled(x))
-    assert "Net ran as compiled" in str(r)
-    torch.compiler.reset()
-
-
-def test_what_would_be_compiled_in_the_block_runs_eagerly(net, x):
-    """The docs say so: Dynamo steps aside, and nothing is missing from the report."""
-    fresh = torch.compile(net, backend="aot_eager")
-    with amp_core.record() as r, autocast("cpu"):
-        fresh(x)
-    assert sum(r.ops.values()) == 4
+        loss = compiled(x).float().sum()
+    with amp_core.record() as r:
+        loss.backward()
+    assert "A backward pass ran that torch.compile had compiled" in str(r)
     torch.compiler.reset()
