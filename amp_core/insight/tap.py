@@ -94,7 +94,7 @@ class Tap:
         ops: more ops that are to have a frame, besides those with a rule that torch compiled in.
 
     Attributes:
-        met_compiled: whether a backward pass has run that torch.compile had compiled, and that is seen in part.
+        met_compiled: whether a backward pass has run that torch.compile had compiled; it is seen in part.
     """
 
     def __init__(self, sink: Sink, model: nn.Module | None = None, ops: Iterable[str] = ()) -> None:

@@ -321,7 +321,8 @@ def test_rich_prints_the_tables(net, x):
 
 @pytest.mark.parametrize("fullgraph", [False, True])
 def test_what_is_compiled_runs_eagerly_in_the_block_alone(net, x, fullgraph):
-    """Dynamo gives up each frame it meets under a dispatch mode: a recording would undo the compilation for good."""
+    """Dynamo gives up each frame that it meets under a mode: a recording would undo compilation for good."""
+    torch._dynamo.utils.counters.clear()
     compiled = torch.compile(net, backend="aot_eager", fullgraph=fullgraph)
     fresh = torch.compile(lambda v: net(v) * 2, backend="aot_eager", fullgraph=fullgraph)
     with autocast("cpu"):
