@@ -87,7 +87,7 @@ class GradScaler(ClosureSteps):
         self._allow_fp16 = allow_fp16_gradients
         self._names = {id(p): name for name, p in named_parameters}
         self._warn_after = warn_after
-        self._start_keys(schedules or {})
+        self._start_keys(init_scale, schedules or {})
 
     # -- scaling ---------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from amp_core.scaler.arithmetic import clip_coefficient, combine, reciprocal
 from amp_core.scaler.gradients import by_device, gather, is_tracing, total_norm
+from amp_core.scaler.momentum import clear_momentum, groups_without_momentum
 from amp_core.state import OptState
 
 if TYPE_CHECKING:
@@ -22,6 +23,8 @@ _PASSES_ITSELF = (
     "optimizer. In the near future GradScaler registers `grad_scale: Tensor` and "
     "`found_inf: Tensor` to the passed optimizer and let the optimizer use them directly."
 )
+
+_TINY = torch.finfo(torch.float32).tiny
 
 
 def is_traceable(optimizer: torch.optim.Optimizer) -> bool:
@@ -59,6 +62,7 @@ def step_fused(
     # Set for the step alone: a step that raises must not find them at its retry.
     before = {name: optimizer.__dict__[name] for name in values if name in optimizer.__dict__}
     optimizer.__dict__.update(values)
+    first = groups_without_momentum(optimizer)
     try:
         result = optimizer.step(*args, **kwargs)
     except BaseException:
@@ -66,6 +70,7 @@ def step_fused(
         optimizer.__dict__.update(before)
         raise
     _forget(optimizer, values)  # torch consumes a preset grad_scale
+    clear_momentum(optimizer, first, found_inf)
     return cast("float | None", result)
 
 
@@ -83,16 +88,25 @@ def _read(
     parts = gather(optimizer, allow_fp16=True)
     measured = [part.measure(norm_type) for part in parts]
     state["looked"] = parts, measured
-    before = list(state["found_inf_per_device"].items())
-    state["found_inf_per_device"] = by_device(
-        before + [(p.device, m.found_inf) for p, m in zip(parts, measured, strict=True)]
-    )
+    flags = list(state["found_inf_per_device"].items())
+    flags += [(p.device, m.found_inf) for p, m in zip(parts, measured, strict=True)]
+    scaled_norm = total_norm(measured, norm_type, scale.device)
+    if parts and not unscaled:
+        flags.append((scale.device, _overflows(scaled_norm, scale)))
+    state["found_inf_per_device"] = by_device(flags)
     divisor = torch.ones_like(scale) if unscaled else scale
     if max_norm is None:
         return divisor
-    norm = total_norm(measured, norm_type, scale.device) * reciprocal(divisor)
+    norm = scaled_norm * reciprocal(divisor)
     state["norm"] = norm
     return (divisor / clip_coefficient(norm, max_norm)).float()
+
+
+def _overflows(norm: Tensor, scale: Tensor) -> Tensor:
+    """Return 1.0 where `scale` is so small that finite gradients of this norm leave float32 when unscaled."""
+    # Less than half of the smallest normal number has no finite reciprocal.
+    limit = (scale - _TINY / 2) * torch.finfo(torch.float32).max
+    return ((norm < limit).logical_not() & (limit != torch.inf)).float()
 
 
 def _forget(optimizer: torch.optim.Optimizer, names: Iterable[str]) -> None:

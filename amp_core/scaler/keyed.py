@@ -21,8 +21,10 @@ class KeyedScales(ScaleKeeper):
 
     _keys: dict[str, GradScaler]
     _schedules: Mapping[str, Schedule]
+    _first_scale: float
 
-    def _start_keys(self, schedules: Mapping[str, Schedule]) -> None:
+    def _start_keys(self, first_scale: float, schedules: Mapping[str, Schedule]) -> None:
+        self._first_scale = first_scale
         self._keys, self._schedules = {}, dict(schedules)
 
     def _new_key(self, key: str) -> GradScaler:
@@ -33,7 +35,7 @@ class KeyedScales(ScaleKeeper):
         child = type(own).__new__(type(own))
         child.__dict__.update(own.__dict__)
         child._schedule = self._schedules.get(key, self._schedule)
-        child._start(self._init_scale, 0)
+        child._start(self._first_scale, 0)
         child._key, child._root, child._keys = key, own, {}
         child._hooks, child._in_a_row = self._hooks, self._in_a_row
         child.history, child.last_step = self.history, self.last_step
@@ -92,8 +94,8 @@ class KeyedScales(ScaleKeeper):
         Raises:
             AssertionError: no step or `unscale_` since the last update, or `new_scale` is no such tensor;
                 torch's texts.
-            ValueError: `new_scale` is a number that is not positive and finite; nothing was scaled
-                under `key`.
+            ValueError: `new_scale` is a number, or a tensor on the CPU, that is not positive and finite (on
+                other devices such a tensor leaves the scale as it is); nothing was scaled under `key`.
             ScaleFloorError: gradients overflowed at the floor, and the schedule says `AtFloor.RAISE`.
         """
         if not self._enabled or (key is None and not self._keys):

@@ -77,7 +77,7 @@ class ScaleKeeper(Reporting):
         Raises:
             AssertionError: no step or `unscale_` since the last update, or `new_scale` is no such tensor;
                 torch's texts.
-            ValueError: `new_scale` is a number that is not positive and finite.
+            ValueError: `new_scale` is not positive and finite, as far as the host can see.
         """
         if not self._enabled:
             return
@@ -116,7 +116,10 @@ class ScaleKeeper(Reporting):
             "new_scale should be a float or a 1-element torch.cuda.FloatTensor or "
             "torch.FloatTensor with requires_grad=False."
         )
-        scale.copy_(new_scale.reshape(()))
+        if new_scale.device.type == "cpu" and not is_tracing():
+            valid_scale(new_scale.item())
+        fits = (new_scale > 0) & new_scale.isfinite()
+        scale.copy_(torch.where(fits, new_scale, scale).reshape(()))
 
     def _get_scale_async(self) -> Tensor | None:
         return self._scale

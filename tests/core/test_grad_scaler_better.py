@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -47,15 +49,35 @@ def test_the_scale_never_reaches_zero() -> None:
     assert scales == [0.0, 2.0**-126]
 
 
-def test_no_nan_that_unscaling_makes_is_stepped() -> None:
-    """A product that overflows when unscaled (a tiny scale) is stepped into the parameters."""
-    for cls, finite in ((THEIRS, False), (OURS, True)):
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+@pytest.mark.parametrize(("scale", "gradient"), [(2.0**-100, 1e30), (1e-45, 0.0), (1e-45, 1.0)])
+def test_no_nan_that_unscaling_makes_is_stepped(
+    scale: float, gradient: float, fused: bool, max_norm: float | None
+) -> None:
+    """A product that overflows when unscaled, or 0 times inf, is stepped into the parameters."""
+    for cls in (THEIRS, OURS):
         parameter = weight()
-        optimizer, scaler = torch.optim.SGD([parameter], lr=1.0), cls("cpu", 2.0**-100)
+        optimizer, scaler = torch.optim.SGD([parameter], lr=1.0, fused=fused), cls("cpu", scale)
+        if cls is OURS:
+            scaler._init_scale = scale  # below the floor, where no schedule leads
         scaler.scale(parameter.sum()).backward()
-        parameter.grad.fill_(1e30)
-        scaler.step(optimizer)
-        assert bool(parameter.isfinite().all()) is finite
+        parameter.grad.fill_(gradient)
+        scaler.step(optimizer, **({"max_norm": max_norm} if cls is OURS else {}))
+        if cls is OURS:
+            assert torch.equal(parameter, torch.ones(2))
+        elif gradient or not fused:  # torch's fused kernel divides 0 by the scale
+            assert not parameter.isfinite().all()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_small_scales_do_no_harm(fused: bool) -> None:
+    """Gradients that a scale below 1 made small are taken for ones that overflow."""
+    parameter = weight()
+    optimizer, scaler = torch.optim.SGD([parameter], lr=1.0, fused=fused), OURS("cpu", 2.0**-100)
+    scaler.scale(parameter.sum()).backward()
+    scaler.step(optimizer)
+    assert torch.equal(parameter, torch.zeros(2))
 
 
 @pytest.mark.parametrize(
@@ -239,6 +261,94 @@ def test_getters_of_a_disabled_scaler() -> None:
     with pytest.raises(AttributeError):
         THEIRS("cpu", enabled=False).get_growth_factor()
     assert OURS("cpu", enabled=False).get_growth_factor() == 2.0
+
+
+@contextlib.contextmanager
+def nan_in_fresh_memory() -> Iterator[None]:
+    """Have torch fill what it leaves uninitialised with NaN, so that a use of it shows."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.utils.deterministic.fill_uninitialized_memory  # torch's default
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("dampening", [0.0, 0.5])
+def test_a_first_step_that_is_skipped_leaves_no_garbage(dampening: float) -> None:
+    """Fused SGD allocates its momentum uninitialised, and a skipped first step leaves it so."""
+
+    def run(cls: Any, fused: bool, bad: bool = True) -> torch.Tensor:
+        parameter = torch.nn.Parameter(torch.zeros(1000))
+        optimizer = torch.optim.SGD([parameter], 0.5, momentum=0.5, dampening=dampening, fused=fused)
+        scaler = cls("cpu", 8.0)
+        if bad:
+            with nan_in_fresh_memory():
+                overflow(scaler, parameter, optimizer)
+        for _ in range(2):
+            optimizer.zero_grad()
+            scaler.scale(parameter.sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        return parameter.detach()
+
+    assert not run(THEIRS, fused=True).isfinite().all()
+    expected = run(THEIRS, fused=False)
+    assert torch.equal(run(OURS, fused=True), expected)
+    assert torch.equal(run(OURS, fused=False), expected)
+    assert torch.equal(run(OURS, fused=True, bad=False), expected)
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, math.inf, math.nan])
+def test_a_tensor_that_can_be_no_scale_is_refused(value: float) -> None:
+    """A scale that ruins the parameters at the next step is taken, where it comes in a tensor."""
+    for cls in (THEIRS, OURS):
+        scaler = cls("cpu", 8.0)
+        scaler.scale(torch.ones(1))
+        if cls is THEIRS:
+            scaler.update(torch.tensor(value))
+            assert scaler.get_scale() != 8.0
+        else:
+            with pytest.raises(ValueError, match="positive and finite"):
+                scaler.update(torch.tensor(value))
+            assert scaler.get_scale() == 8.0
+
+
+def test_duplicates_in_a_sparse_gradient() -> None:
+    """Entries that overflow when they are added up are taken for finite, and stepped."""
+    for cls, finite in ((THEIRS, False), (OURS, True)):
+        table = torch.nn.Embedding(2, 1, sparse=True)
+        optimizer, scaler = torch.optim.SGD(table.parameters(), lr=1.0), cls("cpu", 1.0)
+        scaler.scale(table(torch.tensor([1, 1])).sum() * 3e38).backward()
+        scaler.step(optimizer)
+        assert bool(table.weight.isfinite().all()) is finite
+
+
+def test_an_interval_below_the_running_count() -> None:
+    """The scale never grows again after the interval was shortened."""
+    for cls, grown in ((THEIRS, 8.0), (OURS, 16.0)):
+        parameter = weight()
+        optimizer, scaler = torch.optim.SGD([parameter], lr=0.0), cls("cpu", 8.0, growth_interval=100)
+        for number in range(9):
+            if number == 5:
+                scaler.set_growth_interval(4)
+            scaler.scale(parameter.sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        assert scaler.get_scale() == grown
+
+
+def test_a_skip_of_a_fused_step_is_seen() -> None:
+    """What looks at the optimizer, as trainers do, takes a skipped fused step for one that was taken."""
+    for cls in (THEIRS, OURS):
+        parameter = weight()
+        optimizer, scaler = torch.optim.AdamW([parameter], lr=1.0, fused=True), cls("cpu")
+        called: list[bool] = []
+        optimizer.register_step_post_hook(lambda *_, called=called: called.append(True))
+        overflow(scaler, parameter, optimizer)
+        assert called == [True]  # torch's hooks run either way
+        if cls is OURS:
+            assert scaler.last_step[optimizer].skipped
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.bfloat16, torch.float64])
