@@ -143,17 +143,6 @@ def is_dtensor(tensor: torch.Tensor) -> bool:
     return type(tensor).__name__ == "DTensor"
 
 
-def unscale_and_check(
-    grads: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor
-) -> None:
-    """Multiply by `inv_scale` and raise `found_inf` on every rank that shares a DTensor.
-
-    For: FSDP2 and other DTensor gradients, whose dispatch agrees on `found_inf` among ranks. If it goes:
-    they need a collective of our own.
-    """
-    torch._amp_foreach_non_finite_check_and_unscale_(list(grads), found_inf, inv_scale)
-
-
 # For: reading, casting and multiplying many tensors in one call. If they go: one call a tensor.
 foreach_copy_ = torch._foreach_copy_
 foreach_mul_ = torch._foreach_mul_

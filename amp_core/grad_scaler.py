@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -12,15 +12,18 @@ from torch import Tensor
 from amp_core import _torch
 from amp_core.containers import map_tensors
 from amp_core.device import device_type_of
-from amp_core.kernels import Measurement
 from amp_core.plugin.manager import get_backend
 from amp_core.scaler.arithmetic import clip_coefficient, combine, reciprocal, zero
 from amp_core.scaler.closure import ClosureSteps
+from amp_core.scaler.distributed import agree_on_flag, ranks_of
 from amp_core.scaler.fused import is_traceable, step_fused
-from amp_core.scaler.gradients import Gradients, by_device, gather, is_tracing, total_norm
+from amp_core.scaler.gradients import Gradients, Look, by_device, gather, is_tracing, look
 from amp_core.scaler.record import StepRecord
 from amp_core.scaler.replicate import _MultiDeviceReplicator
 from amp_core.state import OptState, Schedule, next_stage
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 __all__ = ["GradScaler", "OptState"]
 
@@ -47,6 +50,9 @@ class GradScaler(ClosureSteps):
         history: the number of steps that `history` keeps.
         warn_after: warn when this many steps of one optimizer in a row were skipped; 0 for never.
         schedules: the schedules of keys (see `scale`) that have another than the scaler's.
+        process_group: the ranks that share the parameters and must all step or all skip. They agree on
+            overflow and norm in one collective of two numbers. By default the ranks of the widest mesh if
+            gradients are DTensors, as under ``fully_shard``, else nobody. It is not pickled.
 
     Raises:
         BackendNotFoundError: nothing serves the device type.
@@ -72,6 +78,7 @@ class GradScaler(ClosureSteps):
         history: int = 1000,
         warn_after: int = 25,
         schedules: Mapping[str, Schedule] | None = None,
+        process_group: ProcessGroup | None = None,
     ) -> None:
         self._device = device_type_of(device)
         refusal = get_backend(self._device).scaler_refusal() if enabled else None
@@ -87,6 +94,7 @@ class GradScaler(ClosureSteps):
         self._allow_fp16 = allow_fp16_gradients
         self._names = {id(p): name for name, p in named_parameters}
         self._warn_after = warn_after
+        self._process_group = process_group
         self._start_keys(init_scale, schedules or {})
 
     # -- scaling ---------------------------------------------------------------------------------
@@ -152,9 +160,15 @@ class GradScaler(ClosureSteps):
     ) -> dict[torch.device, Tensor]:
         factors, flags = _MultiDeviceReplicator(inv_scale), _MultiDeviceReplicator(found_inf.clone())
         with torch.no_grad():
-            for part in gather(optimizer, allow_fp16=allow_fp16):
+            parts = gather(optimizer, allow_fp16=allow_fp16)
+            for part in parts:
                 part.scale_(factors.get(part.device), flags.get(part.device))
-        return flags._per_device_tensors
+        found = flags._per_device_tensors
+        ranks = ranks_of(parts, self._process_group)
+        if ranks is None:
+            return found
+        device = found_inf.device
+        return {device: agree_on_flag(list(found.values()), ranks, device)}
 
     def clip_grad_norm_(
         self,
@@ -195,9 +209,9 @@ class GradScaler(ClosureSteps):
         stage = state["stage"] if unscaled else next_stage(state["stage"], "unscale_")
         inverse = torch.ones_like(scale) if unscaled else reciprocal(scale)
         parts = gather(optimizer, allow_fp16=self._allow_fp16)
-        measured = [part.measure(norm_type) for part in parts]
-        state["looked"] = parts, measured
-        norm = total_norm(measured, norm_type, scale.device) * inverse
+        seen = look(parts, norm_type, scale.device, self._process_group)
+        state["looked"] = parts, seen.measured
+        norm = seen.norm * inverse
         if error_if_nonfinite and not bool(norm.isfinite()):
             raise RuntimeError(
                 f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it "
@@ -206,26 +220,20 @@ class GradScaler(ClosureSteps):
             )
         # A norm that is NaN would make all gradients NaN, and so hide which of them were.
         coefficient = clip_coefficient(norm, max_norm).nan_to_num(nan=1.0)
-        self._multiply(parts, inverse * coefficient, measured, state)
+        self._multiply(parts, inverse * coefficient, seen, state)
         state["stage"], state["norm"] = stage, norm
         return norm
 
-    def _multiply(
-        self,
-        parts: list[Gradients],
-        factor: Tensor,
-        measured: list[Measurement],
-        state: dict[str, Any],
-    ) -> None:
+    def _multiply(self, parts: list[Gradients], factor: Tensor, seen: Look, state: dict[str, Any]) -> None:
         factors = _MultiDeviceReplicator(factor.float())
-        before = state["found_inf_per_device"]
-        flags = [(device, flag) for device, flag in before.items()]
+        flags, left = list(state["found_inf_per_device"].items()), dict(seen.flags)
         with torch.no_grad():
-            for part, measure in zip(parts, measured, strict=True):
-                flag = measure.found_inf.clone()
+            for part in parts:
+                before = left.pop(part.device, None)
+                flag = zero(part.device) if before is None else before.clone()
                 part.scale_(factors.get(part.device), flag)
                 flags.append((part.device, flag))
-        state["found_inf_per_device"] = by_device(flags)
+        state["found_inf_per_device"] = by_device([*flags, *left.items()])
 
     # -- stepping --------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import json
+import os
 import subprocess
 import sys
 from importlib.metadata import distribution
@@ -16,7 +17,10 @@ ROOTS = ["amp_backend_cpu", "amp_backend_cuda", "amp_backend_xpu", "amp_compat",
 
 
 def run(code: str) -> object:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    # Compiling the sources takes longer than running them: it is done once, as for an installed package.
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -46,11 +50,19 @@ def sources() -> list[Path]:
     return found
 
 
+def dotted(node: ast.AST) -> str:
+    """Return ``a.b.c`` if that is what `node` is, else nothing."""
+    if isinstance(node, ast.Name):
+        return node.id
+    base = dotted(node.value) if isinstance(node, ast.Attribute) else ""
+    return f"{base}.{node.attr}" if base and isinstance(node, ast.Attribute) else ""
+
+
 def private_torch_names(tree: ast.AST) -> list[str]:
     """Return the dotted names below `torch` that have a private part."""
     found = []
     for node in ast.walk(tree):
-        name = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
+        name = dotted(node) if isinstance(node, ast.Attribute) else ""
         if isinstance(node, ast.ImportFrom) and node.level == 0:
             name = ".".join([node.module or "", *(a.name for a in node.names)])
         parts = name.split(".")

@@ -15,7 +15,6 @@ from torch import nn
 from amp_core import _torch
 from amp_core.errors import PolicyError
 from amp_core.policy.op_policy import Explanations, OpName, OpPolicy
-from amp_core.policy.toml import read_modules, write_modules
 
 if TYPE_CHECKING:
     from amp_core.dispatch.activate import Changes
@@ -52,6 +51,8 @@ def apply_policy(
     device_type = device_type or _device_type(model)
     places: Mapping[str, str] = {}
     if isinstance(rules, PathLike):
+        from amp_core.policy.toml import read_modules
+
         rules, places = read_modules(rules)
     planned: dict[str, _Region] = {}
     for glob, what in rules.items():
@@ -100,6 +101,8 @@ class AppliedPolicy:
 
     def to_toml(self) -> str:
         """Return the rules as TOML, which `apply_policy` reads from a file."""
+        from amp_core.policy.toml import write_modules
+
         return write_modules(
             {g: what if isinstance(what, str) else _named(what) for g, what in self._rules.items()}
         )

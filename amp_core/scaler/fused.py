@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from amp_core.scaler.arithmetic import clip_coefficient, combine, reciprocal
-from amp_core.scaler.gradients import by_device, gather, is_tracing, total_norm
+from amp_core.scaler.gradients import by_device, gather, is_tracing, look
 from amp_core.scaler.momentum import clear_momentum, groups_without_momentum
 from amp_core.state import OptState
 
@@ -51,7 +51,7 @@ def step_fused(
     if "grad_scaler" in inspect.signature(optimizer.step).parameters:
         warnings.warn(_PASSES_ITSELF, FutureWarning, stacklevel=4)
         return cast("float | None", optimizer.step(*args, **{**kwargs, "grad_scaler": scaler}))
-    divisor = _read(optimizer, state, scale, max_norm, norm_type)
+    divisor = _read(scaler, optimizer, state, scale, max_norm, norm_type)
     if not is_tracing():  # a history that grows would have every step compiled anew
         scaler._describe(scaler._record(optimizer, state), optimizer, state.pop("looked", None))
     preset = getattr(optimizer, "grad_scale", None)
@@ -75,6 +75,7 @@ def step_fused(
 
 
 def _read(
+    scaler: GradScaler,
     optimizer: torch.optim.Optimizer,
     state: dict[str, Any],
     scale: Tensor,
@@ -86,18 +87,16 @@ def _read(
     if unscaled and max_norm is None:
         return None
     parts = gather(optimizer, allow_fp16=True)
-    measured = [part.measure(norm_type) for part in parts]
-    state["looked"] = parts, measured
-    flags = list(state["found_inf_per_device"].items())
-    flags += [(p.device, m.found_inf) for p, m in zip(parts, measured, strict=True)]
-    scaled_norm = total_norm(measured, norm_type, scale.device)
+    seen = look(parts, norm_type, scale.device, scaler._process_group)
+    state["looked"] = parts, seen.measured
+    flags = [*state["found_inf_per_device"].items(), *seen.flags.items()]
     if parts and not unscaled:
-        flags.append((scale.device, _overflows(scaled_norm, scale)))
+        flags.append((scale.device, _overflows(seen.norm, scale)))
     state["found_inf_per_device"] = by_device(flags)
     divisor = torch.ones_like(scale) if unscaled else scale
     if max_norm is None:
         return divisor
-    norm = scaled_norm * reciprocal(divisor)
+    norm = seen.norm * reciprocal(divisor)
     state["norm"] = norm
     return (divisor / clip_coefficient(norm, max_norm)).float()
 

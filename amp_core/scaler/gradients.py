@@ -6,15 +6,21 @@ import math
 import operator
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from amp_core import _torch
+from amp_core._torch import is_dtensor
 from amp_core.kernels import PORTABLE, Kernels, Measurement
 from amp_core.plugin.manager import get_backend
+from amp_core.scaler.distributed import agree, ranks_of, shards_of
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 is_tracing = torch.compiler.is_dynamo_compiling
 
@@ -31,28 +37,50 @@ class Gradients(NamedTuple):
         device: where they are.
         params: the parameters, each once however many groups name it.
         grads: for each parameter what the kernels read and write.
-        sharded: they are DTensors; kernels of raw memory do not apply.
+        shards: into how many pieces they are cut, of which these are one; 1 if they are no DTensors.
+        mesh: the ranks that hold them; None if they are no DTensors.
     """
 
     device: torch.device
     params: list[Tensor]
     grads: Sequence[Tensor]
-    sharded: bool
+    shards: int = 1
+    mesh: DeviceMesh | None = None
 
     def measure(self, norm_type: float) -> Measurement:
         """Read the gradients once: norms and which are not finite."""
-        if self.sharded:
-            return _measure_sharded(self.grads, norm_type)
         return kernels_of(self.device).measure(self.grads, norm_type)
 
     def scale_(self, factor: Tensor, found_inf: Tensor | None) -> None:
         """Multiply the gradients; raise `found_inf` to 1 where one is not finite before or after."""
-        if self.sharded:
-            flag = _flag(self.device) if found_inf is None else found_inf
-            _torch.unscale_and_check(self.grads, flag, factor)
-            flag.clamp_(max=1.0)  # it is a sum over the ranks
-        else:
-            kernels_of(self.device).scale_(self.grads, factor, found_inf)
+        kernels_of(self.device).scale_(self.grads, factor, found_inf)
+
+
+class Look(NamedTuple):
+    """What one read of all gradients of an optimizer gives.
+
+    Attributes:
+        measured: for each of the parts that were given.
+        norm: 0-dim, of all gradients, as they are now.
+        flags: one a device, 1.0 if a gradient is not finite, else 0.0.
+    """
+
+    measured: list[Measurement]
+    norm: Tensor
+    flags: dict[torch.device, Tensor]
+
+
+def look(
+    parts: Sequence[Gradients], norm_type: float, device: torch.device, process_group: ProcessGroup | None
+) -> Look:
+    """Read the gradients once; where ranks share them, agree on norm and flags."""
+    measured = [part.measure(norm_type) for part in parts]
+    ranks = ranks_of(parts, process_group)
+    if ranks is None:
+        found = [(p.device, m.found_inf) for p, m in zip(parts, measured, strict=True)]
+        return Look(measured, total_norm(measured, norm_type, device), by_device(found))
+    norm, flag = agree(parts, measured, norm_type, ranks, device)
+    return Look(measured, norm, {device: flag})
 
 
 def gather(optimizer: torch.optim.Optimizer, *, allow_fp16: bool) -> list[Gradients]:
@@ -113,29 +141,31 @@ class _Seen:
             return None
         if self._kernels is not kernels_of(self._device):
             return None
-        return Gradients(
-            self._device, params, self._kernels.prepare(cast("list[Tensor]", grads), self._layout), False
-        )
+        ready = self._kernels.prepare(cast("list[Tensor]", grads), self._layout)
+        return Gradients(self._device, params, ready)
 
 
 _last_seen: WeakKeyDictionary[torch.optim.Optimizer, _Seen] = WeakKeyDictionary()
 
 
 def _by_place(params: list[Tensor], grads: list[Tensor]) -> list[Gradients]:
-    places: dict[tuple[torch.device, bool], tuple[list[Tensor], list[Tensor]]] = {}
+    places: dict[tuple[torch.device, int, DeviceMesh | None], tuple[list[Tensor], list[Tensor]]] = {}
     for param, grad in zip(params, grads, strict=True):
         dense = _values(param) if grad.is_sparse else grad
-        held = places.setdefault((dense.device, _torch.is_dtensor(dense)), ([], []))
+        shards, mesh = (shards_of(dense), cast(Any, dense).device_mesh) if is_dtensor(dense) else (1, None)
+        held = places.setdefault((dense.device, shards, mesh), ([], []))
         held[0].append(param)
-        held[1].append(dense)
+        held[1].append(dense if mesh is None else _piece(dense))
     return [
-        Gradients(device, *held, sharded) if sharded else _prepared(device, *held)
-        for (device, sharded), held in places.items()
+        Gradients(device, held[0], kernels_of(device).prepare(held[1]), shards, mesh)
+        for (device, shards, mesh), held in places.items()
     ]
 
 
-def _prepared(device: torch.device, params: list[Tensor], grads: list[Tensor]) -> Gradients:
-    return Gradients(device, params, kernels_of(device).prepare(grads), False)
+def _piece(gradient: Any) -> Tensor:
+    """Return the memory that this rank has of a DTensor."""
+    with torch.no_grad():
+        return cast(Tensor, gradient.to_local())
 
 
 def _fp16_refused(optimizer: torch.optim.Optimizer) -> str:
@@ -159,20 +189,6 @@ def _values(param: Tensor) -> Tensor:
     if not grad.is_coalesced():
         grad = param.grad = grad.coalesce()
     return grad._values()
-
-
-def _measure_sharded(grads: Sequence[Tensor], norm_type: float) -> Measurement:
-    flag = _flag(grads[0].device)
-    _torch.unscale_and_check(grads, flag, torch.ones_like(flag))
-    flag.clamp_(max=1.0)  # it is a sum over the ranks
-    total = torch.nn.utils.get_total_norm(grads, norm_type)
-    full = total.full_tensor() if _torch.is_dtensor(total) else total  # type: ignore[attr-defined]
-    none = torch.zeros(len(grads), device=flag.device)
-    return Measurement(full, none, none, flag)
-
-
-def _flag(device: torch.device) -> Tensor:
-    return torch.zeros((), dtype=torch.float32, device=device)
 
 
 def total_norm(parts: Sequence[Measurement], norm_type: float, device: torch.device) -> Tensor:

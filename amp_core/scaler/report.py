@@ -150,7 +150,7 @@ class Reporting(torch.amp.GradScaler):
     ) -> None:
         """Note which gradients were not finite, on the device, and whose they are."""
         parts, measured = looked or ([], [])
-        if not parts or record._params or any(part.sharded for part in parts):
+        if not parts or record._params:
             return
         params = [param for part in parts for param in part.params]
         ids = list(map(id, params))

@@ -241,7 +241,7 @@ class ScaleKeeper(Reporting):
             state.update(
                 _names={}, history=None, last_step=None, _per_optimizer_states=None, _since_update=[]
             )
-            state.update(_hooks=None, _in_a_row=None, _described=None)
+            state.update(_hooks=None, _in_a_row=None, _described=None, _process_group=None)
             state["_history_size"] = self.history._records.maxlen
         return state
 

@@ -1,6 +1,7 @@
-"""Train the digits in mixed precision on several processes, with DistributedDataParallel.
+"""Train the digits in mixed precision on several processes, with DistributedDataParallel or FSDP2.
 
 torchrun --nproc-per-node 2 docs/examples/demo_ddp.py --epochs 5
+torchrun --nproc-per-node 2 docs/examples/demo_ddp.py --epochs 5 --shard
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import os
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from amp_core import GradScaler, autocast, get_backend
@@ -28,7 +31,9 @@ def main() -> None:
     dtype = getattr(torch, args.dtype) if args.dtype else get_backend(args.device).default_dtype()
 
     torch.manual_seed(args.seed)
-    model = DistributedDataParallel(build_model("conv").to(device))
+    model = build_model("conv").to(device)
+    # Copies of the model that average their gradients, or one model in pieces.
+    model = fully_shard(model) if args.shard else DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     scaler = GradScaler(args.device, init_scale=args.init_scale)
     digits = load_digits(args.seed).to(device)
@@ -40,7 +45,7 @@ def main() -> None:
                 logits = model(images[rank::world])
             loss = nn.functional.cross_entropy(logits.float(), labels[rank::world])
             scaler.scale(loss).backward()
-            scaler.step(optimizer)
+            scaler.step(optimizer, max_norm=1.0)
             scaler.update()
     report(model, digits, scaler, args.device, dtype)
     dist.barrier()  # no rank takes its connections down while another still uses them
@@ -53,7 +58,8 @@ def report(
     """Print the accuracy; fail if the ranks have drifted apart."""
     with torch.no_grad(), autocast(device_type, dtype=dtype):
         right = model(digits.test_images).argmax(1) == digits.test_labels
-    state = torch.cat([p.detach().flatten() for p in model.parameters()])
+    params = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
+    state = torch.cat([p.detach().flatten() for p in params])
     state = torch.cat([state, state.new_tensor([scaler.get_scale()])])
     if not same_everywhere(state):
         raise SystemExit("the ranks hold different weights or scales")
@@ -78,6 +84,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=64, help="images per step, over all ranks")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--init-scale", type=float, default=2.0**16)
+    parser.add_argument("--shard", action="store_true", help="cut the model into pieces (fully_shard)")
     return parser.parse_args()
 
 

@@ -54,7 +54,7 @@ GRADIENTS = [fresh, transposed, sparse, negative, subclass, nothing]
 
 def seen(optimizer: torch.optim.Optimizer) -> list[tuple[object, ...]]:
     return [
-        (part.device, part.sharded, [id(p) for p in part.params], [g.to_dense().tolist() for g in part.grads])
+        (part.device, part.shards, [id(p) for p in part.params], [g.to_dense().tolist() for g in part.grads])
         for part in gather(optimizer, allow_fp16=True)
     ]
 

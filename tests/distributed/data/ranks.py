@@ -1,0 +1,151 @@
+"""What one rank does in the tests of `process_group`; run by torchrun. The argument names the scene."""
+
+from __future__ import annotations
+
+import copy
+import math
+import sys
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import amp_core
+
+INPUTS = [torch.full((4, 6), value) for value in (0.5, 1.0, 2.0, -1.0)]
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 5))
+
+
+def trained(net: nn.Module, kind: str, overflow_at: int, max_norm: float | None) -> tuple[nn.Module, list]:
+    options = {"fused": True} if kind == "fused" else {}
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, **options)
+    scaler = amp_core.GradScaler("cpu", 1024.0, growth_interval=2)
+    seen = []
+    for number, batch in enumerate(INPUTS):
+        optimizer.zero_grad()
+        scaler.scale(net(batch).square().mean()).backward()
+        if number == overflow_at:
+            spoil(net)
+        scaler.step(optimizer, max_norm=max_norm)
+        scaler.update()
+        record = scaler.last_step[optimizer]
+        seen.append((record.skipped, record.total_norm, scaler.get_scale()))
+    return net, seen
+
+
+def spoil(net: nn.Module) -> None:
+    """An inf in the last element of the first weight: in the piece of one rank, if it is cut."""
+    grad = next(iter(net.parameters())).grad
+    if not isinstance(grad, DTensor):
+        grad.view(-1)[-1] = math.inf
+    elif dist.get_rank() == dist.get_world_size() - 1:
+        grad.to_local().view(-1)[-1] = math.inf
+
+
+def full(value: torch.Tensor) -> torch.Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def fsdp() -> None:
+    """Sharded training against one process, with one collective a step."""
+    for kind in ("fused", "plain"):
+        for max_norm in (None, 0.01):
+            alone, expected = trained(model(), kind, 2, max_norm)
+            net = model()
+            for layer in (net[0], net[2]):
+                fully_shard(layer)
+            fully_shard(net)
+            count = mock.Mock(wraps=dist.all_reduce)
+            with mock.patch.object(dist, "all_reduce", count):
+                net, seen = trained(net, kind, 2, max_norm)
+            assert count.call_count == len(INPUTS), count.call_count
+            assert [s[::2] for s in seen] == [e[::2] for e in expected], (seen, expected)
+            assert [s[0] for s in seen] == [False, False, True, False]
+            for (_, norm, _), (_, wanted, _) in zip(seen, expected, strict=True):
+                if wanted is not None and math.isfinite(wanted):
+                    assert math.isclose(norm, wanted, rel_tol=1e-5), (norm, wanted)
+            for ours, theirs in zip(net.parameters(), alone.parameters(), strict=True):
+                torch.testing.assert_close(full(ours), theirs, rtol=1e-5, atol=1e-6)
+
+
+def plain() -> None:
+    """Gradients that are copies: an inf on one rank keeps all from stepping, and the norm is not summed."""
+    for kind in ("fused", "plain"):
+        net = model()
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, fused=kind == "fused")
+        scaler = amp_core.GradScaler("cpu", 8.0, process_group=dist.group.WORLD)
+        before = copy.deepcopy(net.state_dict())
+        scaler.scale(net(INPUTS[1]).square().mean()).backward()
+        wanted = math.sqrt(sum(float(p.grad.square().sum()) for p in net.parameters())) / 8.0
+        norm = scaler.clip_grad_norm_(optimizer, 1.0)
+        assert math.isclose(float(norm), wanted, rel_tol=1e-5)
+        assert math.isclose(float(scaler._per_optimizer_states.found_infs()[0]), 0.0)
+        scaler.update()
+        optimizer.zero_grad()
+        scaler.scale(net(INPUTS[1]).square().mean()).backward()
+        if dist.get_rank() == 1:
+            spoil(net)
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.last_step[optimizer].skipped
+        assert scaler.get_scale() == 4.0
+        for name, value in net.state_dict().items():
+            assert torch.equal(value, before[name])
+
+
+def mesh() -> None:
+    """A mesh of two dimensions: whatever is replicated or cut, the norm counts each element once."""
+    grid = init_device_mesh("cpu", (2, 2))
+    line = init_device_mesh("cpu", (4,))
+    torch.manual_seed(0)
+    layouts = [
+        (grid, [Shard(0), Shard(1)]),
+        (grid, [Replicate(), Shard(0)]),
+        (grid, [Shard(1), Replicate()]),
+        (grid, [Replicate(), Replicate()]),
+        (line, [Shard(0)]),
+        (None, None),
+    ]
+    values = [torch.randn(5, 7) for _ in layouts]
+    for norm_type in (1.0, 2.0, 3.0, math.inf):
+        params = []
+        for (where, placements), value in zip(layouts, values, strict=True):
+            pair = [value, torch.ones_like(value)]
+            if where is not None:
+                pair = [distribute_tensor(t, where, placements) for t in pair]
+            params.append(nn.Parameter(pair[1]))
+            params[-1].grad = pair[0].clone()
+        optimizer = torch.optim.SGD(params, lr=1.0)
+        scaler = amp_core.GradScaler("cpu", 4.0)
+        scaler.scale(torch.ones(()))
+        norm = scaler.clip_grad_norm_(optimizer, 0.5, norm_type)
+        wanted = torch.linalg.vector_norm(torch.cat([v.flatten() for v in values]), norm_type) / 4.0
+        assert math.isclose(float(norm), float(wanted), rel_tol=1e-5), (norm_type, norm, wanted)
+        for param, value in zip(params, values, strict=True):
+            torch.testing.assert_close(full(param.grad), value / 4.0 * (0.5 / (wanted + 1e-6)))
+
+
+def gone() -> None:
+    """A rank that dies: the others end with an error."""
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    scaler = amp_core.GradScaler("cpu", process_group=dist.group.WORLD)
+    scaler.scale(net(INPUTS[0]).sum()).backward()
+    if dist.get_rank() == 1:
+        sys.exit(7)
+    scaler.step(optimizer)
+
+
+dist.init_process_group("gloo")
+globals()[sys.argv[1]]()
+dist.barrier()
+dist.destroy_process_group()
+print("all is well", flush=True)
