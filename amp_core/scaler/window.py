@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from amp_core.scaler.arithmetic import combine
+from amp_core.scaler.distributed import agree_on_flag, ranks_of
 from amp_core.scaler.gradients import Gradients, gather
 from amp_core.scaler.record import name_of
 from amp_core.state import OptState
@@ -105,11 +106,13 @@ class AccumulationWindow:
         if any(p.grad is not None and p.grad.is_sparse for p in self._params):
             raise TypeError("An AccumulationWindow cannot take sparse gradients out of a sum.")
         parts = gather(self._optimizer, allow_fp16=True)
-        if any(part.sharded for part in parts):
+        if any(part.mesh is not None for part in parts):
             raise TypeError("An AccumulationWindow does not take DTensor gradients.")
         device = parts[0].device if parts else torch.device("cpu")
         measured = [part.measure(2.0) for part in parts]
-        self._flags.append(combine([m.found_inf for m in measured], device))
+        flags = [m.found_inf for m in measured]
+        ranks = ranks_of(parts, self._scaler._process_group)  # all leave out the same micro-batches
+        self._flags.append(combine(flags, device) if ranks is None else agree_on_flag(flags, ranks, device))
         for part, measure in zip(parts, measured, strict=True):
             self._blame(part, measure.nonfinite.to(device, non_blocking=True))
 
