@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from amp_core._torch import enter_autocast as _enter_autocast
 from amp_core._torch import exit_autocast as _exit_autocast
 from amp_core.autocast import autocast, disable, is_autocast_available
-from amp_core.casts import CachedCasts, cached_casts
+from amp_core.casts import CachedCasts, MasterWeights, cached_casts, master_weights
 from amp_core.decorate import autocast_decorator
 from amp_core.errors import (
     AmpError,
@@ -59,6 +59,7 @@ __all__ = [
     "GradScaler",
     "History",
     "Hysteresis",
+    "MasterWeights",
     "OpPolicy",
     "OptState",
     "PluginWarning",
@@ -90,6 +91,7 @@ __all__ = [
     "disable",
     "get_backend",
     "is_autocast_available",
+    "master_weights",
     "record",
     "script",
 ]

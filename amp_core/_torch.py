@@ -222,3 +222,22 @@ def device_number(device_type: str) -> int | None:
     For: as `library_path`; who uses it looks first whether it is right.
     """
     return 20 if device_type == privateuse1_name() else _DEVICE_NUMBERS.get(device_type)
+
+
+def inside_ddp() -> bool:
+    """Whether the forward of a DistributedDataParallel is running.
+
+    For: leaving the gradients of weights to the graph that it watches. If it goes: `master_weights`
+    hides gradients from its reducer.
+    """
+    return torch.nn.parallel.DistributedDataParallel._active_ddp_module is not None
+
+
+def has_gradient_hooks(tensor: torch.Tensor) -> bool:
+    """Whether a hook waits for the gradient of the leaf `tensor`.
+
+    For: leaving the gradients of such weights to autograd. If it goes: `master_weights` has their hooks
+    not called.
+    """
+    hooks: Any = tensor
+    return bool(hooks._backward_hooks) or bool(hooks._post_accumulate_grad_hooks)

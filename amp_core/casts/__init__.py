@@ -1,7 +1,8 @@
-"""Weights that are cast once: `cached_casts`, and the bulk cast behind it."""
+"""Weights that are cast once: `cached_casts`, `master_weights`, and the bulk cast behind them."""
 
 from __future__ import annotations
 
+from amp_core.casts.master import MasterWeights, master_weights
 from amp_core.casts.scope import CachedCasts, cached_casts
 
-__all__ = ["CachedCasts", "cached_casts"]
+__all__ = ["CachedCasts", "MasterWeights", "cached_casts", "master_weights"]

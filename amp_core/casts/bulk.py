@@ -26,7 +26,7 @@ def cast_weights(weights: Sequence[Tensor], dtype: torch.dtype, kernels: Kernels
     casts: list[Tensor] = []
     # A cast made under inference mode could not be used by a training step later on.
     with torch.inference_mode(mode=False), torch.enable_grad():
-        for bucket in _buckets(weights):
+        for bucket in buckets(weights):
             if bucket[0].requires_grad:
                 casts.extend(_BucketCast.apply(dtype, kernels, *bucket))  # type: ignore[no-untyped-call]
             else:
@@ -58,7 +58,8 @@ class _BucketCast(torch.autograd.Function):
         return (None, None, *result)
 
 
-def _buckets(weights: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+def buckets(weights: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield `weights` in order, at most `BUCKET_BYTES` (or one weight) at a time."""
     bucket: list[Tensor] = []
     size = 0
     for weight in weights:
@@ -73,16 +74,20 @@ def _buckets(weights: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 def _into_one_storage(weights: Sequence[Tensor], dtype: torch.dtype, kernels: Kernels) -> list[Tensor]:
     """Cast into one allocation; each result is a tensor of its own, not a view, so autograd sees no base."""
+    return kernels.cast(weights, dtype, out=allocate(weights, dtype))
+
+
+def allocate(weights: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Return tensors like `weights` of another dtype, unwritten; in one storage if all are contiguous."""
     if not all(w.is_contiguous() for w in weights):
-        return kernels.cast(weights, dtype)
+        return [torch.empty_like(w, dtype=dtype, requires_grad=False) for w in weights]
     align = 64 // dtype.itemsize
     offsets, total = [], 0
     for weight in weights:
         offsets.append(total)
         total += -(-weight.numel() // align) * align
     storage = torch.empty(total, dtype=dtype, device=weights[0].device).untyped_storage()
-    out = [
+    return [
         torch.empty(0, dtype=dtype, device=w.device).set_(storage, offset, w.shape, w.stride())
         for w, offset in zip(weights, offsets, strict=True)
     ]
-    return kernels.cast(weights, dtype, out=out)

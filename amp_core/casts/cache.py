@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -15,7 +15,11 @@ from torch.nn import Parameter
 
 from amp_core.casts.bulk import cast_weights
 from amp_core.errors import StaleCastError
+from amp_core.kernels import Kernels
 from amp_core.plugin import get_backend
+
+MakeCasts = Callable[[Sequence[Tensor], torch.dtype, Kernels], list[Tensor]]
+"""Casts weights of one device that agree in ``requires_grad``."""
 
 
 class Entry(NamedTuple):
@@ -50,9 +54,14 @@ class WeightCache:
     """
 
     def __init__(
-        self, named_weights: Callable[[], Iterable[tuple[str, Tensor]]], *, debug: bool = False
+        self,
+        named_weights: Callable[[], Iterable[tuple[str, Tensor]]],
+        make: MakeCasts = cast_weights,
+        *,
+        debug: bool = False,
     ) -> None:
         self._named_weights = named_weights
+        self._make = make
         self._slots: dict[int, _Slot] = {}
         self._strangers: dict[int, weakref.ref[Tensor]] = {}
         self._lock = threading.Lock()
@@ -82,7 +91,7 @@ class WeightCache:
                     entries.pop(id(weight), None)  # free the old cast before the new one is made
                     groups[weight.device, weight.requires_grad].append(weight)
             for (device, _), weights in groups.items():
-                casts = cast_weights(weights, dtype, get_backend(device.type).kernels())
+                casts = self._make(weights, dtype, get_backend(device.type).kernels())
                 for weight, cast in zip(weights, casts, strict=True):
                     entries[id(weight)] = _entry(weight, cast)
             return entries[id(slot.weight)]
@@ -115,16 +124,17 @@ class WeightCache:
         }
         self._strangers = {key: ref for key, ref in self._strangers.items() if ref() is not None}
 
+    def keys(self) -> Set[int]:
+        """Return the ``id`` of each weight."""
+        return self._slots.keys()
+
     def devices(self) -> set[torch.device]:
         """Return the devices that the weights are on."""
         return {slot.weight.device for slot in self._slots.values()}
 
-    def nbytes(self) -> int:
-        """Return the bytes that the casts take."""
-        held = [
-            entries[key].cast for entries in CASTS.values() for key in self._slots.keys() & entries.keys()
-        ]
-        return sum(cast.nbytes for cast in held)
+    def casts(self) -> list[Tensor]:
+        """Return the casts that are live."""
+        return [entries[key].cast for entries in CASTS.values() for key in self.keys() & entries.keys()]
 
 
 def _drop(keys: Iterable[int]) -> None:

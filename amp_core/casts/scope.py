@@ -11,14 +11,15 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from amp_core.casts import intercept
-from amp_core.casts.cache import WeightCache
+from amp_core.casts.bulk import cast_weights
+from amp_core.casts.cache import MakeCasts, WeightCache
 
 
 class CachedCasts:
     """What `cached_casts` returns: a context manager, or, when persistent, a handle that is already on."""
 
-    def __init__(self, model: nn.Module, *, debug: bool = False) -> None:
-        self._cache = WeightCache(model.named_parameters, debug=debug)
+    def __init__(self, model: nn.Module, make: MakeCasts = cast_weights, *, debug: bool = False) -> None:
+        self._cache = WeightCache(model.named_parameters, make, debug=debug)
         self._release: Callable[[], None] | None = None
 
     def __enter__(self) -> CachedCasts:
@@ -64,7 +65,7 @@ class CachedCasts:
 
     def nbytes(self) -> int:
         """Return the bytes that the casts take now."""
-        return self._cache.nbytes()
+        return sum(cast.nbytes for cast in self._cache.casts())
 
 
 def cached_casts(model: nn.Module, *, persistent: bool = False, debug: bool = False) -> CachedCasts:
