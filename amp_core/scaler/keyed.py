@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
+from amp_core import _torch
+from amp_core.scaler.gradients import is_tracing
 from amp_core.scaler.scale import ScaleKeeper
 from amp_core.state import OptState, Schedule
 
@@ -98,6 +100,16 @@ class KeyedScales(ScaleKeeper):
                 other devices such a tensor leaves the scale as it is); nothing was scaled under `key`.
             ScaleFloorError: gradients overflowed at the floor, and the schedule says `AtFloor.RAISE`.
         """
+        if self._has_records() if is_tracing() else _torch.frames_are_compiled() is not None:
+            _update_eagerly(self, new_scale, key)  # they were made outside the graph
+        else:
+            self._update(new_scale, key)
+
+    def _has_records(self) -> bool:
+        each = (self, *self._keys.values()) if self._enabled else ()
+        return any(scaler._since_update for scaler in each)
+
+    def _update(self, new_scale: float | Tensor | None, key: str | None) -> None:
         if not self._enabled or (key is None and not self._keys):
             super().update(new_scale)
         elif key is not None:
@@ -165,6 +177,9 @@ class KeyedScales(ScaleKeeper):
         super().__setstate__({**state, "_keys": {}})
         for key, saved in keyed.items():
             self._making_key(key).load_state_dict(saved)
+
+
+_update_eagerly = _torch.outside_graphs(KeyedScales._update)
 
 
 def _two_keys(call: str, key: str, before: str | None, optimizer: torch.optim.Optimizer) -> str:

@@ -90,8 +90,10 @@ def test_eager_numbers_around_the_graph_breaks_of_torchs_optimizers(fused: bool)
     eager, eager_model, eager_scaler = made(kind)
     step, model, scaler = made(kind)
     scaler.scale(torch.ones(()))
+    told: list[int] = []
+    scaler.register_step_hook(lambda _, record: told.append(record.number))
     compiled = torch.compile(step, backend="eager")
-    with torch._dynamo.config.patch(trace_autograd_ops=False):
+    with torch._dynamo.config.patch(trace_autograd_ops=False, error_on_recompile=True):
         for batch in BATCHES:
             torch.testing.assert_close(compiled(batch), eager(batch), equal_nan=True)
             model.zero_grad()
@@ -99,6 +101,8 @@ def test_eager_numbers_around_the_graph_breaks_of_torchs_optimizers(fused: bool)
     for ours, theirs in zip(model.parameters(), eager_model.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs)
     assert scaler.state_dict() == eager_scaler.state_dict()
+    assert told == list(range(len(BATCHES)))
+    assert [r.scale_after for r in scaler.history] == [r.scale_after for r in eager_scaler.history]
 
 
 def test_steps_in_compiled_code_leave_no_record() -> None:
