@@ -125,7 +125,8 @@ def advise(
         policy: to start from; by default the device's.
         dtype: as for `compare`.
         model: whose modules may get rules; by default, the outermost module that `fn` calls.
-        tolerance: the relative error that an op may add; by default 16 times the dtype's ``eps``.
+        tolerance: the relative error that an op may add; by default 16 times the dtype's ``eps``, but not
+            less than 0.03, which a ReLU can add where rounding moves a number over 0.
         rounds: at most so many faults are worked on.
         seed: as for `compare`.
         limit: as for `compare`.
@@ -140,4 +141,4 @@ def advise(
     from amp_core.insight.step import Step
 
     step = Step(fn, device, dtype, policy, model, seed, limit)
-    return Search(step, tolerance or 16 * torch.finfo(step.dtype).eps).run(rounds)
+    return Search(step, tolerance or max(0.03, 16 * torch.finfo(step.dtype).eps)).run(rounds)

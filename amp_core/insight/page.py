@@ -57,7 +57,8 @@ def _cell(value: Value, kind: str) -> str:
     text = _e(written(value, kind))
     if kind == "text":
         return f"<td>{text if ' ' in text else text.replace('.', '.<wbr>')}</td>"
-    return f'<td class="{kind}" data-v="{_sortable(value)}">{text}</td>'
+    bad = " bad" if isinstance(value, float) and not math.isfinite(value) else ""
+    return f'<td class="{kind}{bad}" data-v="{_sortable(value)}">{text}</td>'
 
 
 def _sortable(value: Value) -> str:
@@ -96,6 +97,7 @@ td { padding: .25rem .7rem; border-top: 1px solid var(--line); vertical-align: t
 tbody tr:hover { background: var(--soft); }
 .count, .bytes, .share, .number { text-align: right; font-variant-numeric: tabular-nums; }
 td.count, td.bytes, td.share, td.number { white-space: nowrap; }
+.bad { color: var(--mark); font-weight: 600; }
 pre { background: var(--soft); border-radius: 6px; overflow: auto; padding: .8rem; }
 @media print { .scroll { max-height: none; overflow: visible; } input, nav { display: none; } }
 """

@@ -12,6 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from amp_core import _torch
+from amp_core.errors import AmpError
+
+_SHARDED = (
+    "The parameters of {model} are sharded over processes (DTensor), and compare() and advise() need them "
+    "whole, to put them back after each run. Compare the model as it is before fully_shard() or "
+    "parallelize_module(); record() takes it as it is."
+)
+
 
 class StateKeeper:
     """Remembers what a run is about to change, when it meets it: a model's tensors, an optimizer's state."""
@@ -22,7 +31,13 @@ class StateKeeper:
         self._training: dict[int, tuple[nn.Module, bool]] = {}
 
     def keep(self, model: nn.Module) -> None:
-        """Remember the parameters, buffers and training flags of `model`, and take its gradients away."""
+        """Remember the parameters, buffers and training flags of `model`, and take its gradients away.
+
+        Raises:
+            AmpError: its parameters are sharded.
+        """
+        if any(map(_torch.is_dtensor, model.parameters())):
+            raise AmpError(_SHARDED.format(model=type(model).__name__))
         for module in model.modules():
             self._training.setdefault(id(module), (module, module.training))
         for tensor in (*model.parameters(), *model.buffers()):
@@ -53,7 +68,8 @@ class StateKeeper:
             optimizer.load_state_dict(state)
         with torch.no_grad():
             for tensor, value, grad in self._tensors.values():
-                tensor.copy_(value)
+                if tensor.untyped_storage().nbytes() >= value.nbytes:  # else its owner has freed it
+                    tensor.copy_(value)
                 tensor.grad = grad
         for module, training in self._training.values():
             module.training = training

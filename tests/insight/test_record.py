@@ -111,6 +111,15 @@ def test_a_device_of_another_maker_is_recorded():
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
+def test_distributed_models():
+    """Under DDP or FSDP2 a recording would fail, or a comparison would write to memory that FSDP has freed."""
+    script = Path(__file__).parent / "data" / "distributed.py"
+    command = [sys.executable, script]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
 def test_casts_bytes_and_repeats_of_weights(net, x):
     """The cost of casting the same weight again would not show, or show where there is none."""
     with amp_core.record() as r:
