@@ -1,8 +1,9 @@
-"""Which tensors are plain memory, so that a kernel may be given their addresses."""
+"""Which tensors are plain memory, so that a kernel may be given their addresses. Asked at every step."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 
 import torch
 from torch import Tensor
@@ -10,6 +11,9 @@ from torch import Tensor
 from amp_core import _torch
 
 _TYPES = {Tensor, torch.nn.Parameter}
+_STRIDED = {torch.strided}
+
+# Below, a list in any() and all() is faster than a generator.
 
 
 def are_real(tensors: Sequence[Tensor], device: torch.device) -> bool:
@@ -19,13 +23,25 @@ def are_real(tensors: Sequence[Tensor], device: torch.device) -> bool:
     return _TYPES.issuperset(map(type, tensors)) and {t.device for t in tensors} <= {device}
 
 
-def are_plain(tensors: Sequence[Tensor], device: torch.device, dtypes: Collection[torch.dtype]) -> bool:
+def are_numbers(tensors: Sequence[Tensor], device: torch.device) -> bool:
+    """Whether each of `tensors` is one float32 in the memory of `device`."""
+    for tensor in tensors:
+        if tensor.dtype is not torch.float32 or tensor.numel() != 1 or tensor.is_neg():
+            return False
+    return are_real(tensors, device)
+
+
+def are_plain(tensors: Sequence[Tensor], device: torch.device, dtypes: AbstractSet[torch.dtype]) -> bool:
     """Whether each of `tensors` is a piece of memory on `device`, without gaps, of one of `dtypes`."""
-    if not are_real(tensors, device) or any(t.dtype not in dtypes or t.is_sparse for t in tensors):
+    held = {t.dtype for t in tensors}
+    if not are_real(tensors, device) or not held <= dtypes:
         return False
-    if any(t.is_neg() or t.is_conj() for t in tensors):
+    if not {t.layout for t in tensors} <= _STRIDED or any([t.is_neg() for t in tensors]):  # noqa: C419
         return False
-    return all(t.is_contiguous() or without_gaps(t) for t in tensors)
+    if any([d.is_complex for d in held]) and any([t.is_conj() for t in tensors]):  # noqa: C419
+        return False
+    strided = [t for t in tensors if not t.is_contiguous()]
+    return not strided or all(map(without_gaps, strided))
 
 
 def without_gaps(tensor: Tensor) -> bool:

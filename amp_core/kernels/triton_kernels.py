@@ -15,7 +15,7 @@ from torch.autograd.graph import increment_version
 
 from amp_core.kernels import triton_programs as programs
 from amp_core.kernels.interface import Measurement, ScaleTensors
-from amp_core.kernels.memory import are_plain, are_real
+from amp_core.kernels.memory import are_numbers, are_plain, are_real
 from amp_core.kernels.portable import Portable, has_float64
 from amp_core.kernels.triton_tables import Rows, on, rows_of
 from amp_core.state import Hysteresis, Schedule
@@ -66,7 +66,7 @@ class Triton(Portable):
     def scale_(self, grads: Sequence[Tensor], factor: Tensor, found_inf: Tensor | None = None) -> None:
         flags = [factor] if found_inf is None else [factor, found_inf]
         table = self._table_of(grads)
-        if table is None or not _all_numbers(flags, table.layout.device):
+        if table is None or not are_numbers(flags, table.layout.device):
             return super().scale_(grads, factor, found_inf)
         with on(table.layout.device):
             for group in table.rows.groups:
@@ -202,16 +202,10 @@ def _can_cast(tensors: Sequence[Tensor], targets: Sequence[Tensor], device_type:
     """Whether all are plain, on one device, and each target has the shape and layout of its tensor."""
     if not tensors or tensors[0].device.type != device_type or len(tensors) != len(targets):
         return False
-    if not are_plain([*tensors, *targets], tensors[0].device, _DTYPES):
+    if not are_plain([*tensors, *targets], tensors[0].device, _DTYPES.keys()):
         return False
     pairs = zip(tensors, targets, strict=True)
     return all([t.shape == o.shape and t.stride() == o.stride() for t, o in pairs])  # noqa: C419
-
-
-def _all_numbers(tensors: Sequence[Tensor], device: torch.device) -> bool:
-    """Whether each of `tensors` is one float32 in the memory of `device`."""
-    one = all(t.dtype is torch.float32 and t.numel() == 1 and not t.is_neg() for t in tensors)
-    return one and are_real(tensors, device)
 
 
 def _wide(dtype: Any) -> Any:

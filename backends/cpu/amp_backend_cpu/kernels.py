@@ -13,15 +13,16 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from amp_core import _env, _torch
+from amp_core import _env
 from amp_core.kernels import Kernels, Measurement, Portable, ScaleTensors
+from amp_core.kernels.memory import are_numbers, are_plain, are_real
 from amp_core.state import Hysteresis, Schedule
 
 _ABI = 3
 """What `native/kernels.c` says of itself; a library from other sources must not be called."""
 
 _CODES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
-_TYPES = {Tensor, torch.nn.Parameter}
+_CPU = torch.device("cpu")
 _STATE = [torch.float32, torch.int32, torch.int32, torch.float32]
 _KINDS = (Hysteresis.BUDGET, Hysteresis.CONSECUTIVE, Hysteresis.EVERY)
 
@@ -58,7 +59,7 @@ class Compiled(Portable):
 
     def scale_(self, grads: Sequence[Tensor], factor: Tensor, found_inf: Tensor | None = None) -> None:
         flags = [factor] if found_inf is None else [factor, found_inf]
-        table = _table_of(grads) if _all_numbers(flags) else None
+        table = _table_of(grads) if are_numbers(flags, _CPU) else None
         if table is None:
             return super().scale_(grads, factor, found_inf)
         found = None if found_inf is None else found_inf.data_ptr()
@@ -81,7 +82,7 @@ class Compiled(Portable):
 
     def update_scale_(self, state: ScaleTensors, found_inf: Tensor, schedule: Schedule) -> None:
         tensors = [state.scale, state.growth_tracker, state.hysteresis_left, found_inf]
-        if [t.dtype for t in tensors] != _STATE or not _all_real(tensors):
+        if [t.dtype for t in tensors] != _STATE or not are_real(tensors, _CPU):
             return super().update_scale_(state, found_inf, schedule)
         self._library.amp_update_scale(
             *[t.data_ptr() for t in tensors],
@@ -97,38 +98,6 @@ class Compiled(Portable):
         return None
 
 
-def _all_numbers(tensors: Sequence[Tensor]) -> bool:
-    """Whether each of `tensors` is one float32 in memory."""
-    for tensor in tensors:
-        if tensor.dtype is not torch.float32 or tensor.numel() != 1 or tensor.is_neg():
-            return False
-    return _all_real(tensors)
-
-
-def _all_real(tensors: Sequence[Tensor]) -> bool:
-    """Whether the memory of `tensors` is there to be read: none is fake, of a subclass or on a device."""
-    if _torch.functorch_is_at_work() or not _TYPES.issuperset(map(type, tensors)):
-        return False
-    return all([t.is_cpu for t in tensors])  # noqa: C419 (a list is faster than a generator)
-
-
-def _all_plain(tensors: Sequence[Tensor]) -> bool:
-    """Whether each of `tensors` is a piece of memory, without gaps, of a dtype that the library takes."""
-    if not _all_real(tensors) or not _CODES.keys() >= {t.dtype for t in tensors}:
-        return False
-    if any([t.is_neg() for t in tensors]):  # noqa: C419
-        return False
-    strided = [t for t in tensors if not t.is_contiguous()]
-    return not strided or all(map(_without_gaps, strided))
-
-
-def _without_gaps(tensor: Tensor) -> bool:
-    """Whether `tensor` is a permuted contiguous one, such as one in channels_last."""
-    strides = tensor.stride()
-    order = sorted(range(tensor.dim()), key=strides.__getitem__, reverse=True)
-    return tensor.permute(order).is_contiguous()
-
-
 def _to_others(tensors: Sequence[Tensor], targets: Sequence[Tensor]) -> bool:
     """Whether each tensor is to be cast to another dtype, into a target of its own shape and layout."""
     pairs = list(zip(tensors, targets, strict=True))
@@ -142,7 +111,7 @@ class _Layout:
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self.fits = bool(tensors) and _all_plain(tensors)
+        self.fits = bool(tensors) and are_plain(tensors, _CPU, _CODES.keys())
         """Whether the library takes such tensors at all; nothing else is there if not."""
         if self.fits:
             self.sizes = array("q", [t.numel() for t in tensors])
