@@ -113,7 +113,7 @@ def test_a_device_of_another_maker_is_recorded():
 
 @pytest.mark.slow
 def test_distributed_models():
-    """Under DDP or FSDP2 a recording would fail, or a comparison would write to memory that FSDP has freed."""
+    """Under DDP or FSDP2 a recording would fail, or a comparison write to memory that FSDP freed."""
     script = Path(__file__).parent / "data" / "distributed.py"
     command = [sys.executable, script]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
