@@ -1,4 +1,4 @@
-"""Many weights to a lower precision, and their gradients back, one kernel call a bucket."""
+"""Many weights to a lower precision in one kernel call, and their gradients back in one call a bucket."""
 
 from __future__ import annotations
 
@@ -23,26 +23,29 @@ def cast_weights(weights: Sequence[Tensor], dtype: torch.dtype, kernels: Kernels
         dtype: the dtype of the casts.
         kernels: whose ``cast`` to use.
     """
-    casts: list[Tensor] = []
     # A cast made under inference mode could not be used by a training step later on.
     with torch.inference_mode(mode=False), torch.enable_grad():
-        for bucket in buckets(weights):
-            if bucket[0].requires_grad:
-                casts.extend(_BucketCast.apply(dtype, kernels, *bucket))  # type: ignore[no-untyped-call]
-            else:
-                casts.extend(_into_one_storage(bucket, dtype, kernels))
-    return casts
+        parts = list(buckets(weights))
+        made = [allocate(part, dtype) for part in parts]
+        casts = kernels.cast(weights, dtype, out=[cast for some in made for cast in some])
+        if not weights or not weights[0].requires_grad:
+            return casts
+        linked = [
+            _BucketCast.apply(some, kernels, *part)  # type: ignore[no-untyped-call]
+            for some, part in zip(made, parts, strict=True)
+        ]
+    return [cast for some in linked for cast in some]
 
 
 class _BucketCast(torch.autograd.Function):
-    """Keeps nothing for the backward, so that one cast serves any number of backward passes."""
+    """Ties casts to their weights; keeps nothing, so that one cast serves any number of backward passes."""
 
     @staticmethod
-    def forward(ctx: Any, dtype: torch.dtype, kernels: Kernels, *weights: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, casts: list[Tensor], kernels: Kernels, *weights: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.kernels = kernels
         ctx.source_dtypes = [w.dtype for w in weights]
-        return tuple(_into_one_storage(weights, dtype, kernels))
+        return tuple(casts)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -70,11 +73,6 @@ def buckets(weights: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         size += weight.nbytes
     if bucket:
         yield bucket
-
-
-def _into_one_storage(weights: Sequence[Tensor], dtype: torch.dtype, kernels: Kernels) -> list[Tensor]:
-    """Cast into one allocation; each result is a tensor of its own, not a view, so autograd sees no base."""
-    return kernels.cast(weights, dtype, out=allocate(weights, dtype))
 
 
 def allocate(weights: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:

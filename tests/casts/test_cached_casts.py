@@ -304,3 +304,37 @@ def test_compiled_model_is_untouched() -> None:
         expected = compiled(X)
         with cached_casts(model):
             assert torch.equal(compiled(X), expected)
+
+
+def test_one_kernel_call_for_all_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large model costs a launch a bucket; or its buckets get the casts of one another."""
+    from amp_core.casts import bulk
+
+    monkeypatch.setattr(bulk, "BUCKET_BYTES", 300)
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
+    x = torch.randn(3, 8)
+    with amp_core.autocast("cpu"):
+        model(x).float().sum().backward()
+    expected = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    kernels, calls = amp_core.get_backend("cpu").kernels(), []
+    cast = kernels.cast
+
+    def counted(tensors, dtype, out=None):
+        calls.append(len(tensors))
+        return cast(tensors, dtype, out)
+
+    monkeypatch.setattr(kernels, "cast", counted)
+    with amp_core.cached_casts(model):
+        with amp_core.autocast("cpu"):
+            model(x)  # which weights it takes is learnt
+        torch._foreach_mul_([p.detach() for p in model.parameters()], 1.0)
+        calls.clear()
+        with amp_core.autocast("cpu"):
+            loss = model(x).float().sum()
+        assert calls == [8]
+    loss.backward()
+    assert sum(calls[1:]) == 8
+    assert len(calls) > 2
+    for param, grad in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(param.grad, grad, rtol=0, atol=0)
