@@ -90,12 +90,18 @@ class Reporting(torch.amp.GradScaler):
             if flag.device.type != "cpu":
                 return False
             record._found_inf = cast(float, flag.tolist())
-        owner = next((o for o, last in self.last_step.items() if last is record), None)
-        if owner is not None:
-            row = self._in_a_row[owner] = self._in_a_row.get(owner, 0) + 1 if record.skipped else 0
-            if row:
-                self._blame(record, owner, row)
+        if record.skipped or self._in_a_row:
+            self._count(record)
         return record.skipped
+
+    def _count(self, record: StepRecord) -> None:
+        owner = next((o for o, last in self.last_step.items() if last is record), None)
+        if owner is None:
+            return
+        row = self._in_a_row.pop(owner, 0) + 1
+        if record.skipped:
+            self._in_a_row[owner] = row
+            self._blame(record, owner, row)
 
     def _blame(self, record: StepRecord, owner: torch.optim.Optimizer, row: int) -> None:
         if record._bad is None and record._micro_batches is None:

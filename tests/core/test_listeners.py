@@ -120,3 +120,18 @@ def test_a_scheduler_is_held_back(parts: Any) -> None:
     train(scaler, model, optimizer, {0}, steps=1)
     scheduler.step()
     assert scheduler.get_last_lr() == [0.0125]
+
+
+def test_records_carry_the_rank(parts: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """In the logs of many processes nobody can tell whose a skip was."""
+    caplog.set_level(logging.INFO, "amp_core")
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        with JsonLines(tmp_path / "0.jsonl").listen(parts[0]), Logging().listen(parts[0]):
+            train(*parts, bad={0}, steps=1)
+    finally:
+        torch.distributed.destroy_process_group()
+    lines = [json.loads(line) for line in (tmp_path / "0.jsonl").read_text().splitlines()]
+    assert [line["rank"] for line in lines] == [0, 0]
+    assert caplog.messages[0].startswith("SGD on rank 0 skipped step 0")
+    assert parts[0].history[-1].rank == 0  # known although the group is gone
