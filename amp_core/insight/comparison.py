@@ -171,8 +171,7 @@ def _differences(reference: Run, mixed: Run) -> list[Difference]:
 def _difference(
     key: Key, order: int, wanted: Sample, sample: Sample, known: Mapping[Key, Difference]
 ) -> Difference:
-    exact = wanted.values.double()
-    values = sample.values.double()
+    exact, values = wanted.values.cpu().double(), sample.values.cpu().double()  # some devices have no float64
     lost = exact.isfinite() & ~values.isfinite()
     overflows = bool(lost.any()) or sample.not_finite > wanted.not_finite
     error = math.inf if overflows else _relative(values, exact)

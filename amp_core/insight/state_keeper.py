@@ -82,8 +82,10 @@ class StateKeeper:
 def seeded(seed: int, device_type: str) -> Iterator[None]:
     """Draw from `seed` in a block, in torch and `random`; afterwards be as if nothing had been drawn."""
     state = random.getstate()
-    devices = [] if device_type == "cpu" else [torch.get_device_module(device_type).current_device()]
-    with torch.random.fork_rng(devices, device_type=None if device_type == "cpu" else device_type):
+    accelerator = torch.accelerator.current_accelerator()
+    ours = accelerator is not None and accelerator.type == device_type
+    devices = [torch.accelerator.current_device_index()] if ours else []
+    with torch.random.fork_rng(devices, device_type=device_type if ours else None):
         torch.manual_seed(seed)
         random.seed(seed)
         try:

@@ -156,18 +156,13 @@ class Tap:
         key = id(policy), op
         if key not in self._reasons:
             found = policy.explain(names.find(op))[0]
-            self._reasons[key] = (
-                policy,
-                found.rule,
-                found.origin,
-            )  # holds the policy, so that its id stays its own
+            # With the policy, so that its id stays its own.
+            self._reasons[key] = policy, found.rule, found.origin
         return self._reasons[key][1:]
 
     def _where(self) -> Where:
         node = _torch.current_autograd_node()
-        if (
-            node is None or self.places.in_module
-        ):  # in a module within a node: a checkpoint that is recomputed
+        if node is None or self.places.in_module:  # a module in a node: a checkpoint that is run again
             rule = _MODULE_RULE if self.places.in_float32 else None
             return Where(FORWARD, self.places.here, tuple(self._frames), rule)
         self.met_compiled |= node.name().startswith("CompiledFunction")
