@@ -36,6 +36,7 @@ setup(
             depends=["backends/cpu/amp_backend_cpu/native/loops.h"],
             export_symbols=[
                 "amp_abi",
+                "amp_add",
                 "amp_measure",
                 "amp_scale",
                 "amp_cast",

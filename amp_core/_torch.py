@@ -241,3 +241,12 @@ def has_gradient_hooks(tensor: torch.Tensor) -> bool:
     """
     hooks: Any = tensor
     return bool(hooks._backward_hooks) or bool(hooks._post_accumulate_grad_hooks)
+
+
+def is_shared(tensor: torch.Tensor) -> bool:
+    """Whether anything else refers to the memory of `tensor`.
+
+    For: using the memory of a gradient again. If it goes: `master_weights` allocates gradients anew.
+    """
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) > 2  # the tensor, and `storage`

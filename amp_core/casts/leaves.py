@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -47,7 +47,7 @@ class Leaves:
         made = {id(w): cast for w, cast in zip(hooked, cast_weights(hooked, dtype, kernels), strict=True)}
         with torch.inference_mode(mode=False), torch.no_grad():
             for bucket in buckets([w for w in plain if not self._fits(w, dtype)]):
-                self._add(bucket, dtype)
+                self._add(bucket, dtype, kernels)
             leaves = [self._kept[id(w), dtype] for w in plain]
             kernels.cast(plain, dtype, out=leaves)
         made.update(zip(map(id, plain), leaves, strict=True))
@@ -61,10 +61,10 @@ class Leaves:
             weight.device,
         )
 
-    def _add(self, weights: Sequence[Tensor], dtype: torch.dtype) -> None:
+    def _add(self, weights: Sequence[Tensor], dtype: torch.dtype, kernels: Kernels) -> None:
         for weight, leaf in zip(weights, allocate(weights, dtype), strict=True):
             leaf.requires_grad_()
-            leaf.register_post_accumulate_grad_hook(_hand_over_to(weight))  # type: ignore[no-untyped-call]
+            leaf.register_post_accumulate_grad_hook(_MainGradient(weight, kernels))  # type: ignore[no-untyped-call]
             self._kept[id(weight), dtype] = leaf
 
     def keep_only(self, keys: set[int]) -> None:
@@ -76,18 +76,43 @@ class Leaves:
         return list(self._kept.values())
 
 
-def _hand_over_to(weight: Tensor) -> Callable[[Tensor], None]:
-    def hand_over(leaf: Tensor) -> None:
+_SMALL = 2**16
+"""Elements up to which torch's operations are faster than the way to a kernel."""
+
+
+class _MainGradient:
+    """Hands what arrives at a leaf over to the ``.grad`` of its weight.
+
+    The storage of that gradient is kept: ``zero_grad()`` drops it, and new memory for a large one costs
+    more than to add to it.
+    """
+
+    def __init__(self, weight: Tensor, kernels: Kernels) -> None:
+        self._weight = weight
+        self._kernels = kernels
+        self._kept: Tensor | None = None
+
+    def __call__(self, leaf: Tensor) -> None:
         grad, leaf.grad = leaf.grad, None
         assert grad is not None  # the hook runs after it was accumulated
         if grad.requires_grad:
             raise RuntimeError(_DIFFERENTIATED)
-        if _torch.has_gradient_hooks(weight):
-            raise RuntimeError(_HOOKED.format(shape=tuple(weight.shape)))
+        if _torch.has_gradient_hooks(self._weight):
+            raise RuntimeError(_HOOKED.format(shape=tuple(self._weight.shape)))
         with torch.no_grad():
-            if weight.grad is None:
-                weight.grad = grad.to(weight.dtype)
+            if self._weight.grad is None:
+                self._weight.grad = self._first(grad)
+            elif grad.numel() <= _SMALL:
+                self._weight.grad.add_(grad)
             else:
-                weight.grad.add_(grad)
+                self._kernels.add_([self._weight.grad], [grad])
 
-    return hand_over
+    def _first(self, grad: Tensor) -> Tensor:
+        if grad.numel() <= _SMALL:
+            return grad.to(self._weight.dtype)
+        kept = self._kept
+        # Whoever still reads an earlier gradient, or a view of it, keeps it as it is.
+        if kept is None or kept.stride() != grad.stride() or _torch.is_shared(kept):
+            kept = self._kept = torch.empty_like(grad, dtype=self._weight.dtype)
+        self._kernels.cast([grad], kept.dtype, out=[kept])
+        return kept.detach()

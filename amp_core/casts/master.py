@@ -45,7 +45,8 @@ def master_weights(model: nn.Module, *, debug: bool = False) -> MasterWeights:
     so that micro-batches accumulate in float32. This is the arithmetic of apex O2, Megatron and
     DeepSpeed, but nothing else of a program changes: ``parameters()``, ``state_dict()``, optimizers
     (fused ones too), `GradScaler`, clipping, checkpoints see float32. Weights that float32 ops use,
-    such as those of norms and embeddings, have no copy.
+    such as those of norms and embeddings, have no copy. The storage of gradients is kept
+    over ``zero_grad()``.
 
     Gradients are bit-equal to plain autocast's, with these exceptions: uses of one weight in several
     regions that one backward pass reaches are summed in the lower precision; and a weight that ops of

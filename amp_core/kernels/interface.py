@@ -48,7 +48,7 @@ class ScaleTensors:
 
 
 class Kernels(ABC):
-    """The four kernels of mixed precision. `Portable` is the reference; override what you do faster."""
+    """The kernels of mixed precision. `Portable` is the reference; override what you do faster."""
 
     name: str
     """Shown by ``amp backends``, with `reason`."""
@@ -94,6 +94,17 @@ class Kernels(ABC):
             dtype: the dtype of the results; ignored where `out` is given.
             out: tensors of the same shapes to write into, which are then returned.
         """
+
+    def add_(self, totals: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+        """Add `grads` to `totals` in place, each sum rounded once, to the dtype of the total.
+
+        Args:
+            totals: floating-point tensors, no narrower than `grads`; written.
+            grads: tensors of the same shapes; only read.
+        """
+        with torch.no_grad():
+            for total, grad in zip(totals, grads, strict=True):
+                total.add_(grad)
 
     @abstractmethod
     def measure(self, grads: Sequence[Tensor], norm_type: float = 2.0) -> Measurement:

@@ -191,6 +191,51 @@ def test_memory() -> None:
     assert handle.nbytes() == 0
 
 
+@pytest.mark.parametrize("hold", [lambda g: g, torch.Tensor.detach, lambda g: g[:1], torch.Tensor.numpy])
+def test_a_gradient_that_is_still_held_is_not_written(hold: Callable[[torch.Tensor], Any]) -> None:
+    """A gradient that a user keeps over zero_grad() is overwritten, or one that nobody keeps is not."""
+    layer = nn.Linear(300, 300, bias=False)
+
+    def step(factor: float) -> None:
+        layer.zero_grad()
+        with autocast("cpu"):
+            out = layer(torch.ones(2, 300))
+        (factor * out.float().sum()).backward()
+
+    with master_weights(layer):
+        step(1)
+        held = hold(layer.weight.grad)
+        place = layer.weight.grad.data_ptr()
+        step(2)
+        assert float(held[0, 0]) == 2
+        assert float(layer.weight.grad[0, 0]) == 4
+        assert layer.weight.grad.data_ptr() != place
+        held = None
+        place = layer.weight.grad.data_ptr()
+        step(3)
+        assert layer.weight.grad.data_ptr() == place
+
+
+def test_large_gradients_are_bit_equal() -> None:
+    """The kernels for large gradients, in each layout, add up other sums than autograd does."""
+    torch.manual_seed(0)
+    conv = nn.Conv2d(64, 128, 3).to(memory_format=torch.channels_last)
+    x = torch.randn(2, 64, 8, 8)
+
+    def run() -> torch.Tensor:
+        conv.zero_grad()
+        for dtype in (torch.bfloat16, torch.float16, torch.bfloat16):
+            with autocast("cpu", dtype=dtype):
+                conv(x).float().square().sum().backward()
+        assert conv.weight.grad.is_contiguous(memory_format=torch.channels_last)
+        return conv.weight.grad.clone()
+
+    expected = run()
+    with master_weights(conv):
+        for _ in range(2):
+            assert torch.equal(run(), expected)
+
+
 def in_place(model: nn.Sequential) -> None:
     with torch.no_grad():
         model[0].weight.mul_(2)

@@ -149,6 +149,33 @@ def test_large_casts(target: torch.dtype, shift: int) -> None:
 
 
 @needs_library
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("n", LENGTHS)
+def test_add(dtype: torch.dtype, n: int) -> None:
+    """A sum is rounded twice or not at all, or the version of what is written stays."""
+    every = torch.arange(2**16).to(torch.uint16).view(dtype)
+    grads = [numbers(n, dtype), every, numbers(20, dtype).view(4, 5).t()]
+    ours, reference = ([numbers(g.numel(), torch.float32).view_as(g) for g in grads] for _ in range(2))
+    ours[2], reference[2] = (torch.randn(4, 5, generator=torch.Generator().manual_seed(1)).t() for _ in "ab")
+    COMPILED.add_(ours, grads)
+    PORTABLE.add_(reference, grads)
+    for mine, right in zip(ours, reference, strict=True):
+        torch.testing.assert_close(mine, right, rtol=0, atol=0, equal_nan=True)
+    assert [t._version for t in ours] == [1, 1, 1]
+
+
+@needs_library
+@pytest.mark.parametrize("source", DTYPES)
+@pytest.mark.parametrize("target", [torch.float32, torch.float64])
+def test_add_of_other_dtypes_and_layouts(source: torch.dtype, target: torch.dtype) -> None:
+    """What the library does not add is added wrong, or as if it were of the other's layout."""
+    total, grad = numbers(12, target).view(3, 4), numbers(12, source).view(4, 3).t()
+    expected = total + grad
+    COMPILED.add_([total], [grad])
+    assert torch.equal(total, expected.to(target))
+
+
+@needs_library
 def test_number_of_threads_changes_nothing() -> None:
     """The norm depends on how many threads there are."""
     grads = [numbers(300_000, torch.float32)]

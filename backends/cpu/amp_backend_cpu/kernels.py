@@ -18,7 +18,7 @@ from amp_core.kernels import Kernels, Measurement, Portable, ScaleTensors
 from amp_core.kernels.memory import are_numbers, are_plain, are_real
 from amp_core.state import Hysteresis, Schedule
 
-_ABI = 3
+_ABI = 4
 """What `native/kernels.c` says of itself; a library from other sources must not be called."""
 
 _CODES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
@@ -80,6 +80,14 @@ class Compiled(Portable):
         increment_version(targets)
         return targets
 
+    def add_(self, totals: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+        source, target = _table_of(grads), _table_of(totals)
+        if source is None or target is None or not _halves_to_float32(totals, grads):
+            return super().add_(totals, grads)
+        _check(self._library.amp_add(*source.arguments, target.arguments[1], source.threads()))
+        increment_version(totals)
+        return None
+
     def update_scale_(self, state: ScaleTensors, found_inf: Tensor, schedule: Schedule) -> None:
         tensors = [state.scale, state.growth_tracker, state.hysteresis_left, found_inf]
         if [t.dtype for t in tensors] != _STATE or not are_real(tensors, _CPU):
@@ -102,6 +110,12 @@ def _to_others(tensors: Sequence[Tensor], targets: Sequence[Tensor]) -> bool:
     """Whether each tensor is to be cast to another dtype, into a target of its own shape and layout."""
     pairs = list(zip(tensors, targets, strict=True))
     return all(t.shape == o.shape and t.stride() == o.stride() and t.dtype is not o.dtype for t, o in pairs)
+
+
+def _halves_to_float32(totals: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:
+    """Whether each of `grads`, of 2 bytes an element, is to be added to a float32 of its own layout."""
+    same = all(t.shape == g.shape and t.stride() == g.stride() for t, g in zip(totals, grads, strict=True))
+    return same and {t.dtype for t in totals} == {torch.float32} and all(g.itemsize == 2 for g in grads)
 
 
 class _Layout:
@@ -185,6 +199,7 @@ def _declare(library: ctypes.CDLL) -> None:
     library.amp_measure.argtypes = (count, *[pointer] * 7, threads, threads)
     library.amp_scale.argtypes = (count, *[pointer] * 5, threads)
     library.amp_cast.argtypes = (count, *[pointer] * 5, threads)
+    library.amp_add.argtypes = (count, *[pointer] * 4, threads)
     double, int32 = ctypes.c_double, ctypes.c_int32
     library.amp_update_scale.argtypes = (
         *[pointer] * 4,

@@ -14,7 +14,7 @@
 #include <immintrin.h>
 #endif
 
-#define ABI 3 /* moves with every change to what a function takes; kernels.py asks for it */
+#define ABI 4 /* moves with every change to what a function takes; kernels.py asks for it */
 
 #define CHUNK 32768 /* elements: two or more chunks of a large weight stay in the second-level cache */
 #define AHEAD 2048  /* bytes to fetch in advance: the hardware does not keep enough reads in flight */
@@ -32,11 +32,13 @@ typedef double doubles __attribute__((vector_size(WIDTH * 8)));
 typedef void measure_loop(const void *data, size_t n, double *sum, uint32_t *bad);
 typedef void scale_loop(void *data, size_t n, float factor, uint32_t *bad);
 typedef void cast_loop(const void *from, void *to, size_t n, int stream);
+typedef void add_loop(const void *from, float *total, size_t n);
 
 struct loops {
     measure_loop *measure[4]; /* by dtype code */
     scale_loop *scale[4];     /* by dtype code */
     cast_loop *cast[4][4];    /* by dtype codes of source and target; a dtype to itself is never asked */
+    add_loop *add[4];         /* by dtype code; of the halves alone */
 };
 
 #ifdef X86
@@ -228,6 +230,19 @@ int amp_cast(int64_t count_, const void *const *from, const int64_t *sizes, cons
         char *target = (char *)to[t] + start * width_of[made];
         int stream = bytes > STREAMED && (uintptr_t)target % 32 == 0;
         loops->cast[source][made]((const char *)from[t] + start * width_of[source], target, n, stream);)
+    free(chunks);
+    return 0;
+}
+
+/* Add tensor i, of a half dtype, to totals[i], in float32; the two have no memory in common. */
+int amp_add(int64_t count_, const void *const *from, const int64_t *sizes, const int32_t *dtypes,
+            float *const *totals, int threads) {
+    const struct loops *loops = chosen();
+    size_t count = (size_t)count_, *chunks = first_chunks(count, sizes);
+    if (chunks == NULL)
+        return -1;
+    FOR_EACH_CHUNK(
+        loops->add[dtypes[t]]((const char *)from[t] + start * width_of[dtypes[t]], totals[t] + start, n);)
     free(chunks);
     return 0;
 }

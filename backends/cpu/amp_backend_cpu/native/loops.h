@@ -246,6 +246,33 @@ CASTS_FROM(f64, double, doubles, IN(narrow_f64))
 CASTS_FROM(bf16, uint16_t, halves, IN(widen_bf16))
 CASTS_FROM(f16, uint16_t, halves, IN(widen_f16))
 
+#define ADD(NAME, WIDEN)                                                                           \
+    static void NAME(const void *source, float *total, size_t n) {                                 \
+        const uint16_t *from = source;                                                             \
+        size_t i = 0;                                                                              \
+        for (; i + WIDTH <= n; i += WIDTH) {                                                       \
+            halves raw;                                                                            \
+            floats sum;                                                                            \
+            __builtin_prefetch((const char *)(from + i) + AHEAD);                                  \
+            __builtin_prefetch((const char *)(total + i) + AHEAD, 1);                              \
+            memcpy(&raw, from + i, sizeof raw);                                                    \
+            memcpy(&sum, total + i, sizeof sum);                                                   \
+            sum += WIDEN(raw);                                                                     \
+            memcpy(total + i, &sum, sizeof sum);                                                   \
+        }                                                                                          \
+        if (i < n) {                                                                               \
+            halves raw = {0};                                                                      \
+            floats sum = {0};                                                                      \
+            memcpy(&raw, from + i, (n - i) * sizeof *from);                                        \
+            memcpy(&sum, total + i, (n - i) * sizeof *total);                                      \
+            sum += WIDEN(raw);                                                                     \
+            memcpy(total + i, &sum, (n - i) * sizeof *total);                                      \
+        }                                                                                          \
+    }
+
+ADD(IN(add_bf16), IN(widen_bf16))
+ADD(IN(add_f16), IN(widen_f16))
+
 static const struct loops IN(loops) = {
     {IN(measure_f32), IN(measure_f64), IN(measure_bf16), IN(measure_f16)},
     {IN(scale_f32), IN(scale_f64), IN(scale_bf16), IN(scale_f16)},
@@ -255,9 +282,11 @@ static const struct loops IN(loops) = {
         {IN(cast_bf16_f32), IN(cast_bf16_f64), IN(cast_bf16_bf16), IN(cast_bf16_f16)},
         {IN(cast_f16_f32), IN(cast_f16_f64), IN(cast_f16_bf16), IN(cast_f16_f16)},
     },
+    {NULL, NULL, IN(add_bf16), IN(add_f16)},
 };
 
 #undef MEASURE
 #undef SCALE
 #undef CAST
 #undef CASTS_FROM
+#undef ADD
