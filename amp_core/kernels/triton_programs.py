@@ -26,9 +26,9 @@ WORDS = 8
 
 _CHUNK = tl.constexpr(CHUNK)
 _INF = tl.constexpr(float("inf"))
-# Of a chunk whose peak is between these, float32 holds the sum of squares in full precision.
+# If peaks are between these, float32 holds the sum of squares of any number of chunks in full precision.
 _LOW = tl.constexpr(2.0**-40)
-_HIGH = tl.constexpr(2.0**50)
+_HIGH = tl.constexpr(2.0**40)
 
 
 @triton.jit

@@ -137,6 +137,16 @@ def test_more_elements_than_int32(kernels: Kernels) -> None:
     assert kernels.measure([large]).found_inf.item() == 1.0
 
 
+@pytest.mark.parametrize("value", [1e15, 1e11, 1e-11, 1e-15, 1e-40])
+def test_many_large_or_small_elements(kernels: Kernels, value: float) -> None:
+    """The sum over all chunks leaves float32 though each chunk's own does not."""
+    grads = [torch.full((2**26,), value, device=DEVICE), torch.full((5,), value, device=DEVICE)]
+    measured = kernels.measure(grads)
+    assert measured.norm.item() == pytest.approx(value * math.sqrt(2**26 + 5), rel=1e-5)
+    assert measured.norms.tolist() == pytest.approx([value * 2**13, value * math.sqrt(5)], rel=1e-5)
+    assert measured.found_inf.item() == 0.0
+
+
 def test_launches(kernels: Kernels) -> None:
     """A list of tensors costs a launch a tensor, or the table of addresses is copied at every call."""
     grads = gradients(shapes=BLOCK * 16) + gradients(torch.bfloat16)
@@ -150,6 +160,22 @@ def test_launches(kernels: Kernels) -> None:
     assert launches(lambda: kernels.scale_(ready, factor, found)) == {"scale_rows": 2}
     assert launches(lambda: kernels.cast(grads, torch.float16, out)) == {"cast_rows": 2}
     assert launches(lambda: kernels.update_scale_(moved, found, Schedule())) == {"update_scale": 1}
+
+
+def test_launches_of_cached_casts(kernels: Kernels) -> None:
+    """Weights that one kernel casts are cast by a launch each, as torch's autocast does."""
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(30)]).to(DEVICE)
+    weights = [p.detach() for p in model.parameters()]
+    x = torch.randn(8, 64).to(DEVICE)
+
+    def forward() -> None:
+        torch._foreach_mul_(weights, 1.0)  # an optimizer's step: all casts are stale
+        with amp_core.autocast(DEVICE, dtype=torch.bfloat16):
+            model(x)
+
+    with amp_core.cached_casts(model):
+        ran = launches(forward)
+    assert ran["cast_rows"] == 1, ran
 
 
 def test_no_kernel_waits(kernels: Kernels) -> None:
