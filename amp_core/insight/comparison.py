@@ -151,8 +151,13 @@ def compare(
             are looked for in all.
 
     Raises:
-        AmpError: `fn` returned a tensor that is no loss, or there is no such reference.
+        AmpError: `fn` returned a tensor that is no loss, its model is sharded over processes, or there is no
+            such reference.
+        TypeError: `fn` cannot be called, or `model` is no module.
+        ValueError: `scale` or `limit` is out of range.
     """
+    if not 0 < scale < math.inf:
+        raise ValueError(f"scale= is a finite number above 0, not {scale}.")
     step = Step(fn, device, dtype, policy, model, seed, limit)
     wanted = step.reference(reference, scale)
     return Comparison(wanted, step.mixed(step.policy, scale), step.dtype, reference)

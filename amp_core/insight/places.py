@@ -63,6 +63,18 @@ class Places:
         self._starts = array("Q")
         self._there: list[Place] = []
 
+    @staticmethod
+    def check(model: object) -> None:
+        """Refuse what cannot give names.
+
+        Raises:
+            TypeError: `model` is neither a module nor None.
+        """
+        if not isinstance(model, nn.Module | None):
+            raise TypeError(
+                f"model= is the torch.nn.Module that names the modules, not {type(model).__name__}."
+            )
+
     def attach(self) -> None:
         """Follow the calling thread from now on."""
         self._thread = threading.get_ident()

@@ -14,7 +14,7 @@ from typing_extensions import Self
 
 from amp_core._torch_dispatch import Overload, dispatcher_name
 from amp_core.errors import AmpError
-from amp_core.insight.places import Place
+from amp_core.insight.places import Place, Places
 from amp_core.insight.report import Content, Report
 from amp_core.insight.tap import BACKWARD, Frame, Tap, Where, dtypes_of, is_low
 
@@ -84,6 +84,7 @@ class Recording(Report):
     """
 
     def __init__(self, model: nn.Module | None = None) -> None:
+        Places.check(model)
         self.ops: Counter[OpKey] = Counter()
         self.casts: defaultdict[CastKey, CastCount] = defaultdict(CastCount)
         self._model = model
@@ -197,6 +198,9 @@ def record(model: nn.Module | None = None) -> Recording:
 
     Returns:
         A context manager that is the report: `Recording`.
+
+    Raises:
+        TypeError: `model` is no module.
     """
     return Recording(model)
 

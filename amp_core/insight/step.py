@@ -14,7 +14,7 @@ from amp_core.device import device_type_of
 from amp_core.dispatch.activate import activation, default_policy
 from amp_core.errors import AmpError
 from amp_core.insight.capture import Capture
-from amp_core.insight.places import Place
+from amp_core.insight.places import Place, Places
 from amp_core.insight.state_keeper import StateKeeper, seeded
 from amp_core.plugin import get_backend
 from amp_core.policy import OpPolicy
@@ -49,6 +49,9 @@ class Step:
     ) -> None:
         if not callable(fn):
             raise TypeError(f"fn is the step: a function without arguments, not {type(fn).__name__}.")
+        Places.check(model)
+        if limit < 1:
+            raise ValueError(f"limit= is how many elements of a tensor are kept, at least 1; not {limit}.")
         self.device_type = device_type_of(device)
         backend = get_backend(self.device_type)
         self.dtype = backend.default_dtype() if dtype is None else dtype

@@ -209,6 +209,14 @@ def test_what_is_no_step_is_refused():
         amp_core.compare(lambda: model(torch.ones(1, 2)), "cpu", scale=2.0)
     with pytest.raises(TypeError, match="function without arguments"):
         amp_core.compare(model(torch.ones(1, 2)), "cpu")
+    with pytest.raises(TypeError, match="not str"):
+        amp_core.compare(model, "cpu", model="model")
+    with pytest.raises(TypeError, match="not tuple"):
+        amp_core.record((model,))
+    with pytest.raises(ValueError, match="above 0"):
+        amp_core.compare(model, "cpu", scale=0.0)
+    with pytest.raises(ValueError, match="at least 1"):
+        amp_core.compare(model, "cpu", limit=0)
     assert model.weight.grad is None
 
 
