@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import math
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -99,6 +100,21 @@ def further_fields(schedule: Schedule) -> dict[str, Any]:
         for field in fields(schedule)[3:]
         if getattr(schedule, field.name) != field.default
     }
+
+
+def known_fields(saved: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return `saved`, which `further_fields` gave.
+
+    Raises:
+        ValueError: it names a field that a `Schedule` does not have.
+    """
+    unknown = saved.keys() - {field.name for field in fields(Schedule)}
+    _check(
+        not unknown,
+        f"The saved schedule has {', '.join(sorted(unknown))}, which this version of amp-core does not know. "
+        f"A later version may have saved it.",
+    )
+    return saved
 
 
 def _check(holds: bool, text: str, error: type[Exception] = ValueError) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from amp_core.scaler.arithmetic import valid_scale
-from amp_core.state import AtFloor, Hysteresis, ScaleState, Schedule, further_fields
+from amp_core.state import AtFloor, Hysteresis, ScaleState, Schedule, further_fields, known_fields
 
 _Scales = dict[str | None, tuple[ScaleState, Schedule]]
 """Key -> where its scale is and how it moves; ``None`` is the key of the scaler's own."""
@@ -129,7 +129,7 @@ def _read_torch(state: Any, schedule: Schedule | None) -> _Scales:
         state["growth_factor"],
         state["backoff_factor"],
         state["growth_interval"],
-        **state.get("_schedule", {}),
+        **known_fields(state.get("_schedule", {})),
     )
     left = int(state.get("_hysteresis_left", rule.hysteresis))
     scales: _Scales = {None: (ScaleState(_number(state["scale"]), int(state["_growth_tracker"]), left), rule)}

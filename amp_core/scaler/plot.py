@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_COLOUR = "#D55E00"
+_COLOURS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe and Ito
 
 
 def new_figure(width: float, height: float) -> Figure:
@@ -31,12 +31,19 @@ def new_figure(width: float, height: float) -> Figure:
     return figure
 
 
-def draw_scale(axes: Axes, scales: Mapping[int, float], skipped: Collection[int]) -> None:
+def draw_scale(
+    axes: Axes,
+    scales: Mapping[int, float],
+    skipped: Collection[int],
+    key: str | None = None,
+    colour: str = _COLOURS[0],
+) -> None:
     """Draw the scale of each step (by its number) on a logarithmic axis, and mark the `skipped` ones."""
-    axes.step(list(scales), list(scales.values()), where="post", color=_COLOUR, label="loss scale")
+    whose = "" if key is None else f" {key}"
+    axes.step(list(scales), list(scales.values()), where="post", color=colour, label=f"loss scale{whose}")
     if skipped:
         heights = [scales[step] for step in skipped]
-        label = f"skipped steps: {len(skipped)}"
+        label = f"skipped steps{whose}: {len(skipped)}"
         axes.scatter(list(skipped), heights, color="black", marker="x", zorder=3, label=label)
     axes.set_yscale("log", base=2)
     axes.set_ylabel("loss scale")
@@ -52,8 +59,14 @@ def plain(axes: Axes) -> None:
     axes.margins(x=0.01)
 
 
-def save_scale(scales: Mapping[int, float], skipped: Collection[int], path: str | Path) -> None:
-    """Draw the scale into the file `path`, whose suffix gives the format."""
+def save_scales(
+    scales: Mapping[str | None, Mapping[int, float]],
+    skipped: Mapping[str | None, Collection[int]],
+    path: str | Path,
+) -> None:
+    """Draw the scale of each key into the file `path`, whose suffix gives the format."""
     figure = new_figure(8, 3)
-    draw_scale(figure.subplots(), scales, skipped)
+    axes = figure.subplots()
+    for number, (key, curve) in enumerate(scales.items()):
+        draw_scale(axes, curve, skipped[key], key, _COLOURS[number % len(_COLOURS)])
     figure.savefig(path)

@@ -176,7 +176,7 @@ class History(Sequence[StepRecord]):
         return [record for record in self._records if record.skipped]
 
     def plot(self, path: str | Path) -> None:
-        """Draw the scale and the skipped steps into a picture; waits for the device.
+        """Draw the scale (of each key) and the skipped steps into a picture; waits for the device.
 
         Args:
             path: where it goes; the suffix gives the format (png, svg, pdf ...).
@@ -185,13 +185,19 @@ class History(Sequence[StepRecord]):
             ImportError: matplotlib is not installed.
             ValueError: there are no steps yet.
         """
-        from amp_core.scaler.plot import save_scale
+        from amp_core.scaler.plot import save_scales
 
         if not self._records:
             raise ValueError("The history is empty: no step was taken or skipped since the scaler was made.")
         fetch(self._records)
-        scales = {record.number: record.scale_before for record in self._records}
-        save_scale(scales, sorted({record.number for record in self.skipped}), path)
+        scales: dict[str | None, dict[int, float]] = {}
+        skipped: dict[str | None, list[int]] = {}
+        for record in self._records:
+            scales.setdefault(record.key, {})[record.number] = record.scale_before
+            marks = skipped.setdefault(record.key, [])
+            if record.skipped and record.number not in marks[-1:]:
+                marks.append(record.number)
+        save_scales(scales, skipped, path)
 
 
 def bad_parameters(

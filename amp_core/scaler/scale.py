@@ -16,7 +16,7 @@ from amp_core.scaler.gradients import is_tracing, kernels_of
 from amp_core.scaler.record import History, StepRecord
 from amp_core.scaler.replicate import OptimizerStates
 from amp_core.scaler.report import Reporting
-from amp_core.state import Schedule, further_fields
+from amp_core.state import Schedule, further_fields, known_fields
 
 _NO_SCALE = (
     "This may indicate your script did not use scaler.scale(loss or outputs) earlier in the iteration."
@@ -216,7 +216,7 @@ class ScaleKeeper(Reporting):
             growth_factor=state_dict["growth_factor"],
             backoff_factor=state_dict["backoff_factor"],
             growth_interval=state_dict["growth_interval"],
-            **state_dict.get("_schedule", {}),
+            **known_fields(state_dict.get("_schedule", {})),
         )
         scale, tracker = valid_scale(state_dict["scale"]), int(state_dict["_growth_tracker"])
         self._init_hysteresis_left = int(state_dict.get("_hysteresis_left", schedule.hysteresis))

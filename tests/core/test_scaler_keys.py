@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -173,3 +174,28 @@ def test_keys_of_a_disabled_scaler() -> None:
     gan.scaler = GradScaler("cpu", enabled=False)
     gan.step()
     assert gan.scales() == (1.0, 1.0)
+
+
+def test_a_state_of_a_later_version_is_refused() -> None:
+    """A rule that this version does not know is dropped in silence, or ends in an error about Python."""
+    scaler = GradScaler("cpu", schedule=Schedule(min_scale=2.0))
+    state = scaler.state_dict()
+    state["_schedule"]["patience"] = 3
+    with pytest.raises(ValueError, match="has patience, which this version of amp-core does not know"):
+        GradScaler("cpu").load_state_dict(state)
+
+
+def test_the_picture_has_a_curve_for_each_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scales of several keys are drawn as one jagged curve."""
+    from matplotlib.figure import Figure
+
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path: drawn.append(figure))
+    gan = Gan()
+    for bad in ("g", "", "d", ""):
+        gan.step(bad)
+    gan.scaler.history.plot(tmp_path / "scale.svg")
+    (axes,) = drawn[0].axes
+    curves = {line.get_label(): list(line.get_ydata()) for line in axes.lines}
+    assert curves == {"loss scale g": [8.0, 4.0, 4.0, 8.0], "loss scale d": [8.0, 8.0, 16.0, 8.0]}
+    assert [marks.get_offsets().tolist() for marks in axes.collections] == [[[0.0, 8.0]], [[2.0, 16.0]]]
