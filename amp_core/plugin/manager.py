@@ -163,13 +163,16 @@ class Manager:
     def add(self, plugin: object, name: str | None) -> None:
         """Register `plugin`, of any kind; undone if one of its hooks is unknown or takes a wrong argument."""
         with self._lock:
-            self._pluggy.register(plugin, name)
+            if self._pluggy.is_registered(plugin):
+                raise ValueError(f"{plugin!r} is already registered with amp-core.")
             try:
+                self._pluggy.register(plugin, name)
                 self._pluggy.check_pending()
                 if not self._pluggy.get_hookcallers(plugin):
                     raise ValueError(_no_hooks(plugin))
             except BaseException:
-                self._pluggy.unregister(plugin)
+                if self._pluggy.is_registered(plugin):  # see `_undo`
+                    self._pluggy.unregister(plugin)
                 raise
             self._look_for_listeners()
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
@@ -108,12 +109,17 @@ def _number(value: Any) -> float:
 
 def _lost(schedule: Schedule, *fields: str) -> list[str]:
     default = Schedule()
-    return [f"{f}={getattr(schedule, f)}" for f in fields if getattr(schedule, f) != getattr(default, f)]
+    return [f"{f}={_plain(schedule, f)}" for f in fields if getattr(schedule, f) != getattr(default, f)]
+
+
+def _plain(schedule: Schedule, field: str) -> object:
+    value = getattr(schedule, field)
+    return value.value if isinstance(value, Enum) else value
 
 
 def _kind(schedule: Schedule, *fit: Hysteresis) -> list[str]:
     wrong = schedule.hysteresis > 1 and schedule.hysteresis_kind not in fit
-    return [f"hysteresis={schedule.hysteresis} as {schedule.hysteresis_kind}"] if wrong else []
+    return [f"hysteresis={schedule.hysteresis} as {schedule.hysteresis_kind.value}"] if wrong else []
 
 
 def _one_factor(schedule: Schedule) -> list[str]:

@@ -207,7 +207,7 @@ def test_each_system_says_what_it_has_no_place_for() -> None:
     for to, text in {
         "torch": r"hysteresis=3; max_scale=1048576\.0",
         "apex": "apex has no place for hysteresis=3",
-        "paddle": "hysteresis=3 as Hysteresis.BUDGET",
+        "paddle": "hysteresis=3 as budget",
         "megatron": "max_scale",
         "deepspeed": "max_scale",
     }.items():
