@@ -18,6 +18,7 @@ from amp_core.scaler.closure import ClosureSteps
 from amp_core.scaler.distributed import agree_on_flag, ranks_of
 from amp_core.scaler.fused import is_traceable, step_fused
 from amp_core.scaler.gradients import Gradients, Look, by_device, gather, is_tracing, look
+from amp_core.scaler.overlap import Overlap
 from amp_core.scaler.record import StepRecord
 from amp_core.scaler.replicate import _MultiDeviceReplicator
 from amp_core.state import OptState, Schedule, next_stage
@@ -53,6 +54,8 @@ class GradScaler(ClosureSteps):
         process_group: the ranks that share the parameters and must all step or all skip. They agree on
             overflow and norm in one collective of two numbers. By default the ranks of the widest mesh if
             gradients are DTensors, as under ``fully_shard``, else nobody. It is not pickled.
+        overlap: read gradients for norm and overflow while the backward still runs, soon after each was
+            written, so that after it only the step is left. Begins with the second step of an optimizer.
 
     Raises:
         BackendNotFoundError: nothing serves the device type.
@@ -79,6 +82,7 @@ class GradScaler(ClosureSteps):
         warn_after: int = 25,
         schedules: Mapping[str, Schedule] | None = None,
         process_group: ProcessGroup | None = None,
+        overlap: bool = False,
     ) -> None:
         self._device = device_type_of(device)
         refusal = get_backend(self._device).scaler_refusal() if enabled else None
@@ -95,6 +99,7 @@ class GradScaler(ClosureSteps):
         self._names = {id(p): name for name, p in named_parameters}
         self._warn_after = warn_after
         self._process_group = process_group
+        self._overlap = Overlap() if overlap else None
         self._start_keys(init_scale, schedules or {})
 
     # -- scaling ---------------------------------------------------------------------------------
@@ -209,7 +214,7 @@ class GradScaler(ClosureSteps):
         stage = state["stage"] if unscaled else next_stage(state["stage"], "unscale_")
         inverse = torch.ones_like(scale) if unscaled else reciprocal(scale)
         parts = gather(optimizer, allow_fp16=self._allow_fp16)
-        seen = look(parts, norm_type, scale.device, self._process_group)
+        seen = look(parts, norm_type, scale.device, self._process_group, self._overlap)
         state["looked"] = parts, seen.measured
         norm = seen.norm * inverse
         if error_if_nonfinite and not bool(norm.isfinite()):
@@ -291,6 +296,8 @@ class GradScaler(ClosureSteps):
         scale, _ = self._check_scale_growth_tracker("step")
         state = self._per_optimizer_states.of(optimizer)
         stage = next_stage(state["stage"], "step")
+        if self._overlap is not None and not is_tracing():
+            self._overlap.watch(optimizer)
         if getattr(optimizer, "_step_supports_amp_scaling", False):
             result = step_fused(self, optimizer, state, scale, max_norm, norm_type, args, kwargs)
         else:

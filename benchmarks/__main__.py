@@ -15,7 +15,7 @@ import amp_core
 from benchmarks.ab import Ratio
 from benchmarks.plot import save_ratios
 
-GROUPS = ("regions", "dispatch", "gradients", "bandwidth", "traffic", "casts", "insight")
+GROUPS = ("regions", "dispatch", "gradients", "bandwidth", "traffic", "overlap", "casts", "insight")
 ACCELERATED = ("gradients", "casts")
 
 

@@ -87,7 +87,7 @@ def _read(
     if unscaled and max_norm is None:
         return None
     parts = gather(optimizer, allow_fp16=True)
-    seen = look(parts, norm_type, scale.device, scaler._process_group)
+    seen = look(parts, norm_type, scale.device, scaler._process_group, scaler._overlap)
     state["looked"] = parts, seen.measured
     flags = [*state["found_inf_per_device"].items(), *seen.flags.items()]
     if parts and not unscaled:

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
+    from amp_core.scaler.overlap import Overlap
+
 is_tracing = torch.compiler.is_dynamo_compiling
 
 
@@ -71,10 +73,17 @@ class Look(NamedTuple):
 
 
 def look(
-    parts: Sequence[Gradients], norm_type: float, device: torch.device, process_group: ProcessGroup | None
+    parts: Sequence[Gradients],
+    norm_type: float,
+    device: torch.device,
+    process_group: ProcessGroup | None,
+    overlap: Overlap | None,
 ) -> Look:
-    """Read the gradients once; where ranks share them, agree on norm and flags."""
-    measured = [part.measure(norm_type) for part in parts]
+    """Read the gradients once, unless the backward has; where ranks share them, agree on norm and flags."""
+    if overlap is None or is_tracing():
+        measured = [part.measure(norm_type) for part in parts]
+    else:
+        measured = [overlap.measure(part, norm_type) for part in parts]
     ranks = ranks_of(parts, process_group)
     if ranks is None:
         found = [(p.device, m.found_inf) for p, m in zip(parts, measured, strict=True)]

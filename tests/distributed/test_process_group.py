@@ -27,6 +27,7 @@ def ranks(scene: str, count: int) -> subprocess.CompletedProcess[str]:
     ("scene", "count"),
     [
         ("plain", 2),
+        pytest.param("overlap", 2, marks=pytest.mark.slow),
         pytest.param("fsdp", 2, marks=pytest.mark.slow),
         pytest.param("mesh", 4, marks=pytest.mark.slow),
     ],

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 
 import amp_core
 
@@ -131,6 +132,24 @@ def mesh() -> None:
         assert math.isclose(float(norm), float(wanted), rel_tol=1e-5), (norm_type, norm, wanted)
         for param, value in zip(params, values, strict=True):
             torch.testing.assert_close(full(param.grad), value / 4.0 * (0.5 / (wanted + 1e-6)))
+
+
+def overlap() -> None:
+    """DistributedDataParallel writes gradients after their hooks ran: what was read before counts no more."""
+    for as_view in (False, True):
+        found = []
+        for early in (False, True):
+            net = DistributedDataParallel(model(), gradient_as_bucket_view=as_view)
+            optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, fused=True)
+            scaler = amp_core.GradScaler("cpu", 8.0, overlap=early)
+            for batch in INPUTS:
+                optimizer.zero_grad()
+                scaler.scale(net(batch * (1 + dist.get_rank())).square().mean()).backward()
+                scaler.step(optimizer, max_norm=0.01)
+                scaler.update()
+            norms = [r.total_norm for r in scaler.history]
+            found.append((norms, [p.detach().clone() for p in net.parameters()]))
+        torch.testing.assert_close(found[1], found[0])
 
 
 def gone() -> None:
