@@ -7,12 +7,18 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from html import escape
 from typing import Any
 
+import torch
+from torch import nn
+
+import amp_core
 from amp_core import OpPolicy
+from amp_core.insight.page import as_page
+from amp_core.insight.report import Report
 from amp_core.kernels import Kernels
 from amp_core.plugin import Backend
 from amp_core.plugin.promises import HOOKS, KERNELS, Promise
@@ -128,8 +134,38 @@ def dispatch() -> str:
     return _svg(865, 90, parts, "torch.mm on its way through a region")
 
 
+def recording() -> str:
+    """Show the page that a recording writes."""
+    step = _step()
+    with amp_core.record() as r:
+        with amp_core.autocast("cpu"):
+            loss = step()
+        loss.backward()
+    return _framed(r, "The page that r.to_html() writes")
+
+
+def comparison() -> str:
+    """Show the page that a comparison writes: of a model with an overflow in one of its layers."""
+    return _framed(amp_core.compare(_step(), "cpu", dtype=torch.float16), "The page that c.to_html() writes")
+
+
+def _step() -> Callable[[], torch.Tensor]:
+    torch.manual_seed(0)
+    body = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 32))
+    model = nn.Sequential(OrderedDict(body=body, head=nn.Linear(32, 4)))
+    model.body[3].weight.data *= 3e5
+    x, y = torch.randn(8, 16), torch.randn(8, 4)
+    return lambda: nn.functional.mse_loss(torch.softmax(model(x), -1), y)
+
+
+def _framed(report: Report, title: str) -> str:
+    style = "width: 100%; height: 36rem; border: 1px solid #8884; border-radius: 6px"
+    page = escape(as_page(report.content())).replace("\n", "&#10;")  # Markdown ends HTML at an empty line
+    return f'<iframe title="{title}" style="{style}" srcdoc="{page}"></iframe>'
+
+
 _DRAW: dict[str, Callable[[], str]] = {
-    f.__name__: f for f in (dispatch, hooks, kernels, ops, rules, schedule, stages)
+    f.__name__: f for f in (comparison, dispatch, hooks, kernels, ops, recording, rules, schedule, stages)
 }
 
 

@@ -68,7 +68,7 @@ def _facts(recording: Recording) -> dict[str, str]:
         "ops": f"{as_count(total)}: {', '.join(shares)}" if total else "none",
         "casts": f"{as_count(calls)}, {as_bytes(nbytes)} written",
         "repeated casts": f"{as_count(repeats)}, {as_bytes(again)}, of tensors unchanged since the last cast",
-        "widened to float32": f"{as_count(widened)} ops, though given low precision",
+        "widened to float32": f"{as_count(widened)} of these ops, though given low precision",
     }
 
 
