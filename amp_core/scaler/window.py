@@ -27,9 +27,11 @@ class AccumulationWindow:
     Where all are bad, the step is skipped. The step's record says which were bad, and in which parameters.
 
     Use it as a context around the micro-batches of one step, and `micro_batch` around each backward pass.
-    Nothing waits for the device. It costs memory for a second set of gradients, three passes over them
-    for each micro-batch, and one at the end. Under ``DistributedDataParallel`` every micro-batch must be
-    reduced (no ``no_sync``): what a rank has added up without the others is no gradient of the model's.
+    Nothing waits for the device, but once where trained parameters get no gradient. It costs memory for a
+    second set of gradients, three passes over them for each micro-batch, and one at the end.
+
+    Under ``DistributedDataParallel`` every micro-batch must be reduced (no ``no_sync``): what a rank has
+    added up without the others is no gradient of the model's.
 
     Args:
         scaler: scales the losses; where it is disabled, nothing is checked.
@@ -50,11 +52,15 @@ class AccumulationWindow:
     ) -> None:
         self._scaler, self._optimizer, self._key = scaler, optimizer, key
         self._leave_out, self._reweight = leave_out, reweight
-        self._params = list({id(p): p for group in optimizer.param_groups for p in group["params"]}.values())
+        held = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+        self._params = [p for p in held.values() if p.requires_grad or p.grad is not None]
+        self._ids = tuple(map(id, self._params))
+        self._places: dict[tuple[int, ...], Tensor] = {}
         self._flags: list[Tensor] = []
         self._nonfinite: Tensor | None = None
 
     def __enter__(self) -> AccumulationWindow:
+        self._flags, self._nonfinite = [], None
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
@@ -117,11 +123,15 @@ class AccumulationWindow:
             self._blame(part, measure.nonfinite.to(device, non_blocking=True))
 
     def _blame(self, part: Gradients, nonfinite: Tensor) -> None:
-        place = {id(p): i for i, p in enumerate(self._params)}
-        index = torch.tensor([place[id(p)] for p in part.params]).to(nonfinite.device, non_blocking=True)
         if self._nonfinite is None:
-            self._nonfinite = torch.zeros(len(place), device=nonfinite.device)
-        self._nonfinite.index_add_(0, index, nonfinite)
+            self._nonfinite = torch.zeros(len(self._params), device=nonfinite.device)
+        ids = tuple(map(id, part.params))
+        if ids == self._ids:
+            self._nonfinite.add_(nonfinite)
+            return
+        if ids not in self._places:  # kept: the copy to the device may wait for it
+            self._places[ids] = torch.tensor(list(map(self._ids.index, ids))).to(nonfinite.device)
+        self._nonfinite.index_add_(0, self._places[ids], nonfinite)
 
     @torch.no_grad()
     def _sum(self, kept: list[Tensor | None]) -> list[Tensor | None]:
@@ -152,7 +162,6 @@ class AccumulationWindow:
         names = tuple((name_of(p, self._scaler._names), p.numel()) for p in self._params)
         state = owner._per_optimizer_states.of(self._optimizer)
         state["window"] = flags, names, self._nonfinite.clamp(max=1.0)
-        self._flags, self._nonfinite = [], None
 
     def _weigh(self, flags: Tensor) -> None:
         good = flags.numel() - flags.sum()

@@ -146,6 +146,7 @@ def test_parameters_without_gradients() -> None:
     first, second = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
     named = [("first." + n, p) for n, p in first.named_parameters()]
     named += [("second." + n, p) for n, p in second.named_parameters()]
+    first.bias.requires_grad_(False)
     optimizer = torch.optim.SGD([p for _, p in named], lr=0.25)
     scaler = GradScaler("cpu", 8.0, named_parameters=named)
     with AccumulationWindow(scaler, optimizer, reweight=False) as window:
@@ -158,6 +159,20 @@ def test_parameters_without_gradients() -> None:
     assert second.weight.grad.tolist() == [[0.0, 0.0]]
     scaler.step(optimizer)
     assert [b.name for b in scaler.last_step[optimizer].bad_parameters] == ["second.weight"]
+
+
+def test_a_window_serves_again() -> None:
+    """What one step left in a window shows up in the next."""
+    run = Run()
+    window = AccumulationWindow(run.scaler, run.optimizer)
+    for bad in ({1}, set(), {0, 3}):
+        run.optimizer.zero_grad()
+        with window:
+            for part in range(PARTS):
+                with window.micro_batch():
+                    run.backward(part, part in bad)
+        run.step()
+        assert run.scaler.history[-1].bad_micro_batches == tuple(sorted(bad))
 
 
 def test_keys_and_disabled_scalers() -> None:
