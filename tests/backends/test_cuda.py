@@ -140,6 +140,7 @@ def test_more_elements_than_int32(kernels: Kernels) -> None:
 @pytest.mark.parametrize("value", [1e15, 1e11, 1e-11, 1e-15, 1e-40])
 def test_many_large_or_small_elements(kernels: Kernels, value: float) -> None:
     """The sum over all chunks leaves float32 though each chunk's own does not."""
+    value = torch.tensor(value).item()  # as float32 holds it
     grads = [torch.full((2**26,), value, device=DEVICE), torch.full((5,), value, device=DEVICE)]
     measured = kernels.measure(grads)
     assert measured.norm.item() == pytest.approx(value * math.sqrt(2**26 + 5), rel=1e-5)
