@@ -31,6 +31,10 @@ class BackendDisabledError(BackendError):
     """The backend was switched off through ``AMP_DISABLE_BACKENDS`` or ``AMP_PLUGIN_AUTOLOAD``."""
 
 
+class KernelLaunchError(BackendError):
+    """A kernel could not be compiled or launched; the original error is the ``__cause__``."""
+
+
 class PolicyError(AmpError, ValueError):
     """An op policy is malformed or cannot be applied."""
 
@@ -70,6 +74,7 @@ for _public in [
     BackendLoadError,
     BackendConflictError,
     BackendDisabledError,
+    KernelLaunchError,
     PolicyError,
     ScaleFloorError,
     ScriptRegionError,

@@ -17,7 +17,7 @@ from amp_core.kernels import triton_programs as programs
 from amp_core.kernels.interface import Measurement, ScaleTensors
 from amp_core.kernels.memory import are_numbers, are_plain, are_real
 from amp_core.kernels.portable import Portable, has_float64
-from amp_core.kernels.triton_tables import Rows, on, rows_of
+from amp_core.kernels.triton_tables import Rows, launch, on, rows_of
 from amp_core.state import Hysteresis, Schedule
 
 _DTYPES: dict[Any, Any] = {
@@ -71,9 +71,8 @@ class Triton(Portable):
         with on(table.layout.device):
             for group in table.rows.groups:
                 arguments = (*table.arguments(), group.first, factor, flags[-1], _DTYPES[group.kind])
-                programs.scale_rows[(group.count,)](
-                    *arguments, _wide(group.kind), len(flags) == 2, programs.BLOCK, **programs.OPTIONS
-                )
+                last = (_wide(group.kind), len(flags) == 2, programs.BLOCK)
+                launch(programs.scale_rows, group.count, *arguments, *last)
         increment_version(grads)
         increment_version(flags[1:])
         return None
@@ -99,7 +98,9 @@ class Triton(Portable):
         if not known or not are_real(tensors, device) or not has_float64(state.scale):
             return super().update_scale_(state, found_inf, schedule)
         with on(device):
-            programs.update_scale[(1,)](
+            launch(
+                programs.update_scale,
+                1,
                 *tensors,
                 *[_bits(x) for x in (schedule.growth_factor, schedule.backoff_factor)],
                 *[_bits(x) for x in (schedule.min_scale, schedule.max_scale)],
@@ -107,7 +108,6 @@ class Triton(Portable):
                 schedule.hysteresis,
                 schedule.hysteresis_kind is Hysteresis.BUDGET,
                 schedule.hysteresis_kind is Hysteresis.EVERY,
-                **programs.OPTIONS,
             )
         increment_version(tensors[:3])
         return None
@@ -178,24 +178,21 @@ def _measure(table: _Table, norm_type: float) -> Measurement:
     power = norm_type if order == _GENERAL else 0.0
     for group in rows.groups:
         arguments = (*table.arguments(), group.first, units, sums, power, _DTYPES[group.kind], order)
-        programs.measure_rows[(group.count,)](
-            *arguments, _wide(group.kind), programs.BLOCK, **programs.OPTIONS
-        )
+        launch(programs.measure_rows, group.count, *arguments, _wide(group.kind), programs.BLOCK)
     last = (power, order, _DTYPES[dtype], programs.PARTS)
     tensors = (rows.first, rows.end, units, sums, rows.count, norms, bad)
-    programs.measure_tensors[(count,)](*tensors, *last, **programs.OPTIONS)
+    launch(programs.measure_tensors, count, *tensors, *last)
     whole = (units, sums, rows.count, rows.count + count, norm, found)
-    programs.measure_total[(1,)](*whole, *last, **programs.OPTIONS)
+    launch(programs.measure_total, 1, *whole, *last)
     return Measurement(norm, norms, bad, found)
 
 
 def _cast(rows: Rows, addresses: Tensor, targets: Tensor) -> None:
     for group in rows.groups:
         source, target = group.kind
-        programs.cast_rows[(group.count,)](
-            addresses, targets, rows.sizes, rows.tensor, rows.start, group.first,
-            _DTYPES[source], _DTYPES[target], programs.BLOCK, **programs.OPTIONS,
-        )  # fmt: skip
+        cut = (rows.sizes, rows.tensor, rows.start, group.first)
+        dtypes = (_DTYPES[source], _DTYPES[target])
+        launch(programs.cast_rows, group.count, addresses, targets, *cut, *dtypes, programs.BLOCK)
 
 
 def _can_cast(tensors: Sequence[Tensor], targets: Sequence[Tensor], device_type: str) -> bool:

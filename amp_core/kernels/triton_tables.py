@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from amp_core import _env
+from amp_core.errors import KernelLaunchError
 from amp_core.kernels import triton_programs as programs
 
 _REMEMBERED = 64
@@ -139,8 +141,24 @@ def _written(values: Sequence[int], device: torch.device) -> Tensor:
     for first in range(0, len(values), programs.WORDS):
         some = [*values[first : first + programs.WORDS]]
         rest = [0] * (programs.WORDS - len(some))
-        programs.write_words[(1,)](there, first, len(some), *some, *rest, **programs.OPTIONS)
+        launch(programs.write_words, 1, there, first, len(some), *some, *rest)
     return there
+
+
+def launch(program: Any, count: int, *arguments: Any) -> None:
+    """Run `count` instances of `program` on the current device.
+
+    Raises:
+        KernelLaunchError: Triton cannot compile or launch it.
+    """
+    try:
+        program[(count,)](*arguments, **programs.OPTIONS)
+    except Exception as error:  # of Triton, its C compiler, the driver
+        raise KernelLaunchError(
+            f"Triton could not compile or launch amp-core's {program.fn.__name__}: {type(error).__name__}: "
+            f"{error}\nIf that is a fault of the Triton or compiler on this machine, set {_env.TRITON}=0: "
+            f"torch's own operations then do the same."
+        ) from error
 
 
 @functools.cache

@@ -140,3 +140,19 @@ def test_what_the_programs_do_not_take(tensor: torch.Tensor) -> None:
     assert not _Layout([torch.ones(2)], "cuda").fits
     assert _Layout([torch.ones(2), torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last)], "cpu").fits
     assert Triton("cpu").prepare([tensor])[0] is tensor
+
+
+@needs_triton
+def test_a_launch_that_fails() -> None:
+    """A Triton that does not work on the machine ends a training with a riddle from deep inside it."""
+    code = (
+        "import torch\nfrom amp_core.kernels.triton_kernels import Triton\n"
+        "try:\n    Triton('cpu').measure([torch.ones(3)])\n"  # there is no compiler for CPUs
+        "except RuntimeError as error:\n"
+        "    assert error.__cause__ is not None\n    print(type(error).__name__, error)\n"
+    )
+    said = run("-c", code)
+    assert said.startswith("KernelLaunchError Triton could not compile or launch amp-core's write_words: "), (
+        said
+    )
+    assert "set AMP_TRITON=0" in said
