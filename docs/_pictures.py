@@ -6,10 +6,12 @@ An MkDocs hook: ``<!-- draw: NAME -->`` in a page becomes what the function NAME
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from html import escape
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -58,6 +60,20 @@ def ops() -> str:
         found = [policies[d].get(op, "") for d in _TABLED] + [uniform.get(op, "")]
         lines.append(f"| `{op}` | {' | '.join(f'`{rule}`' if rule else '' for rule in found)} |")
     return "\n".join(lines)
+
+
+def passes() -> str:
+    """Show what was measured of the passes over gradients."""
+    lines = ["| what | torch | amp-core | ratio |", "|---|--:|--:|--:|"]
+    for some in json.loads(_GRADIENTS.read_text())["seconds"].values():
+        for row in some:
+            unit, factor = ("MB", 1e-6) if row["unit"] == "B" else ("ms", 1e3)
+            sides = " | ".join(f"{row[side] * factor:.3g} {unit}" for side in ("theirs", "ours"))
+            lines.append(f"| {row['name']} | {sides} | {row['ratio']:.2f} |")
+    return "\n".join(lines)
+
+
+_GRADIENTS = Path(__file__).parents[1] / "benchmarks" / "results" / "gradients-cpu-2-threads.json"
 
 
 def hooks() -> str:
@@ -165,7 +181,8 @@ def _framed(report: Report, title: str) -> str:
 
 
 _DRAW: dict[str, Callable[[], str]] = {
-    f.__name__: f for f in (comparison, dispatch, hooks, kernels, ops, recording, rules, schedule, stages)
+    f.__name__: f
+    for f in (comparison, dispatch, hooks, kernels, ops, passes, recording, rules, schedule, stages)
 }
 
 
