@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 _PASS = {"forward": "activation", "backward": "gradient"}
 _FIGURES = (
-    Column("dtype", "dtype"),
     Column("error", "relative error", "number"),
     Column("added", "added here", "number"),
+    Column("dtype", "dtype"),
     Column("overflow", "inf or NaN", "share"),
     Column("underflow", "underflow", "share"),
     Column("largest", "largest (reference)", "number"),
@@ -114,7 +114,7 @@ _RANDOM = (
 
 def _figures(d: Difference) -> tuple[Value, ...]:
     added = d.added if d.key.level == OP or d.key.phase == "forward" else None  # gradients come from outside
-    return _name(d.dtype), d.error, added, d.overflow, d.underflow, d.largest, d.order
+    return d.error, added, _name(d.dtype), d.overflow, d.underflow, d.largest, d.order
 
 
 def _ops(found: Sequence[Difference]) -> Table:
@@ -138,6 +138,9 @@ def _modules(found: Sequence[Difference]) -> Table:
 
 
 def _parameters(found: Sequence[Difference]) -> Table:
-    rows = [(d.key.name, *_figures(d)) for d in sorted(found, key=lambda d: -d.error)]
-    columns = (Column("parameter", "parameter"), *_FIGURES)
+    rows = []
+    for d in sorted(found, key=lambda d: -d.error):
+        error, _, *rest = _figures(d)
+        rows.append((d.key.name, error, *rest))
+    columns = (Column("parameter", "parameter"), _FIGURES[0], *_FIGURES[2:])
     return Table("parameters", "Gradients of parameters", columns, rows, "As the optimizer would get them.")
