@@ -183,7 +183,8 @@ def worst(record: StepRecord) -> str:
         for b in record.bad_parameters
     ]
     more = f" and {len(named) - 5} more" if len(named) > 5 else ""
-    return ", ".join(named[:5]) + more or "parameters that are not known"
+    unknown = "parameters that are not known" if record.rank is None else "no parameter of this rank"
+    return ", ".join(named[:5]) + more or unknown
 
 
 def _stuck(record: StepRecord, then: AtFloor) -> str:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.nn.parallel import DistributedDataParallel
 
 import amp_core
+from amp_core.listeners import _skip_in_words
 
 INPUTS = [torch.full((4, 6), value) for value in (0.5, 1.0, 2.0, -1.0)]
 
@@ -82,7 +83,11 @@ def plain() -> None:
     for kind in ("fused", "plain"):
         net = model()
         optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, fused=kind == "fused")
-        scaler = amp_core.GradScaler("cpu", 8.0, process_group=dist.group.WORLD)
+        scaler = amp_core.GradScaler(
+            "cpu", 8.0, process_group=dist.group.WORLD, named_parameters=net.named_parameters()
+        )
+        told: list[str] = []
+        scaler.register_skip_hook(lambda _, record, told=told: told.append(_skip_in_words(record)))
         before = copy.deepcopy(net.state_dict())
         scaler.scale(net(INPUTS[1]).square().mean()).backward()
         wanted = math.sqrt(sum(float(p.grad.square().sum()) for p in net.parameters())) / 8.0
@@ -97,6 +102,9 @@ def plain() -> None:
         scaler.step(optimizer)
         scaler.update()
         assert scaler.last_step[optimizer].skipped
+        bad = "0.weight (1 of 54)" if dist.get_rank() == 1 else "no parameter of this rank"
+        rank = f"AdamW on rank {dist.get_rank()}"
+        assert told == [f"{rank} skipped step 1: inf or NaN at scale 8 in {bad}"], told
         assert scaler.get_scale() == 4.0
         for name, value in net.state_dict().items():
             assert torch.equal(value, before[name])
