@@ -78,8 +78,9 @@ class Places:
     def attach(self) -> None:
         """Follow the calling thread from now on."""
         self._thread = threading.get_ident()
+        before = [*warnings.filters]
         warnings.filterwarnings("ignore", _HOOKS_FIRE_TWICE)
-        self._filter = warnings.filters[0]
+        self._filters = [f for f in warnings.filters[:1] if f not in before]  # none within another recording
         self._hooks = [
             register_module_forward_pre_hook(self._enter),
             register_module_forward_hook(self._leave, always_call=True),
@@ -92,8 +93,9 @@ class Places:
         """Follow no more."""
         for hook in self._hooks:
             hook.remove()
-        if self._filter in warnings.filters:
-            cast("list[Any]", warnings.filters).remove(self._filter)
+        for ours in self._filters:
+            if ours in warnings.filters:
+                cast("list[Any]", warnings.filters).remove(ours)
         self._stack.clear()
 
     @property
