@@ -1,7 +1,7 @@
 """The scaler states of torch, DeepSpeed, Megatron, apex and Paddle, read and written.
 
 The classes below follow the rules that the sources of these systems state (named in
-`amp_core.scaler.foreign`), so that it can be seen whether a run that changes systems goes on as it would
+`amp_core.scaler.systems`), so that it can be seen whether a run that changes systems goes on as it would
 have. They are written anew; none of the systems but torch is installed where the tests run.
 """
 
