@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -81,15 +81,18 @@ class Triton(Portable):
         self, tensors: Sequence[Tensor], dtype: torch.dtype, out: Sequence[Tensor] | None = None
     ) -> list[Tensor]:
         targets = [torch.empty_like(t, dtype=dtype) for t in tensors] if out is None else list(out)
-        if not _can_cast(tensors, targets, self._device_type):
+        if not _are_pairs(tensors, targets, self._device_type):
             return super().cast(tensors, dtype, targets)
-        device = tensors[0].device
-        pairs: list[Hashable] = [(t.dtype, o.dtype) for t, o in zip(tensors, targets, strict=True)]
-        with on(device):
-            rows = rows_of(tuple(pairs), tuple([t.numel() for t in tensors]), device)
-            _cast(rows, rows.addresses(tensors), rows.addresses(targets))
+        _by_pairs(tensors, targets, programs.cast_rows, lambda _: ())
         increment_version(targets)
         return targets
+
+    def add_(self, totals: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+        if not _are_pairs(grads, totals, self._device_type):
+            return super().add_(totals, grads)
+        _by_pairs(grads, totals, programs.add_rows, lambda dtype: (_wide(dtype),))
+        increment_version(totals)
+        return None
 
     def update_scale_(self, state: ScaleTensors, found_inf: Tensor, schedule: Schedule) -> None:
         tensors = [state.scale, state.growth_tracker, state.hysteresis_left, found_inf]
@@ -187,15 +190,25 @@ def _measure(table: _Table, norm_type: float) -> Measurement:
     return Measurement(norm, norms, bad, found)
 
 
-def _cast(rows: Rows, addresses: Tensor, targets: Tensor) -> None:
-    for group in rows.groups:
-        source, target = group.kind
-        cut = (rows.sizes, rows.tensor, rows.start, group.first)
-        dtypes = (_DTYPES[source], _DTYPES[target])
-        launch(programs.cast_rows, group.count, addresses, targets, *cut, *dtypes, programs.BLOCK)
+def _by_pairs(
+    sources: Sequence[Tensor],
+    targets: Sequence[Tensor],
+    program: Any,
+    further: Callable[[torch.dtype], tuple[Any, ...]],
+) -> None:
+    """Launch `program` for each pair of dtypes, with what is `further` needed for the target's dtype."""
+    device = sources[0].device
+    pairs: tuple[Hashable, ...] = tuple([(t.dtype, o.dtype) for t, o in zip(sources, targets, strict=True)])
+    with on(device):
+        rows = rows_of(pairs, tuple([t.numel() for t in sources]), device)
+        tables = (rows.addresses(sources), rows.addresses(targets), rows.sizes, rows.tensor, rows.start)
+        for group in rows.groups:
+            source, target = group.kind
+            dtypes = (_DTYPES[source], _DTYPES[target], *further(target))
+            launch(program, group.count, *tables, group.first, *dtypes, programs.BLOCK)
 
 
-def _can_cast(tensors: Sequence[Tensor], targets: Sequence[Tensor], device_type: str) -> bool:
+def _are_pairs(tensors: Sequence[Tensor], targets: Sequence[Tensor], device_type: str) -> bool:
     """Whether all are plain, on one device, and each target has the shape and layout of its tensor."""
     if not tensors or tensors[0].device.type != device_type or len(tensors) != len(targets):
         return False

@@ -262,6 +262,37 @@ def cast_rows(
 
 
 @triton.jit
+def _add_span(source, target, count, TARGET: tl.constexpr, ACC: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    whole = count // BLOCK * BLOCK
+    for first in range(0, whole, BLOCK):
+        total = tl.load(target + first + at).to(ACC) + tl.load(source + first + at).to(ACC)
+        tl.store(target + first + at, total.to(TARGET))
+    inside = whole + at < count
+    total = tl.load(target + whole + at, mask=inside, other=0.0).to(ACC)
+    total += tl.load(source + whole + at, mask=inside, other=0.0).to(ACC)
+    tl.store(target + whole + at, total.to(TARGET), mask=inside)
+
+
+@triton.jit(do_not_specialize=["first_row"])
+def add_rows(
+    addresses, targets, sizes, row_tensor, row_start, first_row,
+    SOURCE: tl.constexpr, TARGET: tl.constexpr, ACC: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Add each element to its place in the target; the sum is rounded once."""
+    row = first_row + tl.program_id(0)
+    tensor, start, count = _place_of(row, sizes, row_tensor, row_start)
+    here = tl.load(addresses + tensor) + start * (SOURCE.primitive_bitwidth // 8)
+    there = tl.load(targets + tensor) + start * (TARGET.primitive_bitwidth // 8)
+    source = here.to(tl.pointer_type(SOURCE))
+    target = there.to(tl.pointer_type(TARGET))
+    if (here | there) % 16 == 0:
+        _add_span(tl.multiple_of(source, 16), tl.multiple_of(target, 16), count, TARGET, ACC, BLOCK)
+    else:
+        _add_span(source, target, count, TARGET, ACC, BLOCK)
+
+
+@triton.jit
 def _float64(bits):
     """Return a float64 from its bits: as an argument, Triton would round it to float32."""
     return bits.to(tl.int64).to(tl.float64, bitcast=True)

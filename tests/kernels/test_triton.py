@@ -60,7 +60,7 @@ def test_interpreted_kernels_against_the_portable_ones() -> None:
     """On some list of gradients a norm, a flag, a product, a cast or a scale differs from the reference."""
     tests = str(DATA / "differential.py")
     out = run("-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore", tests, TRITON_INTERPRET="1")
-    assert "6 passed" in out, out
+    assert "7 passed" in out, out
 
 
 @needs_triton
@@ -70,13 +70,13 @@ def test_the_compiled_code(maker: str, tmp_path: Path) -> None:
     """A program does not compile for a GPU, loads narrowly, or needs float64 for float32 gradients."""
     out = run(str(DATA / "compile_for.py"), maker, TRITON_CACHE_DIR=str(tmp_path))
     found = json.loads(out.splitlines()[-1])
-    assert len(found) == 33
+    assert len(found) == 35
     for name, code in found.items():
         kernel, _, dtype = name.partition(" ")
-        if kernel in {"measure", "scale", "cast"} and "fp64" not in dtype:
+        if kernel in {"measure", "scale", "cast", "add"} and "fp64" not in dtype:
             assert code["wide loads"] >= 2, f"{name}: {code}"
             assert code["float64"] == 0, f"{name}: {code}"
-        if kernel in {"scale", "cast"} and "fp64" not in dtype:
+        if kernel in {"scale", "cast", "add"} and "fp64" not in dtype:
             assert code["wide stores"] >= 2, f"{name}: {code}"
     if maker == "nvidia":
         assert found["scale bf16"]["to bfloat16"] > 0
@@ -98,6 +98,7 @@ def test_a_launch_up_to_the_launch(tmp_path: Path) -> None:
         "measure_total": orders,
         "scale_rows": dtypes,
         "cast_rows": dtypes,
+        "add_rows": dtypes,
         "update_scale": kinds_of_hysteresis,
         "write_words": 1,
     }

@@ -61,6 +61,7 @@ def main() -> None:
             kernels.scale_(grads, factor, found)
             real = [g for g in grads if not g.is_complex()]
             kernels.cast(real, torch.float16)
+            kernels.add_([torch.ones(g.shape) for g in real], real)
     for order in (1.0, float("inf"), 3.0, 4.0):
         kernels.measure([torch.ones(3)], order)
     for schedule in (Schedule(), Schedule(3.0, 0.25, 1, 16.0, 64.0, 1), Schedule(growth_interval=2**40)):

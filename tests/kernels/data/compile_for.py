@@ -66,6 +66,10 @@ def main(maker: str) -> None:
         found[f"cast {source} {target}"] = count(
             maker, programs.cast_rows, SOURCE=source, TARGET=target, **block
         )
+    for source in (tl.float32, tl.bfloat16):
+        found[f"add {source} fp32"] = count(
+            maker, programs.add_rows, SOURCE=source, TARGET=tl.float32, ACC=tl.float32, **block
+        )
     for acc in (tl.float32, tl.float64):
         for order in (2, -1):
             some = {"ORDER": order, "ACC": acc, **parts}

@@ -92,6 +92,21 @@ def test_cast(tensors: list[torch.Tensor], dtype: torch.dtype, given_out: bool) 
         assert given_out or (cast.dtype, cast.stride()) == (dtype, source.stride())
 
 
+@few
+@given(lists, st.sampled_from(REAL), st.booleans())
+def test_add(grads: list[torch.Tensor], dtype: torch.dtype, same: bool) -> None:
+    """Sums, bit for bit, into totals of the same dtype or a wider one; complex ones too."""
+    wider = [g.dtype if same else torch.promote_types(g.dtype, dtype) for g in grads]
+    mine = [torch.ones_like(g, dtype=w) for g, w in zip(grads, wider, strict=True)]
+    theirs = [t.clone() for t in mine]
+    versions = [t._version for t in mine]
+    KERNELS.add_(mine, grads)
+    PORTABLE.add_(theirs, grads)
+    for one, other, version in zip(mine, theirs, versions, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+        assert one._version > version
+
+
 @settings(few, max_examples=200)
 @given(
     st.floats(2.0**-126, 2.0**127, width=32), st.integers(0, 4), st.integers(0, 4), st.booleans(),
