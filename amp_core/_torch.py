@@ -250,3 +250,13 @@ def is_shared(tensor: torch.Tensor) -> bool:
     """
     storage = tensor.untyped_storage()
     return torch._C._storage_Use_Count(storage._cdata) > 2  # the tensor, and `storage`
+
+
+def run_as_soon_as_ready(output: torch.Tensor) -> None:
+    """Let a backward pass run the node that made `output` before all others that are ready.
+
+    For: casting gradients back while they are in the processor's cache. If it goes: `cached_casts` casts
+    them back after the whole backward pass; slower, and nothing overlaps with communication.
+    """
+    node: Any = output.grad_fn
+    node._set_sequence_nr(2**63)

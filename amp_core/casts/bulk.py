@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from amp_core import _torch
 from amp_core.kernels import Kernels
 
 BUCKET_BYTES = 25 * 2**20
@@ -34,6 +35,10 @@ def cast_weights(weights: Sequence[Tensor], dtype: torch.dtype, kernels: Kernels
             _BucketCast.apply(some, kernels, *part)  # type: ignore[no-untyped-call]
             for some, part in zip(made, parts, strict=True)
         ]
+    for some in linked:
+        # Autograd goes by age: casts older than the forward pass would be cast back after the whole backward.
+        # All gradients would wait in memory, out of cache, and DDP would have nothing to overlap.
+        _torch.run_as_soon_as_ready(some[0])
     return [cast for some in linked for cast in some]
 
 

@@ -338,3 +338,21 @@ def test_one_kernel_call_for_all_weights(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(calls) > 2
     for param, grad in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(param.grad, grad, rtol=0, atol=0)
+
+
+def test_gradients_are_cast_back_during_the_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All gradients are cast back at its end: they wait in memory, and DDP has nothing to overlap."""
+    from amp_core.casts import bulk
+
+    monkeypatch.setattr(bulk, "BUCKET_BYTES", 1)
+    model = nn.Sequential(*[nn.Linear(6, 6, bias=False) for _ in range(3)])
+    events: list[str] = []
+    for i, layer in enumerate(model):
+        layer.weight.register_post_accumulate_grad_hook(lambda _, i=i: events.append(f"cast {i}"))
+    with cached_casts(model), autocast("cpu"):
+        y = X
+        for i, layer in enumerate(model):
+            y = layer(y)
+            y.grad_fn.register_prehook(lambda _, i=i: events.append(f"layer {i}"))
+        y.float().sum().backward()
+    assert events == ["layer 2", "cast 2", "layer 1", "cast 1", "layer 0", "cast 0"]
