@@ -140,9 +140,7 @@ class Reporting(torch.amp.GradScaler):
 
     def _stop_scaling(self, records: Sequence[StepRecord]) -> None:
         self._schedule = replace(self._schedule, min_scale=1.0, max_scale=1.0, at_floor=AtFloor.WARN)
-        scale, tracker = self._check_scale_growth_tracker("update")
-        scale.fill_(1.0)
-        tracker.zero_()
+        self._check_scale_growth_tracker("update")[0].fill_(1.0)
         for record in records:
             record._scale_after = 1.0
 

@@ -259,6 +259,14 @@ def test_at_the_floor_warn(fused: bool) -> None:
         run.step(bad=True)
 
 
+def test_a_floor_that_is_no_float32() -> None:
+    """The scale, a float32, is never at a floor that lies between two of them."""
+    run = Run(init_scale=0.2, warn_after=0, schedule=Schedule(min_scale=0.1))
+    run.step(bad=True)
+    with pytest.warns(amp_core.ScaleFloorWarning, match=r"floor, 0\.1 "):
+        run.step(bad=True)
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_at_the_floor_raise(fused: bool) -> None:
     """A run that was to stop goes on, or stops with its state half moved."""

@@ -86,6 +86,11 @@ def test_keys_beside_the_default_scale() -> None:
     gan.scaler.update()
     assert (gan.scaler.get_scale(), gan.scaler.get_scale("d")) == (8.0, 4.0)
     assert [r.skipped for r in gan.scaler.history] == [False, True]
+    for key in ("d", "g"):
+        gan.backward(key)
+        gan.scaler.step(gan.optimizers[key], key=key)
+        gan.scaler.update(key=key)
+    assert [r.number for r in gan.scaler.history] == [0, 0, 1, 2]
 
 
 def test_two_keys_on_the_gradients_of_one_optimizer() -> None:
