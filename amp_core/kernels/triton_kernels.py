@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from amp_core.kernels import triton_norms
 from amp_core.kernels import triton_programs as programs
 from amp_core.kernels.interface import Measurement, ScaleTensors
 from amp_core.kernels.memory import are_numbers, are_plain, are_real
@@ -181,12 +182,12 @@ def _measure(table: _Table, norm_type: float) -> Measurement:
     power = norm_type if order == _GENERAL else 0.0
     for group in rows.groups:
         arguments = (*table.arguments(), group.first, units, sums, power, _DTYPES[group.kind], order)
-        launch(programs.measure_rows, group.count, *arguments, _wide(group.kind), programs.BLOCK)
-    last = (power, order, _DTYPES[dtype], programs.PARTS)
+        launch(triton_norms.measure_rows, group.count, *arguments, _wide(group.kind), programs.BLOCK)
+    last = (power, order, _DTYPES[dtype], triton_norms.PARTS)
     tensors = (rows.first, rows.end, units, sums, rows.count, norms, bad)
-    launch(programs.measure_tensors, count, *tensors, *last)
+    launch(triton_norms.measure_tensors, count, *tensors, *last)
     whole = (units, sums, rows.count, rows.count + count, norm, found)
-    launch(programs.measure_total, 1, *whole, *last)
+    launch(triton_norms.measure_total, 1, *whole, *last)
     return Measurement(norm, norms, bad, found)
 
 

@@ -14,6 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler import compile as compile_program
 
+from amp_core.kernels import triton_norms
 from amp_core.kernels import triton_programs as programs
 
 TARGETS = {"nvidia": GPUTarget("cuda", 90, 32), "amd": GPUTarget("hip", "gfx942", 64)}
@@ -54,12 +55,12 @@ def count(maker: str, program: Any, **constants: Any) -> dict[str, int]:
 def main(maker: str) -> None:
     """Compile every program in the forms that are launched."""
     found = {}
-    block, parts = {"BLOCK": programs.BLOCK}, {"PARTS": programs.PARTS}
+    block, parts = {"BLOCK": programs.BLOCK}, {"PARTS": triton_norms.PARTS}
     for dtype in (tl.float32, tl.bfloat16, tl.float16, tl.float64):
         acc = {"ACC": tl.float64 if dtype == tl.float64 else tl.float32}
         for order in (2, 1, 0, -1):
             found[f"measure {dtype} {order}"] = count(
-                maker, programs.measure_rows, DTYPE=dtype, ORDER=order, **acc, **block
+                maker, triton_norms.measure_rows, DTYPE=dtype, ORDER=order, **acc, **block
             )
         found[f"scale {dtype}"] = count(maker, programs.scale_rows, DTYPE=dtype, FLAG=True, **acc, **block)
     for source, target in ((tl.float32, tl.bfloat16), (tl.float32, tl.float16), (tl.bfloat16, tl.float32)):
@@ -73,8 +74,8 @@ def main(maker: str) -> None:
     for acc in (tl.float32, tl.float64):
         for order in (2, -1):
             some = {"ORDER": order, "ACC": acc, **parts}
-            found[f"tensors {acc} {order}"] = count(maker, programs.measure_tensors, **some)
-            found[f"total {acc} {order}"] = count(maker, programs.measure_total, **some)
+            found[f"tensors {acc} {order}"] = count(maker, triton_norms.measure_tensors, **some)
+            found[f"total {acc} {order}"] = count(maker, triton_norms.measure_total, **some)
     found["update"] = count(maker, programs.update_scale, BUDGET=True, EVERY=False)
     found["words"] = count(maker, programs.write_words)
     print(json.dumps(found))

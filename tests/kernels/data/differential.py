@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from interpreted import KERNELS
 
-from amp_core.kernels import PORTABLE, Measurement, ScaleTensors, triton_programs, triton_tables
+from amp_core.kernels import PORTABLE, Measurement, ScaleTensors, triton_norms, triton_programs, triton_tables
 from amp_core.state import Hysteresis, Schedule
 
 REAL = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -162,7 +162,7 @@ def test_rows_beyond_int32() -> None:
     units, sums = torch.zeros(2, table.rows.count).unbind()
     import triton.language as tl
 
-    triton_programs.measure_rows[(last,)](
+    triton_norms.measure_rows[(last,)](
         *table.arguments(), group.first + group.count - last, units, sums, 0.0, tl.bfloat16, 2, tl.float32,
         BLOCK,
     )  # fmt: skip
