@@ -61,6 +61,7 @@ KERNELS: Mapping[str, Promise] = MappingProxyType(
             writes="`out`, if given",
             errors="`ValueError` where the shapes of `out` differ; nothing is written then",
         ),
+        "add_": Promise("nothing; sums in the dtype of the totals", writes="`totals`"),
         "measure": Promise(
             "a `Measurement`: norms agree with a float64 computation to `norm_rtol`, flags are exact, 0 or 1"
         ),

@@ -16,8 +16,8 @@ from amp_core import GradScaler, OpPolicy, autocast, get_backend
 class Accelerator(accelerate.Accelerator):
     """``accelerate.Accelerator`` with mixed precision by amp-core, on the CPU and with float16 there too.
 
-    ``optimizer.step_was_skipped`` is right with fused optimizers (accelerate#4242), so accelerate's schedulers
-    are held back with them. Gradient accumulation, clipping and checkpoints are accelerate's.
+    ``optimizer.step_was_skipped`` is right with fused optimizers (accelerate#4242), so that schedulers are
+    held back with them too. Gradient accumulation, clipping and checkpoints are accelerate's.
 
     Args:
         amp_dtype: the dtype of low-precision ops; by default the device's.
