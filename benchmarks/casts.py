@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 import amp_core
+from amp_core import CachedCasts
 from benchmarks.ab import Ratio, compare
 from benchmarks.shapes import gpt2_small, tensors
 
@@ -64,6 +65,56 @@ def run() -> Iterator[Ratio]:
     x = torch.randn(64, 256)
     yield _scoped("200-layer MLP of 256x256, inference, batch 64", mlp, lambda: _no_grad(mlp, x))
     yield _scoped("200-layer MLP of 256x256, training, batch 64", mlp, lambda: _train(mlp, x))
+    yield from _masters(mlp, x)
+    yield _small_gpt()
+    yield _lora(gpt)
+
+
+def _masters(mlp: nn.Module, x: torch.Tensor) -> Iterator[Ratio]:
+    """Compare training with and without `master_weights`."""
+    name = "200-layer MLP of 256x256, training, batch 64, master weights"
+    yield _scoped(name, mlp, lambda: _train(mlp, x), amp_core.master_weights)
+    wide = nn.Sequential(*[nn.Linear(2048, 2048) for _ in range(8)])
+    few = torch.randn(16, 2048)
+
+    def accumulate() -> None:
+        for _ in range(4):
+            _backward(wide, few)
+        wide.zero_grad()
+
+    name = "8 layers of 2048x2048, batch 16, accumulation 4, master weights"
+    yield _scoped(name, wide, accumulate, amp_core.master_weights)
+
+
+def _small_gpt() -> Ratio:
+    model = Gpt(4, 256)
+    tokens = torch.randint(50257, (8, 128))
+    return _scoped("GPT of 4 layers, d=256, training, batch 8x128", model, lambda: _train(model, tokens))
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer with a trained product of rank 8 beside it (LoRA)."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Linear(base.in_features, 8, bias=False)
+        self.up = nn.Linear(8, base.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the sum of both."""
+        return self.base(x) + self.up(self.down(x))
+
+
+def _lora(gpt: Gpt) -> Ratio:
+    gpt.requires_grad_(False)
+    for block in gpt.blocks:
+        for name in ("qkv", "out", "up", "down"):
+            setattr(block, name, Adapted(getattr(block, name)))
+    x = torch.randn(1, 128, 768)
+    return _scoped(
+        "LoRA: frozen 12 layers, d=768, rank 8, training, 1x128", gpt.blocks, lambda: _train(gpt.blocks, x)
+    )
 
 
 def _inference(model: nn.Module, tokens: int) -> Callable[[], object]:
@@ -77,18 +128,27 @@ def _no_grad(model: nn.Module, x: torch.Tensor) -> None:
 
 
 def _train(model: nn.Module, x: torch.Tensor) -> None:
-    with amp_core.autocast("cpu"):
-        loss = model(x).float().sum()
-    loss.backward()
+    _backward(model, x)
     model.zero_grad()
 
 
-def _scoped(name: str, model: nn.Module, step: Callable[[], object]) -> Ratio:
+def _backward(model: nn.Module, x: torch.Tensor) -> None:
+    with amp_core.autocast("cpu"):
+        loss = model(x).float().sum()
+    loss.backward()
+
+
+def _scoped(
+    name: str,
+    model: nn.Module,
+    step: Callable[[], object],
+    scope: Callable[[nn.Module], CachedCasts] = amp_core.cached_casts,
+) -> Ratio:
     """Alternate stretches without and with the scope; its first, casting step is not timed."""
     theirs, ours = [], []
     for _ in range(3):
         theirs += _times(step)
-        with amp_core.cached_casts(model):
+        with scope(model):
             ours += _times(step)
     theirs.sort()
     ours.sort()

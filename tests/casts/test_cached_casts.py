@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import amp_core
 from amp_core import autocast, cached_casts
@@ -356,3 +357,51 @@ def test_gradients_are_cast_back_during_the_backward_pass(monkeypatch: pytest.Mo
             y.grad_fn.register_prehook(lambda _, i=i: events.append(f"layer {i}"))
         y.float().sum().backward()
     assert events == ["layer 2", "cast 2", "layer 1", "cast 1", "layer 0", "cast 0"]
+
+
+def test_selective_checkpointing_of_a_shared_weight() -> None:
+    """The recomputation casts a shared weight another number of times than the forward pass did."""
+    layer = nn.Linear(6, 6)
+
+    def keep_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        saved = op in {torch.ops.aten.addmm.default, torch.ops.aten.mm.default}
+        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def run() -> list[torch.Tensor]:
+        layer.zero_grad()
+        with autocast("cpu"):
+            out = checkpoint(
+                lambda x: layer(torch.relu(layer(x))),
+                layer(X),  # the weight has been used before the checkpointed part
+                use_reentrant=False,
+                context_fn=functools.partial(create_selective_checkpoint_contexts, keep_products),
+            )
+        out.float().square().sum().backward()
+        return [p.grad.clone() for p in layer.parameters()]
+
+    with autocast("cpu"):
+        layer(torch.relu(layer(layer(X)))).float().square().sum().backward()
+    expected = [p.grad.clone() for p in layer.parameters()]
+    for scope in (cached_casts, amp_core.master_weights):
+        with scope(layer):
+            assert all(map(torch.equal, run(), expected))
+
+
+def test_another_threads_exit_drops_nothing() -> None:
+    """A thread that leaves its outermost region clears the casts that this one goes on using."""
+    model = make()
+
+    def other() -> None:
+        with autocast("cpu"):
+            pass
+
+    def twice() -> None:
+        with autocast("cpu"):
+            model(X)
+            thread = threading.Thread(target=other)
+            thread.start()
+            thread.join()
+            model(X)
+
+    with cached_casts(model):
+        assert casts_of(model, twice) == 4

@@ -1,0 +1,46 @@
+"""Two processes over gloo: gradients under `scope`, accumulated with no_sync too, against plain DDP's."""
+
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import amp_core
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+
+
+def grads(ddp):
+    ddp.zero_grad()
+    with ddp.no_sync(), amp_core.autocast("cpu"):
+        first = ddp(torch.full((4, 6), rank + 1.0)).float().square().mean()
+    with ddp.no_sync():
+        first.backward()
+    with amp_core.autocast("cpu"):
+        loss = ddp(torch.full((4, 6), rank - 0.5)).float().square().mean()
+    loss.backward()
+    return [p.grad.clone() for p in ddp.parameters()]
+
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.ReLU(), nn.Linear(5, 3))
+ddp = DistributedDataParallel(model, find_unused_parameters=sys.argv[2] == "find")
+expected = grads(ddp)
+with getattr(amp_core, sys.argv[1])(ddp):
+    with torch.no_grad(), amp_core.autocast("cpu"):
+        ddp.module(torch.ones(4, 6))  # as in an evaluation
+    for _ in range(2):
+        got = grads(ddp)
+        for ours, theirs in zip(got, expected, strict=True):
+            assert torch.equal(ours, theirs), "not plain DDP's gradients"
+for grad in got:
+    same = [torch.empty_like(grad) for _ in range(2)]
+    dist.all_gather(same, grad)
+    assert torch.equal(*same), "the ranks differ"
+dist.barrier()
+print("same", flush=True)
+os._exit(0)  # gloo's threads abort some exits of the interpreter, without amp-core too
