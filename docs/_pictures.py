@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
 from html import escape
 from pathlib import Path
@@ -49,16 +49,18 @@ def rules() -> str:
 
 
 def ops() -> str:
-    """List every op that some device has a rule for, with its rule on each device."""
+    """List every op that some device has a rule for, with the devices that have it, and the uniform rule."""
     policies = {d: dict(OpPolicy.default(d)) for d in _TABLED}
-    lines = [
-        f"| op | {' | '.join(_TABLED)} | everywhere by `uniform` |",
-        "|---|" + "---|" * (len(_TABLED) + 1),
-    ]
     uniform = dict(OpPolicy.uniform("cpu"))
+    lines = ["| op | rule, by device | `uniform` |", "|---|---|---|"]
     for op in sorted({op for rules in (*policies.values(), uniform) for op in rules}):
-        found = [policies[d].get(op, "") for d in _TABLED] + [uniform.get(op, "")]
-        lines.append(f"| `{op}` | {' | '.join(f'`{rule}`' if rule else '' for rule in found)} |")
+        devices = defaultdict(list)
+        for device in _TABLED:
+            if op in policies[device]:
+                devices[policies[device][op]].append(device)
+        cell = "<br>".join(f"`{rule}`: {', '.join(found)}" for rule, found in devices.items())
+        same = f"`{uniform[op]}`" if op in uniform else ""
+        lines.append(f"| `{op.removesuffix('.default')}` | {cell} | {same} |")
     return "\n".join(lines)
 
 
