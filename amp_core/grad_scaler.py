@@ -13,11 +13,11 @@ from amp_core import _torch
 from amp_core.containers import map_tensors
 from amp_core.device import device_type_of
 from amp_core.plugin.manager import get_backend
-from amp_core.scaler.arithmetic import clip_coefficient, combine, reciprocal, zero
+from amp_core.scaler.arithmetic import combine
 from amp_core.scaler.closure import ClosureSteps
-from amp_core.scaler.distributed import agree_on_flag, ranks_of
+from amp_core.scaler.distributed import check_group
 from amp_core.scaler.fused import is_traceable, step_fused
-from amp_core.scaler.gradients import Gradients, Look, by_device, gather, is_tracing, look
+from amp_core.scaler.gradients import by_device, gather, is_tracing, parameters_of
 from amp_core.scaler.overlap import Overlap
 from amp_core.scaler.record import StepRecord
 from amp_core.scaler.replicate import _MultiDeviceReplicator
@@ -98,7 +98,7 @@ class GradScaler(ClosureSteps):
         self._allow_fp16 = allow_fp16_gradients
         self._names = {id(p): name for name, p in named_parameters}
         self._warn_after = warn_after
-        self._process_group = process_group
+        self._process_group = check_group(process_group)
         self._overlap = Overlap() if overlap else None
         self._start_keys(init_scale, schedules or {})
 
@@ -129,116 +129,6 @@ class GradScaler(ClosureSteps):
             return wide * copies[0].get(tensor.device)
 
         return map_tensors(outputs, apply, other=_refuse_output)
-
-    # -- unscaling and clipping ------------------------------------------------------------------
-
-    def unscale_(self, optimizer: torch.optim.Optimizer, key: str | None = None) -> None:
-        """Divide the gradients of `optimizer` by the scale, in place, and note whether all are finite.
-
-        Does not wait for the device. Needed only to look at or change gradients before `step`.
-
-        Raises:
-            RuntimeError: it was called before since the last `update`, or after `step`; torch's texts.
-            AssertionError: nothing was scaled yet; torch's text.
-            ValueError: a gradient is float16 and ``allow_fp16_gradients`` is not set.
-        """
-        if not self._enabled:
-            return
-        owner = self._scaler_of(optimizer, key, "unscale_")
-        if owner is not self:
-            owner.unscale_(optimizer)
-            return
-        scale, _ = self._check_scale_growth_tracker("unscale_")
-        state = self._per_optimizer_states.of(optimizer)
-        stage = next_stage(state["stage"], "unscale_")
-        state["found_inf_per_device"] = self._unscale_grads_(
-            optimizer, reciprocal(scale), zero(scale.device), self._allow_fp16
-        )
-        state["stage"] = stage
-
-    def _unscale_grads_(
-        self,
-        optimizer: torch.optim.Optimizer,
-        inv_scale: Tensor,
-        found_inf: Tensor,
-        allow_fp16: bool,
-    ) -> dict[torch.device, Tensor]:
-        factors, flags = _MultiDeviceReplicator(inv_scale), _MultiDeviceReplicator(found_inf.clone())
-        with torch.no_grad():
-            parts = gather(optimizer, allow_fp16=allow_fp16)
-            for part in parts:
-                part.scale_(factors.get(part.device), flags.get(part.device))
-        found = flags._per_device_tensors
-        ranks = ranks_of(parts, self._process_group)
-        if ranks is None:
-            return found
-        device = found_inf.device
-        return {device: agree_on_flag(list(found.values()), ranks, device)}
-
-    def clip_grad_norm_(
-        self,
-        optimizer: torch.optim.Optimizer,
-        max_norm: float,
-        norm_type: float = 2.0,
-        error_if_nonfinite: bool = False,
-        key: str | None = None,
-    ) -> Tensor:
-        """Unscale and clip the gradients of `optimizer` in one read and one read-write.
-
-        Does not wait for the device, unless `error_if_nonfinite`.
-
-        Args:
-            optimizer: its gradients are left unscaled and clipped, as by `unscale_` and
-                ``torch.nn.utils.clip_grad_norm_``.
-            max_norm: the greatest norm of all gradients together.
-            norm_type: the order of the norm.
-            error_if_nonfinite: raise where the norm is not finite.
-            key: of the loss that made the gradients, if it was scaled under one.
-
-        Returns:
-            0-dim tensor: the norm of the true gradients, before clipping.
-
-        Raises:
-            RuntimeError: after `step`; or `error_if_nonfinite` and the norm is not finite.
-        """
-        if not self._enabled:
-            return torch.nn.utils.clip_grad_norm_(
-                _parameters(optimizer), max_norm, norm_type, error_if_nonfinite
-            )
-        owner = self._scaler_of(optimizer, key, "clip_grad_norm_")
-        if owner is not self:
-            return owner.clip_grad_norm_(optimizer, max_norm, norm_type, error_if_nonfinite)
-        scale, _ = self._check_scale_growth_tracker("clip_grad_norm_")
-        state = self._per_optimizer_states.of(optimizer)
-        unscaled = state["stage"] is OptState.UNSCALED
-        stage = state["stage"] if unscaled else next_stage(state["stage"], "unscale_")
-        inverse = torch.ones_like(scale) if unscaled else reciprocal(scale)
-        parts = gather(optimizer, allow_fp16=self._allow_fp16)
-        seen = look(parts, norm_type, scale.device, self._process_group, self._overlap)
-        state["looked"] = parts, seen.measured
-        norm = seen.norm * inverse
-        if error_if_nonfinite and not bool(norm.isfinite()):
-            raise RuntimeError(
-                f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it "
-                f"cannot be clipped. To disable this error and scale the gradients by the non-finite norm "
-                f"anyway, set `error_if_nonfinite=False`"
-            )
-        # A norm that is NaN would make all gradients NaN, and so hide which of them were.
-        coefficient = clip_coefficient(norm, max_norm).nan_to_num(nan=1.0)
-        self._multiply(parts, inverse * coefficient, seen, state)
-        state["stage"], state["norm"] = stage, norm
-        return norm
-
-    def _multiply(self, parts: list[Gradients], factor: Tensor, seen: Look, state: dict[str, Any]) -> None:
-        factors = _MultiDeviceReplicator(factor.float())
-        flags, left = list(state["found_inf_per_device"].items()), dict(seen.flags)
-        with torch.no_grad():
-            for part in parts:
-                before = left.pop(part.device, None)
-                flag = zero(part.device) if before is None else before.clone()
-                part.scale_(factors.get(part.device), flag)
-                flags.append((part.device, flag))
-        state["found_inf_per_device"] = by_device([*flags, *left.items()])
 
     # -- stepping --------------------------------------------------------------------------------
 
@@ -370,12 +260,8 @@ def _refuse_output(value: Any) -> Any:  # noqa: ARG001
     raise ValueError("outputs must be a Tensor or an iterable of Tensors")
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
-
-
 def _no_gradients(optimizer: torch.optim.Optimizer) -> str:
-    count = len(_parameters(optimizer))
+    count = len(parameters_of(optimizer))
     return (
         f"No inf checks were recorded for this optimizer. None of the {count} parameters of this "
         f"{type(optimizer).__name__} has a gradient: either no backward pass reached them, or they were set "

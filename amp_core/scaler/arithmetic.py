@@ -42,3 +42,13 @@ def combine(flags: Sequence[Tensor], device: torch.device) -> Tensor:
         return flags[0]
     here = [flag.reshape(()).to(device, non_blocking=True) for flag in flags]
     return torch.stack(here).amax(0) if here else zero(device)
+
+
+def overflows(norm: Tensor, divisor: Tensor) -> Tensor:
+    """Return 1.0 where `divisor` is so small that finite gradients of this norm leave float32 by it."""
+    # Less than half of the smallest normal number has no finite reciprocal.
+    limit = (divisor - _TINY / 2) * torch.finfo(torch.float32).max
+    return ((norm < limit).logical_not() & (limit != torch.inf)).float()
+
+
+_TINY = torch.finfo(torch.float32).tiny

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from amp_core.scaler.arithmetic import combine
-from amp_core.scaler.keyed import KeyedScales
+from amp_core.scaler.unscale import Unscaling
 from amp_core.state import OptState, next_stage
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ class _OverflowedError(Exception):
     """An evaluation left gradients that are not finite."""
 
 
-class ClosureSteps(KeyedScales):
+class ClosureSteps(Unscaling):
     """The part of `GradScaler` that has to do with closures."""
 
     def step_closure(

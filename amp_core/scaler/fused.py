@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from amp_core.scaler.arithmetic import clip_coefficient, combine, reciprocal
+from amp_core.scaler.arithmetic import clip_coefficient, combine, overflows, reciprocal
 from amp_core.scaler.gradients import by_device, gather, is_tracing, look
 from amp_core.scaler.momentum import clear_momentum, groups_without_momentum
 from amp_core.state import OptState
@@ -23,8 +23,6 @@ _PASSES_ITSELF = (
     "optimizer. In the near future GradScaler registers `grad_scale: Tensor` and "
     "`found_inf: Tensor` to the passed optimizer and let the optimizer use them directly."
 )
-
-_TINY = torch.finfo(torch.float32).tiny
 
 
 def is_traceable(optimizer: torch.optim.Optimizer) -> bool:
@@ -91,7 +89,7 @@ def _read(
     state["looked"] = parts, seen.measured
     flags = [*state["found_inf_per_device"].items(), *seen.flags.items()]
     if parts and not unscaled:
-        flags.append((scale.device, _overflows(seen.norm, scale)))
+        flags.append((scale.device, overflows(seen.norm, scale)))
     state["found_inf_per_device"] = by_device(flags)
     divisor = torch.ones_like(scale) if unscaled else scale
     if max_norm is None:
@@ -99,13 +97,6 @@ def _read(
     norm = seen.norm * reciprocal(divisor)
     state["norm"] = norm
     return (divisor / clip_coefficient(norm, max_norm)).float()
-
-
-def _overflows(norm: Tensor, scale: Tensor) -> Tensor:
-    """Return 1.0 where `scale` is so small that finite gradients of this norm leave float32 when unscaled."""
-    # Less than half of the smallest normal number has no finite reciprocal.
-    limit = (scale - _TINY / 2) * torch.finfo(torch.float32).max
-    return ((norm < limit).logical_not() & (limit != torch.inf)).float()
 
 
 def _forget(optimizer: torch.optim.Optimizer, names: Iterable[str]) -> None:

@@ -65,11 +65,13 @@ class Look(NamedTuple):
         measured: for each of the parts that were given.
         norm: 0-dim, of all gradients, as they are now.
         flags: one a device, 1.0 if a gradient is not finite, else 0.0.
+        agreed: whether norm and flags are those of all ranks, of which each holds a part.
     """
 
     measured: list[Measurement]
     norm: Tensor
     flags: dict[torch.device, Tensor]
+    agreed: bool = False
 
 
 def look(
@@ -89,7 +91,12 @@ def look(
         found = [(p.device, m.found_inf) for p, m in zip(parts, measured, strict=True)]
         return Look(measured, total_norm(measured, norm_type, device), by_device(found))
     norm, flag = agree(parts, measured, norm_type, ranks, device)
-    return Look(measured, norm, {device: flag})
+    return Look(measured, norm, {device: flag}, agreed=True)
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Return the parameters of all groups, one after the other."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def gather(optimizer: torch.optim.Optimizer, *, allow_fp16: bool) -> list[Gradients]:
@@ -102,7 +109,7 @@ def gather(optimizer: torch.optim.Optimizer, *, allow_fp16: bool) -> list[Gradie
         AssertionError: a parameter is no tensor; torch's text.
         ValueError: a gradient is float16 and `allow_fp16` is not set; begins with torch's text.
     """
-    held = [p for group in optimizer.param_groups for p in group["params"]]
+    held = parameters_of(optimizer)
     last = None if is_tracing() else _last_seen.get(optimizer)
     again = last.again(held, allow_fp16) if last is not None else None
     if again is not None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import os
+import re
 import sys
+import time
+from collections.abc import Iterator
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -111,6 +115,87 @@ def plain() -> None:
             assert torch.equal(value, before[name])
 
 
+def beyond() -> None:
+    """What only one rank holds, and its norm alone would not show: a NaN, and a product that overflows."""
+    last = dist.get_rank() == dist.get_world_size() - 1
+    for value, scale, order in ((math.nan, 8.0, math.inf), (math.inf, 8.0, math.inf), (1e38, 2.0**-10, 2.0)):
+        param = nn.Parameter(torch.ones(3))
+        optimizer = torch.optim.SGD([param], lr=0.1)
+        scaler = amp_core.GradScaler("cpu", scale, process_group=dist.group.WORLD)
+        for max_norm in (math.inf, 1.0):
+            scaler.scale(torch.ones(()))
+            param.grad = torch.tensor([1.0, 1.0, value if last else 1.0])
+            norm = float(scaler.clip_grad_norm_(optimizer, max_norm, order))
+            found = [float(flag) for flag in scaler._per_optimizer_states.found_infs()]
+            fits = value == 1e38 and max_norm == 1.0
+            assert found == [0.0 if fits else 1.0], (value, max_norm, found)
+            assert math.isnan(norm) == math.isnan(value), (value, norm)
+            assert math.isinf(norm) == (not math.isnan(value)), (value, norm)
+            scaler.step(optimizer)
+            scaler.update()
+            assert scaler.last_step[optimizer].skipped is not fits
+            assert torch.isfinite(param).all(), "a rank stepped alone"
+
+
+def slices() -> None:
+    """Parameters on slices of one mesh that cross, and on meshes of other ranks."""
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    rows, columns = (DeviceMesh("cpu", ranks) for ranks in ([0, 1], [2, 3]))
+    torch.manual_seed(0)
+    values = [torch.randn(4, 6), torch.randn(4, 6)]
+    wanted = float(torch.linalg.vector_norm(torch.stack(values)))
+    for places, group in (((grid["dp"], grid["tp"]), None), ((rows, columns), dist.group.WORLD)):
+        for spoilt in range(4):
+            params = []
+            for where, value in zip(places, values, strict=True):
+                params.append(nn.Parameter(distribute_tensor(torch.ones_like(value), where, [Shard(0)])))
+                params[-1].grad = distribute_tensor(value, where, [Shard(0)])
+            optimizer = torch.optim.SGD(params, lr=1.0)
+            scaler = amp_core.GradScaler("cpu", 1.0, process_group=group)
+            scaler.scale(torch.ones(()))
+            norm = float(scaler.clip_grad_norm_(optimizer, math.inf))
+            assert math.isclose(norm, wanted, rel_tol=1e-5), (places, norm, wanted)
+            scaler.update()
+            for param in params:
+                if dist.get_rank() == spoilt and param.grad.to_local().numel():
+                    param.grad.to_local()[0, 0] = math.nan
+            scaler.step(optimizer)
+            scaler.update()
+            assert scaler.last_step[optimizer].skipped, (places, spoilt)
+    before = params[0].to_local().clone()
+    lone = amp_core.GradScaler("cpu", 1.0)
+    lone.scale(torch.ones(()))
+    for call in (lone.unscale_, lone.step):
+        with raises(ValueError, r"meshes of ranks \[0, 1\], \[2, 3\]"):
+            call(optimizer)
+    assert torch.equal(params[0].to_local(), before)
+
+
+def groups() -> None:
+    """Groups that cannot agree on the step: no members of them, and fewer ranks than the gradients have."""
+    pair = dist.new_group([0, 1])
+    param = nn.Parameter(distribute_tensor(torch.ones(4), init_device_mesh("cpu", (3,)), [Shard(0)]))
+    param.grad = param.detach().clone()
+    if dist.get_rank() > 1:
+        with raises(TypeError, "that this rank is a member of"):
+            amp_core.GradScaler("cpu", 1.0, process_group=pair)
+        return
+    scaler = amp_core.GradScaler("cpu", 1.0, process_group=pair)
+    scaler.scale(torch.ones(()))
+    with raises(ValueError, "process_group has 2 ranks"):
+        scaler.step(torch.optim.SGD([param], lr=1.0))
+
+
+@contextlib.contextmanager
+def raises(kind: type[Exception], text: str) -> Iterator[None]:
+    try:
+        yield
+    except kind as error:
+        assert re.search(text, str(error)), error
+    else:
+        raise AssertionError(f"no {kind.__name__}")
+
+
 def mesh() -> None:
     """A mesh of two dimensions: whatever is replicated or cut, the norm counts each element once."""
     grid = init_device_mesh("cpu", (2, 2))
@@ -162,14 +247,23 @@ def overlap() -> None:
 
 
 def gone() -> None:
-    """A rank that dies: the others end with an error."""
+    """A rank that dies without a word: the others end with an error that names the lost connection."""
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     scaler = amp_core.GradScaler("cpu", process_group=dist.group.WORLD)
     scaler.scale(net(INPUTS[0]).sum()).backward()
+    before = copy.deepcopy(net.state_dict())
+    dist.barrier()
     if dist.get_rank() == 1:
-        sys.exit(7)
-    scaler.step(optimizer)
+        os._exit(7)
+    start = time.monotonic()
+    with raises(RuntimeError, "[Cc]onnection"):
+        scaler.step(optimizer)
+    assert time.monotonic() - start < 20
+    for name, value in net.state_dict().items():
+        assert torch.equal(value, before[name]), "stepped alone"
+    print("the other is gone", flush=True)
+    os._exit(0)
 
 
 dist.init_process_group("gloo")
