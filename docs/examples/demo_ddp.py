@@ -64,7 +64,10 @@ def report(
     if not same_everywhere(state):
         raise SystemExit("the ranks hold different weights or scales")
     if dist.get_rank() == 0:
-        print(f"accuracy {right.float().mean():.4f} scale {scaler.get_scale()} ranks {dist.get_world_size()}")
+        print(
+            f"accuracy {right.float().mean():.4f} scale {scaler.get_scale()} ranks {dist.get_world_size()}",
+            flush=True,
+        )
 
 
 def same_everywhere(state: Tensor) -> bool:

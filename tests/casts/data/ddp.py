@@ -43,4 +43,4 @@ for grad in got:
     assert torch.equal(*same), "the ranks differ"
 dist.barrier()
 print("same", flush=True)
-os._exit(0)  # gloo's threads abort some exits of the interpreter, without amp-core too
+os._exit(0)  # gloo's threads let go of tensors while the interpreter ends, and abort it (pytorch#190489)

@@ -271,4 +271,4 @@ globals()[sys.argv[1]]()
 dist.barrier()
 dist.destroy_process_group()
 print("all is well", flush=True)
-os._exit(0)  # gloo's threads abort some exits of the interpreter, without amp-core too
+os._exit(0)  # gloo's threads let go of tensors while the interpreter ends, and abort it (pytorch#190489)

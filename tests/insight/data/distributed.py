@@ -46,4 +46,4 @@ with tempfile.TemporaryDirectory() as folder:
         raise AssertionError("a sharded model was compared")
     dist.destroy_process_group()
 
-os._exit(0)  # gloo's threads abort some exits of the interpreter, without amp-core too
+os._exit(0)  # gloo's threads let go of tensors while the interpreter ends, and abort it (pytorch#190489)
