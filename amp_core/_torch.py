@@ -243,18 +243,18 @@ def has_gradient_hooks(tensor: torch.Tensor) -> bool:
     return bool(hooks._backward_hooks) or bool(hooks._post_accumulate_grad_hooks)
 
 
-def is_shared(tensor: torch.Tensor) -> bool:
-    """Whether anything else refers to the memory of `tensor`.
+def is_shared(storage: torch.UntypedStorage) -> bool:
+    """Whether a tensor uses `storage`, of which the caller holds the one Python object.
 
-    For: using the memory of a gradient again. If it goes: `master_weights` allocates gradients anew.
+    For: using the memory of casts and gradients again. If it goes: each is allocated anew.
     """
-    storage = tensor.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata) > 2  # the tensor, and `storage`
+    return torch._C._storage_Use_Count(storage._cdata) > 1
 
 
 def run_as_soon_as_ready(output: torch.Tensor) -> None:
     """Let a backward pass run the node that made `output` before all others that are ready.
 
+    Autograd goes by age, and casts are older than the forward pass that uses them.
     For: casting gradients back while they are in the processor's cache. If it goes: `cached_casts` casts
     them back after the whole backward pass; slower, and nothing overlaps with communication.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Iterator
 
@@ -11,6 +12,7 @@ from torch.nn import functional
 
 import amp_core
 from amp_core import CachedCasts
+from amp_core.casts.memory import KeptMemory
 from benchmarks.ab import Ratio, compare
 from benchmarks.shapes import gpt2_small, tensors
 
@@ -58,16 +60,40 @@ def run() -> Iterator[Ratio]:
         lambda: kernels.cast(weights, torch.bfloat16, out),
         rounds=7,
     )
+    # Reading 4 bytes and writing 2 for each element is the traffic of copying 3 bytes.
+    source = torch.randn(sum(w.nbytes for w in weights) * 3 // 16)
+    copy_of = torch.empty_like(source)
+    yield compare(
+        "GPT-2 small: weights to bfloat16: limit (as many bytes copied)",
+        lambda: [w.to(torch.bfloat16) for w in weights],
+        lambda: copy_of.copy_(source),
+        rounds=7,
+    )
+    yield _gradient_casts(weights)
     gpt = Gpt()
     for tokens in (1, 16, 128):
         yield _scoped(f"GPT-2 small, inference, {tokens} tokens", gpt, _inference(gpt, tokens))
     mlp = nn.Sequential(*[nn.Linear(256, 256) for _ in range(200)])
     x = torch.randn(64, 256)
     yield _scoped("200-layer MLP of 256x256, inference, batch 64", mlp, lambda: _no_grad(mlp, x))
-    yield _scoped("200-layer MLP of 256x256, training, batch 64", mlp, lambda: _train(mlp, x))
+    yield from _trained("200-layer MLP of 256x256, training, batch 64", mlp, x)
     yield from _masters(mlp, x)
-    yield _small_gpt()
-    yield _lora(gpt)
+    yield from _small_gpt()
+    yield from _lora(gpt)
+
+
+def _gradient_casts(weights: list[torch.Tensor]) -> Ratio:
+    """Compare the casts of a whole set of gradients, which are dropped before the next."""
+    grads = [w.to(torch.bfloat16) for w in weights]
+    kernels, memory = amp_core.get_backend("cpu").kernels(), KeptMemory()
+
+    def together() -> None:
+        wide = [memory.empty_like(g, torch.float32) for g in grads]
+        kernels.cast(grads, torch.float32, wide)
+
+    return compare(
+        "GPT-2 small: gradients to float32", lambda: [g.float() for g in grads], together, rounds=7
+    )
 
 
 def _masters(mlp: nn.Module, x: torch.Tensor) -> Iterator[Ratio]:
@@ -86,10 +112,12 @@ def _masters(mlp: nn.Module, x: torch.Tensor) -> Iterator[Ratio]:
     yield _scoped(name, wide, accumulate, amp_core.master_weights)
 
 
-def _small_gpt() -> Ratio:
-    model = Gpt(4, 256)
-    tokens = torch.randint(50257, (8, 128))
-    return _scoped("GPT of 4 layers, d=256, training, batch 8x128", model, lambda: _train(model, tokens))
+def _small_gpt() -> Iterator[Ratio]:
+    for vocabulary in (256, 50257):
+        model = Gpt(4, 256, vocabulary)
+        tokens = torch.randint(vocabulary, (8, 128))
+        name = f"GPT of 4 layers, d=256, vocabulary {vocabulary}, training, batch 8x128"
+        yield from _trained(name, model, tokens)
 
 
 class Adapted(nn.Module):
@@ -106,15 +134,30 @@ class Adapted(nn.Module):
         return self.base(x) + self.up(self.down(x))
 
 
-def _lora(gpt: Gpt) -> Ratio:
+def _lora(gpt: Gpt) -> Iterator[Ratio]:
     gpt.requires_grad_(False)
     for block in gpt.blocks:
         for name in ("qkv", "out", "up", "down"):
             setattr(block, name, Adapted(getattr(block, name)))
-    x = torch.randn(1, 128, 768)
-    return _scoped(
-        "LoRA: frozen 12 layers, d=768, rank 8, training, 1x128", gpt.blocks, lambda: _train(gpt.blocks, x)
-    )
+    name = "LoRA: frozen 12 layers, d=768, rank 8, training, 1x128"
+    yield from _trained(name, gpt.blocks, torch.randn(1, 128, 768))
+
+
+def _trained(name: str, model: nn.Module, x: torch.Tensor) -> Iterator[Ratio]:
+    """Compare steps with and without `cached_casts`; and what would be left if no weight were cast at all."""
+    adamw = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-6, fused=True)
+
+    def step() -> None:
+        _backward(model, x)
+        adamw.step()
+        adamw.zero_grad()
+
+    yield _scoped(name, model, step)
+    low = copy.deepcopy(model)
+    for layer in low.modules():
+        if isinstance(layer, nn.Linear):
+            layer.to(torch.bfloat16)
+    yield compare(f"{name}: limit", lambda: _train(model, x), lambda: _train(low, x), rounds=7)
 
 
 def _inference(model: nn.Module, tokens: int) -> Callable[[], object]:

@@ -9,46 +9,64 @@ import torch
 from torch import Tensor
 
 from amp_core import _torch
+from amp_core.casts.memory import KeptMemory
 from amp_core.kernels import Kernels
 
 BUCKET_BYTES = 25 * 2**20
 """Bytes of source weights in one bucket: DistributedDataParallel's own default, so that its
 all-reduces still overlap with the backward."""
 
+_SMALL = 2**20
+"""Bytes of a weight up to which torch casts it alone faster than the way to a kernel takes."""
 
-def cast_weights(weights: Sequence[Tensor], dtype: torch.dtype, kernels: Kernels) -> list[Tensor]:
+
+def cast_weights(
+    weights: Sequence[Tensor], dtype: torch.dtype, kernels: Kernels, memory: KeptMemory
+) -> list[Tensor]:
     """Return `weights` as `dtype`, with gradients flowing back, whatever grad mode is on.
 
     Args:
         weights: float32 leaves on one device, all with the same ``requires_grad``.
         dtype: the dtype of the casts.
         kernels: whose ``cast`` to use.
+        memory: where casts, and their gradients in float32, are put.
     """
     # A cast made under inference mode could not be used by a training step later on.
     with torch.inference_mode(mode=False), torch.enable_grad():
+        if len(weights) == 1 and weights[0].nbytes <= _SMALL:  # as all are at their first use
+            return [_soon(weights[0].to(dtype))]
         parts = list(buckets(weights))
-        made = [allocate(part, dtype) for part in parts]
+        made = [allocate(part, dtype, memory) for part in parts]
         casts = kernels.cast(weights, dtype, out=[cast for some in made for cast in some])
         if not weights or not weights[0].requires_grad:
             return casts
         linked = [
-            _BucketCast.apply(some, kernels, *part)  # type: ignore[no-untyped-call]
+            _BucketCast.apply(some, kernels, memory, *part)  # type: ignore[no-untyped-call]
             for some, part in zip(made, parts, strict=True)
         ]
-    for some in linked:
-        # Autograd goes by age: casts older than the forward pass would be cast back after the whole backward.
-        # All gradients would wait in memory, out of cache, and DDP would have nothing to overlap.
-        _torch.run_as_soon_as_ready(some[0])
-    return [cast for some in linked for cast in some]
+    return [cast for first, *rest in linked for cast in (_soon(first), *rest)]
+
+
+def _soon(cast: Tensor) -> Tensor:
+    """Have the gradient of `cast`, and of those made with it, cast back as soon as it is there.
+
+    Autograd goes by age: casts older than the forward pass would be cast back after the whole backward.
+    All gradients would wait in memory, out of cache, and DDP would have nothing to overlap.
+    """
+    if cast.requires_grad:
+        _torch.run_as_soon_as_ready(cast)
+    return cast
 
 
 class _BucketCast(torch.autograd.Function):
     """Ties casts to their weights; keeps nothing, so that one cast serves any number of backward passes."""
 
     @staticmethod
-    def forward(ctx: Any, casts: list[Tensor], kernels: Kernels, *weights: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, casts: list[Tensor], kernels: Kernels, memory: KeptMemory, *weights: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.kernels = kernels
+        ctx.kernels, ctx.memory = kernels, memory
         ctx.source_dtypes = [w.dtype for w in weights]
         return tuple(casts)
 
@@ -60,10 +78,12 @@ class _BucketCast(torch.autograd.Function):
             for i, grad in present:
                 result[i] = grad.to(ctx.source_dtypes[i])
         elif present:
-            wide = ctx.kernels.cast([g for _, g in present], ctx.source_dtypes[0])
-            for (i, _), grad in zip(present, wide, strict=True):
-                result[i] = grad
-        return (None, None, *result)
+            for i, grad in present:
+                result[i] = ctx.memory.empty_like(grad, ctx.source_dtypes[i])
+            ctx.kernels.cast(
+                [g for _, g in present], ctx.source_dtypes[0], out=[result[i] for i, _ in present]
+            )
+        return (None, None, None, *result)
 
 
 def buckets(weights: Sequence[Tensor]) -> Iterator[list[Tensor]]:
@@ -80,7 +100,7 @@ def buckets(weights: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         yield bucket
 
 
-def allocate(weights: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+def allocate(weights: Sequence[Tensor], dtype: torch.dtype, memory: KeptMemory) -> list[Tensor]:
     """Return tensors like `weights` of another dtype, unwritten; in one storage if all are contiguous."""
     if not all(w.is_contiguous() for w in weights):
         return [torch.empty_like(w, dtype=dtype, requires_grad=False) for w in weights]
@@ -89,7 +109,7 @@ def allocate(weights: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     for weight in weights:
         offsets.append(total)
         total += -(-weight.numel() // align) * align
-    storage = torch.empty(total, dtype=dtype, device=weights[0].device).untyped_storage()
+    storage = memory.empty(total, dtype, weights[0].device).untyped_storage()
     return [
         torch.empty(0, dtype=dtype, device=w.device).set_(storage, offset, w.shape, w.stride())
         for w, offset in zip(weights, offsets, strict=True)

@@ -14,11 +14,12 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from amp_core.casts.bulk import cast_weights
+from amp_core.casts.memory import KeptMemory
 from amp_core.errors import StaleCastError
 from amp_core.kernels import Kernels
 from amp_core.plugin import get_backend
 
-MakeCasts = Callable[[Sequence[Tensor], torch.dtype, Kernels], list[Tensor]]
+MakeCasts = Callable[[Sequence[Tensor], torch.dtype, Kernels, KeptMemory], list[Tensor]]
 """Casts weights of one device that agree in ``requires_grad``."""
 
 
@@ -62,6 +63,7 @@ class WeightCache:
     ) -> None:
         self._named_weights = named_weights
         self._make = make
+        self.memory = KeptMemory()
         self._slots: dict[int, _Slot] = {}
         self._strangers: dict[int, weakref.ref[Tensor]] = {}
         self._lock = threading.Lock()
@@ -91,7 +93,8 @@ class WeightCache:
                     entries.pop(id(weight), None)  # free the old cast before the new one is made
                     groups[weight.device, weight.requires_grad].append(weight)
             for (device, _), weights in groups.items():
-                casts = self._make(weights, dtype, get_backend(device.type).kernels())
+                kernels = get_backend(device.type).kernels()
+                casts = self._make(weights, dtype, kernels, self.memory)
                 for weight, cast in zip(weights, casts, strict=True):
                     entries[id(weight)] = _entry(weight, cast)
             return entries[id(slot.weight)]

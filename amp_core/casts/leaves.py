@@ -9,6 +9,7 @@ from torch import Tensor
 
 from amp_core import _torch
 from amp_core.casts.bulk import allocate, buckets, cast_weights
+from amp_core.casts.memory import KeptMemory
 from amp_core.kernels import Kernels
 
 _DIFFERENTIATED = (
@@ -37,17 +38,20 @@ class Leaves:
         self._kept: dict[tuple[int, torch.dtype], Tensor] = {}
         self._reduced = reduced
 
-    def cast(self, weights: Sequence[Tensor], dtype: torch.dtype, kernels: Kernels) -> list[Tensor]:
+    def cast(
+        self, weights: Sequence[Tensor], dtype: torch.dtype, kernels: Kernels, memory: KeptMemory
+    ) -> list[Tensor]:
         """Return the leaves of `weights`, up to date; see `amp_core.casts.cache.MakeCasts`."""
         self._reduced = self._reduced or _torch.inside_ddp()
         if self._reduced or not weights[0].requires_grad:
-            return cast_weights(weights, dtype, kernels)
+            return cast_weights(weights, dtype, kernels, memory)
         plain = [w for w in weights if not _torch.has_gradient_hooks(w)]
         hooked = [w for w in weights if _torch.has_gradient_hooks(w)]
-        made = {id(w): cast for w, cast in zip(hooked, cast_weights(hooked, dtype, kernels), strict=True)}
+        casts = cast_weights(hooked, dtype, kernels, memory)
+        made = dict(zip(map(id, hooked), casts, strict=True))
         with torch.inference_mode(mode=False), torch.no_grad():
             for bucket in buckets([w for w in plain if not self._fits(w, dtype)]):
-                self._add(bucket, dtype, kernels)
+                self._add(bucket, dtype, kernels, memory)
             leaves = [self._kept[id(w), dtype] for w in plain]
             kernels.cast(plain, dtype, out=leaves)
         made.update(zip(map(id, plain), leaves, strict=True))
@@ -61,10 +65,12 @@ class Leaves:
             weight.device,
         )
 
-    def _add(self, weights: Sequence[Tensor], dtype: torch.dtype, kernels: Kernels) -> None:
-        for weight, leaf in zip(weights, allocate(weights, dtype), strict=True):
+    def _add(
+        self, weights: Sequence[Tensor], dtype: torch.dtype, kernels: Kernels, memory: KeptMemory
+    ) -> None:
+        for weight, leaf in zip(weights, allocate(weights, dtype, memory), strict=True):
             leaf.requires_grad_()
-            leaf.register_post_accumulate_grad_hook(_MainGradient(weight, kernels))  # type: ignore[no-untyped-call]
+            leaf.register_post_accumulate_grad_hook(_MainGradient(weight, kernels, memory))  # type: ignore[no-untyped-call]
             self._kept[id(weight), dtype] = leaf
 
     def keep_only(self, keys: set[int]) -> None:
@@ -81,16 +87,12 @@ _SMALL = 2**16
 
 
 class _MainGradient:
-    """Hands what arrives at a leaf over to the ``.grad`` of its weight.
+    """Hands what arrives at a leaf over to the ``.grad`` of its weight."""
 
-    The storage of that gradient is kept: ``zero_grad()`` drops it, and new memory for a large one costs
-    more than to add to it.
-    """
-
-    def __init__(self, weight: Tensor, kernels: Kernels) -> None:
+    def __init__(self, weight: Tensor, kernels: Kernels, memory: KeptMemory) -> None:
         self._weight = weight
         self._kernels = kernels
-        self._kept: Tensor | None = None
+        self._memory = memory
 
     def __call__(self, leaf: Tensor) -> None:
         grad, leaf.grad = leaf.grad, None
@@ -99,20 +101,18 @@ class _MainGradient:
             raise RuntimeError(_DIFFERENTIATED)
         if _torch.has_gradient_hooks(self._weight):
             raise RuntimeError(_HOOKED.format(shape=tuple(self._weight.shape)))
+        total = self._weight.grad
         with torch.no_grad():
-            if self._weight.grad is None:
+            if total is None:
                 self._weight.grad = self._first(grad)
             elif grad.numel() <= _SMALL:
-                self._weight.grad.add_(grad)
+                total.add_(grad)
             else:
-                self._kernels.add_([self._weight.grad], [grad])
+                self._kernels.add_([total], [grad])
 
     def _first(self, grad: Tensor) -> Tensor:
+        wide = self._memory.empty_like(grad, self._weight.dtype)
         if grad.numel() <= _SMALL:
-            return grad.to(self._weight.dtype)
-        kept = self._kept
-        # Whoever still reads an earlier gradient, or a view of it, keeps it as it is.
-        if kept is None or kept.stride() != grad.stride() or _torch.is_shared(kept):
-            kept = self._kept = torch.empty_like(grad, dtype=self._weight.dtype)
-        self._kernels.cast([grad], kept.dtype, out=[kept])
-        return kept.detach()
+            return wide.copy_(grad)
+        self._kernels.cast([grad], wide.dtype, out=[wide])
+        return wide

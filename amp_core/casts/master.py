@@ -33,7 +33,7 @@ class MasterWeights(CachedCasts):
         """Return the bytes that the low-precision weights take now."""
         self._leaves.keep_only(set(self._cache.keys()))  # a parameter may have been put in place of another
         held = {id(cast): cast for cast in [*self._leaves.all(), *self._cache.casts()]}
-        return sum(cast.nbytes for cast in held.values())
+        return sum(cast.nbytes for cast in held.values()) + self._cache.memory.idle_nbytes()
 
 
 def master_weights(model: nn.Module, *, debug: bool = False) -> MasterWeights:

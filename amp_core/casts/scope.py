@@ -36,6 +36,7 @@ class CachedCasts:
             hook.remove()
             release_ops()
             self._cache.invalidate()
+            self._cache.memory.clear()
 
         self._release = release
         return self
@@ -64,8 +65,8 @@ class CachedCasts:
             release()
 
     def nbytes(self) -> int:
-        """Return the bytes that the casts take now."""
-        return sum(cast.nbytes for cast in self._cache.casts())
+        """Return the bytes that the casts take now, with memory that is kept for the next ones."""
+        return sum(cast.nbytes for cast in self._cache.casts()) + self._cache.memory.idle_nbytes()
 
 
 def cached_casts(model: nn.Module, *, persistent: bool = False, debug: bool = False) -> CachedCasts:
@@ -88,7 +89,8 @@ def cached_casts(model: nn.Module, *, persistent: bool = False, debug: bool = Fa
 
     Returns:
         A context manager, and the handle for ``invalidate()``, ``remove()`` and ``nbytes()``. The
-        casts take half the bytes of the weights that low-precision ops use.
+        casts take half the bytes of the weights that low-precision ops use. On the CPU the memory of
+        casts and of gradients is kept from step to step: as much again as ``zero_grad()`` sets free.
 
     Raises:
         StaleCastError: in debug mode, when a weight was written to unseen.

@@ -1,0 +1,81 @@
+"""Memory for casts and gradients that is used again, step after step."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import defaultdict, deque
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from amp_core import _torch
+
+_SMALL = 2**16
+"""Bytes up to which the C library's heap mostly has memory at hand."""
+
+
+class KeptMemory:
+    """Gives out memory, and the same again once nobody refers to it any more.
+
+    On the CPU, fresh memory for a large tensor costs more in page faults than to write to it. The
+    allocators of other devices keep what is freed, so there nothing is kept here.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[int, deque[UntypedStorage]] = defaultdict(deque)
+        self._lock = threading.Lock()
+
+    def empty(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return an unwritten tensor of `count` elements."""
+        if not _is_kept(count * dtype.itemsize, device):
+            return torch.empty(count, dtype=dtype, device=device)
+        return self._take(dtype, (count,), (1,))
+
+    def empty_like(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return an unwritten tensor of the shape and, if it has no gaps, the strides of `tensor`."""
+        if not _is_kept(tensor.numel() * dtype.itemsize, tensor.device) or not _is_dense(tensor):
+            return torch.empty_like(tensor, dtype=dtype)
+        return self._take(dtype, tensor.shape, tensor.stride())
+
+    def _take(self, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]) -> Tensor:
+        nbytes = math.prod(shape) * dtype.itemsize
+        with self._lock:
+            return torch.empty(0, dtype=dtype).set_(self._idle(nbytes), 0, shape, stride)
+
+    def _idle(self, nbytes: int) -> UntypedStorage:
+        # The newest first: it is the one that comes back soonest. What is in use goes behind.
+        kept = self._kept[nbytes]
+        for _ in range(len(kept)):
+            if not _torch.is_shared(kept[0]):
+                return kept[0]
+            kept.rotate(-1)
+        kept.appendleft(UntypedStorage(nbytes))  # type: ignore[no-untyped-call]
+        return kept[0]
+
+    def idle_nbytes(self) -> int:
+        """Return the bytes that nobody uses now."""
+        with self._lock:
+            kept = [storage for storages in self._kept.values() for storage in storages]
+            return sum(storage.nbytes() for storage in kept if not _torch.is_shared(storage))
+
+    def clear(self) -> None:
+        """Keep nothing; what is in use lives on with its tensors."""
+        with self._lock:
+            self._kept.clear()
+
+
+def _is_kept(nbytes: int, device: torch.device) -> bool:
+    return nbytes > _SMALL and device.type == "cpu"
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
