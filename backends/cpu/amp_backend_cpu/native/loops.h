@@ -88,7 +88,8 @@ static inline uint32_t IN(any_nan)(floats zeros) {
         size_t i = 0;                                                                              \
         for (; i + 2 * WIDTH <= n; i += 2 * WIDTH) {                                               \
             VECTOR raw[2];                                                                         \
-            __builtin_prefetch((const char *)(x + i) + AHEAD);                                     \
+            for (size_t k = 0; k < sizeof raw; k += 64)                                            \
+                __builtin_prefetch((const char *)(x + i) + AHEAD + k, 0, 2);                             \
             memcpy(raw, x + i, sizeof raw);                                                        \
             floats a = WIDEN(raw[0]), b = WIDEN(raw[1]);                                           \
             zeros[0] += a * 0.0f;                                                                  \
@@ -128,7 +129,7 @@ MEASURE(IN(measure_f16_wide), uint16_t, halves, IN(widen_f16))
             halves seen = {0};                                                                     \
             for (; i + 2 * WIDTH <= size; i += 2 * WIDTH) {                                        \
                 halves raw[2];                                                                     \
-                __builtin_prefetch((const char *)(x + start + i) + AHEAD);                         \
+                __builtin_prefetch((const char *)(x + start + i) + AHEAD, 0, 2);                         \
                 memcpy(raw, x + start + i, sizeof raw);                                            \
                 floats a = WIDEN(raw[0]), b = WIDEN(raw[1]);                                       \
                 seen |= (halves)((raw[0] & INFINITE) == INFINITE);                                 \
@@ -181,7 +182,7 @@ static void IN(measure_f64)(const void *data, size_t n, double *sum, uint32_t *b
         size_t i = 0;                                                                              \
         for (; i + WIDTH <= n; i += WIDTH) {                                                       \
             VECTOR raw;                                                                            \
-            __builtin_prefetch((const char *)(x + i) + AHEAD);                                     \
+            __builtin_prefetch((const char *)(x + i) + AHEAD, 0, 2);                                     \
             memcpy(&raw, x + i, sizeof raw);                                                       \
             VECTOR after = NARROW(WIDEN(raw) * factor);                                            \
             zeros += WIDEN(after) * 0.0f;                                                          \
@@ -222,7 +223,7 @@ static void IN(scale_f64)(void *data, size_t n, float factor, uint32_t *bad) {
         size_t i = 0;                                                                              \
         for (; i + WIDTH <= n; i += WIDTH) {                                                       \
             VECTOR raw;                                                                            \
-            __builtin_prefetch((const char *)(from + i) + AHEAD);                                  \
+            __builtin_prefetch((const char *)(from + i) + AHEAD, 0, 2);                                  \
             memcpy(&raw, from + i, sizeof raw);                                                    \
             RESULT made = NARROW(WIDEN(raw));                                                      \
             if (stream)                                                                            \
@@ -257,8 +258,8 @@ CASTS_FROM(f16, uint16_t, halves, IN(widen_f16))
         for (; i + WIDTH <= n; i += WIDTH) {                                                       \
             halves raw;                                                                            \
             floats sum;                                                                            \
-            __builtin_prefetch((const char *)(from + i) + AHEAD);                                  \
-            __builtin_prefetch((const char *)(total + i) + AHEAD, 1);                              \
+            __builtin_prefetch((const char *)(from + i) + AHEAD, 0, 2);                                  \
+            __builtin_prefetch((const char *)(total + i) + AHEAD, 1, 2);                              \
             memcpy(&raw, from + i, sizeof raw);                                                    \
             memcpy(&sum, total + i, sizeof sum);                                                   \
             sum += WIDEN(raw);                                                                     \
