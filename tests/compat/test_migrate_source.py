@@ -303,12 +303,19 @@ def test_apex_import_among_others_is_left() -> None:
     assert {f.level for f in result.findings} == {"manual"}
 
 
+def test_words_that_are_no_names_are_left() -> None:
+    """A keyword, or an attribute of something else, is taken for a function of apex's."""
+    source = "from apex.amp import initialize\nf(initialize=1)\nmodule.initialize()\n"
+    assert [f.line for f in migrate_source(source, CORE).findings] == [1]
+
+
 def test_apex_gets_advice_for_torch_amp() -> None:
-    """torch.amp has no such functions: each call is reported with what to write for it."""
+    """What cannot be rewritten to torch.amp is reported, each call with what to write for it, and why."""
     result = migrate_source(APEX, TORCH)
     assert result.text == APEX
-    assert [f.line for f in result.findings] == [2, 3, 5, 6]
+    assert [f.line for f in result.findings] == [2, 3, 3, 5, 6]
     assert "GradScaler('cuda')" in result.findings[0].message
+    assert "no opt.step() is found" in " ".join(f.message for f in result.findings)
 
 
 OLD_TRAINING = """

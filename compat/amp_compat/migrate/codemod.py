@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,7 +20,8 @@ from libcst.metadata import (
     ScopeProvider,
 )
 
-from amp_compat.migrate.apex import ApexRewriter
+from amp_compat.migrate.apex.to_amp_core import ApexRewriter
+from amp_compat.migrate.apex.to_torch import CannotRewriteError, apex_to_torch
 from amp_compat.migrate.bindings import Resolver, module_name, star_imports, star_names
 from amp_compat.migrate.calls import CannotConvertError, convert_args, has_positional, name_positional
 from amp_compat.migrate.collect import Collector
@@ -51,7 +53,29 @@ def migrate_source(text: str, target: Target, exported: Collection[str] = ()) ->
     Raises:
         libcst.ParserSyntaxError: `text` is not Python that libcst can read.
     """
-    return _Module(text, target, exported).rewrite()
+    if target.module != "torch.amp" or not _APEX.search(text):
+        return _Module(text, target, exported).rewrite()
+    try:
+        done = apex_to_torch(text, target, _quote_of(text))
+        rest = _Module(done[0] if done else text, target, exported).rewrite()
+        if done is None:
+            return rest
+        if not rest.findings:
+            return Rewritten(done[0], done[1])
+        why = "apex.amp and torch's deprecated names stand side by side: which runs is not known here"
+        found = [Finding(f.line, f.column, "manual", f.name, why) for f in done[1][:1]]
+    except CannotRewriteError as error:
+        found = [error.finding]
+    left = _Module(text, target, exported).rewrite()
+    return Rewritten(left.text, sorted([*found, *left.findings], key=lambda f: (f.line, f.column)))
+
+
+_APEX = re.compile(r"\bapex\b")
+
+
+def _quote_of(text: str) -> str:
+    """The quotation mark that `text` uses."""
+    return "'" if text.count("'") > text.count('"') else '"'
 
 
 class _Module:
@@ -68,7 +92,7 @@ class _Module:
         self.globals = scopes[self.module]
         self.target = target
         self.exported = set(exported) | dunder_all(self.module)
-        self.quote = "'" if text.count("'") > text.count('"') else '"'
+        self.quote = _quote_of(text)
         self.edits: dict[cst.CSTNode, Edit] = {}
         self.findings: list[Finding] = []
         self.imports = ImportEditor(self.module, target, self.parents)

@@ -7,6 +7,9 @@ from typing import Any, Literal
 
 Level = Literal["changed", "review", "manual"]
 
+CELL_MARK = "# amp-core notebook cell "
+"""Begins the comment ahead of each cell, where a notebook is read as one program."""
+
 
 @dataclass(frozen=True)
 class Finding:

@@ -11,10 +11,9 @@ from typing import Any
 import libcst as cst
 
 from amp_compat.migrate.codemod import Rewritten, migrate_source
-from amp_compat.migrate.model import Finding
+from amp_compat.migrate.model import CELL_MARK, Finding
 from amp_compat.migrate.names import Target
 
-_MARK = "# amp-core notebook cell "
 _MAGIC = re.compile(r"^(\s*)([%!?].*)$")
 _HIDDEN = re.compile(r"^(\s*)pass  # amp-core magic (.*)$")
 _PYTHON_MAGICS = ("%%time", "%%timeit", "%%capture", "%%prun")
@@ -72,7 +71,7 @@ def _code_cells(raw: list[dict[str, Any]]) -> tuple[list[_Cell], list[Finding]]:
 
 
 def _block(cell: _Cell) -> str:
-    return f"{_MARK}{cell.number}\n{_hide_magics(cell.text)}\n"
+    return f"{CELL_MARK}{cell.number}\n{_hide_magics(cell.text)}\n"
 
 
 def _hide_magics(text: str) -> str:
@@ -92,8 +91,8 @@ def _split(text: str) -> dict[int, str]:
     cells: dict[int, list[str]] = {}
     current: list[str] = []
     for line in text.split("\n"):
-        if line.startswith(_MARK):
-            current = cells.setdefault(int(line[len(_MARK) :]), [])
+        if line.startswith(CELL_MARK):
+            current = cells.setdefault(int(line[len(CELL_MARK) :]), [])
         else:
             current.append(_HIDDEN.sub(r"\1\2", line))
     last = max(cells, default=0)

@@ -68,8 +68,15 @@ class ApexRewriter(cst.CSTVisitor):
         return False
 
     def visit_Attribute(self, node: cst.Attribute) -> bool:
-        """A chain that ends in apex.amp, or its parts."""
-        return not self._take(node)
+        """A chain that ends in apex.amp, or else what it begins with."""
+        if not self._take(node):
+            node.value.visit(self)
+        return False
+
+    def visit_Arg(self, node: cst.Arg) -> bool:
+        """The value only: a keyword is no name."""
+        node.value.visit(self)
+        return False
 
     def visit_Name(self, node: cst.Name) -> None:
         """A bare name from ``from apex.amp import ...``."""

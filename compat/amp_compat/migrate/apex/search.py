@@ -1,0 +1,148 @@
+"""Finds what a rewrite of ``apex.amp`` has to know about."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import libcst as cst
+from libcst.metadata import BaseAssignment
+
+from amp_compat.migrate.apex.calls import CannotFollowError
+from amp_compat.migrate.bindings import Resolver
+from amp_compat.migrate.model import CELL_MARK
+
+
+class Uses(cst.CSTVisitor):
+    """Collects what resolves to a name of ``apex.amp``."""
+
+    def __init__(self, resolver: Resolver) -> None:
+        super().__init__()
+        self._resolver = resolver
+        self.uses: list[tuple[cst.CSTNode, str]] = []
+        self.bindings: list[BaseAssignment] = []
+
+    def visit_Import(self, node: cst.Import) -> bool:
+        """An import is no use."""
+        return False
+
+    def visit_ImportFrom(self, node: cst.ImportFrom) -> bool:
+        """An import is no use."""
+        return False
+
+    def visit_Attribute(self, node: cst.Attribute) -> bool:
+        """Take a whole chain, or else what it begins with: the words after a dot are no names."""
+        if not self._take(node):
+            node.value.visit(self)
+        return False
+
+    def visit_Arg(self, node: cst.Arg) -> bool:
+        """Look at the value only: a keyword is no name."""
+        node.value.visit(self)
+        return False
+
+    def visit_Name(self, node: cst.Name) -> None:
+        """Take a bare name."""
+        self._take(node)
+
+    def _take(self, node: cst.Attribute | cst.Name) -> bool:
+        resolved = self._resolver.resolve(node)
+        if resolved is None or not f"{resolved.dotted}.".startswith("apex.amp."):
+            return False
+        if resolved.conflict or resolved.dotted == "apex.amp":
+            raise CannotFollowError(node, resolved.conflict or "the module apex.amp is used as an object")
+        self.uses.append((node, resolved.dotted[len("apex.amp.") :]))
+        self.bindings.extend(resolved.bindings)
+        return True
+
+
+class Looks(cst.CSTVisitor):
+    """Collects what looks at gradients: ``.grad``, ``clip_grad...``, ``amp.master_params``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[cst.CSTNode] = []
+
+    def visit_Attribute_attr(self, node: cst.Attribute) -> None:
+        """Take ``x.grad`` and functions that look at gradients."""
+        if node.attr.value in {"grad", "master_params"} or "clip_grad" in node.attr.value:
+            self.found.append(node)
+
+    def visit_Call(self, node: cst.Call) -> None:
+        """Take functions that were imported by name."""
+        if isinstance(node.func, cst.Name) and (
+            "clip_grad" in node.func.value or node.func.value == "master_params"
+        ):
+            self.found.append(node)
+
+
+class _Calls(cst.CSTVisitor):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[cst.Call] = []
+
+    def visit_Call(self, node: cst.Call) -> None:
+        self.found.append(node)
+
+
+def calls_of(module: cst.Module, function: str, within: cst.CSTNode) -> list[cst.Call]:
+    """Return the calls of what is written `function`."""
+    calls = _Calls()
+    within.visit(calls)
+    return [call for call in calls.found if module.code_for_node(call.func) == function]
+
+
+def uses_model(module: cst.Module, statement: cst.CSTNode, model: str) -> bool:
+    """Whether `statement` calls the model, or passes it to something that may."""
+    if isinstance(statement, (cst.FunctionDef, cst.ClassDef)):
+        return False
+    calls = _Calls()
+    statement.visit(calls)
+    return any(
+        model in {module.code_for_node(call.func), *(module.code_for_node(a.value) for a in call.args)}
+        for call in calls.found
+    )
+
+
+def goes_back(statement: cst.CSTNode) -> bool:
+    """Whether a backward pass or a step is in `statement`."""
+    calls = _Calls()
+    statement.visit(calls)
+    return any(
+        isinstance(c.func, cst.Attribute) and c.func.attr.value in {"backward", "step"} for c in calls.found
+    )
+
+
+def binds(statement: cst.CSTNode, loss: cst.BaseExpression) -> bool:
+    """Whether `statement` assigns to the name `loss`."""
+    if not isinstance(statement, cst.SimpleStatementLine) or not isinstance(loss, cst.Name):
+        return False
+    name = loss.value
+    for small in statement.body:
+        targets = [t.target for t in small.targets] if isinstance(small, cst.Assign) else []
+        if isinstance(small, (cst.AugAssign, cst.AnnAssign)):
+            targets = [small.target]
+        flat = [e.value for t in targets if isinstance(t, cst.Tuple) for e in t.elements] + targets
+        if any(isinstance(t, cst.Name) and t.value == name for t in flat):
+            return True
+    return False
+
+
+def begins_a_cell(statement: Any) -> bool:
+    """Whether `statement` is the first of a notebook's cell."""
+    comments = [line.comment.value for line in statement.leading_lines if line.comment is not None]
+    return any(comment.startswith(CELL_MARK) for comment in comments)
+
+
+def has_no_effect(guard: cst.Try) -> bool:
+    """Whether the ``try`` around an import does nothing but to complain where it fails."""
+    smalls = [
+        small
+        for handler in guard.handlers
+        for s in handler.body.body
+        for small in (s.body if isinstance(s, cst.SimpleStatementLine) else [s])
+    ]
+    complains = all(
+        isinstance(s, (cst.Raise, cst.Pass)) or (isinstance(s, cst.Expr) and isinstance(s.value, cst.Call))
+        for s in smalls
+    )
+    return complains and not guard.orelse and not guard.finalbody

@@ -1,0 +1,306 @@
+"""Programs that use ``apex.amp``, rewritten to ``torch.amp``: a whole file at once, or not at all."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, cast
+
+import libcst as cst
+from libcst import matchers
+from libcst.metadata import (
+    CodeRange,
+    MetadataWrapper,
+    ParentNodeProvider,
+    PositionProvider,
+    Scope,
+    ScopeProvider,
+)
+
+from amp_compat.migrate.apex.calls import CannotFollowError
+from amp_compat.migrate.apex.program import Backward, Block, Program, Reader
+from amp_compat.migrate.bindings import Resolver, star_names
+from amp_compat.migrate.imports import ImportEditor, bound_names
+from amp_compat.migrate.model import Finding, Level
+from amp_compat.migrate.names import Target
+
+Lines = list[Any]
+_NAMES = ("scaler", "grad_scaler", "amp_scaler", "torch_amp_scaler")
+
+
+class _Scaler(NamedTuple):
+    """The scaler's name, how it is made, and the region that goes with it."""
+
+    name: str
+    is_global: bool
+    may_be_off: bool
+    made: str
+    region: str
+
+
+def apex_to_torch(text: str, target: Target, quote: str) -> tuple[str, list[Finding]] | None:
+    """Rewrite a program that uses apex.amp; None if it does not.
+
+    Raises:
+        CannotRewriteError: not all of it can be rewritten with the same meaning.
+    """
+    module = cst.parse_module(text)
+    wrapper = MetadataWrapper(module, unsafe_skip_copy=True)
+    metadata = wrapper.resolve_many([ParentNodeProvider, PositionProvider, ScopeProvider])
+    parents = cast("Mapping[cst.CSTNode, cst.CSTNode]", metadata[ParentNodeProvider])
+    positions = cast("Mapping[cst.CSTNode, CodeRange]", metadata[PositionProvider])
+    scopes = cast("Mapping[cst.CSTNode, Scope | None]", metadata[ScopeProvider])
+
+    def find(node: cst.CSTNode, level: Level, name: str, message: str) -> Finding:
+        start = positions[node].start
+        return Finding(start.line, start.column, level, name, message)
+
+    reader = Reader(module, Resolver(scopes, parents, star_names(module)), parents)
+    try:
+        program = reader.read()
+        if program is None:
+            return None
+        rewriter = _Rewriter(module, program, reader, quote)
+        return rewriter.rewrite(target), [find(*said) for said in rewriter.findings()]
+    except CannotFollowError as error:
+        raise CannotRewriteError(find(error.node, "manual", "apex.amp", f"{error}; {_AS_A_WHOLE}")) from error
+
+
+_AS_A_WHOLE = "the file is rewritten whole or not at all"
+
+
+class CannotRewriteError(Exception):
+    """`finding` says where and why."""
+
+    def __init__(self, finding: Finding) -> None:
+        super().__init__(finding.message)
+        self.finding = finding
+
+
+class _Rewriter:
+    """Writes a program in terms of torch.amp.
+
+    Args:
+        module: the module that the program was read from.
+        program: what it does with apex.amp.
+        reader: knows where things stand.
+        quote: the quotation mark that the file uses.
+    """
+
+    def __init__(self, module: cst.Module, program: Program, reader: Reader, quote: str) -> None:
+        self._module = module
+        self._program = program
+        self._reader = reader
+        self._quote = quote
+        self._replace: dict[cst.CSTNode, Callable[[Any], Lines]] = {}
+        self._before: dict[cst.CSTNode, Lines] = defaultdict(list)
+        self._unscaled: set[cst.CSTNode] = set()
+        self._expressions: dict[cst.CSTNode, str] = {}
+        self._scaler = self._choose()
+
+    def rewrite(self, target: Target) -> str:
+        """Return the text of the module, rewritten."""
+        scaler, first = self._scaler, self._program.initialize
+        for one in self._program.imports:
+            self._replace[one.statement] = _without_amp if one.others else lambda _: []
+        self._replace[first.line] = lambda line: [_line(f"{scaler.name} = {scaler.made}", line)]
+        self._define_when_off()
+        for backward in self._program.backwards:
+            self._write(backward)
+        for call in self._program.params:
+            optimizer = self._module.code_for_node(call.args[0].value)
+            groups = f"{optimizer}.param_groups"
+            params = f"(p for group in {groups} for p in group[{self._quote}params{self._quote}])"
+            self._expressions[call] = params
+        for call in self._program.states:
+            assert isinstance(call.func, (cst.Attribute, cst.Name))
+            name = call.func.attr.value if isinstance(call.func, cst.Attribute) else call.func.value
+            self._expressions[call.func] = f"{scaler.name}.{name}"
+        regions = {(b.region.block, b.region.first): b.region.last for b in self._program.backwards}
+        writer = _Write(self._replace, self._before, self._expressions, regions, scaler.region)
+        new = self._module.visit(writer)
+        assert isinstance(new, cst.Module)
+        imports = ImportEditor(new, target, {})
+        if "torch" not in bound_names(new):
+            imports.need("torch")
+        return imports.add_to(new).code
+
+    def findings(self) -> list[tuple[cst.CSTNode, Level, str, str]]:
+        """Return what there is to say about each use."""
+        name = self._scaler.name
+        told = {
+            "initialize": f"{name} = torch.amp.GradScaler(...); the forward pass is under torch.amp.autocast",
+            "scale_loss": f"{name}.scale(loss).backward(), {name}.step(optimizer), {name}.update()",
+            "master_params": f"{name}.unscale_(optimizer), and the parameters of its groups",
+            "state_dict": f"{name}.state_dict()",
+        }
+        found: list[tuple[cst.CSTNode, Level, str, str]] = []
+        for node, use in self._program.uses:
+            notes = self._program.initialize.notes if use == "initialize" else ()
+            if use == "load_state_dict":
+                notes = ["a state that apex saved has other keys: amp_core.convert_scaler_state reads it"]
+            message = "; ".join([told.get(use, f"{name}.{use}(...)"), *notes])
+            found.append((node, "review" if notes else "changed", f"apex.amp.{use}", message))
+        return found
+
+    def _choose(self) -> _Scaler:
+        first = self._program.initialize
+        text = self._module.code
+        free = next(n for n in (*_NAMES, "_scaler_of_torch_amp") if not re.search(rf"\b{n}\b", text))
+        home = self._reader.scope_of(first.line)
+        nodes = [node for node, _ in self._program.uses]
+        scopes = {self._reader.scope_of(node) for node in nodes}
+        classes = {self._reader.class_of(scope) for scope in {home, *scopes}}
+        together = isinstance(home, cst.Module) or scopes == {home}
+        own = not together and None not in classes and len(classes) == 1
+        block = self._reader.block_of(first.line)
+        nested = block is not (home.body if isinstance(home, cst.FunctionDef) else home)
+        name = f"self.{free}" if own else free
+        device = f"{self._quote}cuda{self._quote}"
+        options = [f"init_scale={first.init_scale}"] if first.init_scale else []
+        options += [f"enabled={first.enabled}"] if first.enabled else []
+        off = nested or bool(first.enabled) or not (together or own)
+        made = f"torch.amp.GradScaler({', '.join([device, *options])})"
+        enabled = f", enabled={name}.is_enabled()" if off else ""
+        region = f"torch.amp.autocast({device}, dtype=torch.float16{enabled})"
+        return _Scaler(name, not (together or own), nested, made, region)
+
+    def _define_when_off(self) -> None:
+        """Have a scaler that does nothing wherever `amp.initialize` may not be called."""
+        scaler, line = self._scaler, self._program.initialize.line
+        made = f"torch.amp.GradScaler({self._quote}cuda{self._quote}, enabled=False)"
+        default = cst.parse_statement(f"{scaler.name} = {made}")
+        home = self._reader.scope_of(line)
+        if scaler.is_global:
+            body = self._module.body
+            self._before[next(s for s in body if isinstance(s, (cst.FunctionDef, cst.ClassDef)))].append(
+                default
+            )
+            assert isinstance(home, cst.FunctionDef)
+            start = next(s for s in home.body.body if not _is_docstring(s))
+            self._before[start].append(cst.parse_statement(f"global {scaler.name}"))
+        elif scaler.may_be_off:
+            block: Any = home.body if isinstance(home, cst.FunctionDef) else home
+            self._before[block.body[self._reader.place_in(block, line) or 0]].append(default)
+
+    def _write(self, backward: Backward) -> None:
+        name = self._scaler.name
+        loss = self._module.code_for_node(backward.loss)
+        self._replace[backward.node] = lambda node: _scaled(node, f"{name}.scale({loss})")
+        for step in backward.steps:
+            self._replace[step] = lambda line: [
+                _line(f"{name}.step({backward.optimizer})", line),
+                cst.parse_statement(f"{name}.update()"),
+            ]
+        if backward.looks is not None and backward.looks not in self._unscaled:
+            self._unscaled.add(backward.looks)
+            self._before[backward.looks].append(cst.parse_statement(f"{name}.unscale_({backward.optimizer})"))
+
+
+def _without_amp(line: Any) -> Lines:
+    """Return ``from apex import amp, others`` without amp."""
+    node = line.body[0]
+    names = [alias for alias in node.names if alias.evaluated_name != "amp"]
+    names[-1] = names[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
+    return [line.with_changes(body=[node.with_changes(names=names)])]
+
+
+def _is_docstring(statement: cst.CSTNode) -> bool:
+    small = statement.body[0] if isinstance(statement, cst.SimpleStatementLine) else None
+    return isinstance(small, cst.Expr) and isinstance(small.value, (cst.SimpleString, cst.ConcatenatedString))
+
+
+def _line(code: str, old: Any) -> cst.SimpleStatementLine:
+    """Return `code` with the comments of the statement that it stands for."""
+    made = cst.parse_statement(code)
+    assert isinstance(made, cst.SimpleStatementLine)
+    trailing = getattr(old, "trailing_whitespace", cst.TrailingWhitespace())
+    return made.with_changes(leading_lines=old.leading_lines, trailing_whitespace=trailing)
+
+
+def _scaled(node: cst.With, scaled: str) -> Lines:
+    """Return the body of ``with amp.scale_loss(...) as name``, on the scaled loss."""
+    asname = node.items[0].asname
+    assert asname is not None
+    assert isinstance(asname.name, cst.Name)
+    name = asname.name.value
+    body: Lines = list(node.body.body)
+    if isinstance(node.body, cst.SimpleStatementSuite):
+        body = [cst.SimpleStatementLine([s.with_changes(semicolon=cst.MaybeSentinel.DEFAULT)]) for s in body]
+    first = body[0]
+    call = _backward_of(first, name) if len(body) == 1 else None
+    if call is not None:
+        func = call.func.with_changes(value=cst.parse_expression(scaled))
+        lines = [*node.leading_lines, *first.leading_lines]
+        return [first.with_changes(body=[cst.Expr(call.with_changes(func=func))], leading_lines=lines)]
+    return [_line(f"{name} = {scaled}", node), *body]
+
+
+def _backward_of(statement: cst.CSTNode, name: str) -> cst.Call | None:
+    """Return the call if `statement` is ``name.backward(...)``."""
+    call = matchers.Call(matchers.Attribute(matchers.Name(name), matchers.Name("backward")))
+    line = matchers.SimpleStatementLine(body=[matchers.Expr(matchers.SaveMatchedNode(call, "call"))])
+    found = matchers.extract(statement, line)
+    return cast("cst.Call", found["call"]) if found is not None else None
+
+
+class _Write(cst.CSTTransformer):
+    """Writes each block anew: statements replaced, added, and put into regions."""
+
+    def __init__(
+        self,
+        replace: Mapping[cst.CSTNode, Callable[[Any], Lines]],
+        before: Mapping[cst.CSTNode, Lines],
+        expressions: Mapping[cst.CSTNode, str],
+        regions: Mapping[tuple[Block, int], int],
+        header: str,
+    ) -> None:
+        super().__init__()
+        self._replace, self._before = replace, before
+        self._expressions, self._regions = expressions, regions
+        self._header = header
+
+    def on_leave(self, original_node: Any, updated_node: Any) -> Any:
+        """Replace an expression, or the statements of a block."""
+        if original_node in self._expressions:
+            return cst.parse_expression(self._expressions[original_node])
+        updated: Any = super().on_leave(original_node, updated_node)
+        if isinstance(original_node, (cst.IndentedBlock, cst.Module)):
+            return updated.with_changes(body=self._statements(original_node, updated.body))
+        return updated
+
+    def _statements(self, block: Block, updated: Any) -> Lines:
+        written: Lines = []
+        region: Lines = []
+        last, comments = -1, []
+        for place, (old, new) in enumerate(zip(block.body, updated, strict=True)):
+            lines = self._replace[old](new) if old in self._replace else [new]
+            if not lines:
+                comments += [line for line in new.leading_lines if line.comment is not None]
+                continue
+            lines, comments = self._led([*self._before.get(old, ()), *lines], comments, new), []
+            last = self._regions.get((block, place), last)
+            (region if place <= last else written).extend(lines)
+            if place == last:
+                written.append(self._with(region))
+                region = []
+        return written or [cst.parse_statement("pass")]
+
+    def _led(self, lines: Lines, comments: Lines, old: Any) -> Lines:
+        """Move the comments and blank lines of a statement ahead of what was put before it."""
+        first, *rest = lines
+        if rest and first is not old and rest[-1] is old:
+            lead = old.leading_lines
+            if isinstance(old, (cst.FunctionDef, cst.ClassDef)):  # its own stay with it
+                lead = [line for line in lead if line.comment is None]
+            else:
+                rest[-1] = old.with_changes(leading_lines=())
+            first = first.with_changes(leading_lines=lead)
+        return [first.with_changes(leading_lines=[*comments, *first.leading_lines]), *rest]
+
+    def _with(self, lines: Lines) -> cst.With:
+        first, *rest = lines
+        body = [first.with_changes(leading_lines=()), *rest]
+        item = cst.WithItem(cst.parse_expression(self._header))
+        return cst.With([item], cst.IndentedBlock(body), leading_lines=first.leading_lines)
