@@ -222,6 +222,28 @@ def test_a_rewritten_program_trains_as_one_written_by_hand(name, options, expect
         assert torch.equal(ours, theirs)
 
 
+def test_comments_and_branches_stay() -> None:
+    """A comment of a statement that goes is lost, or a loss that is made in branches is not found."""
+    branches = """    if y is None:
+        loss = model.forward(x)
+    else:
+        loss = criterion(model(x), y)
+"""
+    source = PLAIN[: PLAIN.index("    # forward")] + branches
+    source += """    with amp.scale_loss(loss, optimizer) as scaled_loss:  # why
+        # how
+        scaled_loss.backward()
+        # what then
+    optimizer.step()
+"""
+    text = migrate_source(source.replace("from apex", "# for speed\nfrom apex"), TORCH).text
+    assert "import torch\n# for speed\n\n# Initialization\n" in text
+    indented = "".join(f"    {line}\n" for line in branches.splitlines())
+    region = '    with torch.amp.autocast("cuda", dtype=torch.float16):\n'
+    scaled = "    # why\n    # how\n    scaler.scale(loss).backward()\n    # what then\n"
+    assert region + indented + scaled + "    scaler.step(optimizer)\n" in text
+
+
 def test_other_imports_of_apex_stay() -> None:
     """``from apex import amp, parallel`` loses both."""
     assert "\nfrom apex import parallel\n" in migrate_source(SPLIT, TORCH).text
@@ -268,6 +290,7 @@ REFUSED = {
     ),
     "no step here": (PLAIN.replace(STEP, "    take(optimizer)\n"), "no optimizer.step() is found"),
     "a step elsewhere": (PLAIN + "\ndef take(optimizer):\n    optimizer.step()\n", "outside of the function"),
+    "a loss that is not scaled": (PLAIN.replace(STEP, "    other.backward()\n" + STEP), "not scaled"),
     "a closure": (PLAIN.replace("optimizer.step()", "optimizer.step(closure)"), "passed nothing"),
     "no forward here": (PLAIN.replace("model(x)", "predict(x)"), "no forward pass of model"),
     "gradients ahead": (

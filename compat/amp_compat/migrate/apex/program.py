@@ -12,6 +12,7 @@ from amp_compat.migrate.apex.calls import CannotFollowError, Initialize, argumen
 from amp_compat.migrate.apex.search import (
     Looks,
     Uses,
+    backward_calls,
     begins_a_cell,
     binds,
     calls_of,
@@ -110,6 +111,7 @@ class Reader:
         backwards = [self._backward(call, initialize) for name, call in calls if name == "scale_loss"]
         states = [call for name, call in calls if name.endswith("state_dict")]
         self._check_scopes(first[0], params, backwards)
+        self._check_losses([b.node for b in backwards])
         self._note_other_uses(initialize, backwards)
         return Program(found.uses, self._imports(found), initialize, backwards, params, states)
 
@@ -263,6 +265,14 @@ class Reader:
         path = [one, *self.around(one)]
         fork = next(n for n in path if n in above)
         return isinstance(fork, cst.If) and path[path.index(fork) - 1] is not above[above.index(fork) - 1]
+
+    def _check_losses(self, scaled: Sequence[cst.With]) -> None:
+        """See that no loss goes back unscaled beside one that is scaled."""
+        for call in backward_calls(self._module):
+            here = [node for node in scaled if self.scope_of(node) is self.scope_of(call)]
+            inside = any(node in self.around(call) for node in here)
+            if here and not inside and not any(self._in_other_branch(call, node) for node in here):
+                raise CannotFollowError(call, "a loss goes back here that is not scaled")
 
     def _note_other_uses(self, initialize: Initialize, backwards: Sequence[Backward]) -> None:
         inside = [s for b in backwards for s in b.region.block.body[b.region.first : b.region.last + 1]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import Any
 
 import libcst as cst
@@ -97,34 +98,54 @@ def uses_model(module: cst.Module, statement: cst.CSTNode, model: str) -> bool:
         return False
     calls = _Calls()
     statement.visit(calls)
-    return any(
-        model in {module.code_for_node(call.func), *(module.code_for_node(a.value) for a in call.args)}
-        for call in calls.found
-    )
+    called = {module.code_for_node(call.func) for call in calls.found}
+    passed = {module.code_for_node(arg.value) for call in calls.found for arg in call.args}
+    return bool(called & {model, f"{model}.forward", f"{model}.module"}) or model in passed
 
 
 def goes_back(statement: cst.CSTNode) -> bool:
     """Whether a backward pass or a step is in `statement`."""
+    return bool(_methods(statement, {"backward", "step"}))
+
+
+def backward_calls(module: cst.Module) -> list[cst.Call]:
+    """Return the calls of a method ``backward``."""
+    return _methods(module, {"backward"})
+
+
+def _methods(within: cst.CSTNode, names: Set[str]) -> list[cst.Call]:
     calls = _Calls()
-    statement.visit(calls)
-    return any(
-        isinstance(c.func, cst.Attribute) and c.func.attr.value in {"backward", "step"} for c in calls.found
-    )
+    within.visit(calls)
+    return [c for c in calls.found if isinstance(c.func, cst.Attribute) and c.func.attr.value in names]
 
 
 def binds(statement: cst.CSTNode, loss: cst.BaseExpression) -> bool:
-    """Whether `statement` assigns to the name `loss`."""
-    if not isinstance(statement, cst.SimpleStatementLine) or not isinstance(loss, cst.Name):
-        return False
-    name = loss.value
-    for small in statement.body:
-        targets = [t.target for t in small.targets] if isinstance(small, cst.Assign) else []
-        if isinstance(small, (cst.AugAssign, cst.AnnAssign)):
-            targets = [small.target]
-        flat = [e.value for t in targets if isinstance(t, cst.Tuple) for e in t.elements] + targets
-        if any(isinstance(t, cst.Name) and t.value == name for t in flat):
-            return True
-    return False
+    """Whether `statement`, or one within it, assigns to the name `loss`."""
+    targets = _Targets()
+    if isinstance(loss, cst.Name) and not isinstance(statement, (cst.FunctionDef, cst.ClassDef)):
+        statement.visit(targets)
+    return isinstance(loss, cst.Name) and loss.value in targets.names
+
+
+class _Targets(cst.CSTVisitor):
+    """Collects the names that are assigned to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def visit_AssignTarget(self, node: cst.AssignTarget) -> None:
+        self._add(node.target)
+
+    def visit_AugAssign(self, node: cst.AugAssign) -> None:
+        self._add(node.target)
+
+    def visit_AnnAssign(self, node: cst.AnnAssign) -> None:
+        self._add(node.target)
+
+    def _add(self, target: cst.BaseExpression) -> None:
+        each = [e.value for e in target.elements] if isinstance(target, (cst.Tuple, cst.List)) else [target]
+        self.names.update(t.value for t in each if isinstance(t, cst.Name))
 
 
 def begins_a_cell(statement: Any) -> bool:

@@ -19,13 +19,13 @@ from libcst.metadata import (
 )
 
 from amp_compat.migrate.apex.calls import CannotFollowError
-from amp_compat.migrate.apex.program import Backward, Block, Program, Reader
+from amp_compat.migrate.apex.program import Backward, Program, Reader
+from amp_compat.migrate.apex.write import Lines, Write, comments_of
 from amp_compat.migrate.bindings import Resolver, star_names
 from amp_compat.migrate.imports import ImportEditor, bound_names
 from amp_compat.migrate.model import Finding, Level
 from amp_compat.migrate.names import Target
 
-Lines = list[Any]
 _NAMES = ("scaler", "grad_scaler", "amp_scaler", "torch_amp_scaler")
 
 
@@ -118,7 +118,7 @@ class _Rewriter:
             name = call.func.attr.value if isinstance(call.func, cst.Attribute) else call.func.value
             self._expressions[call.func] = f"{scaler.name}.{name}"
         regions = {(b.region.block, b.region.first): b.region.last for b in self._program.backwards}
-        writer = _Write(self._replace, self._before, self._expressions, regions, scaler.region)
+        writer = Write(self._replace, self._before, self._expressions, regions, scaler.region)
         new = self._module.visit(writer)
         assert isinstance(new, cst.Module)
         imports = ImportEditor(new, target, {})
@@ -228,6 +228,9 @@ def _scaled(node: cst.With, scaled: str) -> Lines:
     body: Lines = list(node.body.body)
     if isinstance(node.body, cst.SimpleStatementSuite):
         body = [cst.SimpleStatementLine([s.with_changes(semicolon=cst.MaybeSentinel.DEFAULT)]) for s in body]
+    elif isinstance(node.body, cst.IndentedBlock):  # with the comment behind the colon
+        lead = [*node.leading_lines, *comments_of([node.body.header])]
+        node = node.with_changes(leading_lines=lead)
     first = body[0]
     call = _backward_of(first, name) if len(body) == 1 else None
     if call is not None:
@@ -243,64 +246,3 @@ def _backward_of(statement: cst.CSTNode, name: str) -> cst.Call | None:
     line = matchers.SimpleStatementLine(body=[matchers.Expr(matchers.SaveMatchedNode(call, "call"))])
     found = matchers.extract(statement, line)
     return cast("cst.Call", found["call"]) if found is not None else None
-
-
-class _Write(cst.CSTTransformer):
-    """Writes each block anew: statements replaced, added, and put into regions."""
-
-    def __init__(
-        self,
-        replace: Mapping[cst.CSTNode, Callable[[Any], Lines]],
-        before: Mapping[cst.CSTNode, Lines],
-        expressions: Mapping[cst.CSTNode, str],
-        regions: Mapping[tuple[Block, int], int],
-        header: str,
-    ) -> None:
-        super().__init__()
-        self._replace, self._before = replace, before
-        self._expressions, self._regions = expressions, regions
-        self._header = header
-
-    def on_leave(self, original_node: Any, updated_node: Any) -> Any:
-        """Replace an expression, or the statements of a block."""
-        if original_node in self._expressions:
-            return cst.parse_expression(self._expressions[original_node])
-        updated: Any = super().on_leave(original_node, updated_node)
-        if isinstance(original_node, (cst.IndentedBlock, cst.Module)):
-            return updated.with_changes(body=self._statements(original_node, updated.body))
-        return updated
-
-    def _statements(self, block: Block, updated: Any) -> Lines:
-        written: Lines = []
-        region: Lines = []
-        last, comments = -1, []
-        for place, (old, new) in enumerate(zip(block.body, updated, strict=True)):
-            lines = self._replace[old](new) if old in self._replace else [new]
-            if not lines:
-                comments += [line for line in new.leading_lines if line.comment is not None]
-                continue
-            lines, comments = self._led([*self._before.get(old, ()), *lines], comments, new), []
-            last = self._regions.get((block, place), last)
-            (region if place <= last else written).extend(lines)
-            if place == last:
-                written.append(self._with(region))
-                region = []
-        return written or [cst.parse_statement("pass")]
-
-    def _led(self, lines: Lines, comments: Lines, old: Any) -> Lines:
-        """Move the comments and blank lines of a statement ahead of what was put before it."""
-        first, *rest = lines
-        if rest and first is not old and rest[-1] is old:
-            lead = old.leading_lines
-            if isinstance(old, (cst.FunctionDef, cst.ClassDef)):  # its own stay with it
-                lead = [line for line in lead if line.comment is None]
-            else:
-                rest[-1] = old.with_changes(leading_lines=())
-            first = first.with_changes(leading_lines=lead)
-        return [first.with_changes(leading_lines=[*comments, *first.leading_lines]), *rest]
-
-    def _with(self, lines: Lines) -> cst.With:
-        first, *rest = lines
-        body = [first.with_changes(leading_lines=()), *rest]
-        item = cst.WithItem(cst.parse_expression(self._header))
-        return cst.With([item], cst.IndentedBlock(body), leading_lines=first.leading_lines)
