@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from amp_core.scaler.arithmetic import clip_coefficient, reciprocal, zero
+from amp_core.scaler.arithmetic import reciprocal, unscale_and_clip, zero
 from amp_core.scaler.distributed import agree_on_flag, ranks_of
 from amp_core.scaler.gradients import Gradients, Look, by_device, gather, look, parameters_of
 from amp_core.scaler.keyed import KeyedScales
@@ -107,25 +107,23 @@ class Unscaling(KeyedScales):
         state = self._per_optimizer_states.of(optimizer)
         unscaled = state["stage"] is OptState.UNSCALED
         stage = state["stage"] if unscaled else next_stage(state["stage"], "unscale_")
-        inverse = torch.ones_like(scale) if unscaled else reciprocal(scale)
+        divisor = torch.ones_like(scale) if unscaled else scale
         parts = gather(optimizer, allow_fp16=self._allow_fp16)
         seen = look(parts, norm_type, scale.device, self._process_group, self._overlap)
         state["looked"] = parts, seen.measured
-        norm = seen.norm * inverse
+        norm, factor = unscale_and_clip(seen.norm, divisor, max_norm)
         if error_if_nonfinite and not bool(norm.isfinite()):
             raise RuntimeError(
                 f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it "
                 f"cannot be clipped. To disable this error and scale the gradients by the non-finite norm "
                 f"anyway, set `error_if_nonfinite=False`"
             )
-        # A norm that is NaN would make all gradients NaN, and so hide which of them were.
-        coefficient = clip_coefficient(norm, max_norm).nan_to_num(nan=1.0)
-        self._multiply(parts, inverse * coefficient, seen, state)
+        self._multiply(parts, factor, seen, state)
         state["stage"], state["norm"] = stage, norm
         return norm
 
     def _multiply(self, parts: list[Gradients], factor: Tensor, seen: Look, state: dict[str, Any]) -> None:
-        factors = _MultiDeviceReplicator(factor.float())
+        factors = _MultiDeviceReplicator(factor)
         flags, left = list(state["found_inf_per_device"].items()), dict(seen.flags)
         if seen.agreed:
             # What this rank alone would find in its products, the others would not know of.

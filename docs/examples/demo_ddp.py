@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import time
 
 import torch
 import torch.distributed as dist
@@ -22,9 +23,17 @@ from amp_core.demo.model import build_model
 
 
 def main() -> None:
-    """Train on this rank's share of every batch; rank 0 reports."""
+    """Join the other ranks, train with them, and leave."""
     args = arguments()
     dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
+    train(args)  # the model is gone when it returns: it would hold on to the group
+    dist.barrier()  # no rank takes its connections down while another still uses them
+    time.sleep(0.2)  # gloo's threads let go of the last tensors; the end would cross them (pytorch#190489)
+    dist.destroy_process_group()
+
+
+def train(args: argparse.Namespace) -> None:
+    """Train on this rank's share of every batch; rank 0 reports."""
     rank, world = dist.get_rank(), dist.get_world_size()
     # A process drives one card: the one with its number on this machine.
     device = torch.device(args.device, int(os.environ["LOCAL_RANK"]) if args.device != "cpu" else None)
@@ -48,8 +57,6 @@ def main() -> None:
             scaler.step(optimizer, max_norm=1.0)
             scaler.update()
     report(model, digits, scaler, args.device, dtype)
-    dist.barrier()  # no rank takes its connections down while another still uses them
-    dist.destroy_process_group()
 
 
 def report(
