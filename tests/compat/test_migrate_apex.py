@@ -8,9 +8,9 @@ import types
 import pytest
 import torch
 
-from amp_compat.migrate.codemod import migrate_source
 from amp_compat.migrate.names import TARGETS
 from amp_compat.migrate.notebook import migrate_notebook
+from amp_compat.migrate.source import migrate_source
 
 TORCH = TARGETS["torch.amp"]
 
@@ -329,6 +329,13 @@ def test_what_cannot_be_followed_is_left_whole(why) -> None:
     assert result.text.replace('"cuda"', "'cuda'") == kept
     manual = [f for f in result.findings if f.level == "manual"]
     assert any(reason in f.message for f in manual), manual
+
+
+def test_a_name_that_other_files_take_from_here_stays() -> None:
+    """Another file's ``from program import amp`` fails."""
+    result = migrate_source(PLAIN, TORCH, exported={"amp"})
+    assert result.text == PLAIN
+    assert any("other files import amp from here" in f.message for f in result.findings)
 
 
 def notebook(*cells):

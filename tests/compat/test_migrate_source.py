@@ -6,8 +6,8 @@ import warnings
 
 import pytest
 
-from amp_compat.migrate.codemod import migrate_source
 from amp_compat.migrate.names import TARGETS
+from amp_compat.migrate.source import migrate_source
 
 TORCH, CORE = TARGETS["torch.amp"], TARGETS["amp_core"]
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from typing import cast
 
@@ -21,64 +19,27 @@ from libcst.metadata import (
 )
 
 from amp_compat.migrate.apex.to_amp_core import ApexRewriter
-from amp_compat.migrate.apex.to_torch import CannotRewriteError, apex_to_torch
 from amp_compat.migrate.bindings import Resolver, module_name, star_imports, star_names
 from amp_compat.migrate.calls import CannotConvertError, convert_args, has_positional, name_positional
 from amp_compat.migrate.collect import Collector
 from amp_compat.migrate.imports import ImportEditor, bound_names
-from amp_compat.migrate.model import Finding, Level
+from amp_compat.migrate.model import Finding, Level, Rewritten
 from amp_compat.migrate.names import Legacy, Target, parse_legacy
 from amp_compat.migrate.plan import Plan, Use
 from amp_compat.migrate.prune import prune
 from amp_compat.migrate.rules import settle_aliases
-from amp_compat.migrate.tree import Apply, Edit, args_of, dunder_all, root_of, super_init, with_args
+from amp_compat.migrate.tree import Apply, Edit, args_of, dunder_all, quote_of, root_of, super_init, with_args
 
 
-@dataclass
-class Rewritten:
-    """New text of a module, and what there is to say about it."""
-
-    text: str
-    findings: list[Finding] = field(default_factory=list)
-
-
-def migrate_source(text: str, target: Target, exported: Collection[str] = ()) -> Rewritten:
-    """Rewrite deprecated names in `text`.
+class ModuleRewriter:
+    """Rewrites the deprecated names of one module.
 
     Args:
-        text: source of one Python module.
+        text: its source.
         target: where the names go.
-        exported: names that other files import from this module; their imports stay as they are.
-
-    Raises:
-        libcst.ParserSyntaxError: `text` is not Python that libcst can read.
+        exported: names that other files import from it; their imports stay as they are.
     """
-    if target.module != "torch.amp" or not _APEX.search(text):
-        return _Module(text, target, exported).rewrite()
-    try:
-        done = apex_to_torch(text, target, _quote_of(text))
-        rest = _Module(done[0] if done else text, target, exported).rewrite()
-        if done is None:
-            return rest
-        if not rest.findings:
-            return Rewritten(done[0], done[1])
-        why = "apex.amp and torch's deprecated names stand side by side: which runs is not known here"
-        found = [Finding(f.line, f.column, "manual", f.name, why) for f in done[1][:1]]
-    except CannotRewriteError as error:
-        found = [error.finding]
-    left = _Module(text, target, exported).rewrite()
-    return Rewritten(left.text, sorted([*found, *left.findings], key=lambda f: (f.line, f.column)))
 
-
-_APEX = re.compile(r"\bapex\b")
-
-
-def _quote_of(text: str) -> str:
-    """The quotation mark that `text` uses."""
-    return "'" if text.count("'") > text.count('"') else '"'
-
-
-class _Module:
     def __init__(self, text: str, target: Target, exported: Collection[str]) -> None:
         self.text = text
         self.module, self.restored = prune(cst.parse_module(text), text)
@@ -92,12 +53,13 @@ class _Module:
         self.globals = scopes[self.module]
         self.target = target
         self.exported = set(exported) | dunder_all(self.module)
-        self.quote = _quote_of(text)
+        self.quote = quote_of(text)
         self.edits: dict[cst.CSTNode, Edit] = {}
         self.findings: list[Finding] = []
         self.imports = ImportEditor(self.module, target, self.parents)
 
     def rewrite(self) -> Rewritten:
+        """Return the new text, and what there is to say about it."""
         plan = self._collect()
         for use in plan.uses:
             if not use.manual:

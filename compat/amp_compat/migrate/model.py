@@ -50,3 +50,11 @@ class FileReport:
         if not self.diff:
             del data["diff"]
         return data
+
+
+@dataclass
+class Rewritten:
+    """New text of a module, and what there is to say about it."""
+
+    text: str
+    findings: list[Finding] = field(default_factory=list)

@@ -10,9 +10,9 @@ from typing import Any
 
 import libcst as cst
 
-from amp_compat.migrate.codemod import Rewritten, migrate_source
-from amp_compat.migrate.model import CELL_MARK, Finding
+from amp_compat.migrate.model import CELL_MARK, Finding, Rewritten
 from amp_compat.migrate.names import Target
+from amp_compat.migrate.source import migrate_source
 
 _MAGIC = re.compile(r"^(\s*)([%!?].*)$")
 _HIDDEN = re.compile(r"^(\s*)pass  # amp-core magic (.*)$")

@@ -89,3 +89,8 @@ def dunder_all(module: cst.Module) -> set[str]:
                 values = [element.value for element in small.value.elements]
                 return {str(v.evaluated_value) for v in values if isinstance(v, cst.SimpleString)}
     return set()
+
+
+def quote_of(text: str) -> str:
+    """The quotation mark that `text` uses."""
+    return "'" if text.count("'") > text.count('"') else '"'

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import libcst as cst
 
-from amp_compat.migrate.codemod import Rewritten, migrate_source
 from amp_compat.migrate.files import write_whole
-from amp_compat.migrate.model import FileReport
+from amp_compat.migrate.model import FileReport, Rewritten
 from amp_compat.migrate.names import TARGETS
 from amp_compat.migrate.notebook import migrate_notebook
+from amp_compat.migrate.source import migrate_source
 
 
 @dataclass(frozen=True)
