@@ -243,7 +243,7 @@ def has_gradient_hooks(tensor: torch.Tensor) -> bool:
     return bool(hooks._backward_hooks) or bool(hooks._post_accumulate_grad_hooks)
 
 
-def is_shared(storage: torch.UntypedStorage) -> bool:
+def is_in_use(storage: torch.UntypedStorage) -> bool:
     """Whether a tensor uses `storage`, of which the caller holds the one Python object.
 
     For: using the memory of casts and gradients again. If it goes: each is allocated anew.

@@ -48,9 +48,13 @@ class KeptMemory:
         # The newest first: it is the one that comes back soonest. What is in use goes behind.
         kept = self._kept[nbytes]
         for _ in range(len(kept)):
-            if not _torch.is_shared(kept[0]):
-                return kept[0]
-            kept.rotate(-1)
+            storage = kept[0]
+            if _torch.is_in_use(storage):
+                kept.rotate(-1)
+            elif storage.nbytes() == nbytes and not storage.is_shared():
+                return storage
+            else:  # resized, or mapped by another process, which may still read it
+                kept.popleft()
         kept.appendleft(UntypedStorage(nbytes))  # type: ignore[no-untyped-call]
         return kept[0]
 
@@ -58,7 +62,7 @@ class KeptMemory:
         """Return the bytes that nobody uses now."""
         with self._lock:
             kept = [storage for storages in self._kept.values() for storage in storages]
-            return sum(storage.nbytes() for storage in kept if not _torch.is_shared(storage))
+            return sum(storage.nbytes() for storage in kept if not _torch.is_in_use(storage))
 
     def clear(self) -> None:
         """Keep nothing; what is in use lives on with its tensors."""

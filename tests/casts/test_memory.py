@@ -36,6 +36,20 @@ def test_memory_comes_back_when_nobody_has_it() -> None:
     assert memory.idle_nbytes() == 0
 
 
+def test_memory_that_was_resized_or_shared_is_not_used_again() -> None:
+    """Another process reads the next gradient in place of the one it was given, or a small one is overrun."""
+    memory = KeptMemory()
+    shared = memory.empty_like(LAYOUT, torch.float32).share_memory_()
+    place = shared.data_ptr()
+    del shared
+    resized = memory.empty_like(LAYOUT, torch.float32)
+    assert resized.data_ptr() != place
+    resized.untyped_storage().resize_(0)
+    del resized
+    memory.empty_like(LAYOUT, torch.float32).fill_(1.0)
+    assert memory.idle_nbytes() == LAYOUT.numel() * 4
+
+
 @pytest.mark.parametrize(
     "tensor",
     [
