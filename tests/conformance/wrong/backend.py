@@ -1,0 +1,170 @@
+"""Wrong in what they say, or in what their hooks leave behind; `fails` names the checks that must say so."""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+
+import torch
+
+from amp_core.kernels import Portable
+from amp_core.plugin import Availability, Refusal
+from amp_core.policy import OpPolicy
+from amp_core.testing import Loopback
+
+
+class DefaultIsNotSupported(Loopback):
+    fails = ("default_dtype_is_supported",)
+
+    def supported_dtypes(self):
+        return (torch.float16,)
+
+
+class DefaultIsFloat32(Loopback):
+    fails = ("default_dtype_is_a_lower_precision",)
+
+    def default_dtype(self):
+        return torch.float32
+
+
+class DefaultIsAnotherThanTorchs(Loopback):
+    fails = ("default_dtype_is_torchs_where_torch_has_one",)
+
+    def default_dtype(self):
+        return torch.float16
+
+
+class DefaultIsFixed(Loopback):
+    fails = ("default_dtype_follows_torchs_setting",)
+
+    def default_dtype(self):
+        return torch.bfloat16
+
+
+class AdmitsEverything(Loopback):
+    fails = ("supported_dtypes_are_admitted_and_others_refused_in_words",)
+
+    def autocast_refusal(self, dtype):
+        return None
+
+
+class SupportsIntegers(Loopback):
+    fails = ("supported_dtypes_are_floating_and_distinct",)
+
+    def supported_dtypes(self):
+        return (torch.bfloat16, torch.float16, torch.int8)
+
+
+class HasNoReason(Loopback):
+    fails = ("availability_gives_a_reason_in_words",)
+
+    def availability(self):
+        return Availability(True, "")
+
+
+class AnswersWithABool(Loopback):
+    fails = ("availability_gives_a_reason_in_words",)
+
+    def availability(self):
+        return True
+
+
+class SaysThatItIsAbsent(Loopback):
+    fails = ("availability_is_true_of_the_device",)
+
+    def availability(self):
+        return Availability(False, "no driver is loaded")
+
+
+class AllocatesToAnswer(Loopback):
+    fails = ("questions_do_no_work_on_the_device",)
+
+    def availability(self):
+        return Availability(torch.ones(1, device=self.device_type).sum() == 1 or True, "tried an addition")
+
+
+class PolicyLacksARule(Loopback):
+    fails = ("policy_has_torchs_rules_but_for_stated_departures",)
+
+    def op_policy(self):
+        rules = dict(OpPolicy.default("cpu").rules)
+        del rules["aten::mse_loss.default"]
+        return OpPolicy("cpu", rules)
+
+
+class PolicyRunsProductsInFloat32(Loopback):
+    fails = ("policy_runs_products_in_low_precision",)
+
+    def op_policy(self):
+        return OpPolicy.float32("cpu")
+
+
+class PolicyIsForAnotherDevice(Loopback):
+    fails = ("policy_is_for_the_device",)
+
+    def op_policy(self):
+        return OpPolicy.default("cuda")
+
+
+class HasAnAutocastKernelThatDoesNotCast(Loopback):
+    fails = ("region_follows_every_rule",)
+
+    def op_policy(self):
+        if not LIBRARIES:
+            LIBRARIES.append(torch.library.Library("aten", "IMPL"))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # that it takes the place of another
+                LIBRARIES[0].impl("smooth_l1_loss", torch.library.fallthrough_kernel, "AutocastCPU")
+        return super().op_policy()
+
+
+LIBRARIES = []
+
+
+class TurnsGradientsOff(Portable):
+    fails = ("hooks_leave_torchs_state_as_it_was",)
+
+    def measure(self, grads, norm_type=2.0):
+        torch.set_grad_enabled(False)
+        return super().measure(grads, norm_type)
+
+
+class LeavesAutocastOn(Portable):
+    fails = ("hooks_leave_torchs_state_as_it_was",)
+
+    def cast(self, tensors, dtype, out=None):
+        torch.set_autocast_enabled("cpu", True)
+        return super().cast(tensors, dtype, out)
+
+
+class StartsAThreadPerCall(Portable):
+    fails = ("hooks_leave_no_thread_behind",)
+
+    def measure(self, grads, norm_type=2.0):
+        threading.Thread(target=time.sleep, args=(0.5,), daemon=True).start()
+        return super().measure(grads, norm_type)
+
+
+class SharesABuffer(Portable):
+    fails = ("kernels_serve_many_threads_at_once",)
+
+    shared = None
+
+    def measure(self, grads, norm_type=2.0):
+        SharesABuffer.shared = grads
+        time.sleep(0.001)
+        return super().measure(list(SharesABuffer.shared), norm_type)
+
+
+class RefusesTheScaler(Loopback):
+    fails = ("scaler_is_admitted",)
+
+    def scaler_refusal(self):
+        return Refusal("no loss scaling here")
+
+
+class HasNoName(Portable):
+    fails = ("kernels_are_named",)
+
+    name = ""
