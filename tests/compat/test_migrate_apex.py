@@ -291,6 +291,7 @@ REFUSED = {
     "no step here": (PLAIN.replace(STEP, "    take(optimizer)\n"), "no optimizer.step() is found"),
     "a step elsewhere": (PLAIN + "\ndef take(optimizer):\n    optimizer.step()\n", "outside of the function"),
     "a loss that is not scaled": (PLAIN.replace(STEP, "    other.backward()\n" + STEP), "not scaled"),
+    "no name": (PLAIN.replace("as scaled_loss:", "as self.loss:"), "as name"),
     "a closure": (PLAIN.replace("optimizer.step()", "optimizer.step(closure)"), "passed nothing"),
     "no forward here": (PLAIN.replace("model(x)", "predict(x)"), "no forward pass of model"),
     "gradients ahead": (
@@ -329,6 +330,15 @@ def test_what_cannot_be_followed_is_left_whole(why) -> None:
     assert result.text.replace('"cuda"', "'cuda'") == kept
     manual = [f for f in result.findings if f.level == "manual"]
     assert any(reason in f.message for f in manual), manual
+
+
+def test_functions_in_a_branch_share_a_scaler_of_the_module() -> None:
+    """Where no function stands at the margin, there is no place for the scaler."""
+    inner = SPLIT[SPLIT.index("def main(model") :]
+    source = "import torch\nfrom apex import amp\nif True:\n"
+    source += "".join(f"    {line}\n" if line else "\n" for line in inner.splitlines())
+    for ours, theirs in zip(trained(migrate_source(source, TORCH).text), by_hand(max_norm=0.1), strict=True):
+        assert torch.equal(ours, theirs)
 
 
 def test_a_name_that_other_files_take_from_here_stays() -> None:

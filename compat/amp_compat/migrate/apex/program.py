@@ -184,7 +184,8 @@ class Reader:
     def _backward(self, call: cst.Call, initialize: Initialize) -> Backward:
         item = self._parents[call]
         node = self._parents[item] if isinstance(item, cst.WithItem) else None
-        if not isinstance(node, cst.With) or len(node.items) != 1 or node.items[0].asname is None:
+        named = isinstance(item, cst.WithItem) and item.asname and isinstance(item.asname.name, cst.Name)
+        if not isinstance(node, cst.With) or len(node.items) != 1 or not named:
             raise CannotFollowError(call, "amp.scale_loss stands elsewhere than in `with ... as name:`")
         self.block_of(node)
         given = arguments("scale_loss", call)

@@ -174,9 +174,9 @@ class _Rewriter:
         home = self._reader.scope_of(line)
         if scaler.is_global:
             body = self._module.body
-            self._before[next(s for s in body if isinstance(s, (cst.FunctionDef, cst.ClassDef)))].append(
-                default
-            )
+            outer = body[self._reader.place_in(self._module, home) or 0]
+            defined = (s for s in body if isinstance(s, (cst.FunctionDef, cst.ClassDef)))
+            self._before[next(defined, outer)].append(default)
             assert isinstance(home, cst.FunctionDef)
             start = next(s for s in home.body.body if not _is_docstring(s))
             self._before[start].append(cst.parse_statement(f"global {scaler.name}"))
