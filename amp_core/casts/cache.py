@@ -88,6 +88,8 @@ class WeightCache:
             slot.wanted.add(dtype)
             groups: dict[tuple[torch.device, bool], list[Tensor]] = defaultdict(list)
             for weight in [s.weight for s in self._slots.values() if dtype in s.wanted]:
+                if weight.data_ptr() == 0 and weight.numel():
+                    continue  # its memory was taken away for the time being
                 entry = entries.get(id(weight))
                 if entry is None or not _fresh(entry, weight):
                     entries.pop(id(weight), None)  # free the old cast before the new one is made

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 from typing import Any
 
@@ -13,13 +15,19 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from amp_core.casts import intercept
 from amp_core.casts.bulk import cast_weights
 from amp_core.casts.cache import MakeCasts, WeightCache
+from amp_core.errors import AmpWarning
+from amp_core.plugin.manager import level_outside
 
 
 class CachedCasts:
     """What `cached_casts` returns: a context manager, or, when persistent, a handle that is already on."""
 
     def __init__(self, model: nn.Module, make: MakeCasts = cast_weights, *, debug: bool = False) -> None:
-        self._cache = WeightCache(model.named_parameters, make, debug=debug)
+        left = _left_alone(model)
+        if left:
+            name = next(name for name, weight in model.named_parameters() if id(weight) in left)
+            warnings.warn(_LEFT.format(count=len(left), name=name), AmpWarning, stacklevel=level_outside())
+        self._cache = WeightCache(lambda: _weights(model), make, debug=debug)
         self._release: Callable[[], None] | None = None
 
     def __enter__(self) -> CachedCasts:
@@ -69,6 +77,29 @@ class CachedCasts:
         return sum(cast.nbytes for cast in self._cache.casts()) + self._cache.memory.idle_nbytes()
 
 
+def _weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    left = _left_alone(model)
+    return ((name, weight) for name, weight in model.named_parameters() if id(weight) not in left)
+
+
+def _left_alone(model: nn.Module) -> set[int]:
+    """Return the ``id`` of each weight that is no plain tensor, or whose memory a wrapper takes and refills.
+
+    FSDP gathers a weight into the same memory again without moving its version: no cast of it can be trusted.
+    """
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    wrappers = (fsdp.FSDPModule, fsdp.FullyShardedDataParallel) if fsdp is not None else ()
+    sharded = {id(p) for m in model.modules() if isinstance(m, wrappers) for p in m.parameters()}
+    return sharded | {id(p) for p in model.parameters() if type(p) not in (nn.Parameter, Tensor)}
+
+
+_LEFT = (
+    "{count} weights, {name!r} the first, are cast at each use, as without this scope: they are sharded "
+    "(FSDP, DTensor) or of another tensor type. FSDP itself casts once per gathering, with "
+    "fully_shard(..., mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))."
+)
+
+
 def cached_casts(model: nn.Module, *, persistent: bool = False, debug: bool = False) -> CachedCasts:
     """Cast each weight of `model` once and use the cast until the weight changes.
 
@@ -80,7 +111,8 @@ def cached_casts(model: nn.Module, *, persistent: bool = False, debug: bool = Fa
     bit-equal to plain autocast's.
 
     Writes through ``.data`` or a NumPy view cannot be seen: call `CachedCasts.invalidate` after them.
-    Under ``torch.compile`` the scope has no effect: the compiler plans its own casts.
+    Under ``torch.compile`` the scope has no effect: the compiler plans its own casts. Sharded weights (FSDP,
+    DTensor) are cast at each use, with a warning.
 
     Args:
         model: its float32 parameters are covered, frozen ones too.

@@ -1,0 +1,40 @@
+"""Weight casts under DistributedDataParallel, FSDP2 and tensor parallelism, on real processes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+DATA = Path(__file__).with_name("data")
+
+
+def torchrun(processes: int, script: str, *options: str) -> str:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [*launcher, f"--nproc-per-node={processes}", str(DATA / script), *options],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scope", ["cached_casts", "master_weights"])
+@pytest.mark.parametrize("unused", ["find", "all"])
+def test_gradients_are_reduced(scope: str, unused: str) -> None:
+    """Gradients bypass the reducer: the ranks drift apart, or DDP waits for what never comes."""
+    assert torchrun(2, "ddp.py", scope, unused).count("same") == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scope", ["cached_casts", "master_weights"])
+@pytest.mark.parametrize("how", ["reshard", "keep", "tensors"])
+def test_sharded_weights_are_left_alone(scope: str, how: str) -> None:
+    """A stale cast of a gathered weight is used, freed memory is read, or DTensors meet tensors."""
+    assert "same" in torchrun(1, "sharded.py", how, scope)
