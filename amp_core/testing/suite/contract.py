@@ -206,11 +206,15 @@ class EffectsConformance(BackendFixtures):
         """A thread per call ends in a full process; one that lives on is a leak."""
         for call in self._calls().values():
             call()
-        before = threading.active_count()
+        before = set(threading.enumerate())
         for name, call in self._calls().items():
             for _ in range(3):
                 call()
-            assert threading.active_count() <= before, f"{name} left threads running"
+            started = set(threading.enumerate()) - before
+            for thread in started:
+                thread.join(0.05)  # one that is just ending is none that is left
+            left = sorted(thread.name for thread in started if thread.is_alive())
+            assert not left, f"{name} left threads running: {', '.join(left)}"
 
     def test_kernels_serve_many_threads_at_once(self) -> None:
         """Each caller's result is its own, whoever else calls."""
