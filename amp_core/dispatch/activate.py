@@ -39,6 +39,8 @@ class Changes:
         self.device_type = device_type
         self.rules = rules
         self.origin = origin
+        # By the identity of a policy, which the entry keeps alive: equal ones differ in their origins.
+        self._made: dict[int, tuple[OpPolicy | None, Activation]] = {}
         with _lock:
             self.handle = len(_changes_made)
             _changes_made.append(self)
@@ -46,6 +48,13 @@ class Changes:
     def on(self, policy: OpPolicy) -> OpPolicy:
         """Return `policy` with the changes."""
         return policy.override(self.rules, origin=self.origin)
+
+    def activated(self, policy: OpPolicy | None) -> Activation:
+        """Return `policy`, or the device's default, with the changes and made ready."""
+        if id(policy) not in self._made:
+            under = default_policy(get_backend(self.device_type)) if policy is None else policy
+            self._made[id(policy)] = policy, _prepared(self.on(under), False)
+        return self._made[id(policy)][1]
 
     def __reduce__(self) -> tuple[object, ...]:  # the handle means something in this process only
         return Changes, (self.device_type, dict(self.rules), self.origin)
@@ -140,23 +149,16 @@ def pop_policy(handle: int) -> None:
 def push_changes(handle: int) -> None:
     """Push the `Changes` number `handle` on top of what is in force in this thread."""
     changes = _changes_made[handle]
-    policy = _changed(engine(changes.device_type).policy, handle)
+    here = engine(changes.device_type)
+    changed = changes.activated(here.policy)
     if torch.compiler.is_exporting():
-        raise PolicyError(_NO_EXPORT.format(policy=policy))
-    engine(changes.device_type).push(_prepared(policy, False).table, policy)
+        raise PolicyError(_NO_EXPORT.format(policy=changed.policy))
+    here.push(changed.table, changed.policy)
 
 
 def pop_changes(handle: int) -> None:
     """Pop what `push_changes` pushed."""
     engine(_changes_made[handle].device_type).pop()
-
-
-@lru_cache(maxsize=256)
-def _changed(policy: OpPolicy | None, handle: int) -> OpPolicy:
-    changes = _changes_made[handle]
-    if policy is None:
-        policy = default_policy(get_backend(changes.device_type))
-    return changes.on(policy)
 
 
 @constant_for_dynamo
@@ -258,8 +260,16 @@ def emulation(policy: OpPolicy) -> Activation:
     return _numbered(policy, _runners(ops, policy.device_type), by_default=False)
 
 
-@lru_cache(maxsize=256)
 def _prepared(policy: OpPolicy, by_default: bool) -> Activation:
+    return _prepared_once(policy, tuple(policy.origins.items()), by_default)
+
+
+@lru_cache(maxsize=256)
+def _prepared_once(
+    policy: OpPolicy,
+    origins: tuple[tuple[str, str], ...],  # noqa: ARG001  # keeps equal policies apart: `record()` names places
+    by_default: bool,
+) -> Activation:
     return _numbered(policy, _runners(_changes(policy), policy.device_type), by_default=by_default)
 
 

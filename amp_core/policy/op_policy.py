@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from os import PathLike
 from types import MappingProxyType
 from typing import Any
@@ -206,6 +206,10 @@ class OpPolicy:
         return self.device_type == other.device_type and self._ruled() == other._ruled()
 
     def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
         return hash((self.device_type, frozenset(self._ruled().items())))
 
     def _ruled(self) -> dict[str, str]:

@@ -82,6 +82,16 @@ def test_the_rule_and_its_origin_are_named(net, x):
     assert not linear.widened
 
 
+def test_each_of_two_equal_policies_names_its_own_origin(net, x):
+    """The place that is named would be that of whichever equal policy a region met first."""
+    for place in ("mine", "theirs"):
+        policy = OpPolicy.default("cpu").override({"softmax": "fp32"}, origin=place)
+        with amp_core.record() as r, autocast("cpu", policy=policy):
+            net(x)
+        [(softmax, _)] = ops(r, op="aten::softmax.int")
+        assert softmax.origin == place
+
+
 def test_a_rule_put_on_one_module_is_named(net, x):
     """What `apply_policy` does would be invisible."""
     with amp_core.apply_policy(net, {"head.1": {"linear": "fp32"}}), amp_core.record() as r, autocast("cpu"):

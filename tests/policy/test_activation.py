@@ -16,7 +16,7 @@ from amp_core.dispatch import activation
 from amp_core.dispatch.engine import engine
 from amp_core.errors import AmpWarning
 from amp_core.plugin import Availability, Backend
-from amp_core.plugin.manager import replace_backend
+from amp_core.testing.fixtures import serving
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 CPU = OpPolicy.default("cpu")
@@ -302,8 +302,7 @@ def test_a_device_without_any_rule_is_warned_about() -> None:
         def op_policy(self) -> OpPolicy:
             return OpPolicy("hpu")
 
-    before = replace_backend(Bare())
-    try:
+    with serving(Bare()):
         with pytest.warns(
             AmpWarning, match=r"no.* cast rule for any op.*OpPolicy\.uniform\('hpu'\)"
         ) as caught:
@@ -312,9 +311,6 @@ def test_a_device_without_any_rule_is_warned_about() -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             amp_core.autocast("hpu", policy=OpPolicy.uniform("hpu"))
-    finally:
-        if before is not None:
-            replace_backend(before)
 
 
 def test_one_compilation_a_policy() -> None:
