@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from amp_core.plugin import hookimpl
-from amp_core.scaler.report import worst
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -93,12 +92,10 @@ class Logging(Listener):
     @hookimpl
     def amp_step(self, scaler: GradScaler, record: StepRecord) -> None:  # noqa: ARG002
         """Log the step."""
-        if record.skipped:
-            self._logger.warning("%s", _skip_in_words(record), extra={"amp_record": record.as_dict()})
-        elif record.bad_micro_batches:
-            self._logger.warning("%s", _left_out(record), extra={"amp_record": record.as_dict()})
+        if record.skipped or record.bad_micro_batches:
+            self._logger.warning("%s", record, extra={"amp_record": record.as_dict()})
         else:
-            self._logger.debug("%s took step %d", _whose(record), record.number)
+            self._logger.debug("%s", record)
 
     @hookimpl
     def amp_scale_change(self, scaler: GradScaler, change: ScaleChange) -> None:  # noqa: ARG002
@@ -138,7 +135,7 @@ class TensorBoard(Listener):
         if record.total_norm is not None:
             self.writer.add_scalar(f"{own}/total_norm", record.total_norm, step)
         if record.skipped:
-            self.writer.add_text(f"{own}/skips", _skip_in_words(record), step)
+            self.writer.add_text(f"{own}/skips", str(record), step)
 
     @hookimpl
     def amp_scale_change(self, scaler: GradScaler, change: ScaleChange) -> None:  # noqa: ARG002
@@ -162,29 +159,6 @@ def _writer(directory: str | Path) -> SummaryWriter:
         ) from error
     writer: SummaryWriter = SummaryWriter(str(directory))
     return writer
-
-
-def _whose(record: StepRecord) -> str:
-    of = f" (scale {record.key!r})" if record.key is not None else ""
-    on = f" on rank {record.rank}" if record.rank is not None else ""
-    return f"{record.optimizer}{of}{on}"
-
-
-def _skip_in_words(record: StepRecord) -> str:
-    parts = ", ".join(map(str, record.bad_micro_batches))
-    where = f" in micro-batch {parts}" if parts else ""
-    return (
-        f"{_whose(record)} skipped step {record.number}: inf or NaN{where} at scale "
-        f"{record.scale_before:g} in {worst(record)}"
-    )
-
-
-def _left_out(record: StepRecord) -> str:
-    parts = ", ".join(map(str, record.bad_micro_batches))
-    return (
-        f"{_whose(record)} left micro-batch {parts} out of step {record.number}: inf or NaN at scale "
-        f"{record.scale_before:g} in {worst(record)}"
-    )
 
 
 def _plain(value: Any) -> Any:

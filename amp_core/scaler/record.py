@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,11 @@ class BadParameter:
     elements: int
 
 
-@dataclass
+@dataclass(repr=False)
 class StepRecord:
-    """One `GradScaler.step`. Reading a property waits for the device, once; making the record does not.
+    """One `GradScaler.step`; prints as a line.
+
+    Reading a property, or printing it, waits for the device, once; making the record does not.
 
     Attributes:
         number: the count of `GradScaler.update` calls before it.
@@ -43,11 +45,11 @@ class StepRecord:
     _scale_before: Tensor | float
     _scale_after: Tensor | float | None = None
     _total_norm: Tensor | float | None = None
-    _params: Sequence[tuple[str, int]] = field(default=(), repr=False)
-    _nonfinite: Tensor | list[float] | None = field(default=None, repr=False)
-    _micro_batches: Tensor | list[float] | None = field(default=None, repr=False)
+    _params: Sequence[tuple[str, int]] = ()
+    _nonfinite: Tensor | list[float] | None = None
+    _micro_batches: Tensor | list[float] | None = None
     _bad: tuple[BadParameter, ...] | None = None
-    _rank: int | None = field(default=None, repr=False)
+    _rank: int | None = None
     key: str | None = None
 
     @property
@@ -113,6 +115,37 @@ class StepRecord:
             "bad_parameters": [vars(b) for b in self.bad_parameters],
         }
 
+    def __str__(self) -> str:
+        parts = ", ".join(map(str, self.bad_micro_batches))
+        where = f"at scale {self.scale_before:g} in {worst(self)}"
+        if self.skipped:
+            within = f" in micro-batch {parts}" if parts else ""
+            return f"{self._whose} skipped step {self.number}: inf or NaN{within} {where}"
+        if parts:
+            return f"{self._whose} left micro-batch {parts} out of step {self.number}: inf or NaN {where}"
+        norm = "" if self.total_norm is None else f", norm {self.total_norm:.4g}"
+        return f"{self._whose} took step {self.number} at scale {self.scale_before:g}{norm}"
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {self}>"
+
+    @property
+    def _whose(self) -> str:
+        of = f" (scale {self.key!r})" if self.key is not None else ""
+        on = f" on rank {self.rank}" if self.rank is not None else ""
+        return f"{self.optimizer}{of}{on}"
+
+
+def worst(record: StepRecord) -> str:
+    """Return the first five of the record's bad parameters, in words."""
+    named = [
+        b.name if b.nonfinite is None else f"{b.name} ({b.nonfinite} of {b.elements})"
+        for b in record.bad_parameters
+    ]
+    more = f" and {len(named) - 5} more" if len(named) > 5 else ""
+    unknown = "parameters that are not known" if record.rank is None else "no parameter of this rank"
+    return ", ".join(named[:5]) + more or unknown
+
 
 _ON_DEVICE = ("_found_inf", "_scale_before", "_scale_after", "_total_norm", "_nonfinite", "_micro_batches")
 
@@ -151,7 +184,7 @@ def rank() -> int | None:
 
 
 class History(Sequence[StepRecord]):
-    """The last steps, oldest first; older ones are let go."""
+    """The last steps, oldest first; older ones are let go. Prints those that were not whole, line by line."""
 
     def __init__(self, size: int) -> None:
         self._records: deque[StepRecord] = deque(maxlen=size)
@@ -168,6 +201,14 @@ class History(Sequence[StepRecord]):
 
     def __getitem__(self, index: Any) -> Any:
         return list(self._records)[index] if isinstance(index, slice) else self._records[index]
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {len(self)} steps>"
+
+    def __str__(self) -> str:
+        skipped = self.skipped
+        told = [r for r in self._records if r.skipped or r.bad_micro_batches]
+        return "\n".join([f"{len(self)} steps, {len(skipped)} skipped", *map(str, told)])
 
     @property
     def skipped(self) -> list[StepRecord]:

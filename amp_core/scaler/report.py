@@ -16,7 +16,7 @@ from amp_core.errors import ScaleFloorError, ScaleFloorWarning, SkippedStepsWarn
 from amp_core.plugin.manager import level_outside
 from amp_core.scaler.gradients import Gradients, gather
 from amp_core.scaler.hooks import Hooks, ScaleChange, ScaleHook, StepHook
-from amp_core.scaler.record import BadParameter, StepRecord, bad_parameters, fetch, name_of, rank
+from amp_core.scaler.record import BadParameter, StepRecord, bad_parameters, fetch, name_of, rank, worst
 from amp_core.state import AtFloor, Schedule, float32
 
 if TYPE_CHECKING:
@@ -172,17 +172,6 @@ def _endless(count: int, record: StepRecord) -> str:
         f"{record.scale_before:g}. In the last one: {worst(record)}. A scale that keeps falling does not "
         f"help against a NaN in the model or a loss that overflows by itself."
     )
-
-
-def worst(record: StepRecord) -> str:
-    """Return the first five of the record's bad parameters, in words."""
-    named = [
-        b.name if b.nonfinite is None else f"{b.name} ({b.nonfinite} of {b.elements})"
-        for b in record.bad_parameters
-    ]
-    more = f" and {len(named) - 5} more" if len(named) > 5 else ""
-    unknown = "parameters that are not known" if record.rank is None else "no parameter of this rank"
-    return ", ".join(named[:5]) + more or unknown
 
 
 def _stuck(record: StepRecord, then: AtFloor) -> str:

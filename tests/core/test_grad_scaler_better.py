@@ -382,6 +382,23 @@ def test_float16_gradients_on_request() -> None:
     assert torch.equal(parameter, torch.zeros(2, dtype=torch.float16))
 
 
+def test_records_print_as_lines() -> None:
+    """A user who prints what a record holds meets private tensors instead of what happened."""
+    parameter = weight()
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    scaler = OURS("cpu", 8.0, named_parameters={"w": parameter}.items())
+    overflow(scaler, parameter, optimizer)
+    optimizer.zero_grad()
+    scaler.scale(parameter.sum()).backward()
+    scaler.step(optimizer, max_norm=1.0)
+    scaler.update()
+    skipped, taken = scaler.history
+    assert str(skipped) == "SGD skipped step 0: inf or NaN at scale 8 in w (2 of 2)"
+    assert repr(taken) == "<StepRecord: SGD took step 1 at scale 4, norm 1.414>"
+    assert str(scaler.history) == f"2 steps, 1 skipped\n{skipped}"
+    assert repr(scaler.history) == "<History of 2 steps>"
+
+
 def test_skipped_steps_leave_a_record() -> None:
     """Nobody can tell that a step was skipped, or which parameter was to blame."""
     model = torch.nn.Linear(2, 2)

@@ -14,7 +14,7 @@ from sybil import Document, Region
 from sybil.parsers.markdown.lexers import FencedCodeBlockLexer
 
 _PYTHON = FencedCodeBlockLexer(r"python\b[^\n]*")
-_OWN_PROCESS = re.compile(r"\A---\n(?:.*\n)*?own_process: true\n(?:.*\n)*?---\n")
+_FRONT = re.compile(r"\A---\n((?:.*\n)*?)---\n")
 
 
 def blocks(path: Path) -> list[Region]:
@@ -25,7 +25,18 @@ def blocks(path: Path) -> list[Region]:
 
 def needs_own_process(path: Path) -> bool:
     """Whether the page's front matter says ``own_process: true`` (it renames a device, forks ...)."""
-    return _OWN_PROCESS.match(path.read_text(encoding="utf-8")) is not None
+    return _front(path).get("own_process") == "true"
+
+
+def packages(path: Path) -> list[str]:
+    """Return what the page's front matter says under ``needs:``, packages that are no part of amp-core."""
+    return _front(path).get("needs", "").split()
+
+
+def _front(path: Path) -> dict[str, str]:
+    found = _FRONT.match(path.read_text(encoding="utf-8"))
+    lines = found[1].splitlines() if found else []
+    return dict(line.split(": ", 1) for line in lines)
 
 
 def run(path: Path) -> None:

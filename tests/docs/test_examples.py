@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import runpy
 import subprocess
@@ -25,12 +26,17 @@ def test_the_python_blocks_of_a_page_run(page, tmp_path, monkeypatch):
     """A reader who types in a page, block after block, would meet an error or a warning."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MPLBACKEND", "Agg")
+    needed = PAGE["packages"](page)
+    absent = [package for package in needed if importlib.util.find_spec(package) is None]
+    if absent:
+        pytest.skip(f"{', '.join(absent)} not installed; tox -e ecosystem installs and runs this page")
     if not PAGE["needs_own_process"](page):
         PAGE["run"](page)
         return
     script = Path(__file__).with_name("page.py")
+    warn = "default" if needed else "error"  # other packages have warnings of their own
     done = subprocess.run(
-        [sys.executable, "-W", "error", script, page], capture_output=True, text=True, check=False
+        [sys.executable, "-W", warn, script, page], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
 
