@@ -94,18 +94,18 @@ REWRITES = {
     "bound to a name": (
         "import torch\nfrom contextlib import suppress\namp_autocast = suppress\nif on:\n"
         "    amp_autocast = torch.cuda.amp.autocast\nwith amp_autocast():\n    pass\n",
-        "import torch\nfrom contextlib import suppress\nimport functools\namp_autocast = suppress\nif on:\n"
+        "import functools\nimport torch\nfrom contextlib import suppress\namp_autocast = suppress\nif on:\n"
         '    amp_autocast = functools.partial(torch.amp.autocast, "cuda")\nwith amp_autocast():\n    pass\n',
     ),
     "bound to a name and called by position": (
         "import torch\nac = torch.cuda.amp.autocast\nwith ac(False):\n    pass\n",
-        'import torch\nimport functools\nac = functools.partial(torch.amp.autocast, "cuda")\nwith ac(enabled=False):\n'
+        'import functools\nimport torch\nac = functools.partial(torch.amp.autocast, "cuda")\nwith ac(enabled=False):\n'
         "    pass\n",
     ),
     "stand-in for old torch": (
         "import torch\ntry:\n    autocast = torch.cuda.amp.autocast\nexcept AttributeError:\n    class autocast:\n"
         "        def __init__(self, enabled): ...\nautocast(enabled=True)\n",
-        "import torch\nimport functools\ntry:\n"
+        "import functools\nimport torch\ntry:\n"
         '    autocast = functools.partial(torch.amp.autocast, "cuda")\nexcept AttributeError:\n    class autocast:\n'
         "        def __init__(self, enabled): ...\nautocast(enabled=True)\n",
     ),
@@ -114,6 +114,49 @@ REWRITES = {
         "def f():\n    with autocast(enabled=True):\n        pass\n",
         "try:\n    from torch.amp import autocast\nexcept ImportError:\n    autocast = None\n"
         'def f():\n    with autocast("cuda", enabled=True):\n        pass\n',
+    ),
+    "another library's partial": (
+        "import funcy\nimport torch\nac = funcy.partial(torch.cuda.amp.autocast, dtype=low)\n",
+        'import funcy\nimport torch\nac = funcy.partial(torch.amp.autocast, "cuda", dtype=low)\n',
+    ),
+    "import below the header": (
+        '#!/usr/bin/env python\n# Licence.\n\n"""Doc."""\nfrom __future__ import annotations\n\nimport os\n\n'
+        "import torch\n\nac = torch.cuda.amp.autocast\n",
+        '#!/usr/bin/env python\n# Licence.\n\n"""Doc."""\nfrom __future__ import annotations\n\nimport os\n'
+        'import functools\n\nimport torch\n\nac = functools.partial(torch.amp.autocast, "cuda")\n',
+    ),
+    "import above all others": (
+        "# Licence.\n\n# torch first\nimport torch\n\nac = torch.cuda.amp.autocast\n",
+        "# Licence.\n\n# torch first\nimport functools\nimport torch\n\n"
+        'ac = functools.partial(torch.amp.autocast, "cuda")\n',
+    ),
+    "import beside a function": (
+        "import torch\nif V(torch.__version__) >= V('1.6'):\n    from torch.cuda.amp import autocast\nelse:\n"
+        "    def autocast(enabled=True): ...\nwith autocast(False):\n    pass\n",
+        "import functools\nimport torch\nif V(torch.__version__) >= V('1.6'):\n    from torch.amp import autocast\n"
+        "    autocast = functools.partial(autocast, 'cuda')\nelse:\n    def autocast(enabled=True): ...\n"
+        "with autocast(enabled=False):\n    pass\n",
+    ),
+    "import by device": (
+        "import functools\nif cuda:\n    from torch.cuda.amp import GradScaler, autocast as ac\nelse:\n"
+        "    from torch.cpu.amp import GradScaler, autocast as ac\nwith ac(dtype=low):\n    GradScaler(1.0)\n",
+        "import functools\nif cuda:\n    from torch.amp import GradScaler, autocast as ac\n"
+        '    GradScaler = functools.partial(GradScaler, "cuda")\n    ac = functools.partial(ac, "cuda")\nelse:\n'
+        '    from torch.amp import GradScaler, autocast as ac\n    GradScaler = functools.partial(GradScaler, "cpu")\n'
+        '    ac = functools.partial(ac, "cpu")\nwith ac(dtype=low):\n    GradScaler(1.0)\n',
+    ),
+    "decorator beside a function": (
+        "if gpu:\n    from torch.cuda.amp import custom_fwd\nelse:\n    def custom_fwd(f): return f\n"
+        "@custom_fwd\ndef forward(ctx, x): ...\n",
+        "import functools\nif gpu:\n    from torch.amp import custom_fwd\n"
+        '    custom_fwd = functools.partial(custom_fwd, device_type="cuda")\nelse:\n'
+        "    def custom_fwd(f): return f\n@custom_fwd\ndef forward(ctx, x): ...\n",
+    ),
+    "wrapped again": (
+        "from torch.cuda.amp import autocast\nautocast = timed(autocast)\nimport functools\n"
+        "with autocast(enabled=on):\n    pass\n",
+        'from torch.amp import autocast\nimport functools\nautocast = functools.partial(autocast, "cuda")\n'
+        "autocast = timed(autocast)\nimport functools\nwith autocast(enabled=on):\n    pass\n",
     ),
     "module bound to a name": (
         "import torch\namp = torch.cuda.amp\nwith amp.autocast(True):\n    pass\n",
@@ -152,6 +195,10 @@ REWRITES = {
 }
 
 UNTOUCHED = {
+    "successor first": (
+        "try:\n    from torch.amp import GradScaler\nexcept ImportError:\n    from torch.cuda.amp import GradScaler\n"
+        "def f(scaler: GradScaler):\n    return isinstance(scaler, GradScaler) or GradScaler('cuda')\n"
+    ),
     "prose in a string": "raise RuntimeError('`torch.cuda.amp.GradScaler` needs CUDA')\n",
     "torch.amp already": "from torch import amp\nwith amp.autocast(device_type='cuda'):\n    amp.GradScaler('cuda')\n",
     "a parameter of the same name": (
@@ -165,7 +212,17 @@ HUMAN = {
     "version switch": (
         "import torch\nif hasattr(torch.amp, 'custom_fwd'):\n    from torch.amp import custom_fwd\nelse:\n"
         "    from torch.cuda.amp import custom_fwd\n@custom_fwd\ndef f(ctx): ...\n",
-        "is bound to torch.amp.custom_fwd and to torch.cuda.amp.custom_fwd",
+        "another branch binds `custom_fwd` to the successor",
+    ),
+    "class beside something else": (
+        "if gpu:\n    from torch.cuda.amp import GradScaler\nelse:\n    from torch.npu.amp import GradScaler\n"
+        "isinstance(scaler, GradScaler)\n",
+        "is used as a class",
+    ),
+    "by position beside something else": (
+        "if gpu:\n    from torch.cuda.amp import autocast\nelse:\n    from contextlib import nullcontext as autocast\n"
+        "autocast(False)\n",
+        "the successor has them in another order",
     ),
     "apex or torch": (
         "try:\n    from apex import amp\nexcept ImportError:\n    from torch.cuda import amp\namp.autocast()\n",

@@ -11,6 +11,8 @@ from libcst.metadata import Assignment, BaseAssignment, ImportAssignment, Scope
 
 from amp_compat.migrate.names import OBJECTS, parse_legacy
 
+_CALLED = {"autocast", "GradScaler", "custom_fwd", "custom_bwd"}
+
 
 @dataclass(frozen=True)
 class Resolved:
@@ -21,6 +23,8 @@ class Resolved:
         bindings: what binds the expression's first name; several where branches import the same.
         alias: the first name was bound by ``name = <deprecated object>``, not by an import.
         fallback: an ``except`` branch binds the same name to a stand-in.
+        shared: other branches bind the name to something else, so that calls of it keep their form: what
+            is imported has to become an alias.
         conflict: why the meaning is not certain, or "".
     """
 
@@ -28,6 +32,7 @@ class Resolved:
     bindings: tuple[BaseAssignment, ...] = ()
     alias: bool = False
     fallback: bool = False
+    shared: bool = False
     conflict: str = ""
 
 
@@ -70,6 +75,17 @@ class Resolver:
         """The full name that an import binds `name` to; None for every other binding."""
         return _imported(binding.node, name) if isinstance(binding, ImportAssignment) else None
 
+    def has_successor(self, binding: BaseAssignment) -> bool:
+        """Whether other branches bind the name that `binding` binds to what replaces it, and to no more."""
+        legacy = parse_legacy(self.import_meaning(binding, binding.name) or "")
+        others = {self.import_meaning(other, binding.name) for other in self.others(binding)}
+        return legacy is not None and bool(others) and others <= _successors(legacy.name)
+
+    def others(self, binding: BaseAssignment) -> list[BaseAssignment]:
+        """The bindings of the same name that mean nothing deprecated."""
+        found = [(b, self._meaning(b, binding.name)) for b in binding.scope[binding.name]]
+        return [b for b, m in found if not (m and parse_legacy(m.dotted))]
+
     def scope_of(self, node: cst.CSTNode) -> Scope | None:
         """The scope that `node` stands in."""
         found: cst.CSTNode | None = node
@@ -94,7 +110,7 @@ class Resolver:
             fallback = any(not _is_none(self._value(b)) for b, _ in meanings if (b, _) not in certain)
             alias = meaning.alias or not isinstance(certain[0][0], ImportAssignment)
             found = tuple(b for b, _ in certain)
-            return Resolved(meaning.dotted, found, alias, fallback, meaning.conflict)
+            return Resolved(meaning.dotted, found, alias, fallback, meaning.shared, meaning.conflict)
         return self._unclear(node.value, certain)
 
     def _unclear(self, name: str, meanings: list[tuple[BaseAssignment, Resolved | None]]) -> Resolved | None:
@@ -104,9 +120,15 @@ class Resolver:
         if all(self._free_alias(b, m) for b, m in legacy if m):
             return None
         names = {m.dotted if m else None for _, m in meanings}
+        objects = {found.name for _, m in legacy if m and (found := parse_legacy(m.dotted))}
         first = legacy[0][1]
         assert first is not None
-        return Resolved(first.dotted, tuple(b for b, _ in legacy), conflict=_conflict(name, names))
+        if self.has_successor(legacy[0][0]):
+            return None
+        bound = tuple(b for b, _ in legacy)
+        if len(objects) == 1 and objects <= _CALLED:
+            return Resolved(first.dotted, bound, alias=True, shared=True)
+        return Resolved(first.dotted, bound, conflict=_conflict(name, names))
 
     def _free_alias(self, binding: BaseAssignment, meaning: Resolved) -> bool:
         legacy = parse_legacy(meaning.dotted)
@@ -144,10 +166,14 @@ class Resolver:
             return False
         if _is_none(self._value(binding)):
             return True
-        node: cst.CSTNode | None = binding.node
-        while node is not None and not isinstance(node, cst.ExceptHandler):
-            node = self._parents.get(node)
-        return node is not None
+        return self.in_except(binding.node)
+
+    def in_except(self, node: cst.CSTNode) -> bool:
+        """Whether `node` stands in an ``except`` block."""
+        found: cst.CSTNode | None = node
+        while found is not None and not isinstance(found, cst.ExceptHandler):
+            found = self._parents.get(found)
+        return found is not None
 
 
 def getattr_literal(node: cst.BaseExpression) -> str | None:
@@ -202,11 +228,18 @@ def _imported(node: cst.CSTNode, name: str) -> str | None:
 def _join(base: Resolved | None, word: str) -> Resolved | None:
     if base is None:
         return None
-    return Resolved(f"{base.dotted}.{word}", base.bindings, base.alias, base.fallback, base.conflict)
+    dotted = f"{base.dotted}.{word}"
+    return Resolved(dotted, base.bindings, base.alias, base.fallback, base.shared, base.conflict)
 
 
 def _is_none(node: cst.BaseExpression | None) -> bool:
     return isinstance(node, cst.Name) and node.value in {"None", "False"}
+
+
+def _successors(name: str) -> set[str | None]:
+    """Full names of what has taken the place of a deprecated object."""
+    modules = ("torch", "torch.amp", "torch.amp.autocast_mode", "torch.amp.grad_scaler", "amp_core")
+    return {f"{module}.{name}" for module in modules if name}
 
 
 def _conflict(name: str, meanings: set[str | None]) -> str:

@@ -22,12 +22,13 @@ from amp_compat.migrate.apex.to_amp_core import ApexRewriter
 from amp_compat.migrate.bindings import Resolver, module_name, star_imports, star_names
 from amp_compat.migrate.calls import CannotConvertError, convert_args, has_positional, name_positional
 from amp_compat.migrate.collect import Collector
-from amp_compat.migrate.imports import ImportEditor, bound_names
+from amp_compat.migrate.expressions import Expressions
+from amp_compat.migrate.imports import ImportEditor
 from amp_compat.migrate.model import Finding, Level, Rewritten
 from amp_compat.migrate.names import Legacy, Target, parse_legacy
 from amp_compat.migrate.plan import Plan, Use
 from amp_compat.migrate.prune import prune
-from amp_compat.migrate.rules import settle_aliases
+from amp_compat.migrate.rules import settle_aliases, settle_shared
 from amp_compat.migrate.tree import Apply, Edit, args_of, dunder_all, quote_of, root_of, super_init, with_args
 
 
@@ -50,13 +51,21 @@ class ModuleRewriter:
         scopes = cast("Mapping[cst.CSTNode, Scope | None]", metadata[ScopeProvider])
         self.stars = star_names(self.module)
         self.resolver = Resolver(scopes, self.parents, self.stars)
-        self.globals = scopes[self.module]
         self.target = target
         self.exported = set(exported) | dunder_all(self.module)
         self.quote = quote_of(text)
         self.edits: dict[cst.CSTNode, Edit] = {}
         self.findings: list[Finding] = []
         self.imports = ImportEditor(self.module, target, self.parents)
+        self.expressions = Expressions(
+            self.module,
+            self.resolver,
+            scopes[self.module],
+            self.imports,
+            self.positions,
+            target,
+            self.quote,
+        )
 
     def rewrite(self) -> Rewritten:
         """Return the new text, and what there is to say about it."""
@@ -83,6 +92,7 @@ class ModuleRewriter:
         collector = Collector(self.resolver, self.parents)
         self.module.visit(collector)
         settle_aliases(collector.plan, self.resolver)
+        settle_shared(collector.plan, self.resolver)
         return collector.plan
 
     def _try_site(self, use: Use) -> None:
@@ -101,7 +111,13 @@ class ModuleRewriter:
             uses = plan.by_binding.get(binding, [])
             if binding.name in self.exported:
                 self._keep_exported(binding)
-            elif not any(use.manual for use in uses):
+            elif any(use.manual for use in uses):
+                continue
+            elif self.resolver.has_successor(binding):
+                self._beside_successor(binding)
+            elif any(use.resolved.shared for use in uses):
+                self._share(binding)
+            else:
                 if self.imports.keeps_name(binding.node, binding.name):
                     renamed.add(binding)
                 self.imports.rename(binding.node, binding.name)
@@ -138,6 +154,23 @@ class ModuleRewriter:
         )
         self._find(binding.node, "manual", binding.name, reason)
 
+    def _beside_successor(self, binding: ImportAssignment) -> None:
+        """An import for old versions of torch: one that an `except` guards is asked for by nobody else."""
+        if not self.resolver.in_except(binding.node):
+            reason = (
+                f"another branch binds `{binding.name}` to the successor; where that is always there, "
+                f"this one can go"
+            )
+            self._find(binding.node, "manual", binding.name, reason)
+
+    def _share(self, binding: ImportAssignment) -> None:
+        """Follow the import by an alias that takes what the deprecated name takes."""
+        legacy = parse_legacy(self.resolver.import_meaning(binding, binding.name) or "")
+        assert legacy is not None
+        alias = self.expressions.rebound(cst.Name(binding.name), legacy, binding.node)
+        self.imports.rename(binding.node, binding.name, alias)
+        self._find(binding.node, "changed", binding.name, f"a functools.partial of {self.target.module}'s")
+
     def _note_import(self, binding: ImportAssignment, uses: list[Use]) -> None:
         if any(use.resolved.fallback for use in uses):
             text = "the except branch binds a stand-in for torch before 1.6 that takes no device: it can go"
@@ -163,12 +196,17 @@ class ModuleRewriter:
             self.edits[use.site] = edit
         level: Level = "review" if use.review else "changed"
         if not through_alias or edit is not None or use.review:
-            self._find(use.node, level, use.legacy.dotted, use.review or f"now {self._new_name(use.legacy)}")
+            self._find(
+                use.node,
+                level,
+                use.legacy.dotted,
+                use.review or f"now {self.expressions.in_words(use.legacy)}",
+            )
 
     def _replace(self, use: Use) -> None:
         new = self._expression(use)
         if use.kind in {"value", "alias"}:
-            new = self._partial(use.legacy, new)
+            new = self.expressions.partial(use.legacy, new)
         elif use.kind == "decorator":
             new = cst.Call(new, convert_args(use.legacy, [], self.quote))
         parens = {"lpar": use.node.lpar, "rpar": use.node.rpar}
@@ -223,18 +261,6 @@ class ModuleRewriter:
 
         return edit
 
-    def _partial(self, legacy: Legacy, expression: cst.BaseExpression) -> cst.Call:
-        functools = self._name_for("functools.partial") or cst.parse_expression("functools.partial")
-        if "functools" not in bound_names(self.module) and not isinstance(functools, cst.Name):
-            self.imports.need("functools")
-        return cst.Call(
-            functools,
-            [
-                cst.Arg(expression, comma=cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))),
-                *convert_args(legacy, [], self.quote),
-            ],
-        )
-
     def _apex(self) -> None:
         rewriter = ApexRewriter(self.module, self.resolver, self.target)
         self.module.visit(rewriter)
@@ -260,34 +286,7 @@ class ModuleRewriter:
             return cst.parse_expression(f"{root.value}.{suffix}")
         if use.resolved.alias and isinstance(root, cst.Name) and legacy.name:
             return cst.parse_expression(f"{root.value}.{suffix}")
-        return cst.parse_expression(".".join(filter(None, [self._module_expression(root), suffix])))
-
-    def _module_expression(self, root: cst.BaseExpression) -> str:
-        """An expression for the target module, from names that the file has, or imports one."""
-        if self.target.module == "torch.amp" and isinstance(root, cst.Name):
-            meaning = self.resolver.resolve(root)
-            if meaning and meaning.dotted == "torch":
-                return f"{root.value}.amp"
-        found = self._name_for(self.target.root)
-        if found is None:
-            self.imports.need(self.target.root)
-        name = found.value if isinstance(found, cst.Name) else self.target.root
-        return name + self.target.module[len(self.target.root) :]
-
-    def _name_for(self, dotted: str) -> cst.Name | None:
-        """A module-level name that an import binds to `dotted`."""
-        for name in bound_names(self.module):
-            node = cst.Name(name)
-            bindings = self.globals[name] if self.globals is not None else ()
-            meanings = {self.resolver.import_meaning(b, name) for b in bindings}
-            if meanings == {dotted}:
-                return node
-        return None
-
-    def _new_name(self, legacy: Legacy) -> str:
-        suffix = f".{self.target.suffix(legacy.name)}" if legacy.name else ""
-        device = "" if legacy.name in {"", "OptState"} else f" on '{legacy.device}'"
-        return f"{self.target.module}{suffix}{device}"
+        return self.expressions.successor(legacy, root)
 
     def _string(self, node: cst.SimpleString) -> None:
         inner = node.raw_value
@@ -296,7 +295,7 @@ class ModuleRewriter:
         if annotated and legacy and legacy.name and self.target.module == "torch.amp":
             text = node.value.replace(inner, f"torch.amp.{self.target.suffix(legacy.name)}")
             self.edits[node] = lambda new: new.with_changes(value=text)
-            self._find(node, "changed", legacy.dotted, f"now {self._new_name(legacy)}")
+            self._find(node, "changed", legacy.dotted, f"now {self.expressions.in_words(legacy)}")
             return
         message = "a string holds the deprecated name; what reads it is not known here"
         self._find(node, "manual", "torch.cuda.amp" if "cuda" in inner else "torch.cpu.amp", message)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
@@ -35,6 +36,7 @@ class ImportEditor:
         self._parents = parents
         self._needed: list[str] = []
         self._renamed: dict[cst.CSTNode, set[str]] = defaultdict(set)
+        self._followed: dict[cst.CSTNode, list[Statement]] = defaultdict(list)
         self.star_uses: set[str] = set()
 
     def need(self, module: str) -> None:
@@ -51,9 +53,14 @@ class ImportEditor:
         places = [self._place(node, a) for a in _aliases(node) if _bound(a) == bound]
         return all(place is not None and place.how != "drop" for place in places)
 
-    def rename(self, node: cst.CSTNode, bound: str) -> None:
-        """Have the import at `node` bind `bound` from the target."""
+    def rename(self, node: cst.CSTNode, bound: str, then: Sequence[Statement] = ()) -> None:
+        """Have the import at `node` bind `bound` from the target, followed by the statements `then`."""
         self._renamed[node].add(bound)
+        self._followed[node].extend(then)
+
+    def at_top(self, node: cst.CSTNode) -> bool:
+        """Whether the import statement `node` stands in the module itself, in no block."""
+        return self._parents[self._parents[node]] is self._module
 
     def lines(self) -> list[cst.SimpleStatementLine]:
         """The lines with an import to change."""
@@ -66,6 +73,7 @@ class ImportEditor:
         smalls: list[Statement] = []
         for old, new in zip(original.body, line.body, strict=True):
             smalls.extend(self._rewritten(old, new) if old in self._renamed else [new])
+            smalls.extend(self._followed.get(old, ()))
         return _as_lines(line, smalls, alone=self._alone(original))
 
     def star_edit(self, node: cst.CSTNode) -> cst.CSTNode:
@@ -74,16 +82,15 @@ class ImportEditor:
         return node.with_changes(module=_dotted(self._target.module), names=names)
 
     def add_to(self, module: cst.Module) -> cst.Module:
-        """Return `module` with the needed imports added behind its first block of imports."""
-        if not self._needed:
-            return module
+        """Return `module` with the needed imports added behind its first block of imports.
+
+        Those of the standard library go behind the ones of it that the block begins with.
+        """
         body = list(module.body)
-        place = _end_of_imports(body)
-        body[place:place] = [
-            cst.SimpleStatementLine([cst.Import([cst.ImportAlias(_dotted(name))])])
-            for name in sorted(self._needed)
-        ]
-        return module.with_changes(body=body)
+        for name in sorted(self._needed, reverse=True):
+            place = _end_of_imports(body, of_library=name.partition(".")[0] in sys.stdlib_module_names)
+            body.insert(place, cst.SimpleStatementLine([cst.Import([cst.ImportAlias(_dotted(name))])]))
+        return module.with_changes(body=body) if self._needed else module
 
     def _alone(self, line: cst.SimpleStatementLine) -> bool:
         block = self._parents[line]
@@ -192,17 +199,30 @@ def _import_aliases(
     return result
 
 
-def _end_of_imports(body: Sequence[cst.BaseStatement | cst.BaseCompoundStatement]) -> int:
+def _end_of_imports(
+    body: Sequence[cst.BaseStatement | cst.BaseCompoundStatement], *, of_library: bool
+) -> int:
     place = 0
     for index, statement in enumerate(body):
         smalls = statement.body if isinstance(statement, cst.SimpleStatementLine) else ()
-        is_import = bool(smalls) and all(isinstance(s, (cst.Import, cst.ImportFrom)) for s in smalls)
+        is_import = bool(smalls) and all(_is_import(s, of_library=of_library) for s in smalls)
         first = smalls[0] if index == 0 and smalls else None
         is_docstring = isinstance(first, cst.Expr) and isinstance(first.value, cst.SimpleString)
         if not (is_import or is_docstring):
             break
         place = index + 1
     return place
+
+
+def _is_import(node: cst.CSTNode, *, of_library: bool) -> bool:
+    """Whether `node` is an import; with `of_library`, one of the standard library."""
+    if isinstance(node, cst.Import):
+        modules = [get_full_name_for_node(alias.name) or "" for alias in node.names]
+    elif isinstance(node, cst.ImportFrom):
+        modules = [module_name(node) or ""]
+    else:
+        return False
+    return not of_library or all(m.partition(".")[0] in sys.stdlib_module_names for m in modules)
 
 
 def _renamed(alias: cst.ImportAlias, name: str) -> cst.ImportAlias:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import libcst as cst
+from libcst.metadata import Assignment, BaseAssignment
 
 from amp_compat.migrate.bindings import Resolver
 from amp_compat.migrate.calls import has_positional, passes_device
@@ -100,7 +101,7 @@ def _argument(use: Use, parent: cst.CSTNode, at: _Place) -> bool:
 
 def _is_partial(call: cst.Call, resolver: Resolver) -> bool:
     called = resolver.resolve(call.func)
-    return called is not None and called.dotted == "functools.partial"
+    return called is not None and called.dotted.endswith(".partial")  # functools', funcy's, toolz's
 
 
 def _attribute(use: Use, parent: cst.CSTNode, at: _Place) -> bool:
@@ -180,13 +181,16 @@ def _asks(call: cst.Call, name: str) -> bool:
     return named and isinstance(word, cst.SimpleString) and word.evaluated_value in OBJECTS
 
 
+_OF_CLASSES = {"type", "base", "partial"}
+
+
 def settle_aliases(plan: Plan, resolver: Resolver) -> None:
     """Decide ``name = torch.cuda.amp.autocast``: all uses of `name` must bear a functools.partial."""
     for use in plan.uses:
         if use.kind != "alias" or use.manual or not isinstance(use.site, cst.Name):
             continue
         uses = [u for u in plan.uses if _through(u, use.site.value) and u is not use]
-        if any(u.kind in {"type", "base", "decorator", "partial"} or u.manual for u in uses):
+        if any(u.kind in _OF_CLASSES or u.manual for u in uses):
             use.manual = f"`{use.site.value}` is used as a class or passed on; replace it by hand"
         elif _unclear_positional(use.site, plan, resolver):
             use.manual = (
@@ -197,6 +201,40 @@ def settle_aliases(plan: Plan, resolver: Resolver) -> None:
         if use.manual:
             for other in uses:
                 other.manual = other.manual or use.manual
+
+
+def settle_shared(plan: Plan, resolver: Resolver) -> None:
+    """Decide imports whose name other branches bind too: their uses must bear a functools.partial."""
+    for binding, uses in plan.by_binding.items():
+        shared = [use for use in uses if use.resolved.shared]
+        reason = _why_not_shared(binding, shared, resolver)
+        for use in shared:
+            use.manual = use.manual or reason
+
+
+def _why_not_shared(binding: BaseAssignment, uses: list[Use], resolver: Resolver) -> str:
+    others = resolver.others(binding)
+    both = f"`{binding.name}` may mean something else too"
+    if any(use.kind in _OF_CLASSES for use in uses):
+        return f"{both}, and is used as a class: an alias with the device filled in is none"
+    calls = [u.site for u in uses if u.kind == "call" and u.legacy.name == "autocast"]
+    by_position = [c for c in calls if isinstance(c, cst.Call) and has_positional(c.args)]
+    if by_position and not all(_takes(other, "enabled") for other in others):
+        return f"{both}, and is called with positional arguments: the successor has them in another order"
+    return next((use.manual for use in uses if use.manual), "")
+
+
+def _takes(binding: BaseAssignment, word: str) -> bool:
+    """Whether the function or class that `binding` defines takes an argument called `word` first."""
+    node = binding.node if isinstance(binding, Assignment) else None
+    if isinstance(node, cst.ClassDef):
+        functions = [
+            s for s in node.body.body if isinstance(s, cst.FunctionDef) and s.name.value == "__init__"
+        ]
+        params = functions[0].params.params[1:] if functions else ()
+    else:
+        params = node.params.params if isinstance(node, cst.FunctionDef) else ()
+    return bool(params) and params[0].name.value == word
 
 
 def _through(use: Use, name: str) -> bool:
