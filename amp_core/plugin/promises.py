@@ -1,8 +1,8 @@
 """What the hooks and kernels of a backend promise: the part of the contract that types cannot say.
 
 The kit (`amp_core.testing`) checks it, the documentation is drawn from it. For all of them: several threads
-may call at once, and torch's state (grad mode, autocast, default dtype, random numbers, threads) stays as it
-was.
+may call at once, torch's state (grad mode, autocast, default dtype, random numbers, threads) stays as it was,
+and nothing is printed or warned about a second time.
 """
 
 from __future__ import annotations
@@ -42,26 +42,29 @@ HOOKS: Mapping[str, Promise] = MappingProxyType(
         ),
         "dtype_reason": Promise("words: why `dtype` is not supported"),
         "autocast_refusal": Promise(
-            "`None` to admit; `Refusal(message, error)` to warn and disable, or to raise"
+            "`None` to admit, float32 always; `Refusal(message, error)` to warn and disable, or to raise"
         ),
         "scaler_refusal": Promise(
             "`None` to admit an enabled `GradScaler`, as for a device that is there; else a `Refusal`"
         ),
         "op_policy": Promise("an `OpPolicy` for `device_type`, equal each time"),
-        "kernels": Promise("a `Kernels`"),
+        "kernels": Promise("a `Kernels`, the same object each time for the devices that are present"),
     }
 )
 
 KERNELS: Mapping[str, Promise] = MappingProxyType(
     {
         "layout": Promise("what `prepare` wants to know of such tensors, without a reference to them"),
-        "prepare": Promise("the tensors, in a form that the other methods take faster"),
+        "prepare": Promise(
+            "the tensors, all and in order, in a form that the others take faster as `tensors` or `grads`"
+        ),
         "cast": Promise(
-            "new tensors, or `out`; rounded to nearest even: one right answer, bit for bit",
+            "new tensors with the strides of `torch.empty_like`, or `out`; rounded to nearest even: one "
+            "right answer, bit for bit",
             writes="`out`, if given",
             errors="`ValueError` where the shapes of `out` differ; nothing is written then",
         ),
-        "add_": Promise("nothing; sums in the dtype of the totals", writes="`totals`"),
+        "add_": Promise("nothing; each sum is rounded once, to the dtype of its total", writes="`totals`"),
         "measure": Promise(
             "a `Measurement`: norms agree with a float64 computation to `norm_rtol`, flags are exact, 0 or 1"
         ),

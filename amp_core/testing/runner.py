@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -43,8 +42,7 @@ def check(
     import pytest
 
     backend = get_backend(device_type) if isinstance(device_type, str) else device_type
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", pytest.PytestAssertRewriteWarning)
+    if "amp_core.testing.suite" not in sys.modules:  # pytest warns of what it cannot rewrite any more
         pytest.register_assert_rewrite("amp_core.testing.suite")
     subject = _subject(backend, areas, fixtures)
     collector = _Collector()

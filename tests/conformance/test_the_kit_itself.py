@@ -30,7 +30,18 @@ def test_the_command_checks_the_cpu_and_writes_every_report(tmp_path, capsys):
     assert {r["area"] for r in found["results"]} == {"update", "dtypes"}
     assert {"torch", "amp-core", "python"} <= set(found["versions"])
     assert len(ET.parse(junit).findall(".//testcase")) == len(found["results"])
-    assert "| update | 6 | 0 | 0 | 0 |" in page.read_text()
+    assert "| update | 7 | 0 | 0 | 0 |" in page.read_text()
+
+
+def test_no_two_areas_define_the_same_name():
+    """One area's helper would take the place of another's in the class that has them all."""
+    from amp_core.testing.suite import AREAS
+
+    seen = {}
+    for area, cls in AREAS.items():
+        for name in vars(cls):
+            if not name.startswith("__") and name != "AREA":
+                assert seen.setdefault(name, area) == area, name
 
 
 def test_the_command_shows_a_table_and_fails_with_the_kit(capsys):

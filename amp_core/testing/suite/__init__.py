@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from amp_core.testing.suite.add import AddConformance
 from amp_core.testing.suite.cast import CastConformance
 from amp_core.testing.suite.contract import (
     AvailabilityConformance,
     DtypeConformance,
-    EffectsConformance,
     PolicyConformance,
 )
+from amp_core.testing.suite.effects import EffectsConformance
 from amp_core.testing.suite.measure import MeasureConformance
+from amp_core.testing.suite.prepare import PrepareConformance
 from amp_core.testing.suite.regions import FunctionConformance, RegionConformance
 from amp_core.testing.suite.scale import ScaleConformance
 from amp_core.testing.suite.scaler import ScalerConformance
@@ -22,7 +24,9 @@ class BackendConformance(
     PolicyConformance,
     RegionConformance,
     FunctionConformance,
+    PrepareConformance,
     CastConformance,
+    AddConformance,
     MeasureConformance,
     ScaleConformance,
     UpdateConformance,

@@ -87,7 +87,8 @@ class CastConformance(BackendFixtures):
     def test_cast_treats_every_element_of_every_length(self) -> None:
         """A vector tail could be cut or taken from the neighbour."""
         for source, target in ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)):
-            made = [data.random((n,), source, seed=n) for n in data.LENGTHS]
+            # Up and down, so that each length has a shorter and a longer one behind it.
+            made = [data.random((n,), source, seed=n) for n in (*data.LENGTHS, *reversed(data.LENGTHS))]
             results = self.kernels.cast([t.to(self.device) for t in made], target)
             assert len(results) == len(made)
             for values, result in zip(made, results, strict=True):
@@ -101,6 +102,13 @@ class CastConformance(BackendFixtures):
             for name, tensor in data.layouts(source, self.device):
                 result = self.kernels.cast([tensor], target)[0]
                 assert data.same_values(result, tensor.cpu().to(target)), name
+
+    def test_cast_keeps_the_order_of_dimensions_in_memory(self) -> None:
+        """A weight in channels_last whose cast is not would slow every convolution down."""
+        image = data.random((2, 3, 4, 5), torch.float32).to(self.device)
+        for tensor in (image, image.to(memory_format=torch.channels_last), image[0, 0].t()):
+            result = self.kernels.cast([tensor], torch.bfloat16)[0]
+            assert result.stride() == torch.empty_like(tensor).stride(), f"{tensor.stride()} was given"
 
     def test_cast_of_mixed_lists_keeps_their_order(self) -> None:
         """Grouping by dtype must not reorder or drop the results."""
@@ -146,13 +154,13 @@ class CastConformance(BackendFixtures):
 
     def test_cast_of_thousands_of_tensors(self) -> None:
         """Lists are cut into chunks; none may be lost. A tuple is a sequence too."""
-        made = [torch.full((3,), float(i % 100)) for i in range(1500)]
+        made = [torch.full((3,), float(i % 100)) for i in range(data.MANY)]
         results = self.kernels.cast(tuple(t.to(self.device) for t in made), torch.bfloat16)
         assert len(results) == len(made)
         wrong = [
             i for i, (r, v) in enumerate(zip(results, made, strict=True)) if r.cpu().tolist() != v.tolist()
         ]
-        assert not wrong, f"{len(wrong)} of 1500 tensors, the first is number {wrong[0]}"
+        assert not wrong, f"{len(wrong)} of {data.MANY} tensors, the first is number {wrong[0]}"
 
     def test_cast_into_out_moves_its_version_counter(self) -> None:
         """Autograd and the weight cache would not see the write."""
@@ -191,9 +199,21 @@ class CastConformance(BackendFixtures):
         out = torch.zeros(3, dtype=torch.bfloat16, device=self.device, requires_grad=True)
         result = self.kernels.cast([leaf], torch.bfloat16)[0]
         assert result.grad_fn is None
+        assert not result.requires_grad, "the cast of a parameter is no parameter"
         written = self.kernels.cast([leaf], torch.bfloat16, out=[out])[0]
         assert written is out
         assert out.grad_fn is None
+
+    def test_cast_serves_inference_mode(self) -> None:
+        """Weights that were made or are cast in it have no version counter."""
+        with torch.inference_mode():
+            values = data.random((17,), torch.float32)
+            made = values.to(self.device)
+            out = torch.zeros(17, dtype=torch.bfloat16, device=self.device)
+            assert data.same_values(self.kernels.cast([made], torch.bfloat16)[0], values.bfloat16())
+            self.kernels.cast([made], torch.bfloat16, out=[out])
+            assert data.same_values(out, values.bfloat16())
+        assert data.same_values(self.kernels.cast([made], torch.bfloat16)[0], values.bfloat16())
 
     def test_cast_refuses_lists_of_different_lengths(self) -> None:
         """A missing target must not pass silently."""

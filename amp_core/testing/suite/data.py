@@ -20,6 +20,9 @@ GUARD = 8
 # Around the widths of vector registers and blocks, where tails are cut.
 LENGTHS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 129)
 
+MANY = 5000
+"""Tensors in a long list: more than fit into the argument of a launch, or into a page of pointers."""
+
 _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

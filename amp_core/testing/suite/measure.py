@@ -179,7 +179,7 @@ class MeasureConformance(BackendFixtures):
 
     def test_measure_finds_a_bad_tensor_among_thousands(self) -> None:
         """Lists are cut into chunks too."""
-        tensors = [torch.ones(3, device=self.device) for _ in range(1500)]
+        tensors = [torch.ones(3, device=self.device) for _ in range(data.MANY)]
         for bad in (0, 749, 1499):
             tensors[bad] = torch.tensor([1.0, math.nan, 1.0]).to(self.device)
             found = self.kernels.measure(tensors)
@@ -257,7 +257,12 @@ class MeasureConformance(BackendFixtures):
             assert data.versions(*tensors) == before, "measure moved a version counter"
 
     def test_measure_results_are_the_callers_own(self) -> None:
-        """A result must not change with the next call, nor the flag with the norm."""
+        """A result must not change with the next call, nor one part of it with another."""
+        own = self._measure([torch.tensor([3.0, 4.0])])
+        for part, others in ((own.norm, own.norms), (own.found_inf, own.nonfinite)):
+            before = others.clone()
+            part.add_(1.0)
+            assert torch.equal(others, before), "two parts of a measurement share memory"
         first = self._measure([torch.tensor([3.0, 4.0])])
         second = self._measure([torch.tensor([math.inf])])
         empty, other = self.kernels.measure([]), self.kernels.measure([])

@@ -12,7 +12,8 @@ from amp_core.testing.fixtures import BackendFixtures
 from amp_core.testing.suite import data
 from amp_core.testing.suite.measure import BAD
 
-FACTORS = (1.0, 0.5, 1 / 65536, 1 / 3, 3.0, 0.0, -1.0, 1e-9)
+# 7, 13 and 14: the reciprocals of their reciprocals are other float32 numbers.
+FACTORS = (1.0, 0.5, 1 / 65536, 1 / 3, 3.0, 0.0, -1.0, 1e-9, 7.0, 13 / 1024)
 
 
 def product(values: Tensor, factor: float) -> Tensor:
@@ -92,10 +93,10 @@ class ScaleConformance(BackendFixtures):
 
     def test_scale_of_thousands_of_tensors(self) -> None:
         """Lists are cut into chunks; none may be lost, and the last one's flag counts."""
-        values = [torch.ones(3) for _ in range(1500)]
+        values = [torch.ones(3) for _ in range(data.MANY)]
         results, flag = self._scaled(values, 0.5)
         wrong = [i for i, r in enumerate(results) if r.tolist() != [0.5] * 3]
-        assert not wrong, f"{len(wrong)} of 1500 tensors, the first is number {wrong[0]}"
+        assert not wrong, f"{len(wrong)} of {data.MANY} tensors, the first is number {wrong[0]}"
         assert flag == 0.0
         values[-1][2] = math.inf
         assert self._scaled(values, 0.5)[1] == 1.0
@@ -123,6 +124,9 @@ class ScaleConformance(BackendFixtures):
         values = torch.tensor([info.max, info.min, info.tiny, 1e20, -0.0, 0.0, 1e-40])
         for factor in (1.0, 0.5, 1e-30, 0.0):
             assert self._scaled([values, torch.empty(0)], factor)[1] == 0.0, f"factor {factor}"
+        if self.supports_float64:
+            wide = torch.tensor([1e200, -1e300, 1e-300], dtype=torch.float64)
+            assert self._scaled([wide], 0.5)[1] == 0.0, "float64 holds what float32 does not"
 
     def test_scale_found_inf_is_zero_or_one(self) -> None:
         """Many bad elements and dtypes: the flag is no count."""
@@ -133,9 +137,11 @@ class ScaleConformance(BackendFixtures):
         """An earlier call's finding must outlive a clean one, and count no further."""
         for values in ([torch.ones(3)], [], [torch.empty(0)], [torch.tensor([math.nan])]):
             flag = data.scalar(1.0, self.device)
-            grads = [v.to(self.device) for v in values]
-            self.kernels.scale_(grads, data.scalar(1.0, self.device), flag)
+            grads = [v.clone().to(self.device) for v in values]
+            self.kernels.scale_(grads, data.scalar(0.5, self.device), flag)
             assert float(flag) == 1.0
+            for grad, value in zip(grads, values, strict=True):
+                self._assert_product(grad.cpu(), value, 0.5, "with the flag set,")
 
     def test_scale_keeps_the_flag_over_dtype_groups(self) -> None:
         """A clean group after a bad one must not clear the flag."""
@@ -154,6 +160,24 @@ class ScaleConformance(BackendFixtures):
         results, _ = self._scaled(values, 0.5)
         assert results[0].tolist() == [1.0, math.inf, 2.0]
         assert results[1].tolist() == [4.0]
+
+    def test_scale_keeps_what_is_not_finite(self) -> None:
+        """Whoever looks at the gradients of a skipped step must find what made it so."""
+        for dtype in self.dtypes():
+            values = torch.tensor([math.nan, math.inf, -math.inf, -0.0, 0.0, 1.0] * 5, dtype=dtype)
+            results, _ = self._scaled([values], 0.5)
+            self._assert_product(results[0], values, 0.5)
+            assert data.same_values(results[0], values * 0.5), f"{dtype}: {results[0]}"
+
+    def test_scale_keeps_subnormals(self) -> None:
+        """The smallest gradients are those that a loss scale is there for."""
+        self.requires("keeps_subnormals")
+        for dtype in self.dtypes():
+            tiny = torch.finfo(dtype).smallest_normal
+            values = torch.tensor([tiny, -tiny, tiny / 2, tiny / 4, 0.0] * 5, dtype=dtype)
+            for factor in (0.5, 1.0, 2.0):
+                results, _ = self._scaled([values], factor)
+                self._assert_product(results[0], values, factor)
 
     def test_scale_with_and_without_a_flag(self) -> None:
         """``found_inf=None`` asks for the product alone; one element may have one dimension."""

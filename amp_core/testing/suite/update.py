@@ -58,6 +58,15 @@ class UpdateConformance(BackendFixtures):
                 expected = next_scale(before, found > 0, schedule)
                 assert self._advance(before, found, schedule) == expected, (before, found, schedule)
 
+    def test_update_counts_far(self) -> None:
+        """Steps in a row are counted up to any interval, not only as far as a narrow integer goes."""
+        for interval in (2000, 40_000, 2**31 - 1):
+            schedule = Schedule(growth_interval=interval)
+            for tracker in (interval - 3, interval - 2, interval - 1):
+                before = ScaleState(8.0, tracker, 1)
+                expected = next_scale(before, False, schedule)
+                assert self._advance(before, 0.0, schedule) == expected, f"{tracker} of {interval} steps"
+
     def test_update_never_grows_past_float32(self) -> None:
         """Growth to inf is refused; the interval starts anew."""
         schedule = Schedule(growth_interval=1)

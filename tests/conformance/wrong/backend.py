@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 import warnings
@@ -168,3 +169,79 @@ class HasNoName(Portable):
     fails = ("kernels_are_named",)
 
     name = ""
+
+
+class RefusesFloat32(Loopback):
+    fails = ("float32_is_admitted",)
+
+    def autocast_refusal(self, dtype):
+        return Refusal("no float32 here") if dtype is torch.float32 else super().autocast_refusal(dtype)
+
+
+class MakesKernelsAnew(Loopback):
+    fails = ("kernels_are_made_once",)
+
+    def kernels(self):
+        return Portable()
+
+
+class TakesTheThreads(Portable):
+    fails = ("hooks_leave_torchs_state_as_it_was",)
+
+    def cast(self, tensors, dtype, out=None):
+        torch.set_num_threads(1)
+        return super().cast(tensors, dtype, out)
+
+
+class FlushesSubnormals(Portable):
+    fails = ("hooks_leave_torchs_state_as_it_was",)
+
+    def update_scale_(self, state, found_inf, schedule):
+        torch.set_flush_denormal(True)
+        super().update_scale_(state, found_inf, schedule)
+
+
+class WarnsEachTime(Portable):
+    fails = ("hooks_say_nothing_once_they_have_run",)
+
+    def cast(self, tensors, dtype, out=None):
+        warnings.warn("the slow kernels are in use", stacklevel=2)
+        return super().cast(tensors, dtype, out)
+
+
+class PrintsEachTime(Portable):
+    fails = ("hooks_say_nothing_once_they_have_run",)
+
+    def add_(self, totals, grads):
+        sys.stdout.write(f"adding {len(grads)} tensors\n")
+        super().add_(totals, grads)
+
+
+class DrawsRandomNumbers(Portable):
+    fails = ("hooks_draw_no_random_numbers",)
+
+    def measure(self, grads, norm_type=2.0):
+        torch.rand(1)
+        return super().measure(grads, norm_type)
+
+
+class AnswersOneThreadAtATime(Loopback):
+    fails = ("hooks_answer_many_threads_at_once",)
+
+    asked = False
+
+    def availability(self):
+        if AnswersOneThreadAtATime.asked:
+            return Availability(False, "the driver is busy")
+        AnswersOneThreadAtATime.asked = True
+        time.sleep(0.001)
+        AnswersOneThreadAtATime.asked = False
+        return super().availability()
+
+
+class RefusesWithAWord(Loopback):
+    fails = ("supported_dtypes_are_admitted_and_others_refused_in_words",)
+
+    def autocast_refusal(self, dtype):
+        found = super().autocast_refusal(dtype)
+        return found and Refusal(found.message, error="yes")

@@ -160,3 +160,52 @@ class CastLosesTheSecondChunk(Portable):
         for r in results[512:]:
             r.detach().zero_()
         return results
+
+
+class CastForgetsTheMemoryFormat(Portable):
+    fails = ("cast_keeps_the_order_of_dimensions_in_memory",)
+
+    def cast(self, tensors, dtype, out=None):
+        if out is not None:
+            return super().cast(tensors, dtype, out)
+        return [t.contiguous() for t in super().cast(tensors, dtype)]
+
+
+class CastHasRoomForFourThousand(Portable):
+    fails = ("cast_of_thousands_of_tensors",)
+
+    def cast(self, tensors, dtype, out=None):
+        return super().cast(tensors[:4096], dtype, out)
+
+
+class CastMakesParameters(Portable):
+    fails = ("cast_is_outside_of_autograd",)
+
+    def cast(self, tensors, dtype, out=None):
+        results = super().cast(tensors, dtype, out)
+        if out is None:
+            for result, tensor in zip(results, tensors, strict=True):
+                result.requires_grad_(tensor.requires_grad)
+        return results
+
+
+class CastAsksForVersions(Portable):
+    fails = ("cast_serves_inference_mode",)
+
+    def cast(self, tensors, dtype, out=None):
+        self.seen = [t._version for t in tensors]
+        return super().cast(tensors, dtype, out)
+
+
+class CastOverlapsItsResults(Portable):
+    fails = ("cast_treats_every_element_of_every_length",)
+
+    def cast(self, tensors, dtype, out=None):
+        if out is not None or not all(t.dim() == 1 for t in tensors):
+            return super().cast(tensors, dtype, out)
+        results, start = [], 0
+        room = torch.empty(sum(t.numel() for t in tensors), dtype=dtype)
+        for tensor in tensors:
+            results.append(room[start : start + tensor.numel()].copy_(tensor.detach()))
+            start += tensor.numel() // 128 * 128 or tensor.numel()
+        return results

@@ -207,3 +207,11 @@ class MeasureOverlooksScalars(Portable):
     def measure(self, grads, norm_type=2.0):
         found = super().measure(grads, norm_type)
         return changed(found, found_inf=found.found_inf * float(any(g.dim() for g in grads)))
+
+
+class MeasureSharesItsParts(Portable):
+    fails = ("measure_results_are_the_callers_own",)
+
+    def measure(self, grads, norm_type=2.0):
+        found = super().measure(grads, norm_type)
+        return replace(found, norm=found.norms[0]) if len(grads) == 1 else found

@@ -98,3 +98,49 @@ class ScaleLosesTheSecondChunk(Portable):
 
     def scale_(self, grads, factor, found_inf=None):
         super().scale_(list(grads)[:512], factor, found_inf)
+
+
+class ScaleRepairsNan(Portable):
+    fails = ("scale_keeps_what_is_not_finite",)
+
+    def scale_(self, grads, factor, found_inf=None):
+        super().scale_(grads, factor, found_inf)
+        with torch.no_grad():
+            for grad in grads:
+                grad.masked_fill_(grad.isnan(), 0.0)
+
+
+class ScaleFlushesSubnormals(Portable):
+    fails = ("scale_keeps_subnormals",)
+
+    def scale_(self, grads, factor, found_inf=None):
+        super().scale_(grads, factor, found_inf)
+        with torch.no_grad():
+            for grad in grads:
+                grad.masked_fill_(grad.abs() < torch.finfo(grad.dtype).tiny, 0.0)
+
+
+class ScaleDividesByTheReciprocal(Portable):
+    fails = ("scale_multiplies_in_float32_or_wider",)
+
+    def scale_(self, grads, factor, found_inf=None):
+        super().scale_(grads, 1 / (1 / factor), found_inf)
+
+
+class ScaleStopsWhereTheFlagIsSet(Portable):
+    fails = ("scale_leaves_a_set_flag_set",)
+
+    def scale_(self, grads, factor, found_inf=None):
+        if found_inf is not None:
+            factor = torch.where(found_inf.reshape(()) > 0, 1.0, factor.reshape(()))
+        super().scale_(grads, factor, found_inf)
+
+
+class ScaleLooksAtDoublesAsFloats(Portable):
+    fails = ("scale_does_not_flag_what_is_finite",)
+
+    def scale_(self, grads, factor, found_inf=None):
+        super().scale_(grads, factor, found_inf)
+        for grad in grads:
+            if found_inf is not None and grad.dtype is torch.float64:
+                found_inf.masked_fill_(~torch.isfinite(grad.float()).all(), 1.0)

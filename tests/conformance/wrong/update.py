@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import torch
+
 from amp_core.kernels import Portable
 from amp_core.state import Hysteresis
 
@@ -61,3 +63,11 @@ class UpdateDoesNothing(Portable):
 
     def update_scale_(self, state, found_inf, schedule):
         pass
+
+
+class UpdateCountsInSixteenBits(Portable):
+    fails = ("update_counts_far",)
+
+    def update_scale_(self, state, found_inf, schedule):
+        super().update_scale_(state, found_inf, schedule)
+        state.growth_tracker.copy_(state.growth_tracker.to(torch.int16))
