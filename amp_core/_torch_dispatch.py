@@ -8,9 +8,11 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
+
+K = TypeVar("K")
 
 Overload = torch._ops.OpOverload
 """One op as the dispatcher knows it. For: types and ``isinstance``."""
@@ -35,8 +37,16 @@ def entry_of(op: Overload) -> Callable[..., Any]:
 def overloads_of(packet: Packet) -> dict[str, Overload]:
     """The overloads of a packet by name; the default one is ``"default"``."""
     names: list[str] = packet.overloads()  # type: ignore[no-untyped-call]
-    found = {name: getattr(packet, name) for name in names}
+    found = {name: getattr(packet, name) for name in names if not _takes_dimension_names(name)}
     return {name: op for name, op in found.items() if _is_dispatched(op)}
+
+
+def _takes_dimension_names(overload: str) -> bool:
+    """Whether the overload called so is one of the named tensors that torch 2.13 has given up.
+
+    They keep the rules that torch compiled in; no policy of amp-core's speaks of them.
+    """
+    return "imname" in overload or overload.startswith("names")
 
 
 def _is_dispatched(op: Overload) -> bool:
@@ -81,7 +91,9 @@ def registered(key: str) -> frozenset[str]:
 
     For: knowing torch's native rules. If it goes: no policy can tell what it would change.
     """
-    return frozenset(torch._C._dispatch_get_registrations_for_dispatch_key(key))
+    found = torch._C._dispatch_get_registrations_for_dispatch_key(key)
+    overloads = {op: op.rpartition("::")[2].partition(".")[2] for op in found}
+    return frozenset(op for op in found if not _takes_dimension_names(overloads[op]))
 
 
 def has_kernel(op_name: str, key: str) -> bool:
@@ -195,6 +207,15 @@ def mark_graph_functions(functions: tuple[Callable[..., Any], ...]) -> None:
 
     for function in functions:
         torch._dynamo.allow_in_graph(function)  # type: ignore[no-untyped-call]
+
+
+def value_for_dynamo(kind: type[K]) -> type[K]:
+    """Let Dynamo take an object of this class for a constant, by its equality, when it traces.
+
+    For: policies as arguments of compiled functions. If it goes: they compile from torch 2.13 on alone.
+    """
+    torch.utils._pytree.register_constant(kind)
+    return kind
 
 
 def constant_for_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -85,7 +85,7 @@ def seeded(seed: int, device_type: str) -> Iterator[None]:
     accelerator = torch.accelerator.current_accelerator()
     ours = accelerator is not None and accelerator.type == device_type
     devices = [torch.accelerator.current_device_index()] if ours else []
-    with torch.random.fork_rng(devices, device_type=device_type if ours else None):
+    with torch.random.fork_rng(devices, device_type=device_type if ours else "cpu"):
         torch.manual_seed(seed)
         random.seed(seed)
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from os import PathLike
 from types import MappingProxyType
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from amp_core._torch_dispatch import autocast_key, has_dispatch_key, registered
+from amp_core._torch_dispatch import autocast_key, has_dispatch_key, registered, value_for_dynamo
 from amp_core.errors import PolicyError
 from amp_core.policy import names, tables
 from amp_core.policy import rules as r
@@ -59,7 +59,7 @@ class PolicyDiff(dict[str, tuple[str, str]]):
     __repr__ = __str__
 
 
-@dataclass(frozen=True, eq=False)
+@value_for_dynamo
 class OpPolicy:
     """An immutable map from op to rule, for one device type.
 
@@ -70,21 +70,37 @@ class OpPolicy:
         device_type: such as ``"cuda"``.
         rules: op name to rule. A full name (``"aten::softmax.int"``, ``"aten::mm.default"``) means that
             overload; ``"softmax"``, ``"aten::softmax"`` or a glob mean all that autocast can see.
+        origins: full op name to where its rule comes from; by default the caller's file and line.
 
     Raises:
         PolicyError: an op or rule is unknown, or the rule cannot apply to the op.
     """
 
     device_type: str
-    rules: Mapping[str, str] = field(default_factory=dict)
-    origins: Mapping[str, str] = field(default_factory=dict, repr=False)
+    rules: Mapping[str, str]
+    origins: Mapping[str, str]
 
-    def __post_init__(self) -> None:
+    # No frozen dataclass: Dynamo before torch 2.13 cannot hold one in a graph.
+    def __init__(
+        self,
+        device_type: str,
+        rules: Mapping[OpName, str] = MappingProxyType({}),
+        origins: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         where = _caller()
-        resolved = _resolve(self.rules) if self.rules else {}
-        origins = {op: self.origins.get(op, where) for op in resolved}
-        object.__setattr__(self, "rules", MappingProxyType(resolved))
-        object.__setattr__(self, "origins", MappingProxyType(origins))
+        resolved = _resolve(rules) if rules else {}
+        told = {op: origins.get(op, where) for op in resolved}
+        vars(self).update(
+            device_type=device_type, rules=MappingProxyType(resolved), origins=MappingProxyType(told)
+        )
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"An OpPolicy cannot be changed (you set {name!r}); make another: override().")
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(
+            f"An OpPolicy cannot be changed (you delete {name!r}); make another: override()."
+        )
 
     # How to make one.
 
@@ -283,11 +299,11 @@ def _check_rule(op: OpName, rule: object) -> None:
 
 
 def _caller() -> str:
-    """File and line of the nearest frame that is neither of amp-core nor of dataclasses' generated code."""
+    """File and line of the nearest frame that is not of amp-core."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
         module = frame.f_globals.get("__name__", "")
-        if not module.startswith("amp_core.") and not frame.f_code.co_filename.startswith("<string>"):
+        if not module.startswith("amp_core."):
             break
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -152,7 +152,7 @@ def test_threads_do_not_inherit_a_region() -> None:
 
 def test_decorating_something_that_is_no_function() -> None:
     """The hint to use a `with` statement is lost."""
-    for cls in BOTH:
+    for cls in BOTH if torch.__version__ >= (2, 12) else BOTH[1:]:  # earlier, torch took anything
         with pytest.raises(TypeError, match=r"requires a callable, but got Tensor\. Did you mean"):
             cls("cpu")(torch.ones(1))
 

@@ -13,6 +13,8 @@ from hypothesis import given, settings
 from amp_core.scaler import gradients
 from amp_core.scaler.gradients import gather
 
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # once a process, before torch 2.12
+
 
 def parameter(dtype: torch.dtype = torch.float32) -> torch.nn.Parameter:
     param = torch.nn.Parameter(torch.zeros(2, 3, dtype=dtype))

@@ -339,6 +339,7 @@ def test_rich_prints_the_tables(net, x):
     console.file.close()
 
 
+@pytest.mark.filterwarnings("ignore:torch.compile with fullgraph=True found no compiled")  # torch 2.12
 @pytest.mark.parametrize("fullgraph", [False, True])
 def test_what_is_compiled_runs_eagerly_in_the_block_alone(net, x, fullgraph):
     """Dynamo gives up each frame that it meets under a mode: a recording would undo compilation for good."""
