@@ -13,7 +13,7 @@ from amp_core.decorate import autocast_decorator
 from amp_core.device import device_type_of
 from amp_core.dispatch.activate import pop, push
 from amp_core.errors import BackendNotFoundError
-from amp_core.plugin.manager import get_backend
+from amp_core.plugin.process import get_backend
 from amp_core.region import Region
 from amp_core.region_stack import thread
 from amp_core.region_state import enter, leave

@@ -14,7 +14,7 @@ from torch.autograd.function import FunctionCtx
 from amp_core.autocast import autocast
 from amp_core.containers import map_tensors
 from amp_core.device import device_type_of
-from amp_core.plugin.manager import get_backend
+from amp_core.plugin.process import get_backend
 
 Fn = Callable[..., Any]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from amp_core import _torch
 from amp_core.containers import map_tensors
 from amp_core.device import device_type_of
-from amp_core.plugin.manager import get_backend
+from amp_core.plugin.process import get_backend
 from amp_core.scaler.arithmetic import combine
 from amp_core.scaler.closure import ClosureSteps
 from amp_core.scaler.distributed import check_group

@@ -16,7 +16,7 @@ from amp_core.decorate import autocast_decorator
 from amp_core.device import device_type_of
 from amp_core.dispatch.activate import activation, default_policy, in_float32, pop, push
 from amp_core.errors import PolicyError
-from amp_core.plugin.manager import get_backend
+from amp_core.plugin.process import get_backend
 from amp_core.region_state import settings_of
 
 if TYPE_CHECKING:

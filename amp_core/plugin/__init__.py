@@ -10,7 +10,7 @@ import pluggy
 
 from amp_core.plugin.entry_points import ENTRY_POINT_GROUP
 from amp_core.plugin.interface import API_VERSION, Availability, Backend, Refusal
-from amp_core.plugin.manager import (
+from amp_core.plugin.process import (
     backends,
     get_backend,
     register,

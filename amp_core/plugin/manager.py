@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import sys
 import threading
 import warnings
 from collections.abc import Iterable, Mapping
@@ -14,6 +13,7 @@ from types import MappingProxyType, ModuleType
 import pluggy
 
 from amp_core import _env, _torch
+from amp_core.callers import level_outside
 from amp_core.errors import (
     BackendConflictError,
     BackendDisabledError,
@@ -277,81 +277,3 @@ def _warn(failure: Failure) -> None:
         PluginWarning,
         stacklevel=level_outside(),
     )
-
-
-def level_outside() -> int:
-    """Return the `stacklevel`, seen from the caller, of the first frame that is not amp-core's."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("amp_core."):
-        level, frame = level + 1, frame.f_back
-    return level
-
-
-_manager: Manager | None = None
-_manager_lock = threading.Lock()
-
-
-def manager() -> Manager:
-    """Return the manager of this process."""
-    global _manager  # noqa: PLW0603  # one per process, built on first use
-    if _manager is None:
-        with _manager_lock:
-            if _manager is None:
-                _manager = Manager()
-    return _manager
-
-
-def get_backend(device_type: str) -> Backend:
-    """Return the backend of `device_type`.
-
-    Raises:
-        BackendNotFoundError: nothing serves it; the text lists what is installed.
-        BackendLoadError: its plugin failed to load; the original error is the cause.
-        BackendDisabledError: ``AMP_DISABLE_BACKENDS`` names it.
-    """
-    held = _manager.registry.get(device_type) if _manager is not None else None
-    return held[0] if held is not None else manager().get(device_type)
-
-
-def plugins_listen() -> bool:
-    """Whether a plugin has a hook that `GradScaler` calls."""
-    return _manager is not None and _manager.listens
-
-
-def call_plugins(hook: str, **event: object) -> None:
-    """Call `hook` in every plugin that has it."""
-    if plugins_listen():
-        manager().call(hook, **event)
-
-
-def register(plugin: object, name: str | None = None) -> None:
-    """Register a plugin: a module or an object whose functions are marked with `hookimpl`.
-
-    Args:
-        plugin: has at least one hook of `amp_core.plugin.spec`.
-        name: for messages; by default its own.
-
-    Raises:
-        ValueError: it is registered already, or has no hook.
-        pluggy.PluginValidationError: a hook is unknown, or takes an argument that it is not given.
-    """
-    manager().add(plugin, name)
-
-
-def unregister(plugin: object) -> None:
-    """Undo `register`.
-
-    Raises:
-        ValueError: it is not registered.
-    """
-    manager().remove(plugin)
-
-
-def backends() -> Mapping[str, BackendStatus]:
-    """Return, read-only, the status of every device type, loading all plugins to find out."""
-    return MappingProxyType(manager().status())
-
-
-def replace_backend(backend: Backend) -> Backend | None:
-    """Serve ``backend.device_type`` with `backend` from now on; return the one that it replaces."""
-    return manager().replace(backend, Owner(type(backend).__module__))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 
 from amp_core._torch_dispatch import autocast_key, has_dispatch_key, registered, value_for_dynamo
+from amp_core.callers import place_outside
 from amp_core.errors import PolicyError
 from amp_core.policy import names, tables
 from amp_core.policy import rules as r
@@ -87,7 +87,7 @@ class OpPolicy:
         rules: Mapping[OpName, str] = MappingProxyType({}),
         origins: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        where = _caller()
+        where = place_outside()
         resolved = _resolve(rules) if rules else {}
         told = {op: origins.get(op, where) for op in resolved}
         vars(self).update(
@@ -163,7 +163,7 @@ class OpPolicy:
         Raises:
             PolicyError: an op or rule is unknown, or the rule cannot apply to the op.
         """
-        where = origin or f"override at {_caller()}"
+        where = origin or f"override at {place_outside()}"
         new = _resolve(changes)
         return OpPolicy(
             self.device_type, {**self.rules, **new}, {**self.origins, **dict.fromkeys(new, where)}
@@ -296,14 +296,3 @@ def _check_rule(op: OpName, rule: object) -> None:
     near = difflib.get_close_matches(str(rule), r.RULES, n=2, cutoff=0.5)
     hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
     raise PolicyError(f"Unknown rule {rule!r} for {op!r}: {hint}the rules are {', '.join(r.RULES)}.")
-
-
-def _caller() -> str:
-    """File and line of the nearest frame that is not of amp-core."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None:
-        module = frame.f_globals.get("__name__", "")
-        if not module.startswith("amp_core."):
-            break
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -15,7 +15,7 @@ from torch import Tensor
 from amp_core import _torch
 from amp_core._torch import is_dtensor
 from amp_core.kernels import PORTABLE, Kernels, Measurement
-from amp_core.plugin.manager import get_backend
+from amp_core.plugin.process import get_backend
 from amp_core.scaler.distributed import agree, ranks_of, shards_of
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch.utils.hooks import RemovableHandle
 
-from amp_core.plugin.manager import call_plugins, plugins_listen
+from amp_core.plugin.process import call_plugins, plugins_listen
 from amp_core.scaler.record import StepRecord
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from amp_core.callers import level_outside
 from amp_core.errors import ScaleFloorError, ScaleFloorWarning, SkippedStepsWarning
-from amp_core.plugin.manager import level_outside
 from amp_core.scaler.gradients import Gradients, gather
 from amp_core.scaler.hooks import Hooks, ScaleChange, ScaleHook, StepHook
 from amp_core.scaler.record import BadParameter, StepRecord, bad_parameters, fetch, name_of, rank, worst

@@ -17,7 +17,7 @@ import torch
 from amp_core import _torch
 from amp_core.kernels import Kernels
 from amp_core.plugin import Backend, get_backend
-from amp_core.plugin.manager import manager
+from amp_core.plugin.process import manager
 
 
 class BackendFixtures:

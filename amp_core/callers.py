@@ -1,0 +1,25 @@
+"""Where amp-core was called from: for warnings, and for what remembers who asked for it."""
+
+from __future__ import annotations
+
+import sys
+
+
+def level_outside() -> int:
+    """Return the `stacklevel`, seen from the caller, of the first frame that is not amp-core's."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and _is_ours(frame.f_globals):
+        level, frame = level + 1, frame.f_back
+    return level
+
+
+def place_outside() -> str:
+    """Return file and line of the first frame that is not amp-core's."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and _is_ours(frame.f_globals):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _is_ours(names: dict[str, object]) -> bool:
+    return str(names.get("__name__", "")).startswith("amp_core.")

@@ -1,0 +1,81 @@
+"""The one manager of this process, and what is asked of it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from amp_core.plugin.interface import Backend
+from amp_core.plugin.manager import Manager
+from amp_core.plugin.registry import Owner
+from amp_core.plugin.status import BackendStatus
+
+_manager: Manager | None = None
+_manager_lock = threading.Lock()
+
+
+def manager() -> Manager:
+    """Return the manager of this process."""
+    global _manager  # noqa: PLW0603  # one per process, built on first use
+    if _manager is None:
+        with _manager_lock:
+            if _manager is None:
+                _manager = Manager()
+    return _manager
+
+
+def get_backend(device_type: str) -> Backend:
+    """Return the backend of `device_type`.
+
+    Raises:
+        BackendNotFoundError: nothing serves it; the text lists what is installed.
+        BackendLoadError: its plugin failed to load; the original error is the cause.
+        BackendDisabledError: ``AMP_DISABLE_BACKENDS`` names it.
+    """
+    held = _manager.registry.get(device_type) if _manager is not None else None
+    return held[0] if held is not None else manager().get(device_type)
+
+
+def plugins_listen() -> bool:
+    """Whether a plugin has a hook that `GradScaler` calls."""
+    return _manager is not None and _manager.listens
+
+
+def call_plugins(hook: str, **event: object) -> None:
+    """Call `hook` in every plugin that has it."""
+    if plugins_listen():
+        manager().call(hook, **event)
+
+
+def register(plugin: object, name: str | None = None) -> None:
+    """Register a plugin: a module or an object whose functions are marked with `hookimpl`.
+
+    Args:
+        plugin: has at least one hook of `amp_core.plugin.spec`.
+        name: for messages; by default its own.
+
+    Raises:
+        ValueError: it is registered already, or has no hook.
+        pluggy.PluginValidationError: a hook is unknown, or takes an argument that it is not given.
+    """
+    manager().add(plugin, name)
+
+
+def unregister(plugin: object) -> None:
+    """Undo `register`.
+
+    Raises:
+        ValueError: it is not registered.
+    """
+    manager().remove(plugin)
+
+
+def backends() -> Mapping[str, BackendStatus]:
+    """Return, read-only, the status of every device type, loading all plugins to find out."""
+    return MappingProxyType(manager().status())
+
+
+def replace_backend(backend: Backend) -> Backend | None:
+    """Serve ``backend.device_type`` with `backend` from now on; return the one that it replaces."""
+    return manager().replace(backend, Owner(type(backend).__module__))
