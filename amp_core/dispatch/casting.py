@@ -6,8 +6,7 @@ schema is looked up per call.
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,11 +22,9 @@ from amp_core._torch_dispatch import (
     key_set,
 )
 from amp_core.dispatch import weights
-from amp_core.errors import AmpWarning, PolicyError
+from amp_core.dispatch.choosing import CHOOSERS, Args, Chooser, Kwargs, eligible, tensors_in
 from amp_core.policy import rules as r
 
-Args = Sequence[Any]
-Kwargs = dict[str, Any]
 Runner = Callable[[Any, Args, Kwargs], Any]
 """(key set of the call, positional arguments, keyword arguments) -> the op's result."""
 
@@ -51,7 +48,7 @@ def make_runner(op: Overload, rule: str, device_type: str) -> Runner:
         return _set_opt_dtype(op, call, device_type)
     if rule == r.FP32_APPEND_DTYPE:
         return _append_dtype(op, device_type)
-    choose = _CHOOSERS[rule](op, device_type)
+    choose = CHOOSERS[rule](op, device_type)
     first_stays = rule == r.MATCH_DESTINATION
     if is_mutable(op):
         return _writing_back(op, call, choose, device_type, first_stays)
@@ -90,133 +87,6 @@ def _unchanged(op: Overload, device_type: str) -> Runner:
         return op.redispatch(keyset - keys, *args, **kwargs)
 
     return run
-
-
-# Which dtype.
-
-Chooser = Callable[[Args, Kwargs], "torch.dtype | None"]
-"""(positional, keyword arguments) -> the dtype to cast to, or None to leave them alone."""
-
-
-def _choose_low(_op: Overload, device_type: str) -> Chooser:
-    return lambda _args, _kwargs: torch.get_autocast_dtype(device_type)
-
-
-def _choose_fp32(_op: Overload, _device_type: str) -> Chooser:
-    return lambda _args, _kwargs: torch.float32
-
-
-def _choose_promote(op: Overload, device_type: str) -> Chooser:
-    """Torch's ``at::autocast::prioritize``: optional tensors do not count, a third dtype is an error."""
-    kinds = [str(a.real_type) in ("Tensor", "List[Tensor]") for a in arguments(op)]
-    counted = [index for index, counts in enumerate(kinds) if counts]
-
-    def choose(args: Args, _kwargs: Kwargs) -> torch.dtype:
-        low = torch.get_autocast_dtype(device_type)
-        found = low
-        for tensor in _tensors(args[i] for i in counted if i < len(args)):
-            if eligible(tensor, device_type):
-                found = _wider(found, tensor.dtype, low)
-        return found
-
-    return choose
-
-
-def _wider(current: torch.dtype, found: torch.dtype, low: torch.dtype) -> torch.dtype:
-    if current is torch.float64:
-        raise RuntimeError("promote type is double in at::autocast::prioritize")
-    if torch.float32 in (current, found):
-        return torch.float32
-    if current is low and found is low:
-        return low
-    raise RuntimeError("Unexpected floating ScalarType in at::autocast::prioritize")
-
-
-def _choose_promote_types(op: Overload, device_type: str) -> Chooser:
-    def choose(args: Args, kwargs: Kwargs) -> torch.dtype | None:
-        found: torch.dtype | None = None
-        for tensor in _tensors((*args, *kwargs.values())):
-            if eligible(tensor, device_type):
-                found = tensor.dtype if found is None else _promoted(op, found, tensor.dtype)
-        return found
-
-    return choose
-
-
-def _promoted(op: Overload, one: torch.dtype, other: torch.dtype) -> torch.dtype:
-    try:
-        return torch.promote_types(one, other)
-    except RuntimeError as error:
-        raise PolicyError(
-            f"{dispatcher_name(op)} got {one} and {other}, which torch does not promote: cast one of "
-            f"them, or give the op another rule than {r.PROMOTE_TYPES!r}."
-        ) from error
-
-
-def _choose_destination(_op: Overload, device_type: str) -> Chooser:
-    return lambda args, _kwargs: args[0].dtype if eligible(args[0], device_type) else None
-
-
-def _choose_if_mixed(_op: Overload, device_type: str) -> Chooser:
-    def choose(args: Args, kwargs: Kwargs) -> torch.dtype | None:
-        found = {t.dtype for t in _tensors((*args, *kwargs.values())) if eligible(t, device_type)}
-        return torch.float32 if len(found) > 1 else None
-
-    return choose
-
-
-_hinted: set[str] = set()
-
-
-def _choose_with_hint(op: Overload, _device_type: str) -> Chooser:
-    def choose(_args: Args, _kwargs: Kwargs) -> torch.dtype:
-        name = dispatcher_name(op)
-        if name not in _hinted:
-            _hinted.add(name)
-            warnings.warn(_hint(name), AmpWarning, stacklevel=4)
-        return torch.float32
-
-    return choose
-
-
-def _hint(name: str) -> str:
-    better = {"aten::binary_cross_entropy": "binary_cross_entropy_with_logits (nn.BCEWithLogitsLoss)"}.get(
-        name
-    )
-    advice = f"; {better} is stable in low precision" if better else ""
-    return f"{name} runs in float32 under this op policy{advice}."
-
-
-_CHOOSERS: dict[str, Callable[[Overload, str], Chooser]] = {
-    r.LOWER_PRECISION_FP: _choose_low,
-    r.FP32: _choose_fp32,
-    r.PROMOTE: _choose_promote,
-    r.PROMOTE_TYPES: _choose_promote_types,
-    r.MATCH_DESTINATION: _choose_destination,
-    r.FP32_IF_MIXED: _choose_if_mixed,
-    r.FP32_WITH_HINT: _choose_with_hint,
-}
-
-
-# Casting.
-
-
-def eligible(tensor: torch.Tensor, device_type: str) -> bool:
-    """Whether autocast on `device_type` casts `tensor` (``at::autocast::is_eligible``, 2.13)."""
-    if not tensor.is_floating_point() or tensor.dtype is torch.float64:
-        return False
-    if tensor.is_cpu:  # takes a third of the time of asking for the device
-        return device_type == "cpu"
-    found = tensor.device.type
-    return found == device_type or (device_type == "cuda" and found == "xla")
-
-
-def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from (item for item in value if isinstance(item, torch.Tensor))
 
 
 def _casting(
@@ -277,7 +147,7 @@ def _writing_back(
 def _put_back(result: Any, pairs: list[tuple[Any, Any]]) -> Any:
     originals: dict[int, torch.Tensor] = {}
     for given, cast in pairs:
-        for mine, theirs in zip(_tensors([given]), _tensors([cast]), strict=True):
+        for mine, theirs in zip(tensors_in([given]), tensors_in([cast]), strict=True):
             if theirs is not mine:
                 mine.copy_(theirs)
                 originals[id(theirs)] = mine
