@@ -195,6 +195,10 @@ REWRITES = {
 }
 
 UNTOUCHED = {
+    "successor first, exported": (
+        "try:\n    from torch.amp import autocast\nexcept ImportError:\n    from torch.cuda.amp import autocast\n"
+        "__all__ = ['autocast']\n"
+    ),
     "successor first": (
         "try:\n    from torch.amp import GradScaler\nexcept ImportError:\n    from torch.cuda.amp import GradScaler\n"
         "def f(scaler: GradScaler):\n    return isinstance(scaler, GradScaler) or GradScaler('cuda')\n"

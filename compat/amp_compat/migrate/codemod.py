@@ -109,12 +109,12 @@ class ModuleRewriter:
         renamed: set[BaseAssignment] = set()
         for binding in self._legacy_imports():
             uses = plan.by_binding.get(binding, [])
-            if binding.name in self.exported:
+            if self.resolver.has_successor(binding):
+                self._beside_successor(binding)
+            elif binding.name in self.exported:
                 self._keep_exported(binding)
             elif any(use.manual for use in uses):
                 continue
-            elif self.resolver.has_successor(binding):
-                self._beside_successor(binding)
             elif any(use.resolved.shared for use in uses):
                 self._share(binding)
             else:
