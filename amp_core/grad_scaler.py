@@ -13,11 +13,11 @@ from amp_core import _torch
 from amp_core.containers import map_tensors
 from amp_core.device import device_type_of
 from amp_core.plugin.process import get_backend
-from amp_core.scaler.arithmetic import combine
+from amp_core.scaler.arithmetic import combine, is_tracing
 from amp_core.scaler.closure import ClosureSteps
 from amp_core.scaler.distributed import check_group
 from amp_core.scaler.fused import is_traceable, step_fused
-from amp_core.scaler.gradients import by_device, gather, is_tracing, parameters_of
+from amp_core.scaler.gradients import by_device, gather, parameters_of
 from amp_core.scaler.overlap import Overlap
 from amp_core.scaler.record import StepRecord
 from amp_core.scaler.replicate import _MultiDeviceReplicator

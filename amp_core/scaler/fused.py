@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from amp_core.scaler.arithmetic import clip_coefficient, combine, overflows, reciprocal
-from amp_core.scaler.gradients import by_device, gather, is_tracing, look
+from amp_core.scaler.arithmetic import clip_coefficient, combine, is_tracing, overflows, reciprocal
+from amp_core.scaler.gradients import by_device, gather, look
 from amp_core.scaler.momentum import clear_momentum, groups_without_momentum
 from amp_core.state import OptState
 

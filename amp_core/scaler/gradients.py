@@ -16,6 +16,7 @@ from amp_core import _torch
 from amp_core._torch import is_dtensor
 from amp_core.kernels import PORTABLE, Kernels, Measurement
 from amp_core.plugin.process import get_backend
+from amp_core.scaler.arithmetic import is_tracing
 from amp_core.scaler.distributed import agree, ranks_of, shards_of
 
 if TYPE_CHECKING:
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from amp_core.scaler.overlap import Overlap
-
-is_tracing = torch.compiler.is_dynamo_compiling
 
 
 def kernels_of(device: torch.device) -> Kernels:

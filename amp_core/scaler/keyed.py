@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from amp_core import _torch
-from amp_core.scaler.gradients import is_tracing
+from amp_core.scaler.arithmetic import is_tracing
 from amp_core.scaler.scale import ScaleKeeper
 from amp_core.state import OptState, Schedule
 

@@ -117,14 +117,14 @@ class StepRecord:
 
     def __str__(self) -> str:
         parts = ", ".join(map(str, self.bad_micro_batches))
+        if not (self.skipped or parts):
+            norm = "" if self.total_norm is None else f", norm {self.total_norm:.4g}"
+            return f"{self._whose} took step {self.number} at scale {self.scale_before:g}{norm}"
         where = f"at scale {self.scale_before:g} in {worst(self)}"
         if self.skipped:
             within = f" in micro-batch {parts}" if parts else ""
             return f"{self._whose} skipped step {self.number}: inf or NaN{within} {where}"
-        if parts:
-            return f"{self._whose} left micro-batch {parts} out of step {self.number}: inf or NaN {where}"
-        norm = "" if self.total_norm is None else f", norm {self.total_norm:.4g}"
-        return f"{self._whose} took step {self.number} at scale {self.scale_before:g}{norm}"
+        return f"{self._whose} left micro-batch {parts} out of step {self.number}: inf or NaN {where}"
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}: {self}>"

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from amp_core.kernels import ScaleTensors
-from amp_core.scaler.arithmetic import combine, valid_scale
-from amp_core.scaler.gradients import is_tracing, kernels_of
+from amp_core.scaler.arithmetic import combine, is_tracing, valid_scale
+from amp_core.scaler.gradients import kernels_of
 from amp_core.scaler.record import History, StepRecord
 from amp_core.scaler.replicate import OptimizerStates
 from amp_core.scaler.report import Reporting

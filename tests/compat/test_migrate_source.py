@@ -228,6 +228,11 @@ HUMAN = {
         "autocast(False)\n",
         "the successor has them in another order",
     ),
+    "by position beside other arguments": (
+        "if gpu:\n    from torch.cuda.amp import autocast\nelse:\n    def autocast(enabled=True, kind=None): ...\n"
+        "autocast(False, low)\n",
+        "the successor has them in another order",
+    ),
     "apex or torch": (
         "try:\n    from apex import amp\nexcept ImportError:\n    from torch.cuda import amp\namp.autocast()\n",
         "is bound to apex.amp and to torch.cuda.amp",

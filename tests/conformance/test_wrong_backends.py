@@ -18,7 +18,7 @@ FILES = {
     path.stem: runpy.run_path(str(path)) for path in sorted(Path(__file__).with_name("wrong").glob("*.py"))
 }
 WRONG = {name: cls for names in FILES.values() for name, cls in names.items() if hasattr(cls, "fails")}
-LIBRARIES = FILES["backend"]["LIBRARIES"]
+UNDO = FILES["backend"]["UNDO"]
 
 
 def make(cls):
@@ -33,8 +33,8 @@ def _torch_as_it_was():
     torch.set_num_threads(threads)
     torch.set_grad_enabled(True)
     torch.set_autocast_enabled("cpu", False)
-    while LIBRARIES:
-        LIBRARIES.pop()._destroy()
+    while UNDO:
+        UNDO.pop()()
 
 
 @pytest.mark.parametrize("name", WRONG)

@@ -60,24 +60,31 @@ class EffectsConformance(BackendFixtures):
 
     def test_hooks_leave_torchs_state_as_it_was(self) -> None:
         """What belongs to the caller is as the caller set it, whatever it was set to."""
-        for setting in self._settings():
-            before = setting.read()
-            try:
-                for value in setting.values:
-                    for name, call in self._calls().items():
-                        setting.write(value)
-                        call()
-                        found = setting.read()
-                        assert found == value, f"{name} changed {setting.name} from {value} to {found}"
-            finally:
-                setting.write(before)
+        for grad in (True, False):
+            with torch.set_grad_enabled(grad):
+                for setting in self._settings():
+                    self._try(setting)
+
+    def _try(self, setting: Setting) -> None:
+        before = setting.read()
+        try:
+            for value in setting.values:
+                for name, call in self._calls().items():
+                    setting.write(value)
+                    call()
+                    found = setting.read()
+                    assert found == value, f"{name} changed {setting.name} from {value} to {found}"
+        finally:
+            setting.write(before)
 
     def test_hooks_draw_no_random_numbers(self) -> None:
         """A training run would not be repeatable, or differ with the kernels."""
-        for name, call in self._calls().items():
-            before = torch.get_rng_state()
-            call()
-            assert torch.equal(torch.get_rng_state(), before), f"{name} drew from torch's generator"
+        for grad in (True, False):
+            for name, call in self._calls().items():
+                before = torch.get_rng_state()
+                with torch.set_grad_enabled(grad):
+                    call()
+                assert torch.equal(torch.get_rng_state(), before), f"{name} drew from torch's generator"
 
     def test_hooks_say_nothing_once_they_have_run(self, capfd: pytest.CaptureFixture[str]) -> None:
         """They run at every step: a line or a warning each time would bury all others."""
@@ -97,6 +104,7 @@ class EffectsConformance(BackendFixtures):
         regions = both if self.default_dtype_is_torchs else (False,)
         found = [
             Setting("grad mode", torch.is_grad_enabled, torch.set_grad_enabled, both),
+            Setting("inference mode", torch.is_inference_mode_enabled, lambda _: None, (False,)),
             Setting(
                 "autocast",
                 lambda: torch.is_autocast_enabled(kind),
@@ -132,7 +140,7 @@ class EffectsConformance(BackendFixtures):
                 (False,),
             ),
         ]
-        if torch.set_flush_denormal(False):  # which says whether the host can
+        if torch.set_flush_denormal(_flushes()):  # which says whether the host can
             found.append(Setting("the flushing of subnormals", _flushes, torch.set_flush_denormal, (False,)))
         return found
 

@@ -8,8 +8,8 @@ import libcst as cst
 
 from amp_compat.migrate.names import Legacy
 
-_AUTOCAST_ORDER = ("enabled", "dtype", "cache_enabled")
-_ORDERS = {"autocast": _AUTOCAST_ORDER, "custom_fwd": ("fwd",), "custom_bwd": ("bwd",)}
+AUTOCAST_ORDER = ("enabled", "dtype", "cache_enabled")
+_ORDERS = {"autocast": AUTOCAST_ORDER, "custom_fwd": ("fwd",), "custom_bwd": ("bwd",)}
 
 
 class CannotConvertError(Exception):

@@ -159,7 +159,7 @@ class ModuleRewriter:
         if not self.resolver.in_except(binding.node):
             reason = (
                 f"another branch binds `{binding.name}` to the successor; where that is always there, "
-                f"this one can go"
+                f"this one can go, and calls name the device"
             )
             self._find(binding.node, "manual", binding.name, reason)
 

@@ -10,9 +10,10 @@ from amp_compat.migrate.bindings import Resolver
 from amp_compat.migrate.names import parse_legacy
 from amp_compat.migrate.plan import Parents, Plan, Use
 from amp_compat.migrate.rules import classify
+from amp_compat.migrate.tree import NameWalker
 
 
-class Collector(cst.CSTVisitor):
+class Collector(NameWalker):
     """Walks a module once and fills a `Plan`."""
 
     def __init__(self, resolver: Resolver, parents: Parents) -> None:
@@ -21,35 +22,15 @@ class Collector(cst.CSTVisitor):
         self._resolver = resolver
         self._parents = parents
 
-    def visit_Import(self, node: cst.Import) -> bool:
-        """Import statements are rewritten on their own."""
-        return False
-
-    def visit_ImportFrom(self, node: cst.ImportFrom) -> bool:
-        """Import statements are rewritten on their own."""
-        return False
-
-    def visit_Attribute(self, node: cst.Attribute) -> bool:
-        """Take the whole chain, or else look at its parts."""
-        if self._take(node):
-            return False
-        node.value.visit(self)
-        return False
-
     def visit_Name(self, node: cst.Name) -> None:
         """Take a bare name, unless it is being bound here."""
         parent = self._parents.get(node)
         if not isinstance(parent, (cst.FunctionDef, cst.ClassDef, cst.AsName, cst.NameItem)):
-            self._take(node)
+            self.take(node)
 
     def visit_Call(self, node: cst.Call) -> bool:
         """Take ``getattr(module, "name")`` as the name itself."""
-        return not self._take(node)
-
-    def visit_Arg(self, node: cst.Arg) -> bool:
-        """Look at the value only: a keyword is not a name."""
-        node.value.visit(self)
-        return False
+        return not self.take(node)
 
     def visit_Param(self, node: cst.Param) -> bool:
         """Look at annotation and default only."""
@@ -75,7 +56,8 @@ class Collector(cst.CSTVisitor):
         if ("torch.cuda.amp" in node.value or "torch.cpu.amp" in node.value) and _is_code(node.raw_value):
             self.plan.strings.append(node)
 
-    def _take(self, node: cst.BaseExpression) -> bool:
+    def take(self, node: cst.BaseExpression) -> bool:
+        """Take note of a use."""
         resolved = self._resolver.resolve(node)
         legacy = parse_legacy(resolved.dotted) if resolved else None
         if resolved is None or legacy is None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import libcst as cst
 from libcst.metadata import Assignment, BaseAssignment
 
 from amp_compat.migrate.bindings import Resolver
-from amp_compat.migrate.calls import has_positional, passes_device
+from amp_compat.migrate.calls import AUTOCAST_ORDER, has_positional, passes_device
 from amp_compat.migrate.names import OBJECTS
 from amp_compat.migrate.plan import Parents, Plan, Use
 
@@ -219,13 +220,16 @@ def _why_not_shared(binding: BaseAssignment, uses: list[Use], resolver: Resolver
         return f"{both}, and is used as a class: an alias with the device filled in is none"
     calls = [u.site for u in uses if u.kind == "call" and u.legacy.name == "autocast"]
     by_position = [c for c in calls if isinstance(c, cst.Call) and has_positional(c.args)]
-    if by_position and not all(_takes(other, "enabled") for other in others):
+    longest = max((sum(arg.keyword is None for arg in call.args) for call in by_position), default=0)
+    if not all(_takes(other, AUTOCAST_ORDER[:longest]) for other in others):
         return f"{both}, and is called with positional arguments: the successor has them in another order"
     return next((use.manual for use in uses if use.manual), "")
 
 
-def _takes(binding: BaseAssignment, word: str) -> bool:
-    """Whether the function or class that `binding` defines takes an argument called `word` first."""
+def _takes(binding: BaseAssignment, words: Sequence[str]) -> bool:
+    """Whether `binding` defines a function or class whose first arguments are called `words`."""
+    if not words:
+        return True
     node = binding.node if isinstance(binding, Assignment) else None
     if isinstance(node, cst.ClassDef):
         functions = [
@@ -234,7 +238,7 @@ def _takes(binding: BaseAssignment, word: str) -> bool:
         params = functions[0].params.params[1:] if functions else ()
     else:
         params = node.params.params if isinstance(node, cst.FunctionDef) else ()
-    return bool(params) and params[0].name.value == word
+    return [param.name.value for param in params[: len(words)]] == list(words)
 
 
 def _through(use: Use, name: str) -> bool:

@@ -26,6 +26,37 @@ class Apply(cst.CSTTransformer):
         return edit(updated) if edit is not None and isinstance(updated, cst.CSTNode) else updated  # type: ignore[return-value]
 
 
+class NameWalker(cst.CSTVisitor):
+    """Offers to `take` every attribute chain, the longest first, and every name that is used as one."""
+
+    def take(self, node: cst.BaseExpression) -> bool:
+        """Say whether `node` is what is looked for; its parts are not offered then."""
+        raise NotImplementedError
+
+    def visit_Import(self, node: cst.Import) -> bool | None:
+        """An import is no use."""
+        return False
+
+    def visit_ImportFrom(self, node: cst.ImportFrom) -> bool | None:
+        """An import is no use."""
+        return False
+
+    def visit_Attribute(self, node: cst.Attribute) -> bool:
+        """Offer the whole chain, or else what it begins with: the words after a dot are no names."""
+        if not self.take(node):
+            node.value.visit(self)
+        return False
+
+    def visit_Arg(self, node: cst.Arg) -> bool:
+        """Look at the value only: a keyword is no name."""
+        node.value.visit(self)
+        return False
+
+    def visit_Name(self, node: cst.Name) -> None:
+        """Offer a bare name."""
+        self.take(node)
+
+
 def args_of(node: cst.CSTNode) -> list[cst.Arg]:
     """The arguments of a call."""
     assert isinstance(node, cst.Call)

@@ -112,15 +112,16 @@ class HasAnAutocastKernelThatDoesNotCast(Loopback):
     fails = ("region_follows_every_rule",)
 
     def op_policy(self):
-        if not LIBRARIES:
-            LIBRARIES.append(torch.library.Library("aten", "IMPL"))
+        if not UNDO:
+            library = torch.library.Library("aten", "IMPL")
+            UNDO.append(library._destroy)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # that it takes the place of another
-                LIBRARIES[0].impl("smooth_l1_loss", torch.library.fallthrough_kernel, "AutocastCPU")
+                library.impl("smooth_l1_loss", torch.library.fallthrough_kernel, "AutocastCPU")
         return super().op_policy()
 
 
-LIBRARIES = []
+UNDO = []  # what takes back what would outlive a backend
 
 
 class TurnsGradientsOff(Portable):
@@ -129,6 +130,17 @@ class TurnsGradientsOff(Portable):
     def measure(self, grads, norm_type=2.0):
         torch.set_grad_enabled(False)
         return super().measure(grads, norm_type)
+
+
+class EntersInferenceMode(Portable):
+    fails = ("hooks_leave_torchs_state_as_it_was",)
+
+    def update_scale_(self, state, found_inf, schedule):
+        super().update_scale_(state, found_inf, schedule)
+        if not UNDO:
+            mode = torch.inference_mode()
+            UNDO.append(lambda: mode.__exit__(None, None, None))
+            mode.__enter__()
 
 
 class LeavesAutocastOn(Portable):

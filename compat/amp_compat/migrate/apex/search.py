@@ -11,9 +11,10 @@ from libcst.metadata import BaseAssignment
 from amp_compat.migrate.apex.calls import CannotFollowError
 from amp_compat.migrate.bindings import Resolver
 from amp_compat.migrate.model import CELL_MARK
+from amp_compat.migrate.tree import NameWalker
 
 
-class Uses(cst.CSTVisitor):
+class Uses(NameWalker):
     """Collects what resolves to a name of ``apex.amp``."""
 
     def __init__(self, resolver: Resolver) -> None:
@@ -22,30 +23,8 @@ class Uses(cst.CSTVisitor):
         self.uses: list[tuple[cst.CSTNode, str]] = []
         self.bindings: list[BaseAssignment] = []
 
-    def visit_Import(self, node: cst.Import) -> bool:
-        """An import is no use."""
-        return False
-
-    def visit_ImportFrom(self, node: cst.ImportFrom) -> bool:
-        """An import is no use."""
-        return False
-
-    def visit_Attribute(self, node: cst.Attribute) -> bool:
-        """Take a whole chain, or else what it begins with: the words after a dot are no names."""
-        if not self._take(node):
-            node.value.visit(self)
-        return False
-
-    def visit_Arg(self, node: cst.Arg) -> bool:
-        """Look at the value only: a keyword is no name."""
-        node.value.visit(self)
-        return False
-
-    def visit_Name(self, node: cst.Name) -> None:
-        """Take a bare name."""
-        self._take(node)
-
-    def _take(self, node: cst.Attribute | cst.Name) -> bool:
+    def take(self, node: cst.BaseExpression) -> bool:
+        """Take note of a use, and of what binds its first name."""
         resolved = self._resolver.resolve(node)
         if resolved is None or not f"{resolved.dotted}.".startswith("apex.amp."):
             return False

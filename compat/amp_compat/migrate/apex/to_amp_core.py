@@ -11,6 +11,7 @@ from libcst.metadata import ImportAssignment
 from amp_compat.migrate.bindings import Resolved, Resolver, module_name
 from amp_compat.migrate.model import Level
 from amp_compat.migrate.names import Target
+from amp_compat.migrate.tree import NameWalker
 
 SUPPORTED = frozenset({"initialize", "scale_loss", "master_params", "state_dict", "load_state_dict"})
 
@@ -33,7 +34,7 @@ _OTHER = "amp-core has no successor for this; an op policy (autocast(..., policy
 Found = tuple[cst.CSTNode, Level, str, str]
 
 
-class ApexRewriter(cst.CSTVisitor):
+class ApexRewriter(NameWalker):
     """Collects edits and findings for every use of ``apex.amp``."""
 
     def __init__(self, module: cst.Module, resolver: Resolver, target: Target) -> None:
@@ -67,22 +68,8 @@ class ApexRewriter(cst.CSTVisitor):
             self._edit(node, _import_apex_amp)
         return False
 
-    def visit_Attribute(self, node: cst.Attribute) -> bool:
-        """A chain that ends in apex.amp, or else what it begins with."""
-        if not self._take(node):
-            node.value.visit(self)
-        return False
-
-    def visit_Arg(self, node: cst.Arg) -> bool:
-        """The value only: a keyword is no name."""
-        node.value.visit(self)
-        return False
-
-    def visit_Name(self, node: cst.Name) -> None:
-        """A bare name from ``from apex.amp import ...``."""
-        self._take(node)
-
-    def _take(self, node: cst.Attribute | cst.Name) -> bool:
+    def take(self, node: cst.BaseExpression) -> bool:
+        """Edit a use, or say why not."""
         resolved = self._resolver.resolve(node)
         if resolved is None or not resolved.dotted.startswith("apex.amp."):
             return False
@@ -99,7 +86,7 @@ class ApexRewriter(cst.CSTVisitor):
             self.findings.append((node, "manual", label, note))
         return True
 
-    def _follow(self, node: cst.Attribute | cst.Name, name: str, resolved: Resolved) -> bool:
+    def _follow(self, node: cst.BaseExpression, name: str, resolved: Resolved) -> bool:
         """Have `node` mean amp_compat's: ``apex.amp.x`` gets new words, for ``amp.x`` the import does it."""
         if isinstance(node, cst.Attribute) and isinstance(node.value, cst.Attribute):
             self.edits[node] = lambda _: cst.parse_expression(f"amp_compat.apex.{name}")
