@@ -137,6 +137,13 @@ REWRITES = {
         "    autocast = functools.partial(autocast, 'cuda')\nelse:\n    def autocast(enabled=True): ...\n"
         "with autocast(enabled=False):\n    pass\n",
     ),
+    "import beside a function, more unpacked": (
+        "if new:\n    from torch.cuda.amp import autocast\nelse:\n    def autocast(enabled=True): ...\n"
+        "autocast(on, **more)\n",
+        "import functools\nif new:\n    from torch.amp import autocast\n"
+        '    autocast = functools.partial(autocast, "cuda")\nelse:\n    def autocast(enabled=True): ...\n'
+        "autocast(enabled=on, **more)\n",
+    ),
     "import by device": (
         "import functools\nif cuda:\n    from torch.cuda.amp import GradScaler, autocast as ac\nelse:\n"
         "    from torch.cpu.amp import GradScaler, autocast as ac\nwith ac(dtype=low):\n    GradScaler(1.0)\n",

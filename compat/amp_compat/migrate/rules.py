@@ -220,7 +220,7 @@ def _why_not_shared(binding: BaseAssignment, uses: list[Use], resolver: Resolver
         return f"{both}, and is used as a class: an alias with the device filled in is none"
     calls = [u.site for u in uses if u.kind == "call" and u.legacy.name == "autocast"]
     by_position = [c for c in calls if isinstance(c, cst.Call) and has_positional(c.args)]
-    longest = max((sum(arg.keyword is None for arg in call.args) for call in by_position), default=0)
+    longest = max((sum(has_positional([arg]) for arg in call.args) for call in by_position), default=0)
     if not all(_takes(other, AUTOCAST_ORDER[:longest]) for other in others):
         return f"{both}, and is called with positional arguments: the successor has them in another order"
     return next((use.manual for use in uses if use.manual), "")
