@@ -71,6 +71,8 @@ class Rows:
         if not self.captured:
             _load_writer(device)
         self._stream = stream_of(device)
+        shared = self._stream is not None and not self.captured
+        self._written = self._stream.record_event() if shared else None
         self._recent: list[tuple[list[int], Any, Tensor]] = []
 
     def addresses(self, tensors: Sequence[Tensor]) -> Tensor:
@@ -95,7 +97,7 @@ class Rows:
     def _follow(self, stream: Any) -> None:
         """Make the rows ready for another stream than the one that wrote them."""
         if stream != self._stream:
-            stream.wait_stream(self._stream)
+            stream.wait_event(self._written)  # not for what that stream was given since
             for tensor in (self.sizes, self.tensor, self.start):
                 tensor.record_stream(stream)
 

@@ -33,7 +33,7 @@ def zero(device: torch.device) -> Tensor:
 
 def _is_at_hand(*numbers: Tensor) -> bool:
     """Whether the host can read `numbers` without waiting, and then computes faster than torch."""
-    return not is_tracing() and all(type(n) is Tensor and n.is_cpu for n in numbers)
+    return not is_tracing() and all(type(n) is Tensor and n.is_cpu and n.dim() == 0 for n in numbers)
 
 
 def _read(number: Tensor) -> float:
@@ -66,34 +66,58 @@ def unscale_and_clip(norm: Tensor, scale: Tensor, max_norm: float) -> tuple[Tens
         max_norm: the greatest norm.
     """
     if _is_at_hand(norm, scale) and isinstance(max_norm, (int, float)):
-        by = _inverse(scale)
-        true = _rounded(_read(norm) * by, norm)
-        coefficient = max_norm / (true + 1e-6)
-        factor = float32(by * coefficient) if coefficient < 1.0 else by
+        true, coefficient = _clip_here(norm, scale, max_norm)
+        factor = float32(_inverse(scale) * coefficient)
         return torch.full((), true, dtype=norm.dtype), torch.full((), factor, dtype=torch.float32)
     inverse = reciprocal(scale)
     true_norm = norm * inverse
-    return true_norm, (inverse * clip_coefficient(true_norm, max_norm).nan_to_num(nan=1.0)).float()
+    return true_norm, (inverse * _clip_coefficient(true_norm, max_norm).nan_to_num(nan=1.0)).float()
 
 
-def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
+def clip_by_divisor(norm: Tensor, scale: Tensor, max_norm: float) -> tuple[Tensor, Tensor]:
+    """Return what `unscale_and_clip` does, for optimizers that divide: the reciprocal of its factor."""
+    if _is_at_hand(norm, scale) and isinstance(max_norm, (int, float)):
+        true, coefficient = _clip_here(norm, scale, max_norm)
+        divisor = float32(_read(scale) / coefficient) if coefficient else math.inf
+        return torch.full((), true, dtype=norm.dtype), torch.full((), divisor, dtype=torch.float32)
+    true_norm = norm * reciprocal(scale)
+    return true_norm, (scale / _clip_coefficient(true_norm, max_norm).nan_to_num(nan=1.0)).float()
+
+
+def _clip_here(norm: Tensor, scale: Tensor, max_norm: float) -> tuple[float, float]:
+    true = _rounded(_read(norm) * _inverse(scale), norm)
+    coefficient = max_norm / (true + 1e-6)
+    return true, coefficient if coefficient < 1.0 else 1.0
+
+
+def _clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
     """Return the factor that brings `norm` down to `max_norm`, at most 1 (torch/nn/utils/clip_grad.py)."""
     return (norm + 1e-6).reciprocal_().mul_(max_norm).clamp_(max=1.0)
 
 
-def combine(flags: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return one flag on `device`, 1.0 if any of `flags` is, else 0.0; a lone one is returned itself."""
-    if len(flags) == 1 and flags[0].device == device:
+def any_of(flags: Sequence[Tensor]) -> Tensor:
+    """Return a flag that is 1.0 if any of `flags`, all on one device, is, else 0.0; it may be one of them."""
+    if len(flags) == 1:
         return flags[0]
-    here = [flag.reshape(()).to(device, non_blocking=True) for flag in flags]
-    return torch.stack(here).amax(0) if here else zero(device)
+    if _is_at_hand(*flags):
+        return max(flags, key=_read)
+    return torch.stack([flag.reshape(()) for flag in flags]).amax(0)
+
+
+def combine(flags: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Return, on `device`, `any_of` flags that may be on others; without any, that nothing was found."""
+    here = [flag if flag.device == device else flag.to(device, non_blocking=True) for flag in flags]
+    return any_of(here) if here else zero(device)
 
 
 def overflows(norm: Tensor, divisor: Tensor) -> Tensor:
     """Return 1.0 where `divisor` is so small that finite gradients of this norm leave float32 by it."""
     # Less than half of the smallest normal number has no finite reciprocal.
-    limit = (divisor - _TINY / 2) * torch.finfo(torch.float32).max
+    if _is_at_hand(norm, divisor):
+        most = float32(float32(_read(divisor) - _TINY / 2) * _MAX)
+        return torch.full((), float(most < math.inf and not _read(norm) < most), dtype=torch.float32)
+    limit = (divisor - _TINY / 2) * _MAX
     return ((norm < limit).logical_not() & (limit != torch.inf)).float()
 
 
-_TINY = torch.finfo(torch.float32).tiny
+_TINY, _MAX = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max

@@ -6,11 +6,12 @@ import inspect
 import warnings
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from amp_core.scaler.arithmetic import clip_coefficient, combine, is_tracing, overflows, reciprocal
+from amp_core.scaler.arithmetic import clip_by_divisor, combine, is_tracing, overflows
 from amp_core.scaler.gradients import by_device, gather, look
 from amp_core.scaler.momentum import clear_momentum, groups_without_momentum
 from amp_core.state import OptState
@@ -46,7 +47,7 @@ def step_fused(
     kwargs: Mapping[str, Any],
 ) -> float | None:
     """Hand `optimizer` the factor and the flag, and let it step; nothing waits for the device."""
-    if "grad_scaler" in inspect.signature(optimizer.step).parameters:
+    if _wants_scaler(optimizer):
         warnings.warn(_PASSES_ITSELF, FutureWarning, stacklevel=4)
         return cast("float | None", optimizer.step(*args, **{**kwargs, "grad_scaler": scaler}))
     divisor = _read(scaler, optimizer, state, scale, max_norm, norm_type)
@@ -94,9 +95,22 @@ def _read(
     divisor = torch.ones_like(scale) if unscaled else scale
     if max_norm is None:
         return divisor
-    norm = seen.norm * reciprocal(divisor)
-    state["norm"] = norm
-    return (divisor / clip_coefficient(norm, max_norm)).float()
+    state["norm"], by = clip_by_divisor(seen.norm, divisor, max_norm)
+    return by
+
+
+def _wants_scaler(optimizer: torch.optim.Optimizer) -> bool:
+    method = None if is_tracing() else getattr(optimizer.step, "__func__", None)
+    known = None if method is None else _takes_scaler.get(method)
+    if known is None:
+        known = "grad_scaler" in inspect.signature(optimizer.step).parameters
+        if method is not None:
+            _takes_scaler[method] = known
+    return known
+
+
+_takes_scaler: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+"""Whether a function ``step`` does; to read its signature takes as long as to read some small gradients."""
 
 
 def _forget(optimizer: torch.optim.Optimizer, names: Iterable[str]) -> None:

@@ -16,7 +16,7 @@ from amp_core import _torch
 from amp_core._torch import is_dtensor
 from amp_core.kernels import PORTABLE, Kernels, Measurement
 from amp_core.plugin.process import get_backend
-from amp_core.scaler.arithmetic import is_tracing
+from amp_core.scaler.arithmetic import any_of, is_tracing
 from amp_core.scaler.distributed import agree, ranks_of, shards_of
 
 if TYPE_CHECKING:
@@ -222,4 +222,4 @@ def by_device(found: Sequence[tuple[torch.device, Tensor]]) -> dict[torch.device
     flags: dict[torch.device, list[Tensor]] = defaultdict(list)
     for device, flag in found:
         flags[device].append(flag)
-    return {d: f[0] if len(f) == 1 else torch.stack(f).amax(0) for d, f in flags.items()}
+    return {device: any_of(held) for device, held in flags.items()}

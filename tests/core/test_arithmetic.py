@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import TypeVar
+from unittest.mock import patch
 
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from amp_core.scaler import arithmetic
-from amp_core.scaler.arithmetic import clip_coefficient, reciprocal, unscale_and_clip
+from amp_core.scaler.arithmetic import any_of, clip_by_divisor, overflows, reciprocal, unscale_and_clip
 
+T = TypeVar("T")
 POSITIVE = st.floats(0.0, math.inf, width=32, allow_nan=False, exclude_min=True)
+NORMS = st.floats(0.0, math.inf, width=32) | st.just(math.nan)
+DTYPES = st.sampled_from([torch.float32, torch.float64])
+
+
+def here_and_there(call: Callable[[], T]) -> tuple[T, T]:
+    """Return what `call` gives where the host reads the numbers, and where torch's operations do."""
+    here = call()
+    with patch.object(arithmetic, "_is_at_hand", lambda *_: False):
+        return here, call()
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)
@@ -23,30 +36,63 @@ def test_the_reciprocal_is_torchs(scale: float) -> None:
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)
-@given(
-    norm=st.floats(0.0, math.inf, width=32) | st.just(math.nan),
-    scale=POSITIVE,
-    max_norm=st.floats(0.0, math.inf, width=32),
-    dtype=st.sampled_from([torch.float32, torch.float64]),
-)
-def test_the_host_computes_what_a_device_does(
+@given(norm=NORMS, scale=POSITIVE, max_norm=st.floats(0.0, math.inf, width=32), dtype=DTYPES)
+def test_the_host_clips_as_a_device_does(
     norm: float, scale: float, max_norm: float, dtype: torch.dtype
 ) -> None:
     """A step on the CPU is clipped otherwise than one on a GPU, or divides by zero."""
-    given_norm, given_scale = torch.tensor(norm, dtype=dtype), torch.tensor(scale)
-    true, factor = unscale_and_clip(given_norm, given_scale, max_norm)
-    inverse = given_scale.double().reciprocal().float()
-    expected = given_norm * inverse
-    torch.testing.assert_close(true, expected, rtol=0, atol=0, equal_nan=True)
-    by = (inverse * clip_coefficient(expected, max_norm).nan_to_num(nan=1.0)).float()
-    least = 1e-37 * min(float(inverse), 1e38) + 1e-37  # what tensors lose of coefficients below float32
-    torch.testing.assert_close(factor, by, rtol=1e-6, atol=least, equal_nan=True)
+    numbers = torch.tensor(norm, dtype=dtype), torch.tensor(scale)
+    inverse = float(reciprocal(numbers[1]))
+    lost = 1e-37 * min(inverse, 1e38) + 1e-37  # what tensors lose of coefficients below float32
+    here, there = here_and_there(lambda: unscale_and_clip(*numbers, max_norm))
+    torch.testing.assert_close(here[0], there[0], rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(here[1], there[1], rtol=1e-6, atol=lost, equal_nan=True)
 
 
-def test_a_scale_of_zero_is_no_error(monkeypatch) -> None:
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(norm=NORMS, scale=POSITIVE, max_norm=st.floats(0.0, math.inf, width=32), dtype=DTYPES)
+def test_the_host_finds_the_divisor_of_a_device(
+    norm: float, scale: float, max_norm: float, dtype: torch.dtype
+) -> None:
+    """A fused step on the CPU is clipped otherwise than one on a GPU, or divides by zero."""
+    numbers = torch.tensor(norm, dtype=dtype), torch.tensor(scale)
+    here, there = here_and_there(lambda: clip_by_divisor(*numbers, max_norm))
+    torch.testing.assert_close(here[0], there[0], rtol=0, atol=0, equal_nan=True)
+    share = 1.0 if math.isnan(norm) or not float(here[0]) else max_norm / float(here[0])
+    if share > 1e-37:  # below that, tensors lose the coefficient
+        torch.testing.assert_close(here[1], there[1], rtol=1e-6, atol=1e-44)
+    assert here[1].dtype is there[1].dtype is torch.float32
+
+
+@settings(max_examples=500, deadline=None, derandomize=True)
+@given(
+    norm=NORMS,
+    scale=POSITIVE | st.floats(2.0**-130, 2.0**-120, width=32),
+    dtype=DTYPES,
+)
+def test_the_host_sees_the_overflow_of_a_device(norm: float, scale: float, dtype: torch.dtype) -> None:
+    """With a tiny scale a fused step on the CPU writes infinities that one on a GPU skips."""
+    numbers = torch.tensor(norm, dtype=dtype), torch.tensor(scale)
+    here, there = here_and_there(lambda: overflows(*numbers))
+    torch.testing.assert_close(here, there, rtol=0, atol=0)
+
+
+@given(values=st.lists(st.sampled_from([0.0, 1.0]), min_size=1, max_size=4))
+def test_the_host_joins_flags_as_a_device_does(values: list[float]) -> None:
+    """One of several overflows is lost, or a flag is counted twice."""
+    flags = [torch.tensor(value) for value in values]
+    here, there = here_and_there(lambda: any_of(flags))
+    torch.testing.assert_close(here, there, rtol=0, atol=0)
+    assert here.item() == max(values)
+
+
+def test_flags_of_one_element_that_are_no_scalars() -> None:
+    """A library that leaves a flag of shape (1,) beside ours fails in the comparison."""
+    assert any_of([torch.zeros(1), torch.ones(())]).item() == 1.0
+
+
+def test_a_scale_of_zero_is_no_error() -> None:
     """A scale that another program wrote raises ZeroDivisionError here and is inf elsewhere."""
     zero = torch.tensor(0.0)
-    here = reciprocal(zero), *unscale_and_clip(torch.tensor(1.0), zero, 1.0)
-    monkeypatch.setattr(arithmetic, "_is_at_hand", lambda *_: False)
-    there = reciprocal(zero), *unscale_and_clip(torch.tensor(1.0), zero, 1.0)
+    here, there = here_and_there(lambda: (reciprocal(zero), *unscale_and_clip(torch.tensor(1.0), zero, 1.0)))
     assert [float(n) for n in here[:2]] == [float(n) for n in there[:2]] == [math.inf, math.inf]
