@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 # For: seeing every operation of a step, its casts and its memory. If it goes: `amp demo` cannot count them.
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # noqa: PLC0414 (re-export)
@@ -236,8 +237,8 @@ def inside_ddp() -> bool:
 def has_gradient_hooks(tensor: torch.Tensor) -> bool:
     """Whether a hook waits for the gradient of the leaf `tensor`.
 
-    For: leaving the gradients of such weights to autograd. If it goes: `master_weights` has their hooks
-    not called.
+    For: leaving the gradients of such weights to autograd, each to its own. If it goes: `master_weights`
+    has their hooks not called, `cached_casts` has them called with None for weights that were not used.
     """
     hooks: Any = tensor
     return bool(hooks._backward_hooks) or bool(hooks._post_accumulate_grad_hooks)
@@ -249,6 +250,12 @@ def is_in_use(storage: torch.UntypedStorage) -> bool:
     For: using the memory of casts and gradients again. If it goes: each is allocated anew.
     """
     return torch._C._storage_Use_Count(storage._cdata) > 1
+
+
+# For: noticing that the memory of a weight was freed, though its address is in use again. If it goes:
+# `cached_casts` can take a weight that was put there for the one that was there before.
+WeakStorage = StorageWeakRef
+is_freed = cast("Callable[[int], bool]", torch.UntypedStorage._expired)
 
 
 def run_as_soon_as_ready(output: torch.Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -87,15 +88,20 @@ class _BucketCast(torch.autograd.Function):
 
 
 def buckets(weights: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield `weights` in order, at most `BUCKET_BYTES` (or one weight) at a time."""
+    """Yield `weights` in order, at most `BUCKET_BYTES` (or one weight) at a time.
+
+    A weight with a gradient hook is by itself: a backward pass that reaches one weight of a bucket calls
+    the hooks of all, with None for those that it does not reach.
+    """
     bucket: list[Tensor] = []
-    size = 0
+    size = 0.0
     for weight in weights:
-        if bucket and size + weight.nbytes > BUCKET_BYTES:
+        alone = _torch.has_gradient_hooks(weight)
+        if bucket and (alone or size + weight.nbytes > BUCKET_BYTES):
             yield bucket
-            bucket, size = [], 0
+            bucket, size = [], 0.0
         bucket.append(weight)
-        size += weight.nbytes
+        size += math.inf if alone else weight.nbytes
     if bucket:
         yield bucket
 

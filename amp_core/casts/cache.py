@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from amp_core import _torch
 from amp_core.casts.bulk import cast_weights
 from amp_core.casts.memory import KeptMemory
 from amp_core.errors import StaleCastError
@@ -24,12 +25,27 @@ MakeCasts = Callable[[Sequence[Tensor], torch.dtype, Kernels, KeptMemory], list[
 
 
 class Entry(NamedTuple):
-    """A cast, and what its weight looked like when it was made."""
+    """A cast, what its weight looked like before it was made, and the memory that the weight was in."""
 
-    version: int
-    pointer: int
-    requires_grad: bool
+    look: tuple[object, ...]
+    memory: _torch.WeakStorage
     cast: Tensor
+
+    def is_fresh(self, weight: Tensor) -> bool:
+        """Whether `weight` is as it was, as far as torch can tell. Asked for every weight of every op."""
+        # Memory that was freed comes back for other tensors, under the same address.
+        return _look(weight) == self.look and not _torch.is_freed(self.memory.cdata)
+
+
+def _look(weight: Tensor) -> tuple[object, ...]:
+    return (
+        weight._version,
+        weight.data_ptr(),
+        weight.shape,
+        weight.stride(),
+        weight.requires_grad,
+        _torch.has_gradient_hooks(weight),
+    )
 
 
 @dataclass
@@ -49,9 +65,9 @@ its weights, so that no id is used again while its entry stands."""
 class WeightCache:
     """The casts of one model's weights.
 
-    A cast is used only while the weight's version counter, address and ``requires_grad`` are what
-    they were when it was made. When one is stale, all stale casts that ops have asked for before
-    are made again in one call.
+    A cast is used only while the weight's version counter, memory, shape, strides and ``requires_grad``
+    are what they were when it was made, and gradient hooks are there or not as they were. When one is
+    stale, all stale casts that ops have asked for before are made again in one call.
     """
 
     def __init__(
@@ -76,7 +92,7 @@ class WeightCache:
         if slot is None:
             return None
         entry = CASTS[dtype].get(id(weight))
-        if entry is None or not _fresh(entry, weight):
+        if entry is None or not entry.is_fresh(weight):
             entry = self._cast_stale(slot, dtype)
         if self.debug:
             _compare(slot, entry)
@@ -91,14 +107,16 @@ class WeightCache:
                 if weight.data_ptr() == 0 and weight.numel():
                     continue  # its memory was taken away for the time being
                 entry = entries.get(id(weight))
-                if entry is None or not _fresh(entry, weight):
+                if entry is None or not entry.is_fresh(weight):
                     entries.pop(id(weight), None)  # free the old cast before the new one is made
                     groups[weight.device, weight.requires_grad].append(weight)
             for (device, _), weights in groups.items():
                 kernels = get_backend(device.type).kernels()
+                looks = list(map(_look, weights))
                 casts = self._make(weights, dtype, kernels, self.memory)
-                for weight, cast in zip(weights, casts, strict=True):
-                    entries[id(weight)] = _entry(weight, cast)
+                for weight, look, cast in zip(weights, looks, casts, strict=True):
+                    memory = _torch.WeakStorage(weight.untyped_storage())  # type: ignore[no-untyped-call]
+                    entries[id(weight)] = Entry(look, memory, cast)
             return entries[id(slot.weight)]
 
     def invalidate(self, weights: Iterable[Tensor] | None = None) -> None:
@@ -151,18 +169,6 @@ def _drop(keys: Iterable[int]) -> None:
 def _cacheable(weight: Tensor) -> bool:
     # torch's own condition (float32 leaf), less its requires_grad; an inference tensor has no version.
     return weight.dtype is torch.float32 and weight.is_leaf and not weight.is_inference()
-
-
-def _entry(weight: Tensor, cast: Tensor) -> Entry:
-    return Entry(weight._version, weight.data_ptr(), weight.requires_grad, cast)
-
-
-def _fresh(entry: Entry, weight: Tensor) -> bool:
-    return (
-        entry.version == weight._version
-        and entry.pointer == weight.data_ptr()
-        and entry.requires_grad == weight.requires_grad
-    )
 
 
 def _compare(slot: _Slot, entry: Entry) -> None:

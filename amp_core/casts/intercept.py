@@ -90,16 +90,9 @@ def _kernel(device_type: str) -> Callable[[str, Any, Any], Callable[..., Any]]:
             entries = CASTS[dtype]
             low = []
             for arg in args:
-                # This loop is on the path of every op: the check of `_fresh`, written out.
                 entry = entries.get(id(arg))
-                if (
-                    entry is not None
-                    and entry[0] == arg._version
-                    and entry[1] == arg.data_ptr()
-                    and entry[2] == arg.requires_grad
-                    and not _debugging
-                ):
-                    low.append(entry[3])
+                if entry is not None and entry.is_fresh(arg) and not _debugging:
+                    low.append(entry.cast)
                 elif isinstance(arg, Tensor) and arg.dtype is not dtype:
                     low.append(_cast(arg, dtype, device_type))
                 else:

@@ -17,9 +17,9 @@ _DIFFERENTIATED = (
     "it is added to the weight's .grad outside autograd. Use cached_casts(model) for this model."
 )
 _HOOKED = (
-    "A hook was put on a weight of shape {shape} after master_weights had cast it, so it would not be "
-    "called. Call invalidate() on the handle of master_weights after registering hooks; its gradient then "
-    "goes through autograd."
+    "A hook was put on a weight of shape {shape} between a forward pass under master_weights and its "
+    "backward pass, so it would not be called. Put it there before the forward pass; the weight's gradient "
+    "then goes through autograd."
 )
 
 

@@ -146,17 +146,68 @@ def frozen(model: nn.Sequential) -> None:
     in_place(model)
 
 
-@pytest.mark.parametrize("change", [in_place, loaded, swapped_data, replaced, averaged, frozen])
+def transposed(model: nn.Sequential) -> None:
+    model[4].weight.data = model[4].weight.data.t()
+
+
+def narrowed(model: nn.Sequential) -> None:
+    model[4].weight.data, model[4].bias.data = model[4].weight.data[:2], model[4].bias.data[:2]
+
+
+CHANGES = [in_place, loaded, swapped_data, replaced, averaged, frozen, transposed, narrowed]
+
+
+@pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_changed_weight_is_cast_again(change: Callable[[nn.Sequential], None], inside: bool) -> None:
     """A weight that changed, between regions or within one, is used as it was."""
-    model = make()
+    model = make().append(nn.Linear(3, 3))
     with cached_casts(model):
         forward(model)
         with autocast("cpu", enabled=inside):
             change(model)
             got = forward(model)
     assert torch.equal(got, forward(copy.deepcopy(model)))
+
+
+def test_a_weight_at_the_address_of_a_freed_one() -> None:
+    """An allocator that hands out freed memory again brings back the cast of what was in it before."""
+    model, place = make(), bytearray(4 * 5 * 6)
+
+    def put(value: float) -> None:
+        weight = torch.frombuffer(place, dtype=torch.float32).view(5, 6)
+        weight.fill_(value)
+        model[0].weight.data = weight
+
+    with cached_casts(model):
+        for value in (1.0, 2.0):
+            put(value)
+            assert torch.equal(forward(model), forward(copy.deepcopy(model)))
+            model[0].weight.data = torch.zeros(5, 6)
+
+
+def test_a_hook_is_called_for_its_own_gradient_alone() -> None:
+    """The hook of a weight that a step did not use is called with None, as those of its bucket were used."""
+    torch.manual_seed(0)
+    layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+    called: list[tuple[int, torch.Tensor]] = []
+
+    def train(count: int) -> None:
+        with autocast("cpu"):
+            x = X
+            for layer in layers[:count]:
+                x = layer(x)
+        x.float().sum().backward()
+
+    with cached_casts(layers):
+        train(3)
+        for number, layer in enumerate(layers):
+            layer.weight.register_hook(functools.partial(lambda n, g: called.append((n, g)), number))
+        torch._foreach_mul_([p.detach() for p in layers.parameters()], 2.0)
+        train(3)
+        called.clear()
+        train(1)
+    assert [(n, type(g)) for n, g in called] == [(0, torch.Tensor)]
 
 
 def test_only_what_changed_is_cast_again() -> None:
