@@ -19,6 +19,9 @@ _BUCKET = {"cpu": 1 << 20}
 _BUCKET_ELSEWHERE = 1 << 25
 """Bytes read at once: on the CPU what a core's cache holds, elsewhere enough for a launch to pay off."""
 
+_ORDERS = 16
+"""Orders of gradients that are kept: one a step of an optimizer, unless some gradients come late."""
+
 
 class _Read(NamedTuple):
     """One gradient as it was when it was read: which, in which state, and its place in what was found."""
@@ -44,6 +47,7 @@ class Overlap:
         self._pending: dict[int, Tensor] = {}
         self._bytes = 0
         self._reads: dict[int, _Read] = {}
+        self._orders: dict[tuple[torch.device, tuple[int, ...]], Tensor] = {}
 
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
         """Read the gradients of `optimizer` in every backward from now on."""
@@ -97,7 +101,29 @@ class Overlap:
             return part.measure(norm_type)
         if late:
             self._read([keys[i] for i in late], [part.grads[i] for i in late])
-        return _joined([self._reads.pop(key) for key in keys])
+        return self._joined([self._reads.pop(key) for key in keys])
+
+    def _joined(self, reads: Sequence[_Read]) -> Measurement:
+        """Put together what was found bucket by bucket, in the order of the gradients."""
+        buckets = {id(read.found): read.found for read in reads}
+        starts, start = {}, 0
+        for key, found in buckets.items():
+            starts[key] = start
+            start += found.norms.numel()
+        places = tuple([starts[id(read.found)] + read.place for read in reads])
+        order = self._on_device(places, reads[0].found.norm.device)
+        norms = torch.cat([found.norms for found in buckets.values()])[order]
+        bad = torch.cat([found.nonfinite for found in buckets.values()])[order]
+        return Measurement(_norm(norms), norms, bad, bad.amax())
+
+    def _on_device(self, order: tuple[int, ...], device: torch.device) -> Tensor:
+        """Return `order` on `device`; it is kept, for the host waits while it is brought there."""
+        known = self._orders.get((device, order))
+        if known is None:
+            if len(self._orders) == _ORDERS:
+                self._orders.clear()
+            known = self._orders[device, order] = torch.tensor(order, device=device)
+        return known
 
     def _is_read(self, key: int, gradient: Tensor) -> bool:
         read = self._reads.get(key)
@@ -108,19 +134,6 @@ class Overlap:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         Overlap.__init__(self)
-
-
-def _joined(reads: Sequence[_Read]) -> Measurement:
-    """Put together what was found bucket by bucket, in the order of the gradients."""
-    buckets = {id(read.found): read.found for read in reads}
-    starts, start = {}, 0
-    for key, found in buckets.items():
-        starts[key] = start
-        start += found.norms.numel()
-    order = torch.tensor([starts[id(read.found)] + read.place for read in reads])
-    norms = torch.cat([found.norms for found in buckets.values()])[order]
-    bad = torch.cat([found.nonfinite for found in buckets.values()])[order]
-    return Measurement(_norm(norms), norms, bad, bad.amax())
 
 
 def _norm(norms: Tensor) -> Tensor:

@@ -229,7 +229,8 @@ class ScaleKeeper(Reporting):
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
         if self._enabled:
-            assert not self._per_optimizer_states, (
+            recorded = self._per_optimizer_states or self._per_optimizer_states.orphans
+            assert not recorded, (
                 "A GradScaler instance may only be pickled at the beginning "
                 "of an iteration, or at the end after scaler.update()."
             )

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import amp_core
 from amp_core.kernels import PORTABLE, Kernels, ScaleTensors, gpu
+from amp_core.scaler import overlap as overlapping
 from amp_core.state import Schedule
 from amp_core.testing import check
 
@@ -212,13 +213,15 @@ def test_another_stream(kernels: Kernels) -> None:
 class Training:
     """A small model with its optimizer and scaler; `step` is what a user writes."""
 
-    def __init__(self, dtype: torch.dtype = torch.float32, **optimizer: object) -> None:
+    def __init__(
+        self, dtype: torch.dtype = torch.float32, overlap: bool = False, **optimizer: object
+    ) -> None:
         torch.manual_seed(3)
         layers = [nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 8)]
         self.model = nn.Sequential(*layers).to(DEVICE, dtype)
         options = {"lr": 1e-3, "fused": True, **optimizer}
         self.optimizer = torch.optim.AdamW(self.model.parameters(), **options)  # type: ignore[arg-type]
-        self.scaler = amp_core.GradScaler(DEVICE, init_scale=1024.0, growth_interval=3)
+        self.scaler = amp_core.GradScaler(DEVICE, init_scale=1024.0, growth_interval=3, overlap=overlap)
         self.x = torch.randn(32, 64).to(DEVICE)
 
     def step(self, set_to_none: bool = True) -> None:
@@ -233,15 +236,17 @@ class Training:
         return [p.detach().clone() for p in self.model.parameters()]
 
 
-def test_a_whole_step_without_waiting() -> None:
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_whole_step_without_waiting(overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step with a fused optimizer makes the host wait for the GPU (scale, clip, step, update, history)."""
-    training = Training()
-    for _ in range(2):
+    monkeypatch.setattr(overlapping, "_BUCKET_ELSEWHERE", 2**14)  # several for this small model
+    training = Training(overlap=overlap)
+    for _ in range(3):
         training.step()
     with no_waits():
         for _ in range(3):
             training.step()
-    assert len(training.scaler.history) == 5
+    assert len(training.scaler.history) == 6
     assert not any(record.skipped for record in training.scaler.history)
 
 

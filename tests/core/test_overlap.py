@@ -13,10 +13,12 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import amp_core
+from amp_core.kernels import PORTABLE
 from amp_core.scaler import overlap
-from amp_core.scaler.gradients import kernels_of
+from amp_core.scaler.gradients import Gradients, kernels_of
 
 CPU = torch.device("cpu")
 
@@ -154,3 +156,40 @@ def test_copies_and_ends() -> None:
     del net, optimizer
     gc.collect()
     assert watched[1]() is None
+
+
+class Places(TorchDispatchMode):
+    """Notes each operation that is given tensors of two devices: a GPU's host waits to bring one over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixed: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        flat = torch.utils._pytree.tree_leaves((args, kwargs))
+        result = func(*args, **(kwargs or {}))
+        held = {t.device for t in [*flat, result] if isinstance(t, Tensor)}
+        if len(held) > 1:
+            self.mixed.append(str(func))
+        return result
+
+
+def test_no_wait_on_another_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers that lie on the host put in order what the buckets found: every step waits for the GPU."""
+    away = torch.device("meta")  # has no memory, so that whatever is brought there shows
+    monkeypatch.setattr(overlap, "kernels_of", lambda _: PORTABLE)
+    monkeypatch.setattr(overlap, "_BUCKET_ELSEWHERE", 64)
+    params: list[Tensor] = [nn.Parameter(torch.empty(n, device=away)) for n in (3, 20, 5, 40)]
+    reads = overlap.Overlap()
+
+    def step() -> None:
+        for param in reversed(params):
+            param.grad = torch.empty_like(param)
+            reads._written(param)
+        found = reads.measure(Gradients(away, params, [p.grad for p in params]), 2.0)
+        assert found.norms.shape == (4,)
+
+    step()
+    with Places() as seen:
+        step()
+    assert seen.mixed == []
