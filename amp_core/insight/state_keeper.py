@@ -6,7 +6,7 @@ import contextlib
 import copy
 import random
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,13 +22,33 @@ _SHARDED = (
 )
 
 
+class _Module(NamedTuple):
+    """What a module holds itself; a forward pass may put another tensor in the place of a buffer."""
+
+    module: nn.Module
+    training: bool
+    parameters: dict[str, nn.Parameter | None]
+    buffers: dict[str, Tensor | None]
+
+    @classmethod
+    def of(cls, module: nn.Module) -> _Module:
+        return cls(module, module.training, dict(module._parameters), dict(module._buffers))
+
+    def restore(self) -> None:
+        self.module.training = self.training
+        self.module._parameters.clear()
+        self.module._parameters.update(self.parameters)
+        self.module._buffers.clear()
+        self.module._buffers.update(self.buffers)
+
+
 class StateKeeper:
     """Remembers what a run is about to change, when it meets it: a model's tensors, an optimizer's state."""
 
     def __init__(self) -> None:
         self._tensors: dict[int, tuple[Tensor, Tensor, Tensor | None]] = {}
         self._optimizers: dict[int, tuple[Optimizer, dict[str, Any]]] = {}
-        self._training: dict[int, tuple[nn.Module, bool]] = {}
+        self._modules: dict[int, _Module] = {}
 
     def keep(self, model: nn.Module) -> None:
         """Remember the parameters, buffers and training flags of `model`, and take its gradients away.
@@ -39,7 +59,7 @@ class StateKeeper:
         if any(map(_torch.is_dtensor, model.parameters())):
             raise AmpError(_SHARDED.format(model=type(model).__name__))
         for module in model.modules():
-            self._training.setdefault(id(module), (module, module.training))
+            self._modules.setdefault(id(module), _Module.of(module))
         for tensor in (*model.parameters(), *model.buffers()):
             self.keep_tensor(tensor)
 
@@ -71,11 +91,11 @@ class StateKeeper:
                 if tensor.untyped_storage().nbytes() >= value.nbytes:  # else its owner has freed it
                     tensor.copy_(value)
                 tensor.grad = grad
-        for module, training in self._training.values():
-            module.training = training
+        for module in self._modules.values():
+            module.restore()
         self._tensors.clear()
         self._optimizers.clear()
-        self._training.clear()
+        self._modules.clear()
 
 
 @contextlib.contextmanager

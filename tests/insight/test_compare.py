@@ -108,6 +108,25 @@ def test_nothing_is_changed(attention, step):
     assert amp_core.compare(whole, "cpu").differences == first.differences
 
 
+def test_a_buffer_that_is_replaced_is_put_back():
+    """The second run begins with the statistics that the first left, and the model keeps them."""
+
+    class Counting(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 4)
+            self.register_buffer("seen", torch.zeros(()))
+
+        def forward(self, x):
+            self.seen = self.seen + 1
+            return super().forward(x) * self.seen
+
+    model = Counting()
+    seen = model.seen
+    assert amp_core.compare(lambda: model(torch.ones(2, 4)).sum(), "cpu").loss_error < 0.05
+    assert model.seen is seen
+    assert seen == 0
+
+
 def test_a_step_with_a_region_of_its_own_is_compared_all_the_same(attention, step):
     """The region in a user's step would run the reference in low precision, and every error would be 0."""
     run = step(attention)
