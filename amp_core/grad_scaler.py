@@ -13,14 +13,13 @@ from amp_core import _torch
 from amp_core.containers import map_tensors
 from amp_core.device import device_type_of
 from amp_core.plugin.process import get_backend
-from amp_core.scaler.arithmetic import combine, is_tracing
+from amp_core.scaler.arithmetic import as_of_now, combine, is_tracing
 from amp_core.scaler.closure import ClosureSteps
 from amp_core.scaler.distributed import check_group
 from amp_core.scaler.fused import is_traceable, step_fused
 from amp_core.scaler.gradients import by_device, gather, parameters_of
 from amp_core.scaler.overlap import Overlap
 from amp_core.scaler.record import StepRecord
-from amp_core.scaler.replicate import _MultiDeviceReplicator
 from amp_core.state import OptState, Schedule, next_stage
 
 if TYPE_CHECKING:
@@ -120,15 +119,14 @@ class GradScaler(ClosureSteps):
             return outputs
         if key is not None:
             return self._making_key(key).scale(outputs)
-        copies: list[_MultiDeviceReplicator] = []
+        if isinstance(outputs, Tensor):
+            return self._scaled(outputs)
+        return map_tensors(outputs, self._scaled, other=_refuse_output)
 
-        def apply(tensor: Tensor) -> Tensor:
-            if not copies:
-                copies.append(_MultiDeviceReplicator(self._scale_on(tensor.device)))
-            wide = tensor.float() if tensor.dtype is torch.float16 else tensor
-            return wide * copies[0].get(tensor.device)
-
-        return map_tensors(outputs, apply, other=_refuse_output)
+    def _scaled(self, tensor: Tensor) -> Tensor:
+        scale = self._scale_on(tensor.device)
+        wide = tensor.float() if tensor.dtype is torch.float16 else tensor
+        return wide * (scale if scale.device == tensor.device else scale.to(tensor.device, non_blocking=True))
 
     # -- stepping --------------------------------------------------------------------------------
 
@@ -228,7 +226,7 @@ class GradScaler(ClosureSteps):
             number=self._updates,
             optimizer=type(optimizer).__name__,
             _found_inf=combine(list(state["found_inf_per_device"].values()), scale.device),
-            _scale_before=scale.clone(),
+            _scale_before=as_of_now(scale),
             _total_norm=state.pop("norm", None),
             key=self._key,
         )

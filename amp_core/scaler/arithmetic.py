@@ -33,16 +33,23 @@ def zero(device: torch.device) -> Tensor:
 
 def _is_at_hand(*numbers: Tensor) -> bool:
     """Whether the host can read `numbers` without waiting, and then computes faster than torch."""
-    return not is_tracing() and all(type(n) is Tensor and n.is_cpu and n.dim() == 0 for n in numbers)
+    if is_tracing():
+        return False
+    # A list is faster here than a generator.
+    return all([type(n) is Tensor and n.is_cpu and n.dim() == 0 for n in numbers])  # noqa: C419
 
 
 def _read(number: Tensor) -> float:
     return cast("float", number.tolist())  # no operation of torch's, and so none that is counted as a wait
 
 
-def _inverse(scale: Tensor) -> float:
-    value = _read(scale)
-    return float32(1.0 / value) if value else math.copysign(math.inf, value)
+def as_of_now(number: Tensor) -> Tensor | float:
+    """Return what `number` is now, however it changes: a float where the host can read it, else a copy."""
+    return _read(number) if _is_at_hand(number) else number.clone()
+
+
+def _inverse(scale: float) -> float:
+    return float32(1.0 / scale) if scale else math.copysign(math.inf, scale)
 
 
 def _rounded(value: float, like: Tensor) -> float:
@@ -50,10 +57,28 @@ def _rounded(value: float, like: Tensor) -> float:
 
 
 def reciprocal(scale: Tensor) -> Tensor:
-    """Return 1 / `scale`, through float64 where the device has it, as torch does."""
+    """Return 1 / `scale`, through float64 where the device has it, as torch does. Nobody may write to it."""
     if _is_at_hand(scale):
-        return torch.full((), _inverse(scale), dtype=torch.float32)
+        value = _read(scale)
+        known = _inverses.get(value)
+        return _keep_inverse(value) if known is None else known
     return scale.reciprocal() if scale.device.type == "mps" else scale.double().reciprocal().float()
+
+
+_inverses: dict[float, Tensor] = {}
+"""Those of the last scales: a scale is the same for thousands of steps."""
+
+
+def _keep_inverse(scale: float) -> Tensor:
+    inverse = torch.full((), _inverse(scale), dtype=torch.float32)
+    if type(inverse) is Tensor and not inverse.is_inference():  # the mode of the moment passes
+        if len(_inverses) == _INVERSES:
+            _inverses.clear()
+        _inverses[scale] = inverse
+    return inverse
+
+
+_INVERSES = 64
 
 
 def unscale_and_clip(norm: Tensor, scale: Tensor, max_norm: float) -> tuple[Tensor, Tensor]:
@@ -67,7 +92,7 @@ def unscale_and_clip(norm: Tensor, scale: Tensor, max_norm: float) -> tuple[Tens
     """
     if _is_at_hand(norm, scale) and isinstance(max_norm, (int, float)):
         true, coefficient = _clip_here(norm, scale, max_norm)
-        factor = float32(_inverse(scale) * coefficient)
+        factor = float32(_inverse(_read(scale)) * coefficient)
         return torch.full((), true, dtype=norm.dtype), torch.full((), factor, dtype=torch.float32)
     inverse = reciprocal(scale)
     true_norm = norm * inverse
@@ -85,7 +110,7 @@ def clip_by_divisor(norm: Tensor, scale: Tensor, max_norm: float) -> tuple[Tenso
 
 
 def _clip_here(norm: Tensor, scale: Tensor, max_norm: float) -> tuple[float, float]:
-    true = _rounded(_read(norm) * _inverse(scale), norm)
+    true = _rounded(_read(norm) * _inverse(_read(scale)), norm)
     coefficient = max_norm / (true + 1e-6)
     return true, coefficient if coefficient < 1.0 else 1.0
 

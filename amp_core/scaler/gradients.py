@@ -38,6 +38,7 @@ class Gradients(NamedTuple):
         device: where they are.
         params: the parameters, each once however many groups name it.
         grads: for each parameter what the kernels read and write.
+        kernels: the device's.
         shards: into how many pieces they are cut, of which these are one; 1 if they are no DTensors.
         mesh: the ranks that hold them; None if they are no DTensors.
     """
@@ -45,16 +46,17 @@ class Gradients(NamedTuple):
     device: torch.device
     params: list[Tensor]
     grads: Sequence[Tensor]
+    kernels: Kernels
     shards: int = 1
     mesh: DeviceMesh | None = None
 
     def measure(self, norm_type: float) -> Measurement:
         """Read the gradients once: norms and which are not finite."""
-        return kernels_of(self.device).measure(self.grads, norm_type)
+        return self.kernels.measure(self.grads, norm_type)
 
     def scale_(self, factor: Tensor, found_inf: Tensor | None) -> None:
         """Multiply the gradients; raise `found_inf` to 1 where one is not finite before or after."""
-        kernels_of(self.device).scale_(self.grads, factor, found_inf)
+        self.kernels.scale_(self.grads, factor, found_inf)
 
 
 class Look(NamedTuple):
@@ -157,7 +159,7 @@ class _Seen:
         if self._kernels is not kernels_of(self._device):
             return None
         ready = self._kernels.prepare(cast("list[Tensor]", grads), self._layout)
-        return Gradients(self._device, params, ready)
+        return Gradients(self._device, params, ready, self._kernels)
 
 
 _last_seen: WeakKeyDictionary[torch.optim.Optimizer, _Seen] = WeakKeyDictionary()
@@ -171,10 +173,11 @@ def _by_place(params: list[Tensor], grads: list[Tensor]) -> list[Gradients]:
         held = places.setdefault((dense.device, shards, mesh), ([], []))
         held[0].append(param)
         held[1].append(dense if mesh is None else _piece(dense))
-    return [
-        Gradients(device, held[0], kernels_of(device).prepare(held[1]), shards, mesh)
-        for (device, shards, mesh), held in places.items()
-    ]
+    parts = []
+    for (device, shards, mesh), (of, pieces) in places.items():
+        kernels = kernels_of(device)
+        parts.append(Gradients(device, of, kernels.prepare(pieces), kernels, shards, mesh))
+    return parts
 
 
 def _piece(gradient: Any) -> Tensor:

@@ -23,7 +23,8 @@ class _MultiDeviceReplicator:
         """Return what is on `device`."""
         held = self._per_device_tensors.get(device)
         if held is None:
-            held = self.master.to(device=device, non_blocking=True)
+            here = device == self.master.device
+            held = self.master if here else self.master.to(device=device, non_blocking=True)
             self._per_device_tensors[device] = held
         return held
 

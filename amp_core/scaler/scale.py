@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from amp_core.kernels import ScaleTensors
-from amp_core.scaler.arithmetic import combine, is_tracing, valid_scale
+from amp_core.scaler.arithmetic import as_of_now, combine, is_tracing, valid_scale
 from amp_core.scaler.gradients import kernels_of
 from amp_core.scaler.record import History, StepRecord
 from amp_core.scaler.replicate import OptimizerStates
@@ -100,7 +100,7 @@ class ScaleKeeper(Reporting):
         return scale.clone() if not self._since_update and self._hooks.anyone() else None
 
     def _close_records(self, scale: Tensor, before: Tensor | None) -> None:
-        after = scale.clone()
+        after = as_of_now(scale)
         records, self._since_update = self._since_update, []
         for record in records:
             record._scale_after = after

@@ -58,7 +58,7 @@ class Unscaling(KeyedScales):
         found_inf: Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:
-        factors, flags = _MultiDeviceReplicator(inv_scale), _MultiDeviceReplicator(found_inf.clone())
+        factors, flags = _MultiDeviceReplicator(inv_scale), _MultiDeviceReplicator(found_inf)
         with torch.no_grad():
             parts = gather(optimizer, allow_fp16=allow_fp16)
             for part in parts:

@@ -186,7 +186,7 @@ def test_no_wait_on_another_device(monkeypatch: pytest.MonkeyPatch) -> None:
         for param in reversed(params):
             param.grad = torch.empty_like(param)
             reads._written(param)
-        found = reads.measure(Gradients(away, params, [p.grad for p in params]), 2.0)
+        found = reads.measure(Gradients(away, params, [p.grad for p in params], PORTABLE), 2.0)
         assert found.norms.shape == (4,)
 
     step()

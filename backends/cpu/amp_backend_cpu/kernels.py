@@ -130,6 +130,7 @@ class _Layout:
         if self.fits:
             self.sizes = array("q", [t.numel() for t in tensors])
             self.codes = array("i", [_CODES[t.dtype] for t in tensors])
+            self.addresses = [a.buffer_info()[0] for a in (self.sizes, self.codes)]
             self.elements = sum(self.sizes)
             self.wide = _CODES[torch.float64] in self.codes
 
@@ -140,8 +141,9 @@ class _Table:
     def __init__(self, tensors: Sequence[Tensor], layout: _Layout) -> None:
         self.elements = layout.elements
         self.wide = layout.wide
-        self.owners = (array("Q", list(map(Tensor.data_ptr, tensors))), layout.sizes, layout.codes)
-        self.arguments = (len(tensors), *[a.buffer_info()[0] for a in self.owners])
+        there = array("Q", list(map(Tensor.data_ptr, tensors)))
+        self._owners = there, layout
+        self.arguments = (len(tensors), there.buffer_info()[0], *layout.addresses)
 
     def threads(self) -> int:
         # Waking another thread takes as long as this many elements do.
