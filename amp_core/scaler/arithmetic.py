@@ -135,12 +135,14 @@ def combine(flags: Sequence[Tensor], device: torch.device) -> Tensor:
     return any_of(here) if here else zero(device)
 
 
-def overflows(norm: Tensor, divisor: Tensor) -> Tensor:
-    """Return 1.0 where `divisor` is so small that finite gradients of this norm leave float32 by it."""
+def overflows(norm: Tensor, divisor: Tensor) -> Tensor | None:
+    """Return 1.0 where `divisor` is so small that finite gradients of this norm leave float32 by it.
+
+    Else 0.0, or None where the host sees that at once: the scale is hardly ever below 2.
+    """
+    if _is_at_hand(divisor) and _read(divisor) >= 2.0:
+        return None
     # Less than half of the smallest normal number has no finite reciprocal.
-    if _is_at_hand(norm, divisor):
-        most = float32(float32(_read(divisor) - _TINY / 2) * _MAX)
-        return torch.full((), float(most < math.inf and not _read(norm) < most), dtype=torch.float32)
     limit = (divisor - _TINY / 2) * _MAX
     return ((norm < limit).logical_not() & (limit != torch.inf)).float()
 

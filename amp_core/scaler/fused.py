@@ -89,8 +89,9 @@ def _read(
     seen = look(parts, norm_type, scale.device, scaler._process_group, scaler._overlap)
     state["looked"] = parts, seen.measured
     flags = [*state["found_inf_per_device"].items(), *seen.flags.items()]
-    if parts and not unscaled:
-        flags.append((scale.device, overflows(seen.norm, scale)))
+    beyond = overflows(seen.norm, scale) if parts and not unscaled else None
+    if beyond is not None:
+        flags.append((scale.device, beyond))
     state["found_inf_per_device"] = by_device(flags)
     divisor = torch.ones_like(scale) if unscaled else scale
     if max_norm is None:

@@ -69,8 +69,8 @@ class KeyedScales(ScaleKeeper):
             return own
         wanted = own if key is None else self._known_key(key)
         for holder in (own, *self._keys.values()):
-            states = holder._per_optimizer_states
-            if id(optimizer) in states and states[id(optimizer)]["stage"] is not OptState.READY:
+            state = holder._per_optimizer_states.known(optimizer)
+            if state is not None and state["stage"] is not OptState.READY:
                 if key is not None and holder is not wanted:
                     raise RuntimeError(_two_keys(call, key, holder._key, optimizer))
                 wanted = holder

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,45 +33,42 @@ def _refresh_per_optimizer_state() -> dict[str, Any]:
 
 
 class OptimizerStates(dict[int, dict[str, Any]]):
-    """``id(optimizer)`` -> state, as torch's ``_per_optimizer_states``, for living optimizers only.
+    """``id(optimizer)`` -> state, as torch's ``_per_optimizer_states``, each for the optimizer it was made for.
 
-    An optimizer that is collected takes its state along, since its id may be used again; the flags
-    that it recorded still count at the next update.
+    Another may get the id of one that was collected: it begins with a state of its own. The flags that the
+    collected one recorded still count at the next update.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._alive: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
+        self._owners: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
         self.orphans: list[Tensor] = []
 
     def of(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Return the state of `optimizer`, a fresh one if it has none."""
+        state = self.known(optimizer)
+        if state is None:
+            state = self[id(optimizer)] = _refresh_per_optimizer_state()
+            if not torch.compiler.is_dynamo_compiling():
+                self._owners[id(optimizer)] = weakref.ref(optimizer)
+        return state
+
+    def known(self, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
+        """Return the state of `optimizer`, or None if it has none."""
         key = id(optimizer)
         if key not in self:
-            self[key] = _refresh_per_optimizer_state()
-        if key not in self._alive and not torch.compiler.is_dynamo_compiling():
-            self._alive[key] = weakref.ref(optimizer, self._forget(key))
+            return None
+        owner = None if torch.compiler.is_dynamo_compiling() else self._owners.get(key)
+        if owner is not None and owner() is not optimizer:
+            self.orphans += self.pop(key)["found_inf_per_device"].values()
+            return None
         return self[key]
 
     def __missing__(self, key: int) -> dict[str, Any]:
         state = self[key] = _refresh_per_optimizer_state()
         return state
 
-    def _forget(self, key: int) -> Callable[[object], None]:
-        owner = weakref.ref(self)
-
-        def forget(_: object) -> None:
-            states = owner()
-            if states is not None:
-                states._alive.pop(key, None)
-                states.orphans += states.pop(key)["found_inf_per_device"].values()
-
-        return forget
-
     def found_infs(self) -> list[Tensor]:
         """Return every flag recorded since the last update."""
         own = [flag for state in self.values() for flag in state["found_inf_per_device"].values()]
         return own + self.orphans
-
-    def __hash__(self) -> int:  # type: ignore[override]  # a dict has none, and a weak reference wants one
-        return id(self)

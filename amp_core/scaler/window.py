@@ -93,8 +93,8 @@ class AccumulationWindow:
 
     def _check_stage(self) -> None:
         owner = self._owner_if_any()
-        states = owner._per_optimizer_states if owner is not None else {}
-        if id(self._optimizer) in states and states[id(self._optimizer)]["stage"] is not OptState.READY:
+        state = owner._per_optimizer_states.known(self._optimizer) if owner is not None else None
+        if state is not None and state["stage"] is not OptState.READY:
             raise RuntimeError(
                 f"A micro-batch cannot be added to gradients of this {type(self._optimizer).__name__} that "
                 f"were unscaled or stepped on since the last update(): they have another scale. Call "
