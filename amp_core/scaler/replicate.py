@@ -33,7 +33,7 @@ def _refresh_per_optimizer_state() -> dict[str, Any]:
 
 
 class OptimizerStates(dict[int, dict[str, Any]]):
-    """``id(optimizer)`` -> state, as torch's ``_per_optimizer_states``, each for the optimizer it was made for.
+    """``id(optimizer)`` -> state, as torch's ``_per_optimizer_states``, each of one living optimizer.
 
     Another may get the id of one that was collected: it begins with a state of its own. The flags that the
     collected one recorded still count at the next update.
