@@ -105,10 +105,10 @@ def cached_casts(model: nn.Module, *, persistent: bool = False, debug: bool = Fa
 
     ``torch.autocast`` casts weights again in every outermost region, and frozen ones at every use.
     Within this scope a cast lives on across regions, micro-batches and inference calls. It is made
-    again when the weight's version counter, address or ``requires_grad`` has changed (in-place
-    updates, ``load_state_dict``, ``.to()``, ``.data = ...``), when an optimizer has stepped (fused
-    ones move no counter), or when the model has another parameter in its place. Gradients are
-    bit-equal to plain autocast's.
+    again when the weight's version counter, memory, shape, strides or ``requires_grad`` have changed
+    (in-place updates, ``load_state_dict``, ``.to()``, ``.data = ...``), when it has got its first gradient
+    hook or lost the last, when an optimizer has stepped (fused ones move no counter), or when the model has
+    another parameter in its place. Gradients are bit-equal to plain autocast's.
 
     Writes through ``.data`` or a NumPy view cannot be seen: call `CachedCasts.invalidate` after them.
     Under ``torch.compile`` the scope has no effect: the compiler plans its own casts. Sharded weights (FSDP,
