@@ -1,0 +1,97 @@
+"""Models of transformers, tiny: each trains under amp-core to the last bit as under torch.autocast."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import amp_core
+
+hf = pytest.importorskip("transformers", reason="transformers is not installed; tox -e ecosystem installs it")
+
+TEXT = {"input_ids": torch.arange(2, 34).reshape(2, 16)}
+BOTH = {**TEXT, "decoder_input_ids": TEXT["input_ids"][:, :8]}
+IMAGE = {"pixel_values": torch.linspace(-1, 1, 2 * 3 * 32 * 32).reshape(2, 3, 32, 32)}
+SOUND = {"input_features": torch.linspace(-1, 1, 2 * 16 * 64).reshape(2, 16, 64), **BOTH}
+del SOUND["input_ids"]
+
+WIDTHS = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+CAUSAL = {**WIDTHS, "vocab_size": 64, "num_key_value_heads": 2}
+SEQUENCES = {
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 64,
+    "decoder_ffn_dim": 64,
+    "vocab_size": 64,
+}
+SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1, "decoder_start_token_id": 0}
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Tensor]]] = {
+    "bert": (lambda: hf.BertModel(hf.BertConfig(vocab_size=64, **WIDTHS)), TEXT),
+    "gpt2": (lambda: hf.GPT2Model(hf.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4)), TEXT),
+    "llama": (lambda: hf.LlamaModel(hf.LlamaConfig(**CAUSAL)), TEXT),
+    "mixtral": (lambda: hf.MixtralModel(hf.MixtralConfig(num_local_experts=4, **CAUSAL)), TEXT),
+    "mamba": (
+        lambda: hf.MambaModel(
+            hf.MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=4)
+        ),
+        TEXT,
+    ),
+    "t5": (
+        lambda: hf.T5Model(
+            hf.T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, **SPECIAL)
+        ),
+        BOTH,
+    ),
+    "bart": (lambda: hf.BartModel(hf.BartConfig(**SEQUENCES, **SPECIAL)), BOTH),
+    "whisper": (
+        lambda: hf.WhisperModel(
+            hf.WhisperConfig(num_mel_bins=16, max_source_positions=32, **SEQUENCES, **SPECIAL)
+        ),
+        SOUND,
+    ),
+    "vit": (lambda: hf.ViTModel(hf.ViTConfig(image_size=32, patch_size=8, **WIDTHS)), IMAGE),
+    "resnet": (
+        lambda: hf.ResNetModel(hf.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1])),
+        IMAGE,
+    ),
+}
+
+
+def results(
+    model: nn.Module, inputs: dict[str, Tensor], region: AbstractContextManager[Any]
+) -> list[Tensor | None]:
+    """Return the loss and all gradients of a training step, whose dropout is always the same."""
+    model.zero_grad()
+    torch.manual_seed(1)
+    with region:
+        outputs = model(**inputs)
+    floating = [o for o in outputs.values() if isinstance(o, Tensor) and o.requires_grad]
+    loss = torch.stack([o.float().square().mean() for o in floating]).sum()
+    loss.backward()
+    return [loss.detach(), *[None if p.grad is None else p.grad.clone() for p in model.parameters()]]
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("scope", ["none", "cached_casts", "master_weights", "record"])
+def test_a_training_step_is_the_same(name: str, scope: str) -> None:
+    """An architecture uses weights, views or ops in a way that regions or scopes do not expect."""
+    torch.manual_seed(0)
+    make, inputs = MODELS[name]
+    model = make().train()
+    expected = results(model, inputs, torch.autocast("cpu", torch.bfloat16))
+    around = nullcontext() if scope == "none" else getattr(amp_core, scope)(model)
+    with around:
+        for _ in range(2):
+            ours = results(model, inputs, amp_core.autocast("cpu", torch.bfloat16))
+            for one, other in zip(expected, ours, strict=True):
+                assert (one is None) == (other is None)
+                assert one is None or torch.equal(one, other)
