@@ -132,7 +132,7 @@ class Unscaling(KeyedScales):
         with torch.no_grad():
             for part in parts:
                 before = None if seen.agreed else left.pop(part.device, None)
-                flag = zero(part.device) if before is None else before.clone()
+                flag = zero(part.device) if before is None else before
                 part.scale_(factors.get(part.device), None if seen.agreed else flag)
                 flags.append((part.device, flag))
         state["found_inf_per_device"] = by_device([*flags, *left.items()])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
+import pickle
 from collections.abc import Iterator
 from typing import Any
 
@@ -185,7 +186,7 @@ def test_state_goes_with_the_optimizer() -> None:
 
 
 def test_the_overflow_of_a_dead_optimizer_still_counts() -> None:
-    """An optimizer that is collected before update() takes its overflow along."""
+    """An optimizer that is collected before update() takes its overflow along, or a pickle forgets it."""
     parameter, scaler = weight(), OURS("cpu", 8.0)
     optimizer = torch.optim.SGD([parameter], lr=0.0)
     scaler.scale(parameter.sum()).backward()
@@ -193,6 +194,8 @@ def test_the_overflow_of_a_dead_optimizer_still_counts() -> None:
     scaler.unscale_(optimizer)
     del optimizer
     gc.collect()
+    with pytest.raises(AssertionError, match="may only be pickled at the beginning of an iteration"):
+        pickle.dumps(scaler)
     scaler.update()
     assert scaler.get_scale() == 4.0
 

@@ -24,6 +24,7 @@ _ABI = 4
 _CODES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 _CPU = torch.device("cpu")
 _STATE = [torch.float32, torch.int32, torch.int32, torch.float32]
+_ADDRESS = "L" if array("L").itemsize == 8 else "Q"  # the first is filled in half the time
 _KINDS = (Hysteresis.BUDGET, Hysteresis.CONSECUTIVE, Hysteresis.EVERY)
 
 
@@ -141,7 +142,7 @@ class _Table:
     def __init__(self, tensors: Sequence[Tensor], layout: _Layout) -> None:
         self.elements = layout.elements
         self.wide = layout.wide
-        there = array("Q", list(map(Tensor.data_ptr, tensors)))
+        there = array(_ADDRESS, list(map(Tensor.data_ptr, tensors)))
         self._owners = there, layout
         self.arguments = (len(tensors), there.buffer_info()[0], *layout.addresses)
 
