@@ -119,14 +119,11 @@ class GradScaler(ClosureSteps):
             return outputs
         if key is not None:
             return self._making_key(key).scale(outputs)
-        if isinstance(outputs, Tensor):
-            return self._scaled(outputs)
         return map_tensors(outputs, self._scaled, other=_refuse_output)
 
     def _scaled(self, tensor: Tensor) -> Tensor:
-        scale = self._scale_on(tensor.device)
         wide = tensor.float() if tensor.dtype is torch.float16 else tensor
-        return wide * (scale if scale.device == tensor.device else scale.to(tensor.device, non_blocking=True))
+        return wide * self._scale_on(tensor.device).to(tensor.device, non_blocking=True)
 
     # -- stepping --------------------------------------------------------------------------------
 

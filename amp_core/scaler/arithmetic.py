@@ -33,10 +33,8 @@ def zero(device: torch.device) -> Tensor:
 
 def _is_at_hand(*numbers: Tensor) -> bool:
     """Whether the host can read `numbers` without waiting, and then computes faster than torch."""
-    if is_tracing():
-        return False
-    # A list is faster here than a generator.
-    return all([type(n) is Tensor and n.is_cpu and n.dim() == 0 for n in numbers])  # noqa: C419
+    plain = [type(n) is Tensor and n.is_cpu and n.dim() == 0 for n in numbers]  # faster than a generator
+    return not is_tracing() and all(plain)
 
 
 def _read(number: Tensor) -> float:
@@ -65,8 +63,9 @@ def reciprocal(scale: Tensor) -> Tensor:
     return scale.reciprocal() if scale.device.type == "mps" else scale.double().reciprocal().float()
 
 
+_INVERSES = 64
 _inverses: dict[float, Tensor] = {}
-"""Those of the last scales: a scale is the same for thousands of steps."""
+"""Those of up to `_INVERSES` scales: a scale is the same for thousands of steps."""
 
 
 def _keep_inverse(scale: float) -> Tensor:
@@ -78,10 +77,9 @@ def _keep_inverse(scale: float) -> Tensor:
     return inverse
 
 
-_INVERSES = 64
-
-
-def unscale_and_clip(norm: Tensor, scale: Tensor, max_norm: float) -> tuple[Tensor, Tensor]:
+def unscale_and_clip(
+    norm: Tensor, scale: Tensor, max_norm: float, *, as_divisor: bool = False
+) -> tuple[Tensor, Tensor]:
     """Return the norm of the true gradients, and the factor that unscales and clips the scaled ones.
 
     Args:
@@ -89,30 +87,19 @@ def unscale_and_clip(norm: Tensor, scale: Tensor, max_norm: float) -> tuple[Tens
             NaN, and hide which of them were.
         scale: 0-dim float32.
         max_norm: the greatest norm.
+        as_divisor: return the reciprocal of the factor, for optimizers that divide.
     """
     if _is_at_hand(norm, scale) and isinstance(max_norm, (int, float)):
-        true, coefficient = _clip_here(norm, scale, max_norm)
-        factor = float32(_inverse(_read(scale)) * coefficient)
-        return torch.full((), true, dtype=norm.dtype), torch.full((), factor, dtype=torch.float32)
-    inverse = reciprocal(scale)
-    true_norm = norm * inverse
-    return true_norm, (inverse * _clip_coefficient(true_norm, max_norm).nan_to_num(nan=1.0)).float()
-
-
-def clip_by_divisor(norm: Tensor, scale: Tensor, max_norm: float) -> tuple[Tensor, Tensor]:
-    """Return what `unscale_and_clip` does, for optimizers that divide: the reciprocal of its factor."""
-    if _is_at_hand(norm, scale) and isinstance(max_norm, (int, float)):
-        true, coefficient = _clip_here(norm, scale, max_norm)
-        divisor = float32(_read(scale) / coefficient) if coefficient else math.inf
-        return torch.full((), true, dtype=norm.dtype), torch.full((), divisor, dtype=torch.float32)
-    true_norm = norm * reciprocal(scale)
-    return true_norm, (scale / _clip_coefficient(true_norm, max_norm).nan_to_num(nan=1.0)).float()
-
-
-def _clip_here(norm: Tensor, scale: Tensor, max_norm: float) -> tuple[float, float]:
-    true = _rounded(_read(norm) * _inverse(_read(scale)), norm)
-    coefficient = max_norm / (true + 1e-6)
-    return true, coefficient if coefficient < 1.0 else 1.0
+        by, inverse = _read(scale), _inverse(_read(scale))
+        true = _rounded(_read(norm) * inverse, norm)
+        share = max_norm / (true + 1e-6)
+        share = share if share < 1.0 else 1.0
+        factor = (by / share if share else math.inf) if as_divisor else inverse * share
+        return torch.full((), true, dtype=norm.dtype), torch.full((), float32(factor), dtype=torch.float32)
+    inverses = reciprocal(scale)
+    true_norm = norm * inverses
+    shares = _clip_coefficient(true_norm, max_norm).nan_to_num(nan=1.0)
+    return true_norm, (scale / shares if as_divisor else inverses * shares).float()
 
 
 def _clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
@@ -131,7 +118,7 @@ def any_of(flags: Sequence[Tensor]) -> Tensor:
 
 def combine(flags: Sequence[Tensor], device: torch.device) -> Tensor:
     """Return, on `device`, `any_of` flags that may be on others; without any, that nothing was found."""
-    here = [flag if flag.device == device else flag.to(device, non_blocking=True) for flag in flags]
+    here = [flag.to(device, non_blocking=True) for flag in flags]
     return any_of(here) if here else zero(device)
 
 

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from amp_core.scaler.arithmetic import clip_by_divisor, combine, is_tracing, overflows
+from amp_core.scaler.arithmetic import combine, is_tracing, overflows, unscale_and_clip
 from amp_core.scaler.gradients import by_device, gather, look
 from amp_core.scaler.momentum import clear_momentum, groups_without_momentum
 from amp_core.state import OptState
@@ -96,8 +96,8 @@ def _read(
     divisor = torch.ones_like(scale) if unscaled else scale
     if max_norm is None:
         return divisor
-    state["norm"], by = clip_by_divisor(seen.norm, divisor, max_norm)
-    return by
+    state["norm"], divisor = unscale_and_clip(seen.norm, divisor, max_norm, as_divisor=True)
+    return divisor
 
 
 def _wants_scaler(optimizer: torch.optim.Optimizer) -> bool:

@@ -22,8 +22,7 @@ class _MultiDeviceReplicator:
         """Return what is on `device`."""
         held = self._per_device_tensors.get(device)
         if held is None:
-            here = device == self.master.device
-            held = self.master if here else self.master.to(device=device, non_blocking=True)
+            held = self.master.to(device=device, non_blocking=True)
             self._per_device_tensors[device] = held
         return held
 
@@ -33,9 +32,9 @@ def _refresh_per_optimizer_state() -> dict[str, Any]:
 
 
 class OptimizerStates(dict[int, dict[str, Any]]):
-    """``id(optimizer)`` -> state, as torch's ``_per_optimizer_states``, each of one living optimizer.
+    """``id(optimizer)`` -> state, as torch's ``_per_optimizer_states``.
 
-    Another may get the id of one that was collected: it begins with a state of its own. The flags that the
+    An optimizer that gets the id of a collected one begins with a state of its own. The flags that the
     collected one recorded still count at the next update.
     """
 

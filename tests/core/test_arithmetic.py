@@ -7,12 +7,13 @@ from collections.abc import Callable
 from typing import TypeVar
 from unittest.mock import patch
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from amp_core.scaler import arithmetic
-from amp_core.scaler.arithmetic import any_of, clip_by_divisor, overflows, reciprocal, unscale_and_clip
+from amp_core.scaler.arithmetic import any_of, overflows, reciprocal, unscale_and_clip
 
 T = TypeVar("T")
 POSITIVE = st.floats(0.0, math.inf, width=32, allow_nan=False, exclude_min=True)
@@ -35,33 +36,22 @@ def test_the_reciprocal_is_torchs(scale: float) -> None:
     assert torch.equal(ours, torch.tensor(scale).double().reciprocal().float())
 
 
+@pytest.mark.parametrize("as_divisor", [False, True])
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(norm=NORMS, scale=POSITIVE, max_norm=st.floats(0.0, math.inf, width=32), dtype=DTYPES)
 def test_the_host_clips_as_a_device_does(
-    norm: float, scale: float, max_norm: float, dtype: torch.dtype
+    as_divisor: bool, norm: float, scale: float, max_norm: float, dtype: torch.dtype
 ) -> None:
-    """A step on the CPU is clipped otherwise than one on a GPU, or divides by zero."""
+    """A step on the CPU, fused or not, is clipped otherwise than one on a GPU, or divides by zero."""
     numbers = torch.tensor(norm, dtype=dtype), torch.tensor(scale)
-    inverse = float(reciprocal(numbers[1]))
-    lost = 1e-37 * min(inverse, 1e38) + 1e-37  # what tensors lose of coefficients below float32
-    here, there = here_and_there(lambda: unscale_and_clip(*numbers, max_norm))
+    here, there = here_and_there(lambda: unscale_and_clip(*numbers, max_norm, as_divisor=as_divisor))
     torch.testing.assert_close(here[0], there[0], rtol=0, atol=0, equal_nan=True)
-    torch.testing.assert_close(here[1], there[1], rtol=1e-6, atol=lost, equal_nan=True)
-
-
-@settings(max_examples=300, deadline=None, derandomize=True)
-@given(norm=NORMS, scale=POSITIVE, max_norm=st.floats(0.0, math.inf, width=32), dtype=DTYPES)
-def test_the_host_finds_the_divisor_of_a_device(
-    norm: float, scale: float, max_norm: float, dtype: torch.dtype
-) -> None:
-    """A fused step on the CPU is clipped otherwise than one on a GPU, or divides by zero."""
-    numbers = torch.tensor(norm, dtype=dtype), torch.tensor(scale)
-    here, there = here_and_there(lambda: clip_by_divisor(*numbers, max_norm))
-    torch.testing.assert_close(here[0], there[0], rtol=0, atol=0, equal_nan=True)
-    share = 1.0 if math.isnan(norm) or not float(here[0]) else max_norm / float(here[0])
-    if share > 1e-37:  # below that, tensors lose the coefficient
-        torch.testing.assert_close(here[1], there[1], rtol=1e-6, atol=1e-44)
     assert here[1].dtype is there[1].dtype is torch.float32
+    # What tensors lose of coefficients below float32.
+    lost = 1e-44 if as_divisor else 1e-37 * min(float(reciprocal(numbers[1])), 1e38) + 1e-37
+    share = 1.0 if math.isnan(norm) or not float(here[0]) else max_norm / float(here[0])
+    if share > 1e-37 or not as_divisor:
+        torch.testing.assert_close(here[1], there[1], rtol=1e-6, atol=lost, equal_nan=True)
 
 
 @settings(max_examples=500, deadline=None, derandomize=True)

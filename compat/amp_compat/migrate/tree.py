@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -29,9 +30,9 @@ class Apply(cst.CSTTransformer):
 class NameWalker(cst.CSTVisitor):
     """Offers to `take` every attribute chain, the longest first, and every name that is used as one."""
 
+    @abstractmethod
     def take(self, node: cst.BaseExpression) -> bool:
         """Say whether `node` is what is looked for; its parts are not offered then."""
-        raise NotImplementedError
 
     def visit_Import(self, node: cst.Import) -> bool | None:
         """An import is no use."""
