@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from amp_core._torch import enter_autocast as _enter_autocast
-from amp_core._torch import exit_autocast as _exit_autocast
-from amp_core.autocast import autocast, disable, is_autocast_available
+from amp_core._torch.internals import enter_autocast as _enter_autocast
+from amp_core._torch.internals import exit_autocast as _exit_autocast
 from amp_core.casts import CachedCasts, MasterWeights, cached_casts, master_weights
-from amp_core.decorate import autocast_decorator
 from amp_core.errors import (
     AmpError,
     AmpWarning,
@@ -26,22 +24,24 @@ from amp_core.errors import (
     SkippedStepsWarning,
     StaleCastError,
 )
-from amp_core.function import _cast, custom_bwd, custom_fwd
-from amp_core.grad_scaler import GradScaler, OptState
 from amp_core.plugin import backends, get_backend
 from amp_core.policy import OpPolicy, apply_policy
-from amp_core.scaler.hooks import ScaleChange
-from amp_core.scaler.record import BadParameter, History, StepRecord
-from amp_core.scaler.replicate import _MultiDeviceReplicator, _refresh_per_optimizer_state
+from amp_core.regions.autocast import autocast, disable, is_autocast_available
+from amp_core.regions.custom_functions import _cast, custom_bwd, custom_fwd
+from amp_core.regions.decorator import autocast_decorator
+from amp_core.scaling.grad_scaler import GradScaler, OptState
+from amp_core.scaling.hooks import ScaleChange
+from amp_core.scaling.replicate import _MultiDeviceReplicator, _refresh_per_optimizer_state
+from amp_core.scaling.step_record import BadParameter, History, StepRecord
 from amp_core.scripting import script
-from amp_core.state import AtFloor, Hysteresis, Schedule
+from amp_core.states.loss_scale import AtFloor, Hysteresis, LossScaleSchedule
 
 if TYPE_CHECKING:
-    from amp_core.insight.advice import Advice, advise
-    from amp_core.insight.comparison import Comparison, compare
-    from amp_core.insight.recording import Recording, record
-    from amp_core.scaler.foreign import convert_scaler_state
-    from amp_core.scaler.window import AccumulationWindow
+    from amp_core.debugging.advice import Advice, advise
+    from amp_core.debugging.comparison import Comparison, compare
+    from amp_core.debugging.recording import Recording, record
+    from amp_core.scaling.checkpoint_formats import convert_scaler_state
+    from amp_core.scaling.window import AccumulationWindow
 
 __all__ = [
     "AccumulationWindow",
@@ -61,6 +61,7 @@ __all__ = [
     "History",
     "Hysteresis",
     "KernelLaunchError",
+    "LossScaleSchedule",
     "MasterWeights",
     "OpPolicy",
     "OptState",
@@ -70,7 +71,6 @@ __all__ = [
     "ScaleChange",
     "ScaleFloorError",
     "ScaleFloorWarning",
-    "Schedule",
     "ScriptRegionError",
     "SkippedStepsWarning",
     "StaleCastError",
@@ -99,14 +99,14 @@ __all__ = [
 ]
 
 _LAZY = {
-    "AccumulationWindow": "amp_core.scaler.window",
-    "Advice": "amp_core.insight.advice",
-    "Comparison": "amp_core.insight.comparison",
-    "Recording": "amp_core.insight.recording",
-    "advise": "amp_core.insight.advice",
-    "compare": "amp_core.insight.comparison",
-    "convert_scaler_state": "amp_core.scaler.foreign",
-    "record": "amp_core.insight.recording",
+    "AccumulationWindow": "amp_core.scaling.window",
+    "Advice": "amp_core.debugging.advice",
+    "Comparison": "amp_core.debugging.comparison",
+    "Recording": "amp_core.debugging.recording",
+    "advise": "amp_core.debugging.advice",
+    "compare": "amp_core.debugging.comparison",
+    "convert_scaler_state": "amp_core.scaling.checkpoint_formats",
+    "record": "amp_core.debugging.recording",
 }
 
 

@@ -23,11 +23,11 @@ def run() -> Iterator[Ratio]:
         yield compare(
             f"{short}, {size / 1e6:.0f} MB: read pass against torch.dot",
             lambda plain=plain: torch.dot(plain, plain),  # type: ignore[misc]
-            lambda grads=grads: kernels.measure(grads),  # type: ignore[misc]
+            lambda grads=grads: kernels.grad_stats(grads),  # type: ignore[misc]
         )
         target = torch.empty_like(plain)
         yield compare(
-            f"{short}, {size / 1e6:.0f} MB: scale_ against copy_",
+            f"{short}, {size / 1e6:.0f} MB: multiply_ against copy_",
             lambda plain=plain, target=target: target.copy_(plain),  # type: ignore[misc]
-            lambda grads=grads: kernels.scale_(grads, one),  # type: ignore[misc]
+            lambda grads=grads: kernels.multiply_(grads, one),  # type: ignore[misc]
         )

@@ -60,7 +60,7 @@ class _Counting(TorchDispatchMode):
 def _kernels_counted(seen: _Counting) -> Iterator[None]:
     # Compiled kernels are no operations of torch: the contract says what each reads and writes.
     kernels = amp_core.get_backend("cpu").kernels()
-    measure, scale = kernels.measure, kernels.scale_
+    measure, scale = kernels.grad_stats, kernels.multiply_
 
     def counted_measure(grads: Any, *args: Any) -> Any:
         seen.read += _bytes(grads)
@@ -71,7 +71,7 @@ def _kernels_counted(seen: _Counting) -> Iterator[None]:
         seen.written += _bytes(grads)
         scale(grads, *args)
 
-    with mock.patch.multiple(kernels, measure=counted_measure, scale_=counted_scale):
+    with mock.patch.multiple(kernels, grad_stats=counted_measure, multiply_=counted_scale):
         yield
 
 

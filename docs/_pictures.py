@@ -19,13 +19,13 @@ from torch import nn
 
 import amp_core
 from amp_core import OpPolicy
-from amp_core.insight.page import as_page
-from amp_core.insight.report import Report
+from amp_core.debugging.page import as_page
+from amp_core.debugging.tables import Report
 from amp_core.kernels import Kernels
 from amp_core.plugin import Backend
-from amp_core.plugin.promises import HOOKS, KERNELS, Promise
+from amp_core.plugin.contract import HOOKS, KERNELS, Promise
 from amp_core.policy.rules import RULES
-from amp_core.state import OptState, ScaleState, Schedule, next_scale, next_stage
+from amp_core.states.loss_scale import LossScaleSchedule, OptState, ScaleState, next_scale, next_stage
 
 _MARK = re.compile(r"^<!-- draw: (\w+) -->$", re.MULTILINE)
 _DEVICES = ("cpu", "cuda", "xpu", "mps")
@@ -115,7 +115,7 @@ def stages() -> str:
 
 def schedule() -> str:
     """Draw the scale over 40 steps with overflows at some of them, as `next_scale` moves it."""
-    rule, overflows = Schedule(growth_interval=8), (2, 3, 21)
+    rule, overflows = LossScaleSchedule(growth_interval=8), (2, 3, 21)
     state, powers = ScaleState(2.0**16), []
     for step in range(40):
         powers.append(state.scale.hex().partition("p")[2])

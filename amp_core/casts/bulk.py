@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp_core import _torch
+from amp_core._torch import internals as _torch
 from amp_core.casts.memory import KeptMemory
 from amp_core.kernels import Kernels
 

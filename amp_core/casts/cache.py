@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from amp_core import _torch
+from amp_core._torch import internals as _torch
 from amp_core.casts.bulk import cast_weights
 from amp_core.casts.memory import KeptMemory
 from amp_core.errors import StaleCastError

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp_core import _torch
+from amp_core._torch import internals as _torch
 from amp_core.casts.cache import CASTS, WeightCache
 from amp_core.dispatch.engine import engine
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from amp_core import _torch
+from amp_core._torch import internals as _torch
 from amp_core.casts.bulk import allocate, buckets, cast_weights
 from amp_core.casts.memory import KeptMemory
 from amp_core.kernels import Kernels

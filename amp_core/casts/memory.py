@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, UntypedStorage
 
-from amp_core import _torch
+from amp_core._torch import internals as _torch
 
 _SMALL = 2**16
 """Bytes up to which the C library's heap mostly has memory at hand."""

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from amp_core.callers import level_outside
 from amp_core.casts import intercept
 from amp_core.casts.bulk import cast_weights
 from amp_core.casts.cache import MakeCasts, WeightCache
+from amp_core.common.call_site import level_outside
 from amp_core.errors import AmpWarning
 
 

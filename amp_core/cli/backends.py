@@ -66,7 +66,7 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
         from rich.table import Table
     except ModuleNotFoundError:
         raise UsageError('the table needs rich: pip install "amp-core[cli]", or use --json') from None
-    from amp_core.region_state import how
+    from amp_core.regions.torch_state import how
 
     table = Table(title="amp-core backends")
     for column in ("device", "status", "reason", "dtypes (default first)", "kernels", "from"):

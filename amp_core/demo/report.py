@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from amp_core.demo.train import History
-from amp_core.scaler.plot import draw_scale, new_figure, plain
+from amp_core.scaling.plot import draw_scale, new_figure, plain
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp_core._torch import TorchDispatchMode
+from amp_core._torch.internals import TorchDispatchMode
 
 
 class StepWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]

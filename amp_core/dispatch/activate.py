@@ -9,13 +9,13 @@ from functools import lru_cache
 
 import torch
 
-from amp_core import _env
-from amp_core._torch_dispatch import (
+from amp_core._torch.dispatcher import (
     autocast_key,
     constant_for_dynamo,
     has_dispatch_key,
     mark_graph_functions,
 )
+from amp_core.common import environment as _env
 from amp_core.dispatch.casting import Runner, make_runner
 from amp_core.dispatch.engine import Table, engine
 from amp_core.errors import AmpWarning, PolicyError

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from amp_core._torch_dispatch import (
+from amp_core._torch.dispatcher import (
     Overload,
     arguments,
     autocast_key,

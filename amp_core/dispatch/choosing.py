@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from amp_core._torch_dispatch import Overload, arguments, dispatcher_name
+from amp_core._torch.dispatcher import Overload, arguments, dispatcher_name
 from amp_core.errors import AmpWarning, PolicyError
 from amp_core.policy import rules as r
 

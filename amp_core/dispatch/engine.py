@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from amp_core._torch_dispatch import (
+from amp_core._torch.dispatcher import (
     Overload,
     autocast_key,
     dispatcher_name,

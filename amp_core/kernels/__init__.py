@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from amp_core.kernels.interface import Kernels, Measurement, ScaleTensors
+from amp_core.kernels.interface import GradStats, Kernels, ScaleTensors
 from amp_core.kernels.portable import Portable
 
 PORTABLE = Portable()
 
-__all__ = ["PORTABLE", "Kernels", "Measurement", "Portable", "ScaleTensors"]
+__all__ = ["PORTABLE", "GradStats", "Kernels", "Portable", "ScaleTensors"]

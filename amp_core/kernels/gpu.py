@@ -7,7 +7,7 @@ import os
 import shutil
 import sysconfig
 
-from amp_core import _env
+from amp_core.common import environment as _env
 from amp_core.kernels.interface import Kernels
 from amp_core.kernels.portable import Portable
 

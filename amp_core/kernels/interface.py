@@ -18,11 +18,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from amp_core.state import Schedule
+from amp_core.states.loss_scale import LossScaleSchedule
 
 
 @dataclass(frozen=True)
-class Measurement:
+class GradStats:
     """What one read of a list of ``n`` gradients gives. All tensors are on the gradients' device.
 
     Attributes:
@@ -40,7 +40,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class ScaleTensors:
-    """The device side of `amp_core.state.ScaleState`: 0-dim float32, int32 and int32 tensors."""
+    """The device side of `amp_core.states.loss_scale.ScaleState`: 0-dim float32, int32 and int32 tensors."""
 
     scale: Tensor
     growth_tracker: Tensor
@@ -107,7 +107,7 @@ class Kernels(ABC):
                 total.add_(grad)
 
     @abstractmethod
-    def measure(self, grads: Sequence[Tensor], norm_type: float = 2.0) -> Measurement:
+    def grad_stats(self, grads: Sequence[Tensor], norm_type: float = 2.0) -> GradStats:
         """Read `grads` once; return their norms and which of them hold an inf or a NaN.
 
         The flag is separate from the norm: finite elements whose power overflows do not raise it,
@@ -119,7 +119,7 @@ class Kernels(ABC):
         """
 
     @abstractmethod
-    def scale_(self, grads: Sequence[Tensor], factor: Tensor, found_inf: Tensor | None = None) -> None:
+    def multiply_(self, grads: Sequence[Tensor], factor: Tensor, found_inf: Tensor | None = None) -> None:
         """Multiply `grads` in place by `factor`, in float32 or wider, one read and one write.
 
         Args:
@@ -130,8 +130,8 @@ class Kernels(ABC):
         """
 
     @abstractmethod
-    def update_scale_(self, state: ScaleTensors, found_inf: Tensor, schedule: Schedule) -> None:
-        """Advance `state` in place as `amp_core.state.next_scale` says, bit for bit.
+    def update_scale_(self, state: ScaleTensors, found_inf: Tensor, schedule: LossScaleSchedule) -> None:
+        """Advance `state` in place as `amp_core.states.loss_scale.next_scale` says, bit for bit.
 
         Args:
             state: written.

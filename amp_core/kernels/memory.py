@@ -8,7 +8,7 @@ from collections.abc import Set as AbstractSet
 import torch
 from torch import Tensor
 
-from amp_core import _torch
+from amp_core._torch import internals as _torch
 
 _TYPES = {Tensor, torch.nn.Parameter}
 _STRIDED = {torch.strided}

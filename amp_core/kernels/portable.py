@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from amp_core import _torch
-from amp_core.kernels.interface import Kernels, Measurement, ScaleTensors
-from amp_core.state import Hysteresis, Schedule
+from amp_core._torch import internals as _torch
+from amp_core.kernels.interface import GradStats, Kernels, ScaleTensors
+from amp_core.states.loss_scale import Hysteresis, LossScaleSchedule
 
 _BUCKET = 1 << 25
 """Elements of narrow gradients that are widened at a time: 128 MiB of float32."""
@@ -40,11 +40,11 @@ class Portable(Kernels):
                 target.detach().copy_(tensor.detach())
         return targets
 
-    def measure(self, grads: Sequence[Tensor], norm_type: float = 2.0) -> Measurement:
+    def grad_stats(self, grads: Sequence[Tensor], norm_type: float = 2.0) -> GradStats:
         wide = any(g.dtype in _WIDE for g in grads)
         dtype = torch.float64 if wide else torch.float32
         if not grads:
-            return Measurement(torch.zeros((), dtype=dtype), torch.zeros(0), torch.zeros(0), torch.zeros(()))
+            return GradStats(torch.zeros((), dtype=dtype), torch.zeros(0), torch.zeros(0), torch.zeros(()))
         order = math.inf if math.isinf(norm_type) else norm_type
         real = [_real(g.detach()) for g in grads]
         norms = torch.stack(_norms([_moduli(g, order) for g in grads], order))
@@ -52,9 +52,9 @@ class Portable(Kernels):
         tells = math.isinf(order) or (not wide and 1.0 <= order <= 7.0 and has_float64(real[0]))
         bad = (~torch.isfinite(norms if tells else torch.stack(_bounds(real)))).float()
         total = torch.linalg.vector_norm(norms, order)
-        return Measurement(total.to(dtype), norms.to(dtype), bad, bad.amax())
+        return GradStats(total.to(dtype), norms.to(dtype), bad, bad.amax())
 
-    def scale_(self, grads: Sequence[Tensor], factor: Tensor, found_inf: Tensor | None = None) -> None:
+    def multiply_(self, grads: Sequence[Tensor], factor: Tensor, found_inf: Tensor | None = None) -> None:
         with torch.no_grad():
             for bucket in _buckets(grads):
                 _multiply_(bucket, factor.reshape(()))
@@ -63,7 +63,7 @@ class Portable(Kernels):
                     bad = ~torch.isfinite(torch.stack(_bounds(bucket))).all()
                     found_inf.masked_fill_(bad, 1.0)
 
-    def update_scale_(self, state: ScaleTensors, found_inf: Tensor, schedule: Schedule) -> None:
+    def update_scale_(self, state: ScaleTensors, found_inf: Tensor, schedule: LossScaleSchedule) -> None:
         """Both outcomes are computed and one is chosen on the device, so that nothing waits."""
         scale, tracker, left = state.scale, state.growth_tracker, state.hysteresis_left
         overflow = found_inf.reshape(()) > 0

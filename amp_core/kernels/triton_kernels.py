@@ -15,11 +15,11 @@ from torch.autograd.graph import increment_version
 
 from amp_core.kernels import triton_norms
 from amp_core.kernels import triton_programs as programs
-from amp_core.kernels.interface import Measurement, ScaleTensors
+from amp_core.kernels.interface import GradStats, ScaleTensors
 from amp_core.kernels.memory import are_numbers, are_plain, are_real
 from amp_core.kernels.portable import Portable, has_float64
 from amp_core.kernels.triton_tables import Rows, launch, on, rows_of
-from amp_core.state import Hysteresis, Schedule
+from amp_core.states.loss_scale import Hysteresis, LossScaleSchedule
 
 _DTYPES: dict[Any, Any] = {
     torch.float32: tl.float32,
@@ -57,18 +57,18 @@ class Triton(Portable):
         known = layout if isinstance(layout, _Layout) else _Layout(tensors, self._device_type)
         return _Prepared(tensors, known)
 
-    def measure(self, grads: Sequence[Tensor], norm_type: float = 2.0) -> Measurement:
+    def grad_stats(self, grads: Sequence[Tensor], norm_type: float = 2.0) -> GradStats:
         table = self._table_of(grads)
         if table is None or (table.layout.complex and norm_type != 2.0):
-            return super().measure(grads, norm_type)
+            return super().grad_stats(grads, norm_type)
         with on(table.layout.device):
             return _measure(table, norm_type)
 
-    def scale_(self, grads: Sequence[Tensor], factor: Tensor, found_inf: Tensor | None = None) -> None:
+    def multiply_(self, grads: Sequence[Tensor], factor: Tensor, found_inf: Tensor | None = None) -> None:
         flags = [factor] if found_inf is None else [factor, found_inf]
         table = self._table_of(grads)
         if table is None or not are_numbers(flags, table.layout.device):
-            return super().scale_(grads, factor, found_inf)
+            return super().multiply_(grads, factor, found_inf)
         with on(table.layout.device):
             for group in table.rows.groups:
                 arguments = (*table.arguments(), group.first, factor, flags[-1], _DTYPES[group.kind])
@@ -95,7 +95,7 @@ class Triton(Portable):
         increment_version(totals)
         return None
 
-    def update_scale_(self, state: ScaleTensors, found_inf: Tensor, schedule: Schedule) -> None:
+    def update_scale_(self, state: ScaleTensors, found_inf: Tensor, schedule: LossScaleSchedule) -> None:
         tensors = [state.scale, state.growth_tracker, state.hysteresis_left, found_inf]
         device = state.scale.device
         known = device.type == self._device_type and [t.dtype for t in tensors] == _STATE
@@ -169,7 +169,7 @@ class _Prepared(list[Tensor]):
         self.table = _Table(tensors, layout) if layout.fits else None
 
 
-def _measure(table: _Table, norm_type: float) -> Measurement:
+def _measure(table: _Table, norm_type: float) -> GradStats:
     rows, device = table.rows, table.layout.device
     count = len(table.addresses)
     dtype = torch.float64 if table.layout.wide else torch.float32
@@ -188,7 +188,7 @@ def _measure(table: _Table, norm_type: float) -> Measurement:
     launch(triton_norms.measure_tensors, count, *tensors, *last)
     whole = (units, sums, rows.count, rows.count + count, norm, found)
     launch(triton_norms.measure_total, 1, *whole, *last)
-    return Measurement(norm, norms, bad, found)
+    return GradStats(norm, norms, bad, found)
 
 
 def _by_pairs(

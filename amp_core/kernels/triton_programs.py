@@ -151,7 +151,7 @@ def update_scale(
     interval: tl.int64, hysteresis: tl.int64,
     BUDGET: tl.constexpr, EVERY: tl.constexpr,
 ):  # fmt: skip
-    """`amp_core.state.next_scale`, in one thread."""
+    """`amp_core.states.loss_scale.next_scale`, in one thread."""
     old = tl.load(scale)
     wide = old.to(tl.float64)
     tracker = tl.load(growth_tracker).to(tl.int64) + 1

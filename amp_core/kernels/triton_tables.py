@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp_core import _env
+from amp_core.common import environment as _env
 from amp_core.errors import KernelLaunchError
 from amp_core.kernels import triton_programs as programs
 

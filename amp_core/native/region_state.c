@@ -177,7 +177,7 @@ static PyMethodDef methods[] = {
 };
 
 static struct PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT, "_region_state", "Compiled form of amp_core.region_state.", -1, methods, 0, 0, 0, 0,
+    PyModuleDef_HEAD_INIT, "_region_state", "Compiled form of amp_core.regions.torch_state.", -1, methods, 0, 0, 0, 0,
 };
 
 PyMODINIT_FUNC PyInit__region_state(void)

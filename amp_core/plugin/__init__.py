@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import pluggy
 
-from amp_core.plugin.entry_points import ENTRY_POINT_GROUP
-from amp_core.plugin.interface import API_VERSION, Availability, Backend, Refusal
-from amp_core.plugin.process import (
+from amp_core.plugin.default_manager import (
     backends,
     get_backend,
     register,
     replace_backend,
     unregister,
 )
+from amp_core.plugin.entry_points import ENTRY_POINT_GROUP
+from amp_core.plugin.interface import API_VERSION, Availability, Backend, Refusal
 from amp_core.plugin.registry import Owner, Registry
 from amp_core.plugin.spec import NAME
 from amp_core.plugin.status import BackendStatus

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from amp_core import _torch
+from amp_core._torch import internals as _torch
 from amp_core.plugin.interface import Availability, Backend
 
 

@@ -12,8 +12,9 @@ from types import MappingProxyType, ModuleType
 
 import pluggy
 
-from amp_core import _env, _torch
-from amp_core.callers import level_outside
+from amp_core._torch import internals as _torch
+from amp_core.common import environment as _env
+from amp_core.common.call_site import level_outside
 from amp_core.errors import (
     BackendConflictError,
     BackendDisabledError,

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import pluggy
 
 if TYPE_CHECKING:
-    from amp_core.grad_scaler import GradScaler
     from amp_core.plugin.registry import Registry
-    from amp_core.scaler.hooks import ScaleChange
-    from amp_core.scaler.record import StepRecord
+    from amp_core.scaling.grad_scaler import GradScaler
+    from amp_core.scaling.hooks import ScaleChange
+    from amp_core.scaling.step_record import StepRecord
 
 NAME = "amp_core"
 _spec = pluggy.HookspecMarker(NAME)

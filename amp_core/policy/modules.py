@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from amp_core import _torch
+from amp_core._torch import internals as _torch
 from amp_core.errors import PolicyError
 from amp_core.policy.op_policy import Explanations, OpName, OpPolicy
 

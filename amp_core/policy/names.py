@@ -7,7 +7,7 @@ import fnmatch
 
 import torch
 
-from amp_core._torch_dispatch import (
+from amp_core._torch.dispatcher import (
     Overload,
     Packet,
     all_op_names,

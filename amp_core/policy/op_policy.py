@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from amp_core._torch_dispatch import autocast_key, has_dispatch_key, registered, value_for_dynamo
-from amp_core.callers import place_outside
+from amp_core._torch.dispatcher import autocast_key, has_dispatch_key, registered, value_for_dynamo
+from amp_core.common.call_site import place_outside
 from amp_core.errors import PolicyError
 from amp_core.policy import names, tables
 from amp_core.policy import rules as r

@@ -6,7 +6,7 @@ The first six are torch's, by torch's names (``CastPolicy`` in ``ATen/autocast_m
 
 from __future__ import annotations
 
-from amp_core._torch_dispatch import Overload, arguments, overloads_of
+from amp_core._torch.dispatcher import Overload, arguments, overloads_of
 
 LOWER_PRECISION_FP = "lower_precision_fp"
 FP32 = "fp32"

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from amp_core import _torch_script
+from amp_core._torch import torchscript as _torch_script
 from amp_core.errors import ScriptRegionError
 
 # Order of the positional arguments; the deprecated classes have no device.

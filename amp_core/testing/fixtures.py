@@ -14,10 +14,10 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from amp_core import _torch
+from amp_core._torch import internals as _torch
 from amp_core.kernels import Kernels
 from amp_core.plugin import Backend, get_backend
-from amp_core.plugin.process import manager
+from amp_core.plugin.default_manager import manager
 
 
 class BackendFixtures:
@@ -40,10 +40,10 @@ class BackendFixtures:
     """
 
     norm_rtol: float = 1e-5
-    """Relative tolerance of `Kernels.measure` against a float64 computation. Default: some float32 sums."""
+    """Relative tolerance of `Kernels.grad_stats` against float64. Default: some float32 sums."""
 
     product_ulps: int = 0
-    """How many steps of its dtype a product of `Kernels.scale_` may be off the rounded float32 product.
+    """How many steps of its dtype a product of `Kernels.multiply_` may be off the rounded float32 product.
 
     Default: none, because one multiplication and one rounding have one right result.
     """

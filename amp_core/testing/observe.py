@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from amp_core import _torch_dispatch
+from amp_core._torch import dispatcher as _torch_dispatch
 from amp_core.policy import names, rules
 
 MakeTensor = Callable[[torch.dtype], torch.Tensor]

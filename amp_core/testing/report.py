@@ -14,7 +14,7 @@ class CheckResult:
     """One check.
 
     Attributes:
-        area: such as ``"measure"``.
+        area: such as ``"grad_stats"``.
         check: its name, as `BackendFixtures.known_failures` wants it.
         outcome: ``"passed"``, ``"failed"``, ``"skipped"`` or ``"known"`` (a known failure).
         message: why it failed or was skipped, on one line.

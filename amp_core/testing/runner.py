@@ -30,7 +30,7 @@ def check(
 
     Args:
         device_type: the device type of an installed backend, or a backend to be checked in its place.
-        areas: the areas to run, such as ``"measure"``; by default all.
+        areas: the areas to run, such as ``"grad_stats"``; by default all.
         keyword: a pytest ``-k`` expression over the names of the checks.
         fixtures: a `BackendFixtures` subclass with what the device says of itself.
         junit: where to write a JUnit XML file.

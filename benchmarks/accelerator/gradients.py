@@ -84,8 +84,8 @@ def _passes(device: str, name: str, shapes: Shapes, dtype: torch.dtype, calls: i
     ready = kernels.prepare(grads)
     one, found = torch.ones((), device=device), torch.zeros((), device=device)
     passes: dict[str, tuple[int, Callable[[], object]]] = {
-        "read pass": (1, lambda: kernels.measure(ready)),
-        "scale_": (2, lambda: kernels.scale_(ready, one, found)),
+        "read pass": (1, lambda: kernels.grad_stats(ready)),
+        "multiply_": (2, lambda: kernels.multiply_(ready, one, found)),
     }
     short = str(dtype).removeprefix("torch.")
     for title, (streams, ours) in passes.items():

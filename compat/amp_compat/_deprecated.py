@@ -12,8 +12,8 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from amp_core import _env
 from amp_core import autocast as core_autocast
+from amp_core.common import environment as _env
 
 F = TypeVar("F", bound=Callable[..., Any])
 

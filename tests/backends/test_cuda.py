@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import amp_core
 from amp_core.kernels import PORTABLE, Kernels, ScaleTensors, gpu
-from amp_core.scaler import overlap as overlapping
-from amp_core.state import Schedule
+from amp_core.scaling import overlap as overlapping
+from amp_core.states.loss_scale import LossScaleSchedule
 from amp_core.testing import check
 
 pytestmark = [
@@ -93,7 +93,7 @@ def test_the_kit_without_triton() -> None:
     class Foreach(BackendFixtures):
         kernels = gpu.foreach_kernels("the test wants them")
 
-    report = check(DEVICE, areas=["cast", "measure", "scale", "update"], fixtures=Foreach)
+    report = check(DEVICE, areas=["cast", "grad_stats", "multiply", "update"], fixtures=Foreach)
     assert report.ok, [(r.check, r.message) for r in report.results if r.outcome == "failed"]
 
 
@@ -103,18 +103,18 @@ def test_kernels_against_the_portable_ones(kernels: Kernels, dtype: torch.dtype,
     """Compiled, a program does other sums, products or flags than the reference; so do views off 16 bytes."""
     for offset in (0, 1, 3):
         grads = [g.flatten()[offset:] for g in gradients(dtype)]
-        ours, theirs = kernels.measure(grads, order), PORTABLE.measure(grads, order)
+        ours, theirs = kernels.grad_stats(grads, order), PORTABLE.grad_stats(grads, order)
         torch.testing.assert_close(ours.norms, theirs.norms, rtol=2e-6, atol=0)
         torch.testing.assert_close(ours.norm, theirs.norm, rtol=2e-6, atol=0)
         grads[4][-1] = math.nan
-        ours, theirs = kernels.measure(grads, order), PORTABLE.measure(grads, order)
+        ours, theirs = kernels.grad_stats(grads, order), PORTABLE.grad_stats(grads, order)
         assert (
             ours.nonfinite.tolist() == theirs.nonfinite.tolist() == [float(i == 4) for i in range(len(grads))]
         )
         mine, other = [g.clone() for g in grads], [g.clone() for g in grads]
         flags = [torch.zeros((), device=DEVICE) for _ in range(2)]
-        kernels.scale_(mine, scalars()[0], flags[0])
-        PORTABLE.scale_(other, scalars()[0], flags[1])
+        kernels.multiply_(mine, scalars()[0], flags[0])
+        PORTABLE.multiply_(other, scalars()[0], flags[1])
         torch.testing.assert_close(mine, other, rtol=0, atol=0, equal_nan=True)
         assert [f.item() for f in flags] == [1.0, 1.0]
 
@@ -128,14 +128,14 @@ def test_more_elements_than_int32(kernels: Kernels) -> None:
     places = [0, 2**31 - 1, 2**31, 2**31 + 70_000]
     for place in places:
         large[place] = 3.0
-    assert kernels.measure([large]).norm.item() == pytest.approx(6.0)
-    kernels.scale_([large], *scalars())
+    assert kernels.grad_stats([large]).norm.item() == pytest.approx(6.0)
+    kernels.multiply_([large], *scalars())
     (cast,) = kernels.cast([large], torch.float16)
     assert [large[p].item() for p in places] == [1.5] * 4
     assert [cast[p].item() for p in places] == [1.5] * 4
-    assert kernels.measure([cast]).norm.item() == pytest.approx(3.0)
+    assert kernels.grad_stats([cast]).norm.item() == pytest.approx(3.0)
     large[-1] = math.inf
-    assert kernels.measure([large]).found_inf.item() == 1.0
+    assert kernels.grad_stats([large]).found_inf.item() == 1.0
 
 
 @pytest.mark.parametrize("value", [1e15, 1e11, 1e-11, 1e-15, 1e-40])
@@ -143,7 +143,7 @@ def test_many_large_or_small_elements(kernels: Kernels, value: float) -> None:
     """The sum over all chunks leaves float32 though each chunk's own does not."""
     value = torch.tensor(value).item()  # as float32 holds it
     grads = [torch.full((2**26,), value, device=DEVICE), torch.full((5,), value, device=DEVICE)]
-    measured = kernels.measure(grads)
+    measured = kernels.grad_stats(grads)
     assert measured.norm.item() == pytest.approx(value * math.sqrt(2**26 + 5), rel=1e-5)
     assert measured.norms.tolist() == pytest.approx([value * 2**13, value * math.sqrt(5)], rel=1e-5)
     assert measured.found_inf.item() == 0.0
@@ -156,12 +156,12 @@ def test_launches(kernels: Kernels) -> None:
     factor, found = scalars()
     out = [torch.empty_like(g, dtype=torch.float16) for g in grads]
     moved = state()
-    assert launches(lambda: kernels.measure(ready)) == {
+    assert launches(lambda: kernels.grad_stats(ready)) == {
         "measure_rows": 2, "measure_tensors": 1, "measure_total": 1
     }  # fmt: skip
-    assert launches(lambda: kernels.scale_(ready, factor, found)) == {"scale_rows": 2}
+    assert launches(lambda: kernels.multiply_(ready, factor, found)) == {"scale_rows": 2}
     assert launches(lambda: kernels.cast(grads, torch.float16, out)) == {"cast_rows": 2}
-    assert launches(lambda: kernels.update_scale_(moved, found, Schedule())) == {"update_scale": 1}
+    assert launches(lambda: kernels.update_scale_(moved, found, LossScaleSchedule())) == {"update_scale": 1}
 
 
 def test_launches_of_cached_casts(kernels: Kernels) -> None:
@@ -183,26 +183,26 @@ def test_launches_of_cached_casts(kernels: Kernels) -> None:
 def test_no_kernel_waits(kernels: Kernels) -> None:
     """A new list of tensors, or new addresses, make the host wait for the GPU."""
     factor, found = scalars()
-    kernels.measure(gradients())
+    kernels.grad_stats(gradients())
     for count in (3, 7, 7, 9):
         grads = gradients(shapes=BLOCK[:count])
         with no_waits():
-            kernels.measure(grads)
-            kernels.scale_(grads, factor, found)
+            kernels.grad_stats(grads)
+            kernels.multiply_(grads, factor, found)
             kernels.cast(grads, torch.bfloat16)
 
 
 def test_another_stream(kernels: Kernels) -> None:
     """A table written on one stream is read on another before it is there, or after it was freed."""
     grads = gradients()
-    expected = kernels.measure(grads).norm.item()
+    expected = kernels.grad_stats(grads).norm.item()
     streams = [torch.cuda.Stream() for _ in range(4)]
     for _ in range(20):
         results = []
         for stream in streams:
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
-                results.append(kernels.measure([g.clone() for g in grads]).norm)
+                results.append(kernels.grad_stats([g.clone() for g in grads]).norm)
         torch.cuda.synchronize()
         assert [r.item() for r in results] == [expected] * len(streams)
 

@@ -6,7 +6,7 @@ import pytest
 
 from amp_core.kernels import Kernels
 from amp_core.plugin import Backend
-from amp_core.plugin.promises import HOOKS, KERNELS
+from amp_core.plugin.contract import HOOKS, KERNELS
 
 
 @pytest.mark.parametrize(("promises", "cls"), [(HOOKS, Backend), (KERNELS, Kernels)])

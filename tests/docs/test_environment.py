@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from amp_core import _env
+from amp_core.common import environment as _env
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "environment.md"
 

@@ -16,8 +16,8 @@ pytest.importorskip("transformers", reason="transformers is not installed; tox -
 from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
 
 from amp_core import GradScaler
-from amp_core.trainers.accelerate import Accelerator
-from amp_core.trainers.transformers import Trainer
+from amp_core.integrations.accelerate import Accelerator
+from amp_core.integrations.transformers import Trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the trainers' own
 

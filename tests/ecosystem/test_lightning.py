@@ -15,7 +15,7 @@ import lightning as L
 from torch.utils.data import DataLoader, TensorDataset
 
 from amp_core import GradScaler, OpPolicy
-from amp_core.trainers.lightning import FabricMixedPrecision, HoldSchedulers, MixedPrecision
+from amp_core.integrations.lightning import FabricMixedPrecision, HoldSchedulers, MixedPrecision
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's own
 QUIET: dict[str, Any] = {

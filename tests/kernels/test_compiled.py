@@ -49,7 +49,7 @@ def test_measure(dtype: torch.dtype, n: int) -> None:
     """The norm of some length is off, or a tensor is written that is only to be read."""
     grads = [numbers(n, dtype), numbers(3, dtype)]
     versions = [g._version for g in grads]
-    ours, reference = COMPILED.measure(grads), PORTABLE.measure(grads)
+    ours, reference = COMPILED.grad_stats(grads), PORTABLE.grad_stats(grads)
     torch.testing.assert_close(ours.norm, reference.norm, rtol=1e-6, atol=0)
     torch.testing.assert_close(ours.norms, reference.norms, rtol=1e-6, atol=0)
     assert ours.found_inf.item() == 0.0
@@ -68,11 +68,11 @@ def test_one_bad_element_anywhere(dtype: torch.dtype, n: int, bad: float, where:
     """An inf or NaN at some position, a vector's tail above all, is not seen."""
     grad = numbers(n, dtype)
     grad[int(where * n)] = bad
-    measured = COMPILED.measure([numbers(5, dtype), grad])
+    measured = COMPILED.grad_stats([numbers(5, dtype), grad])
     assert measured.nonfinite.tolist() == [0.0, 1.0]
     assert measured.found_inf.item() == 1.0
     found = torch.zeros(())
-    COMPILED.scale_([grad], torch.tensor(0.5), found)
+    COMPILED.multiply_([grad], torch.tensor(0.5), found)
     assert found.item() == 1.0
 
 
@@ -83,8 +83,8 @@ def test_scale(dtype: torch.dtype, n: int) -> None:
     """A product differs from the portable one, or the version counter does not move."""
     ours, reference = [numbers(n, dtype)], [numbers(n, dtype)]
     version = ours[0]._version
-    COMPILED.scale_(ours, torch.tensor(1 / 3000))
-    PORTABLE.scale_(reference, torch.tensor(1 / 3000))
+    COMPILED.multiply_(ours, torch.tensor(1 / 3000))
+    PORTABLE.multiply_(reference, torch.tensor(1 / 3000))
     assert torch.equal(ours[0], reference[0])
     assert ours[0]._version > version
 
@@ -94,7 +94,7 @@ def test_a_product_that_overflows_is_found() -> None:
     """Finite values that leave their dtype when multiplied are taken for good."""
     for dtype in (torch.float32, torch.bfloat16):
         found = torch.zeros(())
-        COMPILED.scale_([torch.full((40,), 1e30, dtype=dtype)], torch.tensor(1e30), found)
+        COMPILED.multiply_([torch.full((40,), 1e30, dtype=dtype)], torch.tensor(1e30), found)
         assert found.item() == 1.0
 
 
@@ -184,7 +184,7 @@ def test_number_of_threads_changes_nothing() -> None:
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            norms.append(COMPILED.measure(grads).norm.item())
+            norms.append(COMPILED.grad_stats(grads).norm.item())
     finally:
         torch.set_num_threads(before)
     assert len(set(norms)) == 1
@@ -196,7 +196,7 @@ def test_what_the_library_does_not_take() -> None:
     strided = torch.arange(20.0).reshape(4, 5).t()
     complexes = torch.ones(3, dtype=torch.complex64)
     for grads in ([strided], [complexes], [strided, torch.ones(2)], []):
-        ours, reference = COMPILED.measure(grads), PORTABLE.measure(grads)
+        ours, reference = COMPILED.grad_stats(grads), PORTABLE.grad_stats(grads)
         torch.testing.assert_close(ours.norm, reference.norm)
 
 
@@ -207,8 +207,8 @@ def test_permuted_memory_without_gaps() -> None:
     assert cpu._table_of([image, numbers(6, torch.float32).reshape(2, 3).t()]) is not None
     assert cpu._table_of([image[:, :, ::2]]) is None
     assert cpu._table_of([torch.ones(1).expand(4)]) is None
-    expected = PORTABLE.measure([image]).norm
-    torch.testing.assert_close(COMPILED.measure([image]).norm, expected)
+    expected = PORTABLE.grad_stats([image]).norm
+    torch.testing.assert_close(COMPILED.grad_stats([image]).norm, expected)
     (cast,) = COMPILED.cast([image], torch.bfloat16)
     assert cast.stride() == image.stride()
     assert torch.equal(cast, image.bfloat16())
@@ -222,10 +222,10 @@ def test_prepared_tensors() -> None:
     mixed = [numbers(40, torch.float32), numbers(7, torch.float16)]
     for grads in (mixed, [torch.ones(2, dtype=torch.cfloat)], []):
         ready = COMPILED.prepare(grads)
-        measured = COMPILED.measure(ready)
-        assert measured.norms.tolist() == COMPILED.measure(grads).norms.tolist()
+        measured = COMPILED.grad_stats(ready)
+        assert measured.norms.tolist() == COMPILED.grad_stats(grads).norms.tolist()
         expected = [g * 0.5 for g in grads]
-        COMPILED.scale_(ready, torch.tensor(0.5))
+        COMPILED.multiply_(ready, torch.tensor(0.5))
         assert all(torch.equal(g, e) for g, e in zip(grads, expected, strict=True))
         assert all(a is b for a, b in zip(ready, grads, strict=True))
 

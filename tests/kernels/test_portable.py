@@ -1,4 +1,4 @@
-"""The portable kernels against NumPy, against `amp_core.state`, and on what only they take."""
+"""The portable kernels against NumPy, against `amp_core.states.loss_scale`, and on what only they take."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import amp_core
 from amp_core.kernels import PORTABLE, Kernels, ScaleTensors, portable
-from amp_core.state import Hysteresis, ScaleState, Schedule, next_scale
+from amp_core.states.loss_scale import Hysteresis, LossScaleSchedule, ScaleState, next_scale
 
 CPU = amp_core.get_backend("cpu").kernels()
 ON_THIS_CPU: list[Kernels] = list({id(k): k for k in (PORTABLE, CPU)}.values())
@@ -47,7 +47,7 @@ def test_norms(kernels: Kernels, dtype: torch.dtype, order: float) -> None:
     ]
     grads += [torch.empty(0, 3, dtype=dtype), torch.zeros(6, dtype=dtype)[::2]]
     before, versions = [g.clone() for g in grads], [g._version for g in grads]
-    measured = kernels.measure(grads, order)
+    measured = kernels.grad_stats(grads, order)
     assert measured.norms.tolist() == pytest.approx([reference(g, order) for g in grads], rel=1e-6)
     whole = torch.cat([g.flatten() for g in grads])
     assert measured.norm.item() == pytest.approx(reference(whole, order), rel=1e-6)
@@ -68,11 +68,11 @@ def test_one_bad_element(kernels: Kernels, dtype: torch.dtype, bad: float, order
         grad = numbers(37).to(dtype)
         grad[position] = complex(0.0, bad) if dtype.is_complex else bad
         for spoiled in (grad, grad.repeat(2, 1).t()):
-            measured = kernels.measure([numbers(3).to(dtype), spoiled, torch.empty(0, dtype=dtype)], order)
+            measured = kernels.grad_stats([numbers(3).to(dtype), spoiled, torch.empty(0, dtype=dtype)], order)
             assert measured.nonfinite.tolist() == [0.0, 1.0, 0.0]
             assert measured.found_inf.item() == 1.0
             found = torch.zeros(())
-            kernels.scale_([spoiled.clone(), numbers(3).to(dtype)], torch.tensor(0.0), found)
+            kernels.multiply_([spoiled.clone(), numbers(3).to(dtype)], torch.tensor(0.0), found)
             assert found.item() == 1.0
 
 
@@ -81,16 +81,18 @@ def test_one_bad_element(kernels: Kernels, dtype: torch.dtype, bad: float, order
 def test_large_and_small_elements(kernels: Kernels, order: float) -> None:
     """Finite numbers whose powers overflow raise the flag, or give a norm of inf."""
     big, imaginary = torch.tensor([3e38, -3e37]), torch.tensor([complex(0.0, 2e38)])
-    measured = kernels.measure([big, imaginary], order)
+    measured = kernels.grad_stats([big, imaginary], order)
     assert measured.nonfinite.tolist() == [0.0, 0.0]
     if order in {2.0, 3.0, math.inf}:
         assert measured.norms.tolist() == pytest.approx([reference(big, order), 2e38], rel=1e-6)
     huge = torch.tensor([1e200, 1.0], dtype=torch.float64)
-    assert kernels.measure([huge], order).found_inf.item() == 0.0
+    assert kernels.grad_stats([huge], order).found_inf.item() == 0.0
     for dtype, tiny in TINY.items():
         grad = torch.full((20,), tiny, dtype=dtype)
         assert (grad > 0).all()
-        assert kernels.measure([grad], math.inf).norm.item() == pytest.approx(grad[0].float().item(), rel=0.1)
+        assert kernels.grad_stats([grad], math.inf).norm.item() == pytest.approx(
+            grad[0].float().item(), rel=0.1
+        )
 
 
 @each_kernel
@@ -107,7 +109,7 @@ def test_scale(kernels: Kernels, dtype: torch.dtype) -> None:
         expected = [(g.to(wide) * torch.tensor(by)).to(dtype) for g in grads]
     versions = [g._version for g in grads]
     found = torch.zeros(1)
-    assert kernels.scale_(grads, factor, found) is None
+    assert kernels.multiply_(grads, factor, found) is None
     for ours, theirs in zip(grads, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0 if ours.dtype in TINY else 1e-7, atol=0)
     assert math.copysign(1.0, grads[2].real.item()) == -1.0
@@ -119,8 +121,8 @@ def test_scale(kernels: Kernels, dtype: torch.dtype) -> None:
 def test_scale_keeps_a_flag_that_is_up(kernels: Kernels) -> None:
     """Finite gradients lower a flag that another list raised; a list of nothing does."""
     found = torch.ones(())
-    kernels.scale_([torch.ones(3)], torch.tensor(0.5), found)
-    kernels.scale_([], torch.tensor(0.5), found)
+    kernels.multiply_([torch.ones(3)], torch.tensor(0.5), found)
+    kernels.multiply_([], torch.tensor(0.5), found)
     assert found.item() == 1.0
 
 
@@ -130,7 +132,7 @@ def test_overflow_of_a_product(kernels: Kernels, dtype: torch.dtype) -> None:
     """A product beyond its dtype (float16 above all) is stepped with."""
     found = torch.zeros(())
     grad = torch.full((3,), 6e4).to(dtype)
-    kernels.scale_([grad], torch.tensor(3e38), found)
+    kernels.multiply_([grad], torch.tensor(3e38), found)
     assert found.item() == 1.0
 
 
@@ -138,8 +140,8 @@ def test_overflow_of_a_product(kernels: Kernels, dtype: torch.dtype) -> None:
 def test_lazy_conjugates(kernels: Kernels) -> None:
     """A lazily conjugated gradient is refused, or another number is multiplied."""
     grad = torch.tensor([1 + 2j, 3 - 4j]).conj()
-    assert kernels.measure([grad]).norm.item() == pytest.approx(math.sqrt(30))
-    kernels.scale_([grad], torch.tensor(2.0))
+    assert kernels.grad_stats([grad]).norm.item() == pytest.approx(math.sqrt(30))
+    kernels.multiply_([grad], torch.tensor(2.0))
     assert torch.equal(grad.resolve_conj(), torch.tensor([2 - 4j, 6 + 8j]))
 
 
@@ -147,7 +149,7 @@ def test_buckets_of_narrow_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     """A gradient at the edge of a bucket is left out or multiplied twice."""
     monkeypatch.setattr(portable, "_BUCKET", 10)
     grads = [torch.full((n,), 2.0, dtype=torch.bfloat16) for n in (4, 4, 4, 11, 0, 10, 1)]
-    PORTABLE.scale_(grads, torch.tensor(0.5))
+    PORTABLE.multiply_(grads, torch.tensor(0.5))
     assert all(torch.equal(g, torch.ones_like(g)) for g in grads)
 
 
@@ -156,12 +158,12 @@ def test_a_device_without_float64(monkeypatch: pytest.MonkeyPatch, order: float)
     """Where float64 is missing (mps), squares overflow into the norm, or a bad element is lost."""
     monkeypatch.setattr(portable, "has_float64", lambda tensor: False)
     grads = [torch.tensor([3e38, -3e37]), numbers(9).bfloat16(), torch.zeros(4), torch.empty(0)]
-    measured = PORTABLE.measure(grads, order)
+    measured = PORTABLE.grad_stats(grads, order)
     if order in {2.0, 3.0, math.inf}:
         assert measured.norms.tolist() == pytest.approx([reference(g, order) for g in grads], rel=1e-5)
     assert measured.found_inf.item() == 0.0
     grads[1][4] = math.nan
-    assert PORTABLE.measure(grads, order).nonfinite.tolist() == [0.0, 1.0, 0.0, 0.0]
+    assert PORTABLE.grad_stats(grads, order).nonfinite.tolist() == [0.0, 1.0, 0.0, 0.0]
 
 
 @each_kernel
@@ -215,8 +217,8 @@ def test_scale_moves_as_the_state_machine_says(
     kernels: Kernels, scale: float, tracker: int, left: int, overflow: bool, growth: float, backoff: float,
     interval: int, limits: tuple[float, float], hysteresis: int, kind: Hysteresis,
 ) -> None:  # fmt: skip
-    """The scale on the device and `amp_core.state.next_scale` part by a bit."""
-    schedule = Schedule(growth, backoff, interval, min(limits), max(limits), hysteresis, kind)
+    """The scale on the device and `amp_core.states.loss_scale.next_scale` part by a bit."""
+    schedule = LossScaleSchedule(growth, backoff, interval, min(limits), max(limits), hysteresis, kind)
     state = ScaleTensors(torch.tensor(scale), torch.tensor(tracker).int(), torch.tensor(left).int())
     versions = [t._version for t in (state.scale, state.growth_tracker, state.hysteresis_left)]
     kernels.update_scale_(state, torch.tensor(float(overflow)), schedule)
@@ -246,8 +248,8 @@ def test_nothing_waits_for_the_device(kernels: Kernels, monkeypatch: pytest.Monk
     grads, flag = [numbers(5), numbers(4).bfloat16()], torch.zeros(())
     state = ScaleTensors(torch.tensor(8.0), torch.tensor(0).int(), torch.tensor(1).int())
     with Reads():
-        kernels.measure(grads)
-        kernels.measure(grads, 3.0)
-        kernels.scale_(grads, torch.tensor(0.5), flag)
-        kernels.update_scale_(state, flag, Schedule())
+        kernels.grad_stats(grads)
+        kernels.grad_stats(grads, 3.0)
+        kernels.multiply_(grads, torch.tensor(0.5), flag)
+        kernels.update_scale_(state, flag, LossScaleSchedule())
     assert Reads.seen == 0

@@ -114,7 +114,7 @@ def test_tensors_without_memory() -> None:
     kernels = Triton("cpu")
     with FakeTensorMode():
         fake = [torch.empty(5), torch.empty(3, dtype=torch.bfloat16)]
-        assert kernels.measure(fake).norms.shape == (2,)
+        assert kernels.grad_stats(fake).norms.shape == (2,)
         assert kernels.cast(fake, torch.float16)[1].dtype is torch.float16
     cast = torch.func.vmap(lambda x: kernels.cast([x], torch.bfloat16)[0])
     assert torch.equal(cast(torch.ones(2, 3)), torch.ones(2, 3).bfloat16())
@@ -148,7 +148,7 @@ def test_a_launch_that_fails() -> None:
     """A Triton that does not work on the machine ends a training with a riddle from deep inside it."""
     code = (
         "import torch\nfrom amp_core.kernels.triton_kernels import Triton\n"
-        "try:\n    Triton('cpu').measure([torch.ones(3)])\n"  # there is no compiler for CPUs
+        "try:\n    Triton('cpu').grad_stats([torch.ones(3)])\n"  # there is no compiler for CPUs
         "except RuntimeError as error:\n"
         "    assert error.__cause__ is not None\n    print(type(error).__name__, error)\n"
     )

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from amp_core import OpPolicy, _torch_dispatch, get_backend
+from amp_core import OpPolicy, get_backend
+from amp_core._torch import dispatcher as _torch_dispatch
 from amp_core.dispatch import activation
 from amp_core.dispatch.engine import engine
 from amp_core.testing.observe import consistent

@@ -11,7 +11,8 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import amp_core
-from amp_core import OpPolicy, PolicyError, _torch_dispatch, get_backend
+from amp_core import OpPolicy, PolicyError, get_backend
+from amp_core._torch import dispatcher as _torch_dispatch
 from amp_core.dispatch import activation
 from amp_core.dispatch.engine import engine
 from amp_core.errors import AmpWarning

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.autocast_test_lists import AutocastTestLists
 
 from amp_core import OpPolicy
-from amp_core._torch_dispatch import autocast_key, registered
+from amp_core._torch.dispatcher import autocast_key, registered
 from amp_core.policy import names, rules, tables
 
 DEVICES = ("cpu", "cuda", "maia", "mps", "mtia", "xpu")

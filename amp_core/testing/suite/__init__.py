@@ -10,10 +10,10 @@ from amp_core.testing.suite.contract import (
     PolicyConformance,
 )
 from amp_core.testing.suite.effects import EffectsConformance
-from amp_core.testing.suite.measure import MeasureConformance
+from amp_core.testing.suite.grad_stats import GradStatsConformance
+from amp_core.testing.suite.multiply import MultiplyConformance
 from amp_core.testing.suite.prepare import PrepareConformance
 from amp_core.testing.suite.regions import FunctionConformance, RegionConformance
-from amp_core.testing.suite.scale import ScaleConformance
 from amp_core.testing.suite.scaler import ScalerConformance
 from amp_core.testing.suite.update import UpdateConformance
 
@@ -27,8 +27,8 @@ class BackendConformance(
     PrepareConformance,
     CastConformance,
     AddConformance,
-    MeasureConformance,
-    ScaleConformance,
+    GradStatsConformance,
+    MultiplyConformance,
     UpdateConformance,
     ScalerConformance,
     EffectsConformance,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from amp_core._torch import TorchDispatchMode
+from amp_core._torch.internals import TorchDispatchMode
 
 GUARD = 8
 """Elements of a guarded tensor's base before and after it."""

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from amp_core.kernels import Kernels, ScaleTensors
-from amp_core.state import Schedule
+from amp_core.states.loss_scale import LossScaleSchedule
 from amp_core.testing.fixtures import BackendFixtures
 from amp_core.testing.suite import data
 
@@ -53,9 +53,9 @@ class EffectsConformance(BackendFixtures):
             "prepare": lambda: self.kernels.prepare(grads),
             "cast": lambda: self.kernels.cast(grads, torch.bfloat16),
             "add_": lambda: self.kernels.add_(totals, grads),
-            "measure": lambda: self.kernels.measure(grads),
-            "scale_": lambda: self.kernels.scale_(grads, one, flag),
-            "update_scale_": lambda: self.kernels.update_scale_(state, flag, Schedule()),
+            "grad_stats": lambda: self.kernels.grad_stats(grads),
+            "multiply_": lambda: self.kernels.multiply_(grads, one, flag),
+            "update_scale_": lambda: self.kernels.update_scale_(state, flag, LossScaleSchedule()),
         }
 
     def test_hooks_leave_torchs_state_as_it_was(self) -> None:
@@ -164,10 +164,10 @@ class EffectsConformance(BackendFixtures):
         def work(value: int) -> tuple[float, ...]:
             grads = [torch.full((n,), float(value)).to(self.device) for n in (4, 64, 1000)]
             for _ in range(5):
-                norm = float(self.kernels.measure(grads[:1]).norm)
+                norm = float(self.kernels.grad_stats(grads[:1]).norm)
                 low = float(self.kernels.cast(grads, torch.bfloat16)[1].float().sum())
             flag = data.scalar(0.0, self.device)
-            self.kernels.scale_(grads, data.scalar(0.5, self.device), flag)
+            self.kernels.multiply_(grads, data.scalar(0.5, self.device), flag)
             self.kernels.add_(grads[:2], grads[:2])
             half, full = float(grads[2].sum()) / 500, float(grads[1].sum()) / 64
             return norm, low / 64, half, full, self._scale_after(value)
@@ -181,7 +181,7 @@ class EffectsConformance(BackendFixtures):
         """Return the scale after an overflow at a scale of `value`."""
         counts = [torch.tensor(c, dtype=torch.int32).to(self.device) for c in (0, 1)]
         state = ScaleTensors(data.scalar(float(value), self.device), *counts)
-        self.kernels.update_scale_(state, data.scalar(1.0, self.device), Schedule())
+        self.kernels.update_scale_(state, data.scalar(1.0, self.device), LossScaleSchedule())
         return float(state.scale)
 
     def test_hooks_answer_many_threads_at_once(self) -> None:

@@ -37,15 +37,15 @@ class PrepareConformance(BackendFixtures):
     def test_prepared_gradients_are_measured_alike(self) -> None:
         """One that is dropped, repeated or out of its place has another's norm."""
         tensors = self._made()
-        expected = self.kernels.measure(tensors)
+        expected = self.kernels.grad_stats(tensors)
         for how, prepared in self._prepared(tensors):
-            found = self.kernels.measure(prepared)
+            found = self.kernels.grad_stats(prepared)
             assert found.norms.cpu().tolist() == expected.norms.cpu().tolist(), how
             assert float(found.norm) == float(expected.norm), how
         tensors[-1].fill_(torch.inf)  # written after it was prepared
         for how, prepared in self._prepared(tensors):
             tensors[2].fill_(torch.nan)
-            found = self.kernels.measure(prepared)
+            found = self.kernels.grad_stats(prepared)
             assert [i for i, bad in enumerate(found.nonfinite.cpu().tolist()) if bad] == [
                 2,
                 len(tensors) - 1,
@@ -58,8 +58,8 @@ class PrepareConformance(BackendFixtures):
             how, prepared = list(self._prepared(tensors))[number]
             expected = [t.clone() for t in tensors]
             factor, flag = data.scalar(0.5, self.device), data.scalar(0.0, self.device)
-            self.kernels.scale_(expected, factor)
-            self.kernels.scale_(prepared, factor, flag)
+            self.kernels.multiply_(expected, factor)
+            self.kernels.multiply_(prepared, factor, flag)
             self._assert_same(tensors, expected, how)
             assert float(flag) == 0.0
 
@@ -107,13 +107,13 @@ class PrepareConformance(BackendFixtures):
             ]
             layouts = [self.kernels.layout([tensor]) for tensor in lying]
             for tensor, layout in zip(lying, layouts, strict=True):
-                found = self.kernels.measure(self.kernels.prepare([tensor], layout))
-                assert float(found.norm) == float(self.kernels.measure([tensor]).norm), tensor.stride()
+                found = self.kernels.grad_stats(self.kernels.prepare([tensor], layout))
+                assert float(found.norm) == float(self.kernels.grad_stats([tensor]).norm), tensor.stride()
 
     def test_prepare_of_no_tensors(self) -> None:
         """A model without gradients."""
         for prepared in (self.kernels.prepare([]), self.kernels.prepare([], self.kernels.layout([]))):
-            assert float(self.kernels.measure(prepared).norm) == 0.0
+            assert float(self.kernels.grad_stats(prepared).norm) == 0.0
 
     @staticmethod
     def _assert_same(found: Sequence[Tensor], expected: Sequence[Tensor], what: str) -> None:

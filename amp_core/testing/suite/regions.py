@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from amp_core.autocast import autocast
 from amp_core.errors import PolicyError
-from amp_core.function import custom_bwd, custom_fwd
 from amp_core.policy import OpPolicy
 from amp_core.policy.op_policy import native_rules
 from amp_core.policy.rules import NATIVE
+from amp_core.regions.autocast import autocast
+from amp_core.regions.custom_functions import custom_bwd, custom_fwd
 from amp_core.testing.fixtures import BackendFixtures
 from amp_core.testing.observe import consistent
 

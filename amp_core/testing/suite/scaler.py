@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from amp_core.grad_scaler import GradScaler
-from amp_core.state import ScaleState, Schedule, next_scale
+from amp_core.scaling.grad_scaler import GradScaler
+from amp_core.states.loss_scale import LossScaleSchedule, ScaleState, next_scale
 from amp_core.testing.fixtures import BackendFixtures
 
 
@@ -70,7 +70,7 @@ class ScalerConformance(BackendFixtures):
         """A long history of finite and skipped steps gives the scale of `next_scale`."""
         scaler = self._scaler()
         weight, optimizer = self._parameter()
-        state, schedule = ScaleState(8.0), Schedule(growth_interval=3)
+        state, schedule = ScaleState(8.0), LossScaleSchedule(growth_interval=3)
         for bad in (0, 0, 0, 1, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0):
             self._backward(scaler, weight, math.inf if bad else 0.0)
             scaler.step(optimizer)

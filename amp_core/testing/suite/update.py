@@ -8,20 +8,24 @@ import random
 import torch
 
 from amp_core.kernels import ScaleTensors
-from amp_core.state import Hysteresis, ScaleState, Schedule, float32, next_scale
+from amp_core.states.loss_scale import Hysteresis, LossScaleSchedule, ScaleState, float32, next_scale
 from amp_core.testing.fixtures import BackendFixtures
 from amp_core.testing.suite import data
 
 SCHEDULES = (
-    Schedule(growth_interval=3),
-    Schedule(growth_factor=1.7, backoff_factor=0.3, growth_interval=2),
-    Schedule(growth_interval=1, min_scale=8.0, max_scale=100.0),
-    *(Schedule(growth_interval=3, hysteresis=h, hysteresis_kind=k) for h in (2, 3) for k in Hysteresis),
+    LossScaleSchedule(growth_interval=3),
+    LossScaleSchedule(growth_factor=1.7, backoff_factor=0.3, growth_interval=2),
+    LossScaleSchedule(growth_interval=1, min_scale=8.0, max_scale=100.0),
+    *(
+        LossScaleSchedule(growth_interval=3, hysteresis=h, hysteresis_kind=k)
+        for h in (2, 3)
+        for k in Hysteresis
+    ),
 )
 
 
 class UpdateConformance(BackendFixtures):
-    """The scale moves on the device exactly as `amp_core.state.next_scale` says."""
+    """The scale moves on the device exactly as `amp_core.states.loss_scale.next_scale` says."""
 
     AREA = "update"
 
@@ -31,7 +35,7 @@ class UpdateConformance(BackendFixtures):
         return ScaleTensors(scale, *(torch.tensor(c, dtype=torch.int32).to(self.device) for c in counts))
 
     def _advance(
-        self, state: ScaleState, found: float, schedule: Schedule, shape: tuple[int, ...] = ()
+        self, state: ScaleState, found: float, schedule: LossScaleSchedule, shape: tuple[int, ...] = ()
     ) -> ScaleState:
         tensors = self._tensors(state)
         self.kernels.update_scale_(tensors, data.scalar(found, self.device, shape), schedule)
@@ -61,7 +65,7 @@ class UpdateConformance(BackendFixtures):
     def test_update_counts_far(self) -> None:
         """Steps in a row are counted up to any interval, not only as far as a narrow integer goes."""
         for interval in (2000, 40_000, 2**31 - 1):
-            schedule = Schedule(growth_interval=interval)
+            schedule = LossScaleSchedule(growth_interval=interval)
             for tracker in (interval - 3, interval - 2, interval - 1):
                 before = ScaleState(8.0, tracker, 1)
                 expected = next_scale(before, False, schedule)
@@ -69,7 +73,7 @@ class UpdateConformance(BackendFixtures):
 
     def test_update_never_grows_past_float32(self) -> None:
         """Growth to inf is refused; the interval starts anew."""
-        schedule = Schedule(growth_interval=1)
+        schedule = LossScaleSchedule(growth_interval=1)
         top = float32(2.0**127)
         assert self._advance(ScaleState(top), 0.0, schedule) == ScaleState(top, 0, 1)
 
@@ -77,14 +81,14 @@ class UpdateConformance(BackendFixtures):
         """A sum over devices may exceed 1; one element may have one dimension."""
         for found in (1.0, 2.0, 17.0):
             for shape in ((), (1,)):
-                assert self._advance(ScaleState(8.0, 1), found, Schedule(), shape).scale == 4.0
-        assert self._advance(ScaleState(8.0, 1), 0.0, Schedule(), (1,)) == ScaleState(8.0, 2, 1)
+                assert self._advance(ScaleState(8.0, 1), found, LossScaleSchedule(), shape).scale == 4.0
+        assert self._advance(ScaleState(8.0, 1), 0.0, LossScaleSchedule(), (1,)) == ScaleState(8.0, 2, 1)
 
     def test_update_writes_the_state_alone(self) -> None:
         """The flag is read; shapes, dtypes and identity of the state stay and its versions move."""
         tensors, flag = self._tensors(ScaleState(8.0, 0)), data.scalar(1.0, self.device)
         before, flag_before = data.versions(*vars(tensors).values()), flag._version
-        self.kernels.update_scale_(tensors, flag, Schedule(growth_interval=1))
+        self.kernels.update_scale_(tensors, flag, LossScaleSchedule(growth_interval=1))
         assert [t.dtype for t in vars(tensors).values()] == [torch.float32, torch.int32, torch.int32]
         assert [t.shape for t in vars(tensors).values()] == [torch.Size()] * 3
         assert tensors.scale._version > before[0], "the scale changed without its version counter"

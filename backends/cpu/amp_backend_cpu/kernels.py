@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from amp_core import _env
-from amp_core.kernels import Kernels, Measurement, Portable, ScaleTensors
+from amp_core.common import environment as _env
+from amp_core.kernels import GradStats, Kernels, Portable, ScaleTensors
 from amp_core.kernels.memory import are_numbers, are_plain, are_real
-from amp_core.state import Hysteresis, Schedule
+from amp_core.states.loss_scale import Hysteresis, LossScaleSchedule
 
 _ABI = 4
 """What `native/kernels.c` says of itself; a library from other sources must not be called."""
@@ -47,22 +47,22 @@ class Compiled(Portable):
     def prepare(self, tensors: Sequence[Tensor], layout: object = None) -> Sequence[Tensor]:
         return _Prepared(tensors, layout if isinstance(layout, _Layout) else _Layout(tensors))
 
-    def measure(self, grads: Sequence[Tensor], norm_type: float = 2.0) -> Measurement:
+    def grad_stats(self, grads: Sequence[Tensor], norm_type: float = 2.0) -> GradStats:
         table = _table_of(grads) if norm_type == 2.0 else None
         if table is None:
-            return super().measure(grads, norm_type)
+            return super().grad_stats(grads, norm_type)
         dtype = torch.float64 if table.wide else torch.float32
         norms, norm = torch.empty(len(grads), dtype=dtype), torch.empty((), dtype=dtype)
         bad, found = torch.empty(len(grads), dtype=torch.float32), torch.empty((), dtype=torch.float32)
         outputs = [t.data_ptr() for t in (norms, bad, norm, found)]
         _check(self._library.amp_measure(*table.arguments, *outputs, table.wide, table.threads()))
-        return Measurement(norm, norms, bad, found)
+        return GradStats(norm, norms, bad, found)
 
-    def scale_(self, grads: Sequence[Tensor], factor: Tensor, found_inf: Tensor | None = None) -> None:
+    def multiply_(self, grads: Sequence[Tensor], factor: Tensor, found_inf: Tensor | None = None) -> None:
         flags = [factor] if found_inf is None else [factor, found_inf]
         table = _table_of(grads) if are_numbers(flags, _CPU) else None
         if table is None:
-            return super().scale_(grads, factor, found_inf)
+            return super().multiply_(grads, factor, found_inf)
         found = None if found_inf is None else found_inf.data_ptr()
         _check(self._library.amp_scale(*table.arguments, factor.data_ptr(), found, table.threads()))
         increment_version(grads)
@@ -89,7 +89,7 @@ class Compiled(Portable):
         increment_version(totals)
         return None
 
-    def update_scale_(self, state: ScaleTensors, found_inf: Tensor, schedule: Schedule) -> None:
+    def update_scale_(self, state: ScaleTensors, found_inf: Tensor, schedule: LossScaleSchedule) -> None:
         tensors = [state.scale, state.growth_tracker, state.hysteresis_left, found_inf]
         if [t.dtype for t in tensors] != _STATE or not are_real(tensors, _CPU):
             return super().update_scale_(state, found_inf, schedule)

@@ -8,7 +8,7 @@ import sys
 
 import torch
 
-from amp_core import _env
+from amp_core.common import environment as _env
 from amp_core.kernels import Kernels
 from amp_core.kernels.gpu import foreach_kernels, kernels_of
 from amp_core.plugin import Availability, Backend, Refusal

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 import amp_core
 from amp_compat.apex import _models
 from amp_compat.apex._levels import LossScale, Properties, properties
-from amp_core.state import ScaleState, Schedule, next_scale
+from amp_core.states.loss_scale import LossScaleSchedule, ScaleState, next_scale
 
 master_params = _models.master_params
 
@@ -26,7 +26,7 @@ class _Scaler:
     """One loss scale."""
 
     state: ScaleState
-    schedule: Schedule
+    schedule: LossScaleSchedule
     dynamic: bool
 
 
@@ -177,7 +177,7 @@ def _unscale(
         if grads:
             flag = torch.zeros((), device=grads[0].device)
             factor = torch.tensor(1.0 / scaler.state.scale, device=grads[0].device)
-            kernels.scale_(grads, factor, flag)
+            kernels.multiply_(grads, factor, flag)
             overflow = overflow or bool(flag.item())
         _add(params, before)
     if not scaler.dynamic:
@@ -235,7 +235,7 @@ def load_state_dict(state: dict[str, Any]) -> None:
 def _new_scaler(loss_scale: LossScale, low: float | None, high: float) -> _Scaler:
     dynamic = loss_scale == "dynamic"
     start = min(high, 2.0**16) if dynamic else float(loss_scale)
-    schedule = Schedule(max_scale=high or math.inf)
+    schedule = LossScaleSchedule(max_scale=high or math.inf)
     return _Scaler(ScaleState(start), replace(schedule, min_scale=low) if low else schedule, dynamic)
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from amp_compat.apex._levels import Properties
-from amp_core.containers import map_tensors
+from amp_core.common.containers import map_tensors
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 

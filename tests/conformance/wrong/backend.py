@@ -127,9 +127,9 @@ UNDO = []  # what takes back what would outlive a backend
 class TurnsGradientsOff(Portable):
     fails = ("hooks_leave_torchs_state_as_it_was",)
 
-    def measure(self, grads, norm_type=2.0):
+    def grad_stats(self, grads, norm_type=2.0):
         torch.set_grad_enabled(False)
-        return super().measure(grads, norm_type)
+        return super().grad_stats(grads, norm_type)
 
 
 class EntersInferenceMode(Portable):
@@ -154,9 +154,9 @@ class LeavesAutocastOn(Portable):
 class StartsAThreadPerCall(Portable):
     fails = ("hooks_leave_no_thread_behind",)
 
-    def measure(self, grads, norm_type=2.0):
+    def grad_stats(self, grads, norm_type=2.0):
         threading.Thread(target=time.sleep, args=(0.5,), daemon=True).start()
-        return super().measure(grads, norm_type)
+        return super().grad_stats(grads, norm_type)
 
 
 class SharesABuffer(Portable):
@@ -164,10 +164,10 @@ class SharesABuffer(Portable):
 
     shared = None
 
-    def measure(self, grads, norm_type=2.0):
+    def grad_stats(self, grads, norm_type=2.0):
         SharesABuffer.shared = grads
         time.sleep(0.001)
-        return super().measure(list(SharesABuffer.shared), norm_type)
+        return super().grad_stats(list(SharesABuffer.shared), norm_type)
 
 
 class RefusesTheScaler(Loopback):
@@ -232,9 +232,9 @@ class PrintsEachTime(Portable):
 class DrawsRandomNumbers(Portable):
     fails = ("hooks_draw_no_random_numbers",)
 
-    def measure(self, grads, norm_type=2.0):
+    def grad_stats(self, grads, norm_type=2.0):
         torch.rand(1)
-        return super().measure(grads, norm_type)
+        return super().grad_stats(grads, norm_type)
 
 
 class AnswersOneThreadAtATime(Loopback):

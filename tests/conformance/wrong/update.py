@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from amp_core.kernels import Portable
-from amp_core.state import Hysteresis
+from amp_core.states.loss_scale import Hysteresis
 
 
 class UpdateGrowsOneStepLate(Portable):

@@ -17,7 +17,7 @@ from triton.runtime.jit import JITFunction
 from amp_core.kernels import ScaleTensors
 from amp_core.kernels.triton_kernels import Triton
 from amp_core.kernels.triton_tables import _written
-from amp_core.state import Hysteresis, Schedule
+from amp_core.states.loss_scale import Hysteresis, LossScaleSchedule
 
 
 class NoGpu:
@@ -57,16 +57,20 @@ def main() -> None:
     for sizes in ((1,), (16, 1, 0), (70_000, 5), (16,) * 40, (0,)):
         for dtypes in ((torch.float32,), (torch.bfloat16, torch.float32, torch.complex64)):
             grads = [torch.ones(n, dtype=dtypes[i % len(dtypes)]) for i, n in enumerate(sizes)]
-            kernels.measure(grads)
-            kernels.scale_(grads, factor, found)
+            kernels.grad_stats(grads)
+            kernels.multiply_(grads, factor, found)
             real = [g for g in grads if not g.is_complex()]
             kernels.cast(real, torch.float16)
             kernels.add_([torch.ones(g.shape) for g in real], real)
     for order in (1.0, float("inf"), 3.0, 4.0):
-        kernels.measure([torch.ones(3)], order)
-    for schedule in (Schedule(), Schedule(3.0, 0.25, 1, 16.0, 64.0, 1), Schedule(growth_interval=2**40)):
+        kernels.grad_stats([torch.ones(3)], order)
+    for schedule in (
+        LossScaleSchedule(),
+        LossScaleSchedule(3.0, 0.25, 1, 16.0, 64.0, 1),
+        LossScaleSchedule(growth_interval=2**40),
+    ):
         for kind in Hysteresis:
-            held = Schedule(**{**vars(schedule), "hysteresis_kind": kind})
+            held = LossScaleSchedule(**{**vars(schedule), "hysteresis_kind": kind})
             counts = [torch.zeros((), dtype=torch.int32) for _ in range(2)]
             kernels.update_scale_(ScaleTensors(torch.ones(()), *counts), found, held)
     for values in ([1], [0, 2**40], list(range(17))):

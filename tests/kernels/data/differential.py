@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from interpreted import KERNELS
 
-from amp_core.kernels import PORTABLE, Measurement, ScaleTensors, triton_norms, triton_programs, triton_tables
-from amp_core.state import Hysteresis, Schedule
+from amp_core.kernels import PORTABLE, GradStats, ScaleTensors, triton_norms, triton_programs, triton_tables
+from amp_core.states.loss_scale import Hysteresis, LossScaleSchedule
 
 REAL = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 BLOCK, CHUNK = triton_programs.BLOCK, triton_programs.CHUNK
@@ -41,7 +41,7 @@ factors = st.sampled_from([1.0, 0.5, 1 / 3, 3e38, 0.0, -1e-9, math.inf, math.nan
 orders = st.sampled_from([2.0, 1.0, math.inf, 3.0, 0.5])
 
 
-def assert_same(ours: Measurement, theirs: Measurement, context: object) -> None:
+def assert_same(ours: GradStats, theirs: GradStats, context: object) -> None:
     """Flags are equal, norms to 2e-6; a norm beyond float32 is inf for both."""
     assert torch.equal(ours.nonfinite, theirs.nonfinite), context
     assert float(ours.found_inf) == float(theirs.found_inf), context
@@ -57,8 +57,8 @@ def assert_same(ours: Measurement, theirs: Measurement, context: object) -> None
 def test_measure(grads: list[torch.Tensor], order: float, prepared: bool) -> None:
     """Norms and flags."""
     before = [g.clone() for g in grads]
-    ours = KERNELS.measure(KERNELS.prepare(grads) if prepared else grads, order)
-    assert_same(ours, PORTABLE.measure(grads, order), ([(g.dtype, g.shape) for g in grads], order))
+    ours = KERNELS.grad_stats(KERNELS.prepare(grads) if prepared else grads, order)
+    assert_same(ours, PORTABLE.grad_stats(grads, order), ([(g.dtype, g.shape) for g in grads], order))
     for grad, old in zip(grads, before, strict=True):
         torch.testing.assert_close(grad, old, rtol=0, atol=0, equal_nan=True)
 
@@ -73,8 +73,8 @@ def test_scale(grads: list[torch.Tensor], factor: float, flag: float | None) -> 
     """Products, bit for bit, and the flag."""
     mine, theirs = [g.clone() for g in grads], [g.clone() for g in grads]
     flags = [None if flag is None else torch.tensor(flag) for _ in range(2)]
-    KERNELS.scale_(KERNELS.prepare(mine), torch.tensor([factor]), flags[0])
-    PORTABLE.scale_(theirs, torch.tensor([factor]), flags[1])
+    KERNELS.multiply_(KERNELS.prepare(mine), torch.tensor([factor]), flags[0])
+    PORTABLE.multiply_(theirs, torch.tensor([factor]), flags[1])
     for one, other in zip(mine, theirs, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
     assert flag is None or float(flags[0]) == float(flags[1]), (grads, factor)  # type: ignore[arg-type]
@@ -118,10 +118,10 @@ def test_update(
     scale: float, tracker: int, left: int, overflow: bool, growth: float, backoff: float, interval: int,
     limit: float, hysteresis: int, kind: Hysteresis,
 ) -> None:  # fmt: skip
-    """The scale, bit for bit; the conformance kit holds both against `amp_core.state`."""
+    """The scale, bit for bit; the conformance kit holds both against `amp_core.states.loss_scale`."""
     for schedule in (
-        Schedule(growth, backoff, interval, limit, math.inf, hysteresis, kind),
-        Schedule(growth, backoff, interval, 2.0**-126, limit, hysteresis, kind),
+        LossScaleSchedule(growth, backoff, interval, limit, math.inf, hysteresis, kind),
+        LossScaleSchedule(growth, backoff, interval, 2.0**-126, limit, hysteresis, kind),
     ):
         states = [
             ScaleTensors(torch.tensor(scale), torch.tensor(tracker).int(), torch.tensor(left).int())
@@ -135,21 +135,21 @@ def test_update(
 def test_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     """A replay finds tables that were copied from host memory, or kept ones have the contents of a graph."""
     grads = [torch.full((n,), float(n)) for n in (3, 70_000, 0, 11, 5, 4, 2, 1, 9, 6)]
-    reference = PORTABLE.measure(grads)
+    reference = PORTABLE.grad_stats(grads)
     with monkeypatch.context() as patch:
         patch.setattr(triton_tables, "is_capturing", lambda device: True)
         kept = len(triton_tables._for_replay)
         captured = KERNELS.prepare(grads, layout := KERNELS.layout(grads))
-        assert_same(KERNELS.measure(captured), reference, "captured")
+        assert_same(KERNELS.grad_stats(captured), reference, "captured")
         assert len(triton_tables._for_replay) > kept
     rows = captured.table.rows  # type: ignore[attr-defined]
     rows.first.fill_(-1)  # as the next replay or its pool may
-    assert_same(KERNELS.measure(KERNELS.prepare(grads, layout)), reference, "after the capture")
-    assert_same(KERNELS.measure(grads), reference, "unprepared")
+    assert_same(KERNELS.grad_stats(KERNELS.prepare(grads, layout)), reference, "after the capture")
+    assert_same(KERNELS.grad_stats(grads), reference, "unprepared")
     with monkeypatch.context() as patch:
         patch.setattr(triton_tables, "is_capturing", lambda device: True)
         patch.setattr(triton_tables, "numbers", lambda *_: pytest.fail("a table that is there is made again"))
-        assert_same(KERNELS.measure(KERNELS.prepare(grads, layout)), reference, "captured again")
+        assert_same(KERNELS.grad_stats(KERNELS.prepare(grads, layout)), reference, "captured again")
 
 
 def test_rows_beyond_int32() -> None:

@@ -247,7 +247,7 @@ int amp_add(int64_t count_, const void *const *from, const int64_t *sizes, const
     return 0;
 }
 
-/* amp_core.state.next_scale, in place. kind: 0 budget, 1 consecutive, 2 every. */
+/* amp_core.states.loss_scale.next_scale, in place. kind: 0 budget, 1 consecutive, 2 every. */
 void amp_update_scale(float *scale, int32_t *tracker, int32_t *left, const float *found, double growth,
                       double backoff, int64_t interval, double floor, double ceiling, int32_t budget,
                       int kind) {

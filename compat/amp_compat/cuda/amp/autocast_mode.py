@@ -6,7 +6,7 @@ import torch
 
 import amp_core
 from amp_compat._deprecated import DeprecatedAutocast, deprecated_function
-from amp_core.function import _cast as core_cast
+from amp_core.regions.custom_functions import _cast as core_cast
 
 
 class autocast(  # noqa: N801  # torch's name

@@ -2,7 +2,7 @@
 
 import amp_core
 from amp_compat._deprecated import deprecated_function
-from amp_core.grad_scaler import OptState  # noqa: F401  # code imports it from here
+from amp_core.scaling.grad_scaler import OptState  # noqa: F401  # code imports it from here
 
 __all__ = ["GradScaler"]
 

@@ -140,4 +140,6 @@ def _scale(result: Initialize, given: Mapping[str, cst.BaseExpression], module: 
     elif code not in {"dynamic", "None"}:
         result.notes.append(f"the loss scale is dynamic now: {code} is not read")
     if given.keys() & _LIMITS:
-        result.notes.append("torch's scaler has no lowest and highest scale (amp_core's Schedule has)")
+        result.notes.append(
+            "torch's scaler has no lowest and highest scale (amp_core's LossScaleSchedule has)"
+        )

@@ -1,0 +1,1 @@
+"""The only modules that touch names which torch does not document."""

@@ -1,0 +1,199 @@
+"""Ready-made listeners: the life of a scaler in TensorBoard, in a JSONL file, in a log.
+
+Each works on one scaler, ``JsonLines(path).listen(scaler)``, or on all, through
+``amp_core.plugin.register(JsonLines(path))``. While one listens, `GradScaler.update` waits for the device
+once.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from amp_core.plugin import hookimpl
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+    from amp_core.scaling.grad_scaler import GradScaler
+    from amp_core.scaling.hooks import ScaleChange
+    from amp_core.scaling.step_record import StepRecord
+
+__all__ = ["JsonLines", "Logging", "SkipAwareScheduler", "TensorBoard"]
+
+
+class Listener:
+    """What the listeners have in common."""
+
+    def amp_step(self, scaler: GradScaler, record: StepRecord) -> None:
+        """Take note of a step."""
+        raise NotImplementedError
+
+    def amp_scale_change(self, scaler: GradScaler, change: ScaleChange) -> None:
+        """Take note of a move of the scale."""
+        raise NotImplementedError
+
+    def listen(self, scaler: GradScaler) -> ExitStack:
+        """Listen to `scaler`; ``close()`` of what is returned, or leaving it as a context, ends that."""
+        with ExitStack() as handles:
+            handles.callback(scaler.register_step_hook(self.amp_step).remove)
+            handles.callback(scaler.register_scale_change_hook(self.amp_scale_change).remove)
+            return handles.pop_all()
+
+
+class JsonLines(Listener):
+    """Append one JSON object a line to a file: ``"event"`` is ``"step"`` or ``"scale_change"``.
+
+    Numbers that JSON does not have are the strings ``"inf"``, ``"-inf"`` and ``"nan"``. Each line is
+    written whole and at once, so that a run that dies keeps its lines.
+
+    Args:
+        path: the file; one for each rank where several processes train.
+        only_skipped: leave out the steps that were taken.
+    """
+
+    def __init__(self, path: str | Path, only_skipped: bool = False) -> None:
+        self._path = Path(path)
+        self._path.open("a").close()  # a path that cannot be written is refused here, not in training
+        self._only_skipped = only_skipped
+
+    @hookimpl
+    def amp_step(self, scaler: GradScaler, record: StepRecord) -> None:  # noqa: ARG002
+        """Write a line for the step."""
+        if record.skipped or not self._only_skipped:
+            self._write({"event": "step", **record.as_dict()})
+
+    @hookimpl
+    def amp_scale_change(self, scaler: GradScaler, change: ScaleChange) -> None:  # noqa: ARG002
+        """Write a line for the change."""
+        self._write({"event": "scale_change", **asdict(change)})
+
+    def _write(self, event: dict[str, Any]) -> None:
+        line = json.dumps({name: _plain(value) for name, value in event.items()}, allow_nan=False)
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+
+
+class Logging(Listener):
+    """Log skipped steps as warnings, changes of the scale as information and steps for debugging.
+
+    Args:
+        logger: where to; by default the logger ``amp_core``.
+    """
+
+    def __init__(self, logger: logging.Logger | None = None) -> None:
+        self._logger = logger or logging.getLogger("amp_core")
+
+    @hookimpl
+    def amp_step(self, scaler: GradScaler, record: StepRecord) -> None:  # noqa: ARG002
+        """Log the step."""
+        if record.skipped or record.bad_micro_batches:
+            self._logger.warning("%s", record, extra={"amp_record": record.as_dict()})
+        else:
+            self._logger.debug("%s", record)
+
+    @hookimpl
+    def amp_scale_change(self, scaler: GradScaler, change: ScaleChange) -> None:  # noqa: ARG002
+        """Log the change."""
+        of = f" {change.key!r}" if change.key is not None else ""
+        self._logger.info(
+            "loss scale%s: %g -> %g after step %d", of, change.before, change.after, change.number
+        )
+
+
+class TensorBoard(Listener):
+    """Write the scale, the skips and the norm as scalars, and each skip's record as text.
+
+    Under `tag`, then the key of the scale if it has one: ``scale``, ``skipped`` (0 or 1),
+    ``total_norm`` (where a norm was asked for) and ``skips`` (text), the last three after the
+    optimizer's class name. The step is the record's number.
+
+    Args:
+        writer: a ``torch.utils.tensorboard.SummaryWriter``, or the directory for a new one.
+        tag: what the names begin with.
+
+    Raises:
+        ImportError: TensorBoard is not installed.
+    """
+
+    def __init__(self, writer: SummaryWriter | str | Path, tag: str = "amp") -> None:
+        self.writer = _writer(writer) if isinstance(writer, (str, Path)) else writer
+        self._tag = tag
+
+    @hookimpl
+    def amp_step(self, scaler: GradScaler, record: StepRecord) -> None:  # noqa: ARG002
+        """Write the step's scalars."""
+        tag, step = self._under(record.key), record.number
+        own = f"{tag}/{record.optimizer}"
+        self.writer.add_scalar(f"{tag}/scale", record.scale_before, step)
+        self.writer.add_scalar(f"{own}/skipped", float(record.skipped), step)
+        if record.total_norm is not None:
+            self.writer.add_scalar(f"{own}/total_norm", record.total_norm, step)
+        if record.skipped:
+            self.writer.add_text(f"{own}/skips", str(record), step)
+
+    @hookimpl
+    def amp_scale_change(self, scaler: GradScaler, change: ScaleChange) -> None:  # noqa: ARG002
+        """Write the scale that the next step has."""
+        self.writer.add_scalar(f"{self._under(change.key)}/scale", change.after, change.number + 1)
+
+    def _under(self, key: str | None) -> str:
+        return self._tag if key is None else f"{self._tag}/{key}"
+
+    def close(self) -> None:
+        """Close the writer."""
+        self.writer.close()
+
+
+def _writer(directory: str | Path) -> SummaryWriter:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ImportError(
+            "this listener needs TensorBoard; install it with: pip install 'amp-core[tensorboard]'"
+        ) from error
+    writer: SummaryWriter = SummaryWriter(str(directory))
+    return writer
+
+
+def _plain(value: Any) -> Any:
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class SkipAwareScheduler:
+    """Hold a learning-rate scheduler back: its ``step`` does nothing after a step that was skipped.
+
+    Without it a schedule runs ahead of the optimizer by the number of skipped steps, and torch warns of
+    ``lr_scheduler.step()`` before ``optimizer.step()`` if the first one is skipped. Waits for the device
+    where the optimizer's step did not. Undone by `remove`, or at the end of a ``with`` block.
+
+    Args:
+        scheduler: anything with ``step`` and ``optimizer``, as in ``torch.optim.lr_scheduler``.
+        scaler: steps that optimizer; until it has done so, the scheduler steps as ever.
+    """
+
+    def __init__(self, scheduler: Any, scaler: GradScaler) -> None:
+        self._scheduler, self._scaler = scheduler, scaler
+        self._step = scheduler.step
+        scheduler.step = self.step
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """Step the scheduler, unless the last step of its optimizer was skipped."""
+        last = self._scaler.last_step if self._scaler.is_enabled() else {}
+        record = last.get(self._scheduler.optimizer)
+        return None if record is not None and record.skipped else self._step(*args, **kwargs)
+
+    def remove(self) -> None:
+        """Let the scheduler go."""
+        self._scheduler.step = self._step
+
+    def __enter__(self) -> SkipAwareScheduler:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.remove()

@@ -1,0 +1,204 @@
+"""What one run of a step computed: a sample of every value, named so that another run has the same name."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from amp_core._torch.dispatcher import Overload, dispatcher_name
+from amp_core.debugging.places import Place
+from amp_core.debugging.tap import BACKWARD, FORWARD, Frame, Tap, Where
+
+OP, MODULE, PARAMETER = "op", "module", "parameter"
+
+
+class Key(NamedTuple):
+    """Names a value such that another run of the same step finds the same one.
+
+    Attributes:
+        level: `OP`, `MODULE` or `PARAMETER`.
+        phase: ``forward`` (activations) or ``backward`` (gradients).
+        place: the module.
+        name: the op, ``output`` of a module, or the parameter.
+        call: how often `name` was there before, in this module and phase.
+    """
+
+    level: str
+    phase: str
+    place: Place
+    name: str
+    call: int
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A tensor, in part.
+
+    Attributes:
+        values: evenly spaced elements, one-dimensional, float32 or wider.
+        dtype: of the tensor.
+        shape: of the tensor.
+        largest: the largest finite magnitude in the whole tensor.
+        not_finite: how many elements of the whole tensor are inf or NaN.
+        parents: what its op was given, as far as that was computed in the run.
+        random: the op draws from a random generator.
+    """
+
+    values: Tensor
+    dtype: torch.dtype
+    shape: torch.Size
+    largest: float
+    not_finite: int
+    parents: tuple[Key, ...]
+    random: bool
+
+
+class Capture:
+    """The sink of a `Tap` that keeps what a run computed.
+
+    Args:
+        limit: elements kept of each tensor.
+        ops: see `Tap`.
+        model: see `Tap`.
+        on_leaf: told of each tensor that will get a gradient, when an op takes it.
+
+    Attributes:
+        samples: in the order of computation.
+        went_back: whether a backward pass has run.
+    """
+
+    def __init__(
+        self, limit: int, ops: Iterable[str], model: nn.Module | None, on_leaf: Callable[[Tensor], None]
+    ) -> None:
+        self.samples: dict[Key, Sample] = {}
+        self.went_back = False
+        self.tap = Tap(self, model, ops)
+        self.tap.places.on_return = self._returned
+        self._limit = limit
+        self._on_leaf = on_leaf
+        self._calls: Counter[tuple[Any, ...]] = Counter()
+        self._makers: dict[int, tuple[weakref.ref[Any], Key | None]] = {}
+
+    # What the tap tells.
+
+    def cast(self, source: Tensor, result: Tensor, _where: Where) -> None:
+        """Let a cast be as its source."""
+        self.moved([source], [result])
+
+    def moved(self, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+        """Let a copy be as its source."""
+        inputs = [*filter(_is_plain, inputs)]
+        self._made([*filter(_is_plain, outputs)], self._maker(inputs[0]) if inputs else None)
+
+    def ran(self, op: Overload, inputs: list[Tensor], outputs: list[Tensor], where: Where) -> None:
+        """Keep the result of an op that autocast has no say in."""
+        self.went_back |= where.phase == BACKWARD
+        if not where.frames:
+            random = torch.Tag.nondeterministic_seeded in op.tags
+            self._keep(OP, where.phase, where.place, dispatcher_name(op), inputs, outputs, random)
+
+    def framed(self, frame: Frame, inputs: list[Tensor], outputs: list[Tensor], where: Where) -> None:
+        """Keep the result of an op that autocast may have changed."""
+        if not where.frames and outputs:
+            self._keep(OP, where.phase, where.place, frame.op, inputs, outputs)
+
+    def _returned(self, place: Place, given: Any, result: Any) -> None:
+        with self.tap.muted():
+            inputs, outputs = floats_in(given), floats_in(result)
+            if not outputs:
+                return
+            self._keep(MODULE, FORWARD, place, "output", inputs, outputs[:1], makes=False)
+            if outputs[0].requires_grad:
+                outputs[0].register_hook(lambda grad: self._gradient(place, grad))  # type: ignore[no-untyped-call]
+
+    def _gradient(self, place: Place, gradient: Tensor) -> None:
+        with self.tap.muted():
+            self._keep(MODULE, BACKWARD, place, "output", [], [gradient], makes=False)
+
+    def parameter(self, place: Place, name: str, gradient: Tensor) -> None:
+        """Keep the gradient of a parameter."""
+        self._keep(PARAMETER, BACKWARD, place, name, [gradient], [gradient], makes=False)
+
+    def _keep(
+        self,
+        level: str,
+        phase: str,
+        place: Place,
+        name: str,
+        inputs: list[Tensor],
+        outputs: list[Tensor],
+        random: bool = False,
+        makes: bool = True,
+    ) -> None:
+        inputs, outputs = [*filter(_is_plain, inputs)], [*filter(_is_plain, outputs)]
+        if not outputs:
+            return
+        if phase == FORWARD:
+            for leaf in (tensor for tensor in inputs if tensor.is_leaf and tensor.requires_grad):
+                self._on_leaf(leaf)
+        call = self._calls[level, phase, place, name]
+        self._calls[level, phase, place, name] += 1
+        key = Key(level, phase, place, name, call)
+        makers = map(self._maker, inputs)
+        parents = tuple(dict.fromkeys(maker for maker in makers if maker is not None))
+        self.samples[key] = _sample(outputs[0], self._limit, parents, random)
+        if makes:
+            self._made(outputs, key)
+
+    # Who made what, by storage: torch keeps one Python object per storage for as long as that lives.
+
+    def _made(self, tensors: list[Tensor], key: Key | None) -> None:
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            self._makers[id(storage)] = weakref.ref(storage), key
+
+    def _maker(self, tensor: Tensor) -> Key | None:
+        storage = tensor.untyped_storage()
+        found = self._makers.get(id(storage))
+        return None if found is None or found[0]() is not storage else found[1]
+
+
+@torch.no_grad()
+def _sample(tensor: Tensor, limit: int, parents: tuple[Key, ...], random: bool) -> Sample:
+    flat = tensor.detach().reshape(-1)
+    step = max(1, -(-flat.numel() // limit))
+    wide = torch.float64 if tensor.dtype is torch.float64 else torch.float32
+    values = flat[::step].to(wide, copy=True)
+    return Sample(values, tensor.dtype, tensor.shape, *_extent(flat), parents, random)
+
+
+def _extent(flat: Tensor) -> tuple[float, int]:
+    """The largest finite magnitude, and how many elements are not finite: one read where all are."""
+    if not flat.numel():
+        return 0.0, 0
+    if flat.element_size() < 2:  # float8 can do next to nothing
+        flat = flat.float()
+    largest = max(abs(float(end)) for end in torch.aminmax(flat))
+    if math.isfinite(largest):
+        return largest, 0
+    finite = flat.isfinite()
+    kept = flat[finite]
+    return float(kept.abs().max()) if kept.numel() else 0.0, flat.numel() - int(finite.sum())
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor has elements in one storage, which can be sampled; not a sparse or nested one."""
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
+def floats_in(value: Any) -> list[Tensor]:
+    """Return the floating-point tensors in what a module takes or returns."""
+    if isinstance(value, Tensor):
+        return [value] if value.is_floating_point() else []
+    if isinstance(value, dict):
+        value = list(value.values())
+    if not isinstance(value, (list, tuple)):
+        return []
+    return [tensor for item in value for tensor in floats_in(item)]

@@ -1,0 +1,242 @@
+"""`compare`: the same step in float32 and in mixed precision, value by value."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from amp_core.debugging.capture import OP, PARAMETER, Key, Sample
+from amp_core.debugging.step import Run, Step
+from amp_core.debugging.tables import Content, Report
+from amp_core.policy import OpPolicy
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How one value of the mixed-precision run differs from the reference.
+
+    Attributes:
+        key: which value.
+        order: its number in the order of computation.
+        dtype: that it has in mixed precision.
+        error: norm of the difference over norm of the reference; inf where finite values became inf or NaN.
+        given: the largest such error among what its op was given.
+        added: what the op adds to that: ``error - given``; inf where it made inf or NaN of finite values.
+        overflow: share of its values that are inf or NaN though the reference is finite.
+        underflow: share of its values that are 0 because the reference is too small for `dtype`.
+        largest: the largest finite magnitude of the reference, with the loss scale of the mixed run.
+        random: the op draws random numbers, which may differ between dtypes.
+        noise: the reference is noise: all that is left when much larger float32 numbers cancel.
+        size: norm of the reference.
+    """
+
+    key: Key
+    order: int
+    dtype: torch.dtype
+    error: float
+    given: float
+    added: float
+    overflow: float
+    underflow: float
+    largest: float
+    random: bool
+    noise: bool
+    size: float
+
+
+_NOISE = 1e-5  # about 100 steps of float32
+
+
+class Comparison(Report):
+    """What `compare` returns; `print` it, or save it with `to_json` and `to_html`.
+
+    Attributes:
+        differences: of all values that both runs have, in the order of computation.
+        unmatched: how many values only one of the runs has.
+        dtype: the low one.
+        scale: the loss scale of the mixed-precision run.
+        loss: of the mixed-precision run, if `fn` returned one.
+        reference_loss: of the reference.
+    """
+
+    def __init__(self, reference: Run, mixed: Run, dtype: torch.dtype, reference_dtype: torch.dtype) -> None:
+        self.differences = _differences(reference, mixed)
+        shared = len(self.differences)
+        self.unmatched = len(reference.samples) + len(mixed.samples) - 2 * shared
+        self.dtype = dtype
+        self.reference_dtype = reference_dtype
+        self.scale = mixed.scale
+        self.loss = mixed.loss
+        self.reference_loss = reference.loss
+        self.went_back = reference.went_back
+        self.parents = {key: sample.parents for key, sample in mixed.samples.items()}
+        self._odd = sum(s.dtype.itemsize < reference_dtype.itemsize for s in reference.samples.values())
+
+    def at(self, level: str, phase: str | None = None) -> list[Difference]:
+        """Return the differences of one level, in one phase or both; what adds most error comes first."""
+        found = [d for d in self.differences if d.key.level == level and phase in (None, d.key.phase)]
+        return sorted(found, key=lambda d: (-d.added, d.order))
+
+    @functools.cached_property
+    def first_not_finite(self) -> Difference | None:
+        """The first op that made inf or NaN where the reference is finite."""
+        return next((d for d in self.differences if d.key.level == OP and d.overflow), None)
+
+    @functools.cached_property
+    def loss_error(self) -> float:
+        """The relative error of the loss; 0 if there is none."""
+        return _scalar_error(self.loss, self.reference_loss)
+
+    @functools.cached_property
+    def gradient_error(self) -> float:
+        """The largest relative error of a parameter's gradient, noise apart; 0 without a backward pass."""
+        return max((d.error for d in self.at(PARAMETER) if not d.noise), default=0.0)
+
+    @property
+    def odd_references(self) -> int:
+        """How many values of the reference run are narrower than it should be: `fn` casts them itself."""
+        return self._odd
+
+    def content(self) -> Content:
+        """Return what the report says."""
+        from amp_core.debugging.comparison_report import content_of
+
+        return content_of(self)
+
+    def __repr__(self) -> str:
+        return f"<Comparison of {len(self.differences)} values in {self.dtype}>"
+
+
+def compare(
+    fn: Callable[[], Any],
+    device: str | torch.device | Tensor = "auto",
+    *,
+    policy: OpPolicy | None = None,
+    reference: torch.dtype = torch.float32,
+    dtype: torch.dtype | None = None,
+    scale: float = 1.0,
+    model: nn.Module | None = None,
+    seed: int = 0,
+    limit: int = 16384,
+) -> Comparison:
+    """Run the same step in float32 and in mixed precision, and say where they differ, the worst first.
+
+    Compared are the results of ops and modules, the gradients of the backward pass and of parameters. Ops
+    with a rule of autocast's are compared as the program calls them, others as kernels.
+
+    Both runs start from the same state and seed. The parameters, buffers, gradients and training flags of the
+    modules that `fn` calls, the state of optimizers that it steps, and the random generators of torch and
+    ``random`` are afterwards what they were before. Other things that `fn` changes stay changed: let it use
+    one batch, not the next of an iterator, and no `GradScaler`.
+
+    Args:
+        fn: the step, without arguments. It runs the forward pass and returns the loss; the backward pass is
+            then done here, with `scale`. If it goes backward itself, `scale` is not used.
+            It needs no autocast region; one that it enters, without a policy of its own, follows the run.
+        device: the device type, as for `autocast`.
+        policy: of the mixed-precision run; by default the device's.
+        reference: the dtype to compare with: float32, or another that autocast has.
+        dtype: the low one; by default the device's.
+        scale: of the loss in the mixed-precision run, as a `GradScaler` would apply it.
+        model: names the modules as its ``named_modules()`` does; by default, the outermost module
+            that `fn` calls does.
+        seed: of the random generators, before each run.
+        limit: how many elements of each tensor are kept for comparison, evenly spaced; inf and NaN
+            are looked for in all.
+
+    Raises:
+        AmpError: `fn` returned a tensor that is no loss, its model is sharded over processes, or there is no
+            such reference.
+        TypeError: `fn` cannot be called, or `model` is no module.
+        ValueError: `scale` or `limit` is out of range.
+    """
+    if not 0 < scale < math.inf:
+        raise ValueError(f"scale= is a finite number above 0, not {scale}.")
+    step = Step(fn, device, dtype, policy, model, seed, limit)
+    wanted = step.reference(reference, scale)
+    return Comparison(wanted, step.mixed(step.policy, scale), step.dtype, reference)
+
+
+def _differences(reference: Run, mixed: Run) -> list[Difference]:
+    made: dict[Key, Difference] = {}
+    for order, (key, sample) in enumerate(mixed.samples.items()):
+        wanted = reference.samples.get(key)
+        if wanted is not None and wanted.shape == sample.shape:
+            made[key] = _difference(key, order, wanted, sample, made)
+    return list(made.values())
+
+
+@torch.no_grad()
+def _difference(
+    key: Key, order: int, wanted: Sample, sample: Sample, known: Mapping[Key, Difference]
+) -> Difference:
+    exact, values = wanted.values.cpu().double(), sample.values.cpu().double()  # some devices have no float64
+    lost = exact.isfinite() & ~values.isfinite()
+    overflows = bool(lost.any()) or sample.not_finite > wanted.not_finite
+    error = math.inf if overflows else _relative(values, exact)
+    parents = [known[p] for p in sample.parents if p in known]
+    given = max((parent.error for parent in parents), default=0.0)
+    size = float(exact.norm()) * math.sqrt(math.prod(sample.shape) / max(1, exact.numel()))
+    noise = not overflows and _is_noise(key, size, parents)
+    return Difference(
+        key,
+        order,
+        sample.dtype,
+        error,
+        given,
+        0.0 if noise or given == math.inf else max(0.0, error - given),
+        _overflow_share(lost, sample, overflows),
+        _underflow_share(exact, values, sample.dtype),
+        wanted.largest,
+        wanted.random or sample.random,
+        noise,
+        size,
+    )
+
+
+def _is_noise(key: Key, size: float, parents: list[Difference]) -> bool:
+    """Whether the reference is what is left when float32 numbers cancel, with no right digit to lose.
+
+    The gradient of a bias before a normalization is 0, and computed as a sum of numbers that are not.
+    """
+    if key.level == PARAMETER:
+        return any(parent.noise or size < _NOISE * parent.size for parent in parents)
+    scales = key.name.partition("::")[2].partition(".")[0].rstrip("_") in ("mul", "div")
+    return not scales and size < _NOISE * max((parent.size for parent in parents), default=0.0)
+
+
+def _relative(values: Tensor, exact: Tensor) -> float:
+    finite = exact.isfinite() & values.isfinite()
+    zero = torch.zeros((), dtype=exact.dtype, device=exact.device)
+    size = float(torch.where(finite, exact, zero).norm())
+    away = float(torch.where(finite, values - exact, zero).norm())
+    if size == 0:
+        return 1.0 if away else 0.0
+    return away / size
+
+
+def _overflow_share(lost: Tensor, sample: Sample, overflows: bool) -> float:
+    if not overflows:
+        return 0.0
+    whole = sample.not_finite / max(1, math.prod(sample.shape))
+    return max(float(lost.double().mean()), whole)
+
+
+def _underflow_share(exact: Tensor, values: Tensor, dtype: torch.dtype) -> float:
+    smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps  # the smallest subnormal number
+    gone = (values == 0) & (exact != 0) & (exact.abs() < smallest)
+    return float(gone.double().mean()) if gone.numel() else 0.0
+
+
+def _scalar_error(value: float | None, exact: float | None) -> float:
+    if value is None or exact is None or not math.isfinite(exact):
+        return 0.0
+    if not math.isfinite(value):
+        return math.inf
+    return abs(value - exact) / abs(exact) if exact else float(value != 0)

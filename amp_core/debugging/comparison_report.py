@@ -1,0 +1,146 @@
+"""What a comparison says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from amp_core.debugging.capture import MODULE, OP, PARAMETER
+from amp_core.debugging.recording_report import short
+from amp_core.debugging.tables import Column, Content, Table, Value, as_count, as_share, written
+
+if TYPE_CHECKING:
+    from amp_core.debugging.comparison import Comparison, Difference
+
+_PASS = {"forward": "activation", "backward": "gradient"}
+_FIGURES = (
+    Column("error", "relative error", "number"),
+    Column("added", "added here", "number"),
+    Column("dtype", "dtype"),
+    Column("overflow", "inf or NaN", "share"),
+    Column("underflow", "underflow", "share"),
+    Column("largest", "largest (reference)", "number"),
+    Column("order", "order", "count"),
+)
+_WHERE = (Column("module", "module"), Column("of", "of"))
+
+
+def content_of(comparison: Comparison) -> Content:
+    """Return what the report of `comparison` says."""
+    return Content(
+        f"{_name(comparison.dtype)} against {_name(comparison.reference_dtype)}",
+        _facts(comparison),
+        _notes(comparison),
+        [
+            _ops(comparison.at(OP)),
+            _modules(comparison.at(MODULE)),
+            _parameters(comparison.at(PARAMETER)),
+        ],
+    )
+
+
+def _name(dtype: object) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def number(value: float | None) -> str:
+    """Return a figure of the report, ``-`` for none."""
+    return "-" if value is None else written(value, "number")
+
+
+def where(difference: Difference) -> str:
+    """Say which value it is: ``matmul in blocks.2.attn``."""
+    key = difference.key
+    part = "" if key.phase == "forward" else ", backward"
+    return f"{short(key.name)} in {key.place}{part}"
+
+
+def _facts(comparison: Comparison) -> dict[str, str]:
+    first = comparison.first_not_finite
+    ops = [d for d in comparison.at(OP) if not d.random]
+    loss = f"{number(comparison.loss)}, reference {number(comparison.reference_loss)}"
+    facts = {
+        "loss": f"{loss}: relative error {number(comparison.loss_error)}",
+        "gradients": f"largest relative error of a parameter's {number(comparison.gradient_error)}",
+        "first inf or NaN": "none" if first is None else where(first),
+        "worst op": where(ops[0]) + f", adds {number(ops[0].added)}" if ops else "none",
+        "worst underflow": _worst_underflow(comparison),
+        "loss scale": number(comparison.scale),
+        "values compared": as_count(len(comparison.differences)),
+    }
+    if not comparison.went_back:
+        facts["gradients"] = "no backward pass"
+    if comparison.loss is None:
+        del facts["loss"]
+    return facts
+
+
+def _worst_underflow(comparison: Comparison) -> str:
+    worst = max(comparison.at(OP), key=lambda d: d.underflow, default=None)
+    if worst is None or not worst.underflow:
+        return "none"
+    return f"{where(worst)}, {as_share(worst.underflow)} of the values"
+
+
+def _notes(comparison: Comparison) -> list[str]:
+    notes = []
+    if comparison.unmatched:
+        notes.append(_UNMATCHED.format(count=comparison.unmatched))
+    if comparison.odd_references:
+        notes.append(_ODD.format(count=comparison.odd_references))
+    if any(d.noise and d.error > 0.5 for d in comparison.differences):
+        notes.append(_CANCELS)
+    if any(d.random and d.error > 0.5 for d in comparison.differences):
+        notes.append(_RANDOM)
+    return notes
+
+
+_UNMATCHED = (
+    "{count} values are in one run only, as an op is made of other kernels there; they are not compared."
+)
+_ODD = (
+    "{count} values of the reference run are in low precision all the same: the step casts them itself, or "
+    "enters a region with a policy of its own."
+)
+_CANCELS = (
+    "Where much larger numbers cancel, and all that is left in float32 is noise (the gradient of a bias "
+    "before a normalization), a large relative error means nothing; nothing is added there."
+)
+_RANDOM = (
+    "Random ops (dropout) drew otherwise in the two dtypes, and what follows them differs for that reason. "
+    "Compare with model.eval(), or with dropout set to 0."
+)
+
+
+def _figures(d: Difference) -> tuple[Value, ...]:
+    added = d.added if d.key.level == OP or d.key.phase == "forward" else None  # gradients come from outside
+    return d.error, added, _name(d.dtype), d.overflow, d.underflow, d.largest, d.order
+
+
+def _ops(found: Sequence[Difference]) -> Table:
+    rows = [
+        (str(d.key.place), _PASS[d.key.phase], short(d.key.name), d.key.call + 1, *_figures(d)) for d in found
+    ]
+    columns = (*_WHERE, Column("op", "op"), Column("call", "call", "count"), *_FIGURES)
+    about = (
+        "By harm: what the op adds to the relative error of what it was given; infinite where it makes inf "
+        "or NaN of finite numbers. Underflow: values that are 0 because they are too small for the dtype. "
+        "Sort by order to follow the computation."
+    )
+    return Table("ops", "Ops", columns, rows, about)
+
+
+def _modules(found: Sequence[Difference]) -> Table:
+    rows = [(str(d.key.place), _PASS[d.key.phase], d.key.call + 1, *_figures(d)) for d in found]
+    about = "What modules returned, and the gradients of that."
+    columns = (*_WHERE, Column("call", "call", "count"), *_FIGURES)
+    return Table("modules", "Modules", columns, rows, about)
+
+
+def _parameters(found: Sequence[Difference]) -> Table:
+    rows = []
+    for d in sorted(found, key=lambda d: -d.error):
+        error, _, *rest = _figures(d)
+        rows.append((d.key.name, error, *rest))
+    columns = (Column("parameter", "parameter"), _FIGURES[0], *_FIGURES[2:])
+    return Table("parameters", "Gradients of parameters", columns, rows, "As the optimizer would get them.")

@@ -1,0 +1,176 @@
+"""Which module an op belongs to, in the forward and in the backward pass."""
+
+from __future__ import annotations
+
+import bisect
+import threading
+import warnings
+import weakref
+from array import array
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
+
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from amp_core._torch import internals as _torch
+from amp_core.policy.modules import runs_in_float32
+
+
+class Place(NamedTuple):
+    """Where in a model something ran.
+
+    Attributes:
+        model: the class of the outermost module that was called; empty outside modules.
+        module: its submodule, named as by ``named_modules()``; empty for the model itself.
+    """
+
+    model: str
+    module: str
+
+    def __str__(self) -> str:
+        return self.module or (f"({self.model})" if self.model else "(outside modules)")
+
+
+NOWHERE = Place("", "")
+_HOOKS_FIRE_TWICE = r"Using `torch.compile\(module\)` when there are global hooks"  # those here expect it
+_ACCUMULATE = "torch::autograd::AccumulateGrad"
+
+
+class Places:
+    """Follows one thread through the modules that it calls.
+
+    An autograd node carries the number that its thread had reached when it was made. Where each module begins
+    and ends in these numbers is kept, so that a node of the backward pass leads to its module.
+
+    Args:
+        model: gives the names; by default, the outermost module that is called does.
+
+    Attributes:
+        roots: the outermost modules that were called, in order.
+        on_call: told of the outermost module before it runs, every time.
+        on_return: told of each module's place, arguments and result.
+    """
+
+    def __init__(self, model: nn.Module | None = None) -> None:
+        self.roots: list[nn.Module] = []
+        self.on_call: Callable[[nn.Module], None] | None = None
+        self.on_return: Callable[[Place, Any, Any], None] | None = None
+        self._model = model
+        self._stack: list[tuple[nn.Module, Place]] = []
+        self._names: weakref.WeakKeyDictionary[nn.Module, dict[int, Place]] = weakref.WeakKeyDictionary()
+        self._parameters: dict[int, tuple[Place, str]] = {}
+        self._starts = array("Q")
+        self._there: list[Place] = []
+
+    @staticmethod
+    def check(model: object) -> None:
+        """Refuse what cannot give names.
+
+        Raises:
+            TypeError: `model` is neither a module nor None.
+        """
+        if not isinstance(model, nn.Module | None):
+            raise TypeError(
+                f"model= is the torch.nn.Module that names the modules, not {type(model).__name__}."
+            )
+
+    def attach(self) -> None:
+        """Follow the calling thread from now on."""
+        self._thread = threading.get_ident()
+        before = [*warnings.filters]
+        warnings.filterwarnings("ignore", _HOOKS_FIRE_TWICE)
+        self._filters = [f for f in warnings.filters[:1] if f not in before]  # none within another recording
+        self._hooks = [
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave, always_call=True),
+        ]
+        if self._model is not None:
+            self._named(self._model)
+        self._mark()
+
+    def detach(self) -> None:
+        """Follow no more."""
+        for hook in self._hooks:
+            hook.remove()
+        for ours in self._filters:
+            if ours in warnings.filters:
+                cast("list[Any]", warnings.filters).remove(ours)
+        self._stack.clear()
+
+    @property
+    def here(self) -> Place:
+        """The innermost module that is being called now."""
+        return self._stack[-1][1] if self._stack else NOWHERE
+
+    @property
+    def in_float32(self) -> bool:
+        """Whether a module is being called on which `apply_policy` has put the rule ``"fp32"``."""
+        return any(runs_in_float32(module) for module, _ in self._stack)
+
+    @property
+    def in_module(self) -> bool:
+        """Whether a module is being called now."""
+        return bool(self._stack)
+
+    def of_node(self, node: Any) -> Place:
+        """Return the module in whose call the autograd node was made."""
+        if node.name() == _ACCUMULATE:
+            return self.of_parameter(node.variable)[0]
+        index = bisect.bisect_right(self._starts, node._sequence_nr()) - 1
+        return self._there[index] if index >= 0 else NOWHERE
+
+    def of_parameter(self, tensor: Any) -> tuple[Place, str]:
+        """Return the module that owns a parameter, and its name in the model; nowhere for other tensors."""
+        return self._parameters.get(id(tensor), (NOWHERE, ""))
+
+    def _enter(self, module: nn.Module, _args: Any) -> None:
+        if threading.get_ident() == self._thread:
+            if not self._stack:
+                if self.on_call is not None:
+                    self.on_call(uncompiled(module))
+                _add(self.roots, uncompiled(module))
+            self._stack.append((module, self._place(module)))
+            self._mark()
+
+    def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
+        if threading.get_ident() == self._thread and any(m is module for m, _ in self._stack):
+            while self._stack[-1][0] is not module:
+                self._stack.pop()
+            place = self._stack.pop()[1]
+            self._mark()
+            if self.on_return is not None and result is not None:
+                self.on_return(place, args, result)
+
+    def _mark(self) -> None:
+        self._starts.append(_torch.next_sequence_number())
+        self._there.append(self.here)
+
+    def _place(self, module: nn.Module) -> Place:
+        outermost = self._stack[0][0] if self._stack else module
+        for root in (self._model, uncompiled(outermost)):
+            found = None if root is None else self._named(root).get(id(uncompiled(module)))
+            if found is not None:
+                return found
+        above = self._stack[-1][1]
+        return Place(above.model, f"{above.module}.<{type(module).__name__}>".lstrip("."))
+
+    def _named(self, root: nn.Module) -> dict[int, Place]:
+        if root not in self._names:
+            model = type(root).__name__
+            self._names[root] = {id(m): Place(model, name) for name, m in root.named_modules()}
+            for name, parameter in root.named_parameters():
+                place = Place(model, name.rpartition(".")[0])
+                self._parameters.setdefault(id(parameter), (place, name))
+        return self._names[root]
+
+
+def uncompiled(module: nn.Module) -> nn.Module:
+    """Return the module that `torch.compile` was given, for what it returned; any other as it is."""
+    inner = module._modules.get("_orig_mod") if type(module).__name__ == "OptimizedModule" else None
+    return module if inner is None else inner
+
+
+def _add(modules: list[nn.Module], module: nn.Module) -> None:
+    if not any(module is other for other in modules):
+        modules.append(module)

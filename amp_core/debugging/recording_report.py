@@ -1,0 +1,288 @@
+"""What a recording says, and what two recordings say of each other."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from amp_core.debugging.tables import Column, Content, Report, Table, Value, as_bytes, as_count, as_share
+
+if TYPE_CHECKING:
+    from amp_core.debugging.places import Place
+    from amp_core.debugging.recording import CastCount, CastKey, OpKey, Recording
+
+_MODULE, _PASS = Column("module", "module"), Column("pass", "pass")
+_OP, _CALLS = Column("op", "op"), Column("calls", "calls", "count")
+_RULE, _ORIGIN = Column("rule", "rule"), Column("origin", "from")
+_NO_RULE = "(no rule)"
+
+
+def content_of(recording: Recording, met_compiled: bool) -> Content:
+    """Return what the report of `recording` says."""
+    return Content(
+        "What ran in which precision",
+        _facts(recording),
+        [_COMPILED] if met_compiled else [],
+        [
+            _by_op(recording.ops),
+            _widened(recording.ops),
+            _casts(recording.casts),
+            _repeats(recording.casts),
+            _by_module(recording),
+            _all_ops(recording.ops),
+        ],
+    )
+
+
+_COMPILED = (
+    "A backward pass ran that torch.compile had compiled before the block, with its forward pass: of what it "
+    "did, only kernels that it calls through the dispatcher are here. Put the forward pass into the block to "
+    "see all."
+)
+
+
+def short(op: str) -> str:
+    """Return the op as users call it: without ``aten::`` and ``.default``."""
+    return op.removeprefix("aten::").removesuffix(".default")
+
+
+def called(op: str, kernel: str) -> str:
+    """Return the op, and the kernel behind it if that has another name."""
+    mine, theirs = short(op), short(kernel)
+    same = mine.partition(".")[0].lstrip("_") == theirs.partition(".")[0].lstrip("_")
+    return mine if same else f"{mine} ({theirs})"
+
+
+def _facts(recording: Recording) -> dict[str, str]:
+    total = sum(recording.ops.values())
+    by_result: Counter[str] = Counter()
+    for key, calls in recording.ops.items():
+        by_result[key.result] += calls
+    shares = [f"{dtype} {as_share(n / total)}" for dtype, n in by_result.most_common()]
+    counts = recording.casts.values()
+    calls, nbytes = sum(c.calls for c in counts), sum(c.nbytes for c in counts)
+    repeats, again = sum(c.repeats for c in counts), sum(c.repeated_bytes for c in counts)
+    widened = sum(n for key, n in recording.ops.items() if key.widened)
+    return {
+        "ops": f"{as_count(total)}: {', '.join(shares)}" if total else "none",
+        "casts": f"{as_count(calls)}, {as_bytes(nbytes)} written",
+        "repeated casts": f"{as_count(repeats)}, {as_bytes(again)}, of tensors unchanged since the last cast",
+        "widened to float32": f"{as_count(widened)} of these ops, though given low precision",
+    }
+
+
+def _by_op(ops: Counter[OpKey]) -> Table:
+    counts: Counter[tuple[str, str, str]] = Counter()
+    passes: defaultdict[tuple[str, str, str], Counter[str]] = defaultdict(Counter)
+    for key, calls in ops.items():
+        group = called(key.op, key.kernel), key.dtypes, key.result
+        counts[group] += calls
+        passes[group][key.phase] += calls
+    rows = [(*g, n, passes[g]["forward"], passes[g]["backward"]) for g, n in counts.most_common()]
+    columns = (
+        _OP,
+        Column("dtypes", "ran in"),
+        Column("result", "result"),
+        _CALLS,
+        Column("forward", "forward", "count"),
+        Column("backward", "backward", "count"),
+    )
+    about = "Calls of each op by the dtypes it ran in. In brackets: the kernel, where its name differs."
+    return Table("ops", "Ops by dtype", columns, rows, about, shown=30)
+
+
+def _widened(ops: Counter[OpKey]) -> Table:
+    calls: Counter[tuple[str, ...]] = Counter()
+    kernels: defaultdict[tuple[str, ...], dict[str, None]] = defaultdict(dict)
+    for key, n in ops.items():
+        if key.widened:
+            why = (key.rule, key.origin) if key.rule else (_NO_RULE, _PROMOTED)
+            group = str(key.place), short(key.op), key.given, *why
+            calls[group] += n
+            kernels[group][short(key.kernel)] = None
+    rows: list[tuple[Value, ...]]
+    rows = [(*g[:3], ", ".join(kernels[g]), n, *g[3:]) for g, n in calls.most_common()]
+    columns = (_MODULE, _OP, Column("given", "given"), Column("kernels", "kernels"), _CALLS, _RULE, _ORIGIN)
+    about = (
+        "Here low precision ended: the op was given low-precision tensors and its kernels returned float32, "
+        "by a rule of the policy, because it was given float32 as well, or because it widens by itself "
+        "(lower_precision_fp)."
+    )
+    return Table("widened", "Ran in float32 though given low precision", columns, rows, about)
+
+
+_PROMOTED = "type promotion or the program's own casts"
+
+
+def _casts(casts: dict[CastKey, CastCount]) -> Table:
+    def group(key: CastKey) -> tuple[str, ...]:
+        cause = short(key.cause) or ("the module" if key.rule else _own_cast(key))
+        kind = "weight" if key.weight else "activation" if key.phase == "forward" else "gradient"
+        return str(key.place), key.phase, kind, cause, f"{key.source} to {key.result}", key.rule, key.origin
+
+    columns = (
+        _MODULE,
+        _PASS,
+        Column("of", "of"),
+        Column("cause", "made for"),
+        Column("dtypes", "dtypes"),
+        _RULE,
+        _ORIGIN,
+        *_COUNTS,
+    )
+    about = (
+        "Conversions between floating-point dtypes, what each was made for, and the rule that asked for it."
+    )
+    return Table("casts", "Casts", columns, _summed(casts.items(), group), about)
+
+
+def _own_cast(key: CastKey) -> str:
+    return "the gradient of a cast" if key.phase == "backward" else "the program's own code"
+
+
+_COUNTS = (
+    _CALLS,
+    Column("bytes", "bytes", "bytes"),
+    Column("repeats", "repeats", "count"),
+    Column("repeated_bytes", "repeated bytes", "bytes"),
+)
+
+
+def _repeats(casts: dict[CastKey, CastCount]) -> Table:
+    found = [(k, c) for k, c in casts.items() if k.weight and c.repeats]
+    columns = (Column("weight", "weight"), Column("dtype", "to"), *_COUNTS)
+    about = "Weights cast again though they were unchanged. amp_core.cached_casts(model) casts each once."
+    return Table(
+        "repeats", "Weights cast again", columns, _summed(found, lambda k: (k.weight, k.result)), about
+    )
+
+
+def _summed(items: Iterable[tuple[CastKey, CastCount]], group: Callable[[Any], tuple[str, ...]]) -> list[Any]:
+    sums: defaultdict[tuple[str, ...], list[int]] = defaultdict(lambda: [0, 0, 0, 0])
+    for key, count in items:
+        parts = count.calls, count.nbytes, count.repeats, count.repeated_bytes
+        sums[group(key)] = [a + b for a, b in zip(sums[group(key)], parts, strict=True)]
+    rows = [(*key, *counts) for key, counts in sums.items()]
+    return sorted(rows, key=lambda row: -row[-3])
+
+
+def _by_module(recording: Recording) -> Table:
+    ops: defaultdict[Place, Counter[str]] = defaultdict(Counter)
+    casts: Counter[Place] = Counter()
+    nbytes: Counter[Place] = Counter()
+    for key, calls in recording.ops.items():
+        ops[key.place][key.result] += calls
+    for cast, count in recording.casts.items():
+        casts[cast.place] += count.calls
+        nbytes[cast.place] += count.nbytes
+    rows = [
+        (
+            str(p),
+            sum(ops[p].values()),
+            ", ".join(f"{d} {n}" for d, n in ops[p].most_common()),
+            casts[p],
+            nbytes[p],
+        )
+        for p in dict.fromkeys([*ops, *casts])
+    ]
+    columns = (
+        _MODULE,
+        Column("calls", "ops", "count"),
+        Column("results", "by dtype of the result"),
+        Column("casts", "casts", "count"),
+        Column("bytes", "bytes cast", "bytes"),
+    )
+    return Table("modules", "By module", columns, rows, "In the order in which the modules first ran an op.")
+
+
+def _all_ops(ops: Counter[OpKey]) -> Table:
+    rows = [
+        (
+            str(k.place),
+            k.phase,
+            short(k.op),
+            short(k.kernel),
+            k.given,
+            k.dtypes,
+            k.result,
+            n,
+            k.rule,
+            k.origin,
+        )
+        for k, n in ops.items()
+    ]
+    columns = (
+        _MODULE,
+        _PASS,
+        _OP,
+        Column("kernel", "kernel"),
+        Column("given", "given"),
+        Column("dtypes", "ran in"),
+        Column("result", "result"),
+        _CALLS,
+        _RULE,
+        _ORIGIN,
+    )
+    return Table("calls", "Every op in every module", columns, rows, "In the order of first use.", shown=0)
+
+
+class RecordingDiff(Report):
+    """Where two recordings differ."""
+
+    def __init__(self, here: Recording, there: Recording) -> None:
+        self._here, self._there = here, there
+
+    def content(self) -> Content:
+        """Return what the report says."""
+        here, there = _facts(self._here), _facts(self._there)
+        facts = {k: here[k] if here[k] == there[k] else f"{here[k]}  ->  {there[k]}" for k in here}
+        columns = (
+            _MODULE,
+            _PASS,
+            _OP,
+            Column("here", "first"),
+            Column("there", "second"),
+            Column("why", "rule"),
+        )
+        about = (
+            "Ops that ran in other dtypes, or another number of times: dtypes given to the kernel, and calls."
+        )
+        table = Table("changes", "What changed", columns, self._rows(), about, shown=50)
+        return Content("Two recordings compared", facts, [], [table])
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        here, there = _by_call(self._here), _by_call(self._there)
+        rows: list[tuple[str, ...]] = []
+        for key in dict.fromkeys([*here, *there]):
+            mine, theirs = here.get(key, Counter()), there.get(key, Counter())
+            if mine != theirs:
+                place, phase, op = key
+                rows.append((str(place), phase, op, _counts(mine), _counts(theirs), _rules(mine, theirs)))
+        return rows
+
+
+_Calls = Counter[tuple[str, str]]
+
+
+def _by_call(recording: Recording) -> dict[tuple[Place, str, str], _Calls]:
+    """Return, for each kernel in each module, the number of calls by (dtypes, rule).
+
+    By kernel alone, as a policy changes which ops autocast sees.
+    """
+    found: defaultdict[tuple[Place, str, str], _Calls] = defaultdict(Counter)
+    for key, calls in recording.ops.items():
+        found[key.place, key.phase, short(key.kernel)][key.dtypes, key.rule] += calls
+    return found
+
+
+def _counts(calls: _Calls) -> str:
+    by_dtypes: Counter[str] = Counter()
+    for (dtypes, _), n in calls.items():
+        by_dtypes[dtypes] += n
+    return ", ".join(f"{dtypes} x {n}" for dtypes, n in by_dtypes.items()) or "not called"
+
+
+def _rules(here: _Calls, there: _Calls) -> str:
+    mine, theirs = (", ".join(dict.fromkeys(rule or _NO_RULE for _, rule in c)) for c in (here, there))
+    return mine if mine == theirs or not theirs else f"{mine} -> {theirs}" if mine else theirs

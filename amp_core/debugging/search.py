@@ -1,0 +1,215 @@
+"""How `advise` finds its proposal: the worst fault first, the narrowest change first, each one run."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from amp_core.debugging.advice import Advice, Finding
+from amp_core.debugging.capture import OP, Key
+from amp_core.debugging.comparison import Comparison, Difference
+from amp_core.debugging.comparison_report import where
+from amp_core.debugging.recording_report import short
+from amp_core.debugging.step import Run, Step
+from amp_core.errors import PolicyError
+from amp_core.policy import OpPolicy, apply_policy, names
+from amp_core.policy import rules as r
+
+_LARGEST_SCALE = 2.0**24
+_HEADROOM = (
+    8  # between the largest gradient of this step and the largest number: other steps have larger ones
+)
+_FEW = 0.01  # a share of underflowing values that is no fault
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """What is in force in one run."""
+
+    policy: OpPolicy
+    modules: dict[str, dict[str, str] | str] = field(default_factory=dict)
+    scale: float = 1.0
+
+
+class Search:
+    """The runs of one `advise`.
+
+    Args:
+        step: what is run.
+        tolerance: the relative error that an op may add.
+    """
+
+    def __init__(self, step: Step, tolerance: float) -> None:
+        self._step = step
+        self._tolerance = tolerance
+        self._references: dict[float, Run] = {}
+        self._findings: list[Finding] = []
+
+    def run(self, rounds: int) -> Advice:
+        """Work on at most `rounds` faults."""
+        proposal = Proposal(self._step.policy)
+        before = now = self._try(proposal)
+        proposal, now = self._scaled(proposal, now)
+        given_up: set[Key] = set()
+        for _ in range(rounds):
+            fault = next((d for d in self._faults(now) if d.key not in given_up), None)
+            if fault is None:
+                break
+            mended = self._mend(proposal, now, fault)
+            if mended is None:
+                given_up.add(fault.key)
+            else:
+                proposal, now = mended
+        narrow = _is_narrow(self._step.dtype) and before.went_back
+        scale = proposal.scale if narrow else None
+        return Advice(proposal.policy, proposal.modules, scale, tuple(self._findings), before, now)
+
+    def _try(self, proposal: Proposal) -> Comparison:
+        scale = proposal.scale
+        if scale not in self._references:
+            self._references = {scale: self._step.reference(torch.float32, scale)}
+        reference = self._references[scale]
+        with self._applied(proposal):
+            mixed = self._step.mixed(proposal.policy, proposal.scale)
+        return Comparison(reference, mixed, self._step.dtype, torch.float32)
+
+    @contextlib.contextmanager
+    def _applied(self, proposal: Proposal) -> Iterator[None]:
+        if not proposal.modules:
+            yield
+            return
+        with apply_policy(self._step.roots[0], proposal.modules, device_type=self._step.device_type):
+            yield
+
+    # The loss scale.
+
+    def _scaled(self, proposal: Proposal, now: Comparison) -> tuple[Proposal, Comparison]:
+        if not (_is_narrow(self._step.dtype) and now.went_back and self._step.leaves_backward):
+            return proposal, now
+        scaled = Proposal(proposal.policy, proposal.modules, _fitting_scale(now))
+        better = self._try(scaled)
+        lost, left = _most_underflow(now), _most_underflow(better)
+        if lost is not None and lost.underflow > _FEW:
+            share = left.underflow if left is not None else 0.0
+            what = f"{where(lost)}: {lost.underflow:.0%} of the gradient underflows"
+            mend = f"init_scale = {scaled.scale:g}"
+            place = lost.key.place.module
+            self._findings.append(Finding(what, place, short(lost.key.name), mend, lost.underflow, share))
+        return scaled, better
+
+    # The ops.
+
+    def _faults(self, comparison: Comparison) -> list[Difference]:
+        """The ops that do harm: those that make inf or NaN in order, then the others, the worst first."""
+        found = [d for d in comparison.at(OP) if d.added > self._tolerance and not d.random]
+        return sorted(found, key=lambda d: (d.added < math.inf, d.key.phase == "backward", -d.added, d.order))
+
+    def _badness(self, comparison: Comparison) -> tuple[int, int, float]:
+        faults = self._faults(comparison)
+        not_finite = sum(d.added == math.inf for d in faults)
+        return not_finite, len(faults), max(comparison.loss_error, comparison.gradient_error)
+
+    def _mend(
+        self, proposal: Proposal, now: Comparison, fault: Difference
+    ) -> tuple[Proposal, Comparison] | None:
+        what = (
+            f"{where(fault)} makes inf or NaN" if fault.added == math.inf else f"{where(fault)} loses digits"
+        )
+        bound = self._badness(now)
+        for words, candidate in self._candidates(proposal, now, fault):
+            with contextlib.suppress(
+                PolicyError
+            ):  # the rule cannot apply to this op, or the module is not there
+                tried = self._try(candidate)
+                after = next((d.added for d in tried.differences if d.key == fault.key), 0.0)
+                if after <= self._tolerance and self._badness(tried) < bound:
+                    self._note(what, fault, words, after)
+                    return candidate, tried
+        self._note(what, fault, "", fault.added)
+        return None
+
+    def _note(self, what: str, fault: Difference, mend: str, after: float) -> None:
+        module, op = fault.key.place.module, short(fault.key.name)
+        self._findings.append(Finding(what, module, op, mend, fault.added, after))
+
+    def _candidates(
+        self, proposal: Proposal, now: Comparison, fault: Difference
+    ) -> Iterator[tuple[str, Proposal]]:
+        place = fault.key.place
+        if not self._has(place.module) or not place.model:
+            yield from self._of_policy(proposal, fault)
+            return
+        if fault.key.phase == "forward":
+            for ops in (self._itself(fault), self._leading_to(now, fault)):
+                if ops:
+                    yield _words(ops, place.module), _with_ops(proposal, place.module, ops)
+        around = place.module
+        while around:
+            yield f"{around} in float32", _with_module(proposal, around)
+            around = around.rpartition(".")[0]
+
+    def _has(self, module: str) -> bool:
+        return len(self._step.roots) == 1 and any(n == module for n, _ in self._step.roots[0].named_modules())
+
+    def _of_policy(self, proposal: Proposal, fault: Difference) -> Iterator[tuple[str, Proposal]]:
+        ops = self._itself(fault)
+        policy = proposal.policy.override(dict.fromkeys(ops, r.FP32), origin="amp_core.advise")
+        yield _words(ops, ""), Proposal(policy, proposal.modules, proposal.scale)
+
+    def _itself(self, fault: Difference) -> list[str]:
+        return [_full(fault.key.name)]
+
+    def _leading_to(self, now: Comparison, fault: Difference) -> list[str]:
+        """The ops of the module that led to the fault, back to those that low precision is for."""
+        found, todo = self._itself(fault), list(now.parents[fault.key])
+        while todo:
+            key = todo.pop()
+            op = _full(key.name)
+            low = self._step.policy.rules.get(op) == r.LOWER_PRECISION_FP
+            if key.place == fault.key.place and key.phase == fault.key.phase and not low and op not in found:
+                found.append(op)
+                todo += now.parents[key]
+        return found if len(found) > 1 else []
+
+
+def _with_ops(proposal: Proposal, module: str, ops: list[str]) -> Proposal:
+    earlier = proposal.modules.get(module, {})
+    rules = {**(earlier if isinstance(earlier, dict) else {}), **dict.fromkeys(ops, r.FP32)}
+    return Proposal(proposal.policy, {**proposal.modules, module: rules}, proposal.scale)
+
+
+def _with_module(proposal: Proposal, module: str) -> Proposal:
+    """The whole module in float32, in place of rules for its parts."""
+    others = {m: rules for m, rules in proposal.modules.items() if not f"{m}.".startswith(f"{module}.")}
+    return Proposal(proposal.policy, {**others, module: "fp32"}, proposal.scale)
+
+
+def _words(ops: list[str], module: str) -> str:
+    listed = ", ".join(map(short, ops))
+    return f"{listed} in float32" + (f" in {module}" if module else "")
+
+
+def _full(op: str) -> str:
+    found = names.find(op)
+    return op if found is None else names.full_name(found)
+
+
+def _is_narrow(dtype: torch.dtype) -> bool:
+    """Whether gradients can leave the range of the dtype: float16, not bfloat16."""
+    return torch.finfo(dtype).smallest_normal > torch.finfo(torch.float32).smallest_normal
+
+
+def _fitting_scale(plain: Comparison) -> float:
+    """The largest power of two by which no gradient that has the low dtype comes near its largest number."""
+    gradients = (d for d in plain.differences if d.key.phase == "backward" and d.dtype == plain.dtype)
+    largest = max((d.largest / plain.scale for d in gradients), default=0.0)
+    room = torch.finfo(plain.dtype).max / _HEADROOM / max(largest, 1 / _LARGEST_SCALE)
+    return float(2.0 ** math.floor(math.log2(min(max(room, 1.0), _LARGEST_SCALE))))
+
+
+def _most_underflow(comparison: Comparison) -> Difference | None:
+    return max(comparison.at(OP, "backward"), key=lambda d: d.underflow, default=None)

@@ -1,0 +1,205 @@
+"""What reports have in common: facts, notes and tables, shown as text, JSON or one HTML page."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+Value = str | int | float | bool | None
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of a table.
+
+    Attributes:
+        key: its name in JSON.
+        title: its heading.
+        kind: how its values are shown and sorted: ``text``, ``count``, ``bytes``, ``share`` (0 to 1, shown as
+            per cent) or ``number``.
+    """
+
+    key: str
+    title: str
+    kind: str = "text"
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of one kind, most important first.
+
+    Attributes:
+        key: its name in JSON.
+        title: its heading.
+        columns: what each row holds, in this order.
+        rows: one tuple each.
+        about: how to read it, in a sentence or two.
+        shown: how many rows `print` shows; the others are in JSON and HTML.
+    """
+
+    key: str
+    title: str
+    columns: tuple[Column, ...]
+    rows: Sequence[tuple[Value, ...]]
+    about: str = ""
+    shown: int = 20
+
+
+@dataclass(frozen=True)
+class Content:
+    """All that a report says.
+
+    Attributes:
+        title: what it is about.
+        facts: label to value, the most important first.
+        notes: what a reader has to know to read the figures right.
+        tables: the figures.
+        texts: title to text that is shown as it is, such as a file.
+    """
+
+    title: str
+    facts: Mapping[str, str]
+    notes: Sequence[str]
+    tables: Sequence[Table]
+    texts: Mapping[str, str] = field(default_factory=dict)
+
+
+class Report:
+    """Something that can be printed, saved as JSON, and saved as a page."""
+
+    def content(self) -> Content:
+        """Return what the report says."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return as_text(self.content())
+
+    def __rich__(self) -> Any:
+        from amp_core.debugging.rich_text import as_rich
+
+        return as_rich(self.content())
+
+    def to_json(self, *, indent: int | None = 2) -> str:
+        """Return all facts, notes and tables as JSON; inf and NaN, which JSON lacks, as strings."""
+        content = self.content()
+        return json.dumps(
+            {
+                "title": content.title,
+                "facts": dict(content.facts),
+                "notes": list(content.notes),
+                "texts": dict(content.texts),
+                **{table.key: _records(table) for table in content.tables},
+            },
+            indent=indent,
+        )
+
+    def to_html(self, path: str | PathLike[str]) -> None:
+        """Write one page to `path` that needs nothing else: no network, no other file.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        from amp_core.debugging.page import as_page
+
+        Path(path).write_text(as_page(self.content()), encoding="utf-8")
+
+
+def _records(table: Table) -> list[dict[str, Value]]:
+    keys = [column.key for column in table.columns]
+    return [dict(zip(keys, map(_finite, row), strict=True)) for row in table.rows]
+
+
+def _finite(value: Value) -> Value:
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+# How a value is written.
+
+
+def written(value: Value, kind: str) -> str:
+    """Return `value` as a reader wants it."""
+    if value is None:
+        return ""
+    return _WRITERS[kind](value) if not isinstance(value, str) else value
+
+
+def as_bytes(count: float) -> str:
+    """Return a number of bytes in the unit that suits it: ``1.5 MiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def as_share(share: float) -> str:
+    """Return a share as per cent, and a small one so that it is told from none."""
+    if 0 < share < 0.001:
+        return "<0.1 %"
+    return f"{share:.1%}".replace("%", " %") if share else "0 %"
+
+
+def as_count(count: float) -> str:
+    """Return an integer with thin groups of three."""
+    return f"{count:,}".replace(",", " ")
+
+
+_WRITERS: dict[str, Callable[[Any], str]] = {
+    "text": str,
+    "count": as_count,
+    "bytes": as_bytes,
+    "share": as_share,
+    "number": lambda x: f"{x:.3g}",
+}
+
+
+# Plain text.
+
+
+def as_text(content: Content) -> str:
+    """Return `content` as plain text, with as many rows of each table as it wants shown."""
+    width = max((len(label) for label in content.facts), default=0)
+    lines = [content.title, "=" * len(content.title)]
+    lines += [f"{label:<{width}}  {value}" for label, value in content.facts.items()]
+    for table in content.tables:
+        lines += ["", *_table_lines(table)]
+    for title, text in content.texts.items():
+        lines += ["", title, "-" * len(title), text.rstrip()]
+    lines += [""] * bool(content.notes) + [f"Note: {note}" for note in content.notes]
+    return "\n".join(lines)
+
+
+def cells(table: Table) -> list[list[str]]:
+    """Return the rows that are shown in text, written."""
+    kinds = [column.kind for column in table.columns]
+    return [[written(v, k) for v, k in zip(row, kinds, strict=True)] for row in table.rows[: table.shown]]
+
+
+def left_out(table: Table) -> str:
+    """Say how many rows are not shown in text; empty if none."""
+    rest = len(table.rows) - table.shown
+    more = "more rows" if table.shown else "rows"
+    return f"{rest} {more} in to_json() and to_html()" if rest > 0 else ""
+
+
+def _table_lines(table: Table) -> list[str]:
+    heading = f"{table.title} ({len(table.rows)})"
+    lines = [heading, "-" * len(heading)]
+    if not table.rows or not table.shown:
+        return [*lines, left_out(table) or "none"]
+    rows = cells(table)
+    titles = [column.title for column in table.columns]
+    widths = [max(len(row[i]) for row in [titles, *rows]) for i in range(len(titles))]
+    right = [column.kind != "text" for column in table.columns]
+
+    def line(row: list[str]) -> str:
+        pairs = zip(row, widths, right, strict=True)
+        return "  ".join(c.rjust(w) if r else c.ljust(w) for c, w, r in pairs).rstrip()
+
+    rest = left_out(table)
+    return [*lines, line(titles), *map(line, rows), *([rest] if rest else [])]

@@ -1,0 +1,277 @@
+"""What a block of code does, op by op: above autocast, where rules apply, and below, where kernels run."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import Self
+
+from amp_core._torch import internals as _torch
+from amp_core._torch.dispatcher import Overload, dispatcher_name, is_view
+from amp_core.casts import intercept
+from amp_core.debugging.places import Place, Places
+from amp_core.dispatch.activate import default_policy
+from amp_core.dispatch.engine import Engine, engine
+from amp_core.errors import AmpError
+from amp_core.plugin import get_backend
+from amp_core.policy import OpPolicy, names
+
+FORWARD, BACKWARD = "forward", "backward"
+_MODULE_RULE = "fp32", "module rule 'fp32'"
+_aten = torch.ops.aten
+_CASTS = (_aten._to_copy.default, torch.ops.prims.convert_element_type.default)
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One call of an op that autocast on some device may have a rule for.
+
+    Attributes:
+        op: its full name.
+        given: the floating-point dtypes of its tensors, before any cast.
+        rule: of the policy in force; a key of `amp_core.policy.RULES`.
+        origin: where that rule comes from.
+    """
+
+    op: str
+    given: tuple[torch.dtype, ...]
+    rule: str
+    origin: str
+
+
+@dataclass(frozen=True)
+class Where:
+    """What surrounds a call.
+
+    Attributes:
+        phase: `FORWARD` or `BACKWARD`.
+        place: the module.
+        frames: the autocast frames, from the outside in.
+        module_rule: rule and origin, where the module as a whole has one.
+    """
+
+    phase: str
+    place: Place
+    frames: tuple[Frame, ...]
+    module_rule: tuple[str, str] | None = None
+
+    @property
+    def cause(self) -> tuple[str, str] | None:
+        """Rule and origin: of the innermost frame with a rule that does something, else of the module."""
+        ruled = (f for f in reversed(self.frames) if f.rule != "unchanged")
+        return next(((f.rule, f.origin) for f in ruled), self.module_rule)
+
+
+class Sink(Protocol):
+    """Who is told."""
+
+    def cast(self, source: Tensor, result: Tensor, where: Where, /) -> None:
+        """A tensor was converted from one floating-point dtype to another."""
+
+    def moved(self, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+        """Floating-point tensors were copied or made, without computing."""
+
+    def ran(self, op: Overload, inputs: list[Tensor], outputs: list[Tensor], where: Where) -> None:
+        """An op ran that is computes, on and to floating point, and is no cast."""
+
+    def framed(self, frame: Frame, inputs: list[Tensor], outputs: list[Tensor], where: Where) -> None:
+        """An op with a frame has returned; `where` is around it."""
+
+
+class Tap:
+    """Tells a sink of each op that the thread runs in a block, and of the backward pass that it starts.
+
+    Args:
+        sink: who is told; what it raises reaches the program.
+        model: see `Places`.
+        ops: more ops that are to have a frame, besides those with a rule that torch compiled in.
+
+    Attributes:
+        met_compiled: whether a backward pass has run that torch.compile had compiled; it is seen in part.
+    """
+
+    def __init__(self, sink: Sink, model: nn.Module | None = None, ops: Iterable[str] = ()) -> None:
+        self.places = Places(model)
+        self._sink = sink
+        self._ops = frozenset(ops)
+        self._frames: list[Frame] = []
+        self._reasons: dict[tuple[int, str], tuple[OpPolicy, str, str]] = {}
+        self._stack = ExitStack()
+        self._muted = False
+        self.met_compiled = False
+
+    @contextlib.contextmanager
+    def muted(self) -> Iterator[None]:
+        """Tell nothing of what runs in a block."""
+        earlier, self._muted = self._muted, True
+        try:
+            yield
+        finally:
+            self._muted = earlier
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            # Dynamo gives up, for good, each frame that it meets under a mode of ours.
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+            self.places.attach()
+            stack.callback(self.places.detach)
+            for device_type in _device_types():
+                stack.callback(self._watch(engine(device_type)))
+            stack.enter_context(_Mode(self._seen))
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self._stack.__exit__(*exc)
+
+    def _watch(self, here: Engine) -> Callable[[], None]:
+        native = OpPolicy.default(here.device_type).rules
+        taken = intercept.held_ops(here.device_type)  # these report by themselves
+        ops = [op for op in {*native, *self._ops} if op not in taken]
+        return here.watch(ops, lambda op, call, args, kwargs: self._frame(here, op, call, args, kwargs))
+
+    def _frame(self, here: Engine, op: str, call: Callable[[], Any], args: Any, kwargs: Any) -> Any:
+        if self._muted:
+            return call()
+        inputs = _floats([*args, *kwargs.values()])
+        frame = Frame(op, dtypes_of(inputs), *self._reason(here, op))
+        self._frames.append(frame)
+        try:
+            result = call()
+        finally:
+            self._frames.pop()
+        with self.muted():
+            self._sink.framed(frame, inputs, _floats([result]), self._where())
+        return result
+
+    def _reason(self, here: Engine, op: str) -> tuple[str, str]:
+        policy = here.policy or default_policy(get_backend(here.device_type))
+        key = id(policy), op
+        if key not in self._reasons:
+            found = policy.explain(names.find(op))[0]
+            # With the policy, so that its id stays its own.
+            self._reasons[key] = policy, found.rule, found.origin
+        return self._reasons[key][1:]
+
+    def _where(self) -> Where:
+        node = _torch.current_autograd_node()
+        if node is None or self.places.in_module:  # a module in a node: a checkpoint that is run again
+            rule = _MODULE_RULE if self.places.in_float32 else None
+            return Where(FORWARD, self.places.here, tuple(self._frames), rule)
+        self.met_compiled |= node.name().startswith("CompiledFunction")
+        return Where(BACKWARD, self.places.of_node(node), tuple(self._frames))
+
+    def _seen(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        if self._muted or not isinstance(func, Overload):
+            return
+        for source, made in _copied(func, args, result):
+            if source.dtype is not made.dtype and source.is_floating_point() and made.is_floating_point():
+                self._sink.cast(source, made, self._where())
+        inputs, outputs = _floats([*args, *kwargs.values()]), _floats([result])
+        if _only_moves(func) or not inputs:
+            self._sink.moved(inputs, outputs)
+        elif outputs:
+            self._sink.ran(func, inputs, outputs, self._where())
+
+
+class _Mode(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
+    supports_higher_order_operators = True
+
+    def __init__(self, seen: Callable[..., None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._seen = seen
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._seen(func, args, kwargs or {}, result)
+        return result
+
+
+def _copied(func: Overload, args: tuple[Any, ...], result: Any) -> Iterable[tuple[Tensor, Tensor]]:
+    """Return (source, copy) for each tensor that the op copies, and perhaps casts."""
+    if func in _CASTS:
+        return [(args[0], result)]
+    if func is _aten.copy_.default:
+        return [(args[1], args[0])]
+    return zip(args[1], args[0], strict=True) if func is _aten._foreach_copy_.default else ()
+
+
+_MOVES = {
+    "_foreach_copy_",
+    "_to_copy",
+    "_unsafe_view",
+    "convert_element_type",
+    "clone",
+    "copy_",
+    "detach",
+    "empty_like",
+    "fill_",
+    "full_like",
+    "new_empty",
+    "new_empty_strided",
+    "new_full",
+    "new_ones",
+    "new_zeros",
+    "ones_like",
+    "set_",
+    "zero_",
+    "zeros_like",
+}
+
+
+@functools.cache
+def _only_moves(op: Overload) -> bool:
+    """Whether the op computes nothing: it makes a view, a copy or a fresh tensor."""
+    return is_view(op) or op.namespace == "profiler" or short_name(op) in _MOVES
+
+
+def short_name(op: Overload) -> str:
+    """Return the op's name without namespace and overload."""
+    return dispatcher_name(op).rpartition("::")[2].partition(".")[0]
+
+
+def dtypes_of(tensors: Iterable[Tensor]) -> tuple[torch.dtype, ...]:
+    """Return the dtypes of the tensors, each once, narrow ones first."""
+    return tuple(sorted({t.dtype for t in tensors}, key=lambda d: (d.itemsize, str(d))))
+
+
+def is_low(dtype: torch.dtype) -> bool:
+    """Whether a floating-point dtype has fewer than 32 bits."""
+    return dtype.itemsize < 4
+
+
+def _floats(values: Iterable[Any]) -> list[Tensor]:
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            if value.is_floating_point():
+                found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += _floats(value)
+    return found
+
+
+def _device_types() -> list[str]:
+    """The CPU, the accelerator of this build, and every device on which autocast is on now."""
+    accelerator = torch.accelerator.current_accelerator()
+    found = {"cpu", *_torch.autocast_devices_enabled()}
+    if accelerator is not None:
+        found.add(accelerator.type)
+    return sorted(d for d in found if _has_backend(d))
+
+
+def _has_backend(device_type: str) -> bool:
+    try:
+        get_backend(device_type)
+    except AmpError:
+        return False
+    return True

@@ -1,0 +1,79 @@
+"""What the hooks and kernels of a backend promise: the part of the contract that types cannot say.
+
+The kit (`amp_core.testing`) checks it, the documentation is drawn from it. For all of them: several threads
+may call at once, torch's state (grad mode, autocast, default dtype, random numbers, threads) stays as it was,
+and nothing is printed or warned about a second time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+
+class Promise(NamedTuple):
+    """What a caller may rely on.
+
+    Attributes:
+        gives: what is returned.
+        writes: the arguments that are written, whose version counters move; those of the others do not.
+        waits: whether the host may wait for the device, and what may be done on it.
+        errors: what is raised.
+    """
+
+    gives: str
+    writes: str = "nothing"
+    waits: str = "never"
+    errors: str = "none"
+
+
+HOOKS: Mapping[str, Promise] = MappingProxyType(
+    {
+        "availability": Promise(
+            "`Availability(usable, reason)` for now, not as of import",
+            waits="may ask the driver; allocates nothing",
+            errors="none: what is wrong is the reason",
+        ),
+        "default_dtype": Promise("the dtype of a region that names none; one of `supported_dtypes()`"),
+        "supported_dtypes": Promise(
+            "a tuple of floating dtypes, without float64, for the device that is present",
+            waits="may ask the driver; allocates nothing",
+        ),
+        "dtype_reason": Promise("words: why `dtype` is not supported"),
+        "autocast_refusal": Promise(
+            "`None` to admit, float32 always; `Refusal(message, error)` to warn and disable, or to raise"
+        ),
+        "scaler_refusal": Promise(
+            "`None` to admit an enabled `GradScaler`, as for a device that is there; else a `Refusal`"
+        ),
+        "op_policy": Promise("an `OpPolicy` for `device_type`, equal each time"),
+        "kernels": Promise("a `Kernels`, the same object each time for the devices that are present"),
+    }
+)
+
+KERNELS: Mapping[str, Promise] = MappingProxyType(
+    {
+        "layout": Promise("what `prepare` wants to know of such tensors, without a reference to them"),
+        "prepare": Promise(
+            "the tensors, all and in order, in a form that the others take faster as `tensors` or `grads`"
+        ),
+        "cast": Promise(
+            "new tensors with the strides of `torch.empty_like`, or `out`; rounded to nearest even: one "
+            "right answer, bit for bit",
+            writes="`out`, if given",
+            errors="`ValueError` where the shapes of `out` differ; nothing is written then",
+        ),
+        "add_": Promise("nothing; each sum is rounded once, to the dtype of its total", writes="`totals`"),
+        "grad_stats": Promise(
+            "a `GradStats`: norms agree with a float64 computation to `norm_rtol`, flags are exact, 0 or 1"
+        ),
+        "multiply_": Promise(
+            "nothing; products are float32's (float64's for float64), rounded once, to `product_ulps` steps",
+            writes="`grads`; `found_inf`, to 1.0 only",
+        ),
+        "update_scale_": Promise(
+            "nothing; follows `amp_core.states.loss_scale.next_scale` bit for bit", writes="`state`"
+        ),
+    }
+)

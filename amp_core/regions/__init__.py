@@ -1,0 +1,1 @@
+"""Regions: `autocast`, its decorator, `disable`, `custom_fwd` and `custom_bwd`."""

@@ -1,0 +1,68 @@
+"""The scaler states of other systems, read and written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from amp_core.scaling.checkpoint_layouts import SYSTEMS, System
+from amp_core.states.loss_scale import LossScaleSchedule
+
+
+def convert_scaler_state(
+    state: Any,
+    *,
+    to: str = "amp_core",
+    source: str | None = None,
+    schedule: LossScaleSchedule | None = None,
+    lossy: bool = False,
+) -> Any:
+    """Convert the state of a loss scaler between systems, so that training goes on as it would have.
+
+    Systems: ``"amp_core"``, ``"torch"``, ``"deepspeed"``, ``"megatron"``, ``"apex"``, ``"paddle"``.
+
+    Args:
+        state: what the system's ``state_dict`` returned. Of DeepSpeed also its loss scaler itself, or an
+            optimizer's state that holds it; of Megatron also an optimizer's state (``"grad_scaler"``).
+        to: the system that is to load the result.
+        source: the system that `state` is of; found out by its entries where it is left out.
+        schedule: the rule by which the scale moved. Needed where it is neither in the state (Megatron and
+            apex keep none of it) nor that system's default.
+        lossy: convert even if `to` has no place for all of the schedule, or for several scales.
+
+    Returns:
+        a new state: a dict, for DeepSpeed the attributes of its ``DynamicLossScaler``.
+
+    Raises:
+        ValueError: `state` or `to` is of no known system, an entry is out of range, or something would
+            be lost and `lossy` is not set.
+        KeyError: an entry is missing.
+    """
+    read = _system(source) if source is not None else _recognised(state)
+    target = _system(to)
+    scales = read.read(state, schedule)
+    lost = {text for _, rule in scales.values() for text in target.cannot(rule)}
+    if len(scales) > 1 and to not in ("amp_core", "apex"):
+        lost.add(f"the scales of the keys {', '.join(repr(k) for k in scales if k is not None)}")
+    if lost and not lossy:
+        raise ValueError(
+            f"{to} has no place for {'; '.join(sorted(lost))}. Pass lossy=True to leave that out."
+        )
+    return target.write(scales)
+
+
+def _system(name: str) -> System:
+    if name not in SYSTEMS:
+        raise ValueError(f"There is no system {name!r}; known: {', '.join(map(repr, sorted(SYSTEMS)))}.")
+    return SYSTEMS[name]
+
+
+def _recognised(state: Any) -> System:
+    for system in SYSTEMS.values():
+        if system.known(state):
+            return system
+    entries = ", ".join(map(repr, state)) if isinstance(state, Mapping) else f"a {type(state).__name__}"
+    raise ValueError(
+        f"This is the scaler state of no known system: {entries or 'an empty dict'}. A scaler that is "
+        f"disabled, or whose scale is constant, may have saved nothing."
+    )

@@ -1,0 +1,305 @@
+"""How other systems keep the state of a loss scaler.
+
+Formats and rules: torch ``torch/amp/grad_scaler.py``, Megatron-LM ``core/optimizer/grad_scaler.py``,
+DeepSpeed ``runtime/fp16/loss_scaler.py`` and ``fused_optimizer.py``, apex ``amp/frontend.py`` and
+``amp/scaler.py``, Paddle ``amp/grad_scaler.py`` and ``phi/kernels/impl/amp_kernel_impl.h``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+
+from amp_core.scaling.arithmetic import valid_scale
+from amp_core.states.loss_scale import (
+    AtFloor,
+    Hysteresis,
+    LossScaleSchedule,
+    ScaleState,
+    further_fields,
+    known_fields,
+)
+
+_Scales = dict[str | None, tuple[ScaleState, LossScaleSchedule]]
+"""Key -> where its scale is and how it moves; ``None`` is the key of the scaler's own."""
+
+
+@dataclass(frozen=True)
+class System:
+    """How one system keeps its state.
+
+    Attributes:
+        known: whether a state looks like its own.
+        read: state and schedule (None: as the state says, else the system's defaults) -> scales.
+        write: scales -> state.
+        cannot: state, schedule -> what of it the system has no place for.
+    """
+
+    known: Callable[[Any], bool]
+    read: Callable[[Any, LossScaleSchedule | None], _Scales]
+    write: Callable[[_Scales], Any]
+    cannot: Callable[[LossScaleSchedule], list[str]]
+
+
+def _has(*names: str) -> Callable[[Any], bool]:
+    return lambda state: isinstance(state, Mapping) and all(name in state for name in names)
+
+
+def _number(value: Any) -> float:
+    """Take a number out of a one-element tensor or array too."""
+    return valid_scale(value.item() if hasattr(value, "item") else value)
+
+
+def _lost(schedule: LossScaleSchedule, *fields: str) -> list[str]:
+    default = LossScaleSchedule()
+    return [f"{f}={_plain(schedule, f)}" for f in fields if getattr(schedule, f) != getattr(default, f)]
+
+
+def _plain(schedule: LossScaleSchedule, field: str) -> object:
+    value = getattr(schedule, field)
+    return value.value if isinstance(value, Enum) else value
+
+
+def _kind(schedule: LossScaleSchedule, *fit: Hysteresis) -> list[str]:
+    wrong = schedule.hysteresis > 1 and schedule.hysteresis_kind not in fit
+    return [f"hysteresis={schedule.hysteresis} as {schedule.hysteresis_kind.value}"] if wrong else []
+
+
+def _one_factor(schedule: LossScaleSchedule) -> list[str]:
+    product = schedule.growth_factor * schedule.backoff_factor
+    return [] if math.isclose(product, 1.0) else [f"backoff_factor={schedule.backoff_factor}"]
+
+
+# -- torch and amp_core ------------------------------------------------------------------------------
+
+
+def _read_torch(state: Any, schedule: LossScaleSchedule | None) -> _Scales:
+    rule = schedule or LossScaleSchedule(
+        state["growth_factor"],
+        state["backoff_factor"],
+        state["growth_interval"],
+        **known_fields(state.get("_schedule", {})),
+    )
+    left = int(state.get("_hysteresis_left", rule.hysteresis))
+    scales: _Scales = {None: (ScaleState(_number(state["scale"]), int(state["_growth_tracker"]), left), rule)}
+    for key, keyed in state.get("_keys", {}).items():
+        scales[key] = _read_torch(keyed, schedule)[None]
+    return scales
+
+
+def _write_torch(scales: _Scales) -> dict[str, Any]:
+    at, rule = scales[None]
+    return {
+        "scale": at.scale,
+        "growth_factor": rule.growth_factor,
+        "backoff_factor": rule.backoff_factor,
+        "growth_interval": rule.growth_interval,
+        "_growth_tracker": at.growth_tracker,
+    }
+
+
+def _write_own(scales: _Scales) -> dict[str, Any]:
+    at, rule = scales[None]
+    state = _write_torch(scales)
+    if rule.hysteresis > 1:
+        state["_hysteresis_left"] = at.hysteresis_left
+    if further_fields(rule):
+        state["_schedule"] = further_fields(rule)
+    keyed = {key: _write_own({None: held}) for key, held in scales.items() if key is not None}
+    return {**state, "_keys": keyed} if keyed else state
+
+
+# -- DeepSpeed ---------------------------------------------------------------------------------------
+
+
+def _deepspeed_attributes(state: Any) -> Any:
+    held = state.get("loss_scaler", state) if isinstance(state, Mapping) else state
+    return held if isinstance(held, Mapping) else vars(held) if hasattr(held, "cur_scale") else {}
+
+
+def _read_deepspeed(state: Any, schedule: LossScaleSchedule | None) -> _Scales:
+    held = _deepspeed_attributes(state)
+    scale = _number(held["cur_scale"])
+    if not held.get("dynamic", held.get("dynamic_loss_scale", True)):
+        return {None: (ScaleState(scale), schedule or LossScaleSchedule.constant(scale))}
+    rule = schedule or _deepspeed_rule(held)
+    # `cur_iter` counts the next step, and growth asks for a whole number of windows since the overflow.
+    tracker = (int(held["cur_iter"]) - int(held["last_overflow_iter"]) - 1) % rule.growth_interval
+    left = int(held.get("cur_hysteresis", rule.hysteresis))
+    return {None: (ScaleState(scale, tracker, left), rule)}
+
+
+def _deepspeed_rule(held: Mapping[str, Any]) -> LossScaleSchedule:
+    consecutive = held.get("consecutive_hysteresis", False)
+    raises = held.get("raise_error_at_min_scale", False)
+    return LossScaleSchedule(
+        growth_factor=held["scale_factor"],
+        backoff_factor=1.0 / held["scale_factor"],
+        growth_interval=held["scale_window"],
+        min_scale=float(held.get("min_scale", 1.0)),
+        hysteresis=int(held.get("delayed_shift", 1)),
+        hysteresis_kind=Hysteresis.CONSECUTIVE if consecutive else Hysteresis.BUDGET,
+        at_floor=AtFloor.RAISE if raises else AtFloor.WARN,
+    )
+
+
+def _write_deepspeed(scales: _Scales) -> dict[str, Any]:
+    at, rule = scales[None]
+    if rule.min_scale == rule.max_scale:
+        return {"cur_scale": at.scale, "dynamic": False}
+    return {
+        "cur_scale": at.scale,
+        "dynamic": True,
+        "cur_iter": at.growth_tracker,
+        "last_overflow_iter": -1,
+        "scale_factor": rule.growth_factor,
+        "scale_window": rule.growth_interval,
+        "min_scale": rule.min_scale,
+        "delayed_shift": rule.hysteresis,
+        "cur_hysteresis": max(at.hysteresis_left, 1),  # it lowers the scale at 1, we at 1 and 0
+        "consecutive_hysteresis": rule.hysteresis_kind is Hysteresis.CONSECUTIVE,
+        "raise_error_at_min_scale": rule.at_floor is AtFloor.RAISE,
+    }
+
+
+def _not_in_deepspeed(schedule: LossScaleSchedule) -> list[str]:
+    if schedule.min_scale == schedule.max_scale:
+        return []
+    stops = ["at_floor=stop"] if schedule.at_floor is AtFloor.STOP else []
+    fits = _kind(schedule, Hysteresis.BUDGET, Hysteresis.CONSECUTIVE)
+    return [*_one_factor(schedule), *_lost(schedule, "max_scale"), *fits, *stops]
+
+
+# -- Megatron ----------------------------------------------------------------------------------------
+
+MEGATRON = LossScaleSchedule(2.0, 0.5, growth_interval=1000, min_scale=1.0, hysteresis=2)
+"""The defaults of its ``--loss-scale-window``, ``--min-loss-scale`` and ``--hysteresis``."""
+
+
+def _megatron_entries(state: Any) -> Any:
+    return state.get("grad_scaler", state) if isinstance(state, Mapping) else state
+
+
+def _read_megatron(state: Any, schedule: LossScaleSchedule | None) -> _Scales:
+    held = _megatron_entries(state)
+    left = max(int(held["hysteresis_tracker"]), 0)
+    at = ScaleState(_number(held["scale"]), int(held["growth_tracker"]), left)
+    return {None: (at, schedule or MEGATRON)}
+
+
+def _write_megatron(scales: _Scales) -> dict[str, Any]:
+    at, _ = scales[None]
+    return {
+        "scale": torch.tensor([at.scale], dtype=torch.float32),
+        "growth_tracker": at.growth_tracker,
+        "hysteresis_tracker": at.hysteresis_left,
+    }
+
+
+def _not_in_megatron(schedule: LossScaleSchedule) -> list[str]:
+    return [*_lost(schedule, "max_scale", "at_floor"), *_kind(schedule, Hysteresis.BUDGET)]
+
+
+# -- apex --------------------------------------------------------------------------------------------
+
+APEX = LossScaleSchedule(2.0, 0.5, growth_interval=2000, max_scale=2.0**24)
+"""The defaults of ``apex.amp.initialize``; its hysteresis exists as a kernel alone."""
+
+
+def _read_apex(state: Any, schedule: LossScaleSchedule | None) -> _Scales:
+    rule = schedule or APEX
+    scales: _Scales = {}
+    for name, held in state.items():
+        number = name.removeprefix("loss_scaler")
+        at = ScaleState(_number(held["loss_scale"]), int(held["unskipped"]), rule.hysteresis)
+        scales[None if number == "0" else number] = (at, rule)
+    return scales
+
+
+def _write_apex(scales: _Scales) -> dict[str, Any]:
+    return {
+        f"loss_scaler{number}": {"loss_scale": at.scale, "unskipped": at.growth_tracker}
+        for number, (at, _) in enumerate(scales.values())
+    }
+
+
+def _not_in_apex(schedule: LossScaleSchedule) -> list[str]:
+    return [*_one_factor(schedule), *_lost(schedule, "hysteresis", "at_floor")]
+
+
+# -- Paddle ------------------------------------------------------------------------------------------
+
+
+def _read_paddle(state: Any, schedule: LossScaleSchedule | None) -> _Scales:
+    scale = state["scale"]
+    scale = _number(scale if hasattr(scale, "item") or isinstance(scale, (int, float)) else scale[0])
+    if not state["use_dynamic_loss_scaling"]:
+        return {None: (ScaleState(scale), schedule or LossScaleSchedule.constant(scale))}
+    rule = schedule or LossScaleSchedule(
+        growth_factor=state["incr_ratio"],
+        backoff_factor=state["decr_ratio"],
+        growth_interval=state["incr_every_n_steps"],
+        min_scale=1.0,
+        hysteresis=state["decr_every_n_nan_or_inf"],
+        hysteresis_kind=Hysteresis.EVERY,
+    )
+    left = rule.hysteresis - int(state["decr_count"])
+    return {None: (ScaleState(scale, int(state["incr_count"]), left), rule)}
+
+
+def _write_paddle(scales: _Scales) -> dict[str, Any]:
+    at, rule = scales[None]
+    return {
+        "scale": [at.scale],  # it takes element 0
+        "incr_ratio": rule.growth_factor,
+        "decr_ratio": rule.backoff_factor,
+        "incr_every_n_steps": rule.growth_interval,
+        "decr_every_n_nan_or_inf": rule.hysteresis,
+        "incr_count": at.growth_tracker,
+        "decr_count": rule.hysteresis - max(at.hysteresis_left, 1),
+        "use_dynamic_loss_scaling": rule.min_scale != rule.max_scale,
+    }
+
+
+def _not_in_paddle(schedule: LossScaleSchedule) -> list[str]:
+    if schedule.min_scale == schedule.max_scale:
+        return []
+    floor = [] if schedule.min_scale == 1.0 else _lost(schedule, "min_scale")
+    return [*_lost(schedule, "max_scale", "at_floor"), *floor, *_kind(schedule, Hysteresis.EVERY)]
+
+
+SYSTEMS: Mapping[str, System] = {
+    "torch": System(
+        known=_has("scale", "_growth_tracker"),
+        read=_read_torch,
+        write=_write_torch,
+        cannot=lambda rule: _lost(rule, "min_scale", "max_scale", "hysteresis", "at_floor"),
+    ),
+    "amp_core": System(
+        known=_has("scale", "_growth_tracker"), read=_read_torch, write=_write_own, cannot=lambda _: []
+    ),
+    "deepspeed": System(
+        known=lambda state: "cur_scale" in _deepspeed_attributes(state),
+        read=_read_deepspeed,
+        write=_write_deepspeed,
+        cannot=_not_in_deepspeed,
+    ),
+    "megatron": System(
+        known=lambda state: _has("growth_tracker", "hysteresis_tracker")(_megatron_entries(state)),
+        read=_read_megatron,
+        write=_write_megatron,
+        cannot=_not_in_megatron,
+    ),
+    "apex": System(known=_has("loss_scaler0"), read=_read_apex, write=_write_apex, cannot=_not_in_apex),
+    "paddle": System(
+        known=_has("incr_ratio", "decr_every_n_nan_or_inf"),
+        read=_read_paddle,
+        write=_write_paddle,
+        cannot=_not_in_paddle,
+    ),
+}

@@ -1,0 +1,88 @@
+"""Who is told of steps, of skips and of changes of the scale."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+from torch.utils.hooks import RemovableHandle
+
+from amp_core.plugin.default_manager import call_plugins, plugins_listen
+from amp_core.scaling.step_record import StepRecord
+
+if TYPE_CHECKING:
+    from amp_core.scaling.grad_scaler import GradScaler
+
+
+@dataclass(frozen=True)
+class ScaleChange:
+    """A `GradScaler.update` that moved the scale.
+
+    Attributes:
+        number: the count of updates before it.
+        before: the scale until then.
+        after: the scale from then on.
+        key: whose scale; ``None`` for the scaler's own.
+        rank: of this process in ``torch.distributed``; ``None`` where it is not initialised.
+    """
+
+    number: int
+    before: float
+    after: float
+    key: str | None = None
+    rank: int | None = None
+
+
+StepHook = Callable[["GradScaler", StepRecord], object]
+ScaleHook = Callable[["GradScaler", ScaleChange], object]
+
+
+class Hooks:
+    """The functions registered on one scaler, and the plugins that listen to all."""
+
+    def __init__(self) -> None:
+        self._step: OrderedDict[int, StepHook] = OrderedDict()
+        self._skip: OrderedDict[int, StepHook] = OrderedDict()
+        self._change: OrderedDict[int, ScaleHook] = OrderedDict()
+
+    def on_step(self, hook: StepHook) -> RemovableHandle:
+        """Call `hook` for each step."""
+        return _add(self._step, hook)
+
+    def on_skip(self, hook: StepHook) -> RemovableHandle:
+        """Call `hook` for each step that was skipped."""
+        return _add(self._skip, hook)
+
+    def on_scale_change(self, hook: ScaleHook) -> RemovableHandle:
+        """Call `hook` for each update that moved the scale."""
+        return _add(self._change, hook)
+
+    def anyone(self) -> bool:
+        """Whether anybody listens."""
+        return bool(self._step or self._skip or self._change or plugins_listen())
+
+    def tell(self, scaler: GradScaler, records: Iterable[StepRecord], change: ScaleChange | None) -> None:
+        """Call them all, in the order of their registration; an error of theirs goes to the caller."""
+        for record in records:
+            _call(self._step, "amp_step", scaler, record=record)
+            if record.skipped:
+                _call(self._skip, "amp_skip", scaler, record=record)
+        if change is not None:
+            _call(self._change, "amp_scale_change", scaler, change=change)
+
+
+def _add(hooks: OrderedDict[int, Any], hook: Callable[..., object]) -> RemovableHandle:
+    if not callable(hook):
+        raise TypeError(f"A hook must be callable with two arguments, got {type(hook).__name__}.")
+    handle = RemovableHandle(hooks)
+    hooks[handle.id] = hook
+    return handle
+
+
+def _call(hooks: OrderedDict[int, Any], name: str, scaler: GradScaler, **event: object) -> None:
+    (what,) = event.values()
+    for hook in list(hooks.values()):  # a hook may remove itself
+        cast("Callable[..., object]", hook)(scaler, what)
+    call_plugins(name, scaler=scaler, **event)

@@ -1,0 +1,142 @@
+"""Gradients read while the backward still runs, each soon after it was written."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from amp_core.kernels import GradStats
+from amp_core.scaling.gradients import Gradients, kernels_of
+
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
+_BUCKET = {"cpu": 1 << 20}
+_BUCKET_ELSEWHERE = 1 << 25
+"""Bytes read at once: on the CPU what a core's cache holds, elsewhere enough for a launch to pay off."""
+
+_ORDERS = 16
+"""Orders of gradients that are kept: one a step of an optimizer, unless some gradients come late."""
+
+
+class _Read(NamedTuple):
+    """One gradient as it was when it was read: which, in which state, and its place in what was found."""
+
+    gradient: weakref.ref[Tensor]
+    version: int
+    found: GradStats
+    place: int
+
+    def is_of(self, gradient: Tensor) -> bool:
+        return self.gradient() is gradient and self.version == gradient._version
+
+
+class Overlap:
+    """What the backward has found out about the gradients that it wrote.
+
+    A gradient that was accumulated into, reduced, replaced or otherwise written since it was read is read
+    again before the step, and so is one whose hook did not run.
+    """
+
+    def __init__(self) -> None:
+        self._hooked: dict[int, RemovableHandle] = {}
+        self._pending: dict[int, Tensor] = {}
+        self._bytes = 0
+        self._reads: dict[int, _Read] = {}
+        self._orders: dict[tuple[torch.device, tuple[int, ...]], Tensor] = {}
+
+    def watch(self, optimizer: torch.optim.Optimizer) -> None:
+        """Read the gradients of `optimizer` in every backward from now on."""
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                if id(param) not in self._hooked and param.requires_grad:
+                    self._hooked[id(param)] = self._hook(param)
+
+    def _hook(self, param: Tensor) -> RemovableHandle:
+        owner = weakref.ref(self)
+
+        def written(param: Tensor) -> None:
+            overlap = owner()
+            if overlap is not None:
+                overlap._written(param)
+
+        weakref.finalize(param, self._hooked.pop, id(param), None)
+        handle: RemovableHandle = param.register_post_accumulate_grad_hook(written)  # type: ignore[no-untyped-call]
+        return handle
+
+    def _written(self, param: Tensor) -> None:
+        grad = param.grad
+        if grad is None or type(grad) is not Tensor or grad.is_sparse:
+            return
+        if any(other.device != grad.device for other in self._pending.values()):
+            self._read_pending()
+        self._pending[id(param)] = grad
+        self._bytes += grad.numel() * grad.element_size()
+        if self._bytes >= _BUCKET.get(grad.device.type, _BUCKET_ELSEWHERE):
+            self._read_pending()
+
+    def _read_pending(self) -> None:
+        pending, self._pending, self._bytes = self._pending, {}, 0
+        if pending:
+            self._read(list(pending), list(pending.values()))
+
+    def _read(self, keys: Sequence[int], grads: Sequence[Tensor]) -> None:
+        found = kernels_of(grads[0].device).grad_stats(grads, 2.0)
+        for place, (key, grad) in enumerate(zip(keys, grads, strict=True)):
+            self._reads[key] = _Read(weakref.ref(grad), grad._version, found, place)
+
+    def grad_stats(self, part: Gradients, norm_type: float) -> GradStats:
+        """Return what `Gradients.grad_stats` would, reading only what was not read as it is now."""
+        if norm_type != 2.0 or part.mesh is not None:
+            return part.grad_stats(norm_type)
+        keys = [id(p) for p in part.params]
+        late = [i for i, key in enumerate(keys) if not self._is_read(key, part.grads[i])]
+        for key in keys:
+            self._pending.pop(key, None)  # they are among the late ones
+        if len(late) == len(keys):
+            return part.grad_stats(norm_type)
+        if late:
+            self._read([keys[i] for i in late], [part.grads[i] for i in late])
+        return self._joined([self._reads.pop(key) for key in keys])
+
+    def _joined(self, reads: Sequence[_Read]) -> GradStats:
+        """Put together what was found bucket by bucket, in the order of the gradients."""
+        buckets = {id(read.found): read.found for read in reads}
+        starts, start = {}, 0
+        for key, found in buckets.items():
+            starts[key] = start
+            start += found.norms.numel()
+        places = tuple([starts[id(read.found)] + read.place for read in reads])
+        order = self._on_device(places, reads[0].found.norm.device)
+        norms = torch.cat([found.norms for found in buckets.values()])[order]
+        bad = torch.cat([found.nonfinite for found in buckets.values()])[order]
+        return GradStats(_norm(norms), norms, bad, bad.amax())
+
+    def _on_device(self, order: tuple[int, ...], device: torch.device) -> Tensor:
+        """Return `order` on `device`; it is kept, for the host waits while it is brought there."""
+        known = self._orders.get((device, order))
+        if known is None:
+            if len(self._orders) == _ORDERS:
+                self._orders.clear()
+            known = self._orders[device, order] = torch.tensor(order, device=device)
+        return known
+
+    def _is_read(self, key: int, gradient: Tensor) -> bool:
+        read = self._reads.get(key)
+        return read is not None and read.is_of(gradient)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}  # hooks and gradients belong to this process
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        Overlap.__init__(self)
+
+
+def _norm(norms: Tensor) -> Tensor:
+    wide = norms if norms.device.type == "mps" else norms.double()
+    total: Tensor = torch.linalg.vector_norm(wide)
+    return total.to(norms.dtype)

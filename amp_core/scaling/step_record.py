@@ -1,0 +1,258 @@
+"""What is remembered of each step. Nothing here waits for the device until somebody reads it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class BadParameter:
+    """A parameter whose gradient held an inf or a NaN.
+
+    Attributes:
+        name: its name in ``named_parameters``, or its shape.
+        nonfinite: the number of such elements; ``None`` where the device decided and nobody counted.
+        elements: the number of all its elements.
+    """
+
+    name: str
+    nonfinite: int | None
+    elements: int
+
+
+@dataclass(repr=False)
+class StepRecord:
+    """One `GradScaler.step`; prints as a line.
+
+    Reading a property, or printing it, waits for the device, once; making the record does not.
+
+    Attributes:
+        number: the count of `GradScaler.update` calls before it.
+        optimizer: the optimizer's class name.
+        key: the key of the scale that its gradients had; ``None`` for the scaler's own.
+    """
+
+    number: int
+    optimizer: str
+    _found_inf: Tensor | float
+    _scale_before: Tensor | float
+    _scale_after: Tensor | float | None = None
+    _total_norm: Tensor | float | None = None
+    _params: Sequence[tuple[str, int]] = ()
+    _nonfinite: Tensor | list[float] | None = None
+    _micro_batches: Tensor | list[float] | None = None
+    _bad: tuple[BadParameter, ...] | None = None
+    _rank: int | None = None
+    key: str | None = None
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the step was skipped because a gradient was not finite."""
+        self._found_inf = float(self._found_inf)
+        return bool(self._found_inf)
+
+    @property
+    def scale_before(self) -> float:
+        """The scale that the gradients had."""
+        return float(self._scale_before)
+
+    @property
+    def scale_after(self) -> float | None:
+        """The scale after the `update` that followed; ``None`` before it."""
+        return None if self._scale_after is None else float(self._scale_after)
+
+    @property
+    def total_norm(self) -> float | None:
+        """The norm of the true gradients before clipping; ``None`` where none was asked for."""
+        return None if self._total_norm is None else float(self._total_norm)
+
+    @property
+    def bad_parameters(self) -> tuple[BadParameter, ...]:
+        """The parameters whose gradients held an inf or a NaN.
+
+        Where the step was taken: those of the micro-batches that were left out of it, if any.
+        """
+        if self._bad is None and self._nonfinite is not None:
+            flags = _values(self._nonfinite)
+            self._bad = tuple(
+                BadParameter(name, None, elements)
+                for (name, elements), flag in zip(self._params, flags, strict=True)
+                if flag
+            )
+        return self._bad or ()
+
+    @property
+    def bad_micro_batches(self) -> tuple[int, ...]:
+        """Which micro-batches of the step's `AccumulationWindow` held an inf or a NaN, from 0; else empty."""
+        return tuple(i for i, flag in enumerate(_values(self._micro_batches)) if flag)
+
+    @property
+    def rank(self) -> int | None:
+        """The rank of this process in ``torch.distributed``; ``None`` where it is not initialised."""
+        if self._rank is None:
+            self._rank = rank()
+        return self._rank
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return everything as plain values, for a log."""
+        return {
+            "number": self.number,
+            "optimizer": self.optimizer,
+            "key": self.key,
+            "rank": self.rank,
+            "skipped": self.skipped,
+            "scale_before": self.scale_before,
+            "scale_after": self.scale_after,
+            "total_norm": self.total_norm,
+            "bad_micro_batches": list(self.bad_micro_batches),
+            "bad_parameters": [vars(b) for b in self.bad_parameters],
+        }
+
+    def __str__(self) -> str:
+        parts = ", ".join(map(str, self.bad_micro_batches))
+        if not (self.skipped or parts):
+            norm = "" if self.total_norm is None else f", norm {self.total_norm:.4g}"
+            return f"{self._whose} took step {self.number} at scale {self.scale_before:g}{norm}"
+        where = f"at scale {self.scale_before:g} in {worst(self)}"
+        if self.skipped:
+            within = f" in micro-batch {parts}" if parts else ""
+            return f"{self._whose} skipped step {self.number}: inf or NaN{within} {where}"
+        return f"{self._whose} left micro-batch {parts} out of step {self.number}: inf or NaN {where}"
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {self}>"
+
+    @property
+    def _whose(self) -> str:
+        of = f" (scale {self.key!r})" if self.key is not None else ""
+        on = f" on rank {self.rank}" if self.rank is not None else ""
+        return f"{self.optimizer}{of}{on}"
+
+
+def worst(record: StepRecord) -> str:
+    """Return the first five of the record's bad parameters, in words."""
+    named = [
+        b.name if b.nonfinite is None else f"{b.name} ({b.nonfinite} of {b.elements})"
+        for b in record.bad_parameters
+    ]
+    more = f" and {len(named) - 5} more" if len(named) > 5 else ""
+    unknown = "parameters that are not known" if record.rank is None else "no parameter of this rank"
+    return ", ".join(named[:5]) + more or unknown
+
+
+_ON_DEVICE = ("_found_inf", "_scale_before", "_scale_after", "_total_norm", "_nonfinite", "_micro_batches")
+
+
+def fetch(records: Sequence[StepRecord]) -> None:
+    """Bring all that `records` hold to the host in one copy, so that reading them waits no more."""
+    held = [
+        (record, name, value)
+        for record in records
+        for name in _ON_DEVICE
+        if isinstance(value := getattr(record, name), Tensor)
+    ]
+    if not held:
+        return
+    device = held[0][2].device
+    dtype = torch.float32 if device.type == "mps" else torch.float64
+    flat = [value.detach().reshape(-1).to(device, dtype) for _, _, value in held]
+    values = iter(torch.cat(flat).tolist())
+    for record, name, value in held:
+        found = [next(values) for _ in range(value.numel())]
+        setattr(record, name, found if value.dim() else found[0])
+
+
+def _values(flags: Tensor | list[float] | None) -> list[float]:
+    if isinstance(flags, Tensor):
+        return [float(value) for value in flags.tolist()]
+    return flags or []
+
+
+def rank() -> int | None:
+    """Return this process's rank in ``torch.distributed``; ``None`` where it is not initialised."""
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank()
+    return None
+
+
+class History(Sequence[StepRecord]):
+    """The last steps, oldest first; older ones are let go. Prints those that were not whole, line by line."""
+
+    def __init__(self, size: int) -> None:
+        self._records: deque[StepRecord] = deque(maxlen=size)
+
+    def append(self, record: StepRecord) -> None:
+        """Add the newest."""
+        self._records.append(record)
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __iter__(self) -> Iterator[StepRecord]:
+        return iter(self._records)
+
+    def __getitem__(self, index: Any) -> Any:
+        return list(self._records)[index] if isinstance(index, slice) else self._records[index]
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {len(self)} steps>"
+
+    def __str__(self) -> str:
+        skipped = self.skipped
+        told = [r for r in self._records if r.skipped or r.bad_micro_batches]
+        return "\n".join([f"{len(self)} steps, {len(skipped)} skipped", *map(str, told)])
+
+    @property
+    def skipped(self) -> list[StepRecord]:
+        """The steps that were skipped."""
+        fetch(self._records)
+        return [record for record in self._records if record.skipped]
+
+    def plot(self, path: str | Path) -> None:
+        """Draw the scale (of each key) and the skipped steps into a picture; waits for the device.
+
+        Args:
+            path: where it goes; the suffix gives the format (png, svg, pdf ...).
+
+        Raises:
+            ImportError: matplotlib is not installed.
+            ValueError: there are no steps yet.
+        """
+        from amp_core.scaling.plot import save_scales
+
+        if not self._records:
+            raise ValueError("The history is empty: no step was taken or skipped since the scaler was made.")
+        fetch(self._records)
+        scales: dict[str | None, dict[int, float]] = {}
+        skipped: dict[str | None, list[int]] = {}
+        for record in self._records:
+            scales.setdefault(record.key, {})[record.number] = record.scale_before
+            marks = skipped.setdefault(record.key, [])
+            if record.skipped and record.number not in marks[-1:]:
+                marks.append(record.number)
+        save_scales(scales, skipped, path)
+
+
+def bad_parameters(
+    params: Sequence[Tensor], grads: Sequence[Tensor], names: Mapping[int, str]
+) -> tuple[BadParameter, ...]:
+    """Count the non-finite elements of each gradient; waits for the device."""
+    found = []
+    for param, grad in zip(params, grads, strict=True):
+        count = int((~grad.detach().isfinite()).sum().item())
+        if count:
+            found.append(BadParameter(name_of(param, names), count, grad.numel()))
+    return tuple(found)
+
+
+def name_of(param: Tensor, names: Mapping[int, str]) -> str:
+    """Return the name of `param`, or what can be said instead."""
+    return names.get(id(param)) or f"parameter of shape {tuple(param.shape)}"

@@ -1,0 +1,146 @@
+"""Multiplications, wrong in one plausible way each; `fails` names the checks that must say so."""
+
+from __future__ import annotations
+
+import torch
+
+from amp_core.kernels import Portable
+
+
+class ScaleChecksBeforeTheMultiplyOnly(Portable):
+    fails = ("scale_flags_a_product_that_overflows",)
+
+    def multiply_(self, grads, factor, found_inf=None):
+        bad = super().grad_stats(grads).found_inf if grads else torch.zeros(())
+        super().multiply_(grads, factor)
+        if found_inf is not None:
+            found_inf.masked_fill_(bad > 0, 1.0)
+
+
+class ScaleClearsTheFlag(Portable):
+    fails = ("scale_leaves_a_set_flag_set",)
+
+    def multiply_(self, grads, factor, found_inf=None):
+        if found_inf is not None:
+            found_inf.zero_()
+        super().multiply_(grads, factor, found_inf)
+
+
+class ScaleCountsUp(Portable):
+    fails = (
+        "scale_leaves_a_set_flag_set",
+        "scale_found_inf_is_zero_or_one",
+    )
+
+    def multiply_(self, grads, factor, found_inf=None):
+        for g in grads:
+            mine = torch.zeros(())
+            super().multiply_([g], factor, mine)
+            if found_inf is not None:
+                found_inf.add_(mine)
+
+
+class ScaleStopsAtABadElement(Portable):
+    fails = ("scale_multiplies_although_something_is_bad",)
+
+    def multiply_(self, grads, factor, found_inf=None):
+        if any(not torch.isfinite(g).all() for g in grads):
+            if found_inf is not None:
+                found_inf.fill_(1.0)
+            return
+        super().multiply_(grads, factor, found_inf)
+
+
+class ScaleRoundsTheFactorFirst(Portable):
+    fails = ("scale_multiplies_in_float32_or_wider",)
+
+    def multiply_(self, grads, factor, found_inf=None):
+        for g in grads:
+            super().multiply_([g], factor.to(g.dtype.to_real()).float(), found_inf)
+
+
+class ScaleForgetsTheLastElement(Portable):
+    fails = ("scale_multiplies_in_float32_or_wider",)
+
+    def multiply_(self, grads, factor, found_inf=None):
+        kept = [g[-1:].clone() if g.dim() == 1 and g.numel() == 33 else None for g in grads]
+        super().multiply_(grads, factor, found_inf)
+        for g, last in zip(grads, kept, strict=True):
+            if last is not None:
+                g[-1:].copy_(last)
+
+
+class ScaleWritesBehindAutograd(Portable):
+    fails = ("scale_writes_the_gradients_and_the_flag_alone",)
+
+    def multiply_(self, grads, factor, found_inf=None):
+        super().multiply_([g.data for g in grads], factor, found_inf)
+
+
+class ScaleInvertsTheFactorInPlace(Portable):
+    fails = ("scale_writes_the_gradients_and_the_flag_alone",)
+
+    def multiply_(self, grads, factor, found_inf=None):
+        super().multiply_(grads, factor, found_inf)
+        factor.reciprocal_()
+
+
+class ScaleBranchesOnTheHost(Portable):
+    fails = ("scale_does_not_wait_for_the_device",)
+
+    def multiply_(self, grads, factor, found_inf=None):
+        if float(factor) != 1.0:
+            super().multiply_(grads, factor, found_inf)
+
+
+class ScaleLosesTheSecondChunk(Portable):
+    fails = ("scale_of_thousands_of_tensors",)
+
+    def multiply_(self, grads, factor, found_inf=None):
+        super().multiply_(list(grads)[:512], factor, found_inf)
+
+
+class ScaleRepairsNan(Portable):
+    fails = ("scale_keeps_what_is_not_finite",)
+
+    def multiply_(self, grads, factor, found_inf=None):
+        super().multiply_(grads, factor, found_inf)
+        with torch.no_grad():
+            for grad in grads:
+                grad.masked_fill_(grad.isnan(), 0.0)
+
+
+class ScaleFlushesSubnormals(Portable):
+    fails = ("scale_keeps_subnormals",)
+
+    def multiply_(self, grads, factor, found_inf=None):
+        super().multiply_(grads, factor, found_inf)
+        with torch.no_grad():
+            for grad in grads:
+                grad.masked_fill_(grad.abs() < torch.finfo(grad.dtype).tiny, 0.0)
+
+
+class ScaleDividesByTheReciprocal(Portable):
+    fails = ("scale_multiplies_in_float32_or_wider",)
+
+    def multiply_(self, grads, factor, found_inf=None):
+        super().multiply_(grads, 1 / (1 / factor), found_inf)
+
+
+class ScaleStopsWhereTheFlagIsSet(Portable):
+    fails = ("scale_leaves_a_set_flag_set",)
+
+    def multiply_(self, grads, factor, found_inf=None):
+        if found_inf is not None:
+            factor = torch.where(found_inf.reshape(()) > 0, 1.0, factor.reshape(()))
+        super().multiply_(grads, factor, found_inf)
+
+
+class ScaleLooksAtDoublesAsFloats(Portable):
+    fails = ("scale_does_not_flag_what_is_finite",)
+
+    def multiply_(self, grads, factor, found_inf=None):
+        super().multiply_(grads, factor, found_inf)
+        for grad in grads:
+            if found_inf is not None and grad.dtype is torch.float64:
+                found_inf.masked_fill_(~torch.isfinite(grad.float()).all(), 1.0)

@@ -1,0 +1,263 @@
+"""`amp_core.compare`: the figures are right, the culprit is first, and nothing is changed."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import amp_core
+from amp_core import OpPolicy, autocast
+from amp_core.debugging.capture import MODULE, OP, PARAMETER
+from amp_core.dispatch.engine import engine
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays():
+    yield
+    assert not engine("cpu").installed
+    assert engine("cpu").observer is None
+
+
+def test_the_overflow_is_found_where_it_begins(attention, step):
+    """Everything after an overflow is NaN too: the culprit would drown in its victims."""
+    c = amp_core.compare(step(attention), "cpu", dtype=torch.float16)
+    first = c.first_not_finite
+    assert (first.key.place.module, first.key.name) == ("blocks.2.attn", "aten::matmul.default")
+    worst, second = c.at(OP)[:2]
+    assert worst is first
+    assert (worst.added, second.added < 0.01) == (math.inf, True)
+    assert 0 < worst.overflow < 1
+    assert worst.largest > torch.finfo(torch.float16).max
+    assert c.at(MODULE)[0].key.place.module == "blocks.2.attn"
+    assert "matmul in blocks.2.attn" in str(c)
+
+
+def test_errors_are_those_of_the_two_runs():
+    """The relative errors could be of something else than the results of the model."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(32, 8).requires_grad_(False), torch.randn(4, 32)
+    c = amp_core.compare(lambda: model(x), "cpu", limit=10**6)
+    exact = model(x)
+    with autocast("cpu"):
+        low = model(x)
+    wanted = (low.float() - exact).norm() / exact.norm()
+    (op,) = c.at(OP, "forward")
+    (module,) = c.at(MODULE, "forward")
+    assert op.error == module.error == pytest.approx(float(wanted), rel=1e-5)
+    assert (op.added, op.dtype, op.largest) == (op.error, torch.bfloat16, float(exact.abs().max()))
+
+
+def test_gradients_are_compared_without_the_scale(step, shrinking):
+    """With a loss scale every gradient would seem wrong by the factor of the scale."""
+    plain = amp_core.compare(step(shrinking), "cpu")
+    scaled = amp_core.compare(step(shrinking), "cpu", scale=1024.0)
+    assert 0 < plain.gradient_error < 0.1
+    assert scaled.gradient_error == pytest.approx(plain.gradient_error, rel=0.2)
+    assert {d.key.name for d in plain.at(PARAMETER)} == {n for n, _ in shrinking.named_parameters()}
+
+
+def test_underflow_is_the_share_of_values_too_small_for_the_dtype():
+    """A zero that is right, or a ReLU that closed, could count as underflow."""
+    model = nn.Linear(4, 4, bias=False).requires_grad_(False)
+    with torch.no_grad():
+        model.weight.copy_(torch.diag(torch.tensor([1.0, 1e-9, 1e-9, 1.0])))
+    c = amp_core.compare(lambda: model(torch.ones(1, 4)), "cpu", dtype=torch.float16)
+    (op,) = c.at(OP, "forward")
+    assert op.underflow == 0.5
+    c = amp_core.compare(lambda: torch.relu(model(-torch.ones(1, 4))), "cpu", dtype=torch.float16)
+    assert [d.underflow for d in c.at(OP, "forward") if "relu" in d.key.name] == [0.0]
+
+
+def test_nothing_is_changed(attention, step):
+    """A comparison in the middle of a training would spoil it."""
+    optimizer = torch.optim.AdamW(attention.parameters(), lr=0.1)
+    run = step(attention)
+    run().backward()
+    optimizer.step()
+    attention.eval()
+    attention.head.train()
+
+    def whole():
+        loss = run()
+        loss.backward()
+        optimizer.step()
+        attention.train()
+        random.random()
+        return loss
+
+    def state():
+        tensors = [*attention.state_dict().values(), *(p.grad for p in attention.parameters())]
+        inner = [v for s in optimizer.state_dict()["state"].values() for v in s.values()]
+        return [t.clone() for t in (*tensors, *inner)], [m.training for m in attention.modules()]
+
+    tensors, modes = state()
+    generators = torch.get_rng_state(), random.getstate()
+    first = amp_core.compare(whole, "cpu")
+    after, modes_after = state()
+    assert len(after) == len(tensors)
+    assert all(torch.equal(a, b) for a, b in zip(tensors, after, strict=True))
+    assert modes == modes_after
+    assert torch.equal(generators[0], torch.get_rng_state())
+    assert generators[1] == random.getstate()
+    assert amp_core.compare(whole, "cpu").differences == first.differences
+
+
+def test_a_buffer_that_is_replaced_is_put_back():
+    """The second run begins with the statistics that the first left, and the model keeps them."""
+
+    class Counting(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 4)
+            self.register_buffer("seen", torch.zeros(()))
+
+        def forward(self, x):
+            self.seen = self.seen + 1
+            return super().forward(x) * self.seen
+
+    model = Counting()
+    seen = model.seen
+    assert amp_core.compare(lambda: model(torch.ones(2, 4)).sum(), "cpu").loss_error < 0.05
+    assert model.seen is seen
+    assert seen == 0
+
+
+def test_a_step_with_a_region_of_its_own_is_compared_all_the_same(attention, step):
+    """The region in a user's step would run the reference in low precision, and every error would be 0."""
+    run = step(attention)
+
+    def inside(region):
+        def fn():
+            with region("cpu", dtype=torch.float16):
+                return run()
+
+        return fn
+
+    plain = amp_core.compare(run, "cpu", dtype=torch.float16)
+    for region in (autocast, torch.autocast):
+        c = amp_core.compare(inside(region), "cpu", dtype=torch.float16)
+        assert c.first_not_finite.key == plain.first_not_finite.key
+        assert not c.odd_references
+
+
+def test_a_reference_in_low_precision_is_said(attention, step):
+    """Where the step casts by itself the reference is none, and the reader would not know."""
+    run = step(attention)
+
+    def fn():
+        with autocast("cpu", policy=OpPolicy.default("cpu")):
+            return run()
+
+    c = amp_core.compare(fn, "cpu")
+    assert c.odd_references > 0
+    assert "reference run are in low precision" in str(c)
+
+
+def test_dropout_draws_the_same(step):
+    """With other masks in the two runs everything would differ."""
+    model = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.5), nn.Linear(16, 4))
+    c = amp_core.compare(step(model), "cpu")
+    assert max(d.error for d in c.at(MODULE)) < 0.1
+
+
+def test_checkpoints_run_again_under_the_same_policy(step):
+    """The forward pass that a checkpoint repeats would run in other dtypes, and fail."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.head = nn.Sequential(nn.Linear(16, 16), nn.GELU()), nn.Linear(16, 4)
+
+        def forward(self, x):
+            return self.head(checkpoint(self.body, x, use_reentrant=False))
+
+    c = amp_core.compare(step(Model()), "cpu")
+    assert not c.odd_references
+    assert not c.unmatched
+    assert 0 < c.gradient_error < 0.1
+
+
+def test_gradients_that_are_noise_are_no_fault():
+    """A bias before a normalization has the gradient 0 but for rounding: its error means nothing."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 2))
+    x = torch.randn(8, 3, 8, 8)
+    c = amp_core.compare(lambda: model(x).square().mean(), "cpu")
+    (bias,) = [d for d in c.at(PARAMETER) if d.key.name == "0.bias"]
+    assert bias.noise
+    assert bias.error > 1 > 0.2 > c.gradient_error
+    assert "cancel" in str(c)
+
+
+def test_gradients_of_inputs_are_put_back_too():
+    """The gradient of an input would add up over the runs, and differ for that reason."""
+    model, x = nn.Linear(8, 1), torch.randn(4, 8, requires_grad=True)
+    x.grad = given = torch.ones(4, 8)
+    c = amp_core.compare(lambda: model(x).mean(), "cpu")
+    assert x.grad is given
+    assert torch.equal(given, torch.ones(4, 8))
+    assert max(d.error for d in c.differences) < 0.1
+
+
+def test_sparse_gradients_are_passed_over():
+    """An embedding with sparse gradients would end the comparison with an error."""
+    model = nn.Sequential(nn.Embedding(10, 8, sparse=True), nn.Linear(8, 1))
+    c = amp_core.compare(lambda: model(torch.arange(5)).mean(), "cpu")
+    assert {d.key.name for d in c.at(PARAMETER)} == {"1.weight", "1.bias"}
+
+
+def test_a_policy_and_another_reference(attention, step):
+    """The arguments could be ignored."""
+    exact = amp_core.compare(step(attention), "cpu", policy=OpPolicy.float32("cpu"))
+    assert exact.gradient_error == 0
+    between = amp_core.compare(step(attention), "cpu", dtype=torch.float16, reference=torch.bfloat16)
+    assert between.first_not_finite is not None
+    with pytest.raises(amp_core.AmpError, match="float64"):
+        amp_core.compare(step(attention), "cpu", reference=torch.float64)
+
+
+def test_what_is_no_step_is_refused():
+    """A wrong argument would end in an error from within autograd."""
+    model = nn.Linear(2, 2)
+    with pytest.raises(amp_core.AmpError, match="return the loss"):
+        amp_core.compare(lambda: model(torch.ones(1, 2)), "cpu", scale=2.0)
+    with pytest.raises(TypeError, match="function without arguments"):
+        amp_core.compare(model(torch.ones(1, 2)), "cpu")
+    with pytest.raises(TypeError, match="not str"):
+        amp_core.compare(model, "cpu", model="model")
+    with pytest.raises(TypeError, match="not tuple"):
+        amp_core.record((model,))
+    with pytest.raises(ValueError, match="above 0"):
+        amp_core.compare(model, "cpu", scale=0.0)
+    with pytest.raises(ValueError, match="at least 1"):
+        amp_core.compare(model, "cpu", limit=0)
+    assert model.weight.grad is None
+
+
+def test_a_failing_step_leaves_the_model_as_it_was(attention, step):
+    """An error in the middle would leave a half-trained model."""
+    before = {k: v.clone() for k, v in attention.state_dict().items()}
+    run = step(attention)
+
+    def fn():
+        run()
+        raise KeyError("late")
+
+    with pytest.raises(KeyError):
+        amp_core.compare(fn, "cpu")
+    assert all(torch.equal(v, before[k]) for k, v in attention.state_dict().items())
+
+
+def test_the_report_has_json_and_a_page(attention, step, tmp_path):
+    """Inf is no JSON, and a report about overflow is full of it."""
+    c = amp_core.compare(step(attention), "cpu", dtype=torch.float16)
+    data = json.loads(c.to_json(), parse_constant=lambda name: pytest.fail(name))
+    assert data["ops"][0]["error"] == "inf"
+    assert len(data["ops"]) + len(data["modules"]) + len(data["parameters"]) == len(c.differences)
+    c.to_html(tmp_path / "c.html")
+    assert "blocks.2.attn" in (tmp_path / "c.html").read_text(encoding="utf-8").replace("<wbr>", "")

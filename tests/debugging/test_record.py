@@ -1,0 +1,379 @@
+"""`amp_core.record`: what it counts is what ran, and it changes nothing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import amp_core
+from amp_core import OpPolicy, autocast
+from amp_core.dispatch.engine import engine
+
+BF16 = "bfloat16"
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.head = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 4))
+
+    def forward(self, x):
+        return torch.softmax(self.head(self.first(x)), -1)
+
+
+@pytest.fixture
+def net():
+    torch.manual_seed(0)
+    return Net()
+
+
+@pytest.fixture
+def x():
+    return torch.randn(2, 8)
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays():
+    yield
+    assert not engine("cpu").installed
+    assert engine("cpu").observer is None
+
+
+def ops(recording, **wanted):
+    return [(k, n) for k, n in recording.ops.items() if all(getattr(k, w) == v for w, v in wanted.items())]
+
+
+def test_ops_are_counted_by_dtype_and_module(net, x):
+    """The counts could be of something else than the calls that were made."""
+    with amp_core.record() as r, autocast("cpu"):
+        net(x)
+        net(x)
+    linear = ops(r, op="aten::linear.default")
+    assert [(k.place.module, k.kernel, k.given, k.dtypes, k.result, n) for k, n in linear] == [
+        ("first", "aten::addmm", "float32", BF16, BF16, 2),
+        ("head.1", "aten::addmm", BF16 + "+float32", BF16, BF16, 2),
+    ]
+    assert [(k.place.module, k.dtypes) for k, _ in ops(r, kernel="aten::_softmax")] == [("", BF16)]
+    assert sum(r.ops.values()) == 2 * 4  # two linear, a norm and a softmax: nothing twice, no views
+
+
+def test_the_rule_and_its_origin_are_named(net, x):
+    """A user could not tell which line of which policy made an op run as it did."""
+    policy = OpPolicy.default("cpu").override({"softmax": "fp32", "digamma": "fp32"}, origin="here")
+    with amp_core.record() as r, autocast("cpu", policy=policy):
+        net(x)
+    ((softmax, _),) = ops(r, op="aten::softmax.int")
+    assert (softmax.rule, softmax.origin, softmax.given, softmax.result) == ("fp32", "here", BF16, "float32")
+    assert softmax.widened
+    (cast,) = [k for k in r.casts if k.cause == "aten::softmax.int"]
+    assert (cast.source, cast.result, cast.rule, cast.origin) == (BF16, "float32", "fp32", "here")
+    ((linear, _), _) = ops(r, op="aten::linear.default")
+    assert linear.rule == "lower_precision_fp"
+    assert "default of cpu" in linear.origin
+    assert not linear.widened
+
+
+def test_each_of_two_equal_policies_names_its_own_origin(net, x):
+    """The place that is named would be that of whichever equal policy a region met first."""
+    for place in ("mine", "theirs"):
+        policy = OpPolicy.default("cpu").override({"softmax": "fp32"}, origin=place)
+        with amp_core.record() as r, autocast("cpu", policy=policy):
+            net(x)
+        [(softmax, _)] = ops(r, op="aten::softmax.int")
+        assert softmax.origin == place
+
+
+def test_a_rule_put_on_one_module_is_named(net, x):
+    """What `apply_policy` does would be invisible."""
+    with amp_core.apply_policy(net, {"head.1": {"linear": "fp32"}}), amp_core.record() as r, autocast("cpu"):
+        net(x)
+    found = {k.place.module: (k.dtypes, k.origin) for k, _ in ops(r, op="aten::linear.default")}
+    assert found["head.1"] == ("float32", "module glob 'head.1'")
+    assert found["first"][0] == BF16
+
+
+def test_a_module_in_float32_is_named(net, x):
+    """Its casts would pass for the program's own, and its ops for ops without a rule."""
+    with amp_core.apply_policy(net, {"head": "fp32"}), amp_core.record() as r, autocast("cpu"):
+        net(x)
+    rule = ("fp32", "module rule 'fp32'")
+    (cast,) = [k for k in r.casts if k.place.module == "head"]
+    assert (cast.source, cast.result, cast.rule, cast.origin) == (BF16, "float32", *rule)
+    ((linear, _),) = [(k, n) for k, n in ops(r, kernel="aten::addmm") if k.place.module == "head.1"]
+    assert (linear.dtypes, linear.rule, linear.origin) == ("float32", *rule)
+
+
+def test_a_device_of_another_maker_is_recorded():
+    """On a device whose rules are in Python alone there would be nothing to see."""
+    script = Path(__file__).parent / "data" / "another_device.py"
+    done = subprocess.run(
+        [sys.executable, "-W", "error", script], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_distributed_models():
+    """Under DDP or FSDP2 a recording would fail, or a comparison write to memory that FSDP freed."""
+    script = Path(__file__).parent / "data" / "distributed.py"
+    command = [sys.executable, script]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_casts_bytes_and_repeats_of_weights(net, x):
+    """The cost of casting the same weight again would not show, or show where there is none."""
+    with amp_core.record() as r:
+        for _ in range(3):
+            with autocast("cpu"):
+                net.first(x)
+                net.first(x)  # torch's cache serves this one
+    weight = {k: c for k, c in r.casts.items() if k.weight == "weight"}
+    ((_, count),) = weight.items()
+    assert (count.calls, count.nbytes, count.repeats) == (3, 3 * 64 * 2, 2)
+    frozen = nn.Linear(8, 8).requires_grad_(False)
+    with amp_core.record() as r, autocast("cpu"):
+        frozen(x)
+        frozen(x)
+    assert sum(c.repeats for k, c in r.casts.items() if k.weight) == 2
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_cast_after_a_step_is_no_repeat(net, x, fused):
+    """Fused optimizers move no version counter, so every cast of theirs would pass for a waste."""
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, fused=fused)
+    with amp_core.record() as r:
+        for _ in range(2):
+            with autocast("cpu"):
+                loss = net(x).float().square().sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert sum(c.repeats for k, c in r.casts.items() if k.weight) == 0
+
+
+def test_the_backward_pass_knows_its_modules(net, x):
+    """Ops of the backward pass would be nowhere, or in the module that happened to run last."""
+    with amp_core.record() as r:
+        with autocast("cpu"):
+            y = net(x)
+        y.float().sum().backward()
+    modules = {k.place.module for k, _ in ops(r, phase="backward", kernel="aten::mm")}
+    assert modules == {"first", "head.1"}
+    assert {k.place.module for k, _ in ops(r, kernel="aten::native_layer_norm_backward")} == {"head.0"}
+    assert {k.place.module for k, _ in ops(r, kernel="aten::_softmax_backward_data")} == {""}
+
+
+def test_a_recomputed_forward_counts_as_forward(net, x):
+    """The second forward under activation checkpointing would be taken for a backward pass."""
+    with amp_core.record(net) as r:
+        with autocast("cpu"):
+            y = checkpoint(net, x.requires_grad_(), use_reentrant=False)
+        y.float().sum().backward()
+    found = {(k.phase, k.place.module): n for k, n in ops(r, op="aten::linear.default", dtypes=BF16)}
+    assert found["forward", "first"] == 2
+    assert set(found) == {("forward", "first"), ("forward", "head.1")}
+
+
+def test_results_and_gradients_are_the_same(net, x):
+    """To look would change what is looked at."""
+
+    def step():
+        net.zero_grad()
+        with autocast("cpu"):
+            y = net(x)
+        y.float().square().sum().backward()
+        return [y.detach(), *(p.grad.clone() for p in net.parameters())]
+
+    plain = step()
+    with amp_core.record():
+        recorded = step()
+    assert all(torch.equal(a, b) for a, b in zip(plain, recorded, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(plain, step(), strict=True))
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_cached_casts_show_as_they_are(net, x, inside):
+    """A recording could put the cache out of action, or a cached weight could seem to be cast."""
+    for p in net.parameters():
+        p.requires_grad_(False)
+
+    def run():
+        with autocast("cpu"):
+            return net(x)
+
+    plain = run()
+    if inside:
+        with amp_core.record() as r, amp_core.cached_casts(net):
+            run()
+            recorded = run()
+    else:
+        with amp_core.cached_casts(net):
+            run()
+            with amp_core.record() as r:
+                run()
+                recorded = run()
+    assert torch.equal(plain, recorded)
+    linear = ops(r, op="aten::linear.default")
+    assert [(k.rule, k.dtypes, n) for k, n in linear] == [("lower_precision_fp", BF16, 2)] * 2
+    assert sum(c.repeats for k, c in r.casts.items() if k.weight) == 0
+
+
+def test_other_threads_are_left_alone(net, x):
+    """Ops of a data loader or a server thread would be counted here."""
+    seen = []
+    with amp_core.record() as r:
+
+        def other():
+            with autocast("cpu"):
+                seen.append(net(x).dtype)
+
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+    assert seen == [torch.bfloat16]
+    assert not r.ops
+
+
+def test_recordings_nest(net, x):
+    """The inner of two recordings would take the ops from the outer one."""
+    with amp_core.record() as outer, autocast("cpu"):
+        net(x)
+        with amp_core.record() as inner:
+            net(x)
+        torch.compile(net, backend="eager")(x)  # warns of hooks unless the outer recording prevents it
+    assert sum(outer.ops.values()) == 3 * sum(inner.ops.values()) == 12
+    assert {k.op for k in outer.ops} == {k.op for k in inner.ops}
+
+
+def test_a_failing_model_leaves_nothing_behind(net, x):
+    """An error in the model would leave Python on every op of the process, or wrong module paths."""
+
+    class Broken(nn.Module):
+        def forward(self, x):
+            raise KeyError("broken")
+
+    net.head.append(Broken())
+    with amp_core.record() as r, autocast("cpu"):
+        with pytest.raises(KeyError):
+            net(x)
+        net.first(x)
+    assert [k.place.module for k, n in ops(r, op="aten::linear.default") if n == 1] == ["first", "head.1", ""]
+
+
+def test_a_recording_is_used_once(net, x):
+    """A second block would mix into the first, or break its state."""
+    r = amp_core.record()
+    with r, pytest.raises(amp_core.AmpError, match="on already"):
+        r.__enter__()
+    with r, autocast("cpu"):
+        net(x)
+    assert sum(r.ops.values()) == 4
+
+
+def test_the_report_says_the_same_three_times(net, x, tmp_path):
+    """Text, JSON and page could disagree, or the page could need a network."""
+    with amp_core.record() as r:
+        with autocast("cpu"):
+            y = net(x)
+        y.float().sum().backward()
+    data = json.loads(r.to_json())
+    assert sum(row["calls"] for row in data["ops"]) == sum(r.ops.values())
+    assert {row["weight"] for row in data["repeats"]} == set()
+    assert sum(row["calls"] for row in data["casts"]) == sum(c.calls for c in r.casts.values())
+    text = str(r)
+    assert "linear (addmm)" in text
+    assert "head.1" in text
+    r.to_html(tmp_path / "r.html")
+    page = (tmp_path / "r.html").read_text(encoding="utf-8")
+    assert page.count("<tbody>") == sum(
+        bool(data[k]) for k in data if isinstance(data[k], list) and k != "notes"
+    )
+    assert "http" not in page
+    assert "src=" not in page
+
+
+def test_diff_names_what_changed(net, x):
+    """Two policies could not be told apart by what they did."""
+    policy = OpPolicy.default("cpu").override({"softmax": "fp32"})
+    with amp_core.record() as one, autocast("cpu"):
+        net(x)
+    with amp_core.record() as two, autocast("cpu", policy=policy):
+        net(x)
+    assert json.loads(one.diff(one).to_json())["changes"] == []
+    (row,) = json.loads(one.diff(two).to_json())["changes"]
+    assert (row["op"], row["here"], row["there"]) == ("_softmax", f"{BF16} x 1", "float32 x 1")
+    assert row["why"] == "(no rule) -> fp32"
+
+
+def test_plain_text_needs_no_rich(net):
+    """`print(r)` would fail where the extra is not installed."""
+    code = (
+        "import sys; sys.modules['rich'] = None\n"
+        "import torch, amp_core\n"
+        "assert 'amp_core.debugging' not in sys.modules\n"
+        "with amp_core.record() as r: torch.ones(2) + 1\n"
+        "print(r)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "add.Tensor" in done.stdout
+
+
+def test_rich_prints_the_tables(net, x):
+    """`rich.print(r)` would show the plain text, folded."""
+    rich = pytest.importorskip("rich.console")
+    with amp_core.record() as r, autocast("cpu"):
+        net(x)
+    console = rich.Console(width=160, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(r)
+    assert "Ops by dtype" in console.export_text()
+    console.file.close()
+
+
+@pytest.mark.filterwarnings("ignore:torch.compile with fullgraph=True found no compiled")  # torch 2.12
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_what_is_compiled_runs_eagerly_in_the_block_alone(net, x, fullgraph):
+    """Dynamo gives up each frame that it meets under a mode: a recording would undo compilation for good."""
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(net, backend="aot_eager", fullgraph=fullgraph)
+    fresh = torch.compile(lambda v: net(v) * 2, backend="aot_eager", fullgraph=fullgraph)
+    with autocast("cpu"):
+        plain = compiled(x)
+        with amp_core.record(net) as r:
+            recorded = compiled(x)
+            fresh(x)
+        before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        again = compiled(x)
+        after = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        twice = fresh(x)
+    assert torch.equal(recorded, plain)
+    assert torch.equal(again, plain)
+    assert torch.equal(twice, 2 * plain)
+    assert before == after == 1
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+    assert [(k.place.module, n) for k, n in ops(r, op="aten::linear.default")] == [
+        ("first", 2),
+        ("head.1", 2),
+    ]
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+
+
+def test_a_backward_pass_compiled_before_says_so(net, x):
+    """A report that lacks what a compiled backward pass did would pass for complete."""
+    compiled = torch.compile(net, backend="aot_eager")
+    with autocast("cpu"):
+        loss = compiled(x).float().sum()
+    with amp_core.record() as r:
+        loss.backward()
+    assert "A backward pass ran that torch.compile had compiled" in str(r)
+    torch.compiler.reset()

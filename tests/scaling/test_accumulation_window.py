@@ -1,0 +1,226 @@
+"""Micro-batches that overflow are left out of an accumulation window, or only named."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from amp_core import AccumulationWindow, GradScaler
+from amp_core.callbacks import Logging
+
+PARTS = 4
+
+
+class Run:
+    def __init__(self, kind: Any = torch.optim.SGD, fused: bool = False, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+        self.optimizer = kind(self.model.parameters(), lr=0.25, fused=fused)
+        self.batch = torch.randn(PARTS, 5, 3)
+        self.scaler = GradScaler("cpu", 8.0, named_parameters=self.model.named_parameters(), **options)
+
+    def backward(self, part: int, bad: bool = False) -> None:
+        self.scaler.scale(self.model(self.batch[part]).square().mean() / PARTS).backward()
+        if bad:
+            self.model[2].bias.grad[1] = math.nan
+
+    def window(self, bad: set[int], **options: Any) -> None:
+        self.optimizer.zero_grad()
+        with AccumulationWindow(self.scaler, self.optimizer, **options) as window:
+            for part in range(PARTS):
+                with window.micro_batch():
+                    self.backward(part, part in bad)
+
+    def step(self) -> None:
+        self.scaler.step(self.optimizer, max_norm=1.0)
+        self.scaler.update()
+
+    def parameters(self) -> list[torch.Tensor]:
+        return [p.detach().clone() for p in self.model.parameters()]
+
+    def gradients(self) -> list[torch.Tensor]:
+        return [p.grad.clone() for p in self.model.parameters()]
+
+
+def same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
+    return all(map(torch.equal, ours, theirs))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("bad", [set(), {0}, {3}, {1, 2}])
+def test_the_sum_is_that_of_the_good_micro_batches(bad: set[int], fused: bool) -> None:
+    """A bad micro-batch spoils the sum, or a good one is left out, or counted twice."""
+    ours, plain = Run(fused=fused), Run(fused=fused)
+    ours.window(bad, reweight=False)
+    for part in sorted(set(range(PARTS)) - bad):
+        plain.backward(part)
+    assert same(ours.gradients(), plain.gradients())
+    ours.step()
+    plain.step()
+    assert same(ours.parameters(), plain.parameters())
+    record = ours.scaler.history[-1]
+    assert (record.skipped, record.bad_micro_batches) == (False, tuple(sorted(bad)))
+    assert [b.name for b in record.bad_parameters] == ["2.bias"] * bool(bad)
+    assert ours.scaler.get_scale() == (4.0 if bad else 8.0)
+
+
+def test_a_mean_stays_a_mean() -> None:
+    """The gradients of a window with a hole are too small, or those of a whole one are touched."""
+    ours, plain = Run(), Run()
+    ours.window({1})
+    for part in (0, 2, 3):
+        plain.backward(part)
+    torch.testing.assert_close(ours.gradients(), [g * 4 / 3 for g in plain.gradients()])
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_window_of_bad_micro_batches_is_skipped(kind: Any, fused: bool) -> None:
+    """With nothing left of the window, the optimizer steps on zeros: weight decay and momentum move it."""
+    run = Run(kind, fused)
+    run.window(set())
+    run.step()
+    before = run.parameters()
+    run.window(set(range(PARTS)))
+    run.step()
+    record = run.scaler.last_step[run.optimizer]
+    assert same(run.parameters(), before)
+    assert (record.skipped, record.bad_micro_batches) == (True, (0, 1, 2, 3))
+    assert [b.name for b in record.bad_parameters] == ["2.bias"]
+    assert run.scaler.get_scale() == 4.0
+
+
+def test_watching_alone_names_the_first_bad_micro_batch() -> None:
+    """Whoever wants the whole window skipped does not learn which micro-batch was to blame."""
+    run, plain = Run(), Run()
+    run.window({2}, leave_out=False)
+    for part in range(PARTS):
+        plain.backward(part, part == 2)
+    for ours, theirs in zip(run.gradients(), plain.gradients(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+    before = run.parameters()
+    run.step()
+    assert same(run.parameters(), before)
+    assert run.scaler.history[-1].bad_micro_batches == (2,)
+
+
+def test_the_log_says_which(caplog: pytest.LogCaptureFixture) -> None:
+    """A step that was taken on a part of its micro-batches leaves no line in the log."""
+    run = Run()
+    caplog.set_level(logging.WARNING, "amp_core")
+    with Logging().listen(run.scaler):
+        run.window({1, 3})
+        run.step()
+        run.window(set(range(PARTS)))
+        run.step()
+    assert [record.getMessage() for record in caplog.records] == [
+        "SGD left micro-batch 1, 3 out of step 0: inf or NaN at scale 8 in 2.bias",
+        "SGD skipped step 1: inf or NaN in micro-batch 0, 1, 2, 3 at scale 4 in 2.bias",
+    ]
+
+
+def test_a_micro_batch_that_raises_is_left_out() -> None:
+    """Half of a micro-batch that was given up stays in the sum."""
+    run, plain = Run(), Run()
+    with AccumulationWindow(run.scaler, run.optimizer, reweight=False) as window:
+        for part in range(PARTS):
+            try:
+                with window.micro_batch():
+                    run.backward(part)
+                    if part == 1:
+                        raise MemoryError
+            except MemoryError:
+                pass
+            if part != 1:
+                plain.backward(part)
+    assert same(run.gradients(), plain.gradients())
+
+
+def test_parameters_without_gradients() -> None:
+    """A parameter that a micro-batch does not reach loses its sum, or the names slip by one."""
+    first, second = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
+    named = [("first." + n, p) for n, p in first.named_parameters()]
+    named += [("second." + n, p) for n, p in second.named_parameters()]
+    first.bias.requires_grad_(False)
+    optimizer = torch.optim.SGD([p for _, p in named], lr=0.25)
+    scaler = GradScaler("cpu", 8.0, named_parameters=named)
+    with AccumulationWindow(scaler, optimizer, reweight=False) as window:
+        for model in (first, second, first):
+            with window.micro_batch():
+                scaler.scale(model(torch.ones(2)).sum()).backward()
+                if model is second:
+                    second.weight.grad[0, 1] = math.inf
+    assert first.weight.grad.tolist() == [[16.0, 16.0]]
+    assert second.weight.grad.tolist() == [[0.0, 0.0]]
+    scaler.step(optimizer)
+    assert [b.name for b in scaler.last_step[optimizer].bad_parameters] == ["second.weight"]
+
+
+def test_a_window_serves_again() -> None:
+    """What one step left in a window shows up in the next."""
+    run = Run()
+    window = AccumulationWindow(run.scaler, run.optimizer)
+    for bad in ({1}, set(), {0, 3}):
+        run.optimizer.zero_grad()
+        with window:
+            for part in range(PARTS):
+                with window.micro_batch():
+                    run.backward(part, part in bad)
+        run.step()
+        assert run.scaler.history[-1].bad_micro_batches == tuple(sorted(bad))
+
+
+def test_keys_and_disabled_scalers() -> None:
+    """A window lowers the scale of another key, or fails where scaling is switched off."""
+    run = Run()
+    run.optimizer.zero_grad()
+    with AccumulationWindow(run.scaler, run.optimizer, key="g") as window:
+        for part in range(PARTS):
+            with window.micro_batch():
+                run.scaler.scale(run.model(run.batch[part]).mean(), key="g").backward()
+                if part == 2:
+                    run.model[0].weight.grad.fill_(math.inf)
+    run.scaler.step(run.optimizer, key="g")
+    run.scaler.update()
+    assert (run.scaler.get_scale(), run.scaler.get_scale("g")) == (8.0, 4.0)
+    assert run.scaler.history[-1].bad_micro_batches == (2,)
+    run.scaler = GradScaler("cpu", enabled=False)
+    run.window(set())
+    run.step()
+
+
+def test_what_a_window_cannot_take() -> None:
+    """Gradients of two scales are added up, or a sparse gradient is spoilt."""
+    run = Run()
+    run.window(set())
+    run.scaler.unscale_(run.optimizer)
+    window = AccumulationWindow(run.scaler, run.optimizer)
+    with pytest.raises(RuntimeError, match="gradients of this SGD that were unscaled"), window.micro_batch():
+        pass
+    table = torch.nn.Embedding(3, 2, sparse=True)
+    window = AccumulationWindow(run.scaler, torch.optim.SGD(table.parameters(), lr=0.1))
+    with pytest.raises(TypeError, match="sparse"), window.micro_batch():
+        run.scaler.scale(table(torch.tensor([1])).sum()).backward()
+    assert table.weight.grad is None
+
+
+class Waits(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_window_does_not_wait_for_the_device() -> None:
+    """The check of each micro-batch waits for the device."""
+    run = Run(fused=True)
+    with Waits() as waits:
+        run.window({1})
+        run.step()
+    assert waits.count == 0

@@ -1,0 +1,89 @@
+"""The factor of a step: the host's arithmetic against torch's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TypeVar
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from amp_core.scaling import arithmetic
+from amp_core.scaling.arithmetic import any_of, overflows, reciprocal, unscale_and_clip
+
+T = TypeVar("T")
+POSITIVE = st.floats(0.0, math.inf, width=32, allow_nan=False, exclude_min=True)
+NORMS = st.floats(0.0, math.inf, width=32) | st.just(math.nan)
+DTYPES = st.sampled_from([torch.float32, torch.float64])
+
+
+def here_and_there(call: Callable[[], T]) -> tuple[T, T]:
+    """Return what `call` gives where the host reads the numbers, and where torch's operations do."""
+    here = call()
+    with patch.object(arithmetic, "_is_at_hand", lambda *_: False):
+        return here, call()
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(scale=POSITIVE)
+def test_the_reciprocal_is_torchs(scale: float) -> None:
+    """Gradients that are unscaled on the CPU differ from torch's in the last bit."""
+    ours = reciprocal(torch.tensor(scale))
+    assert torch.equal(ours, torch.tensor(scale).double().reciprocal().float())
+
+
+@pytest.mark.parametrize("as_divisor", [False, True])
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(norm=NORMS, scale=POSITIVE, max_norm=st.floats(0.0, math.inf, width=32), dtype=DTYPES)
+def test_the_host_clips_as_a_device_does(
+    as_divisor: bool, norm: float, scale: float, max_norm: float, dtype: torch.dtype
+) -> None:
+    """A step on the CPU, fused or not, is clipped otherwise than one on a GPU, or divides by zero."""
+    numbers = torch.tensor(norm, dtype=dtype), torch.tensor(scale)
+    here, there = here_and_there(lambda: unscale_and_clip(*numbers, max_norm, as_divisor=as_divisor))
+    torch.testing.assert_close(here[0], there[0], rtol=0, atol=0, equal_nan=True)
+    assert here[1].dtype is there[1].dtype is torch.float32
+    # What tensors lose of coefficients below float32.
+    lost = 1e-44 if as_divisor else 1e-37 * min(float(reciprocal(numbers[1])), 1e38) + 1e-37
+    share = 1.0 if math.isnan(norm) or not float(here[0]) else max_norm / float(here[0])
+    if share > 1e-37 or not as_divisor:
+        torch.testing.assert_close(here[1], there[1], rtol=1e-6, atol=lost, equal_nan=True)
+
+
+@settings(max_examples=500, deadline=None, derandomize=True)
+@given(
+    norm=NORMS,
+    scale=POSITIVE | st.floats(2.0**-130, 2.0**-120, width=32),
+    dtype=DTYPES,
+)
+def test_the_host_sees_the_overflow_of_a_device(norm: float, scale: float, dtype: torch.dtype) -> None:
+    """With a tiny scale a fused step on the CPU writes infinities that one on a GPU skips."""
+    numbers = torch.tensor(norm, dtype=dtype), torch.tensor(scale)
+    here, there = here_and_there(lambda: overflows(*numbers))
+    assert there is not None
+    assert (0.0 if here is None else here.item()) == there.item()
+
+
+@given(values=st.lists(st.sampled_from([0.0, 1.0]), min_size=1, max_size=4))
+def test_the_host_joins_flags_as_a_device_does(values: list[float]) -> None:
+    """One of several overflows is lost, or a flag is counted twice."""
+    flags = [torch.tensor(value) for value in values]
+    here, there = here_and_there(lambda: any_of(flags))
+    torch.testing.assert_close(here, there, rtol=0, atol=0)
+    assert here.item() == max(values)
+
+
+def test_flags_of_one_element_that_are_no_scalars() -> None:
+    """A library that leaves a flag of shape (1,) beside ours fails in the comparison."""
+    assert any_of([torch.zeros(1), torch.ones(())]).item() == 1.0
+
+
+def test_a_scale_of_zero_is_no_error() -> None:
+    """A scale that another program wrote raises ZeroDivisionError here and is inf elsewhere."""
+    zero = torch.tensor(0.0)
+    here, there = here_and_there(lambda: (reciprocal(zero), *unscale_and_clip(torch.tensor(1.0), zero, 1.0)))
+    assert [float(n) for n in here[:2]] == [float(n) for n in there[:2]] == [math.inf, math.inf]

@@ -1,0 +1,137 @@
+"""The ready-made listeners: TensorBoard, JSON lines, logging, and schedulers that are held back."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from amp_core import GradScaler, plugin
+from amp_core.callbacks import JsonLines, Logging, SkipAwareScheduler, TensorBoard
+
+
+def train(scaler: GradScaler, model: torch.nn.Linear, optimizer: Any, bad: set[int], steps: int = 3) -> None:
+    for number in range(steps):
+        optimizer.zero_grad()
+        scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+        if number in bad:
+            model.bias.grad[1] = math.inf
+        scaler.step(optimizer, max_norm=1.0)
+        scaler.update()
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "fused"])
+def parts(request: pytest.FixtureRequest) -> tuple[GradScaler, torch.nn.Linear, torch.optim.SGD]:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=request.param)
+    return GradScaler("cpu", 8.0, named_parameters=model.named_parameters()), model, optimizer
+
+
+def test_json_lines(parts: Any, tmp_path: Path) -> None:
+    """A line is missing, is no JSON, or does not say which parameter overflowed."""
+    path = tmp_path / "scaler.jsonl"
+    with JsonLines(path).listen(parts[0]):
+        train(*parts, bad={1})
+    train(*parts, bad={0})  # nobody listens any more
+    lines = [json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines()]
+    assert [line["event"] for line in lines] == ["step", "step", "scale_change", "step"]
+    skipped, change = lines[1], lines[2]
+    assert skipped["bad_parameters"] == [{"name": "bias", "nonfinite": 1, "elements": 2}]
+    assert skipped["total_norm"] == "inf"
+    assert (skipped["skipped"], skipped["rank"], skipped["scale_after"]) == (True, None, 4.0)
+    assert change == {
+        "event": "scale_change", "number": 1, "before": 8.0, "after": 4.0, "key": None, "rank": None,
+    }  # fmt: skip
+
+
+def test_json_lines_of_skips_alone_through_a_plugin(parts: Any, tmp_path: Path) -> None:
+    """Taken steps are written though they were not wanted, or a registered listener hears nothing."""
+    listener = JsonLines(tmp_path / "skips.jsonl", only_skipped=True)
+    plugin.register(listener)
+    try:
+        train(*parts, bad={1})
+    finally:
+        plugin.unregister(listener)
+    lines = (tmp_path / "skips.jsonl").read_text().splitlines()
+    assert [json.loads(line)["number"] for line in lines] == [1, 1]
+    with pytest.raises(FileNotFoundError):
+        JsonLines(tmp_path / "nowhere" / "skips.jsonl")
+
+
+def test_logging(parts: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """A skip is not a warning in the log, or does not name its parameter."""
+    caplog.set_level(logging.INFO, "amp_core")
+    with Logging().listen(parts[0]):
+        train(*parts, bad={1})
+    assert [(r.levelname, r.getMessage()) for r in caplog.records] == [
+        ("WARNING", "SGD skipped step 1: inf or NaN at scale 8 in bias (1 of 2)"),
+        ("INFO", "loss scale: 8 -> 4 after step 1"),
+    ]
+    assert caplog.records[0].amp_record["skipped"] is True
+
+
+def test_tensorboard(parts: Any, tmp_path: Path) -> None:
+    """What TensorBoard reads back is not what the scaler did."""
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    listener = TensorBoard(tmp_path)
+    with listener.listen(parts[0]):
+        train(*parts, bad={1})
+    listener.close()
+    events = EventAccumulator(str(tmp_path)).Reload()
+
+    def scalars(tag: str) -> list[tuple[int, float]]:
+        return [(e.step, e.value) for e in events.Scalars(tag)]
+
+    assert dict(scalars("amp/scale")) == {0: 8.0, 1: 8.0, 2: 4.0}
+    assert scalars("amp/SGD/skipped") == [(0, 0.0), (1, 1.0), (2, 0.0)]
+    norms = dict(scalars("amp/SGD/total_norm"))
+    assert math.isinf(norms[1])
+    assert norms[0] == pytest.approx(math.sqrt(6))
+    (text,) = events.Tensors("amp/SGD/skips/text_summary")
+    assert b"bias (1 of 2)" in text.tensor_proto.string_val[0]
+
+
+def test_without_tensorboard(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Someone without TensorBoard is not told how to get it."""
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(ImportError, match=r"pip install 'amp-core\[tensorboard\]'"):
+        TensorBoard(tmp_path)
+
+
+def test_a_scheduler_is_held_back(parts: Any) -> None:
+    """The learning rate moves on skipped steps; torch warns of the order of calls besides."""
+    scaler, model, optimizer = parts
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    rates = []
+    with SkipAwareScheduler(scheduler, scaler):
+        for number in range(4):
+            train(scaler, model, optimizer, {0} if number in (0, 2) else set(), steps=1)
+            scheduler.step()
+            rates.append(scheduler.get_last_lr()[0])
+    assert rates == [0.1, 0.05, 0.05, 0.025]
+    train(scaler, model, optimizer, {0}, steps=1)
+    scheduler.step()
+    assert scheduler.get_last_lr() == [0.0125]
+
+
+def test_records_carry_the_rank(parts: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """In the logs of many processes nobody can tell whose a skip was."""
+    caplog.set_level(logging.INFO, "amp_core")
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        with JsonLines(tmp_path / "0.jsonl").listen(parts[0]), Logging().listen(parts[0]):
+            train(*parts, bad={0}, steps=1)
+    finally:
+        torch.distributed.destroy_process_group()
+    lines = [json.loads(line) for line in (tmp_path / "0.jsonl").read_text().splitlines()]
+    assert [line["rank"] for line in lines] == [0, 0]
+    assert caplog.messages[0].startswith("SGD on rank 0 skipped step 0")
+    assert parts[0].history[-1].rank == 0  # known although the group is gone
