@@ -84,6 +84,21 @@ class Backend(ABC):
     api_version: ClassVar[int]
     """The contract that the class was written against, as a literal (not `API_VERSION`)."""
 
+    has_float64: bool = True
+    """Whether every device of this type that is present computes in float64."""
+
+    grad_bucket_nbytes: int = 1 << 25
+    """How many bytes of gradients to collect during a backward pass before a kernel reads them."""
+
+    caches_memory: bool = True
+    """Whether the device's allocator keeps freed memory, so that the next tensor gets it cheaply."""
+
+    also_casts: frozenset[str] = frozenset()
+    """Other device types whose tensors a region on this one casts too."""
+
+    aliases: tuple[str, ...] = ()
+    """Words that users write for the device type by mistake; an error then suggests this one."""
+
     @abstractmethod
     def availability(self) -> Availability:
         """Say whether the device can be used now, and why."""

@@ -14,6 +14,8 @@ class CpuBackend(Backend):
 
     device_type = "cpu"
     api_version = 1
+    grad_bucket_nbytes = 1 << 20  # fits in a core's cache
+    caches_memory = False
 
     def availability(self) -> Availability:
         return Availability(

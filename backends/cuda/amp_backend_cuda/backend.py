@@ -22,6 +22,8 @@ class CudaBackend(Backend):
 
     device_type = "cuda"
     api_version = 1
+    also_casts = frozenset({"xla"})  # torch_xla runs programs for "cuda" on its own tensors
+    aliases = ("gpu", "nvidia", "hip", "rocm")
 
     def availability(self) -> Availability:
         if torch.cuda.is_available():

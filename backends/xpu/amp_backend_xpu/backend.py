@@ -14,6 +14,13 @@ class XpuBackend(Backend):
 
     device_type = "xpu"
     api_version = 1
+    aliases = ("intel",)
+
+    @property
+    def has_float64(self) -> bool:  # type: ignore[override]  # known once a driver is asked
+        """Whether all GPUs that are present have float64 units; some consumer models do not."""
+        devices = range(torch.xpu.device_count())
+        return all(torch.xpu.get_device_properties(i).has_fp64 for i in devices)
 
     def availability(self) -> Availability:
         if torch.xpu.is_available():
