@@ -49,7 +49,9 @@ def test_the_whole_kit_on_interpreted_kernels() -> None:
 
     Without two that take a minute of an interpreter and see no other code of the programs.
     """
-    longest = "measure_finds_a_bad_tensor_among_thousands or measure_flags_a_bad_element_at_every_position"
+    longest = (
+        "grad_stats_finds_a_bad_tensor_among_thousands or grad_stats_flags_a_bad_element_at_every_position"
+    )
     passed = run(str(DATA / "interpreted.py"), f"not ({longest})", TRITON_INTERPRET="1")
     assert "failed" not in passed
     assert passed.count("passed") >= 75, passed

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import amp_core
-from amp_core.plugin import Availability, Backend, Registry, manager, process, replace_backend
+from amp_core.plugin import Availability, Backend, Registry, default_manager, manager, replace_backend
 
 
 class Npu(Backend):
@@ -35,8 +35,8 @@ def replaced() -> Iterator[Backend]:
     backend = Npu()
     replace_backend(backend)
     yield backend
-    process.manager().registry.restore(
-        {k: v for k, v in process.manager().registry.snapshot().items() if k != "hpu"}
+    default_manager.manager().registry.restore(
+        {k: v for k, v in default_manager.manager().registry.snapshot().items() if k != "hpu"}
     )
 
 

@@ -51,7 +51,7 @@ class GradStatsConformance(BackendFixtures):
         assert float(found.found_inf) == 0.0, "found_inf is set though everything is finite"
         assert float(found.nonfinite.sum()) == 0.0
 
-    def test_measure_gives_the_promised_shapes_dtypes_and_device(self) -> None:
+    def test_grad_stats_gives_the_promised_shapes_dtypes_and_device(self) -> None:
         """The scaler and the clipping code index and combine these tensors."""
         for dtype in self.dtypes():
             found = self._measure([data.random((4,), dtype), data.random((2, 3), dtype)])
@@ -62,20 +62,20 @@ class GradStatsConformance(BackendFixtures):
             assert (found.found_inf.shape, found.found_inf.dtype) == ((), torch.float32)
             assert {t.device.type for t in vars(found).values()} == {self.device_type}
 
-    def test_measure_norms_of_every_dtype_and_order(self) -> None:
+    def test_grad_stats_norms_of_every_dtype_and_order(self) -> None:
         """The per-tensor and total norms, for the orders that clipping uses."""
         for dtype in self.dtypes():
             tensors = [data.random((n,), dtype, n) for n in data.LENGTHS]
             for order in (2.0, 1.0, 3.0, 0.5, math.inf):
                 self._assert_finite(self._assert_norms(tensors, order))
 
-    def test_measure_accumulates_low_precision_in_float32(self) -> None:
+    def test_grad_stats_accumulates_low_precision_in_float32(self) -> None:
         """A sum kept in float16 overflows or stalls after some thousand elements."""
         for dtype in (d for d in self.dtypes() if d.itemsize == 2):
             self._assert_finite(self._assert_norms([torch.full((70_001,), 3.0, dtype=dtype)]))
             self._assert_finite(self._assert_norms([torch.full((300,), 60000.0, dtype=dtype)]))
 
-    def test_measure_norms_of_every_memory_layout(self) -> None:
+    def test_grad_stats_norms_of_every_memory_layout(self) -> None:
         """Each element counts once, those between and around do not."""
         for dtype in self.dtypes():
             for name, tensor in data.layouts(dtype, self.device):
@@ -86,14 +86,14 @@ class GradStatsConformance(BackendFixtures):
                 )
                 assert float(found.found_inf) == 0.0, f"{name}, {dtype}"
 
-    def test_measure_of_an_expanded_tensor_counts_repetitions(self) -> None:
+    def test_grad_stats_of_an_expanded_tensor_counts_repetitions(self) -> None:
         """The gradient of a sum is one element, seen many times."""
         tensor = torch.tensor([2.0]).to(self.device).expand(100)
         assert float(self.kernels.grad_stats([tensor]).norm) == pytest.approx(
             20.0, rel=self.norm_rtol, abs=0.0
         )
 
-    def test_measure_does_not_read_around_a_view(self) -> None:
+    def test_grad_stats_does_not_read_around_a_view(self) -> None:
         """A view's neighbours, here NaN, belong to somebody else."""
         for dtype in self.dtypes():
             for step in (1, 2):
@@ -104,7 +104,7 @@ class GradStatsConformance(BackendFixtures):
                 expected = total([reference_norm(v, 2.0) for v in values], 2.0)
                 assert float(found.norm) == pytest.approx(expected, rel=self.norm_rtol, abs=0.0)
 
-    def test_measure_flags_a_bad_element_at_every_position(self) -> None:
+    def test_grad_stats_flags_a_bad_element_at_every_position(self) -> None:
         """First, last, and every place in a vector and its tail; the clean tensors beside it stay clean."""
         for dtype in self.dtypes():
             tensors, marks = [], []
@@ -121,7 +121,7 @@ class GradStatsConformance(BackendFixtures):
             assert not wrong, f"{dtype}: {tensors[wrong[0]]} is flagged {1 - marks[wrong[0]]}"
             assert float(found.found_inf) == 1.0
 
-    def test_measure_flags_a_bad_element_in_every_memory_layout(self) -> None:
+    def test_grad_stats_flags_a_bad_element_in_every_memory_layout(self) -> None:
         """No dimensions, strides, odd offsets: the last element is looked at like the first."""
         for dtype in self.dtypes():
             for name, tensor in data.layouts(dtype, self.device):
@@ -132,7 +132,7 @@ class GradStatsConformance(BackendFixtures):
                     assert float(found.found_inf) == 1.0, f"{name}, {dtype}, element {place}"
                     tensor.copy_(bad)
 
-    def test_measure_flags_each_kind_of_bad_element_alone(self) -> None:
+    def test_grad_stats_flags_each_kind_of_bad_element_alone(self) -> None:
         """An inf, -inf or NaN, in a call of one tensor, for every order."""
         for dtype in self.dtypes():
             for bad in BAD:
@@ -145,14 +145,14 @@ class GradStatsConformance(BackendFixtures):
                         assert found.nonfinite.tolist() == [1.0]
                         assert not math.isfinite(float(found.norm)), f"norm of order {order} hides the {bad}"
 
-    def test_measure_found_inf_is_zero_or_one(self) -> None:
+    def test_grad_stats_found_inf_is_zero_or_one(self) -> None:
         """Many bad elements and tensors: the flag is no count."""
         tensors = [torch.full((n,), math.inf, dtype=d) for n in (1, 5, 40) for d in self.dtypes()]
         found = self._measure([*tensors, torch.ones(3)])
         assert float(found.found_inf) == 1.0
         assert found.nonfinite.tolist() == [1.0] * len(tensors) + [0.0]
 
-    def test_measure_keeps_the_flag_over_dtype_groups(self) -> None:
+    def test_grad_stats_keeps_the_flag_over_dtype_groups(self) -> None:
         """A clean group after a bad one must not clear the flag; order and place must not matter."""
         dtypes = self.dtypes() * 2
         for bad in range(len(dtypes)):
@@ -162,13 +162,13 @@ class GradStatsConformance(BackendFixtures):
             assert float(found.found_inf) == 1.0, f"lost the NaN in tensor {bad} ({dtypes[bad]})"
             assert found.nonfinite.tolist() == [float(i == bad) for i in range(len(dtypes))]
 
-    def test_measure_of_mixed_lists_keeps_their_order(self) -> None:
+    def test_grad_stats_of_mixed_lists_keeps_their_order(self) -> None:
         """`norms[i]` belongs to `grads[i]`, whatever the grouping inside."""
         tensors = [torch.full((i + 1,), float(i + 1), dtype=d) for i, d in enumerate(self.dtypes() * 3)]
         tensors.insert(3, torch.empty(0))
         self._assert_finite(self._assert_norms(tensors))
 
-    def test_measure_finds_one_bad_element_among_millions(self) -> None:
+    def test_grad_stats_finds_one_bad_element_among_millions(self) -> None:
         """In the first, an inner and the last place."""
         tensor = torch.ones(self.large_numel, device=self.device)
         for position in (0, self.large_numel // 2 + 1, self.large_numel - 1):
@@ -179,7 +179,7 @@ class GradStatsConformance(BackendFixtures):
         self._assert_finite(found)
         assert float(found.norm) == pytest.approx(math.sqrt(self.large_numel), rel=self.norm_rtol, abs=0.0)
 
-    def test_measure_finds_a_bad_tensor_among_thousands(self) -> None:
+    def test_grad_stats_finds_a_bad_tensor_among_thousands(self) -> None:
         """Lists are cut into chunks too."""
         tensors = [torch.ones(3, device=self.device) for _ in range(data.MANY)]
         for bad in (0, 749, 1499):
@@ -189,7 +189,7 @@ class GradStatsConformance(BackendFixtures):
             assert found.nonfinite.nonzero().flatten().tolist() == [bad]
             tensors[bad] = torch.ones(3, device=self.device)
 
-    def test_measure_does_not_flag_finite_elements_whose_square_overflows(self) -> None:
+    def test_grad_stats_does_not_flag_finite_elements_whose_square_overflows(self) -> None:
         """|g| = 1e20 is finite, and so is its norm."""
         big = [torch.tensor([1e20, -1e20, 3.0]), torch.tensor([1e25]), torch.tensor([3e38])]
         for tensors in ([big[0]], [big[1]], [big[2]], big, [torch.ones(3), big[0]]):
@@ -197,17 +197,17 @@ class GradStatsConformance(BackendFixtures):
         for order in (1.0, 3.0, math.inf):
             self._assert_finite(self._assert_norms(big[:2], order))
 
-    def test_measure_does_not_flag_a_norm_that_overflows(self) -> None:
+    def test_grad_stats_does_not_flag_a_norm_that_overflows(self) -> None:
         """The norm may pass float32; the elements are finite all the same."""
         for tensors in ([torch.full((16,), 3e38)], [torch.full((1,), 3e38)] * 16):
             self._assert_finite(self._measure(tensors))
 
-    def test_measure_of_small_elements_whose_square_underflows(self) -> None:
+    def test_grad_stats_of_small_elements_whose_square_underflows(self) -> None:
         """1e-30 is not nothing; the clipping coefficient depends on it."""
         self._assert_finite(self._assert_norms([torch.full((4,), 1e-30), torch.tensor([2e-25])]))
         self._assert_finite(self._assert_norms([torch.full((4,), 1e-30)]))
 
-    def test_measure_of_subnormals_and_signed_zeros(self) -> None:
+    def test_grad_stats_of_subnormals_and_signed_zeros(self) -> None:
         """Neither is an overflow."""
         for dtype in self.dtypes():
             info = torch.finfo(dtype)
@@ -219,13 +219,13 @@ class GradStatsConformance(BackendFixtures):
         self._assert_finite(found)
         assert float(found.norm) == pytest.approx(2e-40, rel=1e-3, abs=0.0)
 
-    def test_measure_of_no_tensors(self) -> None:
+    def test_grad_stats_of_no_tensors(self) -> None:
         """No gradients: norm 0, no flag, and the promised shapes."""
         found = self.kernels.grad_stats([])
         assert (found.norm.shape, found.norms.shape, found.nonfinite.shape) == ((), (0,), (0,))
         assert (float(found.norm), float(found.found_inf)) == (0.0, 0.0)
 
-    def test_measure_of_empty_tensors(self) -> None:
+    def test_grad_stats_of_empty_tensors(self) -> None:
         """A parameter with no elements has norm 0, alone and among others."""
         empty, values = torch.empty(0), torch.tensor([3.0, 4.0])
         for order in (2.0, math.inf):
@@ -233,7 +233,7 @@ class GradStatsConformance(BackendFixtures):
             assert (float(found.norm), float(found.found_inf)) == (0.0, 0.0)
             self._assert_finite(self._assert_norms([empty, values, torch.empty(2, 0)], order))
 
-    def test_measure_of_complex_gradients(self) -> None:
+    def test_grad_stats_of_complex_gradients(self) -> None:
         """The norm is over absolute values; either part may be bad."""
         self.requires("supports_complex")
         values = data.random((33,), torch.complex64)
@@ -245,7 +245,7 @@ class GradStatsConformance(BackendFixtures):
             tensor[32] = torch.tensor(bad)
             assert float(self._measure([tensor]).found_inf) == 1.0, str(bad)
 
-    def test_measure_only_reads(self) -> None:
+    def test_grad_stats_only_reads(self) -> None:
         """Contents, surroundings and version counters stay, with and without a bad element."""
         for bad in (1.0, math.inf, math.nan):
             values = [torch.full((17,), 2.0, dtype=d) for d in self.dtypes()]
@@ -258,7 +258,7 @@ class GradStatsConformance(BackendFixtures):
             assert all(g.untouched() for g in made), "measure wrote to the gradients"
             assert data.versions(*tensors) == before, "measure moved a version counter"
 
-    def test_measure_results_are_the_callers_own(self) -> None:
+    def test_grad_stats_results_are_the_callers_own(self) -> None:
         """A result must not change with the next call, nor one part of it with another."""
         own = self._measure([torch.tensor([3.0, 4.0])])
         for part, others in ((own.norm, own.norms), (own.found_inf, own.nonfinite)):
@@ -277,13 +277,13 @@ class GradStatsConformance(BackendFixtures):
             0,
         )
 
-    def test_measure_is_outside_of_autograd(self) -> None:
+    def test_grad_stats_is_outside_of_autograd(self) -> None:
         """Gradients of ``create_graph=True`` carry a graph; the measurement must not."""
         leaf = torch.ones(3, device=self.device, requires_grad=True)
         found = self.kernels.grad_stats([leaf * 2])
         assert not any(t.requires_grad for t in vars(found).values())
 
-    def test_measure_is_the_same_every_time(self) -> None:
+    def test_grad_stats_is_the_same_every_time(self) -> None:
         """Bit for bit on the same input."""
         tensors = [data.random((n,), d, n).to(self.device) for n in (1, 1000, 70_001) for d in self.dtypes()]
         first, second = self.kernels.grad_stats(tensors), self.kernels.grad_stats(tensors)
@@ -291,7 +291,7 @@ class GradStatsConformance(BackendFixtures):
             data.same_bits(a, b) for a, b in zip(vars(first).values(), vars(second).values(), strict=True)
         )
 
-    def test_measure_does_not_wait_for_the_device(self) -> None:
+    def test_grad_stats_does_not_wait_for_the_device(self) -> None:
         """The host must not read a value, whether something is bad or not."""
         for value in (1.0, math.inf):
             tensors = [torch.full((5,), value, dtype=d).to(self.device) for d in self.dtypes()]
@@ -301,7 +301,7 @@ class GradStatsConformance(BackendFixtures):
                     self.kernels.grad_stats(tensors, order)
                 assert seen == []
 
-    def test_measure_agrees_with_the_portable_kernel(self) -> None:
+    def test_grad_stats_agrees_with_the_portable_kernel(self) -> None:
         """Within `norm_rtol` for the norms; exactly for the flags."""
         tensors = [data.random((n,), d, n).to(self.device) for n in data.LENGTHS for d in self.dtypes()]
         tensors[5][0] = math.nan

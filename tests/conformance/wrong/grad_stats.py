@@ -19,7 +19,7 @@ def tail(t):
 
 
 class MeasureSkipsTheVectorTail(Portable):
-    fails = ("measure_flags_a_bad_element_at_every_position",)
+    fails = ("grad_stats_flags_a_bad_element_at_every_position",)
 
     def grad_stats(self, grads, norm_type=2.0):
         found = super().grad_stats(grads, norm_type)
@@ -28,7 +28,7 @@ class MeasureSkipsTheVectorTail(Portable):
 
 
 class MeasureSumsTheFlags(Portable):
-    fails = ("measure_found_inf_is_zero_or_one",)
+    fails = ("grad_stats_found_inf_is_zero_or_one",)
 
     def grad_stats(self, grads, norm_type=2.0):
         found = super().grad_stats(grads, norm_type)
@@ -36,7 +36,7 @@ class MeasureSumsTheFlags(Portable):
 
 
 class MeasureClearsTheFlagByLaterGroup(Portable):
-    fails = ("measure_keeps_the_flag_over_dtype_groups",)
+    fails = ("grad_stats_keeps_the_flag_over_dtype_groups",)
 
     def grad_stats(self, grads, norm_type=2.0):
         found = super().grad_stats(grads, norm_type)
@@ -45,7 +45,7 @@ class MeasureClearsTheFlagByLaterGroup(Portable):
 
 
 class MeasureTakesTheFlagFromTheSquares(Portable):
-    fails = ("measure_does_not_flag_finite_elements_whose_square_overflows",)
+    fails = ("grad_stats_does_not_flag_finite_elements_whose_square_overflows",)
 
     def grad_stats(self, grads, norm_type=2.0):
         found = super().grad_stats(grads, norm_type)
@@ -56,7 +56,7 @@ class MeasureTakesTheFlagFromTheSquares(Portable):
 
 
 class MeasureTakesTheFlagFromTheNorm(Portable):
-    fails = ("measure_does_not_flag_a_norm_that_overflows",)
+    fails = ("grad_stats_does_not_flag_a_norm_that_overflows",)
 
     def grad_stats(self, grads, norm_type=2.0):
         found = super().grad_stats(grads, norm_type)
@@ -64,7 +64,7 @@ class MeasureTakesTheFlagFromTheNorm(Portable):
 
 
 class MeasureOverlooksNan(Portable):
-    fails = ("measure_flags_each_kind_of_bad_element_alone",)
+    fails = ("grad_stats_flags_each_kind_of_bad_element_alone",)
 
     def grad_stats(self, grads, norm_type=2.0):
         clean = [torch.where(g.isnan(), torch.ones_like(g), g) for g in grads]
@@ -73,7 +73,7 @@ class MeasureOverlooksNan(Portable):
 
 
 class MeasureOverlooksMinusInf(Portable):
-    fails = ("measure_flags_each_kind_of_bad_element_alone",)
+    fails = ("grad_stats_flags_each_kind_of_bad_element_alone",)
 
     def grad_stats(self, grads, norm_type=2.0):
         if any(g.is_complex() for g in grads):
@@ -84,7 +84,7 @@ class MeasureOverlooksMinusInf(Portable):
 
 
 class MeasureSumsInTheDtypeOfTheGradient(Portable):
-    fails = ("measure_accumulates_low_precision_in_float32",)
+    fails = ("grad_stats_accumulates_low_precision_in_float32",)
 
     def grad_stats(self, grads, norm_type=2.0):
         found = super().grad_stats(grads, norm_type)
@@ -93,7 +93,7 @@ class MeasureSumsInTheDtypeOfTheGradient(Portable):
 
 
 class MeasureSquaresInFloat32(Portable):
-    fails = ("measure_of_small_elements_whose_square_underflows",)
+    fails = ("grad_stats_of_small_elements_whose_square_underflows",)
 
     def grad_stats(self, grads, norm_type=2.0):
         found = super().grad_stats(grads, norm_type)
@@ -104,21 +104,21 @@ class MeasureSquaresInFloat32(Portable):
 
 
 class MeasureIgnoresTheOrder(Portable):
-    fails = ("measure_norms_of_every_dtype_and_order",)
+    fails = ("grad_stats_norms_of_every_dtype_and_order",)
 
     def grad_stats(self, grads, norm_type=2.0):
         return super().grad_stats(grads, 2.0)
 
 
 class MeasureReordersByDtype(Portable):
-    fails = ("measure_of_mixed_lists_keeps_their_order",)
+    fails = ("grad_stats_of_mixed_lists_keeps_their_order",)
 
     def grad_stats(self, grads, norm_type=2.0):
         return super().grad_stats(sorted(grads, key=lambda g: str(g.dtype)), norm_type)
 
 
 class MeasureReadsTheNeighbours(Portable):
-    fails = ("measure_does_not_read_around_a_view",)
+    fails = ("grad_stats_does_not_read_around_a_view",)
 
     def grad_stats(self, grads, norm_type=2.0):
         whole = [
@@ -132,7 +132,7 @@ class MeasureReadsTheNeighbours(Portable):
 
 
 class MeasureRepairsTheGradients(Portable):
-    fails = ("measure_only_reads",)
+    fails = ("grad_stats_only_reads",)
 
     def grad_stats(self, grads, norm_type=2.0):
         found = super().grad_stats(grads, norm_type)
@@ -142,7 +142,7 @@ class MeasureRepairsTheGradients(Portable):
 
 
 class MeasureWritesTheSameBack(Portable):
-    fails = ("measure_only_reads",)
+    fails = ("grad_stats_only_reads",)
 
     def grad_stats(self, grads, norm_type=2.0):
         for g in grads:
@@ -151,7 +151,7 @@ class MeasureWritesTheSameBack(Portable):
 
 
 class MeasureReusesItsFlag(Portable):
-    fails = ("measure_results_are_the_callers_own",)
+    fails = ("grad_stats_results_are_the_callers_own",)
 
     flag = torch.zeros(())
 
@@ -162,7 +162,7 @@ class MeasureReusesItsFlag(Portable):
 
 
 class MeasureFailsOnNothing(Portable):
-    fails = ("measure_of_no_tensors",)
+    fails = ("grad_stats_of_no_tensors",)
 
     def grad_stats(self, grads, norm_type=2.0):
         assert grads, "no gradients"
@@ -170,14 +170,14 @@ class MeasureFailsOnNothing(Portable):
 
 
 class MeasureLooksAtTheRealPart(Portable):
-    fails = ("measure_of_complex_gradients",)
+    fails = ("grad_stats_of_complex_gradients",)
 
     def grad_stats(self, grads, norm_type=2.0):
         return super().grad_stats([g.real for g in grads], norm_type)
 
 
 class MeasureReadsTheFlag(Portable):
-    fails = ("measure_does_not_wait_for_the_device",)
+    fails = ("grad_stats_does_not_wait_for_the_device",)
 
     def grad_stats(self, grads, norm_type=2.0):
         found = super().grad_stats(grads, norm_type)
@@ -186,7 +186,7 @@ class MeasureReadsTheFlag(Portable):
 
 
 class MeasureFlagIsBool(Portable):
-    fails = ("measure_gives_the_promised_shapes_dtypes_and_device",)
+    fails = ("grad_stats_gives_the_promised_shapes_dtypes_and_device",)
 
     def grad_stats(self, grads, norm_type=2.0):
         found = super().grad_stats(grads, norm_type)
@@ -194,7 +194,7 @@ class MeasureFlagIsBool(Portable):
 
 
 class MeasureLooksAtTheFirstThousand(Portable):
-    fails = ("measure_finds_a_bad_tensor_among_thousands",)
+    fails = ("grad_stats_finds_a_bad_tensor_among_thousands",)
 
     def grad_stats(self, grads, norm_type=2.0):
         found = super().grad_stats(grads, norm_type)
@@ -202,7 +202,7 @@ class MeasureLooksAtTheFirstThousand(Portable):
 
 
 class MeasureOverlooksScalars(Portable):
-    fails = ("measure_flags_a_bad_element_in_every_memory_layout",)
+    fails = ("grad_stats_flags_a_bad_element_in_every_memory_layout",)
 
     def grad_stats(self, grads, norm_type=2.0):
         found = super().grad_stats(grads, norm_type)
@@ -210,7 +210,7 @@ class MeasureOverlooksScalars(Portable):
 
 
 class MeasureSharesItsParts(Portable):
-    fails = ("measure_results_are_the_callers_own",)
+    fails = ("grad_stats_results_are_the_callers_own",)
 
     def grad_stats(self, grads, norm_type=2.0):
         found = super().grad_stats(grads, norm_type)

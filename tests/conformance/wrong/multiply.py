@@ -8,7 +8,7 @@ from amp_core.kernels import Portable
 
 
 class ScaleChecksBeforeTheMultiplyOnly(Portable):
-    fails = ("scale_flags_a_product_that_overflows",)
+    fails = ("multiply_flags_a_product_that_overflows",)
 
     def multiply_(self, grads, factor, found_inf=None):
         bad = super().grad_stats(grads).found_inf if grads else torch.zeros(())
@@ -18,7 +18,7 @@ class ScaleChecksBeforeTheMultiplyOnly(Portable):
 
 
 class ScaleClearsTheFlag(Portable):
-    fails = ("scale_leaves_a_set_flag_set",)
+    fails = ("multiply_leaves_a_set_flag_set",)
 
     def multiply_(self, grads, factor, found_inf=None):
         if found_inf is not None:
@@ -28,8 +28,8 @@ class ScaleClearsTheFlag(Portable):
 
 class ScaleCountsUp(Portable):
     fails = (
-        "scale_leaves_a_set_flag_set",
-        "scale_found_inf_is_zero_or_one",
+        "multiply_leaves_a_set_flag_set",
+        "multiply_found_inf_is_zero_or_one",
     )
 
     def multiply_(self, grads, factor, found_inf=None):
@@ -41,7 +41,7 @@ class ScaleCountsUp(Portable):
 
 
 class ScaleStopsAtABadElement(Portable):
-    fails = ("scale_multiplies_although_something_is_bad",)
+    fails = ("multiply_works_although_something_is_bad",)
 
     def multiply_(self, grads, factor, found_inf=None):
         if any(not torch.isfinite(g).all() for g in grads):
@@ -52,7 +52,7 @@ class ScaleStopsAtABadElement(Portable):
 
 
 class ScaleRoundsTheFactorFirst(Portable):
-    fails = ("scale_multiplies_in_float32_or_wider",)
+    fails = ("multiply_works_in_float32_or_wider",)
 
     def multiply_(self, grads, factor, found_inf=None):
         for g in grads:
@@ -60,7 +60,7 @@ class ScaleRoundsTheFactorFirst(Portable):
 
 
 class ScaleForgetsTheLastElement(Portable):
-    fails = ("scale_multiplies_in_float32_or_wider",)
+    fails = ("multiply_works_in_float32_or_wider",)
 
     def multiply_(self, grads, factor, found_inf=None):
         kept = [g[-1:].clone() if g.dim() == 1 and g.numel() == 33 else None for g in grads]
@@ -71,14 +71,14 @@ class ScaleForgetsTheLastElement(Portable):
 
 
 class ScaleWritesBehindAutograd(Portable):
-    fails = ("scale_writes_the_gradients_and_the_flag_alone",)
+    fails = ("multiply_writes_the_gradients_and_the_flag_alone",)
 
     def multiply_(self, grads, factor, found_inf=None):
         super().multiply_([g.data for g in grads], factor, found_inf)
 
 
 class ScaleInvertsTheFactorInPlace(Portable):
-    fails = ("scale_writes_the_gradients_and_the_flag_alone",)
+    fails = ("multiply_writes_the_gradients_and_the_flag_alone",)
 
     def multiply_(self, grads, factor, found_inf=None):
         super().multiply_(grads, factor, found_inf)
@@ -86,7 +86,7 @@ class ScaleInvertsTheFactorInPlace(Portable):
 
 
 class ScaleBranchesOnTheHost(Portable):
-    fails = ("scale_does_not_wait_for_the_device",)
+    fails = ("multiply_does_not_wait_for_the_device",)
 
     def multiply_(self, grads, factor, found_inf=None):
         if float(factor) != 1.0:
@@ -94,14 +94,14 @@ class ScaleBranchesOnTheHost(Portable):
 
 
 class ScaleLosesTheSecondChunk(Portable):
-    fails = ("scale_of_thousands_of_tensors",)
+    fails = ("multiply_of_thousands_of_tensors",)
 
     def multiply_(self, grads, factor, found_inf=None):
         super().multiply_(list(grads)[:512], factor, found_inf)
 
 
 class ScaleRepairsNan(Portable):
-    fails = ("scale_keeps_what_is_not_finite",)
+    fails = ("multiply_keeps_what_is_not_finite",)
 
     def multiply_(self, grads, factor, found_inf=None):
         super().multiply_(grads, factor, found_inf)
@@ -111,7 +111,7 @@ class ScaleRepairsNan(Portable):
 
 
 class ScaleFlushesSubnormals(Portable):
-    fails = ("scale_keeps_subnormals",)
+    fails = ("multiply_keeps_subnormals",)
 
     def multiply_(self, grads, factor, found_inf=None):
         super().multiply_(grads, factor, found_inf)
@@ -121,14 +121,14 @@ class ScaleFlushesSubnormals(Portable):
 
 
 class ScaleDividesByTheReciprocal(Portable):
-    fails = ("scale_multiplies_in_float32_or_wider",)
+    fails = ("multiply_works_in_float32_or_wider",)
 
     def multiply_(self, grads, factor, found_inf=None):
         super().multiply_(grads, 1 / (1 / factor), found_inf)
 
 
 class ScaleStopsWhereTheFlagIsSet(Portable):
-    fails = ("scale_leaves_a_set_flag_set",)
+    fails = ("multiply_leaves_a_set_flag_set",)
 
     def multiply_(self, grads, factor, found_inf=None):
         if found_inf is not None:
@@ -137,7 +137,7 @@ class ScaleStopsWhereTheFlagIsSet(Portable):
 
 
 class ScaleLooksAtDoublesAsFloats(Portable):
-    fails = ("scale_does_not_flag_what_is_finite",)
+    fails = ("multiply_does_not_flag_what_is_finite",)
 
     def multiply_(self, grads, factor, found_inf=None):
         super().multiply_(grads, factor, found_inf)
