@@ -2,68 +2,89 @@
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+from unittest import mock
 
 import accelerate
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import AutocastKwargs, DistributedType
 from torch import nn
 
-from amp_core import GradScaler, OpPolicy, autocast, get_backend
+from amp_core import GradScaler, OpPolicy, autocast
+from amp_core.integrations.checks import check_scaler
+
+_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 class Accelerator(accelerate.Accelerator):
     """``accelerate.Accelerator`` with mixed precision by amp-core, on the CPU and with float16 there too.
 
-    ``optimizer.step_was_skipped`` is right with fused optimizers (accelerate#4242), so that schedulers are
-    held back with them too. Gradient accumulation, clipping and checkpoints are accelerate's.
+    Its settings are accelerate's: ``mixed_precision=`` or ``ACCELERATE_MIXED_PRECISION``, and in
+    ``kwargs_handlers`` an ``AutocastKwargs`` or a ``GradScalerKwargs``. What amp-core cannot obey is refused.
+    ``optimizer.step_was_skipped`` is right with fused optimizers, so schedulers are held back with them
+    too. Step records name the parameters of the models that it prepares.
 
     Args:
-        amp_dtype: the dtype of low-precision ops; by default the device's.
-        scaler: a `GradScaler`; by default one for float16 and none for other dtypes.
+        scaler: a `GradScaler`; by default one for ``"fp16"``, made with the ``GradScalerKwargs``.
         policy: the `OpPolicy` of forwards; by default the device's.
-        kwargs: for ``accelerate.Accelerator``; `mixed_precision` is not among them.
+        kwargs: as for ``accelerate.Accelerator``.
 
     Raises:
-        TypeError: `mixed_precision` was given as well.
+        ValueError: the settings contradict each other, or leave mixed precision to another library (fp8,
+            DeepSpeed, Megatron-LM, FSDP 1 with float16).
+        TypeError: `scaler` is not amp-core's.
     """
 
     def __init__(
-        self,
-        *,
-        amp_dtype: torch.dtype | None = None,
-        scaler: GradScaler | None = None,
-        policy: OpPolicy | None = None,
-        **kwargs: Any,
+        self, *, scaler: GradScaler | None = None, policy: OpPolicy | None = None, **kwargs: Any
     ) -> None:
-        if kwargs.pop("mixed_precision", None) not in (None, "no"):
-            raise TypeError("mixed_precision= is accelerate's own; say amp_dtype= for amp-core's.")
-        super().__init__(mixed_precision="no", **kwargs)
-        self._amp_dtype = amp_dtype or get_backend(self.device.type).default_dtype()
-        self._amp_policy = policy
-        if scaler is None and self._amp_dtype is torch.float16:
-            scaler = GradScaler(self.device.type)
+        check_scaler(scaler)
+        super().__init__(**kwargs)
+        for refusal in self._refusals(scaler, policy):
+            raise ValueError(refusal)
+        self.native_amp = self.mixed_precision in _DTYPES
+        self._policy = policy
+        if self.mixed_precision == "fp16" and scaler is None:
+            settings = {} if self.scaler_handler is None else self.scaler_handler.to_kwargs()
+            scaler = GradScaler(self.device.type, **settings)
         self.scaler = scaler
 
-    def autocast(self, autocast_handler: Any = None) -> autocast:  # noqa: ARG002  # accelerate's signature
-        """Return a region of amp-core."""
-        return autocast(self.device.type, dtype=self._amp_dtype, policy=self._amp_policy)
+    def _refusals(self, scaler: GradScaler | None, policy: OpPolicy | None) -> Iterator[str]:
+        precision, distributed = self.mixed_precision, self.distributed_type
+        if distributed in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
+            yield f"{distributed.value} does mixed precision itself: use accelerate.Accelerator with it."
+        if precision not in {"no", *_DTYPES}:
+            yield f"mixed_precision={precision!r} is not amp-core's: use accelerate.Accelerator for it."
+        if precision == "fp16" and distributed == DistributedType.FSDP and not self.is_fsdp2:
+            yield "amp-core's GradScaler needs FSDP 2 for float16: set fsdp_version=2 in the FSDP plugin."
+        if scaler is not None and precision != "fp16":
+            yield f"scaler= needs mixed_precision='fp16', and mixed_precision is {precision!r}."
+        if scaler is not None and self.scaler_handler is not None:
+            yield "scaler= and GradScalerKwargs both configure the scaler: give one of them."
+        if policy is not None and precision == "no":
+            yield "policy= needs mixed precision, and mixed_precision is 'no'."
+
+    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
+        """Return a region of amp-core; `autocast_handler` takes the place of the accelerator's own."""
+        return self._region(self.native_amp, autocast_handler or self.autocast_handler)
+
+    def _region(self, native_amp: bool, handler: AutocastKwargs | None) -> AbstractContextManager[Any]:
+        if not native_amp:
+            return nullcontext()
+        settings = {} if handler is None else handler.to_kwargs()
+        dtype = _DTYPES[self.mixed_precision]
+        return autocast(self.device.type, dtype=dtype, policy=self._policy, **settings)
 
     def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         """Prepare the model, its forward in a region of amp-core."""
-        model.forward = self._inside(model.forward)
-        prepared: nn.Module = super().prepare_model(model, *args, **kwargs)
+        with mock.patch("accelerate.accelerator.get_mixed_precision_context_manager", self._region):
+            prepared: nn.Module = super().prepare_model(model, *args, **kwargs)
+        if self.scaler is not None:
+            self.scaler.name_parameters(self.unwrap_model(prepared).named_parameters())
         return prepared
-
-    def _inside(self, forward: Any) -> Any:
-        @functools.wraps(forward)
-        def in_region(*args: Any, **kwargs: Any) -> Any:
-            with self.autocast():
-                outputs = forward(*args, **kwargs)
-            return accelerate.utils.convert_to_fp32(outputs)
-
-        return in_region
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
         """Prepare the optimizer; its ``step_was_skipped`` asks the scaler."""
@@ -71,17 +92,11 @@ class Accelerator(accelerate.Accelerator):
         prepared.__class__ = _Optimizer
         return prepared
 
-    def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Unscale the gradients of `optimizer`, by default of all, so that they can be clipped."""
-        if self.scaler is None:
-            return
-        given = self._optimizers if optimizer is None else optimizer
-        for one in given if isinstance(given, (list, tuple)) else [given]:
-            self.scaler.unscale_(one.optimizer if isinstance(one, AcceleratedOptimizer) else one)
-
 
 class _Optimizer(AcceleratedOptimizer):
     @property
     def step_was_skipped(self) -> bool:
-        record = self.scaler.last_step.get(self.optimizer) if self.scaler is not None else None
+        if self.scaler is None or not self.scaler.is_enabled():
+            return False
+        record = self.scaler.last_step.get(self.optimizer)
         return record is not None and record.skipped

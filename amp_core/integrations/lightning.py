@@ -1,9 +1,9 @@
-"""Lightning 2.6: `MixedPrecision` for the Trainer, `FabricMixedPrecision` for Fabric."""
+"""Lightning: `MixedPrecision` for the Trainer, `FabricMixedPrecision` for Fabric. Tried with 2.6."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -11,9 +11,12 @@ from lightning.fabric.plugins.precision import MixedPrecision as TheirFabricPrec
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.precision import MixedPrecision as TheirPrecision
 from lightning.pytorch.utilities import GradClipAlgorithmType
-from torch.optim import Optimizer
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import nn
+from torch.optim import LBFGS, Optimizer
 
 from amp_core import GradScaler, OpPolicy, autocast
+from amp_core.integrations.checks import check_scaler
 
 _DTYPES = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 
@@ -22,15 +25,18 @@ class MixedPrecision(TheirPrecision):
     """Lightning's precision plugin over amp-core: ``Trainer(plugins=[MixedPrecision("16-mixed", "cpu")])``.
 
     Unlike Lightning's, it clips gradients of fused optimizers too, by norm in the passes that unscale them.
+    Step records name the parameters of the module.
 
     Args:
         precision: ``"16-mixed"`` (with a scaler) or ``"bf16-mixed"``.
         device: a device type with a backend of amp-core.
-        scaler: by default a new `GradScaler` for ``"16-mixed"``, none for ``"bf16-mixed"``.
+        scaler: by default a new `GradScaler` for ``"16-mixed"``; ``"bf16-mixed"`` takes none.
         policy: the `OpPolicy` of the forward; by default the device's.
 
     Raises:
         ValueError: another precision; Lightning's text.
+        MisconfigurationException: a scaler for ``"bf16-mixed"``; Lightning's text.
+        TypeError: `scaler` is not amp-core's.
     """
 
     def __init__(
@@ -40,24 +46,47 @@ class MixedPrecision(TheirPrecision):
         scaler: GradScaler | None = None,
         policy: OpPolicy | None = None,
     ) -> None:
+        check_scaler(scaler)
         if scaler is None and precision == "16-mixed":
             scaler = GradScaler(device)
         super().__init__(precision, device, scaler)
         self._policy = policy
+        self._unscaled: set[int] = set()  # ids of the optimizers whose gradients are, until they step
+
+    def connect(
+        self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
+    ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
+        """Let step records name the parameters of `model`."""
+        if self.scaler is not None:
+            self.scaler.name_parameters(model.named_parameters())
+        return model, optimizers, lr_schedulers
 
     def optimizer_step(
         self, optimizer: Optimizer, model: Any, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        """Run the closure, clip, and step or skip; what skips it is in ``scaler.last_step``."""
-        if self.scaler is None:
+        """Run the closure, clip, and step or skip; ``scaler.last_step`` says which.
+
+        Raises:
+            MisconfigurationException: the optimizer is LBFGS; Lightning's text.
+        """
+        if self.scaler is None or isinstance(optimizer, LBFGS):
             return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
         result = closure()
+        left_out = result is None and model.automatic_optimization
+        if not left_out and _reads_gradients(model):
+            self._unscale(optimizer)
         self._after_closure(model, optimizer)
-        if result is None and model.automatic_optimization:  # the training step was left out
+        if left_out:
             return result
         result = self.scaler.step(optimizer, **kwargs)
         self.scaler.update()
+        self._unscaled.discard(id(optimizer))
         return result
+
+    def _unscale(self, optimizer: Optimizer) -> None:
+        if id(optimizer) not in self._unscaled:
+            self.scaler.unscale_(optimizer)
+            self._unscaled.add(id(optimizer))
 
     def clip_gradients(
         self,
@@ -65,29 +94,34 @@ class MixedPrecision(TheirPrecision):
         clip_val: float = 0.0,
         gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
     ) -> None:
-        """Unscale and clip, whatever the optimizer."""
-        if self.scaler is None or clip_val <= 0:
-            super().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
-        elif gradient_clip_algorithm == GradClipAlgorithmType.NORM:
-            self.scaler.clip_grad_norm_(optimizer, clip_val)
-        else:
-            self.scaler.unscale_(optimizer)
-            self.clip_grad_by_value(optimizer, clip_val)
+        """Clip the gradients of any optimizer, unscaled."""
+        if self.scaler is not None and clip_val > 0:
+            if gradient_clip_algorithm == GradClipAlgorithmType.NORM:
+                self.scaler.clip_grad_norm_(optimizer, clip_val)
+                self._unscaled.add(id(optimizer))
+                return
+            self._unscale(optimizer)
+        super(TheirPrecision, self).clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
 
-    @contextmanager
-    def forward_context(self) -> Generator[None, None, None]:
-        """Run the forward in a region of amp-core."""
-        with autocast(self.device, dtype=_DTYPES[self.precision], policy=self._policy):
-            yield
+    def autocast_context_manager(self) -> autocast:
+        """Return the region of amp-core in which forwards run."""
+        return autocast(self.device, dtype=_DTYPES[self.precision], cache_enabled=False, policy=self._policy)
+
+
+def _reads_gradients(model: Any) -> bool:
+    """Return whether a hook of the user's reads gradients between the backward pass and the step."""
+    if is_overridden("configure_gradient_clipping", model):
+        return True
+    return any(is_overridden("on_before_optimizer_step", one) for one in (model, *model.trainer.callbacks))
 
 
 class HoldSchedulers(Callback):
-    """Holds learning-rate schedulers back where their optimizer's step was skipped (Lightning#18828)."""
+    """Hold learning-rate schedulers back where their optimizer's step was skipped."""
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Put a condition on the module's ``lr_scheduler_step``."""
+        """Make the module's ``lr_scheduler_step`` depend on the last step."""
         scaler, step = trainer.precision_plugin.scaler, pl_module.lr_scheduler_step
-        if not isinstance(scaler, GradScaler):
+        if not isinstance(scaler, GradScaler) or not scaler.is_enabled():
             return
 
         def step_unless_skipped(scheduler: Any, metric: Any) -> None:
@@ -98,7 +132,7 @@ class HoldSchedulers(Callback):
         pl_module.lr_scheduler_step = step_unless_skipped
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
-        """Take it off again."""
+        """Restore the module's ``lr_scheduler_step``."""
         pl_module.__dict__.pop("lr_scheduler_step", None)
 
 
@@ -119,10 +153,18 @@ class FabricMixedPrecision(TheirFabricPrecision):
         scaler: GradScaler | None = None,
         policy: OpPolicy | None = None,
     ) -> None:
+        check_scaler(scaler)
         if scaler is None and precision == "16-mixed":
             scaler = GradScaler(device)
         super().__init__(precision, device, scaler)
         self._policy = policy
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Let step records name the parameters of `module`."""
+        if self.scaler is not None:
+            self.scaler.name_parameters(module.named_parameters())
+        converted: nn.Module = super().convert_module(module)
+        return converted
 
     def forward_context(self) -> AbstractContextManager[Any]:
         """Return the region of amp-core in which forwards run."""

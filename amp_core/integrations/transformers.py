@@ -6,7 +6,6 @@ import functools
 from typing import Any
 from unittest import mock
 
-import torch
 import transformers
 
 from amp_core import GradScaler, OpPolicy
@@ -16,27 +15,27 @@ from amp_core.integrations.accelerate import Accelerator
 class Trainer(transformers.Trainer):
     """``transformers.Trainer`` over `amp_core.integrations.accelerate.Accelerator`.
 
+    ``fp16`` and ``bf16`` of its ``TrainingArguments`` choose the dtype, on the CPU too.
+
     Args:
-        args: as for ``transformers.Trainer``; leave ``fp16`` and ``bf16`` of the arguments off.
-        amp_dtype: the dtype of low-precision ops; by default the device's.
-        scaler: a `GradScaler`; by default one for float16 and none for other dtypes.
+        args: as for ``transformers.Trainer``.
+        scaler: a `GradScaler`; by default one for ``fp16``.
         policy: the `OpPolicy` of forwards; by default the device's.
         kwargs: as for ``transformers.Trainer``.
+
+    Raises:
+        ValueError: as for `amp_core.integrations.accelerate.Accelerator`.
+        TypeError: `scaler` is not amp-core's.
     """
 
     def __init__(
-        self,
-        *args: Any,
-        amp_dtype: torch.dtype | None = None,
-        scaler: GradScaler | None = None,
-        policy: OpPolicy | None = None,
-        **kwargs: Any,
+        self, *args: Any, scaler: GradScaler | None = None, policy: OpPolicy | None = None, **kwargs: Any
     ) -> None:
-        self._amp: dict[str, Any] = {"amp_dtype": amp_dtype, "scaler": scaler, "policy": policy}
+        self._amp: dict[str, Any] = {"scaler": scaler, "policy": policy}
         super().__init__(*args, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Make the accelerator: transformers looks its class up in its own module."""
+        """Make the accelerator. transformers looks its class up in its own module."""
         ours = functools.partial(Accelerator, **self._amp)
         with mock.patch("transformers.trainer.Accelerator", ours):
             super().create_accelerator_and_postprocess()

@@ -103,6 +103,15 @@ class GradScaler(ClosureSteps):
         self._overlap = Overlap() if overlap else None
         self._start_keys(init_scale, schedules or {})
 
+    def name_parameters(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
+        """Let step records name these parameters, beside those named before.
+
+        Args:
+            named_parameters: ``model.named_parameters()``.
+        """
+        if self._enabled:
+            self._names.update((id(p), name) for name, p in named_parameters)
+
     # -- scaling ---------------------------------------------------------------------------------
 
     def scale(self, outputs: Any, key: str | None = None) -> Any:

@@ -36,7 +36,7 @@ def prepared(accelerator: Accelerator, fused: bool) -> tuple[Any, ...]:
 def test_training_with_accumulation_clipping_and_an_overflow(fused: bool) -> None:
     """A skipped step is not noticed with a fused optimizer (accelerate#4242), so its scheduler moves on."""
     accelerator = Accelerator(
-        amp_dtype=torch.float16, scaler=GradScaler("cpu", 1024.0), gradient_accumulation_steps=2, cpu=True
+        mixed_precision="fp16", scaler=GradScaler("cpu", 1024.0), gradient_accumulation_steps=2, cpu=True
     )
     model, optimizer, data, scheduler = prepared(accelerator, fused)
     skipped, losses = [], []
@@ -63,7 +63,7 @@ def test_training_with_accumulation_clipping_and_an_overflow(fused: bool) -> Non
 
 def test_checkpoint_and_resume(tmp_path: Any) -> None:
     """The scale starts anew after a checkpoint."""
-    first = Accelerator(amp_dtype=torch.float16, scaler=GradScaler("cpu", 64.0), cpu=True)
+    first = Accelerator(mixed_precision="fp16", scaler=GradScaler("cpu", 64.0), cpu=True)
     model, optimizer, data, _ = prepared(first, True)
     for x, y in data:
         first.backward(nn.functional.mse_loss(model(x), y))
@@ -71,18 +71,12 @@ def test_checkpoint_and_resume(tmp_path: Any) -> None:
         optimizer.zero_grad()
     first.scaler.update(256.0)
     first.save_state(str(tmp_path))
-    second = Accelerator(amp_dtype=torch.float16, scaler=GradScaler("cpu"), cpu=True)
+    second = Accelerator(mixed_precision="fp16", scaler=GradScaler("cpu"), cpu=True)
     again = prepared(second, True)[0]
     second.load_state(str(tmp_path))
     assert second.scaler.get_scale() == 256.0
     for ours, theirs in zip(again.parameters(), model.parameters(), strict=True):
         assert torch.equal(ours, theirs)
-
-
-def test_mixed_precision_of_accelerates_own_is_refused() -> None:
-    """Two kinds of mixed precision at once: accelerate's region inside ours."""
-    with pytest.raises(TypeError, match="amp_dtype="):
-        Accelerator(mixed_precision="bf16", cpu=True)
 
 
 def test_transformers_trainer(tmp_path: Any) -> None:
@@ -96,6 +90,7 @@ def test_transformers_trainer(tmp_path: Any) -> None:
         arguments = TrainingArguments(
             output_dir=str(tmp_path),
             use_cpu=True,
+            fp16=True,
             max_steps=steps,
             per_device_train_batch_size=4,
             gradient_accumulation_steps=2,
@@ -107,7 +102,7 @@ def test_transformers_trainer(tmp_path: Any) -> None:
             disable_tqdm=True,
         )
         model = GPT2LMHeadModel(config)
-        return Trainer(model, arguments, train_dataset=data, amp_dtype=torch.float16, scaler=scaler)
+        return Trainer(model, arguments, train_dataset=data, scaler=scaler)
 
     scaler = GradScaler("cpu", 1024.0)
     first = trainer(scaler, 8)
