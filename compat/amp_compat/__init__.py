@@ -1,8 +1,8 @@
-"""The deprecated names of mixed precision, over amp_core.
+"""Run programs written for torch's mixed precision, or for apex, on amp_core.
 
-`amp_compat.cuda.amp` and `amp_compat.cpu.amp` mirror `torch.cuda.amp` and `torch.cpu.amp` module by module;
-`amp_compat.apex` stands in for ``apex.amp``, `amp_compat.legacy` for PyTorch before 1.10. `install` makes
-the old import paths mean these. Nothing is imported until it is asked for.
+`install` makes ``torch.amp``, ``torch.cuda.amp`` and ``torch.cpu.amp`` resolve to amp-core.
+`amp_compat.cuda.amp` and `amp_compat.cpu.amp` mirror the deprecated modules of torch; `amp_compat.apex`
+stands in for ``apex.amp``, and `amp_compat.legacy` for PyTorch before 1.10. Modules load on first use.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``python -m amp_compat script.py ...``: run a program with the deprecated names served by amp_compat."""
+"""``python -m amp_compat script.py ...``: run a program on amp-core in place of torch's mixed precision."""
 
 from __future__ import annotations
 
@@ -11,14 +11,18 @@ from amp_compat._install import install
 
 
 def main() -> None:
-    """Install, then run the program as if Python had been given it."""
+    """Install, then run the program as Python would."""
     parser = argparse.ArgumentParser(prog="python -m amp_compat", description=__doc__)
-    parser.add_argument("--torch-amp", action="store_true", help="let torch.amp resolve to amp_core too")
+    parser.add_argument(
+        "--deprecated-only",
+        action="store_true",
+        help="replace torch.cuda.amp and torch.cpu.amp, not torch.amp",
+    )
     parser.add_argument("-m", dest="module", action="store_true", help="PROGRAM is a module, not a file")
     parser.add_argument("program", metavar="PROGRAM")
     parser.add_argument("args", nargs=argparse.REMAINDER, metavar="...")
     options = parser.parse_args()
-    install(torch_amp=options.torch_amp)
+    sys.stderr.write(install(deprecated_only=options.deprecated_only) + "\n")
     sys.argv = [options.program, *options.args]
     if options.module:
         sys.path.insert(0, os.getcwd())

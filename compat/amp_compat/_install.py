@@ -1,4 +1,4 @@
-"""`install` and `uninstall`: the old import paths, resolved to amp_compat."""
+"""`install` and `uninstall`: torch's import paths, resolved to amp-core."""
 
 from __future__ import annotations
 
@@ -25,61 +25,76 @@ _CURRENT = {
 }
 _NAMES = ("GradScaler", "OptState", "_cast", "autocast", "custom_bwd", "custom_fwd", "is_autocast_available")
 
-# id of torch's object -> (torch's object, ours); holding both keeps the ids true.
+# id of torch's object -> (torch's object, ours). Keeping both objects alive keeps the ids valid.
 _installed: dict[int, tuple[Any, Any]] = {}
-# The globals that install replaced, and the modules that it saw: what else holds ours, meant ours.
+# The globals that install replaced.
 _places: list[tuple[ModuleType, str]] = []
-_seen: set[str] = set()
+# The modules that existed then: what else holds our names in them meant ours from the start.
+_modules_before: set[str] = set()
 
 
-def install(*, torch_amp: bool = False) -> None:
-    """Make ``torch.cuda.amp`` and ``torch.cpu.amp`` resolve to `amp_compat`, in every module.
+def install(*, deprecated_only: bool = False) -> str:
+    """Make torch's mixed precision resolve to amp-core's, in every module.
 
-    A module that took a name before gets ours in its place, as far as the name is one of its globals;
-    a module imported later finds ours at the old path. Calling it again changes nothing.
+    ``torch.autocast``, ``torch.GradScaler`` and the names in ``torch.amp`` become those of `amp_core`; those
+    in ``torch.cuda.amp`` and ``torch.cpu.amp`` become those of `amp_compat`. A module that imported a name
+    before gets ours instead, where the name is one of its globals; a module imported later finds ours at the
+    old path. Calling it again changes nothing.
 
     Args:
-        torch_amp: also make ``torch.amp``, ``torch.autocast`` and ``torch.GradScaler`` resolve to `amp_core`.
+        deprecated_only: replace only ``torch.cuda.amp`` and ``torch.cpu.amp``. Trainers use ``torch.amp``,
+            and then stay on torch's.
+
+    Returns:
+        A line that says what is replaced, and in which modules.
     """
-    pairs = _pairs(_DEPRECATED)
-    if torch_amp:
-        pairs |= _pairs(_CURRENT)
-    new = {key: ours for key, (_, ours) in pairs.items()}
-    for module, name in _holders(new, {*_DEPRECATED, *(_CURRENT if torch_amp else ())}):
-        setattr(module, name, new[id(getattr(module, name))])
+    modules = _DEPRECATED if deprecated_only else {**_DEPRECATED, **_CURRENT}
+    pairs = _pairs(modules)
+    ours = {key: new for key, (_, new) in pairs.items()}
+    for module, name in _holders(ours, set(modules)):
+        setattr(module, name, ours[id(getattr(module, name))])
         _places.append((module, name))
-    _seen.update(sys.modules)
+    _modules_before.update(sys.modules)
     _installed.update(pairs)
+    return _summary()
 
 
 def uninstall() -> None:
-    """Put everything back, in modules imported since `install` too."""
+    """Restore torch's names, in modules imported since `install` too."""
     theirs = {id(ours): old for old, ours in _installed.values()}
-    later = [(m, name) for m, name in _holders(theirs, set()) if m.__name__ not in _seen]
+    later = [(m, name) for m, name in _holders(theirs, set()) if m.__name__ not in _modules_before]
     for module, name in [*_places, *later]:
         value = vars(module).get(name)
         if id(value) in theirs:
             setattr(module, name, theirs[id(value)])
     _installed.clear()
     _places.clear()
-    _seen.clear()
+    _modules_before.clear()
+
+
+def _summary() -> str:
+    modules = {module.__name__ for module, _ in _places}
+    packages = sorted(modules & {"torch.amp", "torch.cpu.amp", "torch.cuda.amp"})
+    others = sorted(name for name in modules if not _is_ours(name))
+    users = f", imported by {', '.join(others)}" if others else ""
+    return f"amp_compat: amp-core replaces {', '.join(packages)} ({len(_places)} names{users})"
 
 
 def _pairs(modules: Mapping[str, str]) -> dict[int, tuple[Any, Any]]:
-    """Each object that torch has under one of the names, with ours."""
-    found: dict[int, tuple[Any, Any]] = {}
+    """Map the id of each of torch's objects that has one of the names to it and ours."""
+    pairs: dict[int, tuple[Any, Any]] = {}
     for theirs, ours in modules.items():
         old, new = importlib.import_module(theirs), importlib.import_module(ours)
         for name in _NAMES:
             if hasattr(old, name) and hasattr(new, name):
-                found[id(getattr(old, name))] = (getattr(old, name), getattr(new, name))
-    # What is ours already, after an earlier install, is not torch's.
-    mine = {id(ours) for _, ours in [*_installed.values(), *found.values()]}
-    return {key: pair for key, pair in found.items() if key not in mine}
+                pairs[id(getattr(old, name))] = (getattr(old, name), getattr(new, name))
+    # After an earlier install, torch's modules hold our objects.
+    ours_already = {id(ours) for _, ours in [*_installed.values(), *pairs.values()]}
+    return {key: pair for key, pair in pairs.items() if key not in ours_already}
 
 
 def _holders(values: Mapping[int, Any], torch_modules: set[str]) -> Iterator[tuple[ModuleType, str]]:
-    """Find the globals that are one of `values`, in all modules but torch's other ones and our own."""
+    """Yield the globals that are one of `values`, in `torch_modules` and the modules of others."""
     for name, module in list(sys.modules.items()):
         if not isinstance(module, ModuleType) or (_is_ours(name) and name not in torch_modules):
             continue

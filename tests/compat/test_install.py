@@ -62,19 +62,44 @@ def test_twice_is_once(installed: None) -> None:
     assert torch.cuda.amp.autocast.__module__ == "torch.cuda.amp.autocast_mode"
 
 
-def test_torch_amp_only_on_request(installed: None) -> None:
-    """torch.amp stays torch's unless asked for; then torch.autocast is amp_core's too."""
-    import amp_core
-
-    assert torch.autocast is not amp_core.autocast
-    amp_compat.install(torch_amp=True)
+def test_torch_amp_is_replaced(installed: None) -> None:
+    """`install` leaves alone torch.amp, which the trainers of today use."""
     assert torch.autocast is torch.amp.autocast is torch.amp.autocast_mode.autocast is amp_core.autocast
+    assert torch.GradScaler is torch.amp.GradScaler is amp_core.GradScaler
     x = torch.ones(2, 2)
     with torch.autocast("cpu"):
         assert torch.mm(x, x).dtype == torch.bfloat16
     amp_compat.uninstall()
     assert torch.autocast.__module__ == "torch.amp.autocast_mode"
     assert torch.GradScaler.__module__ == "torch.amp.grad_scaler"
+
+
+def test_only_deprecated_names_on_request() -> None:
+    """``deprecated_only`` replaces torch.amp too; or a whole install() after it replaces nothing more."""
+    try:
+        amp_compat.install(deprecated_only=True)
+        assert torch.cuda.amp.autocast.__module__ == "amp_compat.cuda.amp.autocast_mode"
+        assert torch.autocast.__module__ == "torch.amp.autocast_mode"
+        amp_compat.install()
+        assert torch.autocast is amp_core.autocast
+    finally:
+        amp_compat.uninstall()
+    assert torch.autocast.__module__ == "torch.amp.autocast_mode"
+
+
+def test_a_line_says_what_is_replaced() -> None:
+    """A program cannot tell whether `install` did anything."""
+    user_module("user_before")
+    try:
+        line = amp_compat.install()
+        assert line.startswith("amp_compat: amp-core replaces torch.amp, torch.cpu.amp, torch.cuda.amp (")
+        assert "user_before" in line
+        assert amp_compat.install() == line
+        amp_compat.uninstall()
+        assert "torch.amp" not in amp_compat.install(deprecated_only=True)
+    finally:
+        amp_compat.uninstall()
+        del sys.modules["user_before"]
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
@@ -90,6 +115,7 @@ def test_old_script_runs_unmodified() -> None:
     assert ours.stdout.splitlines()[2] == "scaler amp_compat.cuda.amp.grad_scaler"
     assert alone.stderr.count("FutureWarning") == ours.stderr.count("FutureWarning") > 0
     assert ours.stderr.count(f"{SCRIPT}:") >= ours.stderr.count("FutureWarning")
+    assert ours.stderr.startswith("amp_compat: amp-core replaces torch.amp, ")
 
 
 def test_uninstall_leaves_alone_what_was_ours_before(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,6 +123,6 @@ def test_uninstall_leaves_alone_what_was_ours_before(monkeypatch: pytest.MonkeyP
     module = types.ModuleType("a_user_of_amp_core")
     module.GradScaler = amp_core.GradScaler  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    amp_compat.install(torch_amp=True)
+    amp_compat.install()
     amp_compat.uninstall()
     assert module.GradScaler is amp_core.GradScaler

@@ -15,8 +15,11 @@ import lightning as L
 import torch
 from torch.cuda.amp import GradScaler, autocast
 
+from lightning.pytorch.plugins.precision import MixedPrecision
+
 import amp_core
 
+assert type(MixedPrecision("16-mixed", "cpu").scaler) is amp_core.GradScaler
 assert issubclass(GradScaler, amp_core.GradScaler) and issubclass(autocast, amp_core.autocast)
 
 
@@ -27,6 +30,7 @@ class Module(L.LightningModule):
 
     def training_step(self, batch, index):
         out = self.net(batch)
+        assert isinstance(self.trainer.precision_plugin.autocast_context_manager(), amp_core.autocast)
         assert out.dtype is torch.bfloat16
         return out.float().square().mean()
 
@@ -41,7 +45,7 @@ print("trained", trainer.global_step)
 
 
 def test_a_script_with_lightnings_own_precision(tmp_path: Path) -> None:
-    """Installing the old names breaks a trainer that imports torch.amp for itself."""
+    """A trainer that uses torch.amp itself breaks, or stays on torch's."""
     path = tmp_path / "script.py"
     path.write_text(SCRIPT)
     done = subprocess.run(
