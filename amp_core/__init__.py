@@ -1,47 +1,51 @@
-"""Mixed precision for every PyTorch device, with the device as a plugin."""
+"""Mixed precision for every PyTorch device, with the device as a plugin.
+
+Names load on first use (PEP 562), so that the ``amp`` command answers without importing torch.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-from amp_core._torch.internals import enter_autocast as _enter_autocast
-from amp_core._torch.internals import exit_autocast as _exit_autocast
-from amp_core.casts import CachedCasts, MasterWeights, cached_casts, master_weights
-from amp_core.errors import (
-    AmpError,
-    AmpWarning,
-    BackendConflictError,
-    BackendDisabledError,
-    BackendError,
-    BackendLoadError,
-    BackendNotFoundError,
-    KernelLaunchError,
-    PluginWarning,
-    PolicyError,
-    ScaleFloorError,
-    ScaleFloorWarning,
-    ScriptRegionError,
-    SkippedStepsWarning,
-    StaleCastError,
-)
-from amp_core.plugin import backends, get_backend
-from amp_core.policy import OpPolicy, apply_policy
-from amp_core.regions.autocast import autocast, disable, is_autocast_available
-from amp_core.regions.custom_functions import _cast, custom_bwd, custom_fwd
-from amp_core.regions.decorator import autocast_decorator
-from amp_core.scaling.grad_scaler import GradScaler, OptState
-from amp_core.scaling.hooks import ScaleChange
-from amp_core.scaling.replicate import _MultiDeviceReplicator, _refresh_per_optimizer_state
-from amp_core.scaling.step_record import BadParameter, History, StepRecord
-from amp_core.scripting import script
-from amp_core.states.loss_scale import AtFloor, Hysteresis, LossScaleSchedule
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from amp_core._torch.internals import enter_autocast as _enter_autocast
+    from amp_core._torch.internals import exit_autocast as _exit_autocast
+    from amp_core.casts import CachedCasts, MasterWeights, cached_casts, master_weights
     from amp_core.debugging.advice import Advice, advise
     from amp_core.debugging.comparison import Comparison, compare
     from amp_core.debugging.recording import Recording, record
+    from amp_core.errors import (
+        AmpError,
+        AmpWarning,
+        BackendConflictError,
+        BackendDisabledError,
+        BackendError,
+        BackendLoadError,
+        BackendNotFoundError,
+        KernelLaunchError,
+        PluginWarning,
+        PolicyError,
+        ScaleFloorError,
+        ScaleFloorWarning,
+        ScriptRegionError,
+        SkippedStepsWarning,
+        StaleCastError,
+    )
+    from amp_core.plugin import backends, get_backend
+    from amp_core.policy import OpPolicy, apply_policy
+    from amp_core.regions.autocast import autocast, disable, is_autocast_available
+    from amp_core.regions.custom_functions import _cast, custom_bwd, custom_fwd
+    from amp_core.regions.decorator import autocast_decorator
     from amp_core.scaling.checkpoint_formats import convert_scaler_state
+    from amp_core.scaling.grad_scaler import GradScaler, OptState
+    from amp_core.scaling.hooks import ScaleChange
+    from amp_core.scaling.replicate import _MultiDeviceReplicator, _refresh_per_optimizer_state
+    from amp_core.scaling.step_record import BadParameter, History, StepRecord
     from amp_core.scaling.window import AccumulationWindow
+    from amp_core.scripting import script
+    from amp_core.states.loss_scale import AtFloor, Hysteresis, LossScaleSchedule
+
+    __version__: str
 
 __all__ = [
     "AccumulationWindow",
@@ -76,6 +80,7 @@ __all__ = [
     "StaleCastError",
     "StepRecord",
     "_MultiDeviceReplicator",
+    "__version__",
     "_cast",
     "_enter_autocast",
     "_exit_autocast",
@@ -98,22 +103,68 @@ __all__ = [
     "script",
 ]
 
-_LAZY = {
-    "AccumulationWindow": "amp_core.scaling.window",
-    "Advice": "amp_core.debugging.advice",
-    "Comparison": "amp_core.debugging.comparison",
-    "Recording": "amp_core.debugging.recording",
-    "advise": "amp_core.debugging.advice",
-    "compare": "amp_core.debugging.comparison",
-    "convert_scaler_state": "amp_core.scaling.checkpoint_formats",
-    "record": "amp_core.debugging.recording",
+_NAMES = {
+    "_torch.internals": "_enter_autocast=enter_autocast _exit_autocast=exit_autocast",
+    "casts": "CachedCasts MasterWeights cached_casts master_weights",
+    "debugging.advice": "Advice advise",
+    "debugging.comparison": "Comparison compare",
+    "debugging.recording": "Recording record",
+    "errors": (
+        "AmpError AmpWarning BackendConflictError BackendDisabledError BackendError BackendLoadError "
+        "BackendNotFoundError KernelLaunchError PluginWarning PolicyError ScaleFloorError ScaleFloorWarning "
+        "ScriptRegionError SkippedStepsWarning StaleCastError"
+    ),
+    "plugin": "backends get_backend",
+    "policy": "OpPolicy apply_policy",
+    "regions.autocast": "autocast disable is_autocast_available",
+    "regions.custom_functions": "_cast custom_bwd custom_fwd",
+    "regions.decorator": "autocast_decorator",
+    "scaling.checkpoint_formats": "convert_scaler_state",
+    "scaling.grad_scaler": "GradScaler OptState",
+    "scaling.hooks": "ScaleChange",
+    "scaling.replicate": "_MultiDeviceReplicator _refresh_per_optimizer_state",
+    "scaling.step_record": "BadParameter History StepRecord",
+    "scaling.window": "AccumulationWindow",
+    "scripting": "script",
+    "states.loss_scale": "AtFloor Hysteresis LossScaleSchedule",
 }
+_SUBMODULES = {"callbacks", "debugging", "errors", "integrations", "kernels", "plugin", "policy", "testing"}
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
+def _homes() -> dict[str, tuple[str, str]]:
+    """Map each public name to its module and its name there."""
+    homes = {}
+    for module, names in _NAMES.items():
+        for entry in names.split():
+            public, _, private = entry.partition("=")
+            homes[public] = (f"{__name__}.{module}", private or public)
+    return homes
+
+
+_HOMES = _homes()
+
+
+def _load(name: str) -> object:
+    from importlib import import_module
+
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("amp-core")
+    if name in _SUBMODULES:
+        return import_module(f"{__name__}.{name}")
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    import importlib
+    module, attribute = _HOMES[name]
+    return getattr(import_module(module), attribute)
 
-    value = globals()[name] = getattr(importlib.import_module(_LAZY[name]), name)
-    return value
+
+if not TYPE_CHECKING:  # a type checker that saw it would accept every name
+
+    def __getattr__(name):
+        value = globals()[name] = _load(name)
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_SUBMODULES})

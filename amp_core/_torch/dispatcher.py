@@ -119,11 +119,6 @@ def is_view(op: Overload) -> bool:
     return bool(op.is_view)
 
 
-def schema_text(op: Overload) -> str:
-    """The op's schema as text."""
-    return str(op._schema)
-
-
 def op_text(op: object) -> str | None:
     """The qualified name of an overload, a packet, or what `torch.library.custom_op` returns."""
     if isinstance(op, Overload):

@@ -1,7 +1,7 @@
-"""The ``amp`` command. One module per subcommand, imported only when it is asked for.
+"""The ``amp`` command: one module per subcommand, imported when it is asked for.
 
-A subcommand module has ``HELP`` (one line), ``add_arguments(parser)`` and ``run(args) -> int`` (the
-exit code). It raises `UsageError` for what a user can mend; that becomes one line and exit code 2.
+A subcommand module has ``add_arguments(parser)`` and ``run(args) -> int`` (the exit code). For a mistake
+of the user it raises `UsageError`, which becomes one line on stderr and exit code 2.
 """
 
 from __future__ import annotations
@@ -9,29 +9,50 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-from collections.abc import Sequence
-from typing import NoReturn
+from collections.abc import Collection, Sequence
+from typing import NamedTuple, NoReturn
 
-# name -> module; a string, because some are not amp_core's own.
+
+class Command(NamedTuple):
+    """Where a subcommand lives, and its one line in ``amp --help``."""
+
+    module: str
+    help: str
+
+
 COMMANDS = {
-    "backends": "amp_core.cli.backends",
-    "check": "amp_core.cli.check",
-    "demo": "amp_core.cli.demo",
-    "migrate": "amp_compat.migrate.cli",
-    "new-backend": "amp_core.cli.new_backend",
-    "policy": "amp_core.cli.policy",
+    "backends": Command(
+        "amp_core.cli.backends", "list every device backend: status, reason, dtypes, kernels, origin"
+    ),
+    "check": Command(
+        "amp_core.cli.check", "run the conformance kit on an installed backend; exit code 1 if a check fails"
+    ),
+    "completion": Command("amp_core.cli.completion", "print a completion script for your shell"),
+    "demo": Command(
+        "amp_core.cli.demo", "train handwritten digits in float32 and in mixed precision, and compare"
+    ),
+    "env": Command("amp_core.cli.env", "print versions, devices and settings, for a bug report"),
+    "migrate": Command(
+        "amp_compat.migrate.cli",
+        "rewrite deprecated mixed-precision calls (torch.cuda.amp, torch.cpu.amp, apex.amp)",
+    ),
+    "new-backend": Command(
+        "amp_core.cli.new_backend",
+        "write the skeleton of a device backend: package, entry point, conformance tests",
+    ),
+    "policy": Command("amp_core.cli.policy", "show which op runs in which dtype on a device, and why"),
 }
 
 
 class UsageError(Exception):
-    """Something that the user can mend; the text is the whole message."""
+    """A mistake that the user can correct; the text is the whole message."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``amp`` with `argv` (default: the process's own) and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    command = next((w for w in words if not w.startswith("-")), None)
-    parser = _parser(command)
+    # Most subcommands import torch, which takes seconds: only the one in use is imported.
+    parser = build_parser({word for word in words if not word.startswith("-")})
     args = parser.parse_args(words)
     if args.command is None:
         parser.print_help()
@@ -44,28 +65,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def _parser(command: str | None) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="amp", description=__doc__.splitlines()[0])
+def build_parser(commands: Collection[str] = COMMANDS) -> argparse.ArgumentParser:
+    """Build the parser of ``amp``, with the options of `commands` alone (default: of all)."""
+    parser = argparse.ArgumentParser(
+        prog="amp",
+        description="Mixed precision for every PyTorch device: see what runs where, and what goes wrong.",
+        epilog="amp COMMAND --help shows the options of a command.",
+    )
     parser.add_argument("--version", action=_Version, nargs=0, help="print the versions and exit")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
-    for name, path in COMMANDS.items():
-        # Importing a module costs seconds where it needs torch: only the one in use gets its options.
-        module = importlib.import_module(path) if name == command else None
-        sub = subparsers.add_parser(name, help=_HELP[name], description=_HELP[name])
-        if module is not None:
+    for name, command in COMMANDS.items():
+        sub = subparsers.add_parser(name, help=command.help, description=command.help)
+        if name in commands:
+            module = importlib.import_module(command.module)
             module.add_arguments(sub)
             sub.set_defaults(run=module.run)
     return parser
-
-
-_HELP = {
-    "backends": "list every device backend: status, reason, dtypes, kernels, origin",
-    "check": "run the conformance kit on an installed backend; exit code 1 if a check fails",
-    "demo": "train handwritten digits in float32 and in mixed precision, and compare",
-    "migrate": "rewrite deprecated mixed-precision calls (torch.cuda.amp, torch.cpu.amp, apex.amp)",
-    "new-backend": "write the skeleton of a device backend: package, entry point, conformance tests",
-    "policy": "show which op runs in which dtype on a device, and why",
-}
 
 
 class _Version(argparse.Action):

@@ -1,4 +1,4 @@
-"""``amp backends``: every device backend, and what is to be said of it."""
+"""``amp backends``: every device backend and its status."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import argparse
 import json
 from typing import Any
 
-from amp_core.cli import UsageError
-
-HELP = "list every device backend: status, reason, dtypes, kernels, origin"
+from amp_core.cli.tables import print_table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the backends; the exit code is 0 whatever their status."""
-    rows = rows_of_backends()
+    rows = describe_backends()
     if args.json:
         print(json.dumps(rows, indent=2))
     else:
@@ -26,8 +24,8 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def rows_of_backends() -> list[dict[str, Any]]:
-    """Return one row a device type, of plain values."""
+def describe_backends() -> list[dict[str, Any]]:
+    """Return one row of plain values per device type."""
     from amp_core.plugin import backends
 
     return [
@@ -61,27 +59,16 @@ def _short(dtype: object) -> str:
 
 
 def _print_table(rows: list[dict[str, Any]]) -> None:
-    try:
-        from rich.console import Console
-        from rich.table import Table
-    except ModuleNotFoundError:
-        raise UsageError('the table needs rich: pip install "amp-core[cli]", or use --json') from None
-    from amp_core.regions.torch_state import how
-
-    table = Table(title="amp-core backends")
-    for column in ("device", "status", "reason", "dtypes (default first)", "kernels", "from"):
-        table.add_column(column, overflow="fold")
+    columns = ("device", "status", "reason", "dtypes (default first)", "kernels", "from")
     colours = {"available": "green", "absent": "yellow", "failed": "red", "disabled": "red"}
-    for row in rows:
-        colour = colours[row["status"]]
-        dtypes = [row["default_dtype"], *(d for d in row["supported_dtypes"] if d != row["default_dtype"])]
-        kernels = f"{row['kernels']}: {row['kernels_reason']}" if row["kernels_reason"] else row["kernels"]
-        source = f"{row['distribution']} {row['version']}".strip() or row["plugin"]
-        status = f"[{colour}]{row['status']}[/]"
-        table.add_row(row["device"], status, row["reason"], ", ".join(dtypes).strip(", "), kernels, source)
-    console = Console()
-    console.print(table)
-    console.print(f"regions are entered by: {how}", highlight=False)
+    print_table("amp-core backends", columns, [_cells(row) for row in rows], colours)
     for row in rows:
         if row["path"]:
-            console.print(f"{row['device']}: {row['path']}", soft_wrap=True, highlight=False)
+            print(f"{row['device']}: {row['path']}")
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    dtypes = [row["default_dtype"], *(d for d in row["supported_dtypes"] if d != row["default_dtype"])]
+    kernels = f"{row['kernels']}: {row['kernels_reason']}" if row["kernels_reason"] else row["kernels"]
+    source = f"{row['distribution']} {row['version']}".strip() or row["plugin"]
+    return (row["device"], row["status"], row["reason"], ", ".join(filter(None, dtypes)), kernels, source)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from amp_core.cli import UsageError
+from amp_core.cli.tables import print_table
 
 if TYPE_CHECKING:
     from amp_core.testing.report import Report
-
-HELP = "run the conformance kit on an installed backend; exit code 1 if a check fails"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(report.to_json())
     else:
-        _show(report)
+        _show(report, args.keyword)
     return 0 if report.ok else 1
 
 
@@ -47,27 +45,30 @@ def _check(args: argparse.Namespace) -> Report:
     from amp_core.testing import check
 
     try:
-        found = get_backend(args.device).availability()
-        if not found.usable:
-            raise UsageError(f"{args.device!r} cannot be checked here: {found.reason}")
+        available = get_backend(args.device).availability()
+        if not available.usable:
+            raise UsageError(f"{args.device!r} cannot be checked here: {available.reason}")
         return check(args.device, areas=args.area, keyword=args.keyword, junit=args.junit)
     except (BackendError, ValueError) as error:
         raise UsageError(str(error)) from error
 
 
-def _show(report: Report) -> None:
-    try:
-        from rich.console import Console
-        from rich.table import Table
-    except ImportError as error:
-        raise UsageError("the table needs rich: pip install 'amp-core[cli]', or use --json") from error
-    columns = ("passed", "failed", "known", "skipped")
-    table = Table("area", *columns, title=f"{report.device_type}: {report.backend} ({report.availability})")
-    for area, counts in report.by_area().items():
-        table.add_row(area, *(str(counts[column]) for column in columns))
-    console = Console(file=sys.stdout)
-    console.print(table)
+def _show(report: Report, keyword: str) -> None:
+    outcomes = ("passed", "failed", "known", "skipped")
+    rows = [(area, *(str(counts[o]) for o in outcomes)) for area, counts in report.by_area().items()]
+    title = f"{report.device_type}: {report.backend} ({report.availability})"
+    print_table(title, ("area", *outcomes), rows)
     for result in report.results:
         if result.outcome != "passed":
-            console.print(f"{result.outcome} {result.check}: {result.message}", markup=False, soft_wrap=True)
-    console.print("passes" if report.ok else "does not pass", markup=False)
+            print(f"{result.outcome} {result.check}: {result.message}")
+    print(_verdict(report, keyword))
+
+
+def _verdict(report: Report, keyword: str) -> str:
+    if report.ok:
+        return "passes"
+    if not report.results:
+        return f"does not pass: no check ran; -k {keyword!r} matches none of the chosen areas' checks"
+    if not report.failed:
+        return "does not pass: no check passed"
+    return f"does not pass: {len(report.failed)} of {len(report.results)} checks failed"

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from amp_core.demo.train import History, Settings
     from amp_core.plugin import Backend
 
-HELP = "train handwritten digits in float32 and in mixed precision, and compare"
 
 _NEEDED = {"matplotlib": "matplotlib", "numpy": "numpy", "rich": "rich", "sklearn": "scikit-learn"}
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "half": "float16"}
@@ -32,12 +31,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", default="conv", choices=("conv", "mlp"), help="mlp for a device without convolutions")
     add("--epochs", type=_positive, default=15, help="passes over the data (default: 15)")
     add("--batch-size", type=_positive, default=64, help="images per step (default: 64)")
-    add("--seed", type=int, default=0, help="decides split, weights and order (default: 0)")
+    add("--seed", type=_seed, default=0, help="of the split, the weights and the order (default: 0)")
     add("--output", type=Path, default=Path("amp-demo.png"), help="the picture (default: amp-demo.png)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check everything, train twice, show the outcome."""
+    """Check everything, train twice, compare; then plant an overflow and find it."""
     _require_extras()
     settings = _settings(args)
     _require_writable(args.output)
@@ -45,6 +44,7 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from amp_core.demo.data import load_digits
+    from amp_core.demo.fault import show_fault
     from amp_core.demo.report import comparison, save_picture, verdict
 
     console = Console(highlight=False)
@@ -60,6 +60,7 @@ def run(args: argparse.Namespace) -> int:
     console.print(verdict(*runs))
     save_picture(runs, args.output, title)
     console.print(f"Loss and scale curves: {args.output}", soft_wrap=True)
+    show_fault(settings, digits, console)
     return 0
 
 
@@ -161,6 +162,13 @@ def _positive(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is not a positive number")
+    return value
+
+
+def _seed(text: str) -> int:
+    value = int(text)
+    if not 0 <= value < 2**32:  # what NumPy's generator, which splits the data, takes
+        raise argparse.ArgumentTypeError(f"{value} is not a seed; use a number from 0 to {2**32 - 1}")
     return value
 
 

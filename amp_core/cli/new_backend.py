@@ -10,8 +10,6 @@ from string import Template
 
 from amp_core.cli import UsageError
 
-HELP = "write the skeleton of a device backend: package, entry point, conformance tests"
-
 _FILES = {
     "pyproject.toml": "pyproject.toml",
     "README.md": "README.md",
@@ -26,7 +24,7 @@ _FILES = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``amp new-backend``."""
     parser.add_argument("name", metavar="NAME", help="the device type, such as npu")
-    parser.add_argument("--directory", type=Path, default=Path(), help="where to make it (default: here)")
+    parser.add_argument("--directory", type=Path, default=Path(), help="where to write it (default: here)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -60,6 +58,6 @@ def _require_usable(name: str) -> None:
         raise UsageError(f"amp-core has a backend for {name!r}; see amp_core.plugin.replace_backend.")
     if not name.isidentifier() or keyword.iskeyword(name) or name != name.lower():
         raise UsageError(
-            f"{name!r} is no device type: use a lower-case identifier such as 'npu', the `type` of "
+            f"{name!r} is not a device type: use a lower-case identifier such as 'npu', the `type` of "
             f"the torch.device that your package registers."
         )

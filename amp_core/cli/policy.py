@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
+import textwrap
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -11,8 +14,6 @@ from amp_core.cli import UsageError
 
 if TYPE_CHECKING:
     from amp_core.policy import Explanation, OpPolicy
-
-HELP = "show which op runs in which dtype on a device, and why"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,17 +27,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the ops that two policies (device types or files) differ in",
     )
     parser.add_argument("--uniform", action="store_true", help="OpPolicy.uniform instead of the device's own")
+    parser.add_argument("--long", action="store_true", help="one line per op, with the origin of its rule")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print what was asked for."""
+    """Print the rules, one op, or a difference."""
     from amp_core import AmpError
 
     try:
         print(_answer(args))
-    except (AmpError, OSError) as error:
+    except AmpError as error:
         raise UsageError(str(error)) from error
+    except OSError as error:
+        raise UsageError(f"{error.filename} cannot be read: {error.strerror}.") from error
     return 0
 
 
@@ -49,11 +53,15 @@ def _answer(args: argparse.Namespace) -> str:
     if args.op is not None:
         lines = policy.explain(args.op)
         return _dump(map(_entry, lines)) if args.json else str(lines)
-    return _table(policy, as_json=args.json)
+    lines = [policy.explain(op)[0] for op, _ in sorted(policy, key=lambda item: (item[1], item[0]))]
+    if args.json:
+        return _dump(map(_entry, lines))
+    rows = _long(lines) if args.long else _by_rule(lines)
+    return "\n".join([*rows, f"{len(lines)} rules; an op without a rule runs in the dtypes that it is given"])
 
 
 def _policy(name: str, uniform: bool) -> OpPolicy:
-    """The policy that `name` means: that of a device's backend, changed by AMP_POLICY, or that of a file."""
+    """Return the policy of a file, or of a device's backend with AMP_POLICY applied."""
     from amp_core import OpPolicy, get_backend
     from amp_core.dispatch.activate import default_policy
 
@@ -63,21 +71,44 @@ def _policy(name: str, uniform: bool) -> OpPolicy:
     return OpPolicy.uniform(backend.device_type) if uniform else default_policy(backend)
 
 
-def _table(policy: OpPolicy, *, as_json: bool) -> str:
-    lines = [policy.explain(op)[0] for op, _ in sorted(policy, key=lambda item: (item[1], item[0]))]
-    if as_json:
-        return _dump(map(_entry, lines))
+def _long(lines: list[Explanation]) -> list[str]:
     width = max((len(line.op) for line in lines), default=0)
-    rows = [f"{line.op:{width}}  {line.rule:20}  {line.origin}" for line in lines]
-    return "\n".join([*rows, f"{len(rows)} rules; an op without a rule runs in the dtypes that it is given"])
+    return [f"{line.op:{width}}  {line.rule:20}  {line.origin}" for line in lines]
+
+
+def _by_rule(lines: list[Explanation]) -> list[str]:
+    """Group the ops by rule and origin, in paragraphs that fit the terminal."""
+    from amp_core.policy.rules import RULES
+
+    ops = defaultdict(list)
+    for line in lines:
+        ops[line.rule, line.origin].append(line.op.removeprefix("aten::").removesuffix(".default"))
+    width = min(shutil.get_terminal_size().columns, 80)
+    rows = []
+    for (rule, origin), names in ops.items():
+        title = f"{rule}: {RULES[rule]} ({len(names)}; {origin})"
+        rows += [*textwrap.wrap(title, width), *_wrapped(names, width), ""]
+    return rows
+
+
+def _wrapped(names: list[str], width: int) -> list[str]:
+    indent = " " * 4
+    return textwrap.wrap(
+        " ".join(names),
+        width,
+        initial_indent=indent,
+        subsequent_indent=indent,
+        break_on_hyphens=False,
+        break_long_words=False,
+    )
 
 
 def _diff(a: str, b: str, *, uniform: bool, as_json: bool) -> str:
-    found = _policy(a, uniform).diff(_policy(b, uniform))
+    differences = _policy(a, uniform).diff(_policy(b, uniform))
     if as_json:
-        return _dump({"op": op, a: mine, b: theirs} for op, (mine, theirs) in found.items())
-    width = max((len(op) for op in found), default=0)
-    rows = [f"{op:{width}}  {mine:20}  {theirs}" for op, (mine, theirs) in found.items()]
+        return _dump({"op": op, a: mine, b: theirs} for op, (mine, theirs) in differences.items())
+    width = max((len(op) for op in differences), default=0)
+    rows = [f"{op:{width}}  {mine:20}  {theirs}" for op, (mine, theirs) in differences.items()]
     return "\n".join([f"{'op':{width}}  {a:20}  {b}", *rows, f"{len(rows)} ops differ"])
 
 

@@ -1,4 +1,4 @@
-"""What the demo shows: a progress bar, a table and a picture."""
+"""Output of the demo: a progress bar, a table and a picture."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-# Okabe and Ito's colours, told apart by every eye.
+# Okabe and Ito's colours, which colour-blind readers can tell apart.
 _COLOURS = ("#0072B2", "#D55E00")
 
 
 @contextmanager
 def progress_bar(console: Console, name: str, steps: int) -> Iterator[Callable[[History], None]]:
-    """Show a bar with loss, scale and skipped steps; yields what is to be called after each step."""
+    """Show a bar with loss, scale and skipped steps; yields a callback for the end of each step."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     text = TextColumn("loss {task.fields[loss]}  scale {task.fields[scale]}  skipped {task.fields[skipped]}")
@@ -73,10 +73,15 @@ def verdict(full: History, mixed: History) -> str:
     """Say in words what the table shows."""
     points = abs(mixed.accuracy - full.accuracy) * 100
     ratio = mixed.step_seconds / full.step_seconds
-    return (
+    text = (
         f"The accuracies differ by {points:.2f} points; "
         f"a step in mixed precision took {ratio:.2f} of float32's time."
     )
+    if ratio > 1:
+        text += (
+            " The layers are small: casting costs more than faster matrix products save. Larger layers gain."
+        )
+    return text
 
 
 def save_picture(runs: list[History], path: Path, title: str) -> None:

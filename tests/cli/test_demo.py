@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
@@ -34,6 +35,8 @@ def test_it_trains_compares_and_leaves_a_picture(tmp_path, capsys):
     casts, more_casts = (int(cell) for cell in rows["casts per step"])
     assert (casts, more_casts > 0) == (0, True)
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert re.search(r"SGD skipped step 0: inf or NaN at scale 65536 in .*5\.weight", out)
+    assert "begins: linear in 5" in out
 
 
 def test_float16_skips_a_step_and_still_learns():
@@ -100,6 +103,15 @@ def test_a_count_must_be_positive(value, capsys):
     with pytest.raises(SystemExit) as caught:
         amp_demo(capsys, "--epochs", value)
     assert caught.value.code == 2
+
+
+@pytest.mark.parametrize("value", ["-5", "4294967296", "many"])
+def test_a_seed_must_be_one_that_numpy_takes(value, capsys):
+    """The split of the data would end in a traceback."""
+    with pytest.raises(SystemExit) as caught:
+        amp_demo(capsys, "--seed", value)
+    assert caught.value.code == 2
+    assert "--seed" in capsys.readouterr().err
 
 
 def test_it_runs_as_a_command(tmp_path):

@@ -18,7 +18,6 @@ from amp_compat.migrate.files import Found, discover, is_candidate, module_stem,
 from amp_compat.migrate.model import FileReport
 from amp_core.cli import UsageError
 
-HELP = "rewrite deprecated mixed-precision calls (torch.cuda.amp, torch.cpu.amp, apex.amp)"
 _INLINE = 8  # starting processes costs more than migrating this many files
 
 

@@ -1,0 +1,79 @@
+"""``amp env``: versions, devices and settings, for a bug report."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+from importlib.metadata import PackageNotFoundError, version
+
+_PACKAGES = (
+    "amp-core",
+    "torch",
+    "pluggy",
+    "triton",
+    "numpy",
+    "lightning",
+    "accelerate",
+    "transformers",
+    "rich",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``amp env``."""
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print what a bug report needs; a broken backend or package is part of the report, not an error."""
+    facts = {"system": _system(), "packages": _packages(), "devices": _devices(), "settings": _settings()}
+    if args.json:
+        print(json.dumps(facts, indent=2))
+        return 0
+    for title, entries in facts.items():
+        print(f"{title}:")
+        for name, value in entries.items():
+            print(f"  {name}: {value}")
+    return 0
+
+
+def _system() -> dict[str, str]:
+    return {
+        "python": f"{platform.python_version()} ({platform.python_implementation()}, {sys.executable})",
+        "platform": platform.platform(),
+        "machine": f"{platform.machine()}, {os.cpu_count()} CPUs",
+    }
+
+
+def _packages() -> dict[str, str]:
+    versions = {}
+    for package in _PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            versions[package] = "not installed"
+    return versions
+
+
+def _devices() -> dict[str, str]:
+    from amp_core.cli.backends import describe_backends
+
+    devices = {}
+    for row in describe_backends():
+        parts = [row["status"], row["reason"], ", ".join(row["supported_dtypes"]), row["kernels"]]
+        devices[row["device"]] = "; ".join(filter(None, parts))
+    return devices
+
+
+def _settings() -> dict[str, str]:
+    import torch
+
+    names = sorted(name for name in os.environ if name.startswith("AMP_"))
+    names += [name for name in ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "RANK") if name in os.environ]
+    settings = {name: os.environ[name] for name in names}
+    settings["CUDA of torch"] = torch.version.cuda or torch.version.hip or "none"
+    settings["threads of torch"] = str(torch.get_num_threads())
+    return settings
