@@ -51,8 +51,8 @@ def _answer(args: argparse.Namespace) -> str:
         return _diff(*args.diff, uniform=args.uniform, as_json=args.json)
     policy = _policy(args.policy or "cpu", args.uniform)
     if args.op is not None:
-        lines = policy.explain(args.op)
-        return _dump(map(_entry, lines)) if args.json else str(lines)
+        answer = policy.explain(args.op)
+        return _dump(map(_entry, answer)) if args.json else str(answer)
     lines = [policy.explain(op)[0] for op, _ in sorted(policy, key=lambda item: (item[1], item[0]))]
     if args.json:
         return _dump(map(_entry, lines))
