@@ -6,11 +6,9 @@ torch minor version is a matter of reading this page and running the tests.
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
-import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -66,32 +64,6 @@ def privateuse1_amp_dtypes(device_type: str) -> list[torch.dtype]:
         text + "But the func `get_amp_supported_dtype` is missing. \n"
     )
     return cast("list[torch.dtype]", module.get_amp_supported_dtype())
-
-
-def intercept_autocast(
-    device_type: str, ops: Iterable[str], kernel_of: Callable[[str, Any, Any], Callable[..., Any]]
-) -> Callable[[], None]:
-    """Put ``kernel_of(name, op, guard)`` in place of the native autocast kernel of each of `ops`.
-
-    `name` is the op's full name, `op` the callable to end in; ``guard()`` is a context manager in which the
-    Autocast key is passed over. For: `amp_core.cached_casts`. If it goes: weights are cast in every region
-    again.
-
-    Returns:
-        A function that puts the native kernels back.
-    """
-    key = f"Autocast{device_type.upper()}" if device_type != privateuse1_name() else "AutocastPrivateUse1"
-    excluded = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
-    guard = functools.partial(torch._C._ExcludeDispatchKeyGuard, excluded)
-    library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-    for name in ops:
-        packet, _, overload = name.partition(".")
-        op = getattr(getattr(torch.ops.aten, packet), overload or "default")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # "Overriding a previously registered kernel"
-            full = f"aten::{packet}.{overload or 'default'}"
-            library.impl(name, kernel_of(full, op._op, guard), key)  # type: ignore[no-untyped-call]
-    return library._destroy
 
 
 def autocast_devices_enabled() -> list[str]:
@@ -157,6 +129,22 @@ next_sequence_number = torch._C._autograd._get_sequence_nr
 # Whether ``torch.func`` is transforming what runs now: its tensors are plain by type but have no memory.
 # For: choosing kernels that do not need it. If it goes: custom_fwd fails under ``torch.func.vmap``.
 functorch_is_at_work = torch._C._are_functorch_transforms_active
+
+_jit_tracing_state = torch._C._get_tracing_state
+_dispatch_mode = torch._C._get_dispatch_mode
+_PROXY_MODE = torch._C._TorchDispatchModeKey.PROXY
+
+
+def calls_are_captured() -> bool:
+    """Whether ops that run now are transformed by ``torch.func`` or traced into a graph of any kind.
+
+    For: keeping cached casts out of graphs and transforms. If it goes: a graph holds a weight's cast as a
+    constant, and ``torch.func`` meets tensors of another level.
+    """
+    return (
+        functorch_is_at_work() or _jit_tracing_state() is not None or _dispatch_mode(_PROXY_MODE) is not None
+    )
+
 
 # For: casting what a module is given and returns. If it goes: `map_tensors` does it, for fewer types.
 tree_map_only = torch.utils._pytree.tree_map_only

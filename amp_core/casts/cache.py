@@ -7,45 +7,20 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from amp_core._torch import internals as _torch
 from amp_core.casts.bulk import cast_weights
 from amp_core.casts.memory import KeptMemory
+from amp_core.dispatch.weight_casts import CASTS, CachedCast, cached, fingerprint, is_cacheable
 from amp_core.errors import StaleCastError
 from amp_core.kernels import Kernels
 from amp_core.plugin import get_backend
 
 MakeCasts = Callable[[Sequence[Tensor], torch.dtype, Kernels, KeptMemory], list[Tensor]]
 """Casts weights of one device that agree in ``requires_grad``."""
-
-
-class Entry(NamedTuple):
-    """A cast, what its weight looked like before it was made, and the memory that the weight was in."""
-
-    look: tuple[object, ...]
-    memory: _torch.WeakStorage
-    cast: Tensor
-
-    def is_fresh(self, weight: Tensor) -> bool:
-        """Whether `weight` is as it was, as far as torch can tell. Asked for every weight of every op."""
-        # Memory that was freed comes back for other tensors, under the same address.
-        return _look(weight) == self.look and not _torch.is_freed(self.memory.cdata)
-
-
-def _look(weight: Tensor) -> tuple[object, ...]:
-    return (
-        weight._version,
-        weight.data_ptr(),
-        weight.shape,
-        weight.stride(),
-        weight.requires_grad,
-        _torch.has_gradient_hooks(weight),
-    )
 
 
 @dataclass
@@ -55,11 +30,6 @@ class _Slot:
     weight: Tensor
     name: str
     wanted: set[torch.dtype] = field(default_factory=set)
-
-
-CASTS: dict[torch.dtype, dict[int, Entry]] = defaultdict(dict)
-"""The live casts of all scopes, by dtype and by the weight's ``id``: what ops look at. A scope holds
-its weights, so that no id is used again while its entry stands."""
 
 
 class WeightCache:
@@ -83,47 +53,61 @@ class WeightCache:
         self._slots: dict[int, _Slot] = {}
         self._strangers: dict[int, weakref.ref[Tensor]] = {}
         self._lock = threading.Lock()
+        # Not in the table that ops read, when every use is to be compared.
+        self._casts = defaultdict(dict) if debug else CASTS
         self.debug = debug
         self._adopt()
 
     def lookup(self, weight: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """Return the cast of `weight` to `dtype`, made if need be; ``None`` if it is not of this model."""
+        """Return the cast of `weight` to `dtype`, made if need be; None if there is none to be had.
+
+        That is for a weight of another model, and one whose memory a wrapper has taken away.
+        """
         slot = self._slots.get(id(weight)) or self._adopted(weight)
         if slot is None:
             return None
-        entry = CASTS[dtype].get(id(weight))
+        entry = self._casts[dtype].get(id(weight))
         if entry is None or not entry.is_fresh(weight):
             entry = self._cast_stale(slot, dtype)
-        if self.debug:
+        if entry is not None and self.debug:
             _compare(slot, entry)
-        return entry.cast
+        return None if entry is None else entry.cast
 
-    def _cast_stale(self, slot: _Slot, dtype: torch.dtype) -> Entry:
-        entries = CASTS[dtype]
+    def _cast_stale(self, slot: _Slot, dtype: torch.dtype) -> CachedCast | None:
+        entries = self._casts[dtype]
         with self._lock:
+            current = entries.get(id(slot.weight))
+            if current is not None and current.is_fresh(slot.weight):
+                return current  # another thread has just made it
             slot.wanted.add(dtype)
             groups: dict[tuple[torch.device, bool], list[Tensor]] = defaultdict(list)
             for weight in [s.weight for s in self._slots.values() if dtype in s.wanted]:
                 if weight.data_ptr() == 0 and weight.numel():
-                    continue  # its memory was taken away for the time being
+                    continue  # on the meta device, or its memory was taken away for the time being
                 entry = entries.get(id(weight))
                 if entry is None or not entry.is_fresh(weight):
                     entries.pop(id(weight), None)  # free the old cast before the new one is made
                     groups[weight.device, weight.requires_grad].append(weight)
+            made: dict[int, CachedCast] = {}
             for (device, _), weights in groups.items():
                 kernels = get_backend(device.type).kernels()
-                looks = list(map(_look, weights))
+                states = list(map(fingerprint, weights))
                 casts = self._make(weights, dtype, kernels, self.memory)
-                for weight, look, cast in zip(weights, looks, casts, strict=True):
-                    memory = _torch.WeakStorage(weight.untyped_storage())  # type: ignore[no-untyped-call]
-                    entries[id(weight)] = Entry(look, memory, cast)
-            return entries[id(slot.weight)]
+                for weight, state, cast in zip(weights, states, casts, strict=True):
+                    made[id(weight)] = cached(weight, state, cast)
+            entries.update(made)
+            return made.get(id(slot.weight))
 
     def invalidate(self, weights: Iterable[Tensor] | None = None) -> None:
         """Drop the casts of `weights`, or all."""
         with self._lock:
             keys = self._slots.keys() if weights is None else self._slots.keys() & {id(w) for w in weights}
-            _drop(keys)
+            self._drop(keys)
+
+    def _drop(self, keys: Iterable[int]) -> None:
+        for key in keys:
+            for entries in list(self._casts.values()):
+                entries.pop(key, None)
 
     def _adopted(self, weight: Tensor) -> _Slot | None:
         """Look again at the model for a parameter that was put in the place of another."""
@@ -140,8 +124,8 @@ class WeightCache:
             return slot
 
     def _adopt(self) -> None:
-        present = {id(w): (name, w) for name, w in self._named_weights() if _cacheable(w)}
-        _drop(self._slots.keys() - present.keys())
+        present = {id(w): (name, w) for name, w in self._named_weights() if is_cacheable(w)}
+        self._drop(self._slots.keys() - present.keys())
         self._slots = {
             key: self._slots.get(key) or _Slot(weight, name) for key, (name, weight) in present.items()
         }
@@ -157,21 +141,15 @@ class WeightCache:
 
     def casts(self) -> list[Tensor]:
         """Return the casts that are live."""
-        return [entries[key].cast for entries in CASTS.values() for key in self.keys() & entries.keys()]
+        return [
+            e.cast
+            for entries in list(self._casts.values())
+            for key in self.keys()
+            if (e := entries.get(key)) is not None
+        ]
 
 
-def _drop(keys: Iterable[int]) -> None:
-    for key in keys:
-        for entries in CASTS.values():
-            entries.pop(key, None)
-
-
-def _cacheable(weight: Tensor) -> bool:
-    # torch's own condition (float32 leaf), less its requires_grad; an inference tensor has no version.
-    return weight.dtype is torch.float32 and weight.is_leaf and not weight.is_inference()
-
-
-def _compare(slot: _Slot, entry: Entry) -> None:
+def _compare(slot: _Slot, entry: CachedCast) -> None:
     expected = slot.weight.detach().to(entry.cast.dtype)
     if not torch.equal(expected.nan_to_num(), entry.cast.detach().nan_to_num()):
         raise StaleCastError(

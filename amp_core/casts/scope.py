@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from amp_core.casts import intercept
 from amp_core.casts.bulk import cast_weights
 from amp_core.casts.cache import MakeCasts, WeightCache
 from amp_core.common.call_site import level_outside
+from amp_core.dispatch.engine import serve_casts
 from amp_core.errors import AmpWarning
 
 
@@ -36,8 +36,7 @@ class CachedCasts:
                 "This cached_casts scope is already on. Make one scope per `with` statement, or leave the "
                 "persistent one on and do not enter it."
             )
-        devices = {device.type for device in self._cache.devices()}
-        release_ops = intercept.acquire(self._cache, devices)
+        release_ops = serve_casts(self._cache, {device.type for device in self._cache.devices()})
         hook = register_optimizer_step_post_hook(self._after_step)
 
         def release() -> None:

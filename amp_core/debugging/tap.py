@@ -15,7 +15,6 @@ from typing_extensions import Self
 
 from amp_core._torch import internals as _torch
 from amp_core._torch.dispatcher import Overload, dispatcher_name, is_view
-from amp_core.casts import intercept
 from amp_core.debugging.places import Place, Places
 from amp_core.dispatch.activate import default_policy
 from amp_core.dispatch.engine import Engine, engine
@@ -133,9 +132,9 @@ class Tap:
 
     def _watch(self, here: Engine) -> Callable[[], None]:
         native = OpPolicy.default(here.device_type).rules
-        taken = intercept.held_ops(here.device_type)  # these report by themselves
-        ops = [op for op in {*native, *self._ops} if op not in taken]
-        return here.watch(ops, lambda op, call, args, kwargs: self._frame(here, op, call, args, kwargs))
+        return here.watch(
+            {*native, *self._ops}, lambda op, call, args, kwargs: self._frame(here, op, call, args, kwargs)
+        )
 
     def _frame(self, here: Engine, op: str, call: Callable[[], Any], args: Any, kwargs: Any) -> Any:
         if self._muted:

@@ -21,8 +21,8 @@ from amp_core._torch.dispatcher import (
     is_mutable,
     key_set,
 )
-from amp_core.dispatch import weights
-from amp_core.dispatch.choosing import CHOOSERS, Args, Chooser, Kwargs, eligible, tensors_in
+from amp_core.dispatch import weight_casts
+from amp_core.dispatch.target_dtype import TARGET_DTYPES, Args, Kwargs, TargetDtype, eligible, tensors_in
 from amp_core.policy import rules as r
 
 Runner = Callable[[Any, Args, Kwargs], Any]
@@ -48,11 +48,11 @@ def make_runner(op: Overload, rule: str, device_type: str) -> Runner:
         return _set_opt_dtype(op, call, device_type)
     if rule == r.FP32_APPEND_DTYPE:
         return _append_dtype(op, device_type)
-    choose = CHOOSERS[rule](op, device_type)
+    target = TARGET_DTYPES[rule](op, device_type)
     first_stays = rule == r.MATCH_DESTINATION
     if is_mutable(op):
-        return _writing_back(op, call, choose, device_type, first_stays)
-    return _casting(op, call, choose, device_type, first_stays)
+        return _writing_back(op, call, target, device_type, first_stays)
+    return _casting(op, call, target, device_type, first_stays)
 
 
 def _below(op: Overload, device_type: str) -> Callable[..., Any]:
@@ -90,13 +90,13 @@ def _unchanged(op: Overload, device_type: str) -> Runner:
 
 
 def _casting(
-    op: Overload, call: Callable[..., Any], choose: Chooser, device_type: str, first_stays: bool
+    op: Overload, call: Callable[..., Any], target: TargetDtype, device_type: str, first_stays: bool
 ) -> Runner:
     found = [i for i, a in enumerate(arguments(op)) if "Tensor" in str(a.real_type) and not a.kwarg_only]
     positions = tuple(i for i in found if i > 0 or not first_stays)
 
     def run(_keyset: Any, args: Args, kwargs: Kwargs) -> Any:
-        dtype = choose(args, kwargs)
+        dtype = target(args, kwargs)
         if dtype is None:
             return call(*args, **kwargs)
         new, given = list(args), len(args)
@@ -114,14 +114,14 @@ def _cast(value: Any, dtype: torch.dtype, device_type: str, *, keep: bool = True
     if isinstance(value, torch.Tensor):
         if value.dtype is dtype or not eligible(value, device_type):
             return value
-        return weights.cast(value, dtype, device_type if keep else None)
+        return weight_casts.cast(value, dtype, device_type if keep else None)
     if isinstance(value, (list, tuple)) and any(isinstance(item, torch.Tensor) for item in value):
         return [_cast(item, dtype, device_type, keep=keep) for item in value]
     return value
 
 
 def _writing_back(
-    op: Overload, call: Callable[..., Any], choose: Chooser, device_type: str, first_stays: bool
+    op: Overload, call: Callable[..., Any], target: TargetDtype, device_type: str, first_stays: bool
 ) -> Runner:
     """For an op that writes to arguments: it writes to their casts, which are copied back.
 
@@ -132,7 +132,7 @@ def _writing_back(
     kept = names[0] if first_stays else None
 
     def run(_keyset: Any, args: Args, kwargs: Kwargs) -> Any:
-        dtype = choose(args, kwargs)
+        dtype = target(args, kwargs)
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         if dtype is None:
             return call(*args, **kwargs)

@@ -1,8 +1,9 @@
-"""Puts Python kernels on an Autocast key while a policy that differs from torch's is in force.
+"""Puts Python kernels on a device's Autocast key, for whatever changes ops there.
 
-The dispatcher is one per process, a policy belongs to a thread. So the kernel of an op, while some thread
-needs it, asks its own thread's table what to do; a thread without a policy runs torch's kernel, which was
-taken hold of before. When the last region that needs an op is left, torch's kernel is put back.
+Three things do: a policy that differs from torch's rules (per thread), a scope that keeps casts of weights
+(per process), and an observer (per thread). All threads share one dispatcher. So each op has at most one
+kernel of ours, which asks what applies in its own thread; if nothing does, it runs torch's kernel. When
+nothing needs the op any more, torch's kernel is put back.
 """
 
 from __future__ import annotations
@@ -16,15 +17,18 @@ from amp_core._torch.dispatcher import (
     Overload,
     autocast_key,
     dispatcher_name,
+    has_dispatch_key,
     has_kernel,
     install,
     install_fallthrough,
     key_set,
     native_kernel,
 )
-from amp_core.dispatch import weights
+from amp_core.dispatch import weight_casts
 from amp_core.dispatch.casting import Runner
 from amp_core.policy import OpPolicy, names
+from amp_core.policy import rules as r
+from amp_core.policy.op_policy import native_rules
 
 Table = Mapping[str, "Runner | None"]
 """Full op name to what runs it; None for torch's own kernel."""
@@ -35,7 +39,7 @@ Observer = Callable[[str, Callable[[], Any], tuple[Any, ...], dict[str, Any]], A
 _EMPTY: Table = {}
 
 
-class _Local(threading.local):
+class _ThreadState(threading.local):
     """One thread's policies on one device: what is in force, and what that hides."""
 
     table: Table = _EMPTY
@@ -47,12 +51,12 @@ class _Local(threading.local):
 
 
 class Engine:
-    """All policies on one device type's Autocast key."""
+    """All that changes ops on one device type's Autocast key."""
 
     def __init__(self, device_type: str) -> None:
         self.device_type = device_type
         self.key = autocast_key(device_type)
-        self.local = _Local()
+        self.local = _ThreadState()
         self._lock = threading.Lock()
         self._installed: dict[str, tuple[int, Callable[[], None]]] = {}
         self._kernels: dict[str, tuple[str, Callable[..., Any]]] = {}
@@ -75,7 +79,7 @@ class Engine:
 
     def push(self, table: Table, policy: OpPolicy | None) -> None:
         """Put `policy`, as `table`, in force for this thread. If an install fails, all is as before."""
-        self._hold(table)
+        self._install(table)
         local = self.local
         local.hidden.append((local.table, local.policy, tuple(table)))
         local.table, local.policy = table, policy
@@ -91,8 +95,8 @@ class Engine:
             return
         local.table, local.policy, ops = local.hidden.pop()
         if not local.hidden:
-            weights.clear()
-        self._release(ops)
+            weight_casts.clear()
+        self._uninstall(ops)
 
     @property
     def observer(self) -> Observer | None:
@@ -100,37 +104,51 @@ class Engine:
         return self.local.observer
 
     def watch(self, ops: Iterable[str], observer: Observer) -> Callable[[], None]:
-        """Let `observer` run each of `ops` in this thread, and all ops that have a policy's kernel.
+        """Let `observer` run each of `ops` in this thread, and every other op that has a kernel of ours.
 
         An observer before it is called by what it runs. Return what ends that, for the same thread.
         """
-        held, local, earlier = tuple(ops), self.local, self.local.observer
-        self._hold(held)
+        local, earlier = self.local, self.local.observer
+        uninstall = self._installed_until(ops)
         local.observer = observer if earlier is None else _both(observer, earlier)
 
         def end() -> None:
             local.observer = earlier
-            self._release(held)
+            uninstall()
 
         return end
 
-    def _hold(self, ops: Iterable[str]) -> None:
-        held: list[str] = []
+    def serve_casts(self) -> Callable[[], None]:
+        """Let ops that take weights ask `weight_casts`, in every thread; return what ends that."""
+        return self._installed_until(op for op in weight_casts.WEIGHT_OPS if self._is_low(op))
+
+    def _is_low(self, op: str) -> bool:
+        return native_rules(self.device_type).get(op) == r.LOWER_PRECISION_FP
+
+    # What is installed.
+
+    def _installed_until(self, ops: Iterable[str]) -> Callable[[], None]:
+        installed = tuple(ops)
+        self._install(installed)
+        return functools.partial(self._uninstall, installed)
+
+    def _install(self, ops: Iterable[str]) -> None:
+        done: list[str] = []
         with self._lock:
             try:
                 for op in ops:
                     count, remove = self._installed.get(op, (0, None))
-                    self._installed[op] = (count + 1, remove or self._install(op))
-                    held.append(op)
+                    self._installed[op] = (count + 1, remove or self._install_kernel(op))
+                    done.append(op)
             except BaseException:
-                self._release_locked(held)
+                self._uninstall_locked(done)
                 raise
 
-    def _release(self, ops: Iterable[str]) -> None:
+    def _uninstall(self, ops: Iterable[str]) -> None:
         with self._lock:
-            self._release_locked(ops)
+            self._uninstall_locked(ops)
 
-    def _release_locked(self, ops: Iterable[str]) -> None:
+    def _uninstall_locked(self, ops: Iterable[str]) -> None:
         for op in ops:
             count, remove = self._installed[op]
             if count > 1:
@@ -139,27 +157,34 @@ class Engine:
                 del self._installed[op]
                 remove()
 
-    def _install(self, name: str) -> Callable[[], None]:
+    def _install_kernel(self, name: str) -> Callable[[], None]:
         if name not in self._kernels:
             self._kernels[name] = self._make_kernel(name)
         dispatcher_name, kernel = self._kernels[name]
         return install(dispatcher_name, self.key, kernel)
+
+    # What a kernel does.
 
     def _make_kernel(self, name: str) -> tuple[str, Callable[..., Any]]:
         install_fallthrough(self.key)
         overload = names.find(name)
         assert overload is not None, f"{name} was admitted to a policy but is gone from the dispatcher"
         native = self._native(overload)
+        takes_weights = name in weight_casts.WEIGHT_OPS and self._is_low(name)
+        by_torch = _with_weight_casts(native, self.device_type) if takes_weights else native
         local = self.local
 
         def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
             run = local.table.get(name)
             if local.observer is not None:
-                here = functools.partial(native, keyset, *args, **kwargs)
-                call = here if run is None else functools.partial(run, keyset, args, kwargs)
+                call = (
+                    functools.partial(by_torch, keyset, *args, **kwargs)
+                    if run is None
+                    else functools.partial(run, keyset, args, kwargs)
+                )
                 return local.observer(name, call, args, kwargs)
             if run is None:
-                return native(keyset, *args, **kwargs)
+                return by_torch(keyset, *args, **kwargs)
             return run(keyset, args, kwargs)
 
         return dispatcher_name(overload), kernel
@@ -173,6 +198,15 @@ class Engine:
             return overload.redispatch(keyset - keys, *args, **kwargs)
 
         return fall_through
+
+
+def _with_weight_casts(native: Callable[..., Any], device_type: str) -> Callable[..., Any]:
+    replace = weight_casts.replace_weights
+
+    def run(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        return native(keyset, *replace(args, device_type), **kwargs)
+
+    return run
 
 
 def _both(observer: Observer, earlier: Observer) -> Observer:
@@ -192,3 +226,22 @@ def engine(device_type: str) -> Engine:
         if device_type not in _engines:
             _engines[device_type] = Engine(device_type)
         return _engines[device_type]
+
+
+def serve_casts(source: weight_casts.CastSource, device_types: Iterable[str]) -> Callable[[], None]:
+    """Let ops on `device_types` take the casts of `source`, in every thread; return what ends that.
+
+    A device type that has no autocast is passed over.
+    """
+    ends = [
+        engine(device_type).serve_casts()
+        for device_type in sorted(device_types)
+        if has_dispatch_key(autocast_key(device_type))
+    ]
+    ends.append(weight_casts.register(source))
+
+    def end() -> None:
+        for stop in reversed(ends):
+            stop()
+
+    return end

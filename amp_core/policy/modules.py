@@ -163,7 +163,7 @@ class _Region:
             return call(*args, **kwargs)
 
     def _float32(self, tensor: torch.Tensor) -> torch.Tensor:
-        from amp_core.dispatch.choosing import eligible
+        from amp_core.dispatch.target_dtype import eligible
 
         return tensor.float() if eligible(tensor, self.device_type) else tensor
 

@@ -234,7 +234,7 @@ def test_fp32_if_mixed(region) -> None:
 
 def test_hint_instead_of_a_ban(region, monkeypatch: pytest.MonkeyPatch) -> None:
     """binary_cross_entropy is an error on cuda; the hint comes once, at the caller's line."""
-    monkeypatch.setattr("amp_core.dispatch.choosing._hinted", set())
+    monkeypatch.setattr("amp_core.dispatch.target_dtype._hinted", set())
     p, y = torch.rand(4, dtype=LOW), torch.rand(4)
     bce = torch.nn.functional.binary_cross_entropy
     with region(CPU.override({"binary_cross_entropy": "fp32_with_hint"})):

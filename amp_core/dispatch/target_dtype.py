@@ -14,7 +14,7 @@ from amp_core.policy import rules as r
 
 Args = Sequence[Any]
 Kwargs = dict[str, Any]
-Chooser = Callable[[Args, Kwargs], "torch.dtype | None"]
+TargetDtype = Callable[[Args, Kwargs], "torch.dtype | None"]
 """(positional, keyword arguments) -> the dtype to cast to, or None to leave them alone."""
 
 
@@ -37,15 +37,15 @@ def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
             yield from (item for item in value if isinstance(item, torch.Tensor))
 
 
-def _choose_low(_op: Overload, device_type: str) -> Chooser:
+def _low(_op: Overload, device_type: str) -> TargetDtype:
     return lambda _args, _kwargs: torch.get_autocast_dtype(device_type)
 
 
-def _choose_fp32(_op: Overload, _device_type: str) -> Chooser:
+def _fp32(_op: Overload, _device_type: str) -> TargetDtype:
     return lambda _args, _kwargs: torch.float32
 
 
-def _choose_promote(op: Overload, device_type: str) -> Chooser:
+def _promote(op: Overload, device_type: str) -> TargetDtype:
     """Torch's ``at::autocast::prioritize``: optional tensors do not count, a third dtype is an error."""
     kinds = [str(a.real_type) in ("Tensor", "List[Tensor]") for a in arguments(op)]
     counted = [index for index, counts in enumerate(kinds) if counts]
@@ -71,7 +71,7 @@ def _wider(current: torch.dtype, found: torch.dtype, low: torch.dtype) -> torch.
     raise RuntimeError("Unexpected floating ScalarType in at::autocast::prioritize")
 
 
-def _choose_promote_types(op: Overload, device_type: str) -> Chooser:
+def _promote_types(op: Overload, device_type: str) -> TargetDtype:
     def choose(args: Args, kwargs: Kwargs) -> torch.dtype | None:
         found: torch.dtype | None = None
         for tensor in tensors_in((*args, *kwargs.values())):
@@ -92,11 +92,11 @@ def _promoted(op: Overload, one: torch.dtype, other: torch.dtype) -> torch.dtype
         ) from error
 
 
-def _choose_destination(_op: Overload, device_type: str) -> Chooser:
+def _destination(_op: Overload, device_type: str) -> TargetDtype:
     return lambda args, _kwargs: args[0].dtype if eligible(args[0], device_type) else None
 
 
-def _choose_if_mixed(_op: Overload, device_type: str) -> Chooser:
+def _if_mixed(_op: Overload, device_type: str) -> TargetDtype:
     def choose(args: Args, kwargs: Kwargs) -> torch.dtype | None:
         found = {t.dtype for t in tensors_in((*args, *kwargs.values())) if eligible(t, device_type)}
         return torch.float32 if len(found) > 1 else None
@@ -107,7 +107,7 @@ def _choose_if_mixed(_op: Overload, device_type: str) -> Chooser:
 _hinted: set[str] = set()
 
 
-def _choose_with_hint(op: Overload, _device_type: str) -> Chooser:
+def _with_hint(op: Overload, _device_type: str) -> TargetDtype:
     def choose(_args: Args, _kwargs: Kwargs) -> torch.dtype:
         name = dispatcher_name(op)
         if name not in _hinted:
@@ -126,13 +126,13 @@ def _hint(name: str) -> str:
     return f"{name} runs in float32 under this op policy{advice}."
 
 
-CHOOSERS: Mapping[str, Callable[[Overload, str], Chooser]] = {
-    r.LOWER_PRECISION_FP: _choose_low,
-    r.FP32: _choose_fp32,
-    r.PROMOTE: _choose_promote,
-    r.PROMOTE_TYPES: _choose_promote_types,
-    r.MATCH_DESTINATION: _choose_destination,
-    r.FP32_IF_MIXED: _choose_if_mixed,
-    r.FP32_WITH_HINT: _choose_with_hint,
+TARGET_DTYPES: Mapping[str, Callable[[Overload, str], TargetDtype]] = {
+    r.LOWER_PRECISION_FP: _low,
+    r.FP32: _fp32,
+    r.PROMOTE: _promote,
+    r.PROMOTE_TYPES: _promote_types,
+    r.MATCH_DESTINATION: _destination,
+    r.FP32_IF_MIXED: _if_mixed,
+    r.FP32_WITH_HINT: _with_hint,
 }
 """Rule to what makes its chooser, of an op and a device type."""
