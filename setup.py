@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+
+try:
+    from setuptools.command.bdist_wheel import bdist_wheel
+except ImportError:  # setuptools before 70.1
+    from wheel.bdist_wheel import bdist_wheel
+
+KERNELS = "amp_backend_cpu.native._kernels"
 
 
 class OptionalLibrary(build_ext):
@@ -15,8 +23,27 @@ class OptionalLibrary(build_ext):
         """Return what is looked up in the library; it is no Python module."""
         return list(ext.export_symbols)
 
+    def get_ext_filename(self, fullname: str) -> str:
+        """Return a name without a Python's suffix for the kernels: any Python loads them."""
+        if fullname not in {KERNELS, KERNELS.rpartition(".")[2]}:
+            return super().get_ext_filename(fullname)
+        return str(Path(*fullname.split("."))) + (".so" if unix else ".dll")
+
+
+class AnyPython(bdist_wheel):
+    """One wheel per platform: what it holds is bound to no version of Python."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        """Return ``py3-none-<platform>``."""
+        return "py3", "none", super().get_tag()[2]
+
 
 unix = sys.platform != "win32"
+# The stack protector and fortified calls cost nothing in loops over vectors.
+hardening = ["-fvisibility=hidden", "-fstack-protector-strong", "-D_FORTIFY_SOURCE=2"]
+relocations = ["-Wl,-z,relro,-z,now"] if sys.platform == "linux" else []
+# Apple's clang has no -fopenmp of its own: the kernels are built for one thread there.
+openmp = ["-fopenmp"] if sys.platform == "linux" else []
 # Finds torch's functions by the names that compilers for Linux and macOS give them.
 regions = [
     Extension(
@@ -28,24 +55,30 @@ regions = [
     )
 ]
 setup(
-    cmdclass={"build_ext": OptionalLibrary},
+    cmdclass={"build_ext": OptionalLibrary, "bdist_wheel": AnyPython},
     ext_modules=[
         Extension(
-            "amp_backend_cpu.native._kernels",
+            KERNELS,
             sources=["backends/cpu/amp_backend_cpu/native/kernels.c"],
-            depends=["backends/cpu/amp_backend_cpu/native/loops.h"],
+            depends=[
+                "backends/cpu/amp_backend_cpu/native/loops.h",
+                "backends/cpu/amp_backend_cpu/native/vectors.h",
+            ],
             export_symbols=[
                 "amp_abi",
                 "amp_add",
-                "amp_measure",
-                "amp_scale",
+                "amp_grad_stats",
+                "amp_multiply",
                 "amp_cast",
                 "amp_update_scale",
                 "amp_instruction_set",
                 "amp_limit",
+                "amp_calibrate",
+                "amp_start",
+                "amp_tune",
             ],
-            extra_compile_args=["-O3", "-fopenmp", "-Wno-psabi"] if unix else ["/O2", "/openmp"],
-            extra_link_args=["-fopenmp"] if unix else [],
+            extra_compile_args=["-O3", *openmp, "-Wno-psabi", *hardening] if unix else ["/O2", "/openmp"],
+            extra_link_args=[*openmp, *relocations] if unix else [],
             optional=True,
         ),
         *(regions if unix else []),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 DISABLE_BACKENDS = "AMP_DISABLE_BACKENDS"
 PLUGIN_AUTOLOAD = "AMP_PLUGIN_AUTOLOAD"
@@ -11,6 +12,8 @@ POLICY = "AMP_POLICY"
 DEPRECATION = "AMP_DEPRECATION"
 COMPILED = "AMP_COMPILED"
 TRITON = "AMP_TRITON"
+CPU_TUNING = "AMP_CPU_TUNING"
+CPU_CAPABILITY = "ATEN_CPU_CAPABILITY"
 RANK = "RANK"
 C_COMPILER = "CC"
 VISIBLE_GPUS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
@@ -63,6 +66,25 @@ def deprecation_once() -> bool:
 def compiled() -> bool:
     """``AMP_COMPILED=0``: none of amp-core's compiled code is loaded (default on)."""
     return _flag(COMPILED, default=True)
+
+
+def cpu_tuning(switches: Sequence[str]) -> frozenset[str] | None:
+    """``AMP_CPU_TUNING=prefetch,streaming`` or ``none``: what the CPU's compiled kernels use.
+
+    Args:
+        switches: the names that may appear.
+
+    Returns:
+        What is named, or ``None`` if the variable is not set: it is then measured.
+    """
+    text = os.environ.get(CPU_TUNING, "").strip().lower()
+    if not text:
+        return None
+    names = frozenset() if text == "none" else frozenset(name.strip() for name in text.split(","))
+    if not names <= frozenset(switches):
+        legal = ", ".join(switches)
+        raise ValueError(f"{CPU_TUNING}={text!r} is not known; use none, or any of {legal}, with commas.")
+    return names
 
 
 def triton() -> bool:

@@ -33,18 +33,21 @@ class Portable(Kernels):
     ) -> list[Tensor]:
         targets = [torch.empty_like(t, dtype=dtype) for t in tensors] if out is None else list(out)
         _check_shapes(tensors, targets)
-        if tensors and not _torch.functorch_is_at_work():
-            _torch.foreach_copy_([t.detach() for t in targets], [t.detach() for t in tensors])
-        else:
+        if _torch.functorch_is_at_work() or any([t.is_neg() or t.is_conj() for t in targets]):  # noqa: C419
             for target, tensor in zip(targets, tensors, strict=True):
                 target.detach().copy_(tensor.detach())
+        elif tensors:
+            pairs = zip(tensors, targets, strict=True)
+            sources = [_with_spare_bits(t.detach(), target.dtype) for t, target in pairs]
+            _torch.foreach_copy_([t.detach() for t in targets], sources)
         return targets
 
     def grad_stats(self, grads: Sequence[Tensor], norm_type: float = 2.0) -> GradStats:
         wide = any(g.dtype in _WIDE for g in grads)
         dtype = torch.float64 if wide else torch.float32
         if not grads:
-            return GradStats(torch.zeros((), dtype=dtype), torch.zeros(0), torch.zeros(0), torch.zeros(()))
+            none, zero = torch.zeros(0, dtype=dtype, device="cpu"), torch.zeros((), dtype=dtype, device="cpu")
+            return GradStats(zero, none, none.clone(), zero.clone())
         order = math.inf if math.isinf(norm_type) else norm_type
         real = [_real(g.detach()) for g in grads]
         norms = torch.stack(_norms([_moduli(g, order) for g in grads], order))
@@ -94,6 +97,19 @@ def _check_shapes(tensors: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
             )
 
 
+def _with_spare_bits(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return what torch rounds to `dtype` as if in one step: it takes float64 through float32.
+
+    A float32 that was rounded to odd has bits to spare, and the last says whether anything was cut off.
+    """
+    if tensor.dtype is not torch.float64 or dtype.itemsize > 2:
+        return tensor
+    nearest = tensor.float()
+    back = nearest.double()
+    bits = nearest.view(torch.int32) - (back.abs() > tensor.abs()).int()
+    return (bits | (back != tensor).int()).view(torch.float32)
+
+
 def has_float64(tensor: Tensor) -> bool:
     """Whether the device of `tensor` computes in float64."""
     if tensor.device.type == "xpu":
@@ -102,7 +118,12 @@ def has_float64(tensor: Tensor) -> bool:
 
 
 def _real(tensor: Tensor) -> Tensor:
-    """Return the parts of a complex tensor, in its own memory, as one real tensor."""
+    """Return the parts of a complex tensor, in its own memory, as one real tensor.
+
+    Lazy signs are dropped: neither norms nor products in place depend on them.
+    """
+    if tensor.is_neg():
+        tensor = torch._neg_view(tensor)
     if not tensor.is_complex():
         return tensor
     # The parts of a lazily conjugated tensor differ from its memory in signs alone.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 import amp_core
 from amp_backend_cpu import kernels as cpu
+from amp_backend_cpu import library
 from amp_core.kernels import PORTABLE
 
 COMPILED = cpu.load()
@@ -22,14 +24,14 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 LENGTHS = [0, 1, 15, 16, 17, 31, 33, 32767, 32768, 32769, 65537]
 
 
-@pytest.fixture(autouse=True, params=["AVX-512", "AVX2", "baseline"])
+@pytest.fixture(autouse=True, params=["AVX-512", "AVX2", "SSE2"])
 def instruction_set(request: pytest.FixtureRequest) -> Iterator[None]:
     """Each instruction set in turn that this processor has."""
     if not isinstance(COMPILED, cpu.Compiled):
         yield
         return
     library = COMPILED._library
-    before = library.amp_limit({"AVX-512": 2, "AVX2": 1, "baseline": 0}[request.param])
+    before = library.amp_limit({"AVX-512": 2, "AVX2": 1, "SSE2": 0}[request.param])
     try:
         if library.amp_instruction_set().decode() != request.param:
             pytest.skip(f"this processor, or the compiler, has no {request.param}")
@@ -232,7 +234,7 @@ def test_prepared_tensors() -> None:
 
 def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nothing was compiled the device has no kernels, or does not say why it is slow."""
-    monkeypatch.setattr(cpu.importlib.machinery, "EXTENSION_SUFFIXES", [".none"])
+    monkeypatch.setattr(library, "path", lambda: Path("nowhere"))
     kernels = cpu.load.__wrapped__()
     assert kernels.name == "portable"
     assert "no C compiler at install time" in kernels.reason
@@ -242,7 +244,103 @@ def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
 @needs_library
 def test_a_library_from_other_sources(monkeypatch: pytest.MonkeyPatch) -> None:
     """After an update of the sources alone, an old library is called with the wrong arguments."""
-    monkeypatch.setattr(cpu, "_ABI", -1)
+    monkeypatch.setattr(library, "_ABI", -1)
     kernels = cpu.load.__wrapped__()
     assert kernels.name == "portable"
     assert "install amp-core again" in kernels.reason
+
+
+@needs_library
+@pytest.mark.parametrize("target", [torch.bfloat16, torch.float16])
+def test_float64_is_rounded_once(target: torch.dtype) -> None:
+    """A float64 is rounded to float32 first, and what lies next to a tie falls on its wrong side."""
+    if target is torch.bfloat16:
+        just_above = torch.tensor([1 + 2.0**-8 + 2.0**-40])
+        assert COMPILED.cast([just_above.double()], target)[0].item() == 1.0
+        just_above = torch.tensor([1 + 2.0**-8 + 2.0**-40], dtype=torch.float64)
+        assert COMPILED.cast([just_above], target)[0].item() == 1.0078125
+        assert PORTABLE.cast([just_above], target)[0].item() == 1.0078125
+    every = torch.arange(2**16).to(torch.uint16).view(target)
+    every = every[every.isfinite() & (every.abs() < every[every.isfinite()].max())].double()
+    # The tie above each number, exactly half way to the next, and its two neighbours in float64.
+    above = every.abs().unique()
+    ties = (above[:-1] + above[1:]) / 2
+    below, beyond = (torch.nextafter(ties, torch.full_like(ties, to)) for to in (-math.inf, math.inf))
+    assert torch.equal(COMPILED.cast([below], target)[0].double(), above[:-1])
+    assert torch.equal(COMPILED.cast([beyond], target)[0].double(), above[1:])
+    assert torch.equal(COMPILED.cast([-beyond], target)[0].double(), -above[1:])
+    assert torch.equal(COMPILED.cast([ties], target)[0], ties.float().to(target))
+
+
+@needs_library
+@pytest.mark.parametrize("exponent", [-149, -130, -80, -64, -63, -40, 0, 40, 62, 63, 64, 100, 127])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norms_of_every_magnitude(dtype: torch.dtype, exponent: int) -> None:
+    """Squares that leave float32, upwards or downwards, are lost in the norm or raise the flag."""
+    for n in (1, 40, 5000):
+        grad = (1 + torch.rand(n, generator=torch.Generator().manual_seed(n)).double()) * 2.0**exponent
+        grad = grad.clamp(max=3.3e38).to(dtype)
+        measured = COMPILED.grad_stats([grad, torch.zeros(3000, dtype=dtype)])
+        exact = grad.double().norm()
+        if exact < 3.4e38:
+            torch.testing.assert_close(measured.norms[0].double(), exact, rtol=1e-6, atol=2.0**-149)
+        assert measured.norms[1].item() == 0.0
+        assert measured.nonfinite.tolist() == [0.0, 0.0]
+
+
+@needs_library
+@given(st.floats(1e-3, 1e3), st.integers(1, 70_000))
+@settings(max_examples=30, deadline=None, derandomize=True)
+def test_norm_of_equal_numbers(value: float, n: int) -> None:
+    """Rounding errors that all go one way add up to more than a millionth of the norm."""
+    grad = torch.full((n,), value)
+    exact = grad.double().norm()
+    torch.testing.assert_close(COMPILED.grad_stats([grad]).norm.double(), exact, rtol=1e-6, atol=0)
+
+
+@needs_library
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+@pytest.mark.parametrize("default", [torch.float32, torch.float64])
+def test_under_another_default_device_and_dtype(device: str, default: torch.dtype) -> None:
+    """A result is made on the default device, whose memory is not there, or in the default dtype."""
+    before = torch.get_default_dtype()
+    for grads in ([numbers(40, torch.float32)], []):
+        for kernels in (COMPILED, PORTABLE):
+            factor, found = torch.tensor(0.5), torch.zeros(())
+            try:
+                torch.set_default_dtype(default)
+                with torch.device(device):
+                    measured = kernels.grad_stats(grads)
+                    kernels.multiply_(grads, factor, found)
+                    cast = kernels.cast(grads, torch.bfloat16)
+            finally:
+                torch.set_default_dtype(before)
+            results = [measured.norm, measured.norms, measured.nonfinite, measured.found_inf]
+            assert [t.dtype for t in results] == [torch.float32] * 4
+            if grads:
+                assert {t.device.type for t in [*results, *cast]} == {"cpu"}
+
+
+@needs_library
+def test_lazily_negated_and_conjugated_tensors() -> None:
+    """A tensor whose sign is not in its memory yet is taken with the sign of its memory."""
+    values = torch.arange(1.0, 7.0)
+    negated = torch._neg_view(values.clone())
+    conjugated = torch.complex(values, values).clone().conj()
+    assert torch.equal(COMPILED.cast([negated], torch.bfloat16)[0], -values.bfloat16())
+    for tensor in (negated, conjugated):
+        expected = tensor.clone() * 0.5
+        torch.testing.assert_close(COMPILED.grad_stats([tensor]).norm, tensor.clone().abs().norm())
+        COMPILED.multiply_([tensor], torch.tensor(0.5))
+        assert torch.equal(tensor.clone(), expected)
+    target = torch._neg_view(torch.zeros(6, dtype=torch.bfloat16))
+    COMPILED.cast([values], torch.bfloat16, [target])
+    assert target.tolist() == values.tolist()
+
+
+@needs_library
+def test_memory_that_was_freed() -> None:
+    """A tensor whose storage was given back, as by FSDP between uses, is read at address zero."""
+    grad = torch.ones(40)
+    grad.untyped_storage().resize_(0)
+    assert cpu._table_of([grad]) is None

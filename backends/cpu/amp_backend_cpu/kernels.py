@@ -4,32 +4,28 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import importlib.machinery
 from array import array
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from amp_core.common import environment as _env
+from amp_backend_cpu import library as _library
 from amp_core.kernels import GradStats, Kernels, Portable, ScaleTensors
 from amp_core.kernels.memory import are_numbers, are_plain, are_real
 from amp_core.states.loss_scale import Hysteresis, LossScaleSchedule
 
-_ABI = 4
-"""What `native/kernels.c` says of itself; a library from other sources must not be called."""
-
 _CODES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 _CPU = torch.device("cpu")
+_LARGE = 1 << 22  # elements: from here on prefetch and streaming stores matter
 _STATE = [torch.float32, torch.int32, torch.int32, torch.float32]
 _ADDRESS = "L" if array("L").itemsize == 8 else "Q"  # the first is filled in half the time
 _KINDS = (Hysteresis.BUDGET, Hysteresis.CONSECUTIVE, Hysteresis.EVERY)
 
 
 class Compiled(Portable):
-    """Plain C with OpenMP; the instruction set is chosen when the library is loaded.
+    """Plain C with OpenMP, for the instruction set that torch uses.
 
     Takes plain tensors without gaps. A call with any other tensor (complex, strided, fake, of a
     subclass), another order of norm, or a cast that changes nothing, goes to the portable kernels whole.
@@ -39,7 +35,15 @@ class Compiled(Portable):
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
-        self.reason = f"{library.amp_instruction_set().decode()}, OpenMP"
+        self._tuning = _library.Tuning(library)
+
+    @property
+    def reason(self) -> str:  # type: ignore[override]  # it is measured when it is first asked for
+        return f"{_library.instruction_set(self._library)}, OpenMP; {self._tuning}"
+
+    def _settle(self, table: _Table) -> None:
+        if not self._tuning.settled and table.elements >= _LARGE:
+            self._tuning.settle()
 
     def layout(self, tensors: Sequence[Tensor]) -> object:
         return _Layout(tensors)
@@ -51,22 +55,23 @@ class Compiled(Portable):
         table = _table_of(grads) if norm_type == 2.0 else None
         if table is None:
             return super().grad_stats(grads, norm_type)
+        self._settle(table)
         dtype = torch.float64 if table.wide else torch.float32
-        norms, norm = torch.empty(len(grads), dtype=dtype), torch.empty((), dtype=dtype)
-        bad, found = torch.empty(len(grads), dtype=torch.float32), torch.empty((), dtype=torch.float32)
-        outputs = [t.data_ptr() for t in (norms, bad, norm, found)]
-        _check(self._library.amp_measure(*table.arguments, *outputs, table.wide, table.threads()))
-        return GradStats(norm, norms, bad, found)
+        norms, norm = _empty(len(grads), dtype), _empty((), dtype)
+        nonfinite, found_inf = _empty(len(grads), torch.float32), _empty((), torch.float32)
+        outputs = [t.data_ptr() for t in (norms, nonfinite, norm, found_inf)]
+        _check(self._library.amp_grad_stats(*table.arguments, *outputs, table.wide, table.threads()))
+        return GradStats(norm, norms, nonfinite, found_inf)
 
     def multiply_(self, grads: Sequence[Tensor], factor: Tensor, found_inf: Tensor | None = None) -> None:
         flags = [factor] if found_inf is None else [factor, found_inf]
         table = _table_of(grads) if are_numbers(flags, _CPU) else None
         if table is None:
             return super().multiply_(grads, factor, found_inf)
-        found = None if found_inf is None else found_inf.data_ptr()
-        _check(self._library.amp_scale(*table.arguments, factor.data_ptr(), found, table.threads()))
-        increment_version(grads)
-        increment_version(flags[1:])
+        self._settle(table)
+        flag = None if found_inf is None else found_inf.data_ptr()
+        _check(self._library.amp_multiply(*table.arguments, factor.data_ptr(), flag, table.threads()))
+        increment_version([*grads, *flags[1:]])
         return None
 
     def cast(
@@ -76,6 +81,7 @@ class Compiled(Portable):
         source, target = _table_of(tensors), _table_of(targets)
         if source is None or target is None or not _to_others(tensors, targets):
             return super().cast(tensors, dtype, targets)
+        self._settle(source)
         _, to, _, codes = target.arguments
         _check(self._library.amp_cast(*source.arguments, to, codes, source.threads()))
         increment_version(targets)
@@ -105,6 +111,11 @@ class Compiled(Portable):
         )
         increment_version(tensors[:3])
         return None
+
+
+def _empty(shape: int | tuple[()], dtype: torch.dtype) -> Tensor:
+    # The device is named: the default one may be another.
+    return torch.empty(shape, dtype=dtype, device=_CPU)
 
 
 def _to_others(tensors: Sequence[Tensor], targets: Sequence[Tensor]) -> bool:
@@ -142,9 +153,14 @@ class _Table:
     def __init__(self, tensors: Sequence[Tensor], layout: _Layout) -> None:
         self.elements = layout.elements
         self.wide = layout.wide
-        there = array(_ADDRESS, list(map(Tensor.data_ptr, tensors)))
-        self._owners = there, layout
-        self.arguments = (len(tensors), there.buffer_info()[0], *layout.addresses)
+        where = array(_ADDRESS, list(map(Tensor.data_ptr, tensors)))
+        self._owners = where, layout
+        self._nowhere = 0 in where
+        self.arguments = (len(tensors), where.buffer_info()[0], *layout.addresses)
+
+    def has_gone(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether the memory of a tensor that has elements was given back."""
+        return self._nowhere and any(t.numel() and not t.data_ptr() for t in tensors)
 
     def threads(self) -> int:
         # Waking another thread takes as long as this many elements do.
@@ -156,14 +172,18 @@ class _Prepared(list[Tensor]):
 
     def __init__(self, tensors: Sequence[Tensor], layout: _Layout) -> None:
         super().__init__(tensors)
-        self.table = _Table(tensors, layout) if layout.fits else None
+        self.table = _read_table(tensors, layout)
 
 
 def _table_of(tensors: Sequence[Tensor]) -> _Table | None:
     if isinstance(tensors, _Prepared):
         return tensors.table
-    layout = _Layout(tensors)
-    return _Table(tensors, layout) if layout.fits else None
+    return _read_table(tensors, _Layout(tensors))
+
+
+def _read_table(tensors: Sequence[Tensor], layout: _Layout) -> _Table | None:
+    table = _Table(tensors, layout) if layout.fits else None
+    return None if table is None or table.has_gone(tensors) else table
 
 
 def _check(status: int) -> None:
@@ -174,45 +194,9 @@ def _check(status: int) -> None:
 @functools.cache
 def load() -> Kernels:
     """Return the compiled kernels, or the portable ones with the reason why."""
-    if not _env.compiled():
-        return _portable(f"{_env.COMPILED} says so")
-    folder = Path(__file__).parent / "native"
-    files = [folder / f"_kernels{suffix}" for suffix in importlib.machinery.EXTENSION_SUFFIXES]
-    built = [path for path in files if path.exists()]
-    if not built:
-        return _portable("the compiled kernels were not built: no C compiler at install time")
     try:
-        library = ctypes.CDLL(str(built[0]))
-        if library.amp_abi() != _ABI:
-            raise AttributeError("it was built from other sources; install amp-core again")
-        _declare(library)
-    except (OSError, AttributeError) as error:
-        return _portable(f"{built[0].name} does not load: {error}")
-    return Compiled(library)
-
-
-def _portable(reason: str) -> Kernels:
-    kernels = Portable()
-    kernels.reason = reason
-    return kernels
-
-
-def _declare(library: ctypes.CDLL) -> None:
-    pointer, count, threads = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-    library.amp_measure.argtypes = (count, *[pointer] * 7, threads, threads)
-    library.amp_scale.argtypes = (count, *[pointer] * 5, threads)
-    library.amp_cast.argtypes = (count, *[pointer] * 5, threads)
-    library.amp_add.argtypes = (count, *[pointer] * 4, threads)
-    double, int32 = ctypes.c_double, ctypes.c_int32
-    library.amp_update_scale.argtypes = (
-        *[pointer] * 4,
-        double,
-        double,
-        count,
-        double,
-        double,
-        int32,
-        threads,
-    )
-    library.amp_update_scale.restype = None
-    library.amp_instruction_set.restype = ctypes.c_char_p
+        return Compiled(_library.load())
+    except _library.LibraryMissingError as error:
+        kernels = Portable()
+        kernels.reason = str(error)
+        return kernels

@@ -1,6 +1,6 @@
-/* The CPU's read, scale and cast kernels: plain C over raw pointers, so that no version of torch or
- * Python is bound to them. Work is cut into chunks of fixed size, each reduced by itself and in order,
- * so that no result depends on the number of threads.
+/* The CPU's gradient and cast kernels: plain C over raw pointers, bound to no version of torch or Python.
+ * Work is cut into chunks of fixed size, each reduced by itself and in order, so that no result depends on
+ * the number of threads.
  *
  * dtype codes: 0 float32, 1 float64, 2 bfloat16, 3 float16.
  */
@@ -9,79 +9,130 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
-#if defined(__GNUC__) && !defined(__clang__) && defined(__x86_64__)
-#define X86 1
-#include <immintrin.h>
+#include <time.h>
+#ifndef _WIN32
+#include <pthread.h>
 #endif
 
-#define ABI 4 /* moves with every change to what a function takes; kernels.py asks for it */
+#define ABI 5 /* moves with every change to what a function takes; kernels.py asks for it */
 
 #define CHUNK 32768 /* elements: two or more chunks of a large weight stay in the second-level cache */
 #define AHEAD 6144  /* bytes to fetch in advance into the second-level cache, which has more reads in flight */
-#define BLOCK 4096  /* elements of a half dtype that are summed in float32 */
-#define WIDTH 16    /* elements that one step of a loop takes; a tail goes through a buffer of that size */
-
-/* Vectors of the compiler's (GCC and Clang), lowered to what the instruction set has. */
-typedef float floats __attribute__((vector_size(WIDTH * 4)));
-typedef uint32_t words __attribute__((vector_size(WIDTH * 4)));
-typedef uint16_t halves __attribute__((vector_size(WIDTH * 2)));
-typedef double doubles __attribute__((vector_size(WIDTH * 8)));
-
 #define EXPONENT 0x7f800000u
 
-typedef void measure_loop(const void *data, size_t n, double *sum, uint32_t *bad);
-typedef void scale_loop(void *data, size_t n, float factor, uint32_t *bad);
+#define SCALAR 0
+#define GENERIC 1
+#define SSE2 2
+#define AVX2 3
+#define AVX512 4
+
+#if defined(__GNUC__) && !defined(AMP_SCALAR)
+#define VECTORS 1
+#if defined(__x86_64__)
+#define X86 1
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#define NEON 1
+#include <arm_neon.h>
+#endif
+#endif
+
+#ifdef __GNUC__
+#define INLINE static inline __attribute__((always_inline))
+#define NOINLINE __attribute__((noinline))
+#define PREFETCH(address) __builtin_prefetch((address), 0, 2)
+#else
+#define INLINE static __forceinline
+#define NOINLINE __declspec(noinline)
+#define PREFETCH(address) (void)(address)
+#endif
+#ifdef _MSC_VER
+#define OMP(...) __pragma(omp __VA_ARGS__)
+#define EXPORT __declspec(dllexport)
+#else
+#define PRAGMA(text) _Pragma(#text)
+#define OMP(...) PRAGMA(omp __VA_ARGS__)
+#define EXPORT __attribute__((visibility("default")))
+#endif
+
+/* Squares of small numbers are subnormal, which takes x86 a hundred times as long as what is normal. */
+#ifdef X86
+#define STREAM_END() _mm_sfence()
+#define FLUSH_SUBNORMALS() _mm_setcsr(_mm_getcsr() | 0x8040u)
+#define KEEP_SUBNORMALS() _mm_setcsr(_mm_getcsr() & ~0x8040u)
+static unsigned fp_mode(void) { return _mm_getcsr(); }
+static void set_fp_mode(unsigned mode) { _mm_setcsr(mode); }
+#else
+#define STREAM_END() (void)0
+#define FLUSH_SUBNORMALS() (void)0
+#define KEEP_SUBNORMALS() (void)0
+static unsigned fp_mode(void) { return 0; }
+static void set_fp_mode(unsigned mode) { (void)mode; }
+#endif
+
+typedef void stats_loop(const void *data, size_t n, double *sum, uint32_t *bad);
+typedef void multiply_loop(void *data, size_t n, float factor, uint32_t *bad);
 typedef void cast_loop(const void *from, void *to, size_t n, int stream);
 typedef void add_loop(const void *from, float *total, size_t n);
 
 struct loops {
-    measure_loop *measure[4]; /* by dtype code */
-    scale_loop *scale[4];     /* by dtype code */
-    cast_loop *cast[4][4];    /* by dtype codes of source and target; a dtype to itself is never asked */
-    add_loop *add[4];         /* by dtype code; of the halves alone */
+    const char *name;
+    stats_loop *stats[4];       /* by dtype code */
+    multiply_loop *multiply[4]; /* by dtype code */
+    cast_loop *cast[4][4];      /* by dtype codes of source and target; a dtype to itself is never asked */
+    add_loop *add[4];           /* by dtype code; of the halves alone */
 };
 
+static int prefetch, streaming; /* whether this CPU gains by them: amp_calibrate, amp_tune */
+
 #ifdef X86
-#define STREAMED (1 << 23) /* bytes: results that are larger than this do not stay in a core's caches */
-#define STREAM(to, made)                                                                           \
-    for (size_t k_ = 0; k_ < sizeof(made) / sizeof(STREAM_UNIT); k_++)                             \
-    STREAM_STORE((STREAM_UNIT *)(to) + k_, ((const STREAM_UNIT *)&(made))[k_])
-#define STREAM_END() _mm_sfence()
+#define IN(name) name##_sse2
+#define SET SSE2
+#define NAME_OF_SET "SSE2"
+#define WIDTH 16
+#include "loops.h"
+#undef IN
+#undef SET
+#undef NAME_OF_SET
+#undef WIDTH
+
+#ifdef __clang__
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
 #else
-#define STREAMED SIZE_MAX
-#define STREAM(to, made) memcpy((to), &(made), sizeof(made))
-#define STREAM_END() (void)0
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c")
 #endif
-
-#define IN(name) name##_baseline
-#define HALVES_AT_ONCE 0 /* how many of them an instruction converts */
-#define STREAM_UNIT __m128i
-#define STREAM_STORE _mm_stream_si128
-#include "loops.h"
-#undef STREAM_UNIT
-#undef STREAM_STORE
-#undef HALVES_AT_ONCE
-#undef IN
-
-#ifdef X86
-#define STREAM_UNIT __m256i
-#define STREAM_STORE _mm256_stream_si256
-#pragma GCC push_options
-#pragma GCC target("avx2,fma,f16c,bmi2")
 #define IN(name) name##_avx2
-#define HALVES_AT_ONCE 8
+#define SET AVX2
+#define NAME_OF_SET "AVX2"
+#define WIDTH 32
 #include "loops.h"
-#undef HALVES_AT_ONCE
 #undef IN
+#undef SET
+#undef NAME_OF_SET
+#undef WIDTH
+#ifdef __clang__
+#pragma clang attribute pop
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq"))), apply_to = function)
+#else
 #pragma GCC pop_options
 #pragma GCC push_options
-#pragma GCC target("avx2,fma,f16c,bmi2,avx512f,avx512bw,avx512vl,avx512dq,prefer-vector-width=512")
+#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,prefer-vector-width=512")
+#endif
 #define IN(name) name##_avx512
-#define HALVES_AT_ONCE 16
+#define SET AVX512
+#define NAME_OF_SET "AVX-512"
+#define WIDTH 64
 #include "loops.h"
-#undef HALVES_AT_ONCE
 #undef IN
+#undef SET
+#undef NAME_OF_SET
+#undef WIDTH
+#ifdef __clang__
+#pragma clang attribute pop
+#else
 #pragma GCC pop_options
+#endif
 
 static int limit = 2;
 
@@ -91,29 +142,57 @@ static const struct loops *chosen(void) {
         return &loops_avx512;
     if (limit >= 1 && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
         return &loops_avx2;
-    return &loops_baseline;
-}
-
-const char *amp_instruction_set(void) {
-    const struct loops *loops = chosen();
-    return loops == &loops_avx512 ? "AVX-512" : loops == &loops_avx2 ? "AVX2" : "baseline";
+    return &loops_sse2;
 }
 #else
+#define IN(name) name##_only
+#ifdef VECTORS
+#define SET GENERIC
+#define WIDTH 16
+#ifdef NEON
+#define NAME_OF_SET "NEON"
+#else
+#define NAME_OF_SET "16-byte vectors"
+#endif
+#else
+#define SET SCALAR
+#define NAME_OF_SET "scalar"
+#endif
+#include "loops.h"
+
 static int limit = 0;
 
-static const struct loops *chosen(void) { return &loops_baseline; }
-
-const char *amp_instruction_set(void) { return "baseline"; }
+static const struct loops *chosen(void) { return &loops_only; }
 #endif
 
-/* Use no instruction set above this (0 baseline, 1 AVX2, 2 AVX-512); for tests. Returns the former limit. */
-int amp_limit(int level) {
+EXPORT const char *amp_instruction_set(void) { return chosen()->name; }
+
+/* Use no instruction set above this (0 SSE2, 1 AVX2, 2 AVX-512). Returns the former limit. */
+EXPORT int amp_limit(int level) {
     int before = limit;
     limit = level;
     return before;
 }
 
-int amp_abi(void) { return ABI; }
+EXPORT int amp_abi(void) { return ABI; }
+
+/* ---- threads ---- */
+
+/* OpenMP's threads do not outlive a fork, and waiting for them never ends: the child works alone. */
+static int forked;
+
+#ifndef _WIN32
+static void in_child(void) { forked = 1; }
+#endif
+
+/* To be called once, before all else. */
+EXPORT int amp_start(void) {
+#ifndef _WIN32
+    return pthread_atfork(NULL, NULL, in_child);
+#else
+    return 0;
+#endif
+}
 
 /* chunks[i] is the number of the first chunk of tensor i; chunks[count] the number of all. */
 static size_t *first_chunks(size_t count, const int64_t *sizes) {
@@ -142,10 +221,11 @@ static const size_t width_of[4] = {4, 8, 2, 2}; /* bytes, by dtype code */
 
 /* A thread takes neighbouring chunks: it searches for the tensor of the first alone. */
 #define FOR_EACH_CHUNK(...)                                                                        \
-    _Pragma("omp parallel num_threads(threads)") {                                                 \
+    OMP(parallel num_threads(threads) if (threads > 1 && !forked)) {                               \
         size_t t = count;                                                                          \
-        _Pragma("omp for schedule(static)")                                                        \
-        for (int64_t c = 0; c < (int64_t)chunks[count]; c++) {                                     \
+        int64_t c;                                                                                 \
+        OMP(for schedule(static))                                                                  \
+        for (c = 0; c < (int64_t)chunks[count]; c++) {                                             \
             if (t == count)                                                                        \
                 t = tensor_of(chunks, count, (size_t)c);                                           \
             while (chunks[t + 1] <= (size_t)c)                                                     \
@@ -155,6 +235,8 @@ static const size_t width_of[4] = {4, 8, 2, 2}; /* bytes, by dtype code */
             __VA_ARGS__                                                                            \
         }                                                                                          \
     }
+
+/* ---- the kernels ---- */
 
 /* A norm as float or, if wide, as double. */
 static void store(void *norms, size_t i, double sum, int wide) {
@@ -166,15 +248,16 @@ static void store(void *norms, size_t i, double sum, int wide) {
 
 /* norms[i]: 2-norm of tensor i; bad[i]: 1 if it holds an inf or a NaN, else 0; *norm and *found: of all.
  * Norms are float or, if wide, double. The data is only read. */
-int amp_measure(int64_t count_, const void *const *data, const int64_t *sizes, const int32_t *dtypes,
-                void *norms, float *bad, void *norm, float *found, int wide, int threads) {
+EXPORT int amp_grad_stats(int64_t count_, const void *const *data, const int64_t *sizes,
+                          const int32_t *dtypes, void *norms, float *bad, void *norm, float *found,
+                          int wide, int threads) {
     const struct loops *loops = chosen();
     size_t count = (size_t)count_, *chunks = first_chunks(count, sizes);
     double *part = chunks ? calloc(chunks[count] + 1, sizeof *part) : NULL, total = 0.0;
     uint32_t *flag = chunks ? calloc(chunks[count] + 1, sizeof *flag) : NULL;
     int ok = part != NULL && flag != NULL;
     if (ok) {
-        FOR_EACH_CHUNK(loops->measure[dtypes[t]](
+        FOR_EACH_CHUNK(loops->stats[dtypes[t]](
             (const char *)data[t] + start * width_of[dtypes[t]], n, &part[c], &flag[c]);)
         *found = 0.0f;
         for (size_t t = 0; t < count; t++) {
@@ -197,46 +280,48 @@ int amp_measure(int64_t count_, const void *const *data, const int64_t *sizes, c
 }
 
 /* Multiply in place by *factor; *found becomes 1 if an element is not finite before or after. */
-int amp_scale(int64_t count_, void *const *data, const int64_t *sizes, const int32_t *dtypes,
-              const float *factor, float *found, int threads) {
+EXPORT int amp_multiply(int64_t count_, void *const *data, const int64_t *sizes, const int32_t *dtypes,
+                        const float *factor, float *found, int threads) {
     const struct loops *loops = chosen();
     size_t count = (size_t)count_, *chunks = first_chunks(count, sizes);
     uint32_t overflow = 0;
-    float by = *factor;
+    float by = isnan(*factor) ? NAN : *factor; /* one NaN, whose lower bits are zero */
     if (chunks == NULL)
         return -1;
     FOR_EACH_CHUNK(uint32_t bad = 0;
-        loops->scale[dtypes[t]]((char *)data[t] + start * width_of[dtypes[t]], n, by, &bad);
+        loops->multiply[dtypes[t]]((char *)data[t] + start * width_of[dtypes[t]], n, by, &bad);
         if (bad) {
-        _Pragma("omp atomic write")
-        overflow = 1;
-    })
+            OMP(atomic)
+            overflow |= 1;
+        })
     if (overflow && found != NULL)
         *found = 1.0f;
     free(chunks);
     return 0;
 }
 
+#define STREAMED (1 << 23) /* bytes: results that are larger than this do not stay in a core's caches */
+
 /* Cast tensor i from dtype from_dtypes[i] to to_dtypes[i]; the two have no memory in common. */
-int amp_cast(int64_t count_, const void *const *from, const int64_t *sizes, const int32_t *from_dtypes,
-             void *const *to, const int32_t *to_dtypes, int threads) {
+EXPORT int amp_cast(int64_t count_, const void *const *from, const int64_t *sizes,
+                    const int32_t *from_dtypes, void *const *to, const int32_t *to_dtypes, int threads) {
     const struct loops *loops = chosen();
     size_t count = (size_t)count_, *chunks = first_chunks(count, sizes), bytes = 0;
     if (chunks == NULL)
         return -1;
     for (size_t t = 0; t < count; t++)
         bytes += (size_t)sizes[t] * width_of[to_dtypes[t]];
-    FOR_EACH_CHUNK(int32_t source = from_dtypes[t]; int32_t made = to_dtypes[t];
-        char *target = (char *)to[t] + start * width_of[made];
-        int stream = bytes > STREAMED && (uintptr_t)target % 32 == 0;
-        loops->cast[source][made]((const char *)from[t] + start * width_of[source], target, n, stream);)
+    FOR_EACH_CHUNK(int32_t source = from_dtypes[t]; int32_t result = to_dtypes[t];
+        char *target = (char *)to[t] + start * width_of[result];
+        int stream = streaming && bytes > STREAMED && (uintptr_t)target % 64 == 0;
+        loops->cast[source][result]((const char *)from[t] + start * width_of[source], target, n, stream);)
     free(chunks);
     return 0;
 }
 
 /* Add tensor i, of a half dtype, to totals[i], in float32; the two have no memory in common. */
-int amp_add(int64_t count_, const void *const *from, const int64_t *sizes, const int32_t *dtypes,
-            float *const *totals, int threads) {
+EXPORT int amp_add(int64_t count_, const void *const *from, const int64_t *sizes, const int32_t *dtypes,
+                   float *const *totals, int threads) {
     const struct loops *loops = chosen();
     size_t count = (size_t)count_, *chunks = first_chunks(count, sizes);
     if (chunks == NULL)
@@ -247,8 +332,68 @@ int amp_add(int64_t count_, const void *const *from, const int64_t *sizes, const
     return 0;
 }
 
+/* ---- what this CPU gains by ---- */
+
+/* Say whether to prefetch and to store past the caches: 1 yes, 0 no, -1 as it is. Returns what is in force,
+ * prefetch in bit 0, streaming in bit 1. */
+EXPORT int amp_tune(int prefetch_, int streaming_) {
+    if (prefetch_ >= 0)
+        prefetch = prefetch_;
+    if (streaming_ >= 0)
+        streaming = streaming_;
+    return prefetch | streaming << 1;
+}
+
+static double now(void) {
+    struct timespec t;
+    timespec_get(&t, TIME_UTC);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+#define TRIALS 6
+#define PATIENCE 0.03 /* seconds for each question; on a busy machine there are fewer trials */
+#define GAIN 0.97     /* what is switched on takes at most this part of the time without it */
+
+/* Time reads with and without prefetch, then casts with and without streaming stores, each the best of some
+ * trials in turns, over more memory than a core's own caches hold; switch on what is faster. One thread does
+ * it: with more, a busy machine would be measured. */
+EXPORT int amp_calibrate(void) {
+    const int64_t elements = 1 << 22;
+    const int32_t from = 0, to = 2;
+    float *data = malloc((size_t)elements * sizeof *data), norms[1], bad[1], norm, found;
+    char *room = malloc((size_t)elements * 2 + 64);
+    if (data == NULL || room == NULL) {
+        free(data);
+        free(room);
+        return -1;
+    }
+    for (int64_t i = 0; i < elements; i++)
+        data[i] = 1.0f;
+    const void *source = data;
+    void *target = room + (64 - (uintptr_t)room % 64) % 64;
+    memset(target, 0, (size_t)elements * 2);
+    for (int question = 0; question < 2; question++) {
+        int *option = question ? &streaming : &prefetch;
+        double best[2] = {INFINITY, INFINITY}, begun = now();
+        for (int trial = 0; trial < 2 * TRIALS && (trial < 4 || now() - begun < PATIENCE); trial++) {
+            *option = trial % 2;
+            double start = now(), taken;
+            if (question)
+                amp_cast(1, &source, &elements, &from, &target, &to, 1);
+            else
+                amp_grad_stats(1, &source, &elements, &from, norms, bad, &norm, &found, 0, 1);
+            taken = now() - start;
+            best[*option] = taken < best[*option] ? taken : best[*option];
+        }
+        *option = best[1] < GAIN * best[0];
+    }
+    free(data);
+    free(room);
+    return amp_tune(-1, -1);
+}
+
 /* amp_core.states.loss_scale.next_scale, in place. kind: 0 budget, 1 consecutive, 2 every. */
-void amp_update_scale(float *scale, int32_t *tracker, int32_t *left, const float *found, double growth,
+EXPORT void amp_update_scale(float *scale, int32_t *tracker, int32_t *left, const float *found, double growth,
                       double backoff, int64_t interval, double floor, double ceiling, int32_t budget,
                       int kind) {
     if (*found > 0.0f) {

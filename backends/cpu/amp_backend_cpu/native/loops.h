@@ -1,297 +1,402 @@
-/* The loops over one chunk, compiled once for each instruction set: kernels.c includes this file with
- * IN(name) adding the set's suffix. */
+/* The loops over one chunk. kernels.c includes this file once for each instruction set, with SET, WIDTH (the
+ * bytes of a register) and IN(name), which adds the set's suffix. */
+#include "vectors.h"
 
-static inline floats IN(widen_bf16)(halves h) { return (floats)(__builtin_convertvector(h, words) << 16); }
+#define GROUP (8 * LANES)    /* elements that the eight accumulators of a sum take at once */
+#define BLOCK (16 * GROUP)   /* elements of a sum in float32: 16 in each accumulator */
+#define LEAST 1e-26          /* a block's sum below this may have lost squares that left float32 */
+#define MOST 1e38
 
-/* Round to nearest even; a NaN stays a NaN even where all its set bits would be cut off. */
-static inline halves IN(narrow_bf16)(floats v) {
-    words bits = (words)v;
-    words rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    words nan = (words)((bits & 0x7fffffffu) > EXPONENT);
-    return __builtin_convertvector((nan & ((bits >> 16) | 0x40u)) | (~nan & rounded), halves);
+/* Call BODY with a constant in place of a switch that does not change within the loop. */
+#define WITH_CONSTANT(SWITCH, BODY, ...)                                                               \
+    if (SWITCH)                                                                                        \
+        BODY(__VA_ARGS__, 1);                                                                          \
+    else                                                                                               \
+        BODY(__VA_ARGS__, 0)
+
+INLINE void IN(fetch)(const void *from, size_t bytes, int ahead) {
+    if (ahead)
+        for (size_t k = 0; k < bytes; k += 64)
+            PREFETCH((const char *)from + AHEAD + k);
 }
 
-#if HALVES_AT_ONCE == 16
-static inline floats IN(widen_f16)(halves h) { return (floats)_mm512_cvtph_ps((__m256i)h); }
-
-static inline halves IN(narrow_f16)(floats v) {
-    return (halves)_mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT);
-}
-#elif HALVES_AT_ONCE == 8
-static inline floats IN(widen_f16)(halves h) {
-    __m128i part[2];
-    __m256 made[2];
-    floats v;
-    memcpy(part, &h, sizeof part);
-    made[0] = _mm256_cvtph_ps(part[0]);
-    made[1] = _mm256_cvtph_ps(part[1]);
-    memcpy(&v, made, sizeof v);
-    return v;
+INLINE double IN(total)(floats v) {
+    double sum = 0.0;
+    for (int k = 0; k < LANES; k++)
+        sum += (double)LANE(v, k);
+    return sum;
 }
 
-static inline halves IN(narrow_f16)(floats v) {
-    __m256 part[2];
-    __m128i made[2];
-    halves h;
-    memcpy(part, &v, sizeof part);
-    made[0] = _mm256_cvtps_ph(part[0], _MM_FROUND_TO_NEAREST_INT);
-    made[1] = _mm256_cvtps_ph(part[1], _MM_FROUND_TO_NEAREST_INT);
-    memcpy(&h, made, sizeof h);
-    return h;
+/* ---- norms ---- */
+
+/* The sum of squares in doubles, of which there are few enough that no finite element leaves them. */
+static double IN(careful)(const float *x, size_t n, uint32_t *bad) {
+    double sums[16] = {0};
+    uint32_t any = 0, infinite = 0;
+    for (size_t i = 0; i < n; i++) {
+        uint32_t bits;
+        memcpy(&bits, x + i, sizeof bits);
+        any |= bits & 0x7fffffffu;
+        infinite |= (bits & EXPONENT) == EXPONENT;
+    }
+    if (any == 0)
+        return 0.0;
+    *bad |= infinite;
+    for (size_t i = 0; i < n; i++)
+        sums[i % 16] += (double)x[i] * (double)x[i];
+    for (int k = 1; k < 16; k++)
+        sums[0] += sums[k];
+    return sums[0];
 }
+
+/* Squares are summed in float32, a block at a time: each accumulator takes 16 elements and three additions
+ * join the eight, so that a sum is within 20 roundings of the exact one. A sum that is infinite, NaN or so
+ * small that squares below the least normal float may be missing in it is done again in doubles. So no
+ * element is tested for inf and NaN by itself: none is there where the sum is finite. */
+#define STATS(NAME, TYPE, SPLIT, LOAD)                                                                 \
+    static NOINLINE double IN(NAME##_again)(const TYPE *x, size_t n, uint32_t *bad) {                  \
+        float wide[BLOCK + PAIR];                                                                      \
+        TYPE rest[PAIR] = {0};                                                                         \
+        size_t i = 0;                                                                                  \
+        for (; i + PAIR <= n; i += PAIR)                                                               \
+            IN(store_f32)(wide + i, LOAD(x + i), 0);                                                   \
+        memcpy(rest, x + i, (n - i) * sizeof *x);                                                      \
+        IN(store_f32)(wide + i, LOAD(rest), 0);                                                        \
+        return IN(careful)(wide, n, bad);                                                              \
+    }                                                                                                  \
+    INLINE void IN(NAME##_body)(const TYPE *data, size_t all, double *sum, uint32_t *bad, int ahead) { \
+        for (size_t start = 0; start < all; start += BLOCK) {                                          \
+            const TYPE *x = data + start;                                                              \
+            size_t n = all - start < BLOCK ? all - start : BLOCK, i = 0;                               \
+            floats s0 = {0}, s1 = {0}, s2 = {0}, s3 = {0}, s4 = {0}, s5 = {0}, s6 = {0}, s7 = {0};     \
+            for (; i + GROUP <= n; i += GROUP) {                                                       \
+                IN(fetch)(x + i, GROUP * sizeof *x, ahead);                                            \
+                pair v = SPLIT(x + i);                                                                 \
+                s0 += v.a * v.a;                                                                       \
+                s1 += v.b * v.b;                                                                       \
+                v = SPLIT(x + i + PAIR);                                                               \
+                s2 += v.a * v.a;                                                                       \
+                s3 += v.b * v.b;                                                                       \
+                v = SPLIT(x + i + 2 * PAIR);                                                           \
+                s4 += v.a * v.a;                                                                       \
+                s5 += v.b * v.b;                                                                       \
+                v = SPLIT(x + i + 3 * PAIR);                                                           \
+                s6 += v.a * v.a;                                                                       \
+                s7 += v.b * v.b;                                                                       \
+            }                                                                                          \
+            for (; i + PAIR <= n; i += PAIR) {                                                         \
+                pair v = SPLIT(x + i);                                                                 \
+                s0 += v.a * v.a;                                                                       \
+                s1 += v.b * v.b;                                                                       \
+            }                                                                                          \
+            if (i < n) {                                                                               \
+                TYPE rest[PAIR] = {0};                                                                 \
+                memcpy(rest, x + i, (n - i) * sizeof *x);                                              \
+                pair v = SPLIT(rest);                                                                  \
+                s2 += v.a * v.a;                                                                       \
+                s3 += v.b * v.b;                                                                       \
+            }                                                                                          \
+            double block = IN(total)(((s0 + s1) + (s2 + s3)) + ((s4 + s5) + (s6 + s7)));               \
+            if (!(block > LEAST && block < MOST)) {                                                    \
+                KEEP_SUBNORMALS();                                                                     \
+                block = IN(NAME##_again)(x, n, bad);                                                   \
+                FLUSH_SUBNORMALS();                                                                    \
+            }                                                                                          \
+            *sum += block;                                                                             \
+        }                                                                                              \
+    }                                                                                                  \
+    static void IN(NAME)(const void *data, size_t n, double *sum, uint32_t *bad) {                     \
+        unsigned mode = fp_mode();                                                                     \
+        FLUSH_SUBNORMALS();                                                                            \
+        WITH_CONSTANT(prefetch, IN(NAME##_body), data, n, sum, bad);                                   \
+        set_fp_mode(mode);                                                                             \
+    }
+
+STATS(stats_f32, float, IN(load_f32), IN(load_f32))
+STATS(stats_bf16, uint16_t, IN(split_bf16), IN(load_bf16))
+STATS(stats_f16, uint16_t, IN(load_f16), IN(load_f16))
+
+#define WIDE (sizeof(doubles) / 8) /* doubles in a vector */
+
+static void IN(stats_f64)(const void *data, size_t n, double *sum, uint32_t *bad) {
+    const double *x = data;
+    doubles s0 = {0}, s1 = {0}, s2 = {0}, s3 = {0};
+    double total = 0.0;
+    size_t i = 0;
+    for (; i + 4 * WIDE <= n; i += 4 * WIDE) {
+        doubles v[4];
+        memcpy(v, x + i, sizeof v);
+        s0 += v[0] * v[0];
+        s1 += v[1] * v[1];
+        s2 += v[2] * v[2];
+        s3 += v[3] * v[3];
+    }
+    for (; i < n; i++)
+        total += x[i] * x[i];
+    s0 = (s0 + s1) + (s2 + s3);
+    for (size_t k = 0; k < WIDE; k++)
+        total += LANE(s0, k);
+    *sum += total;
+    if (!(total < INFINITY))
+        for (i = 0; i < n; i++)
+            *bad |= !isfinite(x[i]);
+}
+
+/* ---- products in place ----
+ *
+ * What was inf or NaN before is so afterwards, whatever the factor: only products are tested. A number times
+ * zero is a zero, but inf and NaN make a NaN, which stays in a sum. */
+
+static void IN(multiply_f32)(void *data, size_t n, float factor, uint32_t *bad) {
+    float *x = data;
+    floats z0 = {0}, z1 = {0};
+    double zeros = 0.0;
+    int ahead = prefetch;
+    size_t i = 0;
+    for (; i + GROUP <= n; i += GROUP) {
+        IN(fetch)(x + i, GROUP * sizeof *x, ahead);
+        for (size_t k = i; k < i + GROUP; k += PAIR) {
+            pair v = IN(load_f32)(x + k);
+            v.a *= factor;
+            v.b *= factor;
+            z0 += v.a * 0.0f;
+            z1 += v.b * 0.0f;
+            IN(store_f32)(x + k, v, 0);
+        }
+    }
+    for (; i < n; i++) {
+        x[i] *= factor;
+        zeros += (double)(x[i] * 0.0f);
+    }
+    zeros += IN(total)(z0 + z1);
+    *bad |= zeros != zeros;
+}
+
+static void IN(multiply_f64)(void *data, size_t n, float factor, uint32_t *bad) {
+    double *x = data, by = factor, zeros = 0.0;
+    doubles z = {0};
+    size_t i = 0;
+    for (; i + WIDE <= n; i += WIDE) {
+        doubles v;
+        memcpy(&v, x + i, sizeof v);
+        v *= by;
+        z += v * 0.0;
+        memcpy(x + i, &v, sizeof v);
+    }
+    for (; i < n; i++) {
+        x[i] *= by;
+        zeros += x[i] * 0.0;
+    }
+    for (size_t k = 0; k < WIDE; k++)
+        zeros += LANE(z, k);
+    *bad |= zeros != zeros;
+}
+
+#if SET == SCALAR
+#define MULTIPLY(NAME, LOAD, JOIN, STORE_PAIR, INFINITE)                                               \
+    static void IN(NAME)(void *data, size_t n, float factor, uint32_t *bad) {                          \
+        uint16_t *x = data;                                                                            \
+        for (size_t i = 0; i < n; i++) {                                                               \
+            uint16_t two[2] = {x[i], 0};                                                               \
+            pair v = LOAD(two);                                                                        \
+            v.a *= factor;                                                                             \
+            STORE_PAIR(two, v, 0);                                                                     \
+            x[i] = two[0];                                                                             \
+            *bad |= (two[0] & INFINITE) == INFINITE;                                                   \
+        }                                                                                              \
+    }
 #else
-/* Exponent and mantissa are shifted into place and the bias is set; subnormals are normalised by a
- * subtraction, whose operands are normal: a product with subnormals takes a hundred times as long. */
-static inline floats IN(widen_f16)(halves h) {
-    words bits = __builtin_convertvector(h, words);
-    words magnitude = (bits & 0x7fffu) << 13;
-    words normal = magnitude + 0x38000000u;
-    words special = (words)(magnitude >= 0x0f800000u);
-    words small = (words)(magnitude < 0x00800000u);
-    words normalised = (words)((floats)(normal + 0x00800000u) - 0x1p-14f);
-    return (floats)(((bits & 0x8000u) << 16) | (small & normalised) |
-                    (~small & (normal + (special & 0x38000000u))));
-}
-
-/* Round to nearest even, subnormals by an addition that aligns their last bit with that of 0.5. */
-static inline halves IN(narrow_f16)(floats v) {
-    words bits = (words)v, magnitude = bits & 0x7fffffffu;
-    words normal = (magnitude + 0xfffu + ((magnitude >> 13) & 1u) - 0x38000000u) >> 13;
-    words subnormal = (words)((floats)magnitude + 0.5f) - 0x3f000000u;
-    words small = (words)(magnitude < 0x38800000u);
-    words large = (words)(magnitude >= 0x47800000u);
-    words special = 0x7c00u | ((words)(magnitude > EXPONENT) & 0x200u);
-    words made = (small & subnormal) | (~small & ~large & normal) | (large & special);
-    return __builtin_convertvector(made | ((bits >> 16) & 0x8000u), halves);
-}
+#define MULTIPLY(NAME, LOAD, JOIN, STORE_PAIR, INFINITE)                                               \
+    INLINE halves IN(NAME##_pair)(uint16_t *x, float factor) {                                         \
+        pair v = LOAD(x);                                                                              \
+        v.a *= factor;                                                                                 \
+        v.b *= factor;                                                                                 \
+        halves after = JOIN(v);                                                                        \
+        memcpy(x, &after, sizeof after);                                                               \
+        return (halves)((after & INFINITE) == INFINITE);                                               \
+    }                                                                                                  \
+    INLINE void IN(NAME##_body)(uint16_t *x, size_t n, float factor, uint32_t *bad, int ahead) {       \
+        halves infinite = {0};                                                                         \
+        size_t i = 0;                                                                                  \
+        for (; i + GROUP <= n; i += GROUP) {                                                           \
+            IN(fetch)(x + i, GROUP * sizeof *x, ahead);                                                \
+            for (size_t k = i; k < i + GROUP; k += PAIR)                                               \
+                infinite |= IN(NAME##_pair)(x + k, factor);                                            \
+        }                                                                                              \
+        for (; i + PAIR <= n; i += PAIR)                                                               \
+            infinite |= IN(NAME##_pair)(x + i, factor);                                                \
+        for (int k = 0; k < PAIR; k++)                                                                 \
+            *bad |= infinite[k] != 0;                                                                  \
+        if (i < n) {                                                                                   \
+            uint16_t rest[PAIR] = {0};                                                                 \
+            memcpy(rest, x + i, (n - i) * sizeof *x);                                                  \
+            IN(NAME##_pair)(rest, factor);                                                             \
+            memcpy(x + i, rest, (n - i) * sizeof *x);                                                  \
+            for (; i < n; i++)                                                                         \
+                *bad |= (x[i] & INFINITE) == INFINITE;                                                 \
+        }                                                                                              \
+    }                                                                                                  \
+    static void IN(NAME)(void *data, size_t n, float factor, uint32_t *bad) {                          \
+        WITH_CONSTANT(prefetch, IN(NAME##_body), data, n, factor, bad);                                \
+    }
 #endif
 
-static inline floats IN(same)(floats v) { return v; }
+MULTIPLY(multiply_bf16, IN(split_bf16), IN(join_bf16), IN(store_bf16), 0x7f80)
+MULTIPLY(multiply_f16, IN(load_f16), IN(join_f16), IN(store_f16), 0x7c00)
 
-static inline floats IN(narrow_f64)(doubles v) { return __builtin_convertvector(v, floats); }
+/* ---- casts ---- */
 
-static inline doubles IN(widen_f64)(floats v) { return __builtin_convertvector(v, doubles); }
-
-/* Each number times zero is a zero, but inf and NaN make a NaN, which stays in the sum: one instruction. */
-static inline uint32_t IN(any_nan)(floats zeros) {
-    uint32_t found = 0;
-    for (int k = 0; k < WIDTH; k++)
-        found |= zeros[k] != zeros[k];
-    return found;
-}
-
-#define MEASURE(NAME, TYPE, VECTOR, WIDEN)                                                         \
-    static void NAME(const void *data, size_t n, double *sum, uint32_t *bad) {                     \
-        const TYPE *x = data;                                                                      \
-        doubles even = {0}, odd = {0};                                                             \
-        floats zeros[2] = {{0}, {0}};                                                              \
-        size_t i = 0;                                                                              \
-        for (; i + 2 * WIDTH <= n; i += 2 * WIDTH) {                                               \
-            VECTOR raw[2];                                                                         \
-            for (size_t k = 0; k < sizeof raw; k += 64)                                            \
-                __builtin_prefetch((const char *)(x + i) + AHEAD + k, 0, 2);                             \
-            memcpy(raw, x + i, sizeof raw);                                                        \
-            floats a = WIDEN(raw[0]), b = WIDEN(raw[1]);                                           \
-            zeros[0] += a * 0.0f;                                                                  \
-            zeros[1] += b * 0.0f;                                                                  \
-            doubles wide = __builtin_convertvector(a, doubles);                                    \
-            even += wide * wide;                                                                   \
-            wide = __builtin_convertvector(b, doubles);                                            \
-            odd += wide * wide;                                                                    \
-        }                                                                                          \
-        for (; i < n; i += WIDTH) {                                                                \
-            VECTOR raw = {0};                                                                      \
-            memcpy(&raw, x + i, (n - i < WIDTH ? n - i : WIDTH) * sizeof *x);                      \
-            floats v = WIDEN(raw);                                                                 \
-            doubles wide = __builtin_convertvector(v, doubles);                                    \
-            zeros[0] += v * 0.0f;                                                                  \
-            even += wide * wide;                                                                   \
-        }                                                                                          \
-        even += odd;                                                                               \
-        for (int k = 0; k < WIDTH; k++)                                                            \
-            *sum += even[k];                                                                       \
-        *bad |= IN(any_nan)(zeros[0] + zeros[1]);                                                  \
+#define CAST_BODY(NAME, FROM, LOAD, TO, STORE_PAIR)                                                    \
+    INLINE void IN(NAME##_body)(const FROM *from, TO *to, size_t n, int ahead, int stream) {           \
+        size_t i = 0;                                                                                  \
+        for (; i + GROUP <= n; i += GROUP) {                                                           \
+            IN(fetch)(from + i, GROUP * sizeof *from, ahead);                                          \
+            for (size_t k = i; k < i + GROUP; k += PAIR)                                               \
+                STORE_PAIR(to + k, LOAD(from + k), stream);                                            \
+        }                                                                                              \
+        for (; i + PAIR <= n; i += PAIR)                                                               \
+            STORE_PAIR(to + i, LOAD(from + i), stream);                                                \
+        if (i < n) {                                                                                   \
+            FROM rest[PAIR] = {0};                                                                     \
+            TO last[PAIR];                                                                             \
+            memcpy(rest, from + i, (n - i) * sizeof *from);                                            \
+            STORE_PAIR(last, LOAD(rest), 0);                                                           \
+            memcpy(to + i, last, (n - i) * sizeof *to);                                                \
+        }                                                                                              \
+        if (stream)                                                                                    \
+            STREAM_END();                                                                              \
     }
 
-MEASURE(IN(measure_f32), float, floats, IN(same))
-MEASURE(IN(measure_bf16_wide), uint16_t, halves, IN(widen_bf16))
-MEASURE(IN(measure_f16_wide), uint16_t, halves, IN(widen_f16))
-
-/* The square of a half is exact in a float unless it leaves its range, so blocks are summed in floats, three
- * times as fast as in doubles, and summed again in doubles where some square was lost: the sum is infinite,
- * or so small that squares below the least float would be missed in it. */
-#define MEASURE_HALVES(NAME, WIDE, WIDEN, INFINITE)                                                \
-    static void NAME(const void *data, size_t n, double *sum, uint32_t *bad) {                     \
-        const uint16_t *x = data;                                                                  \
-        for (size_t start = 0; start < n; start += BLOCK) {                                        \
-            size_t size = n - start < BLOCK ? n - start : BLOCK, i = 0;                            \
-            floats even = {0}, odd = {0};                                                          \
-            halves seen = {0};                                                                     \
-            for (; i + 2 * WIDTH <= size; i += 2 * WIDTH) {                                        \
-                halves raw[2];                                                                     \
-                __builtin_prefetch((const char *)(x + start + i) + AHEAD, 0, 2);                         \
-                memcpy(raw, x + start + i, sizeof raw);                                            \
-                floats a = WIDEN(raw[0]), b = WIDEN(raw[1]);                                       \
-                seen |= (halves)((raw[0] & INFINITE) == INFINITE);                                 \
-                seen |= (halves)((raw[1] & INFINITE) == INFINITE);                                 \
-                even += a * a;                                                                     \
-                odd += b * b;                                                                      \
-            }                                                                                      \
-            double block = 0.0;                                                                    \
-            uint32_t found = 0;                                                                    \
-            for (int k = 0; k < WIDTH; k++) {                                                      \
-                block += (double)even[k] + (double)odd[k];                                         \
-                found |= seen[k];                                                                  \
-            }                                                                                      \
-            if (found || !(block > 1e-28 && block < 1e38)) {                                       \
-                i = 0;                                                                             \
-                block = 0.0;                                                                       \
-            }                                                                                      \
-            *sum += block;                                                                         \
-            if (i < size && IN(any_bits)(x + start + i, size - i))                                 \
-                WIDE(x + start + i, size - i, sum, bad);                                           \
-        }                                                                                          \
+#define CAST(NAME, FROM, LOAD, TO, STORE_PAIR)                                                         \
+    CAST_BODY(NAME, FROM, LOAD, TO, STORE_PAIR)                                                        \
+    static void IN(NAME)(const void *from, void *to, size_t n, int stream) {                           \
+        int ahead = prefetch;                                                                          \
+        WITH_CONSTANT(stream, IN(NAME##_body), from, to, n, ahead);                                    \
     }
 
-static inline int IN(any_bits)(const uint16_t *x, size_t n) {
-    uint16_t bits = 0;
+CAST(cast_f32_bf16, float, IN(load_f32), uint16_t, IN(store_bf16))
+CAST(cast_f32_f16, float, IN(load_f32), uint16_t, IN(store_f16))
+CAST(cast_bf16_f32, uint16_t, IN(load_bf16), float, IN(store_f32))
+CAST(cast_bf16_f16, uint16_t, IN(load_bf16), uint16_t, IN(store_f16))
+CAST(cast_f16_f32, uint16_t, IN(load_f16), float, IN(store_f32))
+CAST(cast_f16_bf16, uint16_t, IN(load_f16), uint16_t, IN(store_bf16))
+
+/* Casts from and to doubles are plain loops, which compilers turn into vectors of the right width. */
+
+static void IN(cast_f64_f32)(const void *source, void *target, size_t n, int stream) {
+    const double *from = source;
+    float *to = target;
+    (void)stream;
     for (size_t i = 0; i < n; i++)
-        bits |= x[i];
-    return (bits & 0x7fff) != 0;
+        to[i] = (float)from[i];
 }
 
-MEASURE_HALVES(IN(measure_bf16), IN(measure_bf16_wide), IN(widen_bf16), 0x7f80)
-MEASURE_HALVES(IN(measure_f16), IN(measure_f16_wide), IN(widen_f16), 0x7c00)
+static void IN(cast_f32_f64)(const void *source, void *target, size_t n, int stream) {
+    const float *from = source;
+    double *to = target;
+    (void)stream;
+    for (size_t i = 0; i < n; i++)
+        to[i] = (double)from[i];
+}
 
-static void IN(measure_f64)(const void *data, size_t n, double *sum, uint32_t *bad) {
-    const double *x = data;
-    double sums[WIDTH] = {0};
+#define STAGE 512 /* elements that wait as floats between two casts */
+
+/* Rounded to odd: a float with spare bits that says whether anything was cut off, so that the second rounding
+ * gives what a single one would. */
+INLINE void IN(round_to_odd)(const double *from, float *to, size_t n) {
     for (size_t i = 0; i < n; i++) {
-        *bad |= !isfinite(x[i]);
-        sums[i % WIDTH] += x[i] * x[i];
+        float nearest = (float)from[i];
+        double back = (double)nearest;
+        uint32_t bits;
+        memcpy(&bits, &nearest, sizeof bits);
+        bits -= fabs(back) > fabs(from[i]);
+        bits |= back != from[i];
+        memcpy(to + i, &bits, sizeof bits);
     }
-    for (int k = 0; k < WIDTH; k++)
-        *sum += sums[k];
 }
 
-/* What was inf or NaN before the multiplication is so afterwards, whatever the factor. */
-#define SCALE(NAME, TYPE, VECTOR, WIDEN, NARROW)                                                   \
-    static void NAME(void *data, size_t n, float factor, uint32_t *bad) {                          \
-        TYPE *x = data;                                                                            \
-        floats zeros = {0};                                                                        \
-        size_t i = 0;                                                                              \
-        for (; i + WIDTH <= n; i += WIDTH) {                                                       \
-            VECTOR raw;                                                                            \
-            __builtin_prefetch((const char *)(x + i) + AHEAD, 0, 2);                                     \
-            memcpy(&raw, x + i, sizeof raw);                                                       \
-            VECTOR after = NARROW(WIDEN(raw) * factor);                                            \
-            zeros += WIDEN(after) * 0.0f;                                                          \
-            memcpy(x + i, &after, sizeof after);                                                   \
-        }                                                                                          \
-        if (i < n) {                                                                               \
-            VECTOR raw = {0};                                                                      \
-            memcpy(&raw, x + i, (n - i) * sizeof *x);                                              \
-            VECTOR after = NARROW(WIDEN(raw) * factor);                                            \
-            memcpy(x + i, &after, (n - i) * sizeof *x);                                            \
-            raw = (VECTOR){0}; /* the rest of the buffer is not of the tensor */                   \
-            memcpy(&raw, x + i, (n - i) * sizeof *x);                                              \
-            zeros += WIDEN(raw) * 0.0f;                                                            \
-        }                                                                                          \
-        *bad |= IN(any_nan)(zeros);                                                                \
+#define CAST_FROM_F64(SHORT)                                                                           \
+    static void IN(cast_f64_##SHORT)(const void *source, void *target, size_t n, int stream) {         \
+        float stage[STAGE];                                                                            \
+        (void)stream;                                                                                  \
+        for (size_t i = 0; i < n; i += STAGE) {                                                        \
+            size_t m = n - i < STAGE ? n - i : STAGE;                                                  \
+            IN(round_to_odd)((const double *)source + i, stage, m);                                    \
+            IN(cast_f32_##SHORT)(stage, (uint16_t *)target + i, m, 0);                                 \
+        }                                                                                              \
+    }                                                                                                  \
+    static void IN(cast_##SHORT##_f64)(const void *source, void *target, size_t n, int stream) {       \
+        float stage[STAGE];                                                                            \
+        (void)stream;                                                                                  \
+        for (size_t i = 0; i < n; i += STAGE) {                                                        \
+            size_t m = n - i < STAGE ? n - i : STAGE;                                                  \
+            IN(cast_##SHORT##_f32)((const uint16_t *)source + i, stage, m, 0);                         \
+            IN(cast_f32_f64)(stage, (double *)target + i, m, 0);                                       \
+        }                                                                                              \
     }
 
-SCALE(IN(scale_f32), float, floats, IN(same), IN(same))
-SCALE(IN(scale_bf16), uint16_t, halves, IN(widen_bf16), IN(narrow_bf16))
-SCALE(IN(scale_f16), uint16_t, halves, IN(widen_f16), IN(narrow_f16))
+CAST_FROM_F64(bf16)
+CAST_FROM_F64(f16)
 
-static void IN(scale_f64)(void *data, size_t n, float factor, uint32_t *bad) {
-    double *x = data;
-    uint32_t seen = 0;
-    for (size_t i = 0; i < n; i++) {
-        double after = x[i] * (double)factor;
-        seen |= !isfinite(x[i]) | !isfinite(after);
-        x[i] = after;
-    }
-    *bad |= seen;
-}
+/* ---- sums ---- */
 
-/* `stream`: the results go past the caches, so that the lines they overwrite are not read first. */
-#define CAST(NAME, FROM, VECTOR, WIDEN, TO, RESULT, NARROW)                                        \
-    static void NAME(const void *source, void *target, size_t n, int stream) {                     \
-        const FROM *from = source;                                                                 \
-        TO *to = target;                                                                           \
-        size_t i = 0;                                                                              \
-        for (; i + WIDTH <= n; i += WIDTH) {                                                       \
-            VECTOR raw;                                                                            \
-            __builtin_prefetch((const char *)(from + i) + AHEAD, 0, 2);                                  \
-            memcpy(&raw, from + i, sizeof raw);                                                    \
-            RESULT made = NARROW(WIDEN(raw));                                                      \
-            if (stream)                                                                            \
-                STREAM(to + i, made);                                                              \
-            else                                                                                   \
-                memcpy(to + i, &made, sizeof made);                                                \
-        }                                                                                          \
-        if (i < n) {                                                                               \
-            VECTOR raw = {0};                                                                      \
-            memcpy(&raw, from + i, (n - i) * sizeof *from);                                        \
-            RESULT made = NARROW(WIDEN(raw));                                                      \
-            memcpy(to + i, &made, (n - i) * sizeof *to);                                           \
-        }                                                                                          \
-        STREAM_END();                                                                              \
+#define ADD(NAME, LOAD)                                                                                \
+    static void IN(NAME)(const void *source, float *total, size_t n) {                                 \
+        const uint16_t *from = source;                                                                 \
+        size_t i = 0;                                                                                  \
+        for (; i + PAIR <= n; i += PAIR) {                                                             \
+            pair v = LOAD(from + i), sum = IN(load_f32)(total + i);                                    \
+            sum.a += v.a;                                                                              \
+            sum.b += v.b;                                                                              \
+            IN(store_f32)(total + i, sum, 0);                                                          \
+        }                                                                                              \
+        if (i < n) {                                                                                   \
+            uint16_t rest[PAIR] = {0};                                                                 \
+            float wide[PAIR];                                                                          \
+            memcpy(rest, from + i, (n - i) * sizeof *from);                                            \
+            IN(store_f32)(wide, LOAD(rest), 0);                                                        \
+            for (size_t k = 0; i + k < n; k++)                                                         \
+                total[i + k] += wide[k];                                                               \
+        }                                                                                              \
     }
 
-#define CASTS_FROM(SHORT, FROM, VECTOR, WIDEN)                                                     \
-    CAST(IN(cast_##SHORT##_f32), FROM, VECTOR, WIDEN, float, floats, IN(same))                     \
-    CAST(IN(cast_##SHORT##_f64), FROM, VECTOR, WIDEN, double, doubles, IN(widen_f64))              \
-    CAST(IN(cast_##SHORT##_bf16), FROM, VECTOR, WIDEN, uint16_t, halves, IN(narrow_bf16))          \
-    CAST(IN(cast_##SHORT##_f16), FROM, VECTOR, WIDEN, uint16_t, halves, IN(narrow_f16))
-
-CASTS_FROM(f32, float, floats, IN(same))
-CASTS_FROM(f64, double, doubles, IN(narrow_f64))
-CASTS_FROM(bf16, uint16_t, halves, IN(widen_bf16))
-CASTS_FROM(f16, uint16_t, halves, IN(widen_f16))
-
-#define ADD(NAME, WIDEN)                                                                           \
-    static void NAME(const void *source, float *total, size_t n) {                                 \
-        const uint16_t *from = source;                                                             \
-        size_t i = 0;                                                                              \
-        for (; i + WIDTH <= n; i += WIDTH) {                                                       \
-            halves raw;                                                                            \
-            floats sum;                                                                            \
-            __builtin_prefetch((const char *)(from + i) + AHEAD, 0, 2);                                  \
-            __builtin_prefetch((const char *)(total + i) + AHEAD, 1, 2);                              \
-            memcpy(&raw, from + i, sizeof raw);                                                    \
-            memcpy(&sum, total + i, sizeof sum);                                                   \
-            sum += WIDEN(raw);                                                                     \
-            memcpy(total + i, &sum, sizeof sum);                                                   \
-        }                                                                                          \
-        if (i < n) {                                                                               \
-            halves raw = {0};                                                                      \
-            floats sum = {0};                                                                      \
-            memcpy(&raw, from + i, (n - i) * sizeof *from);                                        \
-            memcpy(&sum, total + i, (n - i) * sizeof *total);                                      \
-            sum += WIDEN(raw);                                                                     \
-            memcpy(total + i, &sum, (n - i) * sizeof *total);                                      \
-        }                                                                                          \
-    }
-
-ADD(IN(add_bf16), IN(widen_bf16))
-ADD(IN(add_f16), IN(widen_f16))
+ADD(add_bf16, IN(load_bf16))
+ADD(add_f16, IN(load_f16))
 
 static const struct loops IN(loops) = {
-    {IN(measure_f32), IN(measure_f64), IN(measure_bf16), IN(measure_f16)},
-    {IN(scale_f32), IN(scale_f64), IN(scale_bf16), IN(scale_f16)},
+    NAME_OF_SET,
+    {IN(stats_f32), IN(stats_f64), IN(stats_bf16), IN(stats_f16)},
+    {IN(multiply_f32), IN(multiply_f64), IN(multiply_bf16), IN(multiply_f16)},
     {
-        {IN(cast_f32_f32), IN(cast_f32_f64), IN(cast_f32_bf16), IN(cast_f32_f16)},
-        {IN(cast_f64_f32), IN(cast_f64_f64), IN(cast_f64_bf16), IN(cast_f64_f16)},
-        {IN(cast_bf16_f32), IN(cast_bf16_f64), IN(cast_bf16_bf16), IN(cast_bf16_f16)},
-        {IN(cast_f16_f32), IN(cast_f16_f64), IN(cast_f16_bf16), IN(cast_f16_f16)},
+        {NULL, IN(cast_f32_f64), IN(cast_f32_bf16), IN(cast_f32_f16)},
+        {IN(cast_f64_f32), NULL, IN(cast_f64_bf16), IN(cast_f64_f16)},
+        {IN(cast_bf16_f32), IN(cast_bf16_f64), NULL, IN(cast_bf16_f16)},
+        {IN(cast_f16_f32), IN(cast_f16_f64), IN(cast_f16_bf16), NULL},
     },
     {NULL, NULL, IN(add_bf16), IN(add_f16)},
 };
 
-#undef MEASURE
-#undef SCALE
+#undef floats
+#undef words
+#undef halves
+#undef doubles
+#undef pair
+#undef LANES
+#undef MASK
+#undef LANE
+#undef PAIR
+#undef STREAM
+#undef STORE
+#undef GROUP
+#undef BLOCK
+#undef LEAST
+#undef MOST
+#undef WITH_CONSTANT
+#undef STATS
+#undef WIDE
+#undef MULTIPLY
+#undef CAST_BODY
 #undef CAST
-#undef CASTS_FROM
+#undef CAST_FROM_F64
+#undef STAGE
 #undef ADD

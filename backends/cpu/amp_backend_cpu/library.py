@@ -1,0 +1,125 @@
+"""Finds and loads the compiled library of CPU kernels, and settles how it runs on this CPU."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import sys
+import threading
+from pathlib import Path
+
+import torch
+
+from amp_core.common import environment as _env
+
+_ABI = 5
+"""What `native/kernels.c` says of itself; a library from other sources must not be called."""
+
+_LIMITS = {"NO AVX": 0, "DEFAULT": 0, "AVX2": 1}
+_AVX512 = 2
+
+PREFETCH, STREAMING = "prefetch", "streaming"
+_SWITCHES = (PREFETCH, STREAMING)
+
+_NOT_BUILT = "the compiled kernels were not built: no C compiler at install time"
+
+
+class LibraryMissingError(Exception):
+    """There is no library that can be used; the text says why."""
+
+
+def path() -> Path:
+    """Return where the build puts the library. It is bound to no Python, so it has no Python's suffix."""
+    return Path(__file__).parent / "native" / ("_kernels.dll" if sys.platform == "win32" else "_kernels.so")
+
+
+def load() -> ctypes.CDLL:
+    """Load the library and limit it to the instruction set that torch uses.
+
+    Raises:
+        LibraryMissingError: it is switched off, was not built, or does not load.
+    """
+    if not _env.compiled():
+        raise LibraryMissingError(f"{_env.COMPILED} says so")
+    file = path()
+    if not file.exists():
+        logging.getLogger("amp_core").warning(
+            "amp-core was installed without a C compiler: clipping, overflow checks and casts on the CPU use "
+            "torch's kernels and take up to three times as long. To build the compiled ones, install a C "
+            "compiler and run: pip install --force-reinstall --no-deps --no-binary amp-core amp-core"
+        )
+        raise LibraryMissingError(_NOT_BUILT)
+    try:
+        library = ctypes.CDLL(str(file))
+        if library.amp_abi() != _ABI:
+            raise AttributeError("it was built from other sources; install amp-core again")
+        _declare(library)
+    except (OSError, AttributeError) as error:
+        raise LibraryMissingError(f"{file.name} does not load: {error}") from error
+    library.amp_limit(_LIMITS.get(torch.backends.cpu.get_cpu_capability(), _AVX512))
+    library.amp_start()
+    return library
+
+
+class Tuning:
+    """Whether the library prefetches, and whether large casts are stored past the caches.
+
+    Some CPUs gain a quarter by either, others lose as much. ``AMP_CPU_TUNING`` decides; without it, a
+    calibration of about 50 ms at the first large call.
+    """
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        self._lock = threading.Lock()
+        self.settled = False
+
+    def settle(self) -> None:
+        """Decide, unless that is done."""
+        with self._lock:
+            if self.settled:
+                return
+            pinned = _env.cpu_tuning(_SWITCHES)
+            if pinned is None:
+                self._library.amp_calibrate()
+            else:
+                self._library.amp_tune(*[int(switch in pinned) for switch in _SWITCHES])
+            self.settled = True
+
+    def __str__(self) -> str:
+        self.settle()
+        bits = self._library.amp_tune(-1, -1)
+        states = [f"{name} {'on' if bits >> i & 1 else 'off'}" for i, name in enumerate(_SWITCHES)]
+        how = "measured" if _env.cpu_tuning(_SWITCHES) is None else _env.CPU_TUNING
+        return f"{', '.join(states)} ({how})"
+
+
+def instruction_set(library: ctypes.CDLL) -> str:
+    """Return the instruction set in use, and what limits it."""
+    name: str = library.amp_instruction_set().decode()
+    forced = os.environ.get(_env.CPU_CAPABILITY)
+    return f"{name} ({_env.CPU_CAPABILITY}={forced})" if forced else name
+
+
+def _declare(library: ctypes.CDLL) -> None:
+    pointer, count, integer = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+    double, int32 = ctypes.c_double, ctypes.c_int32
+    library.amp_grad_stats.argtypes = (count, *[pointer] * 7, integer, integer)
+    library.amp_multiply.argtypes = (count, *[pointer] * 5, integer)
+    library.amp_cast.argtypes = (count, *[pointer] * 5, integer)
+    library.amp_add.argtypes = (count, *[pointer] * 4, integer)
+    library.amp_update_scale.argtypes = (
+        *[pointer] * 4,
+        double,
+        double,
+        count,
+        double,
+        double,
+        int32,
+        integer,
+    )
+    library.amp_update_scale.restype = None
+    library.amp_instruction_set.restype = ctypes.c_char_p
+    library.amp_tune.argtypes = (integer, integer)
+    library.amp_limit.argtypes = (integer,)
+    library.amp_calibrate.argtypes = library.amp_start.argtypes = ()

@@ -1,0 +1,85 @@
+"""Which instruction set the compiled CPU kernels use, what they measure, and how both are forced."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from amp_backend_cpu import kernels as cpu
+from amp_backend_cpu import library
+
+KERNELS = cpu.load()
+needs_library = pytest.mark.skipif(not isinstance(KERNELS, cpu.Compiled), reason="no compiled kernels")
+
+
+def reason(**variables: str) -> str:
+    """Return what ``amp backends`` says of the CPU's kernels under these environment variables."""
+    command = [sys.executable, "-m", "amp_core", "backends", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **variables})
+    assert done.returncode == 0, done.stderr
+    return next(str(row["kernels_reason"]) for row in json.loads(done.stdout) if row["device"] == "cpu")
+
+
+@needs_library
+@pytest.mark.parametrize(
+    ("capability", "name"), [("default", "SSE2"), ("avx2", "AVX2"), ("avx512", "AVX-512")]
+)
+def test_the_capability_of_torch_limits_ours(capability: str, name: str) -> None:
+    """Our side of a comparison runs on more than torch's, or the listing does not say so."""
+    shown = reason(ATEN_CPU_CAPABILITY=capability, AMP_CPU_TUNING="none")
+    if KERNELS._library.amp_instruction_set().decode() != "AVX-512":
+        pytest.skip("this processor has no AVX-512")
+    assert (
+        shown
+        == f"{name} (ATEN_CPU_CAPABILITY={capability}), OpenMP; prefetch off, streaming off (AMP_CPU_TUNING)"
+    )
+
+
+@needs_library
+@pytest.mark.parametrize("pinned", ["prefetch", "streaming", "prefetch, streaming", "none"])
+def test_what_is_pinned_is_in_force(pinned: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The variable is read but something else is used."""
+    monkeypatch.setenv("AMP_CPU_TUNING", pinned)
+    before = KERNELS._library.amp_tune(-1, -1)
+    try:
+        tuning = library.Tuning(KERNELS._library)
+        states = ["on" if name in pinned else "off" for name in ("prefetch", "streaming")]
+        assert str(tuning) == f"prefetch {states[0]}, streaming {states[1]} (AMP_CPU_TUNING)"
+        assert KERNELS._library.amp_tune(-1, -1) == ("prefetch" in pinned) + 2 * ("streaming" in pinned)
+    finally:
+        KERNELS._library.amp_tune(before & 1, before >> 1)
+
+
+def test_a_misspelt_pin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name that is not known is taken for none."""
+    monkeypatch.setenv("AMP_CPU_TUNING", "prefetching")
+    with pytest.raises(ValueError, match="'prefetching' is not known; use none, or any of"):
+        library._env.cpu_tuning(("prefetch", "streaming"))
+
+
+@needs_library
+def test_what_is_measured_is_shown() -> None:
+    """The calibration leaves nothing that can be read."""
+    assert reason(AMP_CPU_TUNING="").endswith("(measured)")
+
+
+def test_a_missing_library_is_mentioned_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An install without a compiler says nothing of what is slower, or one that was asked for warns."""
+    monkeypatch.setattr(library, "path", lambda: Path("nowhere"))
+    with caplog.at_level(logging.WARNING, "amp_core"):
+        with pytest.raises(library.LibraryMissingError):
+            library.load()
+        assert "without a C compiler" in caplog.text
+        caplog.clear()
+        monkeypatch.setenv("AMP_COMPILED", "0")
+        with pytest.raises(library.LibraryMissingError):
+            library.load()
+        assert not caplog.text
