@@ -5,6 +5,7 @@ Each one says what it is for and what breaks if a torch release drops it.
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -76,6 +77,20 @@ def has_dispatch_key(name: str) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def autocast_device_types() -> list[str]:
+    """Every device type that torch's own source names and can autocast.
+
+    torch lists its device types in the text of an exception alone. If the text changes: `amp_core.backends`
+    no longer lists devices that have no package.
+    """
+    try:
+        torch.device("no_such_device")
+    except RuntimeError as error:
+        names = re.findall(r"\w+", str(error).partition("one of ")[2].partition(" device type ")[0])
+        return [name for name in names if has_dispatch_key(f"Autocast{name.upper()}")]
+    return []
 
 
 def all_op_names() -> list[str]:

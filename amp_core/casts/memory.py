@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from amp_core._torch import internals as _torch
+from amp_core.plugin.default_manager import get_backend
 
 _SMALL = 2**16
 """Bytes up to which the C library's heap mostly has memory at hand."""
@@ -19,34 +20,36 @@ _SMALL = 2**16
 class KeptMemory:
     """Gives out memory, and the same again once nobody refers to it any more.
 
-    On the CPU, fresh memory for a large tensor costs more in page faults than to write to it. The
-    allocators of other devices keep what is freed, so there nothing is kept here.
+    Fresh memory for a large tensor costs more in page faults on the CPU than writing it. Most devices have an
+    allocator that keeps freed memory (`Backend.caches_memory`); for those nothing is kept here.
     """
 
     def __init__(self) -> None:
-        self._kept: dict[int, deque[UntypedStorage]] = defaultdict(deque)
+        self._kept: dict[tuple[torch.device, int], deque[UntypedStorage]] = defaultdict(deque)
         self._lock = threading.Lock()
 
     def empty(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return an unwritten tensor of `count` elements."""
         if not _is_kept(count * dtype.itemsize, device):
             return torch.empty(count, dtype=dtype, device=device)
-        return self._take(dtype, (count,), (1,))
+        return self._take(dtype, device, (count,), (1,))
 
     def empty_like(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """Return an unwritten tensor of the shape and, if it has no gaps, the strides of `tensor`."""
         if not _is_kept(tensor.numel() * dtype.itemsize, tensor.device) or not _is_dense(tensor):
             return torch.empty_like(tensor, dtype=dtype)
-        return self._take(dtype, tensor.shape, tensor.stride())
+        return self._take(dtype, tensor.device, tensor.shape, tensor.stride())
 
-    def _take(self, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]) -> Tensor:
+    def _take(
+        self, dtype: torch.dtype, device: torch.device, shape: Sequence[int], stride: Sequence[int]
+    ) -> Tensor:
         nbytes = math.prod(shape) * dtype.itemsize
         with self._lock:
-            return torch.empty(0, dtype=dtype).set_(self._idle(nbytes), 0, shape, stride)
+            return torch.empty(0, dtype=dtype, device=device).set_(self._idle(nbytes, device), 0, shape, stride)
 
-    def _idle(self, nbytes: int) -> UntypedStorage:
+    def _idle(self, nbytes: int, device: torch.device) -> UntypedStorage:
         # The newest first: it is the one that comes back soonest. What is in use goes behind.
-        kept = self._kept[nbytes]
+        kept = self._kept[device, nbytes]
         for _ in range(len(kept)):
             storage = kept[0]
             if _torch.is_in_use(storage):
@@ -55,7 +58,7 @@ class KeptMemory:
                 return storage
             else:  # resized, or mapped by another process, which may still read it
                 kept.popleft()
-        kept.appendleft(UntypedStorage(nbytes))  # type: ignore[no-untyped-call]
+        kept.appendleft(UntypedStorage(nbytes, device=device))  # type: ignore[no-untyped-call]
         return kept[0]
 
     def idle_nbytes(self) -> int:
@@ -71,7 +74,7 @@ class KeptMemory:
 
 
 def _is_kept(nbytes: int, device: torch.device) -> bool:
-    return nbytes > _SMALL and device.type == "cpu"
+    return nbytes > _SMALL and not get_backend(device.type).caches_memory
 
 
 def _is_dense(tensor: Tensor) -> bool:

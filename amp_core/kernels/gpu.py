@@ -13,7 +13,7 @@ from amp_core.kernels.portable import Portable
 
 
 @functools.cache
-def kernels_of(device_type: str, maker: str) -> Kernels:
+def kernels_of(device_type: str, maker: str, *, has_float64: bool = True) -> Kernels:
     """Return Triton's kernels for a device type that is present, or the portable ones with the reason why.
 
     Imports Triton at the first call. Nothing is compiled and the device is not touched.
@@ -21,6 +21,7 @@ def kernels_of(device_type: str, maker: str) -> Kernels:
     Args:
         device_type: such as ``"cuda"``.
         maker: the name of the compiler in Triton for its GPUs: ``"nvidia"``, ``"amd"`` or ``"intel"``.
+        has_float64: whether all these devices compute in float64.
     """
     reason = _why_not()
     if not reason:
@@ -34,9 +35,9 @@ def kernels_of(device_type: str, maker: str) -> Kernels:
             reason = f"triton cannot be imported: {type(error).__name__}: {error}".splitlines()[0]
         else:
             if _has_compiler(maker):
-                return Triton(device_type)
+                return Triton(device_type, has_float64=has_float64)
             reason = f"the triton that is installed has no compiler for GPUs of {maker}"
-    return foreach_kernels(reason)
+    return foreach_kernels(reason, has_float64=has_float64)
 
 
 def _has_compiler(maker: str) -> bool:
@@ -45,9 +46,9 @@ def _has_compiler(maker: str) -> bool:
     return maker in backends
 
 
-def foreach_kernels(reason: str) -> Kernels:
+def foreach_kernels(reason: str, *, has_float64: bool = True) -> Kernels:
     """Return the portable kernels, which say that they are torch's operations and why."""
-    kernels = Portable()
+    kernels = Portable(has_float64=has_float64)
     kernels.reason = f"torch's foreach operations: {reason}"
     return kernels
 

@@ -21,9 +21,18 @@ _WIDE = (torch.float64, torch.complex128)
 
 
 class Portable(Kernels):
-    """Right everywhere, and one launch a list where torch has multi-tensor operations for the device."""
+    """Right everywhere, and one launch per list where torch has multi-tensor operations for the device.
+
+    Args:
+        has_float64: whether the device computes in float64.
+    """
 
     name = "portable"
+    sums_are_fast = False
+    """Whether the device sums squares in float64 faster than it finds a maximum."""
+
+    def __init__(self, *, has_float64: bool = True) -> None:
+        self._has_float64 = has_float64
 
     def cast(
         self,
@@ -50,10 +59,10 @@ class Portable(Kernels):
             return GradStats(zero, none, none.clone(), zero.clone())
         order = math.inf if math.isinf(norm_type) else norm_type
         real = [_real(g.detach()) for g in grads]
-        norms = torch.stack(_norms([_moduli(g, order) for g in grads], order))
+        norms = torch.stack(self._norms([self._moduli(g, order) for g in grads], order))
         # One read tells both, unless a sum over finite elements can leave float64.
-        tells = math.isinf(order) or (not wide and 1.0 <= order <= 7.0 and has_float64(real[0]))
-        bad = (~torch.isfinite(norms if tells else torch.stack(_bounds(real)))).float()
+        tells = math.isinf(order) or (not wide and 1.0 <= order <= 7.0 and self._has_float64)
+        bad = (~torch.isfinite(norms if tells else torch.stack(self._bounds(real)))).float()
         total = torch.linalg.vector_norm(norms, order)
         return GradStats(total.to(dtype), norms.to(dtype), bad, bad.amax())
 
@@ -63,7 +72,7 @@ class Portable(Kernels):
                 _multiply_(bucket, factor.reshape(()))
                 if found_inf is not None:
                     # No product of an inf or a NaN is finite: one check tells of before and after.
-                    bad = ~torch.isfinite(torch.stack(_bounds(bucket))).all()
+                    bad = ~torch.isfinite(torch.stack(self._bounds(bucket))).all()
                     found_inf.masked_fill_(bad, 1.0)
 
     def update_scale_(self, state: ScaleTensors, found_inf: Tensor, schedule: LossScaleSchedule) -> None:
@@ -72,9 +81,9 @@ class Portable(Kernels):
         overflow = found_inf.reshape(()) > 0
         spent = left - 1
         forgiven = spent > 0
-        lowered = _product(scale, schedule.backoff_factor).clamp(min=schedule.min_scale)
+        lowered = self._product(scale, schedule.backoff_factor).clamp(min=schedule.min_scale)
         lowered = torch.where(forgiven, scale, torch.minimum(scale, lowered))
-        grown = _product(scale, schedule.growth_factor)
+        grown = self._product(scale, schedule.growth_factor)
         capped = torch.maximum(scale, grown.clamp(max=schedule.max_scale))
         grown = torch.where(torch.isinf(grown), scale, capped)
         due = tracker + 1 >= schedule.growth_interval
@@ -86,6 +95,36 @@ class Portable(Kernels):
         tracker.copy_(torch.where(overflow | due, torch.zeros_like(tracker), tracker + 1))
         scale.copy_(new_scale)
         left.copy_(new_left)
+
+    def _moduli(self, grad: Tensor, order: float) -> Tensor:
+        """Return real numbers with the norm of `grad`; for order 2 its own parts, without a copy."""
+        grad = grad.detach()
+        if not grad.is_complex() or order == 2.0:
+            return _real(grad)
+        return (grad.to(torch.complex128) if self._has_float64 else grad).abs()
+
+    def _norms(self, tensors: list[Tensor], order: float) -> list[Tensor]:
+        """Return the norm of each tensor: float64, which holds every power of a float32 that a norm needs."""
+        if self._has_float64:
+            return _norm_each(tensors, order, torch.float64)
+        # Without float64, relative to the largest element, so that no power overflows.
+        tensors = [t if t.numel() else t.new_zeros(1) for t in tensors]
+        peaks = [p.float() for p in _norm_each(tensors, math.inf, None)]
+        units = [torch.where((p > 0) & torch.isfinite(p), p, torch.ones_like(p)) for p in peaks]
+        return [
+            torch.linalg.vector_norm(t.float() / u, order) * u for t, u in zip(tensors, units, strict=True)
+        ]
+
+    def _bounds(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return for each real tensor a number that is finite exactly where all its elements are."""
+        if self.sums_are_fast and not any(t.dtype is torch.float64 for t in tensors):
+            return _norm_each(tensors, 2.0, torch.float64)  # which holds every square of a float32
+        return _norm_each(tensors, math.inf, None)
+
+    def _product(self, scale: Tensor, factor: float) -> Tensor:
+        # torch's kernel multiplies in float64.
+        wide = scale.double() if self._has_float64 else scale
+        return (wide * factor).float()
 
 
 def _check_shapes(tensors: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
@@ -110,13 +149,6 @@ def _with_spare_bits(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return (bits | (back != tensor).int()).view(torch.float32)
 
 
-def has_float64(tensor: Tensor) -> bool:
-    """Whether the device of `tensor` computes in float64."""
-    if tensor.device.type == "xpu":
-        return bool(torch.xpu.get_device_properties(tensor.device).has_fp64)
-    return tensor.device.type != "mps"
-
-
 def _real(tensor: Tensor) -> Tensor:
     """Return the parts of a complex tensor, in its own memory, as one real tensor.
 
@@ -128,33 +160,6 @@ def _real(tensor: Tensor) -> Tensor:
         return tensor
     # The parts of a lazily conjugated tensor differ from its memory in signs alone.
     return torch.view_as_real(tensor.conj() if tensor.is_conj() else tensor)
-
-
-def _moduli(grad: Tensor, order: float) -> Tensor:
-    """Return real numbers with the norm of `grad`; for order 2 its own parts, without a copy."""
-    grad = grad.detach()
-    if not grad.is_complex() or order == 2.0:
-        return _real(grad)
-    return (grad.to(torch.complex128) if has_float64(grad) else grad).abs()
-
-
-def _norms(tensors: list[Tensor], order: float) -> list[Tensor]:
-    """Return the norm of each tensor: float64, which holds every power of a float32 that a norm needs."""
-    if has_float64(tensors[0]):
-        return _norm_each(tensors, order, torch.float64)
-    # Without float64, relative to the largest element, so that no power overflows.
-    tensors = [t if t.numel() else t.new_zeros(1) for t in tensors]
-    peaks = [p.float() for p in _norm_each(tensors, math.inf, None)]
-    units = [torch.where((p > 0) & torch.isfinite(p), p, torch.ones_like(p)) for p in peaks]
-    return [torch.linalg.vector_norm(t.float() / u, order) * u for t, u in zip(tensors, units, strict=True)]
-
-
-def _bounds(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return for each real tensor a number that is finite exactly where all its elements are."""
-    if tensors[0].device.type == "cpu" and not any(t.dtype is torch.float64 for t in tensors):
-        # Three times as fast there as the maximum, and squares of float32 fit into float64.
-        return _norm_each(tensors, 2.0, torch.float64)
-    return _norm_each(tensors, math.inf, None)
 
 
 def _norm_each(tensors: Sequence[Tensor], order: float, dtype: torch.dtype | None) -> list[Tensor]:
@@ -195,9 +200,3 @@ def _buckets(grads: Sequence[Tensor]) -> Iterator[list[Tensor]]:
                 bucket = []
             bucket.append(grad)
         yield bucket
-
-
-def _product(scale: Tensor, factor: float) -> Tensor:
-    # torch's kernel multiplies in float64; a device without it (mps) has float32 alone.
-    wide = scale.double() if has_float64(scale) else scale
-    return (wide * factor).float()

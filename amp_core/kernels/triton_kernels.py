@@ -17,7 +17,7 @@ from amp_core.kernels import triton_norms
 from amp_core.kernels import triton_programs as programs
 from amp_core.kernels.interface import GradStats, ScaleTensors
 from amp_core.kernels.memory import are_numbers, are_plain, are_real
-from amp_core.kernels.portable import Portable, has_float64
+from amp_core.kernels.portable import Portable
 from amp_core.kernels.triton_tables import Rows, launch, on, rows_of
 from amp_core.states.loss_scale import Hysteresis, LossScaleSchedule
 
@@ -41,12 +41,14 @@ class Triton(Portable):
     ones other than the 2-norm, goes to the portable kernels whole.
 
     Args:
-        device_type: whose tensors these kernels take.
+        device_type: the device type of the tensors.
+        has_float64: whether its devices compute in float64.
     """
 
     name = "triton"
 
-    def __init__(self, device_type: str) -> None:
+    def __init__(self, device_type: str, *, has_float64: bool = True) -> None:
+        super().__init__(has_float64=has_float64)
         self.reason = f"Triton {triton.__version__}, one launch a dtype"
         self._device_type = device_type
 
@@ -99,7 +101,7 @@ class Triton(Portable):
         tensors = [state.scale, state.growth_tracker, state.hysteresis_left, found_inf]
         device = state.scale.device
         known = device.type == self._device_type and [t.dtype for t in tensors] == _STATE
-        if not known or not are_real(tensors, device) or not has_float64(state.scale):
+        if not known or not are_real(tensors, device) or not self._has_float64:
             return super().update_scale_(state, found_inf, schedule)
         with on(device):
             launch(

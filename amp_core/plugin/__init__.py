@@ -1,4 +1,4 @@
-"""Write a device backend for amp-core, or look at those that are there.
+"""Write a device backend for amp-core, or list those that are installed.
 
 `interface.Backend` is what you subclass, `hookimpl` marks your hooks, and the module docstring of
 `interface` shows a whole plugin.
@@ -16,9 +16,10 @@ from amp_core.plugin.default_manager import (
     unregister,
 )
 from amp_core.plugin.entry_points import ENTRY_POINT_GROUP
-from amp_core.plugin.interface import API_VERSION, Availability, Backend, Refusal
+from amp_core.plugin.hookspecs import NAME
+from amp_core.plugin.interface import API_VERSION, Backend
 from amp_core.plugin.registry import Owner, Registry
-from amp_core.plugin.spec import NAME
+from amp_core.plugin.results import Availability, Refusal
 from amp_core.plugin.status import BackendStatus
 
 hookimpl = pluggy.HookimplMarker(NAME)

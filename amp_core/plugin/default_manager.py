@@ -1,18 +1,20 @@
-"""The one manager of this process, and what is asked of it."""
+"""The one manager of this process, and the functions that use it."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 
+from amp_core.errors import BackendNotFoundError
 from amp_core.plugin.interface import Backend
 from amp_core.plugin.manager import Manager
-from amp_core.plugin.registry import Owner
 from amp_core.plugin.status import BackendStatus
+from amp_core.policy import tables
 
 _manager: Manager | None = None
 _manager_lock = threading.Lock()
+_events: list[ModuleType] = []
 
 
 def manager() -> Manager:
@@ -21,7 +23,10 @@ def manager() -> Manager:
     if _manager is None:
         with _manager_lock:
             if _manager is None:
-                _manager = Manager()
+                new = Manager()
+                for specs in _events:
+                    new.add_events(specs)
+                _manager = new
     return _manager
 
 
@@ -33,12 +38,30 @@ def get_backend(device_type: str) -> Backend:
         BackendLoadError: its plugin failed to load; the original error is the cause.
         BackendDisabledError: ``AMP_DISABLE_BACKENDS`` names it.
     """
-    held = _manager.registry.get(device_type) if _manager is not None else None
-    return held[0] if held is not None else manager().get(device_type)
+    backend = _manager.registry.get(device_type) if _manager is not None else None
+    return backend or manager().get(device_type)
+
+
+def _op_lists(device_type: str) -> tables.Lists:
+    try:
+        return get_backend(device_type).op_lists
+    except BackendNotFoundError:
+        return {}
+
+
+tables.set_source(_op_lists)
+
+
+def add_events(specs: ModuleType) -> None:
+    """Let plugins have the hooks that `specs` declares; for the parts of amp-core that call them."""
+    with _manager_lock:
+        _events.append(specs)
+    if _manager is not None:
+        _manager.add_events(specs)
 
 
 def plugins_listen() -> bool:
-    """Whether a plugin has a hook that `GradScaler` calls."""
+    """Whether a plugin has a hook for an event."""
     return _manager is not None and _manager.listens
 
 
@@ -52,7 +75,7 @@ def register(plugin: object, name: str | None = None) -> None:
     """Register a plugin: a module or an object whose functions are marked with `hookimpl`.
 
     Args:
-        plugin: has at least one hook of `amp_core.plugin.spec`.
+        plugin: has at least one hook of `amp_core.plugin.hookspecs` or `amp_core.scaling.hookspecs`.
         name: for messages; by default its own.
 
     Raises:
@@ -72,10 +95,10 @@ def unregister(plugin: object) -> None:
 
 
 def backends() -> Mapping[str, BackendStatus]:
-    """Return, read-only, the status of every device type, loading all plugins to find out."""
+    """Return, read-only, the status of every device type; loads all plugins to find out."""
     return MappingProxyType(manager().status())
 
 
 def replace_backend(backend: Backend) -> Backend | None:
     """Serve ``backend.device_type`` with `backend` from now on; return the one that it replaces."""
-    return manager().replace(backend, Owner(type(backend).__module__))
+    return manager().registry.replace(backend)

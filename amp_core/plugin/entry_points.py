@@ -1,29 +1,36 @@
-"""The entry points that declare backends; the only place that reads distribution metadata."""
+"""Find the packages that bring backends; the only place that reads distribution metadata."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
-from collections.abc import Iterator, Mapping
+import re
+import sys
+from collections.abc import Iterator
 from contextlib import suppress
 from importlib import metadata
+from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
+from amp_core.errors import BackendLoadError
 from amp_core.plugin.registry import Owner
 
 ENTRY_POINT_GROUP = "amp_core.backends"
+_OWN = "amp-core"
+_PREFIX = "amp_backend_"
 
 
 class Candidate(NamedTuple):
-    """One declared, not yet imported, plugin."""
+    """A declared plugin that is not imported yet."""
 
-    device_type: str
+    name: str
     distribution: str
     version: str
     entry_point: metadata.EntryPoint
 
     def load(self) -> ModuleType:
-        """Import the plugin."""
+        """Import the plugin's module."""
         module = self.entry_point.load()
         if not isinstance(module, ModuleType):
             raise TypeError(
@@ -32,41 +39,85 @@ class Candidate(NamedTuple):
             )
         return module
 
-    def is_built_in(self, built_in: Mapping[str, str]) -> bool:
-        """Whether this is our own declaration of a backend that the manager knows anyway."""
-        return built_in.get(self.device_type) == self.entry_point.value
-
     def owner(self, module: ModuleType | None = None) -> Owner:
-        """Say who brings this plugin."""
+        """Return the owner of what this plugin registers."""
         path = os.path.dirname(getattr(module, "__file__", None) or "")
-        return Owner(self.device_type, self.distribution, self.version, path)
+        return Owner(self.name, self.distribution, self.version, path)
+
+    def check_requirements(self) -> None:
+        """Raise `BackendLoadError` if the distribution requires another version of amp-core."""
+        here = own_version()
+        for text in (self.entry_point.dist and self.entry_point.dist.requires) or ():
+            name, specifier = re.match(r"([\w.-]+)(?:\[[^]]*])?\s*([^;]*)", text).groups()  # type: ignore[union-attr]
+            if here and re.sub(r"[-_.]+", "-", name).lower() == _OWN and not _admits(specifier, here):
+                raise BackendLoadError(
+                    f"it requires {text!r}, but amp-core {here} is installed (pip checks this unless it is "
+                    f"given --no-deps). Install a version of {self.distribution} for amp-core {here}"
+                )
 
 
-def candidates() -> list[Candidate]:
-    """Return what is declared, sorted by name and distribution; each value of a name once.
+def third_party(built_in: dict[str, Candidate]) -> list[Candidate]:
+    """Return what other distributions declare, sorted by name and distribution; each value of a name once.
 
     Stale metadata (an ``egg-info`` beside an installed distribution) lists an entry point twice.
     """
-    found = {(ep.name, ep.value): Candidate(ep.name, *_distribution(ep), ep) for ep in _declared()}
-    return sorted(found.values(), key=lambda c: (c.device_type, c.distribution, c.entry_point.value))
+    own = {c.entry_point.value for c in built_in.values()}
+    return [c for c in _declared() if c.distribution != _OWN and c.entry_point.value not in own]
 
 
-def _declared() -> Iterator[metadata.EntryPoint]:
-    try:
-        yield from metadata.entry_points(group=ENTRY_POINT_GROUP)
-    except Exception:
-        # The metadata of some distribution cannot be read: that must not hide those of the others.
-        for distribution in metadata.distributions():
-            with suppress(Exception):
-                yield from [ep for ep in distribution.entry_points if ep.group == ENTRY_POINT_GROUP]
+def built_in() -> dict[str, Candidate]:
+    """Return the plugins that come with amp-core, by the device type that each is named after.
+
+    They are found without metadata, which may be stale or lost: in a source tree as
+    ``backends/*/amp_backend_*``, in an installation beside the package ``amp_core``.
+    """
+    root = Path(__file__).resolve().parents[2]
+    folders = sorted(root.glob(f"backends/*/{_PREFIX}*/hooks.py"))
+    modules = {path.parent.name.removeprefix(_PREFIX): path.parent for path in folders}
+    if not modules:
+        modules = dict(_installed(root))
+    return {name: _own_candidate(name, folder) for name, folder in modules.items()}
+
+
+def _installed(root: Path) -> Iterator[tuple[str, Path]]:
+    declared = _declared()
+    own = {c.name for c in declared if c.distribution == _OWN}
+    theirs = {c.entry_point.value.partition(".")[0] for c in declared if c.distribution != _OWN}
+    for path in sorted(root.glob(f"{_PREFIX}*/hooks.py")):
+        name = path.parent.name.removeprefix(_PREFIX)
+        # Without metadata of our own, every package that nobody else claims is taken to be ours.
+        if name in own or (not own and path.parent.name not in theirs):
+            yield name, path.parent
+
+
+def _own_candidate(name: str, folder: Path) -> Candidate:
+    if importlib.util.find_spec(folder.name) is None:
+        sys.path.append(str(folder.parent))  # a source tree that was installed before it had this folder
+    point = metadata.EntryPoint(name, f"{folder.name}.hooks", ENTRY_POINT_GROUP)
+    return Candidate(name, _OWN, own_version(), point)
 
 
 def own_version() -> str:
-    """Return the version of amp-core, empty where its metadata is lost: that must not stop a backend."""
+    """Return the version of amp-core; empty where its metadata is lost."""
     try:
-        return metadata.version("amp-core")
+        return metadata.version(_OWN)
     except metadata.PackageNotFoundError:
         return ""
+
+
+def _declared() -> list[Candidate]:
+    unique = {(ep.name, ep.value): Candidate(ep.name, *_distribution(ep), ep) for ep in _entry_points()}
+    return sorted(unique.values(), key=lambda c: (c.name, c.distribution, c.entry_point.value))
+
+
+def _entry_points() -> Iterator[metadata.EntryPoint]:
+    try:
+        yield from metadata.entry_points(group=ENTRY_POINT_GROUP)
+    except Exception:
+        # One distribution with unreadable metadata must not hide the others.
+        for distribution in metadata.distributions():
+            with suppress(Exception):
+                yield from [ep for ep in distribution.entry_points if ep.group == ENTRY_POINT_GROUP]
 
 
 def _distribution(ep: metadata.EntryPoint) -> tuple[str, str]:
@@ -75,3 +126,12 @@ def _distribution(ep: metadata.EntryPoint) -> tuple[str, str]:
         return (ep.dist.name or "", ep.dist.version or "") if ep.dist is not None else ("", "")
     except Exception:
         return ("", "")
+
+
+def _admits(specifier: str, version: str) -> bool:
+    from packaging.specifiers import InvalidSpecifier, SpecifierSet
+
+    try:
+        return SpecifierSet(specifier.strip(" ()")).contains(version, prereleases=True)
+    except InvalidSpecifier:  # a URL, or a form that pip would refuse
+        return True

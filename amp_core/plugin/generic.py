@@ -1,15 +1,16 @@
-"""The backend of every device type that torch can autocast but nobody has written a package for."""
+"""The backend of every device type that torch can autocast and no package serves."""
 
 from __future__ import annotations
 
 import torch
 
 from amp_core._torch import internals as _torch
-from amp_core.plugin.interface import Availability, Backend
+from amp_core.plugin.interface import Backend
+from amp_core.plugin.results import Availability
 
 
 class TorchBackend(Backend):
-    """Asks torch: mps, mtia, hpu, maia, xla, ipu, and PrivateUse1 under whatever name it has.
+    """Asks torch; also for PrivateUse1 devices, under whatever name they have.
 
     A PrivateUse1 device follows torch's own protocol: its module, registered with
     ``torch._register_device_module``, has ``get_amp_supported_dtype() -> list[torch.dtype]``.

@@ -33,41 +33,19 @@ and, in the package's ``pyproject.toml``::
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Mapping
+from inspect import isfunction
+from types import MappingProxyType
+from typing import ClassVar
 
 import torch
 
-if TYPE_CHECKING:
-    from amp_core.kernels import Kernels
-    from amp_core.policy import OpPolicy
+from amp_core.kernels import Kernels, portable_kernels
+from amp_core.plugin.results import RESULTS, Availability, Refusal, checked
+from amp_core.policy import OpPolicy
 
 API_VERSION = 1
 """The version of the backend contract that this amp-core speaks."""
-
-
-@dataclass(frozen=True)
-class Availability:
-    """Whether a device can be used now, and why or why not, in words for a person."""
-
-    usable: bool
-    reason: str
-
-    def __bool__(self) -> bool:
-        return self.usable
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """What `autocast` does with a device or dtype that cannot be used.
-
-    Attributes:
-        message: the text of the warning or error.
-        error: raise ``RuntimeError(message)``; otherwise warn and run the region disabled.
-    """
-
-    message: str
-    error: bool = False
 
 
 class Backend(ABC):
@@ -84,6 +62,10 @@ class Backend(ABC):
     api_version: ClassVar[int]
     """The contract that the class was written against, as a literal (not `API_VERSION`)."""
 
+    op_lists: Mapping[str, str] = MappingProxyType({})
+    """The rules of the autocast kernels that the device has in C++: rule to op names, as in the
+    `amp_core.policy.tables`. An op with such a kernel that no list names has the rule ``native``."""
+
     has_float64: bool = True
     """Whether every device of this type that is present computes in float64."""
 
@@ -98,6 +80,16 @@ class Backend(ABC):
 
     aliases: tuple[str, ...] = ()
     """Words that users write for the device type by mistake; an error then suggests this one."""
+
+    origin: str = ""
+    """The plugin that registered the backend, for errors; set by amp-core."""
+
+    def __init_subclass__(cls, **kwargs: object) -> None:
+        super().__init_subclass__(**kwargs)
+        if not cls.__module__.startswith("amp_core."):
+            for name in RESULTS.keys() & vars(cls).keys():
+                if isfunction(vars(cls)[name]):
+                    setattr(cls, name, checked(vars(cls)[name]))
 
     @abstractmethod
     def availability(self) -> Availability:
@@ -137,19 +129,15 @@ class Backend(ABC):
         return None
 
     def op_policy(self) -> OpPolicy:
-        """Return which op runs in which dtype; by default, the rules torch compiled in for the device.
+        """Return which op runs in which dtype; by default, the rules of the device's own autocast kernels.
 
-        A device for which torch has none gets `OpPolicy.uniform`.
+        A device that has none gets `OpPolicy.uniform`.
         """
-        from amp_core.policy import OpPolicy
-
-        return OpPolicy.default(self.device_type)
+        return OpPolicy.from_lists(self.device_type, self.op_lists)
 
     def kernels(self) -> Kernels:
         """Return the cast and gradient kernels; by default, the portable ones over torch ops."""
-        from amp_core.kernels import PORTABLE
-
-        return PORTABLE
+        return portable_kernels(has_float64=self.has_float64)
 
     def _display_name(self) -> str:
         return self.device_type.upper()

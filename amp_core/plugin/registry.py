@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -25,14 +25,19 @@ class Owner:
 
 
 class Registry:
-    """What the hook `amp_register_backends` receives: `add` is for plugins, the rest for the manager."""
+    """The argument of the hook `amp_register_backends`: plugins call `add`, the manager the rest."""
 
     def __init__(self) -> None:
         self._backends: dict[str, tuple[Backend, Owner]] = {}
+        self._fallbacks: dict[str, Backend] = {}
         self._owner: Owner | None = None
 
-    def add(self, backend: Backend) -> None:
+    def add(self, backend: Backend, *, fallback: bool = False) -> None:
         """Register `backend` for its ``device_type``.
+
+        Args:
+            backend: what serves the device type.
+            fallback: serve it only while no other plugin does; a later fallback replaces an earlier one.
 
         Raises:
             TypeError: `backend` is not a `Backend` instance, or lacks a device type.
@@ -41,41 +46,58 @@ class Registry:
         """
         owner = self._owner or Owner(type(backend).__module__)
         _check(backend, owner)
-        held = self._backends.get(backend.device_type)
-        if held is not None:
+        if fallback:
+            self._fallbacks[backend.device_type] = backend
+        elif backend.device_type in self._backends:
             raise BackendConflictError(
-                f"{owner} wants to serve device type {backend.device_type!r}, which {held[1]} "
-                f"already serves. Uninstall one of the two, or call amp_core.plugin.replace_backend()."
+                f"{owner} wants to serve device type {backend.device_type!r}, which "
+                f"{self._backends[backend.device_type][1]} already serves. Uninstall one of the two, or call "
+                f"amp_core.plugin.replace_backend()."
             )
-        self._backends[backend.device_type] = (backend, owner)
+        else:
+            self._put(backend, owner)
 
-    def replace(self, backend: Backend, owner: Owner) -> Backend | None:
+    def replace(self, backend: Backend) -> Backend | None:
         """Register `backend` in place of any other; return the one that it replaced."""
+        owner = Owner(type(backend).__module__)
         _check(backend, owner)
-        held = self._backends.get(backend.device_type)
+        previous = self.get(backend.device_type)
+        self._put(backend, owner)
+        return previous
+
+    def _put(self, backend: Backend, owner: Owner) -> None:
+        backend.origin = str(owner)
         self._backends[backend.device_type] = (backend, owner)
-        return held[0] if held else None
 
-    def get(self, device_type: str) -> tuple[Backend, Owner] | None:
-        """Return the backend of `device_type` and its owner, if there is one."""
-        return self._backends.get(device_type)
+    def get(self, device_type: str) -> Backend | None:
+        """Return the backend of `device_type`, if there is one."""
+        entry = self._backends.get(device_type)
+        return None if entry is None else entry[0]
 
-    def items(self) -> list[tuple[str, Backend, Owner]]:
-        """Return (device type, backend, owner), sorted by device type."""
-        return [(name, *self._backends[name]) for name in sorted(self._backends)]
+    def fallback(self, device_type: str) -> Backend | None:
+        """Return the backend that serves `device_type` while no plugin does."""
+        return self._fallbacks.get(device_type)
 
-    def added_by(self, owner: Owner) -> list[str]:
-        """Return the device types that `owner` serves."""
-        return [name for name, (_, whose) in self._backends.items() if whose == owner]
+    def aliases(self) -> dict[str, str]:
+        """Return the other names of devices, each with the device type that is meant."""
+        known = [*(backend for backend, _ in self._backends.values()), *self._fallbacks.values()]
+        return {alias: backend.device_type for backend in known for alias in backend.aliases}
 
-    def drop(self, device_types: Iterable[str]) -> None:
-        """Forget the backends of `device_types`."""
-        for name in device_types:
-            self._backends.pop(name, None)
+    def __getitem__(self, device_type: str) -> tuple[Backend, Owner]:
+        return self._backends[device_type]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted(self._backends))
+
+    def drop(self, owner: Owner, device_types: frozenset[str] | None = None) -> None:
+        """Remove the backends that `owner` brought, or those of `device_types` among them."""
+        for name in [name for name, (_, whose) in self._backends.items() if whose == owner]:
+            if device_types is None or name in device_types:
+                del self._backends[name]
 
     @contextmanager
     def claimed(self, owner: Owner) -> Iterator[None]:
-        """Count what is added meanwhile as brought by `owner`."""
+        """Record `owner` with every backend that is added inside the block."""
         outer, self._owner = self._owner, owner  # a plugin may ask for another while it loads
         try:
             yield
@@ -100,6 +122,11 @@ def _check(backend: Backend, owner: Owner) -> None:
     if not isinstance(device_type, str) or not device_type:
         raise TypeError(f"{name} of {owner} must set device_type to a non-empty string.")
     version = getattr(backend, "api_version", None)
+    if version is None:
+        raise BackendLoadError(
+            f"{name} of {owner} does not say which version of the backend API it implements. Set "
+            f"`api_version = {API_VERSION}` in the class."
+        )
     if version != API_VERSION:
         raise BackendLoadError(
             f"{name} of {owner} implements backend API {version!r}; this amp_core speaks {API_VERSION}. "

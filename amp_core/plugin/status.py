@@ -1,21 +1,19 @@
-"""What is said of a backend: in `amp_core.backends`, in warnings and in errors."""
+"""Describe a backend: for `amp_core.backends`, warnings and errors."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from amp_core.plugin.entry_points import ENTRY_POINT_GROUP
 from amp_core.plugin.interface import Backend
 from amp_core.plugin.registry import Owner
 
-_NEAR = {"gpu": "cuda", "nvidia": "cuda", "hip": "cuda", "rocm": "cuda", "intel": "xpu", "metal": "mps"}
-
 
 @dataclass(frozen=True)
 class BackendStatus:
-    """What `backends` says of one device type.
+    """One device type in the result of `backends`.
 
     Attributes:
         status: ``"available"``, ``"absent"`` (loaded, but the device is not there), ``"failed"``
@@ -36,11 +34,11 @@ class BackendStatus:
 
 @dataclass(frozen=True)
 class Failure:
-    """A plugin that did not load, and at which stage (``import``, ``register``)."""
+    """A plugin that did not load, and at which stage (``requirements``, ``import``, ``register``)."""
 
     owner: Owner
     stage: str
-    error: Exception
+    error: BaseException
 
     def __str__(self) -> str:
         kind = type(self.error).__name__
@@ -53,7 +51,7 @@ def status_of(backend: Backend, owner: Owner) -> BackendStatus:
         now = backend.availability()
         status, reason = "available" if now.usable else "absent", now.reason
     except Exception as error:
-        status, reason = "failed", f"availability() of {owner} raised {type(error).__name__}: {error}"
+        status, reason = "failed", str(error)
     return BackendStatus(status, reason, owner.plugin, owner.distribution, owner.version, owner.path)
 
 
@@ -63,10 +61,10 @@ def status_of_failure(failure: Failure) -> BackendStatus:
     return BackendStatus("failed", str(failure), owner.plugin, owner.distribution, owner.version)
 
 
-def unknown_text(device_type: str, known: Iterable[str]) -> str:
-    """Say that nothing serves `device_type`, what is served, and how to add one."""
+def unknown_text(device_type: str, known: Iterable[str], aliases: Mapping[str, str]) -> str:
+    """Return the error text for a device type that nothing serves."""
     names = sorted(known)
-    near = _NEAR.get(device_type.lower()) or next(
+    near = aliases.get(device_type.lower()) or next(
         iter(difflib.get_close_matches(device_type.lower(), names, n=1)), None
     )
     hint = f" Did you mean {near!r}?" if near else ""

@@ -110,7 +110,20 @@ class OpPolicy:
 
         A device that has none gets `uniform`, which amp-core then installs from Python.
         """
-        return _default(device_type)
+        return cls.from_lists(device_type, tables.lists_of(device_type))
+
+    @classmethod
+    def from_lists(cls, device_type: str, lists: tables.Lists) -> OpPolicy:
+        """Return the policy of the native autocast kernels of `device_type`, whose rules `lists` names.
+
+        An op that has a kernel but is in no list has the rule ``native``. A device without native kernels
+        gets `uniform`.
+
+        Args:
+            device_type: such as ``"cuda"``.
+            lists: rule to op names, separated by white space.
+        """
+        return _from_lists(device_type, tuple(lists.items()))
 
     @classmethod
     def uniform(cls, device_type: str) -> OpPolicy:
@@ -240,8 +253,8 @@ class OpPolicy:
 
 
 @lru_cache(maxsize=32)
-def _default(device_type: str) -> OpPolicy:
-    native = native_rules(device_type)
+def _from_lists(device_type: str, lists: tuple[tuple[str, str], ...]) -> OpPolicy:
+    native = _native_rules(device_type, lists)
     if not native:
         return _uniform(device_type)
     return OpPolicy._made(device_type, native, f"default of {device_type} in torch {torch.__version__}")
@@ -253,17 +266,21 @@ def _uniform(device_type: str) -> OpPolicy:
     return OpPolicy._made(device_type, rules, "OpPolicy.uniform")
 
 
-@lru_cache(maxsize=32)
 def native_rules(device_type: str) -> Mapping[str, str]:
     """Return full op name to rule for every op with a native kernel on the Autocast key of `device_type`.
 
-    The rule is the table's; for an op that is in no table (a newer torch, a device's own C++), `NATIVE`.
+    The rule is that of the device's op lists; for an op that they do not name (a newer torch, a device's own
+    C++), `NATIVE`.
     """
+    return _native_rules(device_type, tuple(tables.lists_of(device_type).items()))
+
+
+@lru_cache(maxsize=32)
+def _native_rules(device_type: str, lists: tuple[tuple[str, str], ...]) -> Mapping[str, str]:
     key = autocast_key(device_type)
     if not has_dispatch_key(key):
         return {}
-    lists = tables.lists_of(device_type)
-    known = tables.flatten(lists) if lists is not None else {}
+    known = tables.flatten(dict(lists))
     full = [n if "." in n.rpartition("::")[2] else f"{n}.default" for n in registered(key)]
     return {op: known.get(op, r.NATIVE) for op in sorted(full)}
 

@@ -1,4 +1,4 @@
-"""The op lists that several devices share in torch, and the one that amp-core gives to every device alike.
+"""The op lists that most accelerators share in torch, and the one that amp-core gives to every device alike.
 
 Written as ATen writes them: a name without a namespace is ``aten``'s, one without an overload is the
 default overload. Source: ``ATen/autocast_mode.h`` and ``ATen/autocast_mode.cpp``, torch 2.13.
@@ -6,8 +6,7 @@ default overload. Source: ``ATen/autocast_mode.h`` and ``ATen/autocast_mode.cpp`
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from amp_core.policy import rules as r
 
@@ -45,29 +44,7 @@ SHARED: Lists = {
     """,
     r.BANNED: "binary_cross_entropy",
 }
-"""What cuda, xpu, mtia and maia have in common."""
-
-MPS: Lists = {
-    r.LOWER_PRECISION_FP: """
-        _convolution _convolution.deprecated _mps_convolution addbmm addmm addmv addr baddbmm bmm
-        chain_matmul conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input convolution
-        einsum linalg_multi_dot linear lstm_cell matmul mm mv prelu scaled_dot_product_attention
-    """,
-    r.FP32: """
-        acos asin batch_norm binary_cross_entropy_with_logits cdist conv_transpose3d.input cosh
-        cosine_embedding_loss cosine_similarity cumprod cumsum dist erfinv exp expm1 frobenius_norm.dim
-        group_norm hinge_embedding_loss huber_loss kl_div l1_loss layer_norm linalg_matrix_norm
-        linalg_matrix_norm.str_ord linalg_vector_norm log log10 log1p log2 log_softmax.int logsumexp
-        margin_ranking_loss mse_loss multi_margin_loss multilabel_margin_loss native_layer_norm nll_loss
-        nll_loss2d nuclear_norm nuclear_norm.dim pdist poisson_nll_loss pow.Scalar pow.Tensor_Scalar
-        pow.Tensor_Tensor prod prod.dim_int reciprocal renorm rsqrt sinh smooth_l1_loss soft_margin_loss
-        softmax.int softplus sum sum.dim_IntList tan triplet_margin_loss
-    """,
-    r.PROMOTE: """
-        addcdiv addcmul atan2 bilinear cross dot grid_sampler index_put scatter_add tensordot
-    """,
-}
-"""What mps has; it lacks some that `SHARED` has, and has float32 where `SHARED` sets the optional dtype."""
+"""The rules that torch compiled in for most accelerators."""
 
 UNIFORM: Lists = {
     **SHARED,
@@ -101,28 +78,23 @@ ops that match their destination, a hint instead of a ban."""
 
 def flatten(lists: Lists) -> dict[str, str]:
     """Return full op name to rule."""
-    found: dict[str, str] = {}
+    rules: dict[str, str] = {}
     for rule, names in lists.items():
         for name in names.split():
             overload = "" if "." in name else ".default"
-            found[f"aten::{name}{overload}"] = rule
-    return found
+            rules[f"aten::{name}{overload}"] = rule
+    return rules
 
 
-DEVICES: Mapping[str, Lists] = {"maia": SHARED, "mps": MPS, "mtia": SHARED}
-"""The lists of the devices that torch itself serves and that have no package of their own."""
-
-PACKAGES = {
-    "cpu": "amp_backend_cpu.op_policy",
-    "cuda": "amp_backend_cuda.op_policy",
-    "xpu": "amp_backend_xpu.op_policy",
-}
-"""Device type to the module whose ``LISTS`` are its lists; strings: no backend is imported unasked."""
+_source: Callable[[str], Lists] = lambda _: {}  # noqa: E731
 
 
-def lists_of(device_type: str) -> Lists | None:
-    """Return the op lists of `device_type` as torch compiled them in; ``None`` if torch has none."""
-    if device_type in PACKAGES:
-        found: Lists = importlib.import_module(PACKAGES[device_type]).LISTS
-        return found
-    return DEVICES.get(device_type)
+def set_source(source: Callable[[str], Lists]) -> None:
+    """Let `source` give the lists of a device type; called by `amp_core.plugin`, which knows the devices."""
+    global _source  # noqa: PLW0603  # policies are data: they cannot import what loads devices
+    _source = source
+
+
+def lists_of(device_type: str) -> Lists:
+    """Return the op lists of the native autocast kernels of `device_type`; empty if nobody has any."""
+    return _source(device_type)

@@ -161,16 +161,13 @@ class BackendFixtures:
 
 @contextmanager
 def serving(backend: Backend) -> Iterator[None]:
-    """Serve the device type with `backend` for a while."""
+    """Serve the device type with `backend` inside the block."""
     registry = manager().registry
-    held = registry.get(backend.device_type)
-    if held is not None and held[0] is backend:
+    if registry.get(backend.device_type) is backend:
         yield
         return
     before = registry.snapshot()
-    from amp_core.plugin import replace_backend
-
-    replace_backend(backend)
+    registry.replace(backend)
     try:
         yield
     finally:

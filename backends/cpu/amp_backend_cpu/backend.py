@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from amp_backend_cpu.kernels import load
+from amp_backend_cpu.op_policy import LISTS
 from amp_core.kernels import Kernels
 from amp_core.plugin import Availability, Backend
 
@@ -14,6 +15,7 @@ class CpuBackend(Backend):
 
     device_type = "cpu"
     api_version = 1
+    op_lists = LISTS
     grad_bucket_nbytes = 1 << 20  # fits in a core's cache
     caches_memory = False
 

@@ -32,6 +32,7 @@ class Compiled(Portable):
     """
 
     name = "compiled"
+    sums_are_fast = True
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
@@ -198,5 +199,6 @@ def load() -> Kernels:
         return Compiled(_library.load())
     except _library.LibraryMissingError as error:
         kernels = Portable()
+        kernels.sums_are_fast = True
         kernels.reason = str(error)
         return kernels

@@ -8,6 +8,7 @@ import sys
 
 import torch
 
+from amp_backend_cuda.op_policy import LISTS
 from amp_core.common import environment as _env
 from amp_core.kernels import Kernels
 from amp_core.kernels.gpu import foreach_kernels, kernels_of
@@ -22,6 +23,7 @@ class CudaBackend(Backend):
 
     device_type = "cuda"
     api_version = 1
+    op_lists = LISTS
     also_casts = frozenset({"xla"})  # torch_xla runs programs for "cuda" on its own tensors
     aliases = ("gpu", "nvidia", "hip", "rocm")
 

@@ -7,6 +7,7 @@ import torch
 from amp_core.kernels import Kernels
 from amp_core.kernels.gpu import foreach_kernels, kernels_of
 from amp_core.plugin import Availability, Backend
+from amp_core.policy.tables import SHARED
 
 
 class XpuBackend(Backend):
@@ -14,6 +15,7 @@ class XpuBackend(Backend):
 
     device_type = "xpu"
     api_version = 1
+    op_lists = SHARED
     aliases = ("intel",)
 
     @property
@@ -41,7 +43,7 @@ class XpuBackend(Backend):
     def kernels(self) -> Kernels:
         """Return Triton's kernels, or torch's where there is no Triton or no GPU for it."""
         here = torch.xpu.is_initialized() or torch.xpu.is_available()  # type: ignore[no-untyped-call]
-        return kernels_of("xpu", "intel") if here else _NONE
+        return kernels_of("xpu", "intel", has_float64=self.has_float64) if here else _NONE
 
 
 _NONE = foreach_kernels("no GPU is here for Triton's kernels")

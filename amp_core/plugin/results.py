@@ -1,0 +1,91 @@
+"""Check what the methods of a third party's backend return, where they are called."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from amp_core.errors import BackendError
+from amp_core.kernels import Kernels
+from amp_core.policy import OpPolicy
+
+
+@dataclass(frozen=True)
+class Availability:
+    """Whether a device can be used now, and why or why not, in words for a person."""
+
+    usable: bool
+    reason: str
+
+    def __bool__(self) -> bool:
+        return self.usable
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """What `autocast` does with a device or dtype that cannot be used.
+
+    Attributes:
+        message: the text of the warning or error.
+        error: raise ``RuntimeError(message)``; otherwise warn and run the region disabled.
+    """
+
+    message: str
+    error: bool = False
+
+
+def _is_dtype(value: object) -> bool:
+    return isinstance(value, torch.dtype) and value.is_floating_point
+
+
+def _are_dtypes(value: object) -> bool:
+    return isinstance(value, tuple) and bool(value) and all(map(_is_dtype, value))
+
+
+def _may_refuse(value: object) -> bool:
+    return value is None or isinstance(value, Refusal)
+
+
+RESULTS: dict[str, tuple[Callable[[object], bool], str]] = {
+    "availability": (lambda v: isinstance(v, Availability), "an amp_core.plugin.Availability"),
+    "default_dtype": (_is_dtype, "a floating-point torch.dtype"),
+    "supported_dtypes": (_are_dtypes, "a tuple of one or more floating-point torch.dtypes"),
+    "dtype_reason": (lambda v: isinstance(v, str), "a string"),
+    "autocast_refusal": (_may_refuse, "None or an amp_core.plugin.Refusal"),
+    "scaler_refusal": (_may_refuse, "None or an amp_core.plugin.Refusal"),
+    "op_policy": (lambda v: isinstance(v, OpPolicy), "an amp_core.OpPolicy"),
+    "kernels": (lambda v: isinstance(v, Kernels), "an amp_core.kernels.Kernels"),
+}
+"""Method of `Backend` to a test of its result, and the result in words."""
+
+
+def checked(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `method` of a backend, with errors that name the plugin and the method."""
+    accepts, expected = RESULTS[method.__name__]
+
+    @functools.wraps(method)
+    def call(self: Any, *args: object, **kwargs: object) -> Any:
+        try:
+            result = method(self, *args, **kwargs)
+        except BackendError:
+            raise
+        except Exception as error:
+            raise BackendError(_text(self, method, f"raised {type(error).__name__}: {error}")) from error
+        if not accepts(result):
+            raise BackendError(_text(self, method, f"returned {result!r}, but must return {expected}."))
+        return result
+
+    return call
+
+
+def _text(backend: Any, method: Callable[..., Any], fault: str) -> str:
+    owner = backend.origin or type(backend).__module__
+    return (
+        f"{type(backend).__name__}.{method.__name__}() of {owner} {fault}\n"
+        f"This is a fault of that plugin: report it to its authors, or switch it off with "
+        f"AMP_DISABLE_BACKENDS={backend.device_type}."
+    )

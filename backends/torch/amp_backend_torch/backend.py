@@ -1,0 +1,27 @@
+"""What torch does not tell of the devices that it serves itself."""
+
+from __future__ import annotations
+
+from amp_backend_torch.op_policy import MPS
+from amp_core.plugin.generic import TorchBackend
+from amp_core.policy.tables import SHARED
+
+
+class MpsBackend(TorchBackend):
+    """Apple's GPUs, which have no float64."""
+
+    op_lists = MPS
+    has_float64 = False
+    aliases = ("metal",)
+
+
+class MtiaBackend(TorchBackend):
+    """Meta's accelerators."""
+
+    op_lists = SHARED
+
+
+class MaiaBackend(TorchBackend):
+    """Microsoft's accelerators."""
+
+    op_lists = SHARED
