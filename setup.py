@@ -1,11 +1,11 @@
-"""Builds the optional compiled parts: the CPU's kernels, the state of regions. All else: pyproject.toml."""
+"""Finds the packages and builds the optional compiled parts. All else: pyproject.toml."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-from setuptools import Extension, setup
+from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
 
 try:
@@ -54,7 +54,13 @@ regions = [
         optional=True,
     )
 ]
+# A folder under backends/ is a device: its package is found here, its line in pyproject.toml declares it.
+roots = [".", "compat", *sorted(path.as_posix() for path in Path("backends").iterdir() if path.is_dir())]
+packages = {name: root for root in roots for name in find_packages(root, include=["amp_*"])}
+
 setup(
+    packages=list(packages),
+    package_dir={name: f"{root}/{name}" for name, root in packages.items() if "." not in name},
     cmdclass={"build_ext": OptionalLibrary, "bdist_wheel": AnyPython},
     ext_modules=[
         Extension(

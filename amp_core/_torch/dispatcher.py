@@ -70,6 +70,11 @@ def autocast_key(device_type: str) -> str:
     return f"Autocast{device_type.upper()}"
 
 
+def autograd_key(device_type: str) -> str:
+    """The dispatch key right below `autocast_key`. For: observing the rules of ops."""
+    return autocast_key(device_type).replace("Autocast", "Autograd")
+
+
 def has_dispatch_key(name: str) -> bool:
     """Whether the dispatcher knows the key `name`."""
     try:
@@ -89,7 +94,7 @@ def autocast_device_types() -> list[str]:
         torch.device("no_such_device")
     except RuntimeError as error:
         names = re.findall(r"\w+", str(error).partition("one of ")[2].partition(" device type ")[0])
-        return [name for name in names if has_dispatch_key(f"Autocast{name.upper()}")]
+        return [n for n in names if n != "privateuseone" and has_dispatch_key(f"Autocast{n.upper()}")]
     return []
 
 

@@ -45,7 +45,9 @@ class KeptMemory:
     ) -> Tensor:
         nbytes = math.prod(shape) * dtype.itemsize
         with self._lock:
-            return torch.empty(0, dtype=dtype, device=device).set_(self._idle(nbytes, device), 0, shape, stride)
+            return torch.empty(0, dtype=dtype, device=device).set_(
+                self._idle(nbytes, device), 0, shape, stride
+            )
 
     def _idle(self, nbytes: int, device: torch.device) -> UntypedStorage:
         # The newest first: it is the one that comes back soonest. What is in use goes behind.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import keyword
+import os
 from importlib.resources import files
 from pathlib import Path
 from string import Template
@@ -37,8 +38,10 @@ def run(args: argparse.Namespace) -> int:
         path = folder / target.format(name=args.name)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(_filled(template, args.name), encoding="utf-8")
+    # Without a separator pip would take the folder for the name of a package on the index.
     print(f"Wrote {folder}. Fill in what `grep -rn 'FILL IN' {folder}` shows, then:")
-    print(f"  pip install {folder}\n  amp check {args.name}")
+    print(f"  pip install {os.curdir + os.sep if not folder.is_absolute() else ''}{folder}")
+    print(f"  amp check {args.name}")
     return 0
 
 
@@ -52,9 +55,9 @@ def _filled(template: str, name: str) -> str:
 
 
 def _require_usable(name: str) -> None:
-    from amp_core.plugin.manager import BUILT_IN
+    from amp_core.plugin.entry_points import built_in
 
-    if name in BUILT_IN:
+    if name in built_in():
         raise UsageError(f"amp-core has a backend for {name!r}; see amp_core.plugin.replace_backend.")
     if not name.isidentifier() or keyword.iskeyword(name) or name != name.lower():
         raise UsageError(

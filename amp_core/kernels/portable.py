@@ -28,6 +28,8 @@ class Portable(Kernels):
     """
 
     name = "portable"
+    _has_float64 = True
+
     sums_are_fast = False
     """Whether the device sums squares in float64 faster than it finds a maximum."""
 

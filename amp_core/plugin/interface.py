@@ -42,7 +42,7 @@ import torch
 
 from amp_core.kernels import Kernels, portable_kernels
 from amp_core.plugin.results import RESULTS, Availability, Refusal, checked
-from amp_core.policy import OpPolicy
+from amp_core.policy.op_policy import OpPolicy
 
 API_VERSION = 1
 """The version of the backend contract that this amp-core speaks."""

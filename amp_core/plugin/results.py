@@ -11,7 +11,7 @@ import torch
 
 from amp_core.errors import BackendError
 from amp_core.kernels import Kernels
-from amp_core.policy import OpPolicy
+from amp_core.policy.op_policy import OpPolicy
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from amp_core._torch import internals as _torch
+from amp_core._torch.dispatcher import autograd_key, has_dispatch_key
 from amp_core.kernels import Kernels
 from amp_core.plugin import Backend, get_backend
 from amp_core.plugin.default_manager import manager
@@ -109,9 +110,9 @@ class BackendFixtures:
     def observes_rules(self) -> bool:
         """Whether an op can be replaced on the device's Autograd key, where the rules of all ops are seen.
 
-        Default: yes, but for mtia, whose key torch keeps to itself.
+        Default: where torch gives the device an Autograd key of its own.
         """
-        return self.device_type != "mtia"
+        return has_dispatch_key(autograd_key(self.device_type))
 
     @property
     def default_dtype_is_torchs(self) -> bool:

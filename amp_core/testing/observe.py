@@ -112,7 +112,7 @@ def _recorder(op: _torch_dispatch.Overload) -> Callable[..., Any]:
 
 @contextmanager
 def _recorded(op: _torch_dispatch.Overload, device_type: str) -> Iterator[None]:
-    key = "Autograd" + _torch_dispatch.autocast_key(device_type).removeprefix("Autocast")
+    key = _torch_dispatch.autograd_key(device_type)
     with ExitStack() as stack:
         for overload in {op, rules.dtype_overload(op) or op}:
             name = _torch_dispatch.dispatcher_name(overload)

@@ -166,18 +166,20 @@ class _Called(TorchFunctionMode):
 def waits(device: torch.device) -> Iterator[list[str]]:
     """Collect what makes the host wait for `device`: reads of values, copies off it.
 
-    On CUDA torch's own sync debug mode is on as well, which sees kernels written in C++.
+    Where torch has a sync debug mode for the device, it is on as well: it sees kernels written in C++.
     """
     seen: list[str] = []
-    before = torch.cuda.get_sync_debug_mode() if device.type == "cuda" else 0
-    if device.type == "cuda":
-        torch.cuda.set_sync_debug_mode("error")
+    module = torch.get_device_module(device)
+    has_debug_mode = hasattr(module, "set_sync_debug_mode")
+    if has_debug_mode:
+        before = module.get_sync_debug_mode()
+        module.set_sync_debug_mode("error")
     try:
         with _Called(seen), _Dispatched(device, seen):
             yield seen
     finally:
-        if device.type == "cuda":
-            torch.cuda.set_sync_debug_mode(before)
+        if has_debug_mode:
+            module.set_sync_debug_mode(before)
 
 
 @contextmanager
