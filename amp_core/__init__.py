@@ -5,15 +5,19 @@ Names load on first use (PEP 562), so that the ``amp`` command answers without i
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
+
+from amp_core.common import op_lists as _lists
 
 if TYPE_CHECKING:
     from amp_core._torch.internals import enter_autocast as _enter_autocast
     from amp_core._torch.internals import exit_autocast as _exit_autocast
     from amp_core.casts import CachedCasts, MasterWeights, cached_casts, master_weights
-    from amp_core.debugging.advice import Advice, advise
+    from amp_core.debugging.advice import Advice
     from amp_core.debugging.comparison import Comparison, compare
     from amp_core.debugging.recording import Recording, record
+    from amp_core.debugging.search import advise
     from amp_core.errors import (
         AmpError,
         AmpWarning,
@@ -106,9 +110,10 @@ __all__ = [
 _NAMES = {
     "_torch.internals": "_enter_autocast=enter_autocast _exit_autocast=exit_autocast",
     "casts": "CachedCasts MasterWeights cached_casts master_weights",
-    "debugging.advice": "Advice advise",
+    "debugging.advice": "Advice",
     "debugging.comparison": "Comparison compare",
     "debugging.recording": "Recording record",
+    "debugging.search": "advise",
     "errors": (
         "AmpError AmpWarning BackendConflictError BackendDisabledError BackendError BackendLoadError "
         "BackendNotFoundError KernelLaunchError PluginWarning PolicyError ScaleFloorError ScaleFloorWarning "
@@ -164,6 +169,15 @@ if not TYPE_CHECKING:  # a type checker that saw it would accept every name
     def __getattr__(name):
         value = globals()[name] = _load(name)
         return value
+
+
+def _op_lists(device_type: str) -> Mapping[str, str]:
+    from amp_core.plugin.default_manager import op_lists
+
+    return op_lists(device_type)
+
+
+_lists.set_source(_op_lists)  # policies are data: they cannot load the devices that they ask for
 
 
 def __dir__() -> list[str]:

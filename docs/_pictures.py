@@ -20,7 +20,7 @@ from torch import nn
 import amp_core
 from amp_core import OpPolicy
 from amp_core.debugging.page import as_page
-from amp_core.debugging.tables import Report
+from amp_core.debugging.report import Report
 from amp_core.kernels import Kernels
 from amp_core.plugin import Backend
 from amp_core.plugin.contract import HOOKS, KERNELS, Promise

@@ -1,1 +1,10 @@
-"""A look inside a run: which op ran in which precision, what that cost, and what to change."""
+"""Tools that show what mixed precision did: `record`, `compare` and `advise`, each with its report."""
+
+from __future__ import annotations
+
+# Each registers the content of its kind of report.
+from amp_core.debugging import advice_report as _advice_report
+from amp_core.debugging import comparison_report as _comparison_report
+from amp_core.debugging import recording_report as _recording_report
+
+__all__ = ["_advice_report", "_comparison_report", "_recording_report"]

@@ -1,17 +1,14 @@
-"""`advise`: from what a comparison shows to a policy and a loss scale, tried out."""
+"""What `advise` returns: a policy and a loss scale, with the faults that they correct."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from os import PathLike
-from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from amp_core.debugging.comparison import Comparison
-from amp_core.debugging.tables import Content, Report
+from amp_core.debugging.report import Report
 from amp_core.errors import PolicyError
 from amp_core.policy import AppliedPolicy, OpPolicy, apply_policy
 from amp_core.policy.toml import ModuleRules, read_value, write, write_modules
@@ -89,56 +86,5 @@ class Advice(Report):
             raise PolicyError(f"{where}: init_scale is a number above 0, not {scale!r}.")
         return cls(OpPolicy.from_toml(source), modules or {}, None if scale is None else float(scale))
 
-    def content(self) -> Content:
-        """Return what the report says."""
-        from amp_core.debugging.advice_report import content_of
-
-        return content_of(self)
-
     def __repr__(self) -> str:
         return f"<Advice: {len(self.findings)} findings, init_scale={self.init_scale}>"
-
-
-def advise(
-    fn: Callable[[], Any],
-    device: str | torch.device | Tensor = "auto",
-    *,
-    policy: OpPolicy | None = None,
-    dtype: torch.dtype | None = None,
-    model: nn.Module | None = None,
-    tolerance: float | None = None,
-    rounds: int = 8,
-    seed: int = 0,
-    limit: int = 16384,
-) -> Advice:
-    """Propose what a step needs to be right in mixed precision: rules for ops and modules, and a loss scale.
-
-    The step runs in float32 once, and then in mixed precision: as it is, with the scale that fits its
-    gradients, and with each change that might mend the op that does most harm. For that op these are tried,
-    from the narrowest on: float32 for the op in its module, for all that leads to it in this module, for the
-    whole module, for the module around it. The first that mends it without doing harm elsewhere is kept.
-    The model is left as it was; see `compare` for what else is restored.
-
-    Args:
-        fn: as for `compare`; it should leave the backward pass to this function, or no scale is found.
-        device: as for `compare`.
-        policy: to start from; by default the device's.
-        dtype: as for `compare`.
-        model: whose modules may get rules; by default, the outermost module that `fn` calls.
-        tolerance: the relative error that an op may add; by default 16 times the dtype's ``eps``, but not
-            less than 0.03, which a ReLU can add where rounding moves a number over 0.
-        rounds: at most so many faults are worked on.
-        seed: as for `compare`.
-        limit: as for `compare`.
-
-    Returns:
-        The proposal, to be printed, saved, or used: `Advice`.
-
-    Raises:
-        AmpError: as for `compare`.
-    """
-    from amp_core.debugging.search import Search
-    from amp_core.debugging.step import Step
-
-    step = Step(fn, device, dtype, policy, model, seed, limit)
-    return Search(step, tolerance or max(0.03, 16 * torch.finfo(step.dtype).eps)).run(rounds)

@@ -1,22 +1,19 @@
-"""What a proposal says."""
+"""The report of a proposal."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from amp_core.debugging.advice import Advice
 from amp_core.debugging.capture import OP
+from amp_core.debugging.comparison import Comparison
 from amp_core.debugging.comparison_report import number
+from amp_core.debugging.report import content_of
 from amp_core.debugging.tables import Column, Content, Table, as_share
-
-if TYPE_CHECKING:
-    from amp_core.debugging.advice import Advice
-    from amp_core.debugging.comparison import Comparison
 
 _FILE = "The proposal: autocast(policy=advice.policy), advice.apply(model), GradScaler(init_scale=...)"
 
 
-def content_of(advice: Advice) -> Content:
-    """Return what the report of `advice` says."""
+@content_of.register
+def _(advice: Advice) -> Content:
     return Content(
         "Advice for mixed precision",
         _facts(advice),

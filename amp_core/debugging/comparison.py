@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from amp_core.debugging.capture import OP, PARAMETER, Key, Sample
+from amp_core.debugging.report import Report
 from amp_core.debugging.step import Run, Step
-from amp_core.debugging.tables import Content, Report
 from amp_core.policy import OpPolicy
 
 
@@ -102,12 +102,6 @@ class Comparison(Report):
     def odd_references(self) -> int:
         """How many values of the reference run are narrower than it should be: `fn` casts them itself."""
         return self._odd
-
-    def content(self) -> Content:
-        """Return what the report says."""
-        from amp_core.debugging.comparison_report import content_of
-
-        return content_of(self)
 
     def __repr__(self) -> str:
         return f"<Comparison of {len(self.differences)} values in {self.dtype}>"

@@ -1,16 +1,14 @@
-"""What a comparison says."""
+"""The report of a comparison."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from amp_core.debugging.capture import MODULE, OP, PARAMETER
+from amp_core.debugging.comparison import Comparison, Difference
 from amp_core.debugging.recording_report import short
+from amp_core.debugging.report import content_of
 from amp_core.debugging.tables import Column, Content, Table, Value, as_count, as_share, written
-
-if TYPE_CHECKING:
-    from amp_core.debugging.comparison import Comparison, Difference
 
 _PASS = {"forward": "activation", "backward": "gradient"}
 _FIGURES = (
@@ -25,8 +23,8 @@ _FIGURES = (
 _WHERE = (Column("module", "module"), Column("of", "of"))
 
 
-def content_of(comparison: Comparison) -> Content:
-    """Return what the report of `comparison` says."""
+@content_of.register
+def _(comparison: Comparison) -> Content:
     return Content(
         f"{_name(comparison.dtype)} against {_name(comparison.reference_dtype)}",
         _facts(comparison),

@@ -14,7 +14,7 @@ from typing_extensions import Self
 
 from amp_core._torch.dispatcher import Overload, dispatcher_name
 from amp_core.debugging.places import Place, Places
-from amp_core.debugging.tables import Content, Report
+from amp_core.debugging.report import Report
 from amp_core.debugging.tap import BACKWARD, Frame, Tap, Where, dtypes_of, is_low
 from amp_core.errors import AmpError
 
@@ -108,17 +108,14 @@ class Recording(Report):
         self._tap = None
         self._seen.clear()
 
-    def diff(self, other: Recording) -> Report:
+    def diff(self, other: Recording) -> RecordingDiff:
         """Return the ops that ran otherwise in `other`: in other dtypes, or another number of times."""
-        from amp_core.debugging.recording_report import RecordingDiff
-
         return RecordingDiff(self, other)
 
-    def content(self) -> Content:
-        """Return what the report says."""
-        from amp_core.debugging.recording_report import content_of
-
-        return content_of(self, self._met_compiled)
+    @property
+    def met_compiled(self) -> bool:
+        """Whether a backward pass ran that had been compiled before the block."""
+        return self._met_compiled
 
     def __repr__(self) -> str:
         casts = sum(c.calls for c in self.casts.values())
@@ -216,3 +213,15 @@ def _dtype(name: str) -> torch.dtype:
 
 def _joined(dtypes: tuple[torch.dtype, ...]) -> str:
     return "+".join(map(_short, dtypes))
+
+
+class RecordingDiff(Report):
+    """Where two recordings differ.
+
+    Attributes:
+        here: the first.
+        there: the second.
+    """
+
+    def __init__(self, here: Recording, there: Recording) -> None:
+        self.here, self.there = here, there

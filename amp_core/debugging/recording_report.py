@@ -1,16 +1,15 @@
-"""What a recording says, and what two recordings say of each other."""
+"""The reports of one recording, and of the difference between two."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from amp_core.debugging.tables import Column, Content, Report, Table, Value, as_bytes, as_count, as_share
-
-if TYPE_CHECKING:
-    from amp_core.debugging.places import Place
-    from amp_core.debugging.recording import CastCount, CastKey, OpKey, Recording
+from amp_core.debugging.places import Place
+from amp_core.debugging.recording import CastCount, CastKey, OpKey, Recording, RecordingDiff
+from amp_core.debugging.report import content_of
+from amp_core.debugging.tables import Column, Content, Table, Value, as_bytes, as_count, as_share
 
 _MODULE, _PASS = Column("module", "module"), Column("pass", "pass")
 _OP, _CALLS = Column("op", "op"), Column("calls", "calls", "count")
@@ -18,12 +17,12 @@ _RULE, _ORIGIN = Column("rule", "rule"), Column("origin", "from")
 _NO_RULE = "(no rule)"
 
 
-def content_of(recording: Recording, met_compiled: bool) -> Content:
-    """Return what the report of `recording` says."""
+@content_of.register
+def _(recording: Recording) -> Content:
     return Content(
         "What ran in which precision",
         _facts(recording),
-        [_COMPILED] if met_compiled else [],
+        [_COMPILED] if recording.met_compiled else [],
         [
             _by_op(recording.ops),
             _widened(recording.ops),
@@ -227,39 +226,25 @@ def _all_ops(ops: Counter[OpKey]) -> Table:
     return Table("calls", "Every op in every module", columns, rows, "In the order of first use.", shown=0)
 
 
-class RecordingDiff(Report):
-    """Where two recordings differ."""
+@content_of.register
+def _(diff: RecordingDiff) -> Content:
+    here, there = _facts(diff.here), _facts(diff.there)
+    facts = {k: here[k] if here[k] == there[k] else f"{here[k]}  ->  {there[k]}" for k in here}
+    columns = (_MODULE, _PASS, _OP, Column("here", "first"), Column("there", "second"), Column("why", "rule"))
+    about = "Ops that ran in other dtypes, or another number of times: dtypes given to the kernel, and calls."
+    table = Table("changes", "What changed", columns, _changes(diff), about, shown=50)
+    return Content("Two recordings compared", facts, [], [table])
 
-    def __init__(self, here: Recording, there: Recording) -> None:
-        self._here, self._there = here, there
 
-    def content(self) -> Content:
-        """Return what the report says."""
-        here, there = _facts(self._here), _facts(self._there)
-        facts = {k: here[k] if here[k] == there[k] else f"{here[k]}  ->  {there[k]}" for k in here}
-        columns = (
-            _MODULE,
-            _PASS,
-            _OP,
-            Column("here", "first"),
-            Column("there", "second"),
-            Column("why", "rule"),
-        )
-        about = (
-            "Ops that ran in other dtypes, or another number of times: dtypes given to the kernel, and calls."
-        )
-        table = Table("changes", "What changed", columns, self._rows(), about, shown=50)
-        return Content("Two recordings compared", facts, [], [table])
-
-    def _rows(self) -> list[tuple[str, ...]]:
-        here, there = _by_call(self._here), _by_call(self._there)
-        rows: list[tuple[str, ...]] = []
-        for key in dict.fromkeys([*here, *there]):
-            mine, theirs = here.get(key, Counter()), there.get(key, Counter())
-            if mine != theirs:
-                place, phase, op = key
-                rows.append((str(place), phase, op, _counts(mine), _counts(theirs), _rules(mine, theirs)))
-        return rows
+def _changes(diff: RecordingDiff) -> list[tuple[str, ...]]:
+    here, there = _by_call(diff.here), _by_call(diff.there)
+    rows: list[tuple[str, ...]] = []
+    for key in dict.fromkeys([*here, *there]):
+        mine, theirs = here.get(key, Counter()), there.get(key, Counter())
+        if mine != theirs:
+            place, phase, op = key
+            rows.append((str(place), phase, op, _counts(mine), _counts(theirs), _rules(mine, theirs)))
+    return rows
 
 
 _Calls = Counter[tuple[str, str]]

@@ -1,13 +1,15 @@
-"""How `advise` finds its proposal: the worst fault first, the narrowest change first, each one run."""
+"""`advise`: correct the worst fault first, by the narrowest change that helps, each one tried."""
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from amp_core.debugging.advice import Advice, Finding
 from amp_core.debugging.capture import OP, Key
@@ -213,3 +215,45 @@ def _fitting_scale(plain: Comparison) -> float:
 
 def _most_underflow(comparison: Comparison) -> Difference | None:
     return max(comparison.at(OP, "backward"), key=lambda d: d.underflow, default=None)
+
+
+def advise(
+    fn: Callable[[], Any],
+    device: str | torch.device | Tensor = "auto",
+    *,
+    policy: OpPolicy | None = None,
+    dtype: torch.dtype | None = None,
+    model: nn.Module | None = None,
+    tolerance: float | None = None,
+    rounds: int = 8,
+    seed: int = 0,
+    limit: int = 16384,
+) -> Advice:
+    """Propose what a step needs to be right in mixed precision: rules for ops and modules, and a loss scale.
+
+    The step runs in float32 once, and then in mixed precision: as it is, with the scale that fits its
+    gradients, and with each change that might mend the op that does most harm. For that op these are tried,
+    from the narrowest on: float32 for the op in its module, for all that leads to it in this module, for the
+    whole module, for the module around it. The first that mends it without doing harm elsewhere is kept.
+    The model is left as it was; see `compare` for what else is restored.
+
+    Args:
+        fn: as for `compare`; it should leave the backward pass to this function, or no scale is found.
+        device: as for `compare`.
+        policy: to start from; by default the device's.
+        dtype: as for `compare`.
+        model: whose modules may get rules; by default, the outermost module that `fn` calls.
+        tolerance: the relative error that an op may add; by default 16 times the dtype's ``eps``, but not
+            less than 0.03, which a ReLU can add where rounding moves a number over 0.
+        rounds: at most so many faults are worked on.
+        seed: as for `compare`.
+        limit: as for `compare`.
+
+    Returns:
+        The proposal, to be printed, saved, or used: `Advice`.
+
+    Raises:
+        AmpError: as for `compare`.
+    """
+    step = Step(fn, device, dtype, policy, model, seed, limit)
+    return Search(step, tolerance or max(0.03, 16 * torch.finfo(step.dtype).eps)).run(rounds)

@@ -1,13 +1,9 @@
-"""What reports have in common: facts, notes and tables, shown as text, JSON or one HTML page."""
+"""What every report consists of: facts, notes and tables; and how it is written as plain text."""
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from os import PathLike
-from pathlib import Path
 from typing import Any
 
 Value = str | int | float | bool | None
@@ -67,55 +63,6 @@ class Content:
     notes: Sequence[str]
     tables: Sequence[Table]
     texts: Mapping[str, str] = field(default_factory=dict)
-
-
-class Report:
-    """Something that can be printed, saved as JSON, and saved as a page."""
-
-    def content(self) -> Content:
-        """Return what the report says."""
-        raise NotImplementedError
-
-    def __str__(self) -> str:
-        return as_text(self.content())
-
-    def __rich__(self) -> Any:
-        from amp_core.debugging.rich_text import as_rich
-
-        return as_rich(self.content())
-
-    def to_json(self, *, indent: int | None = 2) -> str:
-        """Return all facts, notes and tables as JSON; inf and NaN, which JSON lacks, as strings."""
-        content = self.content()
-        return json.dumps(
-            {
-                "title": content.title,
-                "facts": dict(content.facts),
-                "notes": list(content.notes),
-                "texts": dict(content.texts),
-                **{table.key: _records(table) for table in content.tables},
-            },
-            indent=indent,
-        )
-
-    def to_html(self, path: str | PathLike[str]) -> None:
-        """Write one page to `path` that needs nothing else: no network, no other file.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
-        from amp_core.debugging.page import as_page
-
-        Path(path).write_text(as_page(self.content()), encoding="utf-8")
-
-
-def _records(table: Table) -> list[dict[str, Value]]:
-    keys = [column.key for column in table.columns]
-    return [dict(zip(keys, map(_finite, row), strict=True)) for row in table.rows]
-
-
-def _finite(value: Value) -> Value:
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 # How a value is written.

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from types import MappingProxyType, ModuleType
+from types import MappingProxyType
 
 from amp_core.errors import BackendNotFoundError
 from amp_core.plugin.interface import Backend
 from amp_core.plugin.manager import Manager
 from amp_core.plugin.status import BackendStatus
-from amp_core.policy import tables
 
 _manager: Manager | None = None
 _manager_lock = threading.Lock()
-_events: list[ModuleType] = []
 
 
 def manager() -> Manager:
@@ -23,10 +21,7 @@ def manager() -> Manager:
     if _manager is None:
         with _manager_lock:
             if _manager is None:
-                new = Manager()
-                for specs in _events:
-                    new.add_events(specs)
-                _manager = new
+                _manager = Manager()
     return _manager
 
 
@@ -42,22 +37,12 @@ def get_backend(device_type: str) -> Backend:
     return backend or manager().get(device_type)
 
 
-def _op_lists(device_type: str) -> tables.Lists:
+def op_lists(device_type: str) -> Mapping[str, str]:
+    """Return the op lists of the backend of `device_type`; empty if nothing serves it."""
     try:
         return get_backend(device_type).op_lists
     except BackendNotFoundError:
         return {}
-
-
-tables.set_source(_op_lists)
-
-
-def add_events(specs: ModuleType) -> None:
-    """Let plugins have the hooks that `specs` declares; for the parts of amp-core that call them."""
-    with _manager_lock:
-        _events.append(specs)
-    if _manager is not None:
-        _manager.add_events(specs)
 
 
 def plugins_listen() -> bool:
@@ -75,7 +60,7 @@ def register(plugin: object, name: str | None = None) -> None:
     """Register a plugin: a module or an object whose functions are marked with `hookimpl`.
 
     Args:
-        plugin: has at least one hook of `amp_core.plugin.hookspecs` or `amp_core.scaling.hookspecs`.
+        plugin: has at least one hook of `amp_core.plugin.hookspecs`.
         name: for messages; by default its own.
 
     Raises:

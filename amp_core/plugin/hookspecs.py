@@ -1,12 +1,15 @@
-"""The hook through which a plugin hands its backends to amp-core."""
+"""The hooks that amp-core calls in plugins. Names and arguments only; `manager` calls them."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pluggy
 
 from amp_core.plugin.registry import Registry
 
 NAME = "amp_core"
+EVENTS = ("amp_step", "amp_skip", "amp_scale_change")
 _spec = pluggy.HookspecMarker(NAME)
 
 
@@ -22,4 +25,37 @@ def amp_register_backends(registry: Registry) -> None:
     """
 
 
-__all__ = ["amp_register_backends"]
+@_spec
+def amp_step(scaler: Any, record: Any) -> None:
+    """Receive the record of a step, taken or skipped.
+
+    Called at the end of `GradScaler.update`, once for each step since the previous update. While a plugin
+    has one of the three hooks for events, each `update` of each scaler waits for the device once.
+
+    Args:
+        scaler: the `GradScaler` that took or skipped the step; its scale has been updated.
+        record: the `StepRecord`, complete; reading it waits no more.
+    """
+
+
+@_spec
+def amp_skip(scaler: Any, record: Any) -> None:
+    """Receive the record of a skipped step; called after `amp_step`, under the same conditions.
+
+    Args:
+        scaler: as for `amp_step`.
+        record: as for `amp_step`.
+    """
+
+
+@_spec
+def amp_scale_change(scaler: Any, change: Any) -> None:
+    """Receive a change of the scale; called after the steps of the same update.
+
+    Args:
+        scaler: as for `amp_step`.
+        change: the `ScaleChange`.
+    """
+
+
+__all__ = ["amp_register_backends", "amp_scale_change", "amp_skip", "amp_step"]

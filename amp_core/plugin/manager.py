@@ -44,7 +44,6 @@ class Manager:
         """Entry points that were tried, as ``name=value``, each with its failure if it failed."""
         self._pluggy = pluggy.PluginManager(hookspecs.NAME)
         self._pluggy.add_hookspecs(hookspecs)
-        self._events: list[str] = []
         self._pluggy.hook.amp_register_backends.call_historic(kwargs={"registry": self.registry})
 
     @cached_property
@@ -207,7 +206,7 @@ class Manager:
                 self._pluggy.register(plugin, name)
                 self._pluggy.check_pending()
                 if not self._pluggy.get_hookcallers(plugin):
-                    known = ", ".join(sorted({"amp_register_backends", *self._events}))
+                    known = ", ".join(sorted(hookspecs.__all__))
                     raise ValueError(
                         f"{plugin!r} has no hook of amp-core's. A hook is a function or method with one of "
                         f"the names {known}, marked with amp_core.plugin.hookimpl."
@@ -230,19 +229,12 @@ class Manager:
             self._pluggy.unregister(plugin)
         self._update_listens()
 
-    def add_events(self, specs: ModuleType) -> None:
-        """Let plugins have the hooks that `specs` declares and lists in ``__all__``."""
-        with self._lock:
-            self._pluggy.add_hookspecs(specs)
-            self._events += specs.__all__
-            self._update_listens()
-
     def call(self, hook: str, **event: object) -> None:
         """Call `hook` in all plugins."""
         getattr(self._pluggy.hook, hook)(**event)
 
     def _update_listens(self) -> None:
-        self.listens = any(getattr(self._pluggy.hook, hook).get_hookimpls() for hook in self._events)
+        self.listens = any(getattr(self._pluggy.hook, hook).get_hookimpls() for hook in hookspecs.EVENTS)
 
 
 def _raise_if_strict(failure: Failure | None) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from amp_core._torch.dispatcher import autocast_key, has_dispatch_key, registered, value_for_dynamo
 from amp_core.common.call_site import place_outside
+from amp_core.common.op_lists import op_lists
 from amp_core.errors import PolicyError
 from amp_core.policy import names, tables
 from amp_core.policy import rules as r
@@ -110,7 +111,7 @@ class OpPolicy:
 
         A device that has none gets `uniform`, which amp-core then installs from Python.
         """
-        return cls.from_lists(device_type, tables.lists_of(device_type))
+        return cls.from_lists(device_type, op_lists(device_type))
 
     @classmethod
     def from_lists(cls, device_type: str, lists: tables.Lists) -> OpPolicy:
@@ -272,7 +273,7 @@ def native_rules(device_type: str) -> Mapping[str, str]:
     The rule is that of the device's op lists; for an op that they do not name (a newer torch, a device's own
     C++), `NATIVE`.
     """
-    return _native_rules(device_type, tuple(tables.lists_of(device_type).items()))
+    return _native_rules(device_type, tuple(op_lists(device_type).items()))
 
 
 @lru_cache(maxsize=32)

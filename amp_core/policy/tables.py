@@ -6,12 +6,8 @@ default overload. Source: ``ATen/autocast_mode.h`` and ``ATen/autocast_mode.cpp`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-
+from amp_core.common.op_lists import Lists as Lists
 from amp_core.policy import rules as r
-
-Lists = Mapping[str, str]
-"""Rule to op names, separated by white space."""
 
 SHARED: Lists = {
     r.LOWER_PRECISION_FP: """
@@ -84,17 +80,3 @@ def flatten(lists: Lists) -> dict[str, str]:
             overload = "" if "." in name else ".default"
             rules[f"aten::{name}{overload}"] = rule
     return rules
-
-
-_source: Callable[[str], Lists] = lambda _: {}  # noqa: E731
-
-
-def set_source(source: Callable[[str], Lists]) -> None:
-    """Let `source` give the lists of a device type; called by `amp_core.plugin`, which knows the devices."""
-    global _source  # noqa: PLW0603  # policies are data: they cannot import what loads devices
-    _source = source
-
-
-def lists_of(device_type: str) -> Lists:
-    """Return the op lists of the native autocast kernels of `device_type`; empty if nobody has any."""
-    return _source(device_type)

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch.utils.hooks import RemovableHandle
 
-from amp_core.plugin.default_manager import add_events, call_plugins, plugins_listen
-from amp_core.scaling import hookspecs
+from amp_core.plugin.default_manager import call_plugins, plugins_listen
 from amp_core.scaling.step_record import StepRecord
 
 if TYPE_CHECKING:
@@ -35,8 +34,6 @@ class ScaleChange:
     key: str | None = None
     rank: int | None = None
 
-
-add_events(hookspecs)
 
 StepHook = Callable[["GradScaler", StepRecord], object]
 ScaleHook = Callable[["GradScaler", ScaleChange], object]

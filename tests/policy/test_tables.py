@@ -11,6 +11,7 @@ from torch.testing._internal.autocast_test_lists import AutocastTestLists
 
 from amp_core import OpPolicy
 from amp_core._torch.dispatcher import autocast_key, registered
+from amp_core.common.op_lists import op_lists
 from amp_core.policy import names, rules, tables
 
 DEVICES = ("cpu", "cuda", "maia", "mps", "mtia", "xpu")
@@ -22,7 +23,7 @@ WITHOUT_A_RULE = {"aten::_cudnn_rnn"}
 @pytest.mark.parametrize("device", DEVICES)
 def test_lists_and_dispatcher_name_the_same_ops(device: str) -> None:
     """An op that torch casts but the table lacks, or the reverse, makes `explain` and overrides wrong."""
-    listed = tables.flatten(tables.lists_of(device))
+    listed = tables.flatten(op_lists(device))
     existing = {names.find(op).name() for op in listed if names.find(op) is not None}
     native = registered(autocast_key(device)) - WITHOUT_A_RULE
     if torch.__version__.startswith("2.13"):
