@@ -5,12 +5,13 @@ Names load on first use (PEP 562), so that the ``amp`` command answers without i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from amp_core.common import op_lists as _lists
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from amp_core._torch.internals import enter_autocast as _enter_autocast
     from amp_core._torch.internals import exit_autocast as _exit_autocast
     from amp_core.casts import CachedCasts, MasterWeights, cached_casts, master_weights

@@ -6,8 +6,10 @@ default overload. Source: ``ATen/autocast_mode.h`` and ``ATen/autocast_mode.cpp`
 
 from __future__ import annotations
 
-from amp_core.common.op_lists import Lists as Lists
+from amp_core.common import op_lists
 from amp_core.policy import rules as r
+
+Lists = op_lists.Lists
 
 SHARED: Lists = {
     r.LOWER_PRECISION_FP: """
