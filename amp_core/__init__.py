@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from amp_core.scaling.checkpoint_formats import convert_scaler_state
     from amp_core.scaling.grad_scaler import GradScaler, OptState
     from amp_core.scaling.hooks import ScaleChange
-    from amp_core.scaling.replicate import _MultiDeviceReplicator, _refresh_per_optimizer_state
+    from amp_core.scaling.optimizer_state import _MultiDeviceReplicator, _refresh_per_optimizer_state
     from amp_core.scaling.step_record import BadParameter, History, StepRecord
     from amp_core.scaling.window import AccumulationWindow
     from amp_core.scripting import script
@@ -128,7 +128,7 @@ _NAMES = {
     "scaling.checkpoint_formats": "convert_scaler_state",
     "scaling.grad_scaler": "GradScaler OptState",
     "scaling.hooks": "ScaleChange",
-    "scaling.replicate": "_MultiDeviceReplicator _refresh_per_optimizer_state",
+    "scaling.optimizer_state": "_MultiDeviceReplicator _refresh_per_optimizer_state",
     "scaling.step_record": "BadParameter History StepRecord",
     "scaling.window": "AccumulationWindow",
     "scripting": "script",

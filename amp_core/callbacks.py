@@ -1,8 +1,8 @@
-"""Ready-made listeners: the life of a scaler in TensorBoard, in a JSONL file, in a log.
+"""Ready-made callbacks: write the steps of a scaler to TensorBoard, to a JSONL file or to a log.
 
-Each works on one scaler, ``JsonLines(path).listen(scaler)``, or on all, through
-``amp_core.plugin.register(JsonLines(path))``. While one listens, `GradScaler.update` waits for the device
-once.
+Attach one to a single scaler with ``JsonLines(path).listen(scaler)``, or to all scalers with
+``amp_core.plugin.register(JsonLines(path))``. While a callback is attached, each `GradScaler.update` waits
+once for the device.
 """
 
 from __future__ import annotations
@@ -28,18 +28,27 @@ __all__ = ["JsonLines", "Logging", "SkipAwareScheduler", "TensorBoard"]
 
 
 class Listener:
-    """What the listeners have in common."""
+    """Base of the callbacks."""
 
     def amp_step(self, scaler: GradScaler, record: StepRecord) -> None:
-        """Take note of a step."""
+        """Handle a step."""
         raise NotImplementedError
 
     def amp_scale_change(self, scaler: GradScaler, change: ScaleChange) -> None:
-        """Take note of a move of the scale."""
+        """Handle a change of the scale."""
         raise NotImplementedError
 
     def listen(self, scaler: GradScaler) -> ExitStack:
-        """Listen to `scaler`; ``close()`` of what is returned, or leaving it as a context, ends that."""
+        """Attach to `scaler`.
+
+        Returns:
+            A context manager; closing or leaving it detaches.
+
+        Example::
+
+            with JsonLines("steps.jsonl").listen(scaler):
+                train()
+        """
         with ExitStack() as handles:
             handles.callback(scaler.register_step_hook(self.amp_step).remove)
             handles.callback(scaler.register_scale_change_hook(self.amp_scale_change).remove)
@@ -47,19 +56,22 @@ class Listener:
 
 
 class JsonLines(Listener):
-    """Append one JSON object a line to a file: ``"event"`` is ``"step"`` or ``"scale_change"``.
+    """Append one JSON object per line to a file: ``"event"`` is ``"step"`` or ``"scale_change"``.
 
-    Numbers that JSON does not have are the strings ``"inf"``, ``"-inf"`` and ``"nan"``. Each line is
-    written whole and at once, so that a run that dies keeps its lines.
+    Non-finite numbers become the strings ``"inf"``, ``"-inf"`` and ``"nan"``. Each line is written in one
+    go, so a run that dies keeps its lines.
 
     Args:
-        path: the file; one for each rank where several processes train.
-        only_skipped: leave out the steps that were taken.
+        path: the file. Give each rank a file of its own.
+        only_skipped: write only skipped steps.
+
+    Raises:
+        OSError: the file cannot be written.
     """
 
     def __init__(self, path: str | Path, only_skipped: bool = False) -> None:
         self._path = Path(path)
-        self._path.open("a").close()  # a path that cannot be written is refused here, not in training
+        self._path.open("a").close()  # fail here, not during training
         self._only_skipped = only_skipped
 
     @hookimpl
@@ -80,10 +92,10 @@ class JsonLines(Listener):
 
 
 class Logging(Listener):
-    """Log skipped steps as warnings, changes of the scale as information and steps for debugging.
+    """Log skipped steps as warnings, changes of the scale as info, and other steps as debug messages.
 
     Args:
-        logger: where to; by default the logger ``amp_core``.
+        logger: by default the logger ``amp_core``.
     """
 
     def __init__(self, logger: logging.Logger | None = None) -> None:
@@ -107,15 +119,15 @@ class Logging(Listener):
 
 
 class TensorBoard(Listener):
-    """Write the scale, the skips and the norm as scalars, and each skip's record as text.
+    """Write scale, skipped steps and norm as scalars, and the record of each skipped step as text.
 
-    Under `tag`, then the key of the scale if it has one: ``scale``, ``skipped`` (0 or 1),
-    ``total_norm`` (where a norm was asked for) and ``skips`` (text), the last three after the
-    optimizer's class name. The step is the record's number.
+    The names are ``{tag}/scale``, ``{tag}/{optimizer}/skipped`` (0 or 1), ``{tag}/{optimizer}/total_norm``
+    (if the step clips) and ``{tag}/{optimizer}/skips`` (text). A scale with a key has it after the tag. The
+    global step is the number of the record.
 
     Args:
-        writer: a ``torch.utils.tensorboard.SummaryWriter``, or the directory for a new one.
-        tag: what the names begin with.
+        writer: a ``torch.utils.tensorboard.SummaryWriter``, or a directory for a new one.
+        tag: the prefix of all names.
 
     Raises:
         ImportError: TensorBoard is not installed.
@@ -139,7 +151,7 @@ class TensorBoard(Listener):
 
     @hookimpl
     def amp_scale_change(self, scaler: GradScaler, change: ScaleChange) -> None:  # noqa: ARG002
-        """Write the scale that the next step has."""
+        """Write the scale of the next step."""
         self.writer.add_scalar(f"{self._under(change.key)}/scale", change.after, change.number + 1)
 
     def _under(self, key: str | None) -> str:
@@ -166,15 +178,22 @@ def _plain(value: Any) -> Any:
 
 
 class SkipAwareScheduler:
-    """Hold a learning-rate scheduler back: its ``step`` does nothing after a step that was skipped.
+    """Make the ``step`` of a learning-rate scheduler do nothing after a skipped optimizer step.
 
-    Without it a schedule runs ahead of the optimizer by the number of skipped steps, and torch warns of
-    ``lr_scheduler.step()`` before ``optimizer.step()`` if the first one is skipped. Waits for the device
-    where the optimizer's step did not. Undone by `remove`, or at the end of a ``with`` block.
+    Without it, the schedule runs ahead of the optimizer by the number of skipped steps, and torch warns
+    about ``lr_scheduler.step()`` before ``optimizer.step()`` if the first one is skipped. It waits for the
+    device if the optimizer's step did not. `remove`, or leaving it as a context, undoes it.
 
     Args:
         scheduler: anything with ``step`` and ``optimizer``, as in ``torch.optim.lr_scheduler``.
-        scaler: steps that optimizer; until it has done so, the scheduler steps as ever.
+        scaler: steps that optimizer. Until its first step, the scheduler works as usual.
+
+    Example::
+
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=1000)
+        SkipAwareScheduler(scheduler, scaler)
+        ...
+        scheduler.step()
     """
 
     def __init__(self, scheduler: Any, scaler: GradScaler) -> None:
@@ -189,7 +208,7 @@ class SkipAwareScheduler:
         return None if record is not None and record.skipped else self._step(*args, **kwargs)
 
     def remove(self) -> None:
-        """Let the scheduler go."""
+        """Restore the scheduler's own ``step``."""
         self._scheduler.step = self._step
 
     def __enter__(self) -> SkipAwareScheduler:

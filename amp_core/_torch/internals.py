@@ -116,6 +116,18 @@ def is_dtensor(tensor: torch.Tensor) -> bool:
     return type(tensor).__name__ == "DTensor"
 
 
+def is_fsdp_shard(param: torch.Tensor) -> bool:
+    """Whether `param` is a flattened piece of a ``FullyShardedDataParallel`` (FSDP1) model.
+
+    With ``NO_SHARD`` every rank has the whole parameter. For: refusing to take a shard for the whole. If it
+    goes: ranks disagree on overflow and norm unless the scaler has a process group.
+    """
+    if not getattr(param, "_fsdp_flattened", False):
+        return False
+    whole = getattr(param, "_unpadded_unsharded_size", None)  # of a FlatParameter
+    return param.dim() < 2 if whole is None else param.numel() < whole.numel()
+
+
 # For: reading, casting and multiplying many tensors in one call. If they go: one call a tensor.
 foreach_copy_ = torch._foreach_copy_
 foreach_mul_ = torch._foreach_mul_

@@ -156,7 +156,8 @@ def _real(tensor: Tensor) -> Tensor:
 
     Lazy signs are dropped: neither norms nor products in place depend on them.
     """
-    if tensor.is_neg():
+    # Dynamo cannot trace the question, and has resolved lazy signs.
+    if not torch.compiler.is_dynamo_compiling() and tensor.is_neg():
         tensor = torch._neg_view(tensor)
     if not tensor.is_complex():
         return tensor

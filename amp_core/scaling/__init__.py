@@ -1,1 +1,1 @@
-"""The parts of `GradScaler`: which gradients an optimizer has, and what is remembered of a step."""
+"""Loss scaling: `GradScaler` and the parts that it is composed of."""

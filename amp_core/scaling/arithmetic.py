@@ -1,4 +1,8 @@
-"""The few numbers that a step is made of, as tensors on the device of the scale."""
+"""Scalar arithmetic of a step. The scalars are tensors on the device of the scale.
+
+On the CPU, plain floats replace tensor operations: the host can read the memory, and Python is faster than
+a dispatch.
+"""
 
 from __future__ import annotations
 
@@ -14,63 +18,49 @@ from amp_core.states.loss_scale import float32
 is_tracing = torch.compiler.is_dynamo_compiling
 
 
-def valid_scale(value: float) -> float:
-    """Return `value` as a float if it can be a scale.
-
-    Raises:
-        ValueError: it is not positive and finite.
-    """
-    number = float(value)
-    if not (math.isfinite(number) and number > 0.0):
-        raise ValueError(f"The scale must be positive and finite, got {value!r}.")
-    return number
-
-
 def zero(device: torch.device) -> Tensor:
-    """Return a flag that says nothing was found."""
+    """Return a cleared overflow flag."""
     return torch.zeros((), dtype=torch.float32, device=device)
 
 
-def _is_at_hand(*numbers: Tensor) -> bool:
-    """Whether the host can read `numbers` without waiting, and then computes faster than torch."""
+def on_host(*numbers: Tensor) -> bool:
+    """Whether the host can read these scalars without waiting for a device."""
     plain = [type(n) is Tensor and n.is_cpu and n.dim() == 0 for n in numbers]  # faster than a generator
     return not is_tracing() and all(plain)
 
 
-def _read(number: Tensor) -> float:
-    return cast("float", number.tolist())  # no operation of torch's, and so none that is counted as a wait
+def read(number: Tensor) -> float:
+    """Return the value of a scalar that is `on_host`."""
+    return cast("float", number.tolist())  # not a torch operation, so nothing counts it as a wait
 
 
-def as_of_now(number: Tensor) -> Tensor | float:
-    """Return what `number` is now, however it changes: a float where the host can read it, else a copy."""
-    return _read(number) if _is_at_hand(number) else number.clone()
+def snapshot(number: Tensor) -> Tensor | float:
+    """Return the present value of `number`: a float if the host can read it, else a copy on the device."""
+    return read(number) if on_host(number) else number.clone()
 
 
 def _inverse(scale: float) -> float:
     return float32(1.0 / scale) if scale else math.copysign(math.inf, scale)
 
 
-def _rounded(value: float, like: Tensor) -> float:
-    return float32(value) if like.dtype is torch.float32 else value
-
-
 def reciprocal(scale: Tensor) -> Tensor:
-    """Return 1 / `scale`, through float64 where the device has it, as torch does. Nobody may write to it."""
-    if _is_at_hand(scale):
-        value = _read(scale)
-        known = _inverses.get(value)
-        return _keep_inverse(value) if known is None else known
-    return scale.reciprocal() if scale.device.type == "mps" else scale.double().reciprocal().float()
+    """Return 1 / `scale` in float32, bit for bit as torch. The result may be cached: do not write to it."""
+    if not on_host(scale):
+        # torch goes through float64. float32 division is correctly rounded and gives the same bits.
+        return scale.reciprocal()
+    value = read(scale)
+    known = _inverses.get(value)
+    return _keep_inverse(value) if known is None else known
 
 
 _INVERSES = 64
 _inverses: dict[float, Tensor] = {}
-"""Those of up to `_INVERSES` scales: a scale is the same for thousands of steps."""
+"""Reciprocals of recent scales. A scale is in use for thousands of steps."""
 
 
 def _keep_inverse(scale: float) -> Tensor:
-    inverse = torch.full((), _inverse(scale), dtype=torch.float32)
-    if type(inverse) is Tensor and not inverse.is_inference():  # the mode of the moment passes
+    inverse = torch.full((), _inverse(scale), dtype=torch.float32, device="cpu")
+    if type(inverse) is Tensor and not inverse.is_inference():  # made in a mode that will end
         if len(_inverses) == _INVERSES:
             _inverses.clear()
         _inverses[scale] = inverse
@@ -80,26 +70,39 @@ def _keep_inverse(scale: float) -> Tensor:
 def unscale_and_clip(
     norm: Tensor, scale: Tensor, max_norm: float, *, as_divisor: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Return the norm of the true gradients, and the factor that unscales and clips the scaled ones.
+    """Return the norm of the unscaled gradients, and the factor that unscales and clips the scaled ones.
 
     Args:
-        norm: 0-dim, of the scaled gradients. Where it is NaN nothing is clipped: all gradients would become
-            NaN, and hide which of them were.
+        norm: 0-dim, norm of the scaled gradients. If it is NaN, nothing is clipped: clipping would turn
+            every gradient into NaN and hide which of them were bad.
         scale: 0-dim float32.
-        max_norm: the greatest norm.
+        max_norm: the largest norm allowed.
         as_divisor: return the reciprocal of the factor, for optimizers that divide.
     """
-    if _is_at_hand(norm, scale) and isinstance(max_norm, (int, float)):
-        by, inverse = _read(scale), _inverse(_read(scale))
-        true = _rounded(_read(norm) * inverse, norm)
-        share = max_norm / (true + 1e-6)
-        share = share if share < 1.0 else 1.0
-        factor = (by / share if share else math.inf) if as_divisor else inverse * share
-        return torch.full((), true, dtype=norm.dtype), torch.full((), float32(factor), dtype=torch.float32)
+    if on_host(norm, scale) and isinstance(max_norm, (int, float)):
+        by = read(scale)
+        true, factor = clip_on_host(read(norm), by, _inverse(by), max_norm, as_divisor=as_divisor)
+        true = float32(true) if norm.dtype is torch.float32 else true
+        return (
+            torch.full((), true, dtype=norm.dtype, device="cpu"),
+            torch.full((), float32(factor), dtype=torch.float32, device="cpu"),
+        )
     inverses = reciprocal(scale)
     true_norm = norm * inverses
     shares = _clip_coefficient(true_norm, max_norm).nan_to_num(nan=1.0)
     return true_norm, (scale / shares if as_divisor else inverses * shares).float()
+
+
+def clip_on_host(
+    norm: float, scale: float, inverse: float, max_norm: float, *, as_divisor: bool
+) -> tuple[float, float]:
+    """Compute `unscale_and_clip` from floats; `inverse` is the reciprocal of `scale`."""
+    true = norm * inverse
+    share = max_norm / (true + 1e-6)
+    share = share if share < 1.0 else 1.0
+    if as_divisor:
+        return true, scale / share if share else math.inf
+    return true, inverse * share
 
 
 def _clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
@@ -108,26 +111,28 @@ def _clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
 
 
 def any_of(flags: Sequence[Tensor]) -> Tensor:
-    """Return a flag that is 1.0 if any of `flags`, all on one device, is, else 0.0; it may be one of them."""
+    """Return 1.0 if any of `flags` is, else 0.0. They are on one device; the result may be one of them."""
     if len(flags) == 1:
         return flags[0]
-    if _is_at_hand(*flags):
-        return max(flags, key=_read)
+    if on_host(*flags):
+        return max(flags, key=read)
     return torch.stack([flag.reshape(()) for flag in flags]).amax(0)
 
 
 def combine(flags: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return, on `device`, `any_of` flags that may be on others; without any, that nothing was found."""
+    """Return, on `device`, `any_of` flags from several devices; 0.0 if there are none."""
+    if len(flags) == 1 and flags[0].device == device:
+        return flags[0]
     here = [flag.to(device, non_blocking=True) for flag in flags]
     return any_of(here) if here else zero(device)
 
 
 def overflows(norm: Tensor, divisor: Tensor) -> Tensor | None:
-    """Return 1.0 where `divisor` is so small that finite gradients of this norm leave float32 by it.
+    """Return 1.0 if dividing finite gradients of this norm by `divisor` can overflow float32, else 0.0.
 
-    Else 0.0, or None where the host sees that at once: the scale is hardly ever below 2.
+    Returns None if the host knows that it cannot, which is the usual case: scales below 2 are rare.
     """
-    if _is_at_hand(divisor) and _read(divisor) >= 2.0:
+    if on_host(divisor) and read(divisor) >= 2.0:
         return None
     # Less than half of the smallest normal number has no finite reciprocal.
     limit = (divisor - _TINY / 2) * _MAX

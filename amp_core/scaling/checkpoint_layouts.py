@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from amp_core.scaling.arithmetic import valid_scale
 from amp_core.states.loss_scale import (
     AtFloor,
     Hysteresis,
@@ -23,6 +22,7 @@ from amp_core.states.loss_scale import (
     ScaleState,
     further_fields,
     known_fields,
+    valid_scale,
 )
 
 _Scales = dict[str | None, tuple[ScaleState, LossScaleSchedule]]

@@ -1,7 +1,7 @@
-"""What ranks agree on before a step: whether a gradient is not finite, and the norm of all gradients.
+"""Agreement between ranks before a step: is a gradient not finite, and what is the norm of all gradients.
 
-One collective of two numbers. Each rank gives the power of the norm of what it holds, divided by the number
-of ranks that hold the same, so that the sum over all ranks counts every element once.
+It takes one collective of two numbers. Each rank contributes the power of the norm of its pieces, divided by
+the number of ranks that hold the same pieces, so that the sum over all ranks counts each element once.
 """
 
 from __future__ import annotations
@@ -14,20 +14,37 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from amp_core._torch import internals as _torch
+
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-    from amp_core.kernels import GradStats
-    from amp_core.scaling.gradients import Gradients
+
+class Sharding(NamedTuple):
+    """How a gradient is spread over ranks.
+
+    Attributes:
+        shards: the number of pieces it is cut into, of which this rank has one; 1 if it is whole. None for
+            a flattened parameter of ``FullyShardedDataParallel``, which does not tell: the ranks of the
+            scaler's process group then hold one piece each.
+        mesh: the ranks that hold the pieces, for a DTensor; otherwise None.
+    """
+
+    shards: int | None = 1
+    mesh: DeviceMesh | None = None
+
+
+WHOLE = Sharding()
+_FSDP1 = Sharding(None)
 
 
 class Ranks(NamedTuple):
-    """Who agrees.
+    """The ranks that agree.
 
     Attributes:
-        groups: a collective over one after the other reaches all of them; mostly one.
-        size: how many they are.
+        groups: collectives over each of these in turn reach all ranks; usually one group.
+        size: the number of ranks.
     """
 
     groups: tuple[ProcessGroup, ...]
@@ -35,10 +52,10 @@ class Ranks(NamedTuple):
 
 
 def check_group(process_group: object) -> ProcessGroup | None:
-    """Return `process_group` if ranks can agree over it.
+    """Return `process_group` if a scaler on this rank can use it.
 
     Raises:
-        TypeError: it is no process group, or this rank is no member of it.
+        TypeError: it is not a process group, or this rank is not a member of it.
     """
     if process_group is None:
         return None
@@ -48,24 +65,29 @@ def check_group(process_group: object) -> ProcessGroup | None:
         return process_group
     raise TypeError(
         f"process_group must be a torch.distributed.ProcessGroup that this rank is a member of, got "
-        f"{process_group!r}. torch.distributed.new_group gives ranks that are no members a number instead "
-        f"of a group; a scaler there takes none."
+        f"{process_group!r}. On ranks that are not members, torch.distributed.new_group returns a number "
+        f"instead of a group; give the scaler there no group."
     )
 
 
-def ranks_of(parts: Sequence[Gradients], process_group: ProcessGroup | None) -> Ranks | None:
-    """Return who shares the parameters: `process_group`, else the ranks of the DTensors' meshes, else nobody.
+def ranks_of(shardings: Sequence[Sharding], process_group: ProcessGroup | None) -> Ranks | None:
+    """Return the ranks that share the parameters, or None if this process is alone.
+
+    These are the ranks of `process_group`, or by default those of the DTensors' meshes.
 
     Raises:
-        ValueError: no collective over the groups of the meshes would reach all of their ranks alike.
+        ValueError: `process_group` is too small, or it is missing and the gradients do not tell which ranks
+            have to agree.
     """
-    meshes = list(dict.fromkeys(part.mesh for part in parts if part.mesh is not None))
+    meshes = list(dict.fromkeys(s.mesh for s in shardings if s.mesh is not None))
     if process_group is not None:
         size = process_group.size()
         for mesh in meshes:
             if mesh.size() > size:
                 raise ValueError(_TOO_FEW.format(mesh=mesh, size=size))
         return Ranks((process_group,), size)
+    if any(s.shards is None for s in shardings):
+        raise ValueError(_NO_GROUP)
     if len(meshes) > 1:
         meshes = _widest(meshes)
     if not meshes:
@@ -75,9 +97,10 @@ def ranks_of(parts: Sequence[Gradients], process_group: ProcessGroup | None) -> 
 
 
 def _widest(meshes: Sequence[DeviceMesh]) -> list[DeviceMesh]:
-    """Return the meshes that are within no other, if they cross in this rank alone, as slices of one mesh do.
+    """Return the meshes that no other contains, in an order that is the same on all ranks.
 
-    All ranks find the same order, in which the collectives then come.
+    Raises:
+        ValueError: two of them share more than this rank, so they are not dimensions of one mesh.
     """
     from torch import distributed
 
@@ -92,12 +115,18 @@ def _widest(meshes: Sequence[DeviceMesh]) -> list[DeviceMesh]:
 
 _TOO_FEW = (
     "process_group has {size} ranks, but a gradient is a DTensor on {mesh}. Pass a group that has all ranks "
-    "of the mesh, or none: the ranks of the mesh then agree."
+    "of the mesh, or no group: the ranks of the mesh then agree."
 )
 _APART = (
-    "The gradients of one optimizer are DTensors on meshes of ranks {meshes}, which are no dimensions of one "
-    "mesh, so it is not known who has to agree. Pass the group of all of these ranks to the GradScaler as "
-    "process_group=."
+    "The gradients of one optimizer are DTensors on meshes of ranks {meshes}. These are not dimensions of "
+    "one mesh, so the scaler cannot tell which ranks have to agree. Pass the group of all of these ranks to "
+    "the GradScaler as process_group=."
+)
+_NO_GROUP = (
+    "The gradients are shards of a FullyShardedDataParallel model, and each rank sees only its own, so ranks "
+    "would disagree on overflow and norm. Pass the group that the parameters are sharded over: "
+    "GradScaler(..., process_group=model.process_group). Or shard with torch.distributed.fsdp.fully_shard, "
+    "which needs no group."
 )
 
 
@@ -110,69 +139,90 @@ def _of_mesh(mesh: DeviceMesh) -> Ranks:
     return Ranks(tuple(mesh.get_all_groups()), mesh.size())
 
 
-def shards_of(gradient: Any) -> int:
-    """Return into how many pieces a DTensor is cut.
+def sharding_of(param: Any, gradient: Any) -> Sharding:
+    """Return how the gradient of `param` is spread over ranks.
 
     Raises:
-        ValueError: its ranks hold summands and not pieces.
+        ValueError: it is a DTensor whose ranks hold summands, not pieces.
     """
+    if _torch.is_dtensor(gradient):
+        return Sharding(_shards_of(gradient), gradient.device_mesh)
+    return _FSDP1 if _torch.is_fsdp_shard(param) else WHOLE
+
+
+def _shards_of(gradient: Any) -> int:
     from torch.distributed.tensor import Partial, Replicate
 
     if any(isinstance(placement, Partial) for placement in gradient.placements):
         raise ValueError(
             f"A gradient of shape {tuple(gradient.shape)} is placed {gradient.placements}: its ranks hold "
-            f"summands, so its elements are not known yet. Redistribute it before the scaler looks at it."
+            f"summands, so its elements are not known yet. Redistribute it before the scaler reads it."
         )
     pairs = zip(gradient.device_mesh.shape, gradient.placements, strict=True)
     return math.prod(size for size, placement in pairs if not isinstance(placement, Replicate))
 
 
 def agree(
-    parts: Sequence[Gradients],
-    measured: Sequence[GradStats],
+    norms: Sequence[Tensor],
+    flags: Sequence[Tensor],
+    shardings: Sequence[Sharding],
     norm_type: float,
     ranks: Ranks,
     device: torch.device,
 ) -> tuple[Tensor, Tensor]:
-    """Return the norm of the gradients of all ranks, and 1.0 if some rank's is not finite, else 0.0.
+    """Return the norm of the gradients of all ranks, and 1.0 if any of them is not finite, else 0.0.
 
-    Both are 0-dim, on `device`, and the same on every rank. Where a gradient is no DTensor, every rank is
-    taken to have the same one, as under DistributedDataParallel.
+    Both are 0-dim, on `device`, and the same on every rank; the norm is float64. A gradient that is not
+    sharded is taken to be the same on every rank, as under ``DistributedDataParallel``.
+
+    Args:
+        norms: the norm of this rank's gradients, for each sharding.
+        flags: 1.0 where one of these is not finite.
+        shardings: how they are spread.
+        norm_type: the order of the norm.
+        ranks: who agrees.
+        device: where the results go.
 
     Raises:
         RuntimeError: a rank is gone; from ``torch.distributed``.
     """
     largest = math.isinf(norm_type)
-    flag = _any([m.found_inf for m in measured], device).double()
-    norms = [m.norm.to(device).double() for m in measured]
+    flag = _any(flags, device).double()
+    wide = [norm.to(device).double() for norm in norms]
     if largest:
-        both = torch.stack(_largest(norms, flag))
+        both = torch.stack(_largest(wide, flag))
     else:
-        shares = [norm**norm_type * _share(p, parts, ranks) for norm, p in zip(norms, parts, strict=True)]
+        shares = [
+            norm**norm_type * _share(sharding, shardings, ranks)
+            for norm, sharding in zip(wide, shardings, strict=True)
+        ]
         both = torch.stack([torch.stack(shares).sum() if shares else torch.zeros_like(flag), flag])
     _reduce(both, ranks, largest=largest)
     norm = torch.where(both[1] > 1.0, torch.nan, both[0]) if largest else both[0] ** (1.0 / norm_type)
-    return norm.float(), both[1].clamp(max=1.0).float()
+    return norm, both[1].clamp(max=1.0).float()
 
 
 def _largest(norms: Sequence[Tensor], flag: Tensor) -> list[Tensor]:
-    """Return the largest of `norms` and the flag, 2 for a NaN: a collective's maximum may lose it."""
+    """Return the largest norm and the flag, 2 for a NaN, which the maximum of a collective may lose."""
     largest = torch.stack([torch.zeros_like(flag), *norms]).amax()
     return [largest.nan_to_num(nan=0.0, posinf=torch.inf), torch.where(largest.isnan(), 2.0, flag)]
 
 
-def _share(part: Gradients, parts: Sequence[Gradients], ranks: Ranks) -> float:
-    """Return how much of the gradients counts as this rank's: the ranks that hold the same share it.
+def _share(sharding: Sharding, shardings: Sequence[Sharding], ranks: Ranks) -> float:
+    """Return the part of this rank's gradients that counts here; ranks with the same pieces share them.
 
-    A rank that sees a mesh that it is not in sees all parameters of all ranks: no other holds a copy then.
+    A rank outside of a mesh sees all parameters of all ranks, so no rank outside of its mesh has a copy.
     """
-    everywhere = any(p.mesh is not None and p.mesh.get_coordinate() is None for p in parts)
-    holders = part.mesh.size() if everywhere and part.mesh is not None else ranks.size
-    return part.shards / holders
+    if sharding.shards is None:
+        return 1.0
+    mesh = sharding.mesh
+    outside = any(s.mesh is not None and s.mesh.get_coordinate() is None for s in shardings)
+    holders = mesh.size() if outside and mesh is not None else ranks.size
+    return sharding.shards / holders
 
 
 def agree_on_flag(flags: Sequence[Tensor], ranks: Ranks, device: torch.device) -> Tensor:
-    """Return 1.0 if a flag of some rank is, else 0.0."""
+    """Return 1.0 if any flag of any rank is, else 0.0."""
     flag = _any(flags, device).clone()
     _reduce(flag, ranks, largest=True)
     return flag

@@ -4,62 +4,109 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from amp_core._torch import internals as _torch
 from amp_core.common.containers import map_tensors
 from amp_core.common.device_types import device_type_of
+from amp_core.errors import AmpWarning, BackendNotFoundError
 from amp_core.plugin.default_manager import get_backend
-from amp_core.scaling.arithmetic import as_of_now, combine, is_tracing
-from amp_core.scaling.closure import ClosureSteps
+from amp_core.plugin.interface import Refusal
+from amp_core.scaling import fused
+from amp_core.scaling.arithmetic import combine, is_tracing, on_host, overflows, read, reciprocal, zero
+from amp_core.scaling.closure import Closure, OverflowedError, Snapshot, evaluate
 from amp_core.scaling.distributed import check_group
-from amp_core.scaling.fused import is_traceable, step_fused
-from amp_core.scaling.gradients import by_device, gather, parameters_of
+from amp_core.scaling.grad_passes import (
+    by_device,
+    clip_factor,
+    multiply_all_,
+    multiply_and_flag_,
+    read_gradients,
+)
+from amp_core.scaling.gradients import group_by_device, parameters_of
+from amp_core.scaling.hooks import ScaleHook, StepHook
+from amp_core.scaling.loss_scale import LossScale, check_saved
+from amp_core.scaling.optimizer_state import OptimizerState
 from amp_core.scaling.overlap import Overlap
-from amp_core.scaling.step_record import StepRecord
+from amp_core.scaling.step_log import StepLog
+from amp_core.scaling.step_record import History, StepRecord
 from amp_core.states.loss_scale import LossScaleSchedule, OptState, next_stage
 
 if TYPE_CHECKING:
+    from weakref import WeakKeyDictionary
+
     from torch.distributed import ProcessGroup
 
 __all__ = ["GradScaler", "OptState"]
 
-_CLOSURE = "Closure use is not currently supported if GradScaler is enabled."
+
+def _of_own_scale(name: str) -> Any:
+    """Alias an attribute that torch's scaler has to that of the `LossScale` without a key."""
+
+    def get(scaler: GradScaler) -> Any:
+        return getattr(scaler._own, name)
+
+    def set_(scaler: GradScaler, value: Any) -> None:
+        setattr(scaler._own, name, value)
+
+    return property(get, set_)
 
 
-class GradScaler(ClosureSteps):
-    """Scale losses up, gradients down, and skip steps whose gradients are not finite.
+class GradScaler(torch.amp.GradScaler):
+    """Scale losses up, unscale gradients, and skip steps whose gradients are not finite.
 
-    Drop-in for ``torch.amp.GradScaler``: an instance of it, with the same arguments, errors, warnings
-    and ``state_dict``. Beyond it: `step` can clip, each step leaves a `StepRecord`, the scale never
-    reaches zero, and arguments are checked.
+    A drop-in for ``torch.amp.GradScaler``: a subclass of it with the same arguments, errors, warnings and
+    ``state_dict``. In addition, `step` can clip, each step leaves a `StepRecord`, several losses can have
+    scales of their own, the scale never reaches zero, and arguments are checked.
 
     Args:
-        device: a device type with a backend, a ``torch.device``, a tensor, or ``"auto"``.
-        init_scale: the first scale; positive and finite.
+        device: a device type with a backend, a ``torch.device``, a tensor, or ``"auto"``. Anything else
+            gets a warning, since torch accepts it: the scale lives on the device of the first loss anyway.
+        init_scale: the initial scale; positive and finite in float32.
         growth_factor: see `LossScaleSchedule`.
         backoff_factor: see `LossScaleSchedule`.
         growth_interval: see `LossScaleSchedule`.
-        enabled: ``False`` makes every method pass through.
-        schedule: a whole `LossScaleSchedule` (floor, ceiling, hysteresis), in place of the three arguments.
+        enabled: ``False`` turns every method into a pass-through.
+        schedule: a complete `LossScaleSchedule` (floor, ceiling, hysteresis); replaces the three arguments.
         allow_fp16_gradients: accept float16 gradients, which torch refuses.
-        named_parameters: ``model.named_parameters()``, so that records name parameters.
+        named_parameters: ``model.named_parameters()``; records then name parameters.
         history: the number of steps that `history` keeps.
         warn_after: warn when this many steps of one optimizer in a row were skipped; 0 for never.
-        schedules: the schedules of keys (see `scale`) that have another than the scaler's.
+        schedules: for each key (see `scale`) that needs one, a schedule of its own.
         process_group: the ranks that share the parameters and must all step or all skip. They agree on
-            overflow and norm in one collective of two numbers. By default the ranks of the widest mesh if
-            gradients are DTensors, as under ``fully_shard``, else nobody. It is not pickled.
-        overlap: read gradients for norm and overflow while the backward still runs, soon after each was
-            written, so that after it only the step is left. Begins with the second step of an optimizer.
+            overflow and norm in one collective of two numbers. By default these are the ranks of the widest
+            mesh if gradients are DTensors, as under ``fully_shard``; otherwise ranks do not communicate.
+            ``FullyShardedDataParallel`` needs it: ``process_group=model.process_group``. It is not pickled.
+        overlap: compute norm and overflow during the backward, soon after each gradient is written, so
+            that only the step itself remains. Takes effect with the second step of an optimizer.
+
+    Attributes:
+        history: `History` of the last steps.
+        last_step: optimizer -> `StepRecord` of its last step.
+        schedule: the `LossScaleSchedule` of losses without a key.
 
     Raises:
-        BackendNotFoundError: nothing serves the device type.
+        BackendLoadError: the backend of the device type failed to load.
+        BackendDisabledError: ``AMP_DISABLE_BACKENDS`` names the device type.
         AssertionError: a factor is on the wrong side of 1; torch's text.
+        TypeError: an argument has the wrong type.
         ValueError: any other argument is out of range.
+
+    Example::
+
+        scaler = GradScaler("cpu", named_parameters=model.named_parameters())
+        for inputs, targets in batches:
+            optimizer.zero_grad()
+            with autocast("cpu", dtype=torch.float16):
+                loss = loss_fn(model(inputs), targets)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer, max_norm=1.0)
+            scaler.update()
     """
 
     _warning_stacklevel: ClassVar[int] = 2
@@ -83,34 +130,22 @@ class GradScaler(ClosureSteps):
         process_group: ProcessGroup | None = None,
         overlap: bool = False,
     ) -> None:
-        self._device = device_type_of(device)
-        refusal = get_backend(self._device).scaler_refusal() if enabled else None
+        self._device, refusal = _checked_device(device, enabled, self._warning_stacklevel + 1)
         if refusal is not None:
             warnings.warn(refusal.message, stacklevel=self._warning_stacklevel)
         self._enabled = enabled and refusal is None
-        self._schedule = schedule or (
-            LossScaleSchedule(growth_factor, backoff_factor, growth_interval)
-            if self._enabled
-            else LossScaleSchedule()
-        )
+        self._log = StepLog(history, warn_after, named_parameters if self._enabled else ())
         if not self._enabled:
+            self._own = LossScale(1.0, schedule or LossScaleSchedule())
             return
-        self._start(init_scale, history)
+        schedule = schedule or LossScaleSchedule(growth_factor, backoff_factor, growth_interval)
+        self._own = LossScale(init_scale, schedule)
+        self._keyed: dict[str, LossScale] = {}
+        self._first_scale = init_scale
+        self._schedules = dict(schedules or {})
         self._allow_fp16 = allow_fp16_gradients
-        self._names = {id(p): name for name, p in named_parameters}
-        self._warn_after = warn_after
         self._process_group = check_group(process_group)
         self._overlap = Overlap() if overlap else None
-        self._start_keys(init_scale, schedules or {})
-
-    def name_parameters(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
-        """Let step records name these parameters, beside those named before.
-
-        Args:
-            named_parameters: ``model.named_parameters()``.
-        """
-        if self._enabled:
-            self._names.update((id(p), name) for name, p in named_parameters)
 
     # -- scaling ---------------------------------------------------------------------------------
 
@@ -118,23 +153,27 @@ class GradScaler(ClosureSteps):
         """Multiply `outputs` by the scale.
 
         Args:
-            outputs: a tensor, or any nest of containers of tensors (`amp_core.common.containers`). float16
-                tensors come back as float32, where the product does not overflow.
-            key: give the loss a scale of its own, with a schedule of its own. The same key then goes to
-                `step` (and `unscale_`, `clip_grad_norm_`) for the optimizer that steps on its gradients.
+            outputs: a tensor, or any nesting of containers of tensors. A float16 tensor comes back as
+                float32, in which the product does not overflow.
+            key: gives this loss a scale and a schedule of its own. Pass the same key to `step` (and
+                `unscale_`, `clip_grad_norm_`) for the optimizer that uses its gradients.
+
+        Returns:
+            The products, in containers of the same types; `outputs` itself if the scaler is disabled.
 
         Raises:
-            ValueError: something in it is no tensor; torch's text.
+            ValueError: `outputs` contains something that is not a tensor; torch's text.
+            TypeError: `key` is not a string.
+
+        Example::
+
+            scaler.scale(loss).backward()
+            scaler.scale(generator_loss, key="generator").backward()
         """
         if not self._enabled:
             return outputs
-        if key is not None:
-            return self._making_key(key).scale(outputs)
-        return map_tensors(outputs, self._scaled, other=_refuse_output)
-
-    def _scaled(self, tensor: Tensor) -> Tensor:
-        wide = tensor.float() if tensor.dtype is torch.float16 else tensor
-        return wide * self._scale_on(tensor.device).to(tensor.device, non_blocking=True)
+        loss_scale = self._own if key is None else self._scale_of_new_key(key)
+        return map_tensors(outputs, loss_scale.times, other=_refuse_output)
 
     # -- stepping --------------------------------------------------------------------------------
 
@@ -147,26 +186,33 @@ class GradScaler(ClosureSteps):
         key: str | None = None,
         **kwargs: Any,
     ) -> float | None:
-        """Take the optimizer's step on the true gradients, or skip it if one is not finite.
+        """Unscale the gradients and step, or skip the step if one of them is not finite.
 
-        Optimizers that take ``grad_scale`` and ``found_inf`` (torch's fused ones) unscale, clip and
-        decide on the device, and nothing waits. For the others the host waits once.
+        Optimizers that take ``grad_scale`` and ``found_inf`` (torch's fused ones) unscale, clip and decide
+        on the device, and nothing waits. For other optimizers the host waits once.
 
         Args:
-            optimizer: steps, or is skipped.
+            optimizer: takes the step.
             args: passed on to ``optimizer.step``.
             max_norm: clip the gradients to this norm in the same passes.
-            norm_type: the order of that norm.
-            key: of the loss that made the gradients, if it was scaled under one.
+            norm_type: the order of the norm.
+            key: the key that the loss was scaled under, if any.
             kwargs: passed on to ``optimizer.step``.
 
         Returns:
-            What ``optimizer.step`` returns; ``None`` when it is skipped (see `last_step`).
+            The result of ``optimizer.step``; ``None`` if the step was skipped (see `last_step`).
 
         Raises:
-            RuntimeError: it was called before since the last `update`, or given a closure; torch's texts
+            RuntimeError: it was called twice without `update` in between, or with a closure; torch's texts
                 (see `step_closure`).
-            AssertionError: nothing was scaled yet, or the optimizer has no gradient at all.
+            AssertionError: no loss was scaled yet, or no parameter has a gradient.
+            ValueError: a gradient is float16 and ``allow_fp16_gradients`` is not set; no loss was scaled
+                under `key`.
+
+        Example::
+
+            scaler.step(optimizer, max_norm=1.0)
+            scaler.update()
         """
         if not self._enabled:
             if max_norm is not None:
@@ -174,96 +220,698 @@ class GradScaler(ClosureSteps):
             return cast("float | None", optimizer.step(*args, **kwargs))
         if "closure" in kwargs or (args and callable(args[0])):
             raise RuntimeError(_CLOSURE)
-        owner = self._scaler_of(optimizer, key, "step")
-        if owner is not self:
-            return owner.step(optimizer, *args, max_norm=max_norm, norm_type=norm_type, **kwargs)
-        if not is_traceable(optimizer) if is_tracing() else _torch.frames_are_compiled() is not None:
-            return _step_eagerly(self, optimizer, max_norm, norm_type, args, kwargs)
-        return self._step(optimizer, max_norm, norm_type, args, kwargs)
+        if not fused.is_traceable(optimizer) if is_tracing() else _torch.frames_are_compiled() is not None:
+            return _step_eagerly(self, optimizer, max_norm, norm_type, key, args, kwargs)
+        return self._step(optimizer, max_norm, norm_type, key, args, kwargs)
 
     def _step(
         self,
         optimizer: torch.optim.Optimizer,
         max_norm: float | None,
         norm_type: float,
+        key: str | None,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> float | None:
-        scale, _ = self._check_scale_growth_tracker("step")
-        state = self._per_optimizer_states.of(optimizer)
-        stage = next_stage(state["stage"], "step")
+        loss_scale, state = self._enter(optimizer, key, "step")
+        stage = next_stage(state.stage, "step")
         if self._overlap is not None and not is_tracing():
             self._overlap.watch(optimizer)
-        if getattr(optimizer, "_step_supports_amp_scaling", False):
-            result = step_fused(self, optimizer, state, scale, max_norm, norm_type, args, kwargs)
-        else:
-            result = self._step_plain(optimizer, state, max_norm, norm_type, args, kwargs)
-        state["stage"] = stage
-        return result
+        step = self._step_fused if fused.is_fused(optimizer) else self._step_plain
+        result = step(optimizer, loss_scale, state, max_norm, norm_type, args, kwargs)
+        state.stage = stage
+        return cast("float | None", result)
 
     def _step_plain(
         self,
         optimizer: torch.optim.Optimizer,
-        state: dict[str, Any],
+        loss_scale: LossScale,
+        state: OptimizerState,
         max_norm: float | None,
         norm_type: float,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-    ) -> float | None:
+    ) -> Any:
         if max_norm is not None:
-            self.clip_grad_norm_(optimizer, max_norm, norm_type)
-        elif state["stage"] is OptState.READY:
-            self.unscale_(optimizer)
-        found = list(state["found_inf_per_device"].values())
-        if not found:
+            self._clip(optimizer, loss_scale, state, max_norm, norm_type)
+        elif state.stage is OptState.READY:
+            self._unscale(optimizer, loss_scale, state)
+        if not state.found_inf_per_device:
             raise AssertionError(_no_gradients(optimizer))
-        record = self._record(optimizer, state)
-        if self._maybe_skip(optimizer, record):
+        record = self._log.record(optimizer, loss_scale, state)
+        if self._log.skipped(record, optimizer):
             return None
-        return cast("float | None", optimizer.step(*args, **kwargs))
+        return optimizer.step(*args, **kwargs)
 
-    def _maybe_skip(self, optimizer: torch.optim.Optimizer, record: StepRecord) -> bool:
-        skipped = record.skipped  # the one wait for the device
-        if skipped and record._micro_batches is None:
-            record._bad = self._bad_parameters(optimizer)
-        return skipped
+    def _step_fused(
+        self,
+        optimizer: torch.optim.Optimizer,
+        loss_scale: LossScale,
+        state: OptimizerState,
+        max_norm: float | None,
+        norm_type: float,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        if fused.takes_scaler(optimizer):
+            warnings.warn(fused.PASSES_ITSELF, FutureWarning, stacklevel=4)
+            return optimizer.step(*args, **{**kwargs, "grad_scaler": self})
+        scale, _ = loss_scale.check("step")
+        divisor = None
+        if max_norm is not None or state.stage is not OptState.UNSCALED:
+            divisor = self._fused_divisor(optimizer, scale, state, max_norm, norm_type)
+        if not is_tracing():  # a growing history would recompile every step
+            self._log.record(optimizer, loss_scale, state)
+        found_inf = combine(state.flags(), scale.device)
+        return fused.step_on_device(optimizer, divisor, found_inf, args, kwargs)
 
-    def _record(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> StepRecord:
-        scale = cast(Tensor, self._scale)
-        record = StepRecord(
-            number=self._updates,
-            optimizer=type(optimizer).__name__,
-            _found_inf=combine(list(state["found_inf_per_device"].values()), scale.device),
-            _scale_before=as_of_now(scale),
-            _total_norm=state.pop("norm", None),
-            key=self._key,
+    def _fused_divisor(
+        self,
+        optimizer: torch.optim.Optimizer,
+        scale: Tensor,
+        state: OptimizerState,
+        max_norm: float | None,
+        norm_type: float,
+    ) -> Tensor:
+        """Read the gradients; return the number that the optimizer has to divide them by."""
+        parts = group_by_device(optimizer, allow_fp16=True)
+        stats = read_gradients(parts, norm_type, scale.device, self._process_group, self._overlap)
+        unscaled = state.stage is OptState.UNSCALED
+        divisor = torch.ones_like(scale) if unscaled else scale
+        beyond = overflows(stats.norm, scale) if parts and not unscaled else None
+        if max_norm is not None:
+            state.total_norm, divisor, stats = clip_factor(
+                parts, stats, divisor, max_norm, norm_type, self._process_group, as_divisor=True
+            )
+        flags = [*state.found_inf_per_device.items(), *stats.flags.items()]
+        if beyond is not None:
+            flags.append((scale.device, beyond))
+        state.found_inf_per_device = by_device(flags)
+        if not is_tracing() and state.nonfinite is None:
+            state.nonfinite = self._log.describe(optimizer, parts, stats.stats)
+        return divisor
+
+    def step_closure(
+        self,
+        optimizer: torch.optim.Optimizer,
+        closure: Closure,
+        *,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        key: str | None = None,
+    ) -> Any:
+        """Step an optimizer that calls `closure` once or more, such as LBFGS or SAM.
+
+        The gradients of each evaluation are unscaled, clipped on request, and checked, which waits for the
+        device. If one is not finite, the whole step is skipped: parameters and optimizer state are restored
+        from a copy that is kept during the step.
+
+        Args:
+            optimizer: ``optimizer.step(closure)`` is called. If it starts from gradients that exist
+                already (SAM), call `unscale_` first.
+            closure: clears the gradients, computes the loss, calls ``scaler.scale(loss).backward()``, and
+                returns the unscaled loss.
+            max_norm: clip the gradients of each evaluation to this norm.
+            norm_type: the order of the norm.
+            key: the key that the closure scales the loss under, if any.
+
+        Returns:
+            The result of ``optimizer.step``; ``None`` if the step was skipped.
+
+        Raises:
+            RuntimeError: a step was taken since the last `update`; torch's text.
+            AssertionError: the closure scaled no loss, or left no gradient.
+
+        Example::
+
+            def closure():
+                optimizer.zero_grad()
+                loss = loss_fn(model(inputs), targets)
+                scaler.scale(loss).backward()
+                return loss
+
+            scaler.step_closure(optimizer, closure)
+            scaler.update()
+        """
+        if not self._enabled:
+
+            def clipped() -> Any:
+                loss = evaluate(closure)
+                if max_norm is not None:
+                    self.clip_grad_norm_(optimizer, max_norm, norm_type)
+                return loss
+
+            return optimizer.step(clipped)
+        loss_scale = self._own if key is None else self._scale_of_new_key(key)
+        state = loss_scale.optimizer_states.of(optimizer)
+        stage = next_stage(state.stage, "step")
+
+        def unscaled() -> Any:
+            state.stage, state.found_inf_per_device = OptState.READY, {}
+            loss = evaluate(closure)
+            if max_norm is None:
+                self._unscale(optimizer, loss_scale, state)
+            else:
+                self._clip(optimizer, loss_scale, state, max_norm, norm_type)
+            _raise_if_overflowed(optimizer, state)
+            return loss
+
+        before, result = Snapshot(optimizer), None
+        try:
+            if state.stage is OptState.UNSCALED:
+                _raise_if_overflowed(optimizer, state)
+            result = optimizer.step(unscaled)
+        except OverflowedError:
+            bad = self._log.bad_parameters(optimizer)
+            before.restore()
+            self._log.record(optimizer, loss_scale, state)._bad = bad
+        except BaseException:
+            before.restore()
+            state.stage, state.found_inf_per_device = OptState.READY, {}
+            raise
+        else:
+            self._log.record(optimizer, loss_scale, state)
+        state.stage = stage
+        return result
+
+    def unscale_(self, optimizer: torch.optim.Optimizer, key: str | None = None) -> None:
+        """Divide the gradients of `optimizer` by the scale, in place, and check whether all are finite.
+
+        `step` does this by itself; call it only to read or change gradients before. Does not wait for the
+        device.
+
+        Args:
+            optimizer: its gradients are unscaled.
+            key: the key that the loss was scaled under, if any.
+
+        Raises:
+            RuntimeError: it was called twice without `update` in between, or after `step`; torch's texts.
+            AssertionError: no loss was scaled yet; torch's text.
+            ValueError: a gradient is float16 and ``allow_fp16_gradients`` is not set.
+
+        Example::
+
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_value_(model.parameters(), 0.5)
+            scaler.step(optimizer)
+        """
+        if self._enabled:
+            self._unscale(optimizer, *self._enter(optimizer, key, "unscale_"))
+
+    def _unscale(
+        self, optimizer: torch.optim.Optimizer, loss_scale: LossScale, state: OptimizerState
+    ) -> None:
+        scale, _ = loss_scale.check("unscale_")
+        stage = next_stage(state.stage, "unscale_")
+        state.found_inf_per_device = self._unscale_grads_(
+            optimizer, reciprocal(scale), zero(scale.device), self._allow_fp16
         )
-        if "window" in state:
-            record._micro_batches, record._params, record._nonfinite = state.pop("window")
-        self.history.append(record)
-        self._since_update.append(record)
-        self.last_step[optimizer] = record
-        return record
+        state.stage = stage
 
-    # -- torch's private names, which libraries call ---------------------------------------------
+    def clip_grad_norm_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        key: str | None = None,
+    ) -> Tensor:
+        """Unscale and clip the gradients of `optimizer` in one read pass and one read-write pass.
+
+        Afterwards the gradients are as `unscale_` and ``torch.nn.utils.clip_grad_norm_`` leave them. Does
+        not wait for the device, unless `error_if_nonfinite` is set.
+
+        Args:
+            optimizer: its gradients are clipped.
+            max_norm: the largest norm allowed, of all gradients together.
+            norm_type: the order of the norm.
+            error_if_nonfinite: raise if the norm is not finite.
+            key: the key that the loss was scaled under, if any.
+
+        Returns:
+            0-dim tensor: the norm of the unscaled gradients before clipping.
+
+        Raises:
+            RuntimeError: it was called after `step`; or `error_if_nonfinite` is set and the norm is not
+                finite.
+            AssertionError: no loss was scaled yet; torch's text.
+
+        Example::
+
+            norm = scaler.clip_grad_norm_(optimizer, max_norm=1.0)
+            scaler.step(optimizer)
+        """
+        if not self._enabled:
+            return torch.nn.utils.clip_grad_norm_(
+                parameters_of(optimizer), max_norm, norm_type, error_if_nonfinite
+            )
+        loss_scale, state = self._enter(optimizer, key, "clip_grad_norm_")
+        return self._clip(optimizer, loss_scale, state, max_norm, norm_type, error_if_nonfinite)
+
+    def _clip(
+        self,
+        optimizer: torch.optim.Optimizer,
+        loss_scale: LossScale,
+        state: OptimizerState,
+        max_norm: float,
+        norm_type: float,
+        error_if_nonfinite: bool = False,
+    ) -> Tensor:
+        scale, _ = loss_scale.check("clip_grad_norm_")
+        unscaled = state.stage is OptState.UNSCALED
+        stage = state.stage if unscaled else next_stage(state.stage, "unscale_")
+        group, divisor = self._process_group, torch.ones_like(scale) if unscaled else scale
+        parts = group_by_device(optimizer, allow_fp16=self._allow_fp16)
+        stats = read_gradients(parts, norm_type, scale.device, group, self._overlap)
+        if error_if_nonfinite and not bool(stats.norm.isfinite()):
+            raise RuntimeError(_NONFINITE_NORM.format(norm_type=norm_type))
+        norm, factor, stats = clip_factor(parts, stats, divisor, max_norm, norm_type, group)
+        state.found_inf_per_device = multiply_and_flag_(parts, factor, stats, state.found_inf_per_device)
+        state.stage, state.total_norm = stage, norm
+        if fused.is_fused(optimizer) and not is_tracing():  # its step will not wait to look at gradients
+            state.nonfinite = self._log.describe(optimizer, parts, stats.stats)
+        return norm
+
+    # -- which scale -----------------------------------------------------------------------------
+
+    def _enter(
+        self, optimizer: torch.optim.Optimizer, key: str | None, call: str
+    ) -> tuple[LossScale, OptimizerState]:
+        """Return the scale of the gradients of `optimizer`, and its state: the start of every call.
+
+        Raises:
+            AssertionError: no loss was scaled yet; torch's text.
+            ValueError: no loss was scaled under `key`; or it is missing, and all losses had keys.
+            RuntimeError: another key was given for this optimizer since the last update.
+        """
+        loss_scale = self._own
+        if key is not None or self._keyed:
+            loss_scale = self._scale_in_use(optimizer, key, call)
+        loss_scale.check(call)
+        return loss_scale, loss_scale.optimizer_states.of(optimizer)
+
+    def _scale_in_use(self, optimizer: torch.optim.Optimizer, key: str | None, call: str) -> LossScale:
+        wanted = self._own if key is None else self._scale_of_key(key)
+        for loss_scale in (self._own, *self._keyed.values()):
+            state = loss_scale.optimizer_states.known(optimizer)
+            if state is not None and state.stage is not OptState.READY:
+                if key is not None and loss_scale is not wanted:
+                    raise RuntimeError(_two_keys(call, key, loss_scale.key, optimizer))
+                wanted = loss_scale
+        if wanted is self._own and wanted.scale is None:
+            raise ValueError(
+                f"{call}() needs a key: losses were scaled under the keys "
+                f"{', '.join(map(repr, sorted(self._keyed)))} and none without. Say whose scale the "
+                f"gradients of this {type(optimizer).__name__} have: {call}(optimizer, key=...)."
+            )
+        return wanted
+
+    def _scale_of_key(self, key: str) -> LossScale:
+        if key not in self._keyed:
+            known = ", ".join(map(repr, sorted(self._keyed))) or "none"
+            raise ValueError(
+                f"No loss was scaled under the key {key!r}; keys so far: {known}. "
+                f"A key begins with scale(loss, key={key!r})."
+            )
+        return self._keyed[key]
+
+    def _scale_of_new_key(self, key: str) -> LossScale:
+        if key not in self._keyed:
+            self._keyed[key] = self._new_scale(key)
+        return self._keyed[key]
+
+    def _new_scale(self, key: str) -> LossScale:
+        if not isinstance(key, str):
+            raise TypeError(f"The key of a scale must be a string, got {key!r}.")
+        return LossScale(self._first_scale, self._schedules.get(key, self._own.schedule), key)
+
+    # -- the scale -------------------------------------------------------------------------------
+
+    def update(self, new_scale: float | Tensor | None = None, key: str | None = None) -> None:
+        """Move the scale, on the device: down after a skipped step, up after enough steps in a row.
+
+        Args:
+            new_scale: set the scale to this number or one-element tensor instead.
+            key: move only the scale of this key. By default every scale moves whose gradients were checked
+                since the last update; with `new_scale`, the scale of losses without a key.
+
+        Raises:
+            AssertionError: no gradients were checked since the last update, or `new_scale` is a tensor of
+                the wrong kind; torch's texts.
+            TypeError: `new_scale` is not a number.
+            ValueError: `new_scale` is a number, or a tensor on the CPU, that is not positive and finite in
+                float32 (a tensor on another device then leaves the scale as it is); no loss was scaled
+                under `key`.
+            ScaleFloorError: gradients overflowed at the floor, and the schedule says `AtFloor.RAISE`.
+
+        Example::
+
+            scaler.step(optimizer)
+            scaler.update()
+        """
+        if not self._enabled:
+            return
+        if self._log.has_pending() if is_tracing() else _torch.frames_are_compiled() is not None:
+            _update_eagerly(self, new_scale, key)  # records are made outside of graphs
+        else:
+            self._update(new_scale, key)
+
+    def _update(self, new_scale: float | Tensor | None, key: str | None) -> None:
+        if key is not None:
+            scales = [self._scale_of_key(key)]
+        elif new_scale is not None or not self._keyed:
+            scales = [self._own]
+        else:
+            each = (self._own, *self._keyed.values())
+            scales = [scale for scale in each if scale.has_flags()] or [self._own]
+        tracing = is_tracing()
+        before = [] if tracing else [self._log.scale_before(scale) for scale in scales]
+        for scale in scales:
+            if new_scale is None:
+                scale.advance()
+            else:
+                scale.set(new_scale, self._device)
+        if not tracing:
+            self._close_records(scales, before)
+
+    def _close_records(self, scales: list[LossScale], before: list[Tensor | None]) -> None:
+        self._log.updates += 1
+        error: Exception | None = None
+        for scale, old in zip(scales, before, strict=True):
+            try:
+                self._log.close(self, scale, old)
+            except Exception as raised:  # the other scales are reported all the same
+                error = error or raised
+        if error is not None:
+            raise error
+
+    def get_scale(self, key: str | None = None) -> float:
+        """Return the scale, 1.0 if disabled; waits for the device.
+
+        Args:
+            key: return the scale of this key.
+
+        Raises:
+            ValueError: no loss was scaled under `key`.
+        """
+        if not self._enabled:
+            return 1.0
+        return (self._own if key is None else self._scale_of_key(key)).value()
+
+    @property
+    def schedule(self) -> LossScaleSchedule:
+        """The rule by which the scale of losses without a key moves."""
+        return self._own.schedule
+
+    def get_growth_factor(self) -> float:
+        """Return the factor by which the scale grows."""
+        return self._own.schedule.growth_factor
+
+    def set_growth_factor(self, new_factor: float) -> None:
+        """Set the factor by which the scale grows.
+
+        Args:
+            new_factor: above 1.
+
+        Raises:
+            AssertionError: it is not above 1; torch's text.
+            ValueError: it is not finite.
+        """
+        self._own.schedule = replace(self._own.schedule, growth_factor=new_factor)
+
+    def get_backoff_factor(self) -> float:
+        """Return the factor by which an overflow lowers the scale."""
+        return self._own.schedule.backoff_factor
+
+    def set_backoff_factor(self, new_factor: float) -> None:
+        """Set the factor by which an overflow lowers the scale.
+
+        Args:
+            new_factor: between 0 and 1.
+
+        Raises:
+            AssertionError: it is not below 1; torch's text.
+            ValueError: it is not above 0.
+        """
+        self._own.schedule = replace(self._own.schedule, backoff_factor=new_factor)
+
+    def get_growth_interval(self) -> int:
+        """Return the number of finite steps in a row before the scale grows."""
+        return self._own.schedule.growth_interval
+
+    def set_growth_interval(self, new_interval: int) -> None:
+        """Set the number of finite steps in a row before the scale grows.
+
+        Args:
+            new_interval: a positive number.
+
+        Raises:
+            ValueError: it is not a positive whole number.
+        """
+        self._own.schedule = replace(self._own.schedule, growth_interval=new_interval)
+
+    def is_enabled(self) -> bool:
+        """Return whether this scaler does anything."""
+        return self._enabled
+
+    # -- records and hooks -----------------------------------------------------------------------
+
+    @property
+    def history(self) -> History:
+        """The last steps, oldest first, as `StepRecord` objects.
+
+        Example::
+
+            print(scaler.history)
+        """
+        return self._log.history
+
+    @property
+    def last_step(self) -> WeakKeyDictionary[torch.optim.Optimizer, StepRecord]:
+        """The `StepRecord` of the last step of each optimizer.
+
+        Example::
+
+            if scaler.last_step[optimizer].skipped:
+                print(scaler.last_step[optimizer])
+        """
+        return self._log.last_step
+
+    def name_parameters(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
+        """Add names of parameters for step records.
+
+        Args:
+            named_parameters: ``model.named_parameters()``.
+
+        Example::
+
+            scaler.name_parameters(model.named_parameters())
+        """
+        if self._enabled:
+            self._log.names.update((id(p), name) for name, p in named_parameters)
+
+    def register_step_hook(self, hook: StepHook) -> RemovableHandle:
+        """Call ``hook(scaler, record)`` in each `update`, for each step since the update before.
+
+        Hooks are called last, when the record is complete and the scale has moved. Their errors come out
+        of `update`. While there is a hook, each `update` waits once for the device. A disabled scaler calls
+        no hooks, and neither does an `update` inside a compiled graph.
+
+        Args:
+            hook: takes the scaler and a `StepRecord`.
+
+        Returns:
+            A handle: ``handle.remove()``, or ``with handle:``.
+
+        Raises:
+            TypeError: `hook` is not callable.
+
+        Example::
+
+            scaler.register_step_hook(lambda scaler, record: print(record))
+        """
+        return self._log.hooks.on_step(hook)
+
+    def register_skip_hook(self, hook: StepHook) -> RemovableHandle:
+        """Call ``hook(scaler, record)`` for each skipped step; otherwise like `register_step_hook`."""
+        return self._log.hooks.on_skip(hook)
+
+    def register_scale_change_hook(self, hook: ScaleHook) -> RemovableHandle:
+        """Call ``hook(scaler, change)`` in each `update` that moves the scale; see `register_step_hook`.
+
+        Args:
+            hook: takes the scaler and a `ScaleChange`.
+
+        Returns:
+            A handle: ``handle.remove()``, or ``with handle:``.
+        """
+        return self._log.hooks.on_scale_change(hook)
+
+    # -- saving ----------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state in torch's format, that of keys under ``"_keys"``; waits for the device.
+
+        Returns:
+            A dict of numbers, which ``torch.amp.GradScaler`` can load too; empty if disabled.
+
+        Example::
+
+            torch.save({"model": model.state_dict(), "scaler": scaler.state_dict()}, path)
+        """
+        if not self._enabled:
+            return {}
+        state = self._own.state_dict()
+        if self._keyed:
+            state["_keys"] = {key: scale.state_dict() for key, scale in self._keyed.items()}
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load the result of `state_dict`, or of that of torch's scaler.
+
+        The state is checked first; after an error the scaler is as it was.
+
+        Args:
+            state_dict: the saved state. It is ignored if the scaler is disabled.
+
+        Raises:
+            RuntimeError: it is empty; torch's text.
+            KeyError: an entry is missing.
+            TypeError: it is not a mapping, or an entry has the wrong type.
+            ValueError: an entry is out of range.
+        """
+        if not self._enabled:
+            return
+        if isinstance(state_dict, Mapping) and len(state_dict) == 0:
+            raise RuntimeError(
+                "The source state dict is empty, possibly because it was saved "
+                "from a disabled instance of GradScaler."
+            )
+        own = check_saved(state_dict, self._own.schedule)
+        saved = state_dict.get("_keys", {})
+        if not isinstance(saved, Mapping):
+            raise TypeError(f'"_keys" of the state of a GradScaler must be a mapping, got {saved!r}.')
+        keyed = {}
+        for key, state in saved.items():
+            scale = self._keyed.get(key) or self._new_scale(key)
+            schedule = scale.schedule if key in self._keyed or key in self._schedules else own.schedule
+            keyed[key] = scale, check_saved(state, schedule)
+        self._own.load(own)
+        for key, (scale, checked) in keyed.items():
+            scale.load(checked)
+            self._keyed[key] = scale
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__.copy()
+        if self._enabled:
+            state["_process_group"] = None
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+    def __repr__(self) -> str:
+        name = type(self).__name__
+        if not self._enabled:
+            return f"{name}({self._device!r}, enabled=False)"
+        parts = [repr(self._device), f"scale={_shown(self._own)}"]
+        parts += [f"scale[{key!r}]={_shown(scale)}" for key, scale in self._keyed.items()]
+        parts += [f"{len(self.history)} steps in history"]
+        return f"{name}({', '.join(parts)})"
+
+    # -- torch's private names, which libraries use ----------------------------------------------
+
+    _scale = _of_own_scale("scale")
+    _growth_tracker = _of_own_scale("growth_tracker")
+    _init_scale = _of_own_scale("init_scale")
+    _init_growth_tracker = _of_own_scale("init_growth_tracker")
+    _per_optimizer_states = _of_own_scale("optimizer_states")
+    _growth_factor = property(get_growth_factor, set_growth_factor)
+    _backoff_factor = property(get_backoff_factor, set_backoff_factor)
+    _growth_interval = property(get_growth_interval, set_growth_interval)
+
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        self._own.allocate(dev)
+
+    def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
+        return self._own.check(funcname)
+
+    def _unscale_grads_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: Tensor,
+        found_inf: Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, Tensor]:
+        parts = group_by_device(optimizer, allow_fp16=allow_fp16)
+        return multiply_all_(parts, inv_scale, found_inf, self._process_group)
+
+    def _get_scale_async(self) -> Tensor | None:
+        return self._own.scale
+
+    def _get_growth_tracker(self) -> int:
+        return self._own.growth() if self._enabled else 0
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        self._check_scale_growth_tracker("_check_inf_per_device")
-        state = self._per_optimizer_states.of(optimizer)
-        parts = gather(optimizer, allow_fp16=True)
-        state["found_inf_per_device"] = by_device([(p.device, p.grad_stats(2.0).found_inf) for p in parts])
-        return cast("dict[str, Any]", state["found_inf_per_device"])  # torch's annotation; devices in truth
+        self._own.check("_check_inf_per_device")
+        state = self._own.optimizer_states.of(optimizer)
+        parts = group_by_device(optimizer, allow_fp16=True)
+        state.found_inf_per_device = by_device([(p.device, p.grad_stats(2.0).found_inf) for p in parts])
+        return cast("dict[str, Any]", state.found_inf_per_device)  # torch's annotation; keys are devices
 
     def _found_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        state = self._per_optimizer_states.of(optimizer)
-        return cast("dict[str, Any]", state["found_inf_per_device"])
+        return cast("dict[str, Any]", self._own.optimizer_states.of(optimizer).found_inf_per_device)
 
 
 _step_eagerly = _torch.outside_graphs(GradScaler._step)
+_update_eagerly = _torch.outside_graphs(GradScaler._update)
+
+_CLOSURE = "Closure use is not currently supported if GradScaler is enabled."
+_NONFINITE_NORM = (
+    "The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it "
+    "cannot be clipped. To disable this error and scale the gradients by the non-finite norm "
+    "anyway, set `error_if_nonfinite=False`"
+)
+
+
+def _checked_device(device: Any, enabled: bool, stacklevel: int) -> tuple[Any, Refusal | None]:
+    """Return the device type, and why its backend refuses a scaler."""
+    try:
+        device_type = device_type_of(device)
+        return device_type, get_backend(device_type).scaler_refusal() if enabled else None
+    except (BackendNotFoundError, ValueError) as error:
+        if enabled:
+            warnings.warn(_UNKNOWN_DEVICE.format(device=device, error=error), AmpWarning, stacklevel)
+        return device, None
+
+
+_UNKNOWN_DEVICE = (
+    "GradScaler({device!r}): {error} The scale will be on the device of the first loss. Pass the type of "
+    "that device, or 'auto'."
+)
+
+
+def _shown(loss_scale: LossScale) -> str:
+    """Return the scale in words; does not wait for the device."""
+    scale = loss_scale.scale
+    if scale is None:
+        return f"{loss_scale.init_scale:g}"
+    return f"{read(scale):g}" if on_host(scale) else f"on {scale.device}"
 
 
 def _refuse_output(value: Any) -> Any:  # noqa: ARG001
     raise ValueError("outputs must be a Tensor or an iterable of Tensors")
+
+
+def _raise_if_overflowed(optimizer: torch.optim.Optimizer, state: OptimizerState) -> None:
+    flags = state.flags()
+    if not flags:
+        raise AssertionError(
+            f"No inf checks were recorded for this optimizer. The closure given to this "
+            f"{type(optimizer).__name__} left no gradient: it must call scaler.scale(loss).backward()."
+        )
+    if combine(flags, flags[0].device).item():
+        raise OverflowedError
 
 
 def _no_gradients(optimizer: torch.optim.Optimizer) -> str:
@@ -272,4 +920,14 @@ def _no_gradients(optimizer: torch.optim.Optimizer) -> str:
         f"No inf checks were recorded for this optimizer. None of the {count} parameters of this "
         f"{type(optimizer).__name__} has a gradient: either no backward pass reached them, or they were set "
         f"to None by zero_grad() before step()."
+    )
+
+
+def _two_keys(call: str, key: str, before: str | None, optimizer: torch.optim.Optimizer) -> str:
+    was = "no key" if before is None else f"the key {before!r}"
+    return (
+        f"{call}() was called with the key {key!r} for this {type(optimizer).__name__}, but its gradients "
+        f"were treated as having the scale of {was} since the last update(). Gradients of one optimizer must "
+        f"have one scale: scale all losses that reach its parameters under one key, or clear the gradients "
+        f"and call update() in between."
     )

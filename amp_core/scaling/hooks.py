@@ -1,19 +1,16 @@
-"""Who is told of steps, of skips and of changes of the scale."""
+"""Callbacks for steps, skipped steps and changes of the scale."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from torch.utils.hooks import RemovableHandle
 
 from amp_core.plugin.default_manager import call_plugins, plugins_listen
 from amp_core.scaling.step_record import StepRecord
-
-if TYPE_CHECKING:
-    from amp_core.scaling.grad_scaler import GradScaler
 
 
 @dataclass(frozen=True)
@@ -21,11 +18,11 @@ class ScaleChange:
     """A `GradScaler.update` that moved the scale.
 
     Attributes:
-        number: the count of updates before it.
-        before: the scale until then.
-        after: the scale from then on.
-        key: whose scale; ``None`` for the scaler's own.
-        rank: of this process in ``torch.distributed``; ``None`` where it is not initialised.
+        number: the number of `GradScaler.update` calls before it.
+        before: the scale before it.
+        after: the scale after it.
+        key: the key of the scale; ``None`` for the scale of losses without a key.
+        rank: rank of this process in ``torch.distributed``; ``None`` if that is not initialised.
     """
 
     number: int
@@ -35,12 +32,15 @@ class ScaleChange:
     rank: int | None = None
 
 
-StepHook = Callable[["GradScaler", StepRecord], object]
-ScaleHook = Callable[["GradScaler", ScaleChange], object]
+StepHook = Callable[[Any, StepRecord], object]
+"""Called with the `GradScaler` and the record."""
+
+ScaleHook = Callable[[Any, ScaleChange], object]
+"""Called with the `GradScaler` and the change."""
 
 
 class Hooks:
-    """The functions registered on one scaler, and the plugins that listen to all."""
+    """The hooks of one scaler, and those of plugins, which are called for every scaler."""
 
     def __init__(self) -> None:
         self._step: OrderedDict[int, StepHook] = OrderedDict()
@@ -52,19 +52,19 @@ class Hooks:
         return _add(self._step, hook)
 
     def on_skip(self, hook: StepHook) -> RemovableHandle:
-        """Call `hook` for each step that was skipped."""
+        """Call `hook` for each skipped step."""
         return _add(self._skip, hook)
 
     def on_scale_change(self, hook: ScaleHook) -> RemovableHandle:
-        """Call `hook` for each update that moved the scale."""
+        """Call `hook` for each update that moves the scale."""
         return _add(self._change, hook)
 
-    def anyone(self) -> bool:
-        """Whether anybody listens."""
+    def exist(self) -> bool:
+        """Whether there is any hook to call."""
         return bool(self._step or self._skip or self._change or plugins_listen())
 
-    def tell(self, scaler: GradScaler, records: Iterable[StepRecord], change: ScaleChange | None) -> None:
-        """Call them all, in the order of their registration; an error of theirs goes to the caller."""
+    def call(self, scaler: object, records: Iterable[StepRecord], change: ScaleChange | None) -> None:
+        """Call all hooks in the order of registration. Their errors reach the caller."""
         for record in records:
             _call(self._step, "amp_step", scaler, record=record)
             if record.skipped:
@@ -81,7 +81,7 @@ def _add(hooks: OrderedDict[int, Any], hook: Callable[..., object]) -> Removable
     return handle
 
 
-def _call(hooks: OrderedDict[int, Any], name: str, scaler: GradScaler, **event: object) -> None:
+def _call(hooks: OrderedDict[int, Any], name: str, scaler: object, **event: object) -> None:
     (what,) = event.values()
     for hook in list(hooks.values()):  # a hook may remove itself
         cast("Callable[..., object]", hook)(scaler, what)

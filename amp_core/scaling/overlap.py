@@ -1,4 +1,4 @@
-"""Gradients read while the backward still runs, each soon after it was written."""
+"""Read gradients during the backward, soon after each is written."""
 
 from __future__ import annotations
 
@@ -10,25 +10,23 @@ import torch
 from torch import Tensor
 
 from amp_core.kernels import GradStats
+from amp_core.plugin.default_manager import get_backend
+from amp_core.scaling.distributed import WHOLE
 from amp_core.scaling.gradients import Gradients, kernels_of
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
-_BUCKET = {"cpu": 1 << 20}
-_BUCKET_ELSEWHERE = 1 << 25
-"""Bytes read at once: on the CPU what a core's cache holds, elsewhere enough for a launch to pay off."""
-
 _ORDERS = 16
-"""Orders of gradients that are kept: one a step of an optimizer, unless some gradients come late."""
+"""Number of cached index tensors; an optimizer needs one, unless gradients arrive in varying order."""
 
 
 class _Read(NamedTuple):
-    """One gradient as it was when it was read: which, in which state, and its place in what was found."""
+    """A gradient as it was when it was read, and its place in the statistics."""
 
     gradient: weakref.ref[Tensor]
     version: int
-    found: GradStats
+    stats: GradStats
     place: int
 
     def is_of(self, gradient: Tensor) -> bool:
@@ -36,10 +34,10 @@ class _Read(NamedTuple):
 
 
 class Overlap:
-    """What the backward has found out about the gradients that it wrote.
+    """Statistics of the gradients that the backward has written so far.
 
-    A gradient that was accumulated into, reduced, replaced or otherwise written since it was read is read
-    again before the step, and so is one whose hook did not run.
+    A gradient that was written, reduced or replaced after it was read is read again before the step. So is
+    one whose hook did not run.
     """
 
     def __init__(self) -> None:
@@ -50,7 +48,7 @@ class Overlap:
         self._orders: dict[tuple[torch.device, tuple[int, ...]], Tensor] = {}
 
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
-        """Read the gradients of `optimizer` in every backward from now on."""
+        """From now on, read the gradients of `optimizer` during each backward."""
         for group in optimizer.param_groups:
             for param in group["params"]:
                 if id(param) not in self._hooked and param.requires_grad:
@@ -76,7 +74,7 @@ class Overlap:
             self._read_pending()
         self._pending[id(param)] = grad
         self._bytes += grad.numel() * grad.element_size()
-        if self._bytes >= _BUCKET.get(grad.device.type, _BUCKET_ELSEWHERE):
+        if self._bytes >= _bucket_nbytes(grad.device):
             self._read_pending()
 
     def _read_pending(self) -> None:
@@ -85,18 +83,18 @@ class Overlap:
             self._read(list(pending), list(pending.values()))
 
     def _read(self, keys: Sequence[int], grads: Sequence[Tensor]) -> None:
-        found = kernels_of(grads[0].device).grad_stats(grads, 2.0)
+        stats = kernels_of(grads[0].device).grad_stats(grads, 2.0)
         for place, (key, grad) in enumerate(zip(keys, grads, strict=True)):
-            self._reads[key] = _Read(weakref.ref(grad), grad._version, found, place)
+            self._reads[key] = _Read(weakref.ref(grad), grad._version, stats, place)
 
     def grad_stats(self, part: Gradients, norm_type: float) -> GradStats:
-        """Return what `Gradients.grad_stats` would, reading only what was not read as it is now."""
-        if norm_type != 2.0 or part.mesh is not None:
+        """Return the same as `Gradients.grad_stats`, but read only what changed since it was last read."""
+        if norm_type != 2.0 or part.sharding is not WHOLE:
             return part.grad_stats(norm_type)
         keys = [id(p) for p in part.params]
         late = [i for i, key in enumerate(keys) if not self._is_read(key, part.grads[i])]
         for key in keys:
-            self._pending.pop(key, None)  # they are among the late ones
+            self._pending.pop(key, None)  # they count as late
         if len(late) == len(keys):
             return part.grad_stats(norm_type)
         if late:
@@ -104,20 +102,20 @@ class Overlap:
         return self._joined([self._reads.pop(key) for key in keys])
 
     def _joined(self, reads: Sequence[_Read]) -> GradStats:
-        """Put together what was found bucket by bucket, in the order of the gradients."""
-        buckets = {id(read.found): read.found for read in reads}
+        """Join the statistics of the buckets, in the order of the gradients."""
+        buckets = {id(read.stats): read.stats for read in reads}
         starts, start = {}, 0
-        for key, found in buckets.items():
+        for key, stats in buckets.items():
             starts[key] = start
-            start += found.norms.numel()
-        places = tuple([starts[id(read.found)] + read.place for read in reads])
-        order = self._on_device(places, reads[0].found.norm.device)
-        norms = torch.cat([found.norms for found in buckets.values()])[order]
-        bad = torch.cat([found.nonfinite for found in buckets.values()])[order]
+            start += stats.norms.numel()
+        places = tuple([starts[id(read.stats)] + read.place for read in reads])
+        order = self._on_device(places, reads[0].stats.norm.device)
+        norms = torch.cat([stats.norms for stats in buckets.values()])[order]
+        bad = torch.cat([stats.nonfinite for stats in buckets.values()])[order]
         return GradStats(_norm(norms), norms, bad, bad.amax())
 
     def _on_device(self, order: tuple[int, ...], device: torch.device) -> Tensor:
-        """Return `order` on `device`; it is kept, for the host waits while it is brought there."""
+        """Return `order` on `device`, cached: copying it there makes the host wait."""
         known = self._orders.get((device, order))
         if known is None:
             if len(self._orders) == _ORDERS:
@@ -136,7 +134,11 @@ class Overlap:
         Overlap.__init__(self)
 
 
+def _bucket_nbytes(device: torch.device) -> int:
+    return get_backend(device.type).grad_bucket_nbytes
+
+
 def _norm(norms: Tensor) -> Tensor:
-    wide = norms if norms.device.type == "mps" else norms.double()
+    wide = norms.double() if get_backend(norms.device.type).has_float64 else norms
     total: Tensor = torch.linalg.vector_norm(wide)
     return total.to(norms.dtype)

@@ -1,4 +1,4 @@
-"""What is remembered of each step. Nothing here waits for the device until somebody reads it."""
+"""Records of steps. They hold tensors on the device; only reading them waits."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class BadParameter:
 
     Attributes:
         name: its name in ``named_parameters``, or its shape.
-        nonfinite: the number of such elements; ``None`` where the device decided and nobody counted.
-        elements: the number of all its elements.
+        nonfinite: the number of such elements; ``None`` if the device decided and they were not counted.
+        elements: the number of its elements.
     """
 
     name: str
@@ -29,14 +29,14 @@ class BadParameter:
 
 @dataclass(repr=False)
 class StepRecord:
-    """One `GradScaler.step`; prints as a line.
+    """The record of one `GradScaler.step`. ``print(record)`` shows it in one line.
 
-    Reading a property, or printing it, waits for the device, once; making the record does not.
+    Creating a record does not wait for the device; reading it for the first time does.
 
     Attributes:
-        number: the count of `GradScaler.update` calls before it.
+        number: the number of `GradScaler.update` calls before the step.
         optimizer: the optimizer's class name.
-        key: the key of the scale that its gradients had; ``None`` for the scaler's own.
+        key: the key of the loss scale; ``None`` for the scale of losses without a key.
     """
 
     number: int
@@ -60,24 +60,24 @@ class StepRecord:
 
     @property
     def scale_before(self) -> float:
-        """The scale that the gradients had."""
+        """The scale of the gradients."""
         return float(self._scale_before)
 
     @property
     def scale_after(self) -> float | None:
-        """The scale after the `update` that followed; ``None`` before it."""
+        """The scale after the following `update`; ``None`` until then."""
         return None if self._scale_after is None else float(self._scale_after)
 
     @property
     def total_norm(self) -> float | None:
-        """The norm of the true gradients before clipping; ``None`` where none was asked for."""
+        """The norm of the unscaled gradients before clipping; ``None`` if the step did not clip."""
         return None if self._total_norm is None else float(self._total_norm)
 
     @property
     def bad_parameters(self) -> tuple[BadParameter, ...]:
         """The parameters whose gradients held an inf or a NaN.
 
-        Where the step was taken: those of the micro-batches that were left out of it, if any.
+        For a step that was taken, these come from the micro-batches that were left out of it.
         """
         if self._bad is None and self._nonfinite is not None:
             flags = _values(self._nonfinite)
@@ -90,18 +90,18 @@ class StepRecord:
 
     @property
     def bad_micro_batches(self) -> tuple[int, ...]:
-        """Which micro-batches of the step's `AccumulationWindow` held an inf or a NaN, from 0; else empty."""
+        """Indices of the micro-batches in the `AccumulationWindow` that held an inf or a NaN."""
         return tuple(i for i, flag in enumerate(_values(self._micro_batches)) if flag)
 
     @property
     def rank(self) -> int | None:
-        """The rank of this process in ``torch.distributed``; ``None`` where it is not initialised."""
+        """Rank of this process in ``torch.distributed``; ``None`` if that is not initialised."""
         if self._rank is None:
             self._rank = rank()
         return self._rank
 
     def as_dict(self) -> dict[str, Any]:
-        """Return everything as plain values, for a log."""
+        """Return all fields as plain values, for logs and JSON."""
         return {
             "number": self.number,
             "optimizer": self.optimizer,
@@ -137,7 +137,7 @@ class StepRecord:
 
 
 def worst(record: StepRecord) -> str:
-    """Return the first five of the record's bad parameters, in words."""
+    """Describe the first five bad parameters of the record."""
     named = [
         b.name if b.nonfinite is None else f"{b.name} ({b.nonfinite} of {b.elements})"
         for b in record.bad_parameters
@@ -151,22 +151,23 @@ _ON_DEVICE = ("_found_inf", "_scale_before", "_scale_after", "_total_norm", "_no
 
 
 def fetch(records: Sequence[StepRecord]) -> None:
-    """Bring all that `records` hold to the host in one copy, so that reading them waits no more."""
-    held = [
+    """Copy everything in `records` to the host at once, so that reading them no longer waits."""
+    pending = [
         (record, name, value)
         for record in records
         for name in _ON_DEVICE
         if isinstance(value := getattr(record, name), Tensor)
     ]
-    if not held:
+    if not pending:
         return
-    device = held[0][2].device
-    dtype = torch.float32 if device.type == "mps" else torch.float64
-    flat = [value.detach().reshape(-1).to(device, dtype) for _, _, value in held]
+    device = pending[0][2].device
+    wide = any(value.dtype is torch.float64 for _, _, value in pending)
+    dtype = torch.float64 if wide else torch.float32
+    flat = [value.detach().reshape(-1).to(device, dtype) for _, _, value in pending]
     values = iter(torch.cat(flat).tolist())
-    for record, name, value in held:
-        found = [next(values) for _ in range(value.numel())]
-        setattr(record, name, found if value.dim() else found[0])
+    for record, name, value in pending:
+        numbers = [next(values) for _ in range(value.numel())]
+        setattr(record, name, numbers if value.dim() else numbers[0])
 
 
 def _values(flags: Tensor | list[float] | None) -> list[float]:
@@ -176,7 +177,7 @@ def _values(flags: Tensor | list[float] | None) -> list[float]:
 
 
 def rank() -> int | None:
-    """Return this process's rank in ``torch.distributed``; ``None`` where it is not initialised."""
+    """Return the rank of this process in ``torch.distributed``; ``None`` if that is not initialised."""
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank()
@@ -184,13 +185,24 @@ def rank() -> int | None:
 
 
 class History(Sequence[StepRecord]):
-    """The last steps, oldest first; older ones are let go. Prints those that were not whole, line by line."""
+    """The last steps, oldest first. ``print(history)`` lists those that were skipped or left something out.
 
-    def __init__(self, size: int) -> None:
+    Example::
+
+        for record in scaler.history.skipped:
+            print(record)
+    """
+
+    def __init__(self, size: int | None) -> None:
         self._records: deque[StepRecord] = deque(maxlen=size)
 
+    @property
+    def size(self) -> int | None:
+        """The number of steps that are kept; ``None`` for all."""
+        return self._records.maxlen
+
     def append(self, record: StepRecord) -> None:
-        """Add the newest."""
+        """Add a step; the oldest is dropped if the history is full."""
         self._records.append(record)
 
     def __len__(self) -> int:
@@ -217,19 +229,19 @@ class History(Sequence[StepRecord]):
         return [record for record in self._records if record.skipped]
 
     def plot(self, path: str | Path) -> None:
-        """Draw the scale (of each key) and the skipped steps into a picture; waits for the device.
+        """Plot the scale of each key and the skipped steps into a file; waits for the device.
 
         Args:
-            path: where it goes; the suffix gives the format (png, svg, pdf ...).
+            path: the file; its suffix gives the format (png, svg, pdf ...).
 
         Raises:
             ImportError: matplotlib is not installed.
-            ValueError: there are no steps yet.
+            ValueError: the history is empty.
         """
         from amp_core.scaling.plot import save_scales
 
         if not self._records:
-            raise ValueError("The history is empty: no step was taken or skipped since the scaler was made.")
+            raise ValueError("The history is empty: the scaler has not taken or skipped a step yet.")
         fetch(self._records)
         scales: dict[str | None, dict[int, float]] = {}
         skipped: dict[str | None, list[int]] = {}
@@ -245,14 +257,14 @@ def bad_parameters(
     params: Sequence[Tensor], grads: Sequence[Tensor], names: Mapping[int, str]
 ) -> tuple[BadParameter, ...]:
     """Count the non-finite elements of each gradient; waits for the device."""
-    found = []
+    bad = []
     for param, grad in zip(params, grads, strict=True):
         count = int((~grad.detach().isfinite()).sum().item())
         if count:
-            found.append(BadParameter(name_of(param, names), count, grad.numel()))
-    return tuple(found)
+            bad.append(BadParameter(name_of(param, names), count, grad.numel()))
+    return tuple(bad)
 
 
 def name_of(param: Tensor, names: Mapping[int, str]) -> str:
-    """Return the name of `param`, or what can be said instead."""
+    """Return the name of `param`, or its shape if it has none."""
     return names.get(id(param)) or f"parameter of shape {tuple(param.shape)}"

@@ -1,7 +1,7 @@
-"""A fault of torch's fused SGD: a first step that is skipped leaves its momentum uninitialised.
+"""Workaround for torch's fused SGD, which leaves momentum uninitialised if its first step is skipped.
 
-``torch.optim.sgd._fused_sgd`` allocates the buffers with ``empty_like`` and lets the kernel fill them, which
-returns at once where ``found_inf`` is set (seen on torch 2.13.0). The next step adds what lay in that memory.
+``torch.optim.sgd._fused_sgd`` allocates the buffers with ``empty_like`` for the kernel to fill, but the
+kernel returns at once if ``found_inf`` is set (torch 2.13.0). The next step adds whatever is in that memory.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from torch import Tensor
 
 
 def groups_without_momentum(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return the parameter groups for which the next step allocates momentum."""
+    """Return the parameter groups whose momentum the next step will allocate."""
     if not isinstance(optimizer, torch.optim.SGD):
         return []
     return [group for group in optimizer.param_groups if group["momentum"] and _is_first(optimizer, group)]
 
 
 def _is_first(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
-    # torch has all buffers of a group or none.
+    # torch allocates all buffers of a group at once.
     with_gradient = next((p for p in group["params"] if p.grad is not None), None)
     if with_gradient is None:
         return False
@@ -29,9 +29,9 @@ def _is_first(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
 
 @torch.no_grad()
 def clear_momentum(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], found_inf: Tensor) -> None:
-    """Make the momentum of `groups` what it is before a first step, if the step was skipped.
+    """Reset the momentum of `groups` to its initial state if the step was skipped.
 
-    Zero is that where there is no dampening; else the buffers must go, and the host waits to know.
+    Without dampening that state is zero. With dampening the buffers must go, and the host waits to know.
     """
     for group in groups:
         states = [optimizer.state[p] for p in group["params"] if p.grad is not None]

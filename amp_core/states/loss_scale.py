@@ -1,7 +1,7 @@
-"""The state machines of amp-core, as pure functions: (state, event) -> state.
+"""The state machine of the loss scale, as pure functions: (state, event) -> state.
 
-Nothing here holds a tensor or touches a device. `GradScaler` and every backend's device-side
-kernels must agree with these functions bit for bit.
+Nothing here holds a tensor or touches a device. `GradScaler` and the device kernels of every backend must
+agree with these functions bit for bit.
 """
 
 from __future__ import annotations
@@ -11,33 +11,50 @@ import math
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from numbers import Real
 from typing import Any
+
+from torch.amp.grad_scaler import OptState
+
+__all__ = [
+    "AtFloor",
+    "Hysteresis",
+    "LossScaleSchedule",
+    "OptState",
+    "ScaleState",
+    "float32",
+    "further_fields",
+    "known_fields",
+    "next_scale",
+    "next_stage",
+    "valid_scale",
+]
 
 
 class Hysteresis(str, enum.Enum):
-    """When an overflow lowers the scale, given a count ``h``: three systems, three meanings."""
+    """When an overflow lowers the scale, given a count ``h``. Each value follows another system."""
 
     BUDGET = "budget"
-    """Megatron, DeepSpeed: ``h - 1`` overflows are forgiven; the budget is refilled when the scale grows."""
+    """Megatron, DeepSpeed: ignore ``h - 1`` overflows, then lower. Growth restores the budget."""
 
     CONSECUTIVE = "consecutive"
-    """DeepSpeed ``consecutive_hysteresis``, apex: as `BUDGET`, but any finite step refills it."""
+    """DeepSpeed ``consecutive_hysteresis``, apex: as `BUDGET`, but any finite step restores it."""
 
     EVERY = "every"
-    """Paddle: the scale is lowered once per ``h`` consecutive overflows."""
+    """Paddle: lower the scale once per ``h`` consecutive overflows."""
 
 
 class AtFloor(str, enum.Enum):
-    """What happens when gradients overflow though the scale is at its floor."""
+    """What `GradScaler.update` does when gradients overflow while the scale is at its floor."""
 
     WARN = "warn"
-    """Warn, once for each time that the floor is reached."""
+    """Warn once each time the scale reaches the floor."""
 
     RAISE = "raise"
-    """Raise `ScaleFloorError` from `GradScaler.update`, as DeepSpeed does."""
+    """Raise `ScaleFloorError`, as DeepSpeed does."""
 
     STOP = "stop"
-    """Warn, and stop scaling: the scale is 1 from then on; steps are still checked and skipped."""
+    """Warn and set the scale to 1 for good. Steps are still checked and skipped."""
 
 
 @dataclass(frozen=True)
@@ -45,16 +62,25 @@ class LossScaleSchedule:
     """How the loss scale moves. The defaults are torch's.
 
     Attributes:
-        growth_factor: what the scale is multiplied by after `growth_interval` finite steps in a row.
-        backoff_factor: what it is multiplied by at an overflow.
-        growth_interval: number of finite steps in a row before it grows.
-        min_scale: it is never lowered below this; by default the smallest scale whose reciprocal is
-            a finite float32 (torch has no floor: its scale reaches 0 and then ruins the parameters).
-        max_scale: it is never raised above this.
-        hysteresis: number of overflows that it takes to lower it; see `Hysteresis`.
-        hysteresis_kind: what that number means.
-        at_floor: what happens when gradients overflow at `min_scale`; see `AtFloor`. With another
-            value than `AtFloor.WARN`, `GradScaler.update` waits for the device once.
+        growth_factor: multiplies the scale after `growth_interval` finite steps in a row; above 1.
+        backoff_factor: multiplies the scale after an overflow; between 0 and 1.
+        growth_interval: number of finite steps in a row before the scale grows.
+        min_scale: the floor of the scale. The default is the smallest scale whose reciprocal is a finite
+            float32. (torch has no floor: its scale can reach 0, and the next step then writes NaN.)
+        max_scale: the ceiling of the scale.
+        hysteresis: number of overflows it takes to lower the scale; see `Hysteresis`.
+        hysteresis_kind: how overflows are counted.
+        at_floor: what happens when gradients overflow at `min_scale`. With any value but `AtFloor.WARN`,
+            each `GradScaler.update` waits for the device.
+
+    Raises:
+        AssertionError: `growth_factor` is not above 1, or `backoff_factor` not below 1; torch's texts.
+        ValueError: any other field is out of range, or `min_scale` is not a float32 above 0.
+
+    Example::
+
+        schedule = LossScaleSchedule(min_scale=1.0, max_scale=2.0**24, hysteresis=2)
+        scaler = GradScaler("cpu", schedule=schedule)
     """
 
     growth_factor: float = 2.0
@@ -68,10 +94,18 @@ class LossScaleSchedule:
 
     @classmethod
     def constant(cls, scale: float) -> LossScaleSchedule:
-        """Return the schedule of a scale that never moves: its floor and ceiling are `scale`."""
+        """Return a schedule that keeps the scale at `scale`.
+
+        Raises:
+            ValueError: `scale` is not a positive, finite float32.
+        """
+        scale = valid_scale(scale)
         return cls(min_scale=scale, max_scale=scale)
 
     def __post_init__(self) -> None:
+        for name in ("growth_factor", "backoff_factor", "min_scale", "max_scale"):
+            value = getattr(self, name)
+            _check(isinstance(value, Real), f"{name} must be a number, got {value!r}.", TypeError)
         object.__setattr__(self, "hysteresis_kind", Hysteresis(self.hysteresis_kind))
         object.__setattr__(self, "at_floor", AtFloor(self.at_floor))
         _check(self.growth_factor > 1.0, "The growth factor must be > 1.0.", AssertionError)
@@ -88,13 +122,17 @@ class LossScaleSchedule:
             f"got min_scale={self.min_scale}, max_scale={self.max_scale}.",
         )
         _check(
+            0.0 < float32(self.min_scale) < math.inf,
+            f"The floor of the scale must be a positive, finite float32, got min_scale={self.min_scale}.",
+        )
+        _check(
             isinstance(self.hysteresis, int) and self.hysteresis > 0,
             f"The hysteresis must be a positive number of overflows, got {self.hysteresis!r}.",
         )
 
 
 def further_fields(schedule: LossScaleSchedule) -> dict[str, Any]:
-    """Return, as plain values, what `schedule` has beyond torch's three and not as by default."""
+    """Return the fields of `schedule` that torch does not have and that differ from the default."""
     return {
         field.name: value.value if isinstance(value := getattr(schedule, field.name), enum.Enum) else value
         for field in fields(schedule)[3:]
@@ -103,11 +141,12 @@ def further_fields(schedule: LossScaleSchedule) -> dict[str, Any]:
 
 
 def known_fields(saved: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return `saved`, which `further_fields` gave.
+    """Return `saved` if it can be the result of `further_fields`.
 
     Raises:
-        ValueError: it names a field that a `LossScaleSchedule` does not have.
+        ValueError: it is not a mapping, or it has a field that `LossScaleSchedule` does not have.
     """
+    _check(isinstance(saved, Mapping), f"The saved schedule must be a mapping, got {saved!r}.")
     unknown = saved.keys() - {field.name for field in fields(LossScaleSchedule)}
     _check(
         not unknown,
@@ -124,7 +163,7 @@ def _check(holds: bool, text: str, error: type[Exception] = ValueError) -> None:
 
 @dataclass(frozen=True)
 class ScaleState:
-    """The loss scale (a float32 value), its finite steps in a row, and the overflows still forgiven."""
+    """The loss scale (a float32 value), its finite steps in a row, and the overflows left before it drops."""
 
     scale: float
     growth_tracker: int = 0
@@ -134,8 +173,16 @@ class ScaleState:
 def next_scale(state: ScaleState, found_inf: bool, schedule: LossScaleSchedule) -> ScaleState:
     """Return the state after one `GradScaler.update`.
 
-    The product is taken in float64 and rounded to float32, and growth that would leave float32 is
-    refused, as in torch's ``_amp_update_scale_``.
+    As in torch's ``_amp_update_scale_``, the product is computed in float64 and rounded to float32, and
+    the scale does not grow beyond float32.
+
+    Args:
+        state: the state before the update.
+        found_inf: whether a step was skipped because a gradient was not finite.
+        schedule: the rule.
+
+    Returns:
+        The new state.
     """
     if found_inf:
         return _overflow(state, schedule)
@@ -159,20 +206,35 @@ def _overflow(state: ScaleState, schedule: LossScaleSchedule) -> ScaleState:
     return ScaleState(scale, 0, schedule.hysteresis if every else max(left, 0))
 
 
+def valid_scale(value: Any) -> float:
+    """Return `value` as a float if it can be a loss scale.
+
+    Raises:
+        TypeError: it is not a number.
+        ValueError: it is not positive and finite, or float32 rounds it to 0 or inf.
+    """
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: a tensor of several elements
+        raise TypeError(f"The scale must be a number, got {value!r}.") from error
+    if not (math.isfinite(number) and number > 0.0):
+        raise ValueError(f"The scale must be positive and finite, got {value!r}.")
+    if not 0.0 < float32(number) < math.inf:
+        raise ValueError(
+            f"The scale must be positive and finite in float32, got {value!r}, which float32 rounds to "
+            f"{float32(number)}. Pass a value between 2**-149 and 3.4e38."
+        )
+    return number
+
+
 def float32(value: float) -> float:
-    """Round to the nearest float32; beyond its range, to infinity."""
+    """Round to the nearest float32; values beyond its range become infinite."""
     try:
         return float(struct.unpack("f", struct.pack("f", value))[0])
     except OverflowError:
         return math.copysign(math.inf, value)
-
-
-class OptState(enum.Enum):
-    """The stage of one optimizer between two calls of `GradScaler.update`."""
-
-    READY = 0
-    UNSCALED = 1
-    STEPPED = 2
 
 
 _STAGES: dict[tuple[OptState, str], OptState | str] = {
@@ -185,7 +247,7 @@ _STAGES: dict[tuple[OptState, str], OptState | str] = {
     (OptState.STEPPED, "unscale_"): "unscale_() is being called after step().",
     (OptState.STEPPED, "step"): "step() has already been called since the last update().",
 }
-"""(stage, call) -> next stage, or the text of torch's error. ``update`` leads back to READY from any."""
+"""(stage, call) -> next stage, or torch's error text. ``update`` resets every stage to READY."""
 
 
 def next_stage(stage: OptState, call: str) -> OptState:

@@ -31,6 +31,8 @@ def ranks(scene: str, count: int) -> subprocess.CompletedProcess[str]:
     [
         ("plain", 2),
         ("beyond", 2),
+        ("bucket_views", 2),
+        pytest.param("fsdp1", 2, marks=pytest.mark.slow),
         pytest.param("overlap", 2, marks=pytest.mark.slow),
         pytest.param("fsdp", 2, marks=pytest.mark.slow),
         pytest.param("groups", 3, marks=pytest.mark.slow),

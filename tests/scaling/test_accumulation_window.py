@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from random import Random
 from typing import Any
 
 import pytest
@@ -224,3 +225,56 @@ def test_a_window_does_not_wait_for_the_device() -> None:
         run.window({1})
         run.step()
     assert waits.count == 0
+
+
+def test_gradients_in_memory_of_others_are_not_kept() -> None:
+    """The sum is overwritten by the next micro-batch, where gradients are views of DDP's buckets."""
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    optimizer, scaler = torch.optim.SGD([parameter], lr=1.0), GradScaler("cpu", 1.0)
+    bucket = torch.zeros(5)
+    scaler.scale(torch.ones(()))
+    for _ in range(3):
+        optimizer.zero_grad()
+        with AccumulationWindow(scaler, optimizer) as window:
+            for value in (1.0, 2.0, 4.0):
+                with window.micro_batch():
+                    bucket[1:4] = value
+                    parameter.grad = bucket[1:4]
+        assert parameter.grad.tolist() == [7.0] * 3
+        scaler.step(optimizer)
+        scaler.update()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_parameters_that_come_late(seed: int) -> None:
+    """A parameter that is unfrozen, added or first used inside a window ends in a ValueError, or is lost."""
+    random = Random(seed)
+    first, second, third = (torch.nn.Parameter(torch.ones(2)) for _ in range(3))
+    second.requires_grad_(False)
+    optimizer, scaler = torch.optim.SGD([first, second], lr=0.0), GradScaler("cpu", 8.0)
+    for _ in range(3):
+        optimizer.zero_grad()
+        wanted: dict[int, float] = {}
+        bad = random.choice([None, 0, 1, 2])
+        with AccumulationWindow(scaler, optimizer, reweight=False) as window:
+            for number in range(3):
+                event = random.choice(["none", "unfreeze", "add", "freeze"])
+                known = sum(len(group["params"]) for group in optimizer.param_groups)
+                if event == "add" and known == 2:
+                    optimizer.add_param_group({"params": [third]})
+                elif event in ("unfreeze", "freeze"):
+                    second.requires_grad_(event == "unfreeze")
+                used = [p for p in (first, second, third) if random.random() < 0.7 and p.requires_grad]
+                used = [p for p in used if p is not third or optimizer.param_groups[-1]["params"][0] is third]
+                with window.micro_batch():
+                    if used:
+                        loss = sum(p.sum() for p in used) * (math.inf if number == bad else 1.0)
+                        scaler.scale(loss).backward()
+                for param in used:
+                    wanted[id(param)] = wanted.get(id(param), 0.0) + (0.0 if number == bad else 8.0)
+        found = {id(p): float(p.grad[0]) for p in (first, second, third) if p.grad is not None}
+        assert found == wanted
+        if found:
+            scaler.step(optimizer)
+            scaler.update()
+            scaler.update(8.0)

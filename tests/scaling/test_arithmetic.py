@@ -24,7 +24,7 @@ DTYPES = st.sampled_from([torch.float32, torch.float64])
 def here_and_there(call: Callable[[], T]) -> tuple[T, T]:
     """Return what `call` gives where the host reads the numbers, and where torch's operations do."""
     here = call()
-    with patch.object(arithmetic, "_is_at_hand", lambda *_: False):
+    with patch.object(arithmetic, "on_host", lambda *_: False):
         return here, call()
 
 

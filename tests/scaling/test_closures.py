@@ -91,7 +91,7 @@ def test_an_overflow_in_any_evaluation_skips_the_step_whole(kind: str, spoil: in
     """NaN is stepped into the parameters, or they are left where a line search was."""
     scaler = GradScaler("cpu", 2.0**10)
     run = Problem(KINDS[kind], scaler)
-    scaler._names.update({id(p): name for name, p in run.model.named_parameters()})
+    scaler._log.names.update({id(p): name for name, p in run.model.named_parameters()})
     run.step()
     before, state = run.values(), copy.deepcopy(run.optimizer.state_dict()["state"])
     assert run.step(spoil) is None

@@ -8,6 +8,7 @@ import math
 import pickle
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -105,11 +106,21 @@ def test_arguments_are_checked(options: dict[str, Any], text: str) -> None:
             getattr(OURS("cpu"), f"set_{name}")(value)
 
 
-def test_an_unknown_device_is_refused() -> None:
-    """A misspelt device is taken in silence."""
-    THEIRS("banana")
-    with pytest.raises(amp_core.BackendNotFoundError, match="banana"):
-        OURS("banana")
+@pytest.mark.parametrize("device", ["banana", None, mock.Mock()])
+def test_an_unknown_device_is_named(device: Any) -> None:
+    """A misspelt device is taken in silence, or one that torch takes is refused."""
+    THEIRS(device)
+    with pytest.warns(amp_core.errors.AmpWarning, match="banana|None|Mock") as caught:
+        scaler = OURS(device)
+    assert caught[0].filename == __file__
+    parameter = weight()
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    scaler.scale(parameter.sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert torch.equal(parameter, torch.zeros(2))
+    THEIRS(device, enabled=False)
+    OURS(device, enabled=False)
 
 
 def test_positional_closure() -> None:

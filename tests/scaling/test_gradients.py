@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 
 from amp_core.scaling import gradients
-from amp_core.scaling.gradients import gather
+from amp_core.scaling.gradients import group_by_device
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # once a process, before torch 2.12
 
@@ -56,8 +56,13 @@ GRADIENTS = [fresh, transposed, sparse, negative, subclass, nothing]
 
 def seen(optimizer: torch.optim.Optimizer) -> list[tuple[object, ...]]:
     return [
-        (part.device, part.shards, [id(p) for p in part.params], [g.to_dense().tolist() for g in part.grads])
-        for part in gather(optimizer, allow_fp16=True)
+        (
+            part.device,
+            part.sharding,
+            [id(p) for p in part.params],
+            [g.to_dense().tolist() for g in part.grads],
+        )
+        for part in group_by_device(optimizer, allow_fp16=True)
     ]
 
 
@@ -87,7 +92,7 @@ def test_any_change_is_noticed(program: list[tuple[object, int] | str]) -> None:
             make, index = change
             make(params[index % len(params)])
         remembered = seen(optimizer)
-        gradients._last_seen.clear()
+        gradients._groupings.clear()
         assert seen(optimizer) == remembered
         assert seen(optimizer) == remembered
 
@@ -96,7 +101,7 @@ def test_nothing_is_kept_alive() -> None:
     """Memory of gradients that `zero_grad` has let go, or of a model that is gone, would be held."""
     param = parameter()
     optimizer = torch.optim.SGD([param], lr=0.1)
-    gather(optimizer, allow_fp16=False)
+    group_by_device(optimizer, allow_fp16=False)
     grad = weakref.ref(param.grad)
     optimizer.zero_grad()
     assert grad() is None
@@ -109,6 +114,6 @@ def test_nothing_is_kept_alive() -> None:
 def test_float16_is_refused_though_it_was_seen_with_permission() -> None:
     """A scaler without `allow_fp16_gradients` would unscale float16 because another one had."""
     optimizer = torch.optim.SGD([parameter(torch.float16)], lr=0.1)
-    gather(optimizer, allow_fp16=True)
+    group_by_device(optimizer, allow_fp16=True)
     with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
-        gather(optimizer, allow_fp16=False)
+        group_by_device(optimizer, allow_fp16=False)

@@ -64,7 +64,7 @@ CHANGES = [nothing, doubled, replaced, spoiled, dropped]
 
 @pytest.fixture(autouse=True)
 def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(overlap._BUCKET, "cpu", 600)
+    monkeypatch.setattr(overlap, "_bucket_nbytes", lambda _: 600)
 
 
 def trained(
@@ -178,7 +178,8 @@ def test_no_wait_on_another_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Numbers that lie on the host put in order what the buckets found: every step waits for the GPU."""
     away = torch.device("meta")  # has no memory, so that whatever is brought there shows
     monkeypatch.setattr(overlap, "kernels_of", lambda _: PORTABLE)
-    monkeypatch.setattr(overlap, "_BUCKET_ELSEWHERE", 64)
+    monkeypatch.setattr(overlap, "get_backend", lambda _: amp_core.get_backend("cpu"))
+    monkeypatch.setattr(overlap, "_bucket_nbytes", lambda _: 64)
     params: list[Tensor] = [nn.Parameter(torch.empty(n, device=away)) for n in (3, 20, 5, 40)]
     reads = overlap.Overlap()
 

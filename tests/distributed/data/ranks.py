@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -30,10 +30,16 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 5))
 
 
-def trained(net: nn.Module, kind: str, overflow_at: int, max_norm: float | None) -> tuple[nn.Module, list]:
+def trained(
+    net: nn.Module,
+    kind: str,
+    overflow_at: int,
+    max_norm: float | None,
+    group: dist.ProcessGroup | None = None,
+) -> tuple[nn.Module, list]:
     options = {"fused": True} if kind == "fused" else {}
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, **options)
-    scaler = amp_core.GradScaler("cpu", 1024.0, growth_interval=2)
+    scaler = amp_core.GradScaler("cpu", 1024.0, growth_interval=2, process_group=group)
     seen = []
     for number, batch in enumerate(INPUTS):
         optimizer.zero_grad()
@@ -49,8 +55,12 @@ def trained(net: nn.Module, kind: str, overflow_at: int, max_norm: float | None)
 
 def spoil(net: nn.Module) -> None:
     """An inf in the last element of the first weight: in the piece of one rank, if it is cut."""
-    grad = next(iter(net.parameters())).grad
-    if not isinstance(grad, DTensor):
+    grads = [p.grad for p in net.parameters() if p.grad is not None and p.grad.numel()]
+    grad = grads[0]
+    if isinstance(net, FullyShardedDataParallel):
+        if dist.get_rank() == dist.get_world_size() - 1:
+            grads[-1].view(-1)[0] = math.inf
+    elif not isinstance(grad, DTensor):
         grad.view(-1)[-1] = math.inf
     elif dist.get_rank() == dist.get_world_size() - 1:
         grad.to_local().view(-1)[-1] = math.inf
@@ -80,6 +90,50 @@ def fsdp() -> None:
                     assert math.isclose(norm, wanted, rel_tol=1e-5), (norm, wanted)
             for ours, theirs in zip(net.parameters(), alone.parameters(), strict=True):
                 torch.testing.assert_close(full(ours), theirs, rtol=1e-5, atol=1e-6)
+
+
+def fsdp1() -> None:
+    """FullyShardedDataParallel: refused without its ranks; with them as in one process."""
+    for kind in ("fused", "plain"):
+        alone, expected = trained(model(), kind, 2, 0.01)
+        for original in (True, False):
+            net = FullyShardedDataParallel(model(), use_orig_params=original, device_id=torch.device("cpu"))
+            optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, fused=kind == "fused")
+            lone = amp_core.GradScaler("cpu", 1024.0)
+            lone.scale(net(INPUTS[0]).square().mean()).backward()
+            with raises(ValueError, r"process_group=model\.process_group"):
+                lone.step(optimizer, max_norm=0.01)
+            net, seen = trained(net, kind, 2, 0.01, net.process_group)
+            assert [s[::2] for s in seen] == [e[::2] for e in expected], (seen, expected)
+            for (_, norm, _), (_, wanted, _) in zip(seen, expected, strict=True):
+                if math.isfinite(wanted):
+                    assert math.isclose(norm, wanted, rel_tol=1e-5), (original, norm, wanted)
+            with FullyShardedDataParallel.summon_full_params(net):
+                for ours, theirs in zip(net.parameters(), alone.parameters(), strict=original):
+                    if original:
+                        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def bucket_views() -> None:
+    """Gradients that are views of DistributedDataParallel's buckets: a window keeps what they held."""
+    sums = []
+    for as_view in (False, True):
+        net = DistributedDataParallel(model(), gradient_as_bucket_view=as_view)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        scaler = amp_core.GradScaler("cpu", 8.0)
+        for number in range(3):
+            optimizer.zero_grad()
+            with amp_core.AccumulationWindow(scaler, optimizer) as window:
+                for part, batch in enumerate(INPUTS[:3]):
+                    with window.micro_batch():
+                        scaler.scale(net(batch * (1 + dist.get_rank())).square().mean()).backward()
+                        if number == part == 1:
+                            net.module[0].weight.grad[0, 0] = math.inf
+            sums.append([p.grad.clone() for p in net.parameters()])
+            scaler.step(optimizer)
+            scaler.update()
+            assert not scaler.last_step[optimizer].skipped
+    torch.testing.assert_close(sums[3:], sums[:3])
 
 
 def plain() -> None:

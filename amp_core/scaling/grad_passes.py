@@ -1,0 +1,250 @@
+"""The passes over the gradients: read them, unscale them, clip them. Plain functions over `Gradients`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from amp_core.kernels import GradStats
+from amp_core.scaling.arithmetic import (
+    any_of,
+    clip_on_host,
+    is_tracing,
+    on_host,
+    read,
+    unscale_and_clip,
+    zero,
+)
+from amp_core.scaling.distributed import WHOLE, agree, agree_on_flag, ranks_of
+from amp_core.scaling.gradients import Gradients
+from amp_core.scaling.optimizer_state import _MultiDeviceReplicator
+from amp_core.scaling.overlap import Overlap
+from amp_core.states.loss_scale import float32
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+Flags = dict[torch.device, Tensor]
+"""One overflow flag per device: 1.0 if a gradient is not finite, else 0.0."""
+
+
+class GlobalGradStats(NamedTuple):
+    """What one read of all gradients of an optimizer yields.
+
+    Attributes:
+        stats: for each part.
+        norm: 0-dim, of all gradients as they are now.
+        flags: one per device.
+        agreed: whether norm and flags are those of all ranks, each of which has a part.
+        dtype: the dtype in which a norm of these gradients is returned.
+    """
+
+    stats: list[GradStats]
+    norm: Tensor
+    flags: Flags
+    agreed: bool = False
+    dtype: torch.dtype = torch.float32
+
+
+def read_gradients(
+    parts: Sequence[Gradients],
+    norm_type: float,
+    device: torch.device,
+    process_group: ProcessGroup | None,
+    overlap: Overlap | None,
+) -> GlobalGradStats:
+    """Read the gradients once, unless the backward already has; agree with other ranks that share them.
+
+    Args:
+        parts: the gradients.
+        norm_type: the order of the norm.
+        device: where the norm goes.
+        process_group: the ranks that share the parameters; None to tell by the gradients.
+        overlap: what was read during the backward.
+    """
+    if overlap is None or is_tracing():
+        stats = [part.grad_stats(norm_type) for part in parts]
+    else:
+        stats = [overlap.grad_stats(part, norm_type) for part in parts]
+    dtype = torch.float64 if any([s.norm.dtype is torch.float64 for s in stats]) else torch.float32  # noqa: C419
+    shardings = [part.sharding for part in parts]
+    ranks = ranks_of(shardings, process_group)
+    if ranks is None:
+        flags = by_device([(p.device, s.found_inf) for p, s in zip(parts, stats, strict=True)])
+        return GlobalGradStats(stats, _total_norm(stats, norm_type, device), flags, dtype=dtype)
+    norms, found = [s.norm for s in stats], [s.found_inf for s in stats]
+    norm, flag = agree(norms, found, shardings, norm_type, ranks, device)
+    return GlobalGradStats(stats, norm, {device: flag}, agreed=True, dtype=dtype)
+
+
+def _total_norm(stats: Sequence[GradStats], norm_type: float, device: torch.device) -> Tensor:
+    if not stats:
+        return torch.zeros((), dtype=torch.float32, device=device)
+    if len(stats) == 1:
+        return stats[0].norm.to(device, non_blocking=True)
+    norms = torch.stack([s.norm.to(device, non_blocking=True) for s in stats])
+    total: Tensor = torch.linalg.vector_norm(norms, math.inf if math.isinf(norm_type) else norm_type)
+    return total
+
+
+def by_device(flags: Sequence[tuple[torch.device, Tensor]]) -> Flags:
+    """Return one flag per device: 1.0 if any of its flags is, else 0.0."""
+    grouped: dict[torch.device, list[Tensor]] = {}
+    for device, flag in flags:
+        grouped.setdefault(device, []).append(flag)
+    return {device: any_of(several) for device, several in grouped.items()}
+
+
+def multiply_all_(
+    parts: Sequence[Gradients], factor: Tensor, found_inf: Tensor, process_group: ProcessGroup | None
+) -> Flags:
+    """Multiply all gradients; return the flags, those of all ranks that share the parameters.
+
+    Args:
+        parts: the gradients; written.
+        factor: 0-dim float32.
+        found_inf: 0-dim float32; set to 1.0 if a gradient on its device is not finite.
+        process_group: as for `read_gradients`.
+    """
+    with torch.no_grad():
+        if len(parts) == 1 and parts[0].device == factor.device:  # the usual case, without bookkeeping
+            parts[0].multiply_(factor, found_inf)
+            found = {factor.device: found_inf}
+        else:
+            factors, flags = _MultiDeviceReplicator(factor), _MultiDeviceReplicator(found_inf)
+            for part in parts:
+                part.multiply_(factors.get(part.device), flags.get(part.device))
+            found = flags._per_device_tensors
+    if process_group is None and len(parts) == 1 and parts[0].sharding is WHOLE:
+        return found
+    ranks = ranks_of([part.sharding for part in parts], process_group)
+    if ranks is None:
+        return found
+    device = found_inf.device
+    return {device: agree_on_flag(list(found.values()), ranks, device)}
+
+
+def clip_factor(
+    parts: Sequence[Gradients],
+    stats: GlobalGradStats,
+    scale: Tensor,
+    max_norm: float,
+    norm_type: float,
+    process_group: ProcessGroup | None,
+    *,
+    as_divisor: bool = False,
+) -> tuple[Tensor, Tensor, GlobalGradStats]:
+    """Return the norm of the unscaled gradients, the factor that unscales and clips, and the statistics.
+
+    Gradients can be finite while their norm, or the factor, is beyond float32. If the host can read the
+    numbers, the gradients are then brought into range first, and the factor and the statistics returned are
+    those of the gradients as they are afterwards. If it cannot, an overflow is flagged: the step is skipped
+    and the scale falls until the norm fits.
+    """
+    flags = list(stats.flags.values())
+    if not on_host(stats.norm, scale, *flags) or not isinstance(max_norm, (int, float)):
+        norm, factor = unscale_and_clip(stats.norm, scale, max_norm, as_divisor=as_divisor)
+        return norm.to(stats.dtype), factor, _flag_unusable_norm(stats)
+    large = read(stats.norm) > _LARGE and read(scale) >= 1.0  # a smaller scale makes gradients overflow
+    if not large or any(map(read, flags)):
+        norm, factor = unscale_and_clip(stats.norm, scale, max_norm, as_divisor=as_divisor)
+        return norm.to(stats.dtype), factor, stats
+    return _clip_large(parts, stats, scale, max_norm, norm_type, process_group, as_divisor=as_divisor)
+
+
+_LARGE = 2.0**100
+"""Above this norm, norms and factors may leave float32. The true limit depends on scale and `max_norm`."""
+
+_SHIFT = 32
+"""Gradients beyond the range are divided by 2 to this power, often enough."""
+
+
+def _clip_large(
+    parts: Sequence[Gradients],
+    stats: GlobalGradStats,
+    scale: Tensor,
+    max_norm: float,
+    norm_type: float,
+    process_group: ProcessGroup | None,
+    *,
+    as_divisor: bool,
+) -> tuple[Tensor, Tensor, GlobalGradStats]:
+    shifts = 0
+    while read(stats.norm) > _LARGE:
+        _shift_(parts, -_SHIFT)
+        shifts += 1
+        stats = read_gradients(parts, norm_type, scale.device, process_group, None)
+    divisor = math.ldexp(read(scale), -_SHIFT * shifts)
+    norm, inverse = read(stats.norm), 1.0 / divisor
+    true, factor = clip_on_host(norm, divisor, inverse, max_norm, as_divisor=as_divisor)
+    if math.isinf(true):  # beyond float64
+        factor = norm / max_norm if as_divisor else max_norm / norm
+    exponent = math.frexp(factor)[1] if 0.0 < factor < math.inf else 0
+    if abs(exponent) > 100:  # a factor that float32 cannot hold: apply a power of two of it now
+        _shift_(parts, -exponent if as_divisor else exponent)
+        factor = math.ldexp(factor, -exponent)
+    true = float32(true) if stats.dtype is torch.float32 else true
+    number = torch.full((), float32(factor), dtype=torch.float32, device="cpu")
+    return torch.full((), true, dtype=stats.dtype, device="cpu"), number, stats
+
+
+def _shift_(parts: Sequence[Gradients], exponent: int) -> None:
+    """Multiply the gradients by 2 to the `exponent`, in steps that float32 can hold."""
+    while exponent:
+        step = max(-64, min(exponent, 64))
+        exponent -= step
+        factors = _MultiDeviceReplicator(torch.full((), 2.0**step, dtype=torch.float32, device="cpu"))
+        with torch.no_grad():
+            for part in parts:
+                part.multiply_(factors.get(part.device), None)
+
+
+def _flag_unusable_norm(stats: GlobalGradStats) -> GlobalGradStats:
+    unusable = (stats.norm > _FLOAT32_MAX).float()
+    flags = dict(stats.flags)
+    device = stats.norm.device
+    flags[device] = torch.maximum(flags[device], unusable) if device in flags else unusable
+    return stats._replace(flags=flags)
+
+
+_FLOAT32_MAX = torch.finfo(torch.float32).max
+
+
+def multiply_and_flag_(
+    parts: Sequence[Gradients], factor: Tensor, stats: GlobalGradStats, flags: Flags
+) -> Flags:
+    """Multiply gradients that were read; return the flags, with those of products that overflow.
+
+    Args:
+        parts: the gradients; written.
+        factor: 0-dim float32.
+        stats: what was read.
+        flags: the flags recorded so far; returned in addition.
+    """
+    factors, unread = _MultiDeviceReplicator(factor), dict(stats.flags)
+    if stats.agreed:
+        # This rank must not flag overflow of its own products: the other ranks would not know.
+        beyond = _may_overflow(parts, stats.norm * factor)
+        unread = {device: torch.maximum(flag, beyond) for device, flag in unread.items()}
+    every = list(flags.items())
+    with torch.no_grad():
+        for part in parts:
+            if stats.agreed:
+                part.multiply_(factors.get(part.device), None)
+                continue
+            before = unread.pop(part.device, None)
+            flag = zero(part.device) if before is None else before
+            part.multiply_(factors.get(part.device), flag)
+            every.append((part.device, flag))
+    return by_device([*every, *unread.items()])
+
+
+def _may_overflow(parts: Sequence[Gradients], norm: Tensor) -> Tensor:
+    """Return 1.0 if gradients of this norm can have elements that one of their dtypes cannot hold."""
+    dtypes = {gradient.dtype for part in parts for gradient in part.grads}
+    largest = min((torch.finfo(dtype).max for dtype in dtypes), default=torch.inf)
+    return (norm <= largest).logical_not().float()

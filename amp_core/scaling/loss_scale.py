@@ -1,0 +1,230 @@
+"""One loss scale: its value, its schedule, where it lives, its saved state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from amp_core.kernels import ScaleTensors
+from amp_core.scaling.arithmetic import combine, on_host, read
+from amp_core.scaling.gradients import kernels_of
+from amp_core.scaling.optimizer_state import OptimizerStates
+from amp_core.states.loss_scale import (
+    AtFloor,
+    LossScaleSchedule,
+    further_fields,
+    known_fields,
+    valid_scale,
+)
+
+_NO_SCALE = (
+    "This may indicate your script did not use scaler.scale(loss or outputs) earlier in the iteration."
+)
+
+
+class SavedScale(NamedTuple):
+    """A saved state after all checks, ready to load."""
+
+    schedule: LossScaleSchedule
+    scale: float
+    growth_tracker: int
+    hysteresis_left: int
+
+
+class LossScale:
+    """A loss scale and the state of each optimizer whose gradients have it.
+
+    The tensors are created on the device of the first loss that is scaled.
+
+    Attributes:
+        key: the key it has in its scaler; None for the scale of losses without a key.
+        schedule: how it moves.
+        scale: 0-dim float32, or None before the first loss.
+        growth_tracker: 0-dim int32: finite steps in a row.
+        hysteresis_left: 0-dim int32: overflows left before the scale drops.
+        optimizer_states: per-optimizer state since the last update.
+        at_floor: whether the last skipped step was one at the floor.
+    """
+
+    def __init__(self, init_scale: float, schedule: LossScaleSchedule, key: str | None = None) -> None:
+        self.key = key
+        self.schedule = schedule
+        within = max(valid_scale(init_scale), schedule.min_scale)
+        self.init_scale = min(within, schedule.max_scale)
+        self.init_growth_tracker = 0
+        self.init_hysteresis_left = schedule.hysteresis
+        self.scale: Tensor | None = None
+        self.growth_tracker: Tensor | None = None
+        self.hysteresis_left: Tensor | None = None
+        self.optimizer_states = OptimizerStates()
+        self.at_floor = False
+
+    def allocate(self, device: torch.device) -> None:
+        """Create the tensors on `device`."""
+        assert self.growth_tracker is None, "_growth_tracker initialized before _scale"
+        self.scale = torch.full((), self.init_scale, dtype=torch.float32, device=device)
+        self.growth_tracker = torch.full((), self.init_growth_tracker, dtype=torch.int32, device=device)
+        self.hysteresis_left = torch.full((), self.init_hysteresis_left, dtype=torch.int32, device=device)
+
+    def times(self, tensor: Tensor) -> Tensor:
+        """Return `tensor` times the scale; float16 is widened to float32, so that it does not overflow."""
+        if self.scale is None:
+            self.allocate(tensor.device)
+        wide = tensor.float() if tensor.dtype is torch.float16 else tensor
+        return wide * cast(Tensor, self.scale).to(tensor.device, non_blocking=True)
+
+    def check(self, call: str) -> tuple[Tensor, Tensor]:
+        """Return scale and growth tracker.
+
+        Raises:
+            AssertionError: no loss was scaled yet; torch's text.
+        """
+        assert self.scale is not None, f"Attempted {call} but _scale is None.  {_NO_SCALE}"
+        assert self.growth_tracker is not None, f"Attempted {call} but _growth_tracker is None.  {_NO_SCALE}"
+        return self.scale, self.growth_tracker
+
+    # -- moving ----------------------------------------------------------------------------------
+
+    def has_flags(self) -> bool:
+        """Whether gradients were checked since the last update."""
+        return bool(self.optimizer_states.found_infs())
+
+    def advance(self) -> None:
+        """Move the scale as the schedule says.
+
+        Raises:
+            AssertionError: no gradients were checked since the last update; torch's text.
+        """
+        scale, tracker = self.check("update")
+        flags = self.optimizer_states.found_infs()
+        if not flags:  # not an assert statement, which Dynamo would turn into an operation
+            raise AssertionError("No inf checks were recorded prior to update.")
+        tensors = ScaleTensors(scale, tracker, cast(Tensor, self.hysteresis_left))
+        kernels_of(scale.device).update_scale_(tensors, combine(flags, scale.device), self.schedule)
+        self.optimizer_states = OptimizerStates()
+
+    def set(self, new_scale: float | Tensor, device_type: str) -> None:
+        """Set the scale; see `GradScaler.update`."""
+        scale, _ = self.check("update")
+        if isinstance(new_scale, Tensor):
+            right = (new_scale.device.type, new_scale.numel(), new_scale.requires_grad)
+            assert right == (device_type, 1, False), (
+                "new_scale should be a float or a 1-element torch.cuda.FloatTensor or "
+                "torch.FloatTensor with requires_grad=False."
+            )
+            value = new_scale.detach().reshape(())
+            if on_host(value):
+                valid_scale(read(value))
+            value = value.to(torch.float32)
+            fits = (value > 0) & value.isfinite()
+            scale.copy_(torch.where(fits, value, scale))
+        else:
+            scale.fill_(valid_scale(new_scale))
+        self.optimizer_states = OptimizerStates()
+
+    def stop(self) -> None:
+        """Set the scale to 1 for good."""
+        self.schedule = replace(self.schedule, min_scale=1.0, max_scale=1.0, at_floor=AtFloor.WARN)
+        self.check("update")[0].fill_(1.0)
+
+    # -- reading ---------------------------------------------------------------------------------
+
+    def value(self) -> float:
+        """Return the scale; waits for the device."""
+        return self.init_scale if self.scale is None else float(self.scale.item())
+
+    def growth(self) -> int:
+        """Return the number of finite steps in a row; waits for the device."""
+        tracker = self.growth_tracker
+        return self.init_growth_tracker if tracker is None else int(tracker.item())
+
+    def forgiven(self) -> int:
+        """Return the number of overflows left before the scale drops; waits for the device."""
+        left = self.hysteresis_left
+        return self.init_hysteresis_left if left is None else int(left.item())
+
+    # -- saving ----------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state in torch's format, and under ``"_schedule"`` what torch has no name for."""
+        state = {
+            "scale": self.value(),
+            "growth_factor": self.schedule.growth_factor,
+            "backoff_factor": self.schedule.backoff_factor,
+            "growth_interval": self.schedule.growth_interval,
+            "_growth_tracker": self.growth(),
+        }
+        if self.schedule.hysteresis > 1:
+            state["_hysteresis_left"] = self.forgiven()
+        further = further_fields(self.schedule)
+        return {**state, "_schedule": further} if further else state
+
+    def load(self, saved: SavedScale) -> None:
+        """Take over what was saved."""
+        self.schedule, self.init_scale = saved.schedule, saved.scale
+        self.init_growth_tracker, self.init_hysteresis_left = saved.growth_tracker, saved.hysteresis_left
+        if self.scale is not None and self.growth_tracker is not None:
+            self.scale.fill_(saved.scale)
+            self.growth_tracker.fill_(saved.growth_tracker)
+            cast(Tensor, self.hysteresis_left).fill_(saved.hysteresis_left)
+
+    def __getstate__(self) -> dict[str, Any]:
+        recorded = self.optimizer_states or self.optimizer_states.orphans
+        assert not recorded, (
+            "A GradScaler instance may only be pickled at the beginning "
+            "of an iteration, or at the end after scaler.update()."
+        )
+        return {
+            **self.__dict__,
+            "init_scale": self.value(),
+            "init_growth_tracker": self.growth(),
+            "init_hysteresis_left": self.forgiven(),
+            "scale": None,
+            "growth_tracker": None,
+            "hysteresis_left": None,
+            "optimizer_states": None,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.optimizer_states = OptimizerStates()
+
+
+def check_saved(state: object, schedule: LossScaleSchedule) -> SavedScale:
+    """Check a saved state whole, before anything is loaded from it.
+
+    Args:
+        state: the result of `LossScale.state_dict`, or torch's.
+        schedule: supplies the fields that `state` leaves out.
+
+    Raises:
+        TypeError: `state` is not a mapping, or an entry has the wrong type.
+        KeyError: an entry is missing.
+        ValueError: an entry is out of range.
+    """
+    if not isinstance(state, Mapping):
+        raise TypeError(f"The state of a GradScaler must be a mapping, got {type(state).__name__}.")
+    schedule = replace(
+        schedule,
+        growth_factor=state["growth_factor"],
+        backoff_factor=state["backoff_factor"],
+        growth_interval=state["growth_interval"],
+        **known_fields(state.get("_schedule", {})),
+    )
+    tracker = _count("_growth_tracker", state["_growth_tracker"])
+    left = _count("_hysteresis_left", state.get("_hysteresis_left", schedule.hysteresis))
+    return SavedScale(schedule, valid_scale(state["scale"]), tracker, left)
+
+
+def _count(name: str, value: Any) -> int:
+    try:
+        count = int(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise TypeError(f"{name} must be a whole number, got {value!r}.") from error
+    if not 0 <= count < 2**31:
+        raise ValueError(f"{name} must be a number of steps that int32 can hold, got {value!r}.")
+    return count

@@ -1,0 +1,121 @@
+"""The state of each optimizer between two updates, and one value copied to several devices."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amp_core.scaling.arithmetic import is_tracing
+from amp_core.states.loss_scale import OptState
+
+
+class _MultiDeviceReplicator:
+    """Return a tensor on any device: itself on its own, elsewhere a copy made on first use."""
+
+    def __init__(self, master_tensor: Tensor) -> None:
+        self.master = master_tensor
+        self._per_device_tensors: dict[torch.device, Tensor] = {}
+
+    def get(self, device: torch.device) -> Tensor:
+        """Return the copy on `device`."""
+        copy = self._per_device_tensors.get(device)
+        if copy is None:
+            copy = self.master.to(device=device, non_blocking=True)
+            self._per_device_tensors[device] = copy
+        return copy
+
+
+@dataclass(eq=False, slots=True)
+class OptimizerState:
+    """What the scaler knows about one optimizer since the last update. It refers to no gradient.
+
+    Code written for torch reads ``state["stage"]`` and ``state["found_inf_per_device"]``.
+
+    Attributes:
+        stage: see `amp_core.states.loss_scale.next_stage`.
+        found_inf_per_device: 1.0 where a gradient is not finite, else 0.0; one 0-dim flag per device.
+        total_norm: the norm of the unscaled gradients before clipping, if it was computed.
+        nonfinite: (name, number of elements) of each parameter, and a flag for each, if they were computed.
+        window: flags of the micro-batches, parameters and their flags, from an `AccumulationWindow`.
+        owner: the optimizer; None while Dynamo traces.
+    """
+
+    stage: OptState = OptState.READY
+    found_inf_per_device: dict[torch.device, Tensor] = field(default_factory=dict)
+    total_norm: Tensor | None = None
+    nonfinite: tuple[tuple[tuple[str, int], ...], Tensor] | None = None
+    window: tuple[Tensor, tuple[tuple[str, int], ...], Tensor] | None = None
+    owner: weakref.ref[torch.optim.Optimizer] | None = None
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in _TORCH_NAMES:
+            raise KeyError(name)
+        return getattr(self, name)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name not in _TORCH_NAMES:
+            raise KeyError(name)
+        setattr(self, name, value)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, OptimizerState):
+            return self is other
+        return isinstance(other, Mapping) and {name: self[name] for name in _TORCH_NAMES} == other
+
+    __hash__ = object.__hash__
+
+    def flags(self) -> list[Tensor]:
+        """Return the flags of all devices."""
+        return list(self.found_inf_per_device.values())
+
+
+_TORCH_NAMES = ("stage", "found_inf_per_device")
+
+
+def _refresh_per_optimizer_state() -> dict[str, Any]:
+    """Return a fresh state as torch's function of this name does."""
+    return {"stage": OptState.READY, "found_inf_per_device": {}}
+
+
+class OptimizerStates(dict[int, OptimizerState]):
+    """``id(optimizer)`` -> state, as torch's ``_per_optimizer_states``.
+
+    An optimizer that gets the id of a collected one starts with a fresh state. The flags of the collected
+    one still count at the next update; they are in `orphans`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.orphans: list[Tensor] = []
+
+    def of(self, optimizer: torch.optim.Optimizer) -> OptimizerState:
+        """Return the state of `optimizer`, a fresh one if it has none."""
+        state = self.known(optimizer)
+        if state is None:
+            state = self[id(optimizer)] = OptimizerState()
+            if not is_tracing():
+                state.owner = weakref.ref(optimizer)
+        return state
+
+    def known(self, optimizer: torch.optim.Optimizer) -> OptimizerState | None:
+        """Return the state of `optimizer`, or None if it has none."""
+        state = self.get(id(optimizer))
+        if state is None or is_tracing() or state.owner is None or state.owner() is optimizer:
+            return state
+        del self[id(optimizer)]
+        self.orphans += state.flags()
+        return None
+
+    def __missing__(self, key: int) -> OptimizerState:
+        state = self[key] = OptimizerState()
+        return state
+
+    def found_infs(self) -> list[Tensor]:
+        """Return every flag recorded since the last update."""
+        flags = [flag for state in self.values() for flag in state.found_inf_per_device.values()]
+        return flags + self.orphans if self.orphans else flags

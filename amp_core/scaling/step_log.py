@@ -1,0 +1,243 @@
+"""The log of a scaler: records of steps, hooks, and warnings about steps that keep being skipped."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amp_core.common.call_site import level_outside
+from amp_core.errors import ScaleFloorError, ScaleFloorWarning, SkippedStepsWarning
+from amp_core.kernels import GradStats
+from amp_core.scaling.arithmetic import combine, on_host, read, snapshot
+from amp_core.scaling.gradients import Gradients, group_by_device
+from amp_core.scaling.hooks import Hooks, ScaleChange
+from amp_core.scaling.loss_scale import LossScale
+from amp_core.scaling.optimizer_state import OptimizerState
+from amp_core.scaling.step_record import (
+    BadParameter,
+    History,
+    StepRecord,
+    bad_parameters,
+    fetch,
+    name_of,
+    rank,
+    worst,
+)
+from amp_core.states.loss_scale import AtFloor, float32
+
+ParameterNames = tuple[tuple[str, int], ...]
+"""(name, number of elements) of parameters."""
+
+
+class StepLog:
+    """Records of all steps of a scaler, whatever their key.
+
+    Attributes:
+        history: the last steps.
+        last_step: the last step of each optimizer.
+        names: ``id(parameter)`` -> name.
+        warn_after: warn after this many skipped steps in a row; 0 for never.
+        hooks: who is called.
+        updates: the number of `GradScaler.update` calls so far.
+    """
+
+    def __init__(self, size: int, warn_after: int, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
+        self.names = {id(p): name for name, p in named_parameters}
+        self.warn_after = warn_after
+        self.updates = 0
+        self._start(size)
+
+    def _start(self, size: int | None) -> None:
+        self.history = History(size)
+        self.hooks = Hooks()
+        self.last_step: weakref.WeakKeyDictionary[torch.optim.Optimizer, StepRecord] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._pending: dict[str | None, list[StepRecord]] = {}
+        self._skips_in_a_row: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._described: weakref.WeakKeyDictionary[
+            torch.optim.Optimizer, tuple[list[int], ParameterNames]
+        ] = weakref.WeakKeyDictionary()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # ids, hooks and tensors of this process mean nothing in another
+        return {"warn_after": self.warn_after, "updates": self.updates, "size": self.history.size}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.names = {}
+        self.warn_after, self.updates = state["warn_after"], state["updates"]
+        self._start(state["size"])
+
+    # -- at a step -------------------------------------------------------------------------------
+
+    def record(
+        self, optimizer: torch.optim.Optimizer, loss_scale: LossScale, state: OptimizerState
+    ) -> StepRecord:
+        """Record a step of `optimizer`; does not wait for the device."""
+        scale, _ = loss_scale.check("step")
+        norm, state.total_norm = state.total_norm, None
+        record = StepRecord(
+            self.updates,
+            type(optimizer).__name__,
+            combine(state.flags(), scale.device),
+            snapshot(scale),
+            _total_norm=norm,
+            key=loss_scale.key,
+        )
+        if state.window is not None:
+            record._micro_batches, record._params, record._nonfinite = state.window
+            state.window = None
+        elif state.nonfinite is not None:
+            record._params, record._nonfinite = state.nonfinite
+        state.nonfinite = None
+        self.history.append(record)
+        self._pending.setdefault(loss_scale.key, []).append(record)
+        self.last_step[optimizer] = record
+        return record
+
+    def skipped(self, record: StepRecord, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether the step is to be skipped, and note why; waits for the device."""
+        skipped = record.skipped
+        if skipped and record._micro_batches is None:
+            record._bad = self.bad_parameters(optimizer)
+        return skipped
+
+    def bad_parameters(self, optimizer: torch.optim.Optimizer) -> tuple[BadParameter, ...]:
+        """Return the parameters whose gradients are not finite; waits for the device."""
+        parts = group_by_device(optimizer, allow_fp16=True)
+        return tuple(b for p in parts for b in bad_parameters(p.params, p.grads, self.names))
+
+    def describe(
+        self, optimizer: torch.optim.Optimizer, parts: Sequence[Gradients], stats: Sequence[GradStats]
+    ) -> tuple[ParameterNames, Tensor] | None:
+        """Return the names of the parameters, and on the device which of their gradients are not finite."""
+        if not parts:
+            return None
+        params = parts[0].params if len(parts) == 1 else [p for part in parts for p in part.params]
+        ids = list(map(id, params))
+        known = self._described.get(optimizer)
+        if known is None or known[0] != ids:  # all records of the same parameters share the names
+            known = (ids, tuple((name_of(p, self.names), p.numel()) for p in params))
+            self._described[optimizer] = known
+        if len(stats) == 1:
+            return known[1], stats[0].nonfinite
+        flags = [s.nonfinite.to(stats[0].nonfinite.device, non_blocking=True) for s in stats]
+        return known[1], torch.cat(flags)
+
+    # -- at an update ----------------------------------------------------------------------------
+
+    def has_pending(self) -> bool:
+        """Whether a step was recorded since the last update."""
+        return bool(self._pending)
+
+    def scale_before(self, loss_scale: LossScale) -> Tensor | None:
+        """Return a copy of the scale if a hook will need it and no record has it."""
+        if loss_scale.key in self._pending or not self.hooks.exist() or loss_scale.scale is None:
+            return None
+        return loss_scale.scale.clone()
+
+    def close(self, scaler: object, loss_scale: LossScale, before: Tensor | None) -> None:
+        """Complete the records since the last update: warn, call hooks.
+
+        Args:
+            scaler: passed to hooks.
+            loss_scale: has moved.
+            before: from `scale_before`.
+
+        Raises:
+            ScaleFloorError: gradients overflowed at the floor, and the schedule says `AtFloor.RAISE`.
+        """
+        records = self._pending.pop(loss_scale.key, [])
+        if records:
+            after = snapshot(loss_scale.check("update")[0])
+            for record in records:
+                record._scale_after = after
+        hooks = self.hooks.exist()
+        if hooks or loss_scale.schedule.at_floor is not AtFloor.WARN:
+            fetch(records)
+        skipped = [record for record in records if self._count(record)]
+        error = self._check_floor(loss_scale, skipped[-1], records) if skipped else None
+        if hooks:
+            self.hooks.call(scaler, records, self._change(loss_scale, records, before))
+        if error is not None:
+            raise error
+
+    def _count(self, record: StepRecord) -> bool:
+        """Count skips in a row, unless the host would have to wait; return whether the step was skipped."""
+        flag = record._found_inf
+        if isinstance(flag, Tensor):
+            if not on_host(flag):
+                return False
+            record._found_inf = flag = read(flag)
+        if flag or self._skips_in_a_row:
+            owner = next((o for o, last in self.last_step.items() if last is record), None)
+            if owner is not None:
+                row = self._skips_in_a_row.pop(owner, 0) + 1
+                if record.skipped:
+                    self._skips_in_a_row[owner] = row
+                    self._explain(record, owner, row)
+        return record.skipped
+
+    def _explain(self, record: StepRecord, owner: torch.optim.Optimizer, row: int) -> None:
+        if record._bad is None and record._micro_batches is None:
+            record._bad = self.bad_parameters(owner) or None
+        if row == self.warn_after:
+            warnings.warn(_endless(row, record), SkippedStepsWarning, stacklevel=level_outside())
+
+    def _change(
+        self, loss_scale: LossScale, records: Sequence[StepRecord], before: Tensor | None
+    ) -> ScaleChange | None:
+        if records:
+            last = records[-1]
+            old, new = last.scale_before, last.scale_after or last.scale_before
+        elif before is not None and loss_scale.scale is not None:
+            old, new = torch.stack([before, loss_scale.scale]).tolist()
+        else:
+            return None
+        return None if old == new else ScaleChange(self.updates - 1, old, new, loss_scale.key, rank())
+
+    def _check_floor(
+        self, loss_scale: LossScale, record: StepRecord, records: Sequence[StepRecord]
+    ) -> ScaleFloorError | None:
+        schedule = loss_scale.schedule
+        floor, action = float32(schedule.min_scale), schedule.at_floor
+        chosen = action is not AtFloor.WARN or floor < schedule.max_scale
+        was_there, loss_scale.at_floor = loss_scale.at_floor, chosen and record.scale_before <= floor
+        if not loss_scale.at_floor:
+            return None
+        text = _stuck(record, action)
+        if action is AtFloor.RAISE:
+            return ScaleFloorError(text)
+        if action is AtFloor.STOP:
+            loss_scale.stop()
+            for each in records:
+                each._scale_after = 1.0
+        if action is AtFloor.STOP or not was_there:
+            warnings.warn(text, ScaleFloorWarning, stacklevel=level_outside())
+        return None
+
+
+def _endless(count: int, record: StepRecord) -> str:
+    return (
+        f"{count} steps in a row were skipped: the gradients hold inf or NaN at a scale of "
+        f"{record.scale_before:g}. In the last one: {worst(record)}. Lowering the scale does not help "
+        f"against a NaN in the model or a loss that overflows by itself. To find the first operation that "
+        f"is not finite, run the step under amp_core.compare."
+    )
+
+
+def _stuck(record: StepRecord, action: AtFloor) -> str:
+    stops = " The scale is 1 from now on and does not move; steps are still checked."
+    return (
+        f"The gradients of this {record.optimizer} hold inf or NaN although the scale is at its floor, "
+        f"{record.scale_before:g} (LossScaleSchedule.min_scale): {worst(record)}. A smaller scale would not "
+        f"help: look for a NaN in the model, a loss that overflows by itself, or too high a learning rate."
+        f"{stops if action is AtFloor.STOP else ''}"
+    )

@@ -1,0 +1,124 @@
+"""Finite gradients whose norm, or whose factor, float32 cannot hold."""
+
+from __future__ import annotations
+
+import math
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+
+from amp_core import GradScaler
+from amp_core.scaling import grad_passes
+
+
+def step(
+    grads: list[torch.Tensor], scale: float, max_norm: float, fused: bool, norm_type: float = 2.0
+) -> tuple[list[torch.Tensor], GradScaler, bool]:
+    """Take one step of SGD with rate 1 from zero; return minus the change of each parameter."""
+    params = [torch.nn.Parameter(torch.zeros_like(g)) for g in grads]
+    for param, grad in zip(params, grads, strict=True):
+        param.grad = grad.clone()
+    optimizer = torch.optim.SGD(params, lr=1.0, fused=fused)
+    scaler = GradScaler("cpu", scale)
+    scaler.scale(torch.ones(()))
+    scaler.step(optimizer, max_norm=max_norm, norm_type=norm_type)
+    scaler.update()
+    return [-p.detach() for p in params], scaler, scaler.last_step[optimizer].skipped
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_the_step_has_the_norm_that_was_asked_for(dtype: torch.dtype, fused: bool) -> None:
+    """The factor is computed from an infinite norm, and the step multiplies the gradients by 0."""
+    if fused and dtype is torch.bfloat16:
+        pytest.skip("torch's fused SGD does not step bfloat16 parameters on the CPU")
+    grad = torch.full((8, 8), 2.0**127, dtype=dtype)
+    (change,), scaler, skipped = step([grad], 65536.0, 1.0, fused)
+    assert not skipped
+    assert float(change.double().norm()) == pytest.approx(1.0, rel=1e-2 if dtype is torch.bfloat16 else 1e-5)
+    assert scaler.history[-1].total_norm == pytest.approx(2.0 ** (127 + 3 - 16), rel=1e-6)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_float64_gradients_beyond_any_float32(fused: bool) -> None:
+    """A norm that float64 holds and float32 does not, or neither, makes the factor 0."""
+    for value in (1e200, 1e308):
+        (change,), _, skipped = step([torch.full((64,), value, dtype=torch.float64)], 8.0, 1.0, fused)
+        assert not skipped
+        assert float(change.norm()) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_an_overflow_among_large_gradients_is_skipped(value: float, fused: bool) -> None:
+    """Bringing large gradients into range hides that one of them is not finite."""
+    grad = torch.full((8, 8), 2.0**127)
+    grad[3, 3] = value
+    (change,), scaler, skipped = step([grad], 65536.0, 1.0, fused)
+    assert skipped
+    assert not change.any()
+    assert scaler.get_scale() == 32768.0
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_device_that_the_host_cannot_read_skips_the_step(
+    fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nobody waits for the norm, the step is silently 0 and the scale stays too high."""
+    monkeypatch.setattr(grad_passes, "on_host", lambda *_: False)
+    (change,), scaler, skipped = step([torch.full((8, 8), 2.0**127)], 65536.0, 1.0, fused)
+    assert skipped
+    assert not change.any()
+    assert scaler.get_scale() == 32768.0
+
+
+MAGNITUDES = {torch.float32: (-60, 127), torch.float64: (-60, 1023)}
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_any_magnitude_as_in_wide_arithmetic(data: st.DataObject) -> None:
+    """Some combination of magnitude, scale, norm and kind of optimizer is clipped to another norm."""
+    dtype = data.draw(st.sampled_from(list(MAGNITUDES)))
+    exponents = st.integers(*MAGNITUDES[dtype])
+    top = data.draw(exponents)
+    grads = [
+        torch.ldexp(torch.ones(size, dtype=dtype), torch.tensor(float(top - data.draw(st.integers(0, 8)))))
+        for size in data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=3))
+    ]
+    scale = 2.0 ** data.draw(st.integers(1, 40))
+    max_norm = 2.0 ** data.draw(st.integers(-10, 40))
+    norm_type = data.draw(st.sampled_from([1.0, 2.0, 3.0, math.inf]))
+    fused = data.draw(st.booleans())
+    if not all(bool(g.isfinite().all()) for g in grads):
+        return
+    changes, _, skipped = step(grads, scale, max_norm, fused, norm_type)
+    wide = [g.numpy().astype(np.longdouble) / np.longdouble(scale) for g in grads]
+    flat = np.concatenate(wide)
+    norm = (
+        np.abs(flat).max() if math.isinf(norm_type) else (np.abs(flat) ** norm_type).sum() ** (1 / norm_type)
+    )
+    share = min(np.longdouble(1.0), np.longdouble(max_norm) / (norm + np.longdouble(1e-6)))
+    assert not skipped, (top, scale, max_norm)
+    for change, true in zip(changes, wide, strict=True):
+        wanted = torch.from_numpy((true * share).astype(np.float64)).to(dtype)
+        torch.testing.assert_close(change, wanted, rtol=2e-5, atol=1e-37)
+
+
+def test_no_gradients_are_kept_by_a_clipped_step() -> None:
+    """Memory of gradients that zero_grad has let go is held until the next update."""
+    import weakref
+
+    for fused in (False, True):
+        param = torch.nn.Parameter(torch.ones(3))
+        optimizer, scaler = torch.optim.SGD([param], lr=0.1, fused=fused), GradScaler("cpu")
+        for call in (scaler.step, scaler.clip_grad_norm_):
+            scaler.scale(param.sum()).backward()
+            grad = weakref.ref(param.grad)
+            call(optimizer, max_norm=1.0)
+            optimizer.zero_grad()
+            assert grad() is None, (fused, call)
+            scaler.update()
