@@ -1,0 +1,126 @@
+"""The built API reference: every public name with its public members."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+MODULES = ("amp_core", "amp_core.callbacks", "amp_core.plugin", "amp_core.testing", "amp_compat")
+# Constants, which the page explains in its text.
+IN_PROSE = {"__version__", "API_VERSION", "ENTRY_POINT_GROUP", "NAME", "hookimpl"}
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build the site, warnings being errors; `AMP_TEST_SITE` names one that is built already."""
+    pytest.importorskip("mkdocs")
+    built = os.environ.get("AMP_TEST_SITE")
+    if built:
+        return Path(built)
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.fixture(scope="session")
+def anchors(site: Path) -> set[str]:
+    pages = "".join(page.read_text(encoding="utf-8") for page in (site / "reference").glob("*.html"))
+    return set(re.findall(r'id="(amp_[\w.]+)"', pages))
+
+
+def public_names() -> list[str]:
+    """Return the dotted names: a module's `__all__`, or what it defines."""
+    names = []
+    for path in MODULES:
+        module = importlib.import_module(path)
+        own = [k for k, v in vars(module).items() if getattr(v, "__module__", "") == path and k[0] != "_"]
+        names += [f"{path}.{name}" for name in getattr(module, "__all__", own) if name not in IN_PROSE]
+    return [name for name in names if not name.rpartition(".")[2].startswith("_")]
+
+
+def members(value: object) -> list[str]:
+    """Return the public members of a class that amp-core defines, inherited ones too."""
+    if not isinstance(value, type):
+        return []
+    ours = [base for base in value.__mro__ if base.__module__.startswith("amp_")]
+    names = {name for base in ours for name, member in vars(base).items() if _is_member(member)}
+    return sorted(name for name in names if not name.startswith(("_", "test_")))
+
+
+def _is_member(member: object) -> bool:
+    return isinstance(member, (property, classmethod, staticmethod)) or callable(member)
+
+
+def resolved(name: str) -> object:
+    module, _, attribute = name.rpartition(".")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def paths(name: str) -> set[str]:
+    """Return every path that a page may show the object under."""
+    value = resolved(name)
+    attribute = getattr(value, "__name__", name.rpartition(".")[2])
+    modules = {getattr(value, "__module__", ""), "amp_core.errors", *MODULES}
+    same = {m for m in modules if getattr(sys.modules.get(m), attribute, None) is value}
+    return {name, *(f"{module}.{attribute}" for module in same)}
+
+
+def is_rendered(member: str, name: str, anchors: set[str]) -> bool:
+    """Whether the class has the member, or a public base class has it."""
+    bases = [base for base in resolved(name).__mro__ if base.__module__.startswith("amp_")]
+    public = {path for other in public_names() if resolved(other) in bases for path in paths(other)}
+    return any(f"{path}.{member}" in anchors for path in public)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", public_names())
+def test_the_reference_renders_every_public_name(name: str, anchors: set[str]) -> None:
+    """A user finds a name in code that the reference does not explain, or only in part."""
+    assert paths(name) & anchors, f"{name} is rendered on no page of docs/reference"
+    missing = [m for m in members(resolved(name)) if not is_rendered(m, name, anchors)]
+    assert not missing, f"{name} is rendered without {missing}"
+
+
+@pytest.mark.slow
+def test_search_works_from_disk(site: Path) -> None:
+    """Opened as a file, the built site cannot load its search index."""
+    assert (site / "search" / "search_index.js").exists()
+
+
+@pytest.mark.slow
+def test_long_signatures_are_wrapped(site: Path) -> None:
+    """Without a formatter, the signature of GradScaler is one line that runs off the page."""
+    page = (site / "reference" / "python-api.html").read_text(encoding="utf-8")
+    start = page.index('id="amp_core.GradScaler"')
+    signature = re.sub("<[^>]+>", "", page[start:][: page[start:].index("</pre>")])
+    lines = signature.splitlines()
+    assert len(lines) > 5
+    assert max(map(len, lines)) < 120
+
+
+# What most scripts use: each has an example that the tests of the pages run.
+MOST_USED = """
+AccumulationWindow AtFloor GradScaler Hysteresis LossScaleSchedule OpPolicy advise apply_policy autocast
+autocast_decorator backends cached_casts compare convert_scaler_state custom_bwd custom_fwd disable get_backend
+master_weights record script register_step_hook register_skip_hook clip_grad_norm_ step_closure to_html to_toml
+history last_step override
+""".split()
+
+
+@pytest.mark.parametrize("name", MOST_USED)
+def test_the_names_most_used_have_an_example(name: str) -> None:
+    """A user learns a name's arguments but not what a call looks like."""
+    examples = runpy.run_path(str(Path(__file__).with_name("page.py")))["blocks"]
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    code = "\n".join(str(block.lexemes["source"]) for page in pages for block in examples(page))
+    assert re.search(rf"\b{name}\b", code), f"no Python block of the documentation uses {name}"
