@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import sysconfig
 from pathlib import Path
 
 from setuptools import Extension, find_packages, setup
@@ -39,6 +40,7 @@ class AnyPython(bdist_wheel):
 
 
 unix = sys.platform != "win32"
+free_threaded = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
 # The stack protector and fortified calls cost nothing in loops over vectors.
 hardening = ["-fvisibility=hidden", "-fstack-protector-strong", "-D_FORTIFY_SOURCE=2"]
 relocations = ["-Wl,-z,relro,-z,now"] if sys.platform == "linux" else []
@@ -51,6 +53,9 @@ regions = [
         sources=["amp_core/native/region_state.c"],
         export_symbols=["PyInit__region_state"],
         extra_compile_args=["-O2"],
+        # The limited API: one library for every Python. A free-threaded one has none before 3.15.
+        define_macros=[] if free_threaded else [("Py_LIMITED_API", "0x030A0000")],
+        py_limited_api=not free_threaded,
         optional=True,
     )
 ]

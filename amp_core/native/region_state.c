@@ -80,16 +80,16 @@ static PyObject *enter_region(PyObject *module, PyObject *const *args, Py_ssize_
     if (count != 3)
         return PyErr_Format(PyExc_TypeError, "enter() takes 3 arguments, got %zd", count);
     if (!PyLong_CheckExact(args[2]))
-        return PyObject_Vectorcall(enter_in_python, args, count, NULL);
+        return PyObject_CallFunctionObjArgs(enter_in_python, args[0], args[1], args[2], NULL);
     long to = PyLong_AsLong(args[2]), from = state_of(DEVICE(to));
     PyObject *frame = PyTuple_New(4);
     PyObject *before = PyLong_FromLong(from), *nesting = PyLong_FromLong(enter_nesting());
     if (frame == NULL || before == NULL || nesting == NULL)
         goto failed;
-    PyTuple_SET_ITEM(frame, 0, Py_NewRef(args[1]));
-    PyTuple_SET_ITEM(frame, 1, before);
-    PyTuple_SET_ITEM(frame, 2, nesting);
-    PyTuple_SET_ITEM(frame, 3, Py_NewRef(Py_False));
+    PyTuple_SetItem(frame, 0, Py_NewRef(args[1]));
+    PyTuple_SetItem(frame, 1, before);
+    PyTuple_SetItem(frame, 2, nesting);
+    PyTuple_SetItem(frame, 3, Py_NewRef(Py_False));
     before = nesting = NULL;
     if (PyList_Append(args[0], frame) < 0)
         goto failed;
@@ -107,10 +107,10 @@ failed:
 /* The frame of `region`, taken off `frames`: a new reference. */
 static PyObject *pop_frame(PyObject *frames, PyObject *region)
 {
-    Py_ssize_t last = PyList_GET_SIZE(frames) - 1;
-    PyObject *frame = last < 0 ? NULL : PyList_GET_ITEM(frames, last);
-    if (frame == NULL || PyTuple_GET_ITEM(frame, 0) != region)
-        return PyObject_CallMethodOneArg(frames, take_out, region);
+    Py_ssize_t last = PyList_Size(frames) - 1;
+    PyObject *frame = last < 0 ? NULL : PyList_GetItem(frames, last);
+    if (frame == NULL || PyTuple_GetItem(frame, 0) != region)
+        return PyObject_CallMethodObjArgs(frames, take_out, region, NULL);
     Py_INCREF(frame);
     if (PyList_SetSlice(frames, last, last + 1, NULL) < 0)
         Py_CLEAR(frame);
@@ -123,14 +123,14 @@ static PyObject *leave_region(PyObject *module, PyObject *const *args, Py_ssize_
     if (count != 3)
         return PyErr_Format(PyExc_TypeError, "leave() takes 3 arguments, got %zd", count);
     if (!PyLong_CheckExact(args[2]))
-        return PyObject_Vectorcall(leave_in_python, args, count, NULL);
+        return PyObject_CallFunctionObjArgs(leave_in_python, args[0], args[1], args[2], NULL);
     int8_t device = DEVICE(PyLong_AsLong(args[2]));
     PyObject *frame = pop_frame(args[0], args[1]);
     if (frame == NULL)
         return NULL;
-    long before = PyLong_AsLong(PyTuple_GET_ITEM(frame, 1));
-    long nesting = PyLong_AsLong(PyTuple_GET_ITEM(frame, 2));
-    bool superseded = PyTuple_GET_ITEM(frame, 3) == Py_True;
+    long before = PyLong_AsLong(PyTuple_GetItem(frame, 1));
+    long nesting = PyLong_AsLong(PyTuple_GetItem(frame, 2));
+    bool superseded = PyTuple_GetItem(frame, 3) == Py_True;
     Py_DECREF(frame);
     int depth = leave_nesting();
     while (depth >= nesting)

@@ -25,6 +25,7 @@
 #define SSE2 2
 #define AVX2 3
 #define AVX512 4
+#define F16C 5 /* SSE2's width, with the conversions of float16 that torch uses at any capability */
 
 #if defined(__GNUC__) && !defined(AMP_SCALAR)
 #define VECTORS 1
@@ -97,8 +98,25 @@ static int prefetch, streaming; /* whether this CPU gains by them: amp_calibrate
 #undef WIDTH
 
 #ifdef __clang__
+#pragma clang attribute push(__attribute__((target("f16c"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("f16c")
+#endif
+#define IN(name) name##_f16c
+#define SET F16C
+#define NAME_OF_SET "SSE2 and F16C"
+#define WIDTH 16
+#include "loops.h"
+#undef IN
+#undef SET
+#undef NAME_OF_SET
+#undef WIDTH
+#ifdef __clang__
+#pragma clang attribute pop
 #pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
 #else
+#pragma GCC pop_options
 #pragma GCC push_options
 #pragma GCC target("avx2,fma,f16c")
 #endif
@@ -142,6 +160,8 @@ static const struct loops *chosen(void) {
         return &loops_avx512;
     if (limit >= 1 && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
         return &loops_avx2;
+    if (limit >= 0 && __builtin_cpu_supports("avx2")) /* all that have AVX2 have F16C */
+        return &loops_f16c;
     return &loops_sse2;
 }
 #else
@@ -167,7 +187,7 @@ static const struct loops *chosen(void) { return &loops_only; }
 
 EXPORT const char *amp_instruction_set(void) { return chosen()->name; }
 
-/* Use no instruction set above this (0 SSE2, 1 AVX2, 2 AVX-512). Returns the former limit. */
+/* Use no instruction set above this (-1 SSE2, 0 F16C, 1 AVX2, 2 AVX-512). Returns the former limit. */
 EXPORT int amp_limit(int level) {
     int before = limit;
     limit = level;

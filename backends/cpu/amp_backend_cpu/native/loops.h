@@ -124,12 +124,15 @@ static void IN(stats_f64)(const void *data, size_t n, double *sum, uint32_t *bad
     double total = 0.0;
     size_t i = 0;
     for (; i + 4 * WIDE <= n; i += 4 * WIDE) {
-        doubles v[4];
-        memcpy(v, x + i, sizeof v);
-        s0 += v[0] * v[0];
-        s1 += v[1] * v[1];
-        s2 += v[2] * v[2];
-        s3 += v[3] * v[3];
+        doubles a, b, c, d; /* each loaded by itself: compilers copy an array through memory */
+        memcpy(&a, x + i, sizeof a);
+        memcpy(&b, x + i + WIDE, sizeof b);
+        memcpy(&c, x + i + 2 * WIDE, sizeof c);
+        memcpy(&d, x + i + 3 * WIDE, sizeof d);
+        s0 += a * a;
+        s1 += b * b;
+        s2 += c * c;
+        s3 += d * d;
     }
     for (; i < n; i++)
         total += x[i] * x[i];
@@ -174,21 +177,34 @@ static void IN(multiply_f32)(void *data, size_t n, float factor, uint32_t *bad) 
 
 static void IN(multiply_f64)(void *data, size_t n, float factor, uint32_t *bad) {
     double *x = data, by = factor, zeros = 0.0;
-    doubles z = {0};
+    doubles z0 = {0}, z1 = {0}, z2 = {0}, z3 = {0};
     size_t i = 0;
-    for (; i + WIDE <= n; i += WIDE) {
-        doubles v;
-        memcpy(&v, x + i, sizeof v);
-        v *= by;
-        z += v * 0.0;
-        memcpy(x + i, &v, sizeof v);
+    for (; i + 4 * WIDE <= n; i += 4 * WIDE) {
+        doubles a, b, c, d;
+        memcpy(&a, x + i, sizeof a);
+        memcpy(&b, x + i + WIDE, sizeof b);
+        memcpy(&c, x + i + 2 * WIDE, sizeof c);
+        memcpy(&d, x + i + 3 * WIDE, sizeof d);
+        a *= by;
+        b *= by;
+        c *= by;
+        d *= by;
+        z0 += a * 0.0;
+        z1 += b * 0.0;
+        z2 += c * 0.0;
+        z3 += d * 0.0;
+        memcpy(x + i, &a, sizeof a);
+        memcpy(x + i + WIDE, &b, sizeof b);
+        memcpy(x + i + 2 * WIDE, &c, sizeof c);
+        memcpy(x + i + 3 * WIDE, &d, sizeof d);
     }
+    z0 = (z0 + z1) + (z2 + z3);
     for (; i < n; i++) {
         x[i] *= by;
         zeros += x[i] * 0.0;
     }
     for (size_t k = 0; k < WIDE; k++)
-        zeros += LANE(z, k);
+        zeros += LANE(z0, k);
     *bad |= zeros != zeros;
 }
 

@@ -42,7 +42,7 @@ typedef struct {
 #define STREAM(to, v) _mm512_stream_si512((__m512i *)(to), (__m512i)(v))
 #elif SET == AVX2
 #define STREAM(to, v) _mm256_stream_si256((__m256i *)(to), (__m256i)(v))
-#elif SET == SSE2
+#elif SET == SSE2 || SET == F16C
 #define STREAM(to, v) _mm_stream_si128((__m128i *)(to), (__m128i)(v))
 #else
 #define STREAM(to, v) memcpy((to), &(v), sizeof(v))
@@ -198,7 +198,7 @@ INLINE halves IN(join_f16)(pair v) {
     __m128i b = _mm256_cvtps_ph((__m256)v.b, _MM_FROUND_TO_NEAREST_INT);
     return (halves)_mm256_inserti128_si256(_mm256_castsi128_si256(a), b, 1);
 }
-#elif SET == SSE2
+#elif SET == SSE2 || SET == F16C
 INLINE pair IN(load_bf16)(const uint16_t *from) {
     __m128i raw = _mm_loadu_si128((const __m128i *)from), zero = _mm_setzero_si128();
     return (pair){(floats)_mm_unpacklo_epi16(zero, raw), (floats)_mm_unpackhi_epi16(zero, raw)};
@@ -211,11 +211,24 @@ INLINE halves IN(pack)(words a, words b) {
     return (halves)_mm_packs_epi32(first, second);
 }
 
+#if SET == F16C
+INLINE pair IN(load_f16)(const uint16_t *from) {
+    return (pair){(floats)_mm_cvtph_ps(_mm_loadl_epi64((const __m128i *)from)),
+                  (floats)_mm_cvtph_ps(_mm_loadl_epi64((const __m128i *)(from + LANES)))};
+}
+
+INLINE halves IN(join_f16)(pair v) {
+    __m128i a = _mm_cvtps_ph((__m128)v.a, _MM_FROUND_TO_NEAREST_INT);
+    __m128i b = _mm_cvtps_ph((__m128)v.b, _MM_FROUND_TO_NEAREST_INT);
+    return (halves)_mm_unpacklo_epi64(a, b);
+}
+#else
 INLINE pair IN(load_f16)(const uint16_t *from) {
     __m128i raw = _mm_loadu_si128((const __m128i *)from), zero = _mm_setzero_si128();
     return (pair){IN(widen_f16)((words)_mm_unpacklo_epi16(raw, zero)),
                   IN(widen_f16)((words)_mm_unpackhi_epi16(raw, zero))};
 }
+#endif
 #else
 typedef uint16_t IN(narrow) __attribute__((vector_size(WIDTH / 2)));
 
