@@ -244,6 +244,18 @@ def has_gradient_hooks(tensor: torch.Tensor) -> bool:
     return bool(hooks._backward_hooks) or bool(hooks._post_accumulate_grad_hooks)
 
 
+def gradient_is_accumulated(node: Any) -> bool:
+    """Whether the backward pass that runs now will add a gradient to ``.grad`` through the leaf's `node`.
+
+    It does not where ``autograd.grad`` only returns the gradient. For: adding it before autograd does. If it
+    goes: `master_weights` must leave gradients to autograd, which takes more memory.
+    """
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # how torch says that the gradient is only returned
+        return False
+
+
 def is_in_use(storage: torch.UntypedStorage) -> bool:
     """Whether a tensor uses `storage`, of which the caller holds the one Python object.
 

@@ -1,4 +1,4 @@
-"""Many weights to a lower precision in one kernel call, and their gradients back in one call a bucket."""
+"""Casts many weights in one kernel call, and their gradients back in one call per bucket."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from amp_core.casts.memory import KeptMemory
 from amp_core.kernels import Kernels
 
 BUCKET_BYTES = 25 * 2**20
-"""Bytes of source weights in one bucket: DistributedDataParallel's own default, so that its
-all-reduces still overlap with the backward."""
+"""Bytes of source weights per bucket: DistributedDataParallel's default, so that its all-reduces still
+overlap with the backward pass."""
 
 _SMALL = 2**20
-"""Bytes of a weight up to which torch casts it alone faster than the way to a kernel takes."""
+"""Bytes of a weight up to which a plain cast beats kernel dispatch."""
 
 
 def cast_weights(
@@ -28,31 +28,31 @@ def cast_weights(
 
     Args:
         weights: float32 leaves on one device, all with the same ``requires_grad``.
-        dtype: the dtype of the casts.
-        kernels: whose ``cast`` to use.
-        memory: where casts, and their gradients in float32, are put.
+        dtype: of the casts.
+        kernels: its ``cast`` is used.
+        memory: for the casts, and for their gradients in float32.
     """
     # A cast made under inference mode could not be used by a training step later on.
     with torch.inference_mode(mode=False), torch.enable_grad():
         if len(weights) == 1 and weights[0].nbytes <= _SMALL:  # as all are at their first use
-            return [_soon(weights[0].to(dtype))]
+            return [run_backward_early(weights[0].to(dtype))]
         parts = list(buckets(weights))
-        made = [allocate(part, dtype, memory) for part in parts]
-        casts = kernels.cast(weights, dtype, out=[cast for some in made for cast in some])
+        storage = [allocate(part, dtype, memory) for part in parts]
+        casts = kernels.cast(weights, dtype, out=[cast for some in storage for cast in some])
         if not weights or not weights[0].requires_grad:
             return casts
         linked = [
             _BucketCast.apply(some, kernels, memory, *part)  # type: ignore[no-untyped-call]
-            for some, part in zip(made, parts, strict=True)
+            for some, part in zip(storage, parts, strict=True)
         ]
-    return [cast for first, *rest in linked for cast in (_soon(first), *rest)]
+    return [cast for first, *rest in linked for cast in (run_backward_early(first), *rest)]
 
 
-def _soon(cast: Tensor) -> Tensor:
-    """Have the gradient of `cast`, and of those made with it, cast back as soon as it is there.
+def run_backward_early(cast: Tensor) -> Tensor:
+    """Let autograd run the node of `cast` as soon as its gradients are there; return `cast`.
 
-    Autograd goes by age: casts older than the forward pass would be cast back after the whole backward.
-    All gradients would wait in memory, out of cache, and DDP would have nothing to overlap.
+    Autograd runs the youngest node first, and casts are older than the forward pass. Gradients would wait in
+    memory until the whole backward pass is over, and DDP would have nothing to overlap.
     """
     if cast.requires_grad:
         _torch.run_as_soon_as_ready(cast)
@@ -60,7 +60,7 @@ def _soon(cast: Tensor) -> Tensor:
 
 
 class _BucketCast(torch.autograd.Function):
-    """Ties casts to their weights; keeps nothing, so that one cast serves any number of backward passes."""
+    """Ties casts to their weights; saves nothing, so that one cast serves any number of backward passes."""
 
     @staticmethod
     def forward(
@@ -90,8 +90,8 @@ class _BucketCast(torch.autograd.Function):
 def buckets(weights: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Yield `weights` in order, at most `BUCKET_BYTES` (or one weight) at a time.
 
-    A weight with a gradient hook is by itself: a backward pass that reaches one weight of a bucket calls
-    the hooks of all, with None for those that it does not reach.
+    A weight with a gradient hook gets a bucket of its own: a backward pass that reaches one weight of a
+    bucket calls the hooks of all, with None for weights that it does not reach.
     """
     bucket: list[Tensor] = []
     size = 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -36,17 +37,26 @@ class CachedCasts:
                 "This cached_casts scope is already on. Make one scope per `with` statement, or leave the "
                 "persistent one on and do not enter it."
             )
-        release_ops = serve_casts(self._cache, {device.type for device in self._cache.devices()})
-        hook = register_optimizer_step_post_hook(self._after_step)
+        release_ops = serve_casts(self._cache, self._device_types())
+        _watch_optimizers()
+        _scopes.add(self)
 
         def release() -> None:
-            hook.remove()
+            _scopes.discard(self)
             release_ops()
             self._cache.invalidate()
             self._cache.memory.clear()
 
         self._release = release
         return self
+
+    def _device_types(self) -> set[str]:
+        """Return the devices that the weights are on, or will be once they leave the meta device."""
+        types = {device.type for device in self._cache.devices()}
+        if "meta" in types:
+            accelerator = torch.accelerator.current_accelerator()
+            types |= {"cpu"} if accelerator is None else {"cpu", accelerator.type}
+        return types
 
     def __exit__(
         self,
@@ -55,11 +65,6 @@ class CachedCasts:
         traceback: TracebackType | None,
     ) -> None:
         self.remove()
-
-    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG002
-        # Fused optimizers write weights without moving their version counters.
-        for group in optimizer.param_groups:
-            self._cache.invalidate(group["params"])
 
     def invalidate(self, weights: Iterable[Tensor] | None = None) -> None:
         """Drop the casts of `weights` (default: all), after a write that torch cannot see."""
@@ -74,6 +79,22 @@ class CachedCasts:
     def nbytes(self) -> int:
         """Return the bytes that the casts take now, with memory that is kept for the next ones."""
         return sum(cast.nbytes for cast in self._cache.casts()) + self._cache.memory.idle_nbytes()
+
+
+_scopes: set[CachedCasts] = set()
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    # One hook, for good: torch iterates over its hooks in other threads while scopes come and go.
+    register_optimizer_step_post_hook(_after_step)
+
+
+def _after_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+    """Drop casts of stepped weights: fused optimizers write without moving version counters."""
+    for scope in list(_scopes):
+        for group in optimizer.param_groups:
+            scope.invalidate(group["params"])
 
 
 def _weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

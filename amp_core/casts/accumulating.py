@@ -1,0 +1,118 @@
+"""Casts of weights that add their gradients to the weight's float32 ``.grad``: used by `master_weights`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amp_core._torch import internals as _torch
+from amp_core.casts.bulk import allocate, buckets, cast_weights, run_backward_early
+from amp_core.casts.memory import KeptMemory
+from amp_core.kernels import Kernels
+
+
+class AccumulatingCasts:
+    """Keeps one cast for each weight and dtype, and rewrites it in place when the weight changes.
+
+    A backward pass adds the gradient of a cast to the float32 ``.grad`` of its weight at once, in one pass
+    over memory. Where something waits for the gradient in the graph, autograd hands it on instead: hooks on
+    the weight, ``autograd.grad``, ``create_graph=True``, DistributedDataParallel.
+
+    Args:
+        reduced: DistributedDataParallel is known to wait for the gradients.
+    """
+
+    def __init__(self, reduced: bool = False) -> None:
+        self._kept: dict[tuple[int, torch.dtype], Tensor] = {}
+        self._reduced = reduced
+
+    def cast(
+        self, weights: Sequence[Tensor], dtype: torch.dtype, kernels: Kernels, memory: KeptMemory
+    ) -> list[Tensor]:
+        """Return the casts of `weights`, up to date; see `amp_core.casts.cache.MakeCasts`."""
+        self._reduced = self._reduced or _torch.inside_ddp()
+        if self._reduced or not weights[0].requires_grad:
+            return cast_weights(weights, dtype, kernels, memory)
+        with torch.inference_mode(mode=False):
+            for bucket in buckets([w for w in weights if not self._fits(w, dtype)]):
+                self._add(bucket, dtype, kernels, memory)
+            casts = [self._kept[id(w), dtype] for w in weights]
+            with torch.no_grad():
+                kernels.cast(weights, dtype, out=casts)
+        return casts
+
+    def _fits(self, weight: Tensor, dtype: torch.dtype) -> bool:
+        cast = self._kept.get((id(weight), dtype))
+        return cast is not None and (cast.shape, cast.stride(), cast.device) == (
+            weight.shape,
+            weight.stride(),
+            weight.device,
+        )
+
+    def _add(
+        self, weights: Sequence[Tensor], dtype: torch.dtype, kernels: Kernels, memory: KeptMemory
+    ) -> None:
+        for weight, memory_of_cast in zip(weights, allocate(weights, dtype, memory), strict=True):
+            with torch.enable_grad():
+                cast: Tensor = _Accumulate.apply([memory_of_cast], kernels, memory, weight)  # type: ignore[no-untyped-call]
+            self._kept[id(weight), dtype] = run_backward_early(cast)
+
+    def keep_only(self, keys: set[int]) -> None:
+        """Free the casts of all weights but those whose ``id`` is in `keys`."""
+        self._kept = {key: cast for key, cast in self._kept.items() if key[0] in keys}
+
+    def all(self) -> list[Tensor]:
+        """Return every cast that is kept."""
+        return list(self._kept.values())
+
+
+_SMALL = 2**16
+"""Elements up to which torch's operations beat kernel dispatch."""
+
+
+class _Accumulate(torch.autograd.Function):
+    """Ties a cast to its weight; saves nothing, so that one cast serves any number of backward passes."""
+
+    @staticmethod
+    def forward(ctx: Any, cast: list[Tensor], kernels: Kernels, memory: KeptMemory, weight: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.weight, ctx.kernels, ctx.memory = weight, kernels, memory
+        return cast[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[None, None, None, Tensor | None]:
+        if grad is None:
+            return None, None, None, None
+        if not _goes_to_grad(ctx, grad):
+            return None, None, None, grad.to(ctx.weight.dtype)
+        total = ctx.weight.grad
+        if total is None:
+            ctx.weight.grad = _widened(grad, ctx.weight.dtype, ctx.kernels, ctx.memory)
+        elif grad.numel() <= _SMALL:
+            total.add_(grad)
+        else:
+            ctx.kernels.add_([total], [grad])
+        return None, None, None, None
+
+
+def _goes_to_grad(node: Any, grad: Tensor) -> bool:
+    """Whether autograd would only add `grad` to the weight's own."""
+    weight = node.weight
+    return (
+        not torch.is_grad_enabled()  # create_graph=True
+        and not _torch.has_gradient_hooks(weight)
+        and (weight.grad is None or weight.grad.layout is torch.strided)
+        and grad.layout is torch.strided
+        and _torch.gradient_is_accumulated(node.next_functions[0][0])
+    )
+
+
+def _widened(grad: Tensor, dtype: torch.dtype, kernels: Kernels, memory: KeptMemory) -> Tensor:
+    wide = memory.empty_like(grad, dtype)
+    if grad.numel() <= _SMALL:
+        return wide.copy_(grad)
+    kernels.cast([grad], wide.dtype, out=[wide])
+    return wide

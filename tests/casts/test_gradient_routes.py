@@ -1,0 +1,176 @@
+"""Every way to ask autograd for the gradient of a weight, in a scope and without: the same gradients."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from amp_core import autocast, cached_casts, master_weights
+
+X = torch.linspace(-1, 1, 24).reshape(4, 6)
+Result = list["Tensor | None"]
+
+
+def make() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def loss_of(model: nn.Module) -> Tensor:
+    with autocast("cpu"):
+        return model(X).float().square().mean()
+
+
+def copies(tensors: Any) -> Result:
+    return [None if t is None else t.detach().clone() for t in tensors]
+
+
+def gradients(model: nn.Module) -> Result:
+    return copies(p.grad for p in model.parameters())
+
+
+def backward(model: nn.Module) -> Result:
+    loss_of(model).backward()
+    return gradients(model)
+
+
+def some_inputs(model: nn.Module) -> Result:
+    loss_of(model).backward(inputs=[model[0].weight, model[3].bias])
+    return gradients(model)
+
+
+def all_inputs(model: nn.Module) -> Result:
+    loss_of(model).backward(inputs=list(model.parameters()))
+    return gradients(model)
+
+
+def grad(model: nn.Module) -> Result:
+    return [*copies(torch.autograd.grad(loss_of(model), list(model.parameters()))), *gradients(model)]
+
+
+def grad_of_some(model: nn.Module) -> Result:
+    unused = torch.ones(1, requires_grad=True)
+    wanted = [model[3].weight, unused, model[0].bias]
+    return [*copies(torch.autograd.grad(loss_of(model), wanted, allow_unused=True)), *gradients(model)]
+
+
+def penalty(model: nn.Module) -> Result:
+    loss = loss_of(model)
+    (first,) = torch.autograd.grad(loss, [model[0].weight], create_graph=True)
+    (loss + first.square().sum()).backward()
+    return gradients(model)
+
+
+def hook_on_the_node(model: nn.Module) -> Result:
+    seen: Result = []
+    weight = model[0].weight
+    node = weight.view_as(weight).grad_fn.next_functions[0][0]
+    handle = node.register_hook(lambda *_: seen.extend(copies([weight.grad])))
+    loss_of(model).backward()
+    handle.remove()
+    return [*seen, *gradients(model)]
+
+
+def hook_after_the_forward(model: nn.Module) -> Result:
+    seen: list[Tensor] = []
+    loss = loss_of(model)
+    handle = model[0].weight.register_hook(seen.append)
+    loss.backward()
+    handle.remove()
+    return [*copies(seen), *gradients(model)]
+
+
+def twice_through_one_graph(model: nn.Module) -> Result:
+    loss = loss_of(model)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    return gradients(model)
+
+
+def frozen_then_not(model: nn.Module) -> Result:
+    model[0].requires_grad_(False)
+    loss_of(model).backward()
+    model[0].requires_grad_(True)
+    return [*gradients(model), *backward(model)]
+
+
+ROUTES: list[Callable[[nn.Module], Result]] = [
+    backward,
+    some_inputs,
+    all_inputs,
+    grad,
+    grad_of_some,
+    penalty,
+    hook_on_the_node,
+    hook_after_the_forward,
+    twice_through_one_graph,
+    frozen_then_not,
+]
+
+
+def run(routes: list[Callable[[nn.Module], Result]], scope: Callable[[nn.Module], Any]) -> Result:
+    model = make()
+    results: Result = []
+    with scope(model):
+        for route in routes:
+            results += route(model)
+            with torch.no_grad():
+                for weight in model.parameters():
+                    weight.mul_(0.9)
+            if len(results) % 2:
+                model.zero_grad()
+    return results
+
+
+def check(one: Result, other: Result) -> None:
+    for first, second in zip(one, other, strict=True):
+        assert (first is None) == (second is None)
+        if first is not None and second is not None:
+            torch.testing.assert_close(first, second, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("scope", [cached_casts, master_weights])
+@pytest.mark.parametrize("route", ROUTES)
+def test_each_route(route: Callable[[nn.Module], Result], scope: Callable[[nn.Module], Any]) -> None:
+    """A gradient is lost, or left in ``.grad`` by a call that should only return it."""
+    check(run([route], scope), run([route], lambda _: nullcontext()))
+
+
+@pytest.mark.parametrize("scope", [cached_casts, master_weights])
+def test_routes_in_any_order(scope: Callable[[nn.Module], Any]) -> None:
+    """One route leaves something behind that another trips over."""
+    chance = random.Random(0)
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        routes = chance.choices(ROUTES, k=chance.randint(2, 5))
+        try:
+            check(run(routes, scope), run(routes, lambda _: nullcontext()))
+        except BaseException as error:
+            error.add_note(str([route.__name__ for route in routes]))
+            raise
+
+
+@pytest.mark.parametrize("scope", [cached_casts, master_weights])
+@pytest.mark.filterwarnings("ignore:.torch.jit.*deprecated:DeprecationWarning")
+def test_an_optimizer_in_the_backward_pass_steps(scope: Callable[[nn.Module], Any]) -> None:
+    """The model never learns: the hook that steps is on a node that no gradient reaches."""
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
+    def train(scope: Callable[[nn.Module], Any]) -> Result:
+        model = make()
+        _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+        with scope(model):
+            for _ in range(3):
+                loss_of(model).backward()
+        return copies(model.parameters())
+
+    trained = train(scope)
+    check(trained, train(lambda _: nullcontext()))
+    assert not torch.equal(trained[0], make()[0].weight)
