@@ -1,9 +1,8 @@
-"""Finds the packages and builds the optional compiled parts. All else: pyproject.toml."""
+"""Finds the packages and builds the CPU backend's kernels, which are optional. All else: pyproject.toml."""
 
 from __future__ import annotations
 
 import sys
-import sysconfig
 from pathlib import Path
 
 from setuptools import Extension, find_packages, setup
@@ -40,25 +39,11 @@ class AnyPython(bdist_wheel):
 
 
 unix = sys.platform != "win32"
-free_threaded = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
 # The stack protector and fortified calls cost nothing in loops over vectors.
 hardening = ["-fvisibility=hidden", "-fstack-protector-strong", "-D_FORTIFY_SOURCE=2"]
 relocations = ["-Wl,-z,relro,-z,now"] if sys.platform == "linux" else []
 # Apple's clang has no -fopenmp of its own: the kernels are built for one thread there.
 openmp = ["-fopenmp"] if sys.platform == "linux" else []
-# Finds torch's functions by the names that compilers for Linux and macOS give them.
-regions = [
-    Extension(
-        "amp_core.native._region_state",
-        sources=["amp_core/native/region_state.c"],
-        export_symbols=["PyInit__region_state"],
-        extra_compile_args=["-O2"],
-        # The limited API: one library for every Python. A free-threaded one has none before 3.15.
-        define_macros=[] if free_threaded else [("Py_LIMITED_API", "0x030A0000")],
-        py_limited_api=not free_threaded,
-        optional=True,
-    )
-]
 # A folder under backends/ is a device: its package is found here, its line in pyproject.toml declares it.
 roots = [".", "compat", *sorted(path.as_posix() for path in Path("backends").iterdir() if path.is_dir())]
 packages = {name: root for root in roots for name in find_packages(root, include=["amp_*"])}
@@ -92,6 +77,5 @@ setup(
             extra_link_args=[*openmp, *relocations] if unix else [],
             optional=True,
         ),
-        *(regions if unix else []),
     ],
 )

@@ -38,9 +38,10 @@ if TYPE_CHECKING:
     )
     from amp_core.plugin import backends, get_backend
     from amp_core.policy import OpPolicy, apply_policy
-    from amp_core.regions.autocast import autocast, disable, is_autocast_available
     from amp_core.regions.custom_functions import _cast, custom_bwd, custom_fwd
     from amp_core.regions.decorator import autocast_decorator
+    from amp_core.regions.disabling import disable
+    from amp_core.regions.region import autocast, is_autocast_available
     from amp_core.scaling.checkpoint_formats import convert_scaler_state
     from amp_core.scaling.grad_scaler import GradScaler, OptState
     from amp_core.scaling.hooks import ScaleChange
@@ -122,9 +123,10 @@ _NAMES = {
     ),
     "plugin": "backends get_backend",
     "policy": "OpPolicy apply_policy",
-    "regions.autocast": "autocast disable is_autocast_available",
+    "regions.region": "autocast is_autocast_available",
     "regions.custom_functions": "_cast custom_bwd custom_fwd",
     "regions.decorator": "autocast_decorator",
+    "regions.disabling": "disable",
     "scaling.checkpoint_formats": "convert_scaler_state",
     "scaling.grad_scaler": "GradScaler OptState",
     "scaling.hooks": "ScaleChange",

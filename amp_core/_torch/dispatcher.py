@@ -213,17 +213,6 @@ def _line(key: str) -> str:
     return next((line for line in table if line.startswith(f"{key}:")), "")
 
 
-def mark_graph_functions(functions: tuple[Callable[..., Any], ...]) -> None:
-    """Let Dynamo put calls of `functions` into its graphs as they are.
-
-    For: entering a policy under ``torch.compile(fullgraph=True)``. If it goes: graph breaks there.
-    """
-    import torch._dynamo
-
-    for function in functions:
-        torch._dynamo.allow_in_graph(function)  # type: ignore[no-untyped-call]
-
-
 def value_for_dynamo(kind: type[K]) -> type[K]:
     """Let Dynamo take an object of this class for a constant, by its equality, when it traces.
 

@@ -6,8 +6,6 @@ torch minor version is a matter of reading this page and running the tests.
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -186,43 +184,6 @@ outside_graphs = torch._compile._disable_dynamo
 # What Dynamo does with the next function that is called; None where nothing is being compiled. For and if it
 # goes: as ``outside_graphs``.
 frames_are_compiled = torch._C._dynamo.eval_frame.get_eval_frame_callback
-
-
-def dynamo_is_at_work() -> bool:
-    """Whether `torch.compile` is tracing right now, asked by code that is not traced itself.
-
-    For: refusing a region whose policy Dynamo would lose. If it goes: the policy is lost in silence.
-    """
-    return torch._guards.CompileContext.try_get() is not None
-
-
-def library_path() -> str:
-    """Where the shared library with torch's autocast state lies.
-
-    For: the compiled form of `amp_core.regions.torch_state`. If it moves: regions are entered from Python.
-    """
-    suffix = "dylib" if sys.platform == "darwin" else "so"
-    return os.path.join(os.path.dirname(torch.__file__), "lib", f"libtorch_cpu.{suffix}")
-
-
-_DEVICE_NUMBERS = {
-    "cpu": 0,
-    "cuda": 1,
-    "maia": 8,
-    "xla": 9,
-    "xpu": 12,
-    "mps": 13,
-    "hpu": 15,
-    "mtia": 19,
-}
-
-
-def device_number(device_type: str) -> int | None:
-    """The value of ``c10::DeviceType``, which is part of torch's file formats and does not change.
-
-    For: as `library_path`; who uses it looks first whether it is right.
-    """
-    return 20 if device_type == privateuse1_name() else _DEVICE_NUMBERS.get(device_type)
 
 
 def inside_ddp() -> bool:

@@ -17,7 +17,7 @@ from amp_core.dispatch.activate import activation, default_policy
 from amp_core.errors import AmpError
 from amp_core.plugin import get_backend
 from amp_core.policy import OpPolicy
-from amp_core.regions.autocast import autocast
+from amp_core.regions.region import autocast
 
 
 class Step:

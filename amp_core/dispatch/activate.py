@@ -2,28 +2,103 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import warnings
+from collections import OrderedDict
 from collections.abc import Mapping
 from functools import lru_cache
 
 import torch
 
-from amp_core._torch.dispatcher import (
-    autocast_key,
-    constant_for_dynamo,
-    has_dispatch_key,
-    mark_graph_functions,
-)
+from amp_core._torch.dispatcher import autocast_key, has_dispatch_key
 from amp_core.common import environment as _env
 from amp_core.dispatch.casting import Runner, make_runner
-from amp_core.dispatch.engine import Table, engine
+from amp_core.dispatch.engine import Engine, Table, engine
 from amp_core.errors import AmpWarning, PolicyError
 from amp_core.plugin import get_backend
 from amp_core.plugin.interface import Backend
 from amp_core.policy import OpPolicy, names
 from amp_core.policy import rules as r
 from amp_core.policy.op_policy import native_rules
+
+
+class _Thread(threading.local):
+    """The policies that one thread has in force, one per device type, and those that each push replaced."""
+
+    in_force: tuple[tuple[str, Activation], ...] = ()
+
+    def __init__(self) -> None:
+        self.hidden: list[tuple[Engine, tuple[tuple[str, Activation], ...]]] = []
+
+
+_thread = _Thread()
+
+
+class Activation:
+    """A policy made ready for one device type; a region pushes and pops it, in pairs, per thread."""
+
+    def __init__(self, policy: OpPolicy, table: Table, *, by_default: bool) -> None:
+        self.policy = policy
+        self.table = table
+        self.by_default = by_default
+        self._engine = engine(policy.device_type)
+
+    def push(self) -> None:
+        """Put the policy in force for this thread.
+
+        Raises:
+            PolicyError: `torch.export` is tracing; an exported program could not keep the policy.
+        """
+        if torch.compiler.is_exporting():
+            raise PolicyError(_NO_EXPORT.format(policy=self.policy))
+        here, before = self._engine, _thread.in_force
+        # A region that names no policy keeps that of the region around it, as it keeps its dtype.
+        keep = self.by_default and here.depth
+        _thread.hidden.append((here, before))
+        try:
+            if keep:
+                here.push_again()
+            else:
+                here.push(self.table, self.policy)
+                device = self.policy.device_type
+                others = tuple(entry for entry in before if entry[0] != device) if before else ()
+                _thread.in_force = (*others, (device, self))
+        except BaseException:
+            restore(len(_thread.hidden) - 1)
+            raise
+
+    def pop(self) -> None:
+        """Take back the last push of this thread; never raises."""
+        restore(len(_thread.hidden) - 1)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _prepared, (self.policy, self.by_default)
+
+    def __repr__(self) -> str:
+        return f"<Activation of {self.policy!r}, {len(self.table)} ops differ from native>"
+
+
+def pushed() -> int:
+    """Return how many policies this thread has pushed; `restore` goes back to that number."""
+    return len(_thread.hidden)
+
+
+def restore(depth: int) -> None:
+    """Pop policies of this thread until `depth` are pushed, also after an interrupted push or pop."""
+    hidden = _thread.hidden
+    while len(hidden) > max(depth, 0):
+        here, before = hidden[-1]
+        # The engine's own depth tells whether an interrupt came before or after its push or pop.
+        if here.depth >= sum(entry[0] is here for entry in hidden):
+            here.pop()
+        _thread.in_force = before
+        hidden.pop()
+
+
+def policies_in_force() -> tuple[tuple[str, Activation], ...]:
+    """Return the activations that this thread has in force, each with its device type."""
+    return _thread.in_force
 
 
 class Changes:
@@ -40,10 +115,7 @@ class Changes:
         self.rules = rules
         self.origin = origin
         # By the identity of a policy, which the entry keeps alive: equal ones differ in their origins.
-        self._made: dict[int, tuple[OpPolicy | None, Activation]] = {}
-        with _lock:
-            self.handle = len(_changes_made)
-            _changes_made.append(self)
+        self._activations: OrderedDict[int, tuple[OpPolicy | None, Activation]] = OrderedDict()
 
     def on(self, policy: OpPolicy) -> OpPolicy:
         """Return `policy` with the changes."""
@@ -51,119 +123,24 @@ class Changes:
 
     def activated(self, policy: OpPolicy | None) -> Activation:
         """Return `policy`, or the device's default, with the changes and made ready."""
-        if id(policy) not in self._made:
+        entry = self._activations.get(id(policy))
+        if entry is None:
             under = default_policy(get_backend(self.device_type)) if policy is None else policy
-            self._made[id(policy)] = policy, _prepared(self.on(under), False)
-        return self._made[id(policy)][1]
+            entry = self._activations[id(policy)] = policy, _prepared(self.on(under), False)
+            if len(self._activations) > _POLICIES_PER_CHANGE:
+                with contextlib.suppress(KeyError):  # another thread took it
+                    self._activations.popitem(last=False)
+        return entry[1]
 
-    def __reduce__(self) -> tuple[object, ...]:  # the handle means something in this process only
+    def push(self) -> None:
+        """Put the changed policy in force for this thread."""
+        self.activated(engine(self.device_type).policy).push()
+
+    def __reduce__(self) -> tuple[object, ...]:
         return Changes, (self.device_type, dict(self.rules), self.origin)
 
 
-class InForce:
-    """Keep `Changes` in force for a block. To be made where it is entered: Dynamo traces no other."""
-
-    def __init__(self, handle: int) -> None:
-        self.handle = handle
-
-    def __enter__(self) -> None:
-        if torch.compiler.is_dynamo_compiling():
-            _admit_to_graphs()
-        push_changes(self.handle)
-
-    def __exit__(self, *_: object) -> None:
-        if torch.compiler.is_dynamo_compiling():
-            _admit_to_graphs()
-        pop_changes(self.handle)
-
-
-class Activation:
-    """A policy made ready for one device type; a region pushes and pops it, in pairs, per thread.
-
-    Both calls trace under ``torch.compile(fullgraph=True)``: Dynamo guards on `handle`, so that another
-    policy compiles anew and the same one does not.
-    """
-
-    def __init__(self, policy: OpPolicy, table: Table, handle: int, *, by_default: bool) -> None:
-        self.policy = policy
-        self.table = table
-        self.handle = handle
-        self.by_default = by_default
-
-    def push(self) -> None:
-        """Put the policy in force for this thread.
-
-        Raises:
-            PolicyError: `torch.export` is tracing; an exported program could not keep the policy.
-        """
-        push(self.handle)
-
-    def pop(self) -> None:
-        """Take it off again; never raises."""
-        pop(self.handle)
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return _prepared, (self.policy, self.by_default)
-
-    def __repr__(self) -> str:
-        return f"<Activation of {self.policy!r}, {len(self.table)} ops differ from native>"
-
-
-def push(handle: int) -> None:
-    """Do what `Activation.push` does, for Dynamo, which knows no object that was made while it traces."""
-    if torch.compiler.is_dynamo_compiling():
-        _admit_to_graphs()
-    push_policy(handle)
-
-
-def pop(handle: int) -> None:
-    """Do what `Activation.pop` does."""
-    if torch.compiler.is_dynamo_compiling():
-        _admit_to_graphs()
-    pop_policy(handle)
-
-
-_activations: list[Activation] = []
-_changes_made: list[Changes] = []
-_lock = threading.Lock()
-
-
-def push_policy(handle: int) -> None:
-    """Push the activation number `handle`; a plain function of an int, so that a graph can hold the call."""
-    active = _activations[handle]
-    if torch.compiler.is_exporting():
-        raise PolicyError(_NO_EXPORT.format(policy=active.policy))
-    here = engine(active.policy.device_type)
-    # A region that names no policy keeps that of the region around it, as it keeps its dtype.
-    if active.by_default and here.depth:
-        here.push_again()
-    else:
-        here.push(active.table, active.policy)
-
-
-def pop_policy(handle: int) -> None:
-    """Pop what `push_policy` pushed."""
-    engine(_activations[handle].policy.device_type).pop()
-
-
-def push_changes(handle: int) -> None:
-    """Push the `Changes` number `handle` on top of what is in force in this thread."""
-    changes = _changes_made[handle]
-    here = engine(changes.device_type)
-    changed = changes.activated(here.policy)
-    if torch.compiler.is_exporting():
-        raise PolicyError(_NO_EXPORT.format(policy=changed.policy))
-    here.push(changed.table, changed.policy)
-
-
-def pop_changes(handle: int) -> None:
-    """Pop what `push_changes` pushed."""
-    engine(_changes_made[handle].device_type).pop()
-
-
-@constant_for_dynamo
-def _admit_to_graphs() -> None:
-    mark_graph_functions((push_policy, pop_policy, push_changes, pop_changes))
+_POLICIES_PER_CHANGE = 16
 
 
 _NO_EXPORT = (
@@ -257,7 +234,7 @@ def emulation(policy: OpPolicy) -> Activation:
     """
     _require_autocast(policy.device_type)
     ops = {**dict.fromkeys(native_rules(policy.device_type), r.UNCHANGED), **policy.rules}
-    return _numbered(policy, _runners(ops, policy.device_type), by_default=False)
+    return Activation(policy, _runners(ops, policy.device_type), by_default=False)
 
 
 def _prepared(policy: OpPolicy, by_default: bool) -> Activation:
@@ -270,14 +247,7 @@ def _prepared_once(
     origins: tuple[tuple[str, str], ...],  # noqa: ARG001  # keeps equal policies apart: `record()` names places
     by_default: bool,
 ) -> Activation:
-    return _numbered(policy, _runners(_changes(policy), policy.device_type), by_default=by_default)
-
-
-def _numbered(policy: OpPolicy, table: Table, *, by_default: bool) -> Activation:
-    with _lock:
-        made = Activation(policy, table, len(_activations), by_default=by_default)
-        _activations.append(made)
-    return made
+    return Activation(policy, _runners(_changes(policy), policy.device_type), by_default=by_default)
 
 
 def _changes(policy: OpPolicy) -> dict[str, str]:

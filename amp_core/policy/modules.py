@@ -152,9 +152,9 @@ class _Region:
 
     def run(self, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.changes is not None:
-            from amp_core.dispatch.activate import InForce
+            from amp_core.dispatch.graphs import InForce
 
-            with InForce(self.changes.handle):
+            with InForce(self.changes):
                 return call(*args, **kwargs)
         if not torch.is_autocast_enabled(self.device_type):
             return call(*args, **kwargs)

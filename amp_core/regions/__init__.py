@@ -1,1 +1,3 @@
 """Regions: `autocast`, its decorator, `disable`, `custom_fwd` and `custom_bwd`."""
+
+from amp_core.regions import graphs  # noqa: F401  # tells Dynamo of regions

@@ -14,7 +14,7 @@ from torch.autograd.function import FunctionCtx
 from amp_core.common.containers import map_tensors
 from amp_core.common.device_types import device_type_of
 from amp_core.plugin.default_manager import get_backend
-from amp_core.regions.autocast import autocast
+from amp_core.regions.region import autocast
 
 Fn = Callable[..., Any]
 

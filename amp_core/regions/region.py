@@ -1,183 +1,111 @@
-"""What a region does when it is built, entered and left. `autocast` is the class that users see."""
+"""`autocast`: a region in which ops run in the dtype that the device's policy gives them."""
 
-from __future__ import annotations
+# No `from __future__ import annotations`: TorchScript does not read annotations that are strings.
 
-import contextlib
-import functools
-import warnings
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import Any
 
 import torch
-from typing_extensions import ParamSpec, Self
 
 from amp_core._torch import internals as _torch
-from amp_core._torch.dispatcher import constant_for_dynamo
 from amp_core.common.device_types import device_type_of
-from amp_core.dispatch.activate import activation, default_policy, in_float32, pop, push
-from amp_core.errors import PolicyError
+from amp_core.errors import BackendNotFoundError
 from amp_core.plugin.default_manager import get_backend
-from amp_core.regions.decorator import autocast_decorator
-from amp_core.regions.torch_state import settings_of
+from amp_core.regions.autocast_state import enter, leave
+from amp_core.regions.base import Region
+from amp_core.states.region_stack import thread
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from amp_core.plugin.interface import Backend
-    from amp_core.policy import OpPolicy
-
-P = ParamSpec("P")
-R = TypeVar("R")
+_is_scripting = torch.jit.is_scripting
 
 
-class Region(torch.autocast):
-    """The behaviour of `autocast`, apart from it because TorchScript compiles every method of that class."""
+class autocast(Region):  # noqa: N801  # torch's name
+    """A context manager or decorator that runs ops in mixed precision.
 
-    __jit_unused_properties__: ClassVar[list[str]] = ["_cache_enabled"]  # TorchScript passes it over
+    It is a drop-in for ``torch.autocast``: a subclass, with the same arguments, errors and warnings. Unlike
+    torch's, an instance can be entered again while it is entered, and by several threads at once. As a
+    decorator it also covers the body of generators and coroutines, between one ``yield`` or ``await`` and
+    the next.
 
-    _tracing: tuple[Any, ...] = ()
-    _warning_stacklevel: ClassVar[int] = 3
-    """Frames from the warning to the caller's line; a subclass that calls ``super().__init__`` adds one."""
+    Args:
+        device_type: a device type with a backend (``amp backends`` lists them), a ``torch.device``, a tensor,
+            or ``"auto"`` for the accelerator that is present, else the CPU.
+        dtype: the dtype of low-precision ops; by default ``torch.get_autocast_dtype(device_type)``.
+        enabled: ``False`` switches mixed precision off inside the region.
+        cache_enabled: whether to keep the casts of weights until the outermost region ends; by default as
+            in the surrounding region.
+        policy: the `OpPolicy` for the ops in the region; by default that of the surrounding region, or the
+            device's own.
 
-    def configure(
+    Raises:
+        BackendNotFoundError: no backend serves the device type (a ``RuntimeError``, as in torch).
+        RuntimeError: `dtype` is bfloat16 and the CUDA device does not support it.
+        ValueError: `device_type` is none of the above.
+
+    Warns:
+        UserWarning: the device is missing or does not support the dtype; the region is disabled.
+
+    Example:
+        >>> import torch, amp_core
+        >>> x = torch.ones(2, 2)
+        >>> with amp_core.autocast("cpu", dtype=torch.bfloat16):
+        ...     (x @ x).dtype
+        torch.bfloat16
+        >>> exact = amp_core.OpPolicy.default("cpu").override({"mm": "fp32"})
+        >>> with amp_core.autocast("cpu", policy=exact):
+        ...     (x @ x).dtype
+        torch.float32
+    """
+
+    # torch.jit.script knows the region by this name, and compiles the methods below: `Optional`, `Any`,
+    # no keyword-only arguments.
+    _jit_override_qualname = "__torch__.torch.amp.autocast_mode.autocast"
+
+    def __init__(
         self,
-        device: str | torch.device | torch.Tensor,
-        dtype: torch.dtype | None,
-        enabled: bool,
-        cache_enabled: bool | None,
-        policy: OpPolicy | None,
+        device_type: str,
+        dtype: torch.dtype | None = None,
+        enabled: bool = True,
+        cache_enabled: bool | None = None,
+        policy: Any = None,
     ) -> None:
-        """Check the arguments and settle what entering will do; the body of ``__init__``."""
-        device_type = device_type_of(device)
-        resolved = _resolve(device_type, dtype, enabled, policy)
-        self.device = device_type
-        self.fast_dtype, self._policy_handle, refusal = resolved
-        self._policy = policy
-        if refusal is not None:
-            warnings.warn(refusal, stacklevel=self._warning_stacklevel)
-            enabled = False
-        self._enabled = enabled
-        self._keeps_casts = torch.is_autocast_cache_enabled() if cache_enabled is None else cache_enabled
-        self._settings = settings_of(device_type, enabled, self.fast_dtype, self._keeps_casts)
+        if _is_scripting():
+            self._enabled = enabled
+            self.device = device_type
+            self.fast_dtype = torch.get_autocast_dtype(device_type) if dtype is None else dtype
+            return
+        self.configure(device_type, dtype, enabled, cache_enabled, policy)
 
-    def enter_traced(self) -> Self:
-        """Enter while Dynamo traces."""
-        # torch.compile and torch.export recognise a `with torch.autocast`, nothing else.
-        dtype, handle = self._traced_settings()
-        traced = _traced(self.device, dtype, self._enabled, self._keeps_casts)
-        traced.__enter__()
-        self._tracing = (*self._tracing, traced)
-        if handle is not None:
-            push(handle)
+    def __enter__(self) -> Any:
+        if _is_scripting():
+            return self
+        if enter(thread.regions, self, self._settings, self._activation):
+            _torch.record_enter(self.device, self.fast_dtype, self._enabled, self._keeps_casts)
         return self
 
-    def exit_traced(self) -> bool:
-        """Leave while Dynamo traces."""
-        _, handle = self._traced_settings()
-        if handle is not None:
-            pop(handle)
-        traced = self._tracing[-1]
-        self._tracing = self._tracing[:-1]
-        traced.__exit__(None, None, None)
+    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> Any:
+        if _is_scripting():
+            return None
+        if leave(thread.regions, self, self._settings):
+            _torch.record_exit()
         return False
 
-    def _traced_settings(self) -> tuple[torch.dtype, int | None]:
-        if self._enabled and self.fast_dtype is torch.float32:
-            traced: tuple[torch.dtype, int] = _float32_traced(self.device, self._policy)
-            return traced
-        return self.fast_dtype, self._policy_handle
 
-    @property
-    def _cache_enabled(self) -> bool:  # type: ignore[override]  # in torch an attribute, set by torch alone
-        # torch's name. Dynamo reads it to enter, as torch.autocast, an instance that it did not see built.
-        _, handle = self._traced_settings()
-        if handle is not None and _torch.dynamo_is_at_work():
-            raise PolicyError(
-                f"{self!r} has a policy and was built outside the function that torch.compile is tracing, "
-                f"where its policy would be lost. Build the region inside that function."
-            )
-        return self._keeps_casts
+def is_autocast_available(device_type: str | torch.device) -> bool:
+    """Return whether `autocast` accepts `device_type`, whether or not such a device is present.
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_policy_handle": None, "_settings": None, "_tracing": ()}
+    Args:
+        device_type: a device type, or a ``torch.device``.
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._settings = settings_of(self.device, self._enabled, self.fast_dtype, self._keeps_casts)
-        if self._enabled:  # the number of a policy is this process's own
-            found = activation(get_backend(self.device), self._policy)
-            self._policy_handle = None if found is None else found.handle
+    Raises:
+        RuntimeError: `device_type` is no device type; the text is torch's.
 
-    def __call__(self, func: Callable[P, R]) -> Callable[P, R]:
-        """Return `func` with its body inside this region; see `autocast_decorator`."""
-        if not callable(func):
-            raise TypeError(
-                f"autocast()(func) requires a callable, but got {type(func).__name__}. "
-                f"Did you mean to use autocast as a context manager? For example:\n"
-                f"    with torch.autocast(device_type=...):\n"
-                f"        output = model(input)"
-            )
-        return autocast_decorator(self, func)
-
-    def __repr__(self) -> str:
-        return (
-            f"{type(self).__qualname__}({self.device!r}, dtype={self.fast_dtype}, enabled={self._enabled}, "
-            f"cache_enabled={self._keeps_casts})"
-        )
-
-
-@contextlib.contextmanager
-def _traced(device: str, dtype: torch.dtype, enabled: bool, cache_enabled: bool) -> Iterator[None]:
-    with torch.autocast(device, dtype, enabled, cache_enabled):
-        yield
-
-
-_Resolved = tuple[torch.dtype, "int | None", "str | None"]
-
-# Of regions that are enabled and name no policy: they are checked once, and AMP_POLICY is read once.
-_resolved: dict[tuple[Backend, torch.dtype], _Resolved] = {}
-
-
-@constant_for_dynamo
-def _resolve(
-    device_type: str, dtype: torch.dtype | None, enabled: bool, policy: OpPolicy | None
-) -> _Resolved:
-    """Return the dtype, the number of the policy to push, and why an enabled region is refused."""
-    backend = get_backend(device_type)
-    fast_dtype = backend.default_dtype() if dtype is None else dtype
-    if not enabled:
-        return fast_dtype, None, None
-    known = _resolved.get((backend, fast_dtype))
-    if policy is None and known is not None:
-        return known
-    if known is None:
-        _watch_optimizers()
-        refusal = backend.autocast_refusal(fast_dtype)
-        if refusal is not None and refusal.error:
-            raise RuntimeError(refusal.message)
-        if refusal is not None:
-            return fast_dtype, None, refusal.message
-    found = activation(backend, policy)
-    resolved = fast_dtype, None if found is None else found.handle, None
-    if policy is None:
-        _resolved[backend, fast_dtype] = resolved
-    return resolved
-
-
-@constant_for_dynamo
-def _float32_traced(device_type: str, policy: OpPolicy | None) -> tuple[torch.dtype, int]:
-    """Return what stands for a region of float32 in a graph, where torch's own region would refuse it."""
-    backend = get_backend(device_type)
-    found = activation(backend, in_float32(policy or default_policy(backend)))
-    assert found is not None, "only a default policy has none"
-    return backend.default_dtype(), found.handle
-
-
-@functools.cache
-def _watch_optimizers() -> None:
-    """Clear torch's cast cache after every optimizer step: it does not see that weights have changed."""
-    from torch.optim.optimizer import register_optimizer_step_post_hook
-
-    def after_step(_optimizer: Any, _args: Any, _kwargs: Any) -> None:
-        torch.clear_autocast_cache()
-
-    register_optimizer_step_post_hook(after_step)
+    Example:
+        >>> import amp_core
+        >>> amp_core.is_autocast_available("cpu")
+        True
+    """
+    name = device_type_of(device_type)
+    try:
+        get_backend(name)
+    except BackendNotFoundError:
+        return _torch.autocast_known(name)
+    return True

@@ -12,7 +12,7 @@ import torch
 
 from amp_core._torch import internals as _torch
 from amp_core._torch import torchscript as _torch_script
-from amp_core.regions.autocast import autocast
+from amp_core.regions.region import autocast
 from amp_core.scripting.rewrite import Ambient, rewrite
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from amp_core.regions.autocast import autocast
+from amp_core.regions.region import autocast
 
 _entered = threading.local()
 

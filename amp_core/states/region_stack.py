@@ -1,25 +1,34 @@
-"""The regions that a thread is in, and how it leaves them in whatever order."""
+"""The regions that a thread has entered, and how it leaves them in any order."""
 
 from __future__ import annotations
 
 import threading
-from typing import Any, NamedTuple
+from typing import Any
 
 
-class Frame(NamedTuple):
+class Frame:
     """One entered region.
 
     Attributes:
         region: the `autocast` instance.
-        before: the autocast state of its device as it was, in the form of `amp_core.regions.torch_state`.
-        nesting: the depth of the region, 1 for the outermost.
-        superseded: a region entered later has taken over what is to be restored.
+        before: the autocast state of its device before: enabled, dtype, whether casts are kept.
+        nesting: the depth of the region, 1 for the outermost; 0 while it is being entered.
+        policies: how many policies the thread had pushed before, if the region pushes one; else None.
+        superseded: a region entered later restores `before` in its place.
+        leaving: the region is being left. An interrupt can leave a frame so; the next region mends that.
     """
 
-    region: Any
-    before: Any
-    nesting: int
-    superseded: bool
+    __slots__ = ("before", "leaving", "nesting", "policies", "region", "superseded")
+
+    def __init__(
+        self, region: Any, before: tuple[bool, Any, bool], nesting: int = 0, policies: int | None = None
+    ) -> None:
+        self.region = region
+        self.before = before
+        self.nesting = nesting
+        self.policies = policies
+        self.superseded = False
+        self.leaving = False
 
 
 class RegionStack(list[Frame]):
@@ -34,25 +43,27 @@ class RegionStack(list[Frame]):
         Raises:
             RuntimeError: the region was not entered in this thread.
         """
-        for i in range(len(self) - 1, -1, -1):
-            if self[i][0] is region:
-                return self._take_out(i)
+        for index in range(len(self) - 1, -1, -1):
+            if self[index].region is region:
+                return self._take_out(index)
         raise RuntimeError(
-            f"{region!r} is left without having been entered in this thread. A region is entered and left "
-            f"by the same thread, as a `with` statement does."
+            f"{region!r} was left without having been entered in this thread. Enter and leave a region in "
+            f"the same thread, as a `with` statement does."
         )
 
     def _take_out(self, index: int) -> Frame:
-        frame = Frame._make(self.pop(index))
-        later = [Frame(region, before, nesting - 1, over) for region, before, nesting, over in self[index:]]
-        for i, heir in enumerate(later):
+        frame = self.pop(index)
+        later = self[index:]
+        for heir in later:
+            heir.nesting -= 1
+        for heir in later:
             if heir.region.device == frame.region.device:
-                later[i] = heir._replace(before=frame.before)
-                frame = frame._replace(superseded=True)
+                heir.before = frame.before
+                frame.superseded = True
                 break
-        self[index:] = later
         # The nesting counter is one for the thread: it must fall below the outermost that is left.
-        return frame._replace(nesting=frame.nesting + len(later))
+        frame.nesting += len(later)
+        return frame
 
 
 class _Thread(threading.local):

@@ -40,7 +40,7 @@ def _run(where: Any, case: tuple[Any, ...]) -> Any:
 
 
 def test_cpu_ops_give_the_same_dtypes() -> None:
-    """An op of torch's CPU list runs in another dtype under amp_core.regions.autocast."""
+    """An op of torch's CPU list runs in another dtype under amp_core.regions.region."""
     torch.manual_seed(0)
     cases = _cases("cpu")
     assert len(cases) > 50

@@ -13,8 +13,8 @@ from amp_core.errors import PolicyError
 from amp_core.policy import OpPolicy
 from amp_core.policy.op_policy import native_rules
 from amp_core.policy.rules import NATIVE
-from amp_core.regions.autocast import autocast
 from amp_core.regions.custom_functions import custom_bwd, custom_fwd
+from amp_core.regions.region import autocast
 from amp_core.testing.fixtures import BackendFixtures
 from amp_core.testing.observe import consistent
 

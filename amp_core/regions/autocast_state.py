@@ -1,0 +1,147 @@
+"""Enters and leaves regions: changes the thread's autocast state and puts it back.
+
+An interrupt (Ctrl-C, an exception that another thread or a signal handler raises) can arrive between any two
+bytecodes. So a frame that says what to put back is on the stack before anything changes, and every step of
+undoing may run twice.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from amp_core._torch import internals as _torch
+from amp_core.dispatch.activate import Activation, pushed, restore
+from amp_core.states.region_stack import Frame, RegionStack
+
+# Bound once: every region calls these.
+_is_enabled = torch.is_autocast_enabled
+_set_enabled = torch.set_autocast_enabled
+_get_dtype = torch.get_autocast_dtype
+_set_dtype = torch.set_autocast_dtype
+_is_cached = torch.is_autocast_cache_enabled
+_set_cached = torch.set_autocast_cache_enabled
+_enter_nesting = torch.autocast_increment_nesting
+_leave_nesting = torch.autocast_decrement_nesting
+_clear_cache = torch.clear_autocast_cache
+_modes_are_on = _torch.function_modes_are_on
+
+
+def enter(
+    frames: RegionStack,
+    region: Any,
+    settings: tuple[str, bool, torch.dtype, bool],
+    activation: Activation | None,
+) -> bool:
+    """Put `settings` and the policy in force, and note on the stack what was there before.
+
+    Args:
+        frames: the thread's regions.
+        region: who is entered.
+        settings: device type, enabled, dtype, whether casts are kept.
+        activation: the policy to push, if any.
+
+    Returns:
+        Whether a ``TorchFunctionMode`` is active, which may have to be told.
+    """
+    if frames and (frames[-1].leaving or not frames[-1].nesting):
+        _mend(frames)
+    device, enabled, dtype, cached = settings
+    before = was_enabled, was_dtype, was_cached = _is_enabled(device), _get_dtype(device), _is_cached()
+    frame = Frame(region, before)
+    frames.append(frame)
+    try:
+        if activation is not None:
+            if len(frames) == 1:
+                restore(0)  # what an interrupt left behind
+            frame.policies = pushed()
+            activation.push()
+        if was_enabled is not enabled:
+            _set_enabled(device, enabled)
+        if was_dtype is not dtype:
+            _set_dtype(device, dtype)
+            _clear_cache()  # torch's cache of casts does not note their dtype
+        if was_cached is not cached:
+            _set_cached(cached)
+        frame.nesting = _enter_nesting()
+    except BaseException:
+        _undo(frames, frame)
+        raise
+    return _modes_are_on()
+
+
+def leave(frames: RegionStack, region: Any, settings: tuple[str, bool, torch.dtype, bool]) -> bool:
+    """Put back what was in force before `region` was entered.
+
+    Returns:
+        Whether a ``TorchFunctionMode`` is active.
+
+    Raises:
+        RuntimeError: the region was not entered in this thread; nothing has changed.
+    """
+    if not frames or (frame := frames[-1]).region is not region:
+        return _leave_out_of_order(frames, region)
+    frame.leaving = True
+    try:
+        depth = _leave_nesting()
+        if depth >= frame.nesting:
+            _lower_nesting(frame.nesting)
+        if frame.policies is not None:
+            restore(frame.policies)
+        if not frame.superseded:
+            _put_back(settings[0], *frame.before)
+        if depth == 0:
+            _clear_cache()
+        frames.pop()
+    except BaseException:
+        _undo(frames, frame)
+        raise
+    return _modes_are_on()
+
+
+def _leave_out_of_order(frames: RegionStack, region: Any) -> bool:
+    if frames and frames[-1].leaving:
+        _mend(frames)
+    frame = frames.take_out(region)
+    frames.append(frame)
+    return leave(frames, region, (region.device, False, torch.float32, False))
+
+
+def _put_back(device: str, enabled: bool, dtype: torch.dtype, cached: bool) -> None:
+    # Compared with what is there, not with what entering changed: code inside may have set it.
+    if _is_enabled(device) is not enabled:
+        _set_enabled(device, enabled)
+    if _get_dtype(device) is not dtype:
+        _set_dtype(device, dtype)
+        _clear_cache()
+    if _is_cached() is not cached:
+        _set_cached(cached)
+
+
+def _lower_nesting(nesting: int) -> int:
+    """Lower the depth of regions below `nesting`: compiled code that raised has not left its regions."""
+    depth = _enter_nesting() - 1
+    _leave_nesting()
+    while depth >= nesting:
+        depth = _leave_nesting()
+    return depth
+
+
+def _undo(frames: RegionStack, frame: Frame) -> None:
+    """Put back what `frame` found, from whatever state an interrupt has left, and take it off."""
+    frame.leaving = True
+    if frame.policies is not None:
+        restore(frame.policies)
+    if not frame.superseded:
+        _put_back(frame.region.device, *frame.before)
+    if frame.nesting and _lower_nesting(frame.nesting) == 0:
+        _clear_cache()
+    if frame in frames:
+        frames.remove(frame)
+
+
+def _mend(frames: RegionStack) -> None:
+    """Undo the frames on top that an interrupt left half entered or half left."""
+    while frames and (frames[-1].leaving or not frames[-1].nesting):
+        _undo(frames, frames[-1])

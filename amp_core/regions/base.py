@@ -1,0 +1,134 @@
+"""What a region does when it is built, entered and left. `autocast` is the class that users see."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+import torch
+from typing_extensions import ParamSpec
+
+from amp_core._torch.dynamo import ContextManager, trace_as_context_manager, when_loaded
+from amp_core.common.device_types import device_type_of
+from amp_core.dispatch.activate import Activation, activation
+from amp_core.plugin.default_manager import get_backend
+from amp_core.regions.decorator import autocast_decorator
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from amp_core.plugin.interface import Backend
+    from amp_core.policy import OpPolicy
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Region(torch.autocast):
+    """The behaviour of `autocast`, apart from it because TorchScript compiles every method of that class."""
+
+    __jit_unused_properties__: ClassVar[list[str]] = ["_cache_enabled"]  # TorchScript passes it over
+
+    _traced_as: ClassVar[ContextManager | None] = None
+    _warning_stacklevel: ClassVar[int] = 3
+    """Frames from the warning to the caller's line; a subclass that calls ``super().__init__`` adds one."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        how = cls._traced_as
+        # Dynamo does not see what another __enter__ does.
+        if how is not None and not {"__enter__", "__exit__"} & cls.__dict__.keys():
+            when_loaded(lambda: trace_as_context_manager([cls], how))
+
+    def configure(
+        self,
+        device: str | torch.device | torch.Tensor,
+        dtype: torch.dtype | None,
+        enabled: bool,
+        cache_enabled: bool | None,
+        policy: OpPolicy | None,
+    ) -> None:
+        """Check the arguments and settle what entering will do; the body of ``__init__``."""
+        device_type = device_type_of(device)
+        resolved = _resolve(device_type, dtype, enabled, policy)
+        self.device = device_type
+        self.fast_dtype, self._activation, refusal = resolved
+        self._policy = policy
+        if refusal is not None:
+            warnings.warn(refusal, stacklevel=self._warning_stacklevel)
+            enabled = False
+        self._enabled = enabled
+        self._keeps_casts = torch.is_autocast_cache_enabled() if cache_enabled is None else cache_enabled
+        self._settings = device_type, enabled, self.fast_dtype, self._keeps_casts
+
+    @property
+    def _cache_enabled(self) -> bool:  # type: ignore[override]  # an attribute in torch, which alone sets it
+        return self._keeps_casts
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_activation": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if self._enabled:  # an activation belongs to one process
+            self._activation = activation(get_backend(self.device), self._policy)
+
+    def __call__(self, func: Callable[P, R]) -> Callable[P, R]:
+        """Return `func` with its body inside this region; see `autocast_decorator`."""
+        if not callable(func):
+            raise TypeError(
+                f"autocast()(func) requires a callable, but got {type(func).__name__}. "
+                f"Did you mean to use autocast as a context manager? For example:\n"
+                f"    with torch.autocast(device_type=...):\n"
+                f"        output = model(input)"
+            )
+        return autocast_decorator(self, func)
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__qualname__}({self.device!r}, dtype={self.fast_dtype}, enabled={self._enabled}, "
+            f"cache_enabled={self._keeps_casts})"
+        )
+
+
+_Resolved = tuple[torch.dtype, "Activation | None", "str | None"]
+
+# Of regions that are enabled and name no policy: they are checked once, and AMP_POLICY is read once.
+_resolved: dict[tuple[Backend, torch.dtype], _Resolved] = {}
+
+
+def _resolve(
+    device_type: str, dtype: torch.dtype | None, enabled: bool, policy: OpPolicy | None
+) -> _Resolved:
+    """Return the dtype, the policy to push, and why an enabled region is refused."""
+    backend = get_backend(device_type)
+    fast_dtype = backend.default_dtype() if dtype is None else dtype
+    if not enabled:
+        return fast_dtype, None, None
+    known = _resolved.get((backend, fast_dtype))
+    if policy is None and known is not None:
+        return known
+    if known is None:
+        _watch_optimizers()
+        refusal = backend.autocast_refusal(fast_dtype)
+        if refusal is not None and refusal.error:
+            raise RuntimeError(refusal.message)
+        if refusal is not None:
+            return fast_dtype, None, refusal.message
+    found = activation(backend, policy)
+    resolved = fast_dtype, found, None
+    if policy is None:
+        _resolved[backend, fast_dtype] = resolved
+    return resolved
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    """Clear torch's cast cache after every optimizer step: it does not see that weights have changed."""
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    def after_step(_optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        torch.clear_autocast_cache()
+
+    register_optimizer_step_post_hook(after_step)

@@ -1,0 +1,83 @@
+"""`disable`: a region without mixed precision on any device."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+from typing_extensions import ParamSpec
+
+from amp_core._torch import internals as _torch
+from amp_core._torch.dynamo import ContextManager, Step, autocast_step, trace_as_context_manager, when_loaded
+from amp_core.regions.decorator import autocast_decorator
+from amp_core.regions.region import autocast
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.entered: list[tuple[disable, list[autocast]]] = []
+
+
+_thread = _Thread()
+
+
+class disable:  # noqa: N801  # used as `with disable():`, beside `autocast`
+    """A context manager or decorator that switches mixed precision off on every device.
+
+    One instance can be entered again while it is entered, and by several threads at once.
+
+    Example:
+        >>> import torch, amp_core
+        >>> x = torch.ones(2, 2)
+        >>> with amp_core.autocast("cpu"), amp_core.disable():
+        ...     (x @ x).dtype
+        torch.float32
+        >>> @amp_core.disable()
+        ... def exact(a):
+        ...     return a @ a
+        >>> with amp_core.autocast("cpu"):
+        ...     exact(x).dtype
+        torch.float32
+    """
+
+    def __enter__(self) -> disable:
+        regions: list[autocast] = []
+        _thread.entered.append((self, regions))
+        try:
+            for device in _torch.autocast_devices_enabled():
+                regions.append(autocast(device, enabled=False))
+                regions[-1].__enter__()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        entered = _thread.entered
+        last = max((i for i, (owner, _) in enumerate(entered) if owner is self), default=None)
+        if last is None:
+            raise RuntimeError(
+                "amp_core.disable() was left without having been entered in this thread. Enter and leave it "
+                "in the same thread, as a `with` statement does."
+            )
+        regions = entered.pop(last)[1]
+        for region in reversed(regions):
+            region.__exit__(None, None, None)
+
+    def __call__(self, func: Callable[P, R]) -> Callable[P, R]:
+        """Return `func` with its body run without mixed precision."""
+        return autocast_decorator(self, func)
+
+
+def _steps() -> list[Step]:
+    regions = [autocast(device, enabled=False) for device in _torch.autocast_devices_enabled()]
+    return [autocast_step(r.device, r.fast_dtype, False, r._keeps_casts) for r in regions]
+
+
+when_loaded(
+    lambda: trace_as_context_manager([disable], ContextManager(lambda _instance: (), _steps, disable))
+)

@@ -1,0 +1,237 @@
+"""Regions of compiled functions with graph breaks, held against the same functions uncompiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import amp_core
+from amp_core.dispatch.activate import pushed
+
+X = torch.linspace(-1, 1, 16).reshape(4, 4)
+EXACT = amp_core.OpPolicy.default("cpu").override({"mm": "fp32"})
+Break = Callable[[torch.Tensor], Any]
+Region = Callable[..., Any]
+
+_opaque = torch.compiler.disable(lambda t: t.sum().item())
+BREAKS: dict[str, Break] = {
+    "print": lambda t: print("", end=""),  # noqa: T201
+    "item": lambda t: t.sum().item(),
+    "branch": lambda t: t.neg() if t.sum() > 0 else t,
+    "call": lambda t: _opaque(t),
+}
+
+
+def with_policy(device: str, **settings: Any) -> amp_core.autocast:
+    return amp_core.autocast(device, policy=EXACT if settings.get("enabled", True) else None, **settings)
+
+
+def disabled(_device: str, **_settings: Any) -> amp_core.disable:
+    return amp_core.disable()
+
+
+REGIONS = {"region": amp_core.autocast, "policy": with_policy, "disable": disabled}
+
+
+def plain(region: Region, broken: Break) -> Any:
+    def function(x):
+        with region("cpu"):
+            y = x @ x
+            broken(y)
+            z = y @ y
+        return y, z, x @ x
+
+    return function
+
+
+def nested(region: Region, broken: Break) -> Any:
+    def function(x):
+        with region("cpu"):
+            y = x @ x
+            with region("cpu", enabled=False):
+                broken(x)
+                z = x @ x
+            with region("cpu", dtype=torch.float16) as inner:
+                broken(y)
+                w = x @ x
+            with inner:
+                v = x @ x
+        return y, z, w, v, x @ x
+
+    return function
+
+
+def inlined(region: Region, broken: Break) -> Any:
+    def inner(x):
+        y = x @ x
+        broken(y)
+        return y, x @ x
+
+    def own_region(x):
+        with region("cpu", dtype=torch.float16):
+            return inner(x)
+
+    def function(x):
+        with region("cpu"):
+            return inner(x), own_region(x), x @ x
+
+    return function
+
+
+def method(region: Region, broken: Break) -> Any:
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.region = region("cpu")
+
+        @region("cpu", dtype=torch.float16)
+        def half(self, x):
+            broken(x)
+            return x @ x
+
+        def forward(self, x):
+            with self.region:
+                y = x @ x
+                broken(y)
+                z = x @ x
+            return y, z, self.half(x), x @ x
+
+    return Model()
+
+
+def passed_in(region: Region, broken: Break) -> Any:
+    outside = region("cpu")
+
+    def function(x, given=outside):
+        with given:
+            y = x @ x
+            broken(y)
+            z = x @ x
+        return y, z, x @ x
+
+    return function
+
+
+def by_hand(region: Region, broken: Break) -> Any:
+    def function(x):
+        outer, inner = region("cpu"), region("cpu", dtype=torch.float16)
+        outer.__enter__()
+        inner.__enter__()
+        y = x @ x
+        inner.__exit__(None, None, None)
+        broken(y)
+        z = x @ x
+        outer.__exit__(None, None, None)
+        return y, z, x @ x
+
+    return function
+
+
+def raising(region: Region, broken: Break) -> Any:
+    def function(x):
+        try:
+            with region("cpu"):
+                y = x @ x
+                broken(y)
+                raise ValueError
+        except ValueError:
+            return y, x @ x
+
+    return function
+
+
+PROGRAMS = [plain, nested, inlined, method, passed_in, by_hand, raising]
+
+
+def dtypes(outputs: Any) -> Any:
+    return torch.utils._pytree.tree_map(lambda t: t.dtype, outputs)
+
+
+@pytest.mark.parametrize("broken", BREAKS)
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.__name__)
+@pytest.mark.parametrize("kind", REGIONS)
+def test_a_graph_break_keeps_the_region(kind: str, program: Any, broken: str) -> None:
+    """A compiled function with a graph break in a region crashes, or computes in other dtypes than eager."""
+    function = program(REGIONS[kind], BREAKS[broken])
+    before = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+    expected = dtypes(function(X))
+    torch._dynamo.reset()
+    compiled = torch.compile(function, backend="eager")
+    assert [dtypes(compiled(X)) for _ in range(2)] == [expected] * 2
+    assert (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), pushed()) == (*before, 0)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("kind", REGIONS)
+def test_a_graph_break_with_real_compilers(kind: str, backend: str) -> None:
+    """A backend that compiles for good loses the region or its policy at the break."""
+    function = nested(REGIONS[kind], BREAKS["print"])
+    torch._dynamo.reset()
+    assert dtypes(torch.compile(function, backend=backend)(X)) == dtypes(function(X))
+
+
+@pytest.mark.parametrize("program", [plain, nested, inlined, passed_in], ids=lambda p: p.__name__)
+def test_as_many_graphs_as_with_torch(program: Any) -> None:
+    """A region costs graphs that torch's own would not."""
+    frames = []
+    for region in (torch.autocast, amp_core.autocast):
+        torch._dynamo.reset()
+        counter = CompileCounterWithBackend("eager")
+        torch.compile(program(region, BREAKS["print"]), backend=counter)(X)
+        frames.append(counter.frame_count)
+    assert frames[0] == frames[1]
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_the_policy_around_a_compiled_function_counts(backend: str) -> None:
+    """A compiled function keeps the policy of the regions around its first call."""
+
+    def function(x):
+        return x @ x
+
+    torch._dynamo.reset()
+    compiled = torch.compile(function, backend=backend)
+    uniform = amp_core.OpPolicy.default("cpu").override({"add.Tensor": "lower_precision_fp"})
+    for policy in (None, EXACT, uniform, None, EXACT):
+        with amp_core.autocast("cpu", policy=policy):
+            assert compiled(X).dtype is function(X).dtype
+    assert compiled(X).dtype is torch.float32
+
+
+def test_code_from_torchs_cache_has_the_policy(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Code that was compiled and cached without a policy is loaded under one."""
+
+    def function(x):
+        return (x @ x).relu()
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    for policy in (None, EXACT, None):
+        torch._dynamo.reset()
+        with amp_core.autocast("cpu", policy=policy):
+            compiled = torch.compile(function, backend="inductor")
+            assert compiled(X).dtype is function(X).dtype
+
+
+def test_regions_do_not_keep_code_out_of_torchs_cache() -> None:
+    """A program with a region compiles anew at every start."""
+
+    def function(x):
+        with amp_core.autocast("cpu"), amp_core.disable():
+            return x @ x
+
+    graphs: list[Any] = []
+
+    def backend(graph: Any, _inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    torch.compile(function, backend=backend, fullgraph=True)(X)
+    from torch._functorch._aot_autograd.autograd_cache import check_node_safe
+
+    for node in graphs[0].graph.nodes:
+        check_node_safe(node)
