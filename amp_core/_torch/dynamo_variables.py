@@ -34,7 +34,7 @@ class InstanceVariable(ContextWrappingVariable):
             leaves.append(cleanup)
             nodes.append((step.leave, args[1]))
         self.entered.append((leaves, nodes))
-        return ConstantVariable.create(None)
+        return self
 
     def exit(self, tx: Any, *_args: Any) -> Any:
         leaves, nodes = self.entered.pop()
@@ -48,8 +48,7 @@ class InstanceVariable(ContextWrappingVariable):
         # it runs the function uncompiled.
         if name == "__enter__":
             tx.active_generic_context_managers.append(self)
-            self.enter(tx)
-            return self
+            return self.enter(tx)
         if name == "__exit__" and self.entered:
             tx.active_generic_context_managers.pop()
             return self.exit(tx)
