@@ -202,20 +202,6 @@ def test_the_policy_around_a_compiled_function_counts(backend: str) -> None:
     assert compiled(X).dtype is torch.float32
 
 
-def test_code_from_torchs_cache_has_the_policy(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Code that was compiled and cached without a policy is loaded under one."""
-
-    def function(x):
-        return (x @ x).relu()
-
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    for policy in (None, EXACT, None):
-        torch._dynamo.reset()
-        with amp_core.autocast("cpu", policy=policy):
-            compiled = torch.compile(function, backend="inductor")
-            assert compiled(X).dtype is function(X).dtype
-
-
 def test_the_graph_of_a_region_is_that_of_torch() -> None:
     """Torch's caches and exporters, which know torch's calls alone, refuse graphs with our regions."""
     targets = []
@@ -233,5 +219,5 @@ def test_the_graph_of_a_region_is_that_of_torch() -> None:
 
         torch._dynamo.reset()
         torch.compile(function, backend=backend, fullgraph=True)(X)
-        targets.append([(node.op, node.target, node.args[1:]) for node in graphs[0].graph.nodes])
+        targets.append([(node.op, node.target) for node in graphs[0].graph.nodes])
     assert targets[0] == targets[1]
