@@ -16,7 +16,7 @@ from amp_core.common.containers import map_tensors
 from amp_core.common.device_types import device_type_of
 from amp_core.errors import AmpWarning, BackendNotFoundError
 from amp_core.plugin.default_manager import get_backend
-from amp_core.plugin.interface import Refusal
+from amp_core.plugin.results import Refusal
 from amp_core.scaling import fused
 from amp_core.scaling.arithmetic import combine, is_tracing, on_host, overflows, read, reciprocal, zero
 from amp_core.scaling.closure import Closure, OverflowedError, Snapshot, evaluate
