@@ -89,7 +89,7 @@ class Backend(ABC):
         if not cls.__module__.startswith("amp_core."):
             for name in RESULTS.keys() & vars(cls).keys():
                 if isfunction(vars(cls)[name]):
-                    setattr(cls, name, checked(vars(cls)[name]))
+                    setattr(cls, name, checked(name, vars(cls)[name]))
 
     @abstractmethod
     def availability(self) -> Availability:

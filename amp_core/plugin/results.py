@@ -63,9 +63,9 @@ RESULTS: dict[str, tuple[Callable[[object], bool], str]] = {
 """Method of `Backend` to a test of its result, and the result in words."""
 
 
-def checked(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `method` of a backend, with errors that name the plugin and the method."""
-    accepts, expected = RESULTS[method.__name__]
+def checked(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the method `name` of a backend, with errors that name the plugin and the method."""
+    accepts, expected = RESULTS[name]
 
     @functools.wraps(method)
     def call(self: Any, *args: object, **kwargs: object) -> Any:
@@ -74,18 +74,18 @@ def checked(method: Callable[..., Any]) -> Callable[..., Any]:
         except BackendError:
             raise
         except Exception as error:
-            raise BackendError(_text(self, method, f"raised {type(error).__name__}: {error}")) from error
+            raise BackendError(_text(self, name, f"raised {type(error).__name__}: {error}")) from error
         if not accepts(result):
-            raise BackendError(_text(self, method, f"returned {result!r}, but must return {expected}."))
+            raise BackendError(_text(self, name, f"returned {result!r}, but must return {expected}."))
         return result
 
     return call
 
 
-def _text(backend: Any, method: Callable[..., Any], fault: str) -> str:
+def _text(backend: Any, method: str, fault: str) -> str:
     owner = backend.origin or type(backend).__module__
     return (
-        f"{type(backend).__name__}.{method.__name__}() of {owner} {fault}\n"
+        f"{type(backend).__name__}.{method}() of {owner} {fault}\n"
         f"This is a fault of that plugin: report it to its authors, or switch it off with "
         f"AMP_DISABLE_BACKENDS={backend.device_type}."
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,7 @@ def check(
     fixtures: type | None = None,
     junit: str | None = None,
 ) -> Report:
-    """Run the kit on a backend and return what it found.
+    """Run the kit on a backend and return the report.
 
     Args:
         device_type: the device type of an installed backend, or a backend to be checked in its place.
@@ -42,15 +42,14 @@ def check(
     import pytest
 
     backend = get_backend(device_type) if isinstance(device_type, str) else device_type
-    if "amp_core.testing.suite" not in sys.modules:  # pytest warns of what it cannot rewrite any more
-        pytest.register_assert_rewrite("amp_core.testing.suite")
-    subject = _subject(backend, areas, fixtures)
-    collector = _Collector()
+    collector = _Collector(lambda: _subject(backend, areas, fixtures))
     arguments = [*_ARGUMENTS, str(Path(__file__).with_name("collected.py"))]
     arguments += ["-k", keyword] if keyword else []
     arguments += [f"--junit-xml={junit}"] if junit else []
-    with _on_its_own(), _subject_is(subject):
+    with _on_its_own(), _collected_anew():
         pytest.main(arguments, plugins=[collector])
+    if collector.error is not None:
+        raise collector.error
     name = f"{type(backend).__module__}.{type(backend).__qualname__}"
     return Report(backend.device_type, name, _reason(backend), tuple(collector.results))
 
@@ -81,15 +80,15 @@ def _subject(backend: Backend, areas: Sequence[str], fixtures: type | None) -> t
 
 
 @contextmanager
-def _subject_is(subject: type) -> Iterator[None]:
-    _SUBJECT.append(subject)
-    held = {n: m for n, m in sys.modules.items() if n.rpartition(".")[2] == "collected"}
-    for name in held:  # pytest takes a module that is loaded as it is, with an earlier subject
+def _collected_anew() -> Iterator[None]:
+    """Let pytest load the module with the subject, which it otherwise takes as an earlier run left it."""
+    for name in [n for n in sys.modules if n.rpartition(".")[2] == "collected"]:
         del sys.modules[name]
+    subjects = list(_SUBJECT)
     try:
         yield
     finally:
-        _SUBJECT.pop()
+        _SUBJECT[:] = subjects
 
 
 @contextmanager
@@ -110,11 +109,25 @@ def _on_its_own() -> Iterator[None]:
 
 
 class _Collector:
-    """A pytest plugin that keeps the outcome of every check."""
+    """A pytest plugin that builds the subject and keeps the outcome of every check."""
 
-    def __init__(self) -> None:
+    def __init__(self, build: Callable[[], type]) -> None:
         self.results: list[CheckResult] = []
+        self.error: ValueError | None = None
+        self._build = build
         self._areas: dict[str, str] = {}
+
+    def pytest_configure(self) -> None:
+        import pytest
+
+        # Only now can pytest rewrite asserts, and only in modules that are not loaded yet.
+        if "amp_core.testing.suite" not in sys.modules:
+            pytest.register_assert_rewrite("amp_core.testing.suite")
+        try:
+            _SUBJECT.append(self._build())
+        except ValueError as error:
+            self.error = error
+            _SUBJECT.append(object)
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
         from amp_core.testing.suite import AREAS

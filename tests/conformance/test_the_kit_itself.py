@@ -128,3 +128,25 @@ def test_the_whole_command_passes_for_the_cpu(capsys):
     """The first thing that anybody runs."""
     assert main(["check", "cpu"]) == 0
     assert "passes" in capsys.readouterr().out
+
+
+SHOWN = """
+from amp_core.kernels import Portable
+from amp_core.testing import Loopback, check
+
+class Wrong(Portable):
+    def update_scale_(self, state, found_inf, schedule):
+        pass
+
+report = check(Loopback(kernels=Wrong()), areas=["update"])
+failed = [r for r in report.results if r.outcome == "failed"]
+assert failed
+for result in failed:
+    assert result.message.strip() != "AssertionError", result.check
+assert any("assert " in result.message and "==" in result.message for result in failed), failed
+"""
+
+
+def test_a_failed_check_shows_values():
+    """A maker of a device reads "AssertionError" and nothing else."""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", SHOWN], check=True)

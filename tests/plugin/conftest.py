@@ -65,7 +65,12 @@ BROKEN = {
     "nameless": GOOD.format(device=""),
     "abstract": GOOD.format(device="abstract").replace("def default_dtype", "def default_type"),
     "twin": GOOD.format(device="good"),
+    "exits": "import sys; sys.exit('no licence')",
+    "later": GOOD.format(device="later"),
 }
+
+
+REQUIRES = {"later": '["torch", "amp-core >= 2"]'}
 
 
 def write_package(root: Path, name: str, source: str, *aliases: str) -> Path:
@@ -84,6 +89,7 @@ build-backend = "setuptools.build_meta"
 [project]
 name = "amp-backend-{name}"
 version = "3.1"
+dependencies = {REQUIRES.get(name, "[]")}
 [project.entry-points."amp_core.backends"]
 {declared}
 [tool.setuptools]

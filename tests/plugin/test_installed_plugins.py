@@ -70,6 +70,8 @@ def test_each_broken_one_is_named_once(listed: Any, broken: list[str]) -> None:
         ("silent", "register", "registered no backend"),
         ("nameless", "register", "must set device_type"),
         ("abstract", "register", "default_dtype"),
+        ("exits", "import", "SystemExit: no licence"),
+        ("later", "requirements", "it requires 'amp-core>=2', but amp-core 0.1.0 is installed"),
         ("twin", "register", "which plugin 'good' (amp-backend-good 3.1) already serves"),
     ],
 )
