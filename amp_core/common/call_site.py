@@ -13,13 +13,17 @@ def level_outside() -> int:
     return level
 
 
-def place_outside() -> str:
-    """Return file and line of the first frame that is not amp-core's."""
+def place_outside(packages: tuple[str, ...] = ()) -> str:
+    """Return file and line of the first frame that is neither amp-core's nor of one of `packages`."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and _is_ours(frame.f_globals):
+    while frame.f_back is not None and (_is_ours(frame.f_globals) or _package(frame.f_globals) in packages):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def _is_ours(names: dict[str, object]) -> bool:
     return str(names.get("__name__", "")).startswith("amp_core.")
+
+
+def _package(names: dict[str, object]) -> str:
+    return str(names.get("__name__", "")).partition(".")[0]

@@ -25,6 +25,7 @@ class Finding:
         mend: what was changed, in words; empty if nothing tried helped.
         before: the error that the op adds, without the change; inf for inf and NaN.
         after: the same with it, or the share of values lost for a gradient that underflows.
+        line: ``file:line`` of the program that called the op; empty in a backward pass.
     """
 
     what: str
@@ -33,6 +34,7 @@ class Finding:
     mend: str
     before: float
     after: float
+    line: str = ""
 
 
 @dataclass(frozen=True, repr=False)

@@ -39,7 +39,8 @@ def _notes(advice: Advice) -> list[str]:
 
 def _findings(advice: Advice) -> Table:
     rows = [
-        (f.module, f.op, f.what, f.mend or "nothing tried helped", f.before, f.after) for f in advice.findings
+        (f.module, f.op, f.what, f.mend or "nothing tried helped", f.before, f.after, f.line)
+        for f in advice.findings
     ]
     columns = (
         Column("module", "module"),
@@ -48,6 +49,7 @@ def _findings(advice: Advice) -> Table:
         Column("mend", "mended by"),
         Column("before", "before", "number"),
         Column("after", "after", "number"),
+        Column("line", "source line"),
     )
     about = (
         "Before and after: the relative error that the op adds (inf where it makes inf or NaN), or the share "

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_core._torch.dispatcher import Overload, dispatcher_name
+from amp_core.common.call_site import place_outside
 from amp_core.debugging.places import Place
 from amp_core.debugging.tap import BACKWARD, FORWARD, Frame, Tap, Where
 
@@ -49,6 +50,7 @@ class Sample:
         not_finite: how many elements of the whole tensor are inf or NaN.
         parents: what its op was given, as far as that was computed in the run.
         random: the op draws from a random generator.
+        line: ``file:line`` of the program that called the op or module; empty in a backward pass.
     """
 
     values: Tensor
@@ -58,6 +60,7 @@ class Sample:
     not_finite: int
     parents: tuple[Key, ...]
     random: bool
+    line: str = ""
 
 
 class Capture:
@@ -95,7 +98,7 @@ class Capture:
     def moved(self, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         """Let a copy be as its source."""
         inputs = [*filter(_is_plain, inputs)]
-        self._made([*filter(_is_plain, outputs)], self._maker(inputs[0]) if inputs else None)
+        self._made([*filter(_is_plain, outputs)], self.maker(inputs[0]) if inputs else None)
 
     def ran(self, op: Overload, inputs: list[Tensor], outputs: list[Tensor], where: Where) -> None:
         """Keep the result of an op that autocast has no say in."""
@@ -103,6 +106,10 @@ class Capture:
         if not where.frames:
             random = torch.Tag.nondeterministic_seeded in op.tags
             self._keep(OP, where.phase, where.place, dispatcher_name(op), inputs, outputs, random)
+            return
+        # A part of an op that autocast knows. The backward pass may read it: it counts as that op's result.
+        whole = OP, where.phase, where.place, where.frames[0].op
+        self._made([*filter(_is_plain, outputs)], Key(*whole, self._calls[whole]))
 
     def framed(self, frame: Frame, inputs: list[Tensor], outputs: list[Tensor], where: Where) -> None:
         """Keep the result of an op that autocast may have changed."""
@@ -146,9 +153,10 @@ class Capture:
         call = self._calls[level, phase, place, name]
         self._calls[level, phase, place, name] += 1
         key = Key(level, phase, place, name, call)
-        makers = map(self._maker, inputs)
+        makers = map(self.maker, inputs)
         parents = tuple(dict.fromkeys(maker for maker in makers if maker is not None))
-        self.samples[key] = _sample(outputs[0], self._limit, parents, random)
+        line = place_outside(("torch",)) if phase == FORWARD and level == OP else ""
+        self.samples[key] = _sample(outputs[0], self._limit, parents, random, line)
         if makes:
             self._made(outputs, key)
 
@@ -159,19 +167,20 @@ class Capture:
             storage = tensor.untyped_storage()
             self._makers[id(storage)] = weakref.ref(storage), key
 
-    def _maker(self, tensor: Tensor) -> Key | None:
+    def maker(self, tensor: Tensor) -> Key | None:
+        """Return the op that made `tensor`; None if the run did not compute it."""
         storage = tensor.untyped_storage()
         found = self._makers.get(id(storage))
         return None if found is None or found[0]() is not storage else found[1]
 
 
 @torch.no_grad()
-def _sample(tensor: Tensor, limit: int, parents: tuple[Key, ...], random: bool) -> Sample:
+def _sample(tensor: Tensor, limit: int, parents: tuple[Key, ...], random: bool, line: str) -> Sample:
     flat = tensor.detach().reshape(-1)
     step = max(1, -(-flat.numel() // limit))
     wide = torch.float64 if tensor.dtype is torch.float64 else torch.float32
     values = flat[::step].to(wide, copy=True)
-    return Sample(values, tensor.dtype, tensor.shape, *_extent(flat), parents, random)
+    return Sample(values, tensor.dtype, tensor.shape, *_extent(flat), parents, random, line)
 
 
 def _extent(flat: Tensor) -> tuple[float, int]:

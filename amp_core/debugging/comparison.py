@@ -34,6 +34,7 @@ class Difference:
         random: the op draws random numbers, which may differ between dtypes.
         noise: the reference is noise: all that is left when much larger float32 numbers cancel.
         size: norm of the reference.
+        line: ``file:line`` of the program that called the op; empty in a backward pass.
     """
 
     key: Key
@@ -48,9 +49,22 @@ class Difference:
     random: bool
     noise: bool
     size: float
+    line: str = ""
 
 
 _NOISE = 1e-5  # about 100 steps of float32
+
+
+def tolerances(dtype: torch.dtype, given: float | None = None) -> tuple[float, float]:
+    """Return the relative errors that an op may add, and that the loss and a gradient may have.
+
+    By default 16 times the ``eps`` of `dtype`, at least 0.03 and 0.125: where rounding moves a number across
+    the 0 of a ReLU, that much is added there, or left in the gradient of a parameter.
+    """
+    if given is not None:
+        return given, given
+    rounding = 16 * torch.finfo(dtype).eps
+    return max(0.03, rounding), max(0.125, rounding)
 
 
 class Comparison(Report):
@@ -75,6 +89,7 @@ class Comparison(Report):
         self.loss = mixed.loss
         self.reference_loss = reference.loss
         self.went_back = reference.went_back
+        self._loss_maker = mixed.loss_maker
         self.parents = {key: sample.parents for key, sample in mixed.samples.items()}
         self._odd = sum(s.dtype.itemsize < reference_dtype.itemsize for s in reference.samples.values())
 
@@ -82,6 +97,36 @@ class Comparison(Report):
         """Return the differences of one level, in one phase or both; what adds most error comes first."""
         found = [d for d in self.differences if d.key.level == level and phase in (None, d.key.phase)]
         return sorted(found, key=lambda d: (-d.added, d.order))
+
+    def leads(self, tolerance: float | None = None) -> list[Difference]:
+        """Return the ops that make the loss or a gradient wrong: what made inf or NaN first, then the worst.
+
+        An error that does not reach the result is no lead, such as a mask of ``finfo(dtype).min`` that a
+        softmax turns into zeros. Without a loss and a backward pass, each op counts as a result.
+
+        Args:
+            tolerance: the relative error of a result, and of what an op adds, that is no fault; by default
+                0.125 and 0.03, but not less than 16 times the dtype's ``eps``.
+        """
+        limit, of_results = tolerances(self.dtype, tolerance)
+        wrong = {d.key: d for d in self.differences if d.error > limit and not d.noise}
+        reaching = {key for key in self._results() if key in wrong and wrong[key].error > of_results}
+        todo = list(reaching)
+        while todo:
+            parents = [key for key in self.parents[todo.pop()] if key in wrong and key not in reaching]
+            reaching.update(parents)
+            todo += parents
+        ops = [wrong[key] for key in reaching if key.level == OP and not wrong[key].random]
+        causes = [d for d in ops if d.added > limit]
+        return sorted(
+            causes, key=lambda d: (d.added < math.inf, d.key.phase == "backward", -d.added, d.order)
+        )
+
+    def _results(self) -> list[Key]:
+        if self._loss_maker is None and not self.went_back:
+            return [d.key for d in self.differences]
+        gradients = [d.key for d in self.differences if d.key.level == PARAMETER]
+        return gradients if self._loss_maker is None else [*gradients, self._loss_maker]
 
     @functools.cached_property
     def first_not_finite(self) -> Difference | None:
@@ -191,6 +236,7 @@ def _difference(
         wanted.random or sample.random,
         noise,
         size,
+        sample.line,
     )
 
 

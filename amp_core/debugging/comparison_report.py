@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from amp_core.debugging.capture import MODULE, OP, PARAMETER
@@ -20,6 +21,7 @@ _FIGURES = (
     Column("largest", "largest (reference)", "number"),
     Column("order", "order", "count"),
 )
+_LINE = Column("line", "source line")
 _WHERE = (Column("module", "module"), Column("of", "of"))
 
 
@@ -54,14 +56,15 @@ def where(difference: Difference) -> str:
 
 
 def _facts(comparison: Comparison) -> dict[str, str]:
-    first = comparison.first_not_finite
-    ops = [d for d in comparison.at(OP) if not d.random]
+    leads = comparison.leads()
     loss = f"{number(comparison.loss)}, reference {number(comparison.reference_loss)}"
     facts = {
         "loss": f"{loss}: relative error {number(comparison.loss_error)}",
         "gradients": f"largest relative error of a parameter's {number(comparison.gradient_error)}",
-        "first inf or NaN": "none" if first is None else where(first),
-        "worst op": where(ops[0]) + f", adds {number(ops[0].added)}" if ops else "none",
+        "first inf or NaN": _first_not_finite(comparison),
+        "cause": _with_line(leads[0]) + f", adds {number(leads[0].added)}"
+        if leads
+        else "none: the result is within the tolerance",
         "worst underflow": _worst_underflow(comparison),
         "loss scale": number(comparison.scale),
         "values compared": as_count(len(comparison.differences)),
@@ -71,6 +74,18 @@ def _facts(comparison: Comparison) -> dict[str, str]:
     if comparison.loss is None:
         del facts["loss"]
     return facts
+
+
+def _first_not_finite(comparison: Comparison) -> str:
+    first = comparison.first_not_finite
+    if first is None:
+        return "none"
+    harmless = math.isfinite(comparison.loss_error) and math.isfinite(comparison.gradient_error)
+    return _with_line(first) + (", which does not reach the result" if harmless else "")
+
+
+def _with_line(difference: Difference) -> str:
+    return where(difference) + (f" ({difference.line})" if difference.line else "")
 
 
 def _worst_underflow(comparison: Comparison) -> str:
@@ -117,9 +132,10 @@ def _figures(d: Difference) -> tuple[Value, ...]:
 
 def _ops(found: Sequence[Difference]) -> Table:
     rows = [
-        (str(d.key.place), _PASS[d.key.phase], short(d.key.name), d.key.call + 1, *_figures(d)) for d in found
+        (str(d.key.place), _PASS[d.key.phase], short(d.key.name), d.key.call + 1, *_figures(d), d.line)
+        for d in found
     ]
-    columns = (*_WHERE, Column("op", "op"), Column("call", "call", "count"), *_FIGURES)
+    columns = (*_WHERE, Column("op", "op"), Column("call", "call", "count"), *_FIGURES, _LINE)
     about = (
         "By harm: what the op adds to the relative error of what it was given; infinite where it makes inf "
         "or NaN of finite numbers. Underflow: values that are 0 because they are too small for the dtype. "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import math
 from functools import singledispatch
@@ -33,6 +34,11 @@ class Report:
         from amp_core.debugging.rich_text import as_rich  # rich is optional
 
         return as_rich(self.content())
+
+    def _repr_html_(self) -> str:
+        """Return the page in a frame, for notebooks: its styles stay out of theirs."""
+        page = html.escape(as_page(self.content()))
+        return f'<iframe srcdoc="{page}" style="border: 0; height: 36rem; width: 100%"></iframe>'
 
     def to_json(self, *, indent: int | None = 2) -> str:
         """Return all facts, notes and tables as JSON; inf and NaN, which JSON lacks, as strings."""

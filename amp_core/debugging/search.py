@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from amp_core.debugging.advice import Advice, Finding
 from amp_core.debugging.capture import OP, Key
-from amp_core.debugging.comparison import Comparison, Difference
+from amp_core.debugging.comparison import Comparison, Difference, tolerances
 from amp_core.debugging.comparison_report import where
+from amp_core.debugging.progress import progress_line
 from amp_core.debugging.recording_report import short
 from amp_core.debugging.step import Run, Step
 from amp_core.errors import PolicyError
@@ -42,19 +43,22 @@ class Search:
 
     Args:
         step: what is run.
-        tolerance: the relative error that an op may add.
+        tolerance: as for `Comparison.leads`.
+        progress: told in words what is run.
     """
 
-    def __init__(self, step: Step, tolerance: float) -> None:
+    def __init__(self, step: Step, tolerance: float | None, progress: Callable[[str], None]) -> None:
         self._step = step
-        self._tolerance = tolerance
+        self._given = tolerance
+        self._tolerance, self._result_tolerance = tolerances(step.dtype, tolerance)
+        self._progress = progress
         self._references: dict[float, Run] = {}
         self._findings: list[Finding] = []
 
     def run(self, rounds: int) -> Advice:
         """Work on at most `rounds` faults."""
         proposal = Proposal(self._step.policy)
-        before = now = self._try(proposal)
+        before = now = self._try(proposal, "as it is")
         proposal, now = self._scaled(proposal, now)
         given_up: set[Key] = set()
         for _ in range(rounds):
@@ -70,7 +74,8 @@ class Search:
         scale = proposal.scale if narrow else None
         return Advice(proposal.policy, proposal.modules, scale, tuple(self._findings), before, now)
 
-    def _try(self, proposal: Proposal) -> Comparison:
+    def _try(self, proposal: Proposal, words: str) -> Comparison:
+        self._progress(words)
         scale = proposal.scale
         if scale not in self._references:
             self._references = {scale: self._step.reference(torch.float32, scale)}
@@ -93,22 +98,25 @@ class Search:
         if not (_is_narrow(self._step.dtype) and now.went_back and self._step.leaves_backward):
             return proposal, now
         scaled = Proposal(proposal.policy, proposal.modules, _fitting_scale(now))
-        better = self._try(scaled)
+        better = self._try(scaled, f"with a loss scale of {scaled.scale:g}")
         lost, left = _most_underflow(now), _most_underflow(better)
-        if lost is not None and lost.underflow > _FEW:
+        if lost is not None and lost.underflow > _FEW and not self._is_right(now):
             share = left.underflow if left is not None else 0.0
             what = f"{where(lost)}: {lost.underflow:.0%} of the gradient underflows"
             mend = f"init_scale = {scaled.scale:g}"
             place = lost.key.place.module
-            self._findings.append(Finding(what, place, short(lost.key.name), mend, lost.underflow, share))
+            self._findings.append(
+                Finding(what, place, short(lost.key.name), mend, lost.underflow, share, lost.line)
+            )
         return scaled, better
+
+    def _is_right(self, comparison: Comparison) -> bool:
+        return max(comparison.loss_error, comparison.gradient_error) <= self._result_tolerance
 
     # The ops.
 
     def _faults(self, comparison: Comparison) -> list[Difference]:
-        """The ops that do harm: those that make inf or NaN in order, then the others, the worst first."""
-        found = [d for d in comparison.at(OP) if d.added > self._tolerance and not d.random]
-        return sorted(found, key=lambda d: (d.added < math.inf, d.key.phase == "backward", -d.added, d.order))
+        return comparison.leads(self._given)
 
     def _badness(self, comparison: Comparison) -> tuple[int, int, float]:
         faults = self._faults(comparison)
@@ -126,7 +134,7 @@ class Search:
             with contextlib.suppress(
                 PolicyError
             ):  # the rule cannot apply to this op, or the module is not there
-                tried = self._try(candidate)
+                tried = self._try(candidate, words)
                 after = next((d.added for d in tried.differences if d.key == fault.key), 0.0)
                 if after <= self._tolerance and self._badness(tried) < bound:
                     self._note(what, fault, words, after)
@@ -136,7 +144,7 @@ class Search:
 
     def _note(self, what: str, fault: Difference, mend: str, after: float) -> None:
         module, op = fault.key.place.module, short(fault.key.name)
-        self._findings.append(Finding(what, module, op, mend, fault.added, after))
+        self._findings.append(Finding(what, module, op, mend, fault.added, after, fault.line))
 
     def _candidates(
         self, proposal: Proposal, now: Comparison, fault: Difference
@@ -228,14 +236,16 @@ def advise(
     rounds: int = 8,
     seed: int = 0,
     limit: int = 16384,
+    progress: bool | None = None,
 ) -> Advice:
     """Propose what a step needs to be right in mixed precision: rules for ops and modules, and a loss scale.
 
-    The step runs in float32 once, and then in mixed precision: as it is, with the scale that fits its
-    gradients, and with each change that might mend the op that does most harm. For that op these are tried,
-    from the narrowest on: float32 for the op in its module, for all that leads to it in this module, for the
-    whole module, for the module around it. The first that mends it without doing harm elsewhere is kept.
-    The model is left as it was; see `compare` for what else is restored.
+    The step runs in float32 and in mixed precision, for float16 once more with the loss scale that fits its
+    gradients. If the loss and the gradients are then within the tolerance, there is nothing to propose.
+    Otherwise the ops whose error reaches them are changed, the most harmful first. Each try is a run of the
+    step, from the narrowest change on: float32 for the op in its module, for all that leads to it in this
+    module, for the whole module, for the module around it. The first that mends the op without doing harm
+    elsewhere is kept. The model is left as it was; see `compare` for what else is restored.
 
     Args:
         fn: as for `compare`; it should leave the backward pass to this function, or no scale is found.
@@ -243,11 +253,13 @@ def advise(
         policy: to start from; by default the device's.
         dtype: as for `compare`.
         model: whose modules may get rules; by default, the outermost module that `fn` calls.
-        tolerance: the relative error that an op may add; by default 16 times the dtype's ``eps``, but not
-            less than 0.03, which a ReLU can add where rounding moves a number over 0.
+        tolerance: the relative error that an op may add, and that the loss and gradients may have; by
+            default 0.03 and 0.125, but not less than 16 times the dtype's ``eps``. A ReLU can add that much
+            where rounding moves a number across 0.
         rounds: at most so many faults are worked on.
         seed: as for `compare`.
         limit: as for `compare`.
+        progress: write to stderr what is being tried; by default if that is a terminal.
 
     Returns:
         The proposal, to be printed, saved, or used: `Advice`.
@@ -256,4 +268,4 @@ def advise(
         AmpError: as for `compare`.
     """
     step = Step(fn, device, dtype, policy, model, seed, limit)
-    return Search(step, tolerance or max(0.03, 16 * torch.finfo(step.dtype).eps)).run(rounds)
+    return Search(step, tolerance, progress_line(progress)).run(rounds)

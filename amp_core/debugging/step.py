@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_core.common.device_types import device_type_of
-from amp_core.debugging.capture import Capture
+from amp_core.debugging.capture import Capture, Key
 from amp_core.debugging.places import Place, Places
 from amp_core.debugging.state_keeper import StateKeeper, seeded
 from amp_core.dispatch.activate import activation, default_policy
@@ -103,17 +103,19 @@ class Step:
                 with capture.tap.muted():
                     _keep_gradients(self.roots, capture)
             loss = _number(result)
-        return Run(capture, scale if self.leaves_backward else 1.0, loss)
+        maker = capture.maker(result) if loss is not None else None
+        return Run(capture, scale if self.leaves_backward else 1.0, loss, maker)
 
 
 class Run:
-    """What one run of a step left: its values, the loss scale in force, the loss if there was one."""
+    """What one run of a step left: its values, the loss scale in force, the loss and the op that made it."""
 
-    def __init__(self, capture: Capture, scale: float, loss: float | None) -> None:
+    def __init__(self, capture: Capture, scale: float, loss: float | None, loss_maker: Key | None) -> None:
         self.samples = capture.samples
         self.went_back = capture.went_back
         self.scale = scale
         self.loss = loss
+        self.loss_maker = loss_maker
 
 
 def _go_back(result: Any, scale: float, capture: Capture) -> bool:

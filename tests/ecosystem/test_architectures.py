@@ -95,3 +95,22 @@ def test_a_training_step_is_the_same(name: str, scope: str) -> None:
             for one, other in zip(expected, ours, strict=True):
                 assert (one is None) == (other is None)
                 assert one is None or torch.equal(one, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", MODELS)
+def test_an_unmodified_model_is_not_called_faulty(name: str, dtype: torch.dtype) -> None:
+    """`compare` names a culprit in a model whose loss and gradients are right, and `advise` slows it down."""
+    torch.manual_seed(0)
+    make, inputs = MODELS[name]
+    model = make().eval()
+
+    def step() -> Tensor:
+        outputs = model(**inputs)
+        floating = [o for o in outputs.values() if isinstance(o, Tensor) and o.requires_grad]
+        return torch.stack([o.float().square().mean() for o in floating]).sum()
+
+    scale = 1024.0 if dtype is torch.float16 else 1.0
+    comparison = amp_core.compare(step, "cpu", dtype=dtype, model=model, scale=scale)
+    assert comparison.leads() == []
+    assert comparison.loss_error < 0.01

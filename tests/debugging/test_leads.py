@@ -1,0 +1,101 @@
+"""`compare` and `advise` blame an op only where its error reaches the loss or a gradient."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import amp_core
+
+FP16, BF16 = torch.float16, torch.bfloat16
+
+
+class Masked(nn.Module):
+    """Attention with a causal mask, filled as most models do."""
+
+    def __init__(self, fill):
+        super().__init__()
+        self.qkv, self.fill = nn.Linear(16, 48), fill
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        scores = torch.matmul(q, k.transpose(-1, -2))
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        value = self.fill if isinstance(self.fill, float) else torch.finfo(scores.dtype).min
+        return torch.matmul(torch.softmax(scores.masked_fill(mask, value), -1), v)
+
+
+def classify(model):
+    """Return a step whose loss is a cross entropy, which autocast takes as a whole."""
+    torch.manual_seed(1)
+    x, y = torch.randn(2, 8, 16), torch.randint(0, 4, (16,))
+    return lambda: nn.functional.cross_entropy(model(x).reshape(16, -1), y)
+
+
+@pytest.mark.parametrize("dtype", [FP16, BF16])
+@pytest.mark.parametrize("fill", ["finfo", -math.inf])
+def test_a_mask_is_no_fault(dtype, fill):
+    """A mask of the dtype's least number differs between dtypes; softmax makes zeros of it in each."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Masked(fill), nn.Linear(16, 4))
+    advice = amp_core.advise(classify(model), "cpu", dtype=dtype)
+    assert advice.before.loss_error < 0.01
+    assert advice.before.leads() == []
+    assert advice.findings == ()
+    assert not advice.modules
+    assert advice.policy == amp_core.OpPolicy.default("cpu")
+
+
+def test_a_mask_beside_a_fault_is_no_lead(attention):
+    """A mask that is not to blame is named, or mended, beside the op that overflows."""
+    model = nn.Sequential(Masked("finfo"), attention)
+    advice = amp_core.advise(classify(model), "cpu", dtype=FP16)
+    (finding,) = advice.findings
+    assert (finding.module, finding.op) == ("1.blocks.2.attn", "matmul")
+
+
+def test_an_overflow_is_the_only_lead(attention):
+    """The gradient of the cross entropy, NaN because the logits are, is named as a second cause."""
+    comparison = amp_core.compare(classify(attention), "cpu", dtype=FP16)
+    (lead,) = comparison.leads()
+    assert (lead.key.name, str(lead.key.place)) == ("aten::matmul.default", "blocks.2.attn")
+    assert [d.key.name for d in comparison.at("op") if d.added == math.inf] == ["aten::matmul.default"]
+
+
+def test_reports_name_the_line(attention, step):
+    """A user has to search the model's source for the op that is to blame."""
+    advice = amp_core.advise(step(attention), "cpu", dtype=FP16)
+    file, _, number = advice.findings[0].line.rpartition(":")
+    assert file.endswith("conftest.py")
+    with open(file, encoding="utf-8") as source:
+        assert "torch.matmul(q * self.gain" in source.readlines()[int(number) - 1]
+    assert advice.findings[0].line in str(advice)
+    assert f"matmul in blocks.2.attn ({advice.findings[0].line}), adds inf" in str(advice.before)
+
+
+def test_a_right_result_is_said_to_be_right(step):
+    """A report on a sound model names a worst op, as if there were something to mend."""
+    text = str(amp_core.compare(step(nn.Linear(16, 4)), "cpu"))
+    assert "none: the result is within the tolerance" in text
+
+
+def test_progress(attention, step, capsys):
+    """A search of a minute says nothing."""
+    amp_core.advise(step(attention), "cpu", dtype=FP16, progress=True)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "advise: run 1, as it is"
+    assert lines[-1].endswith("matmul in float32 in blocks.2.attn")
+    amp_core.advise(step(attention), "cpu", dtype=FP16)
+    assert not capsys.readouterr().err
+
+
+def test_a_notebook_shows_the_page(step):
+    """A notebook shows the bare text, or a page whose styles spread to the rest of the notebook."""
+    comparison = amp_core.compare(step(nn.Linear(16, 4)), "cpu")
+    frame = comparison._repr_html_()
+    assert frame.startswith('<iframe srcdoc="&lt;!doctype html&gt;')
+    assert frame.count('"') == 4  # what the page quotes is escaped
+    assert "bfloat16 against float32" in frame
