@@ -1,4 +1,4 @@
-"""Which dtype each rule asks for, from the arguments of a call."""
+"""The dtype that each rule asks for, given the arguments of a call."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from amp_core.policy import rules as r
 Args = Sequence[Any]
 Kwargs = dict[str, Any]
 TargetDtype = Callable[[Args, Kwargs], "torch.dtype | None"]
-"""(positional, keyword arguments) -> the dtype to cast to, or None to leave them alone."""
+"""(positional, keyword arguments) -> the dtype to cast to; None to cast nothing."""
 
 
 def eligible(tensor: torch.Tensor, device_type: str) -> bool:
@@ -134,4 +134,4 @@ TARGET_DTYPES: Mapping[str, Callable[[Overload, str], TargetDtype]] = {
     r.FP32_IF_MIXED: _if_mixed,
     r.FP32_WITH_HINT: _with_hint,
 }
-"""Rule to what makes its chooser, of an op and a device type."""
+"""Rule to the function that makes its `TargetDtype`, given an op and a device type."""
