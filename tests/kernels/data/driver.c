@@ -1,0 +1,117 @@
+/* Runs the CPU's kernels, whose source this file includes, against plain arithmetic, without Python or torch:
+ * on other architectures under an emulator, and on compilers without vectors. Exits with 0 if all agree. */
+#include "kernels.c"
+#include <stdio.h>
+
+#define EXPECT(condition, ...)                                                                     \
+    do {                                                                                           \
+        if (!(condition)) {                                                                        \
+            printf("line %d: ", __LINE__);                                                         \
+            printf(__VA_ARGS__);                                                                   \
+            printf("\n");                                                                          \
+            failures++;                                                                            \
+        }                                                                                          \
+    } while (0)
+
+static int failures;
+
+static double value_of(uint16_t bits, int dtype) {
+    int exponent_bits = dtype == 2 ? 8 : 5, mantissa_bits = 15 - exponent_bits;
+    int exponent = (bits & 0x7fff) >> mantissa_bits, bias = (1 << (exponent_bits - 1)) - 1;
+    double mantissa = bits & ((1 << mantissa_bits) - 1), sign = bits & 0x8000 ? -1.0 : 1.0;
+    if (exponent == (1 << exponent_bits) - 1)
+        return mantissa != 0.0 ? NAN : sign * INFINITY;
+    if (exponent == 0)
+        return sign * ldexp(mantissa, 1 - bias - mantissa_bits);
+    return sign * ldexp(mantissa + (1 << mantissa_bits), exponent - bias - mantissa_bits);
+}
+
+static void cast(const void *from, int source, void *to, int target, int64_t n) {
+    int32_t codes[2] = {source, target};
+    amp_cast(1, &from, &n, &codes[0], &to, &codes[1], 2);
+}
+
+static void every_half(int dtype) {
+    static uint16_t all[65536], back[65536];
+    static float wide[65536];
+    static double wider[65536];
+    for (int i = 0; i < 65536; i++)
+        all[i] = (uint16_t)i;
+    cast(all, dtype, wide, 0, 65536);
+    cast(wide, 0, back, dtype, 65536);
+    for (int i = 0; i < 65536; i++) {
+        double right = value_of(all[i], dtype);
+        EXPECT(isnan(right) ? isnan(wide[i]) : wide[i] == right, "%x of dtype %d is %g", i, dtype, wide[i]);
+        EXPECT(isnan(right) ? isnan(value_of(back[i], dtype)) : back[i] == i, "%x came back as %x", i, back[i]);
+    }
+    /* Next to the tie above each number, in doubles: rounded once. */
+    int last = dtype == 2 ? 0x7f7f : 0x7bff;
+    for (int side = -1; side <= 1; side += 2) {
+        for (int i = 0; i < last; i++) {
+            double tie = (value_of((uint16_t)i, dtype) + value_of((uint16_t)(i + 1), dtype)) / 2;
+            wider[i] = nextafter(tie, side * INFINITY);
+        }
+        cast(wider, 1, back, dtype, last);
+        for (int i = 0; i < last; i++)
+            EXPECT(back[i] == i + (side > 0), "side %d of the tie above %x gives %x", side, i, back[i]);
+    }
+}
+
+static void norms_products_sums(int dtype, int64_t n) {
+    size_t width = width_of[dtype];
+    double *exact = malloc((size_t)n * sizeof *exact + 8), sum = 0.0, norm64, total64;
+    char *data = malloc((size_t)n * width + 8);
+    float *total = malloc((size_t)n * 4 + 8), norm, bad, all, found, factor = 0.25f;
+    for (int64_t i = 0; i < n; i++)
+        exact[i] = (double)((i * 2654435761u) % 251) / 16.0 - 7.0; /* eight bits: exact in every dtype */
+    int32_t wide = dtype == 1;
+    if (wide)
+        memcpy(data, exact, (size_t)n * 8);
+    else
+        cast(exact, 1, data, dtype, n);
+    for (int64_t i = 0; i < n; i++)
+        sum += exact[i] * exact[i];
+    const void *source = data;
+    void *target = data;
+    amp_grad_stats(1, &source, &n, &dtype, wide ? (void *)&norm64 : &norm, &bad,
+                   wide ? (void *)&total64 : &all, &found, wide, 2);
+    double got = wide ? norm64 : norm;
+    EXPECT(fabs(got - sqrt(sum)) <= 1e-6 * sqrt(sum), "norm of %d, dtype %d: %g", (int)n, dtype, got);
+    EXPECT(bad == 0.0f && found == 0.0f, "a flag without an inf, dtype %d", dtype);
+    found = 0.0f;
+    amp_multiply(1, &target, &n, &dtype, &factor, &found, 2);
+    EXPECT(found == 0.0f, "a flag of a product, dtype %d", dtype);
+    for (int64_t i = 0; i < n; i++) {
+        double product = dtype == 0 ? ((float *)data)[i] : wide ? ((double *)data)[i]
+                                                                : value_of(((uint16_t *)data)[i], dtype);
+        EXPECT(product == exact[i] * 0.25, "product %d of %d, dtype %d: %g", (int)i, (int)n, dtype, product);
+    }
+    if (dtype >= 2) {
+        for (int64_t i = 0; i < n; i++)
+            total[i] = (float)i;
+        amp_add(1, &source, &n, &dtype, &total, 2);
+        for (int64_t i = 0; i < n; i++)
+            EXPECT(total[i] == (float)i + (float)(exact[i] * 0.25), "sum %d of %d", (int)i, (int)n);
+        ((uint16_t *)data)[n - 1] = dtype == 2 ? 0x7f80 : 0x7c00;
+        amp_grad_stats(1, &source, &n, &dtype, &norm, &bad, &all, &found, 0, 2);
+        EXPECT(bad == 1.0f && isinf(all), "an inf at the end of %d is not seen, dtype %d", (int)n, dtype);
+        found = 0.0f;
+        amp_multiply(1, &target, &n, &dtype, &factor, &found, 2);
+        EXPECT(found == 1.0f, "an inf at the end of %d is not seen in a product, dtype %d", (int)n, dtype);
+    }
+    free(exact);
+    free(data);
+    free(total);
+}
+
+int main(void) {
+    const int64_t lengths[] = {1, 3, 4, 7, 8, 9, 31, 33, 511, 513, 4097, 32769, 70001};
+    amp_start();
+    for (int dtype = 2; dtype < 4; dtype++)
+        every_half(dtype);
+    for (int dtype = 0; dtype < 4; dtype++)
+        for (size_t i = 0; i < sizeof lengths / sizeof *lengths; i++)
+            norms_products_sums(dtype, lengths[i]);
+    printf("%s: %d failures\n", amp_instruction_set(), failures);
+    return failures != 0;
+}
