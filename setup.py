@@ -70,6 +70,7 @@ setup(
                 "amp_instruction_set",
                 "amp_limit",
                 "amp_calibrate",
+                "amp_compiler",
                 "amp_start",
                 "amp_tune",
             ],

@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import platform
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
-
 import amp_core
+from benchmarks import machine
 from benchmarks.ab import Ratio
 from benchmarks.plot import save_ratios
 
@@ -26,12 +27,24 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     parser.add_argument("--plot", type=Path, help="also draw the ratios into this file")
     parser.add_argument("--device", default="cpu", help="cpu, or an accelerator: " + ", ".join(ACCELERATED))
+    parser.add_argument(
+        "--capability",
+        choices=(*machine.CAPABILITIES, "all"),
+        help="the instruction set of both sides, or all of them in turn (default: the CPU's best)",
+    )
+    parser.add_argument(
+        "--keep", action="store_true", help="write the figures to benchmarks/results, by CPU and capability"
+    )
     args = parser.parse_args()
-    found = amp_core.get_backend(args.device).availability()
-    if not found.usable:
-        raise SystemExit(f"{args.device!r} cannot be measured here: {found.reason}")
+    machine.refuse_a_mixture()
+    if args.capability:
+        raise SystemExit(_run_with(args.capability))
+    availability = amp_core.get_backend(args.device).availability()
+    if not availability.usable:
+        raise SystemExit(f"{args.device!r} cannot be measured here: {availability.reason}")
     results: dict[str, list[Ratio]] = {}
-    print(f"{_machine(args.device)}\n")
+    header = machine.header(args.device)
+    print("\n".join(f"- {name}: {value}" for name, value in header.items()) + "\n")
     for group in args.groups or (GROUPS if args.device == "cpu" else ACCELERATED):
         print(f"## {group}\n\n| what | torch, ms | amp-core, ms | ratio |\n|---|---|---|---|")
         results[group] = []
@@ -39,13 +52,30 @@ def main() -> None:
             results[group].append(ratio)
             print(_row(ratio), flush=True)
         print()
+    figures = {group: [vars(r) for r in ratios] for group, ratios in results.items()}
+    text = json.dumps({"machine": header, "seconds": figures}, indent=1) + "\n"
     if args.json:
-        figures = {group: [vars(r) for r in found] for group, found in results.items()}
-        args.json.write_text(
-            json.dumps({"machine": _machine(args.device), "seconds": figures}, indent=1) + "\n"
-        )
+        args.json.write_text(text)
+    if args.keep:
+        name = "-".join((machine.slug(), header["capability"].lower(), *sorted(results)))
+        (Path(__file__).parent / "results" / f"{name}.json").write_text(text)
     if args.plot:
         save_ratios(results, args.plot)
+
+
+def _run_with(capability: str) -> int:
+    """Run this command again under each capability: torch reads the variable once, when it is loaded."""
+    options = list(sys.argv[1:])
+    for i, option in reversed(list(enumerate(options))):
+        if option.startswith("--capability"):
+            del options[i : i + (1 if "=" in option else 2)]
+    chosen = machine.CAPABILITIES if capability == "all" else (capability,)
+    command = [sys.executable, "-m", "benchmarks", *options]
+    runs = [
+        subprocess.run(command, env={**os.environ, "ATEN_CPU_CAPABILITY": name}, check=False)
+        for name in chosen
+    ]
+    return max(run.returncode for run in runs)
 
 
 def _ratios(group: str, device: str) -> Iterator[Ratio]:
@@ -57,23 +87,12 @@ def _ratios(group: str, device: str) -> Iterator[Ratio]:
         raise SystemExit(f"{group!r} measures the CPU; on {device!r} there are {', '.join(ACCELERATED)}.")
 
 
-def _row(found: Ratio) -> str:
-    if found.unit == "B":
-        sides = f"{found.theirs / 1e6:.0f} MB | {found.ours / 1e6:.0f} MB"
+def _row(ratio: Ratio) -> str:
+    if ratio.unit == "B":
+        sides = f"{ratio.theirs / 1e6:.0f} MB | {ratio.ours / 1e6:.0f} MB"
     else:
-        sides = f"{found.theirs * 1e3:.4g} | {found.ours * 1e3:.4g}"
-    return f"| {found.name} | {sides} | {found.ratio:.2f} |"
-
-
-def _machine(device: str) -> str:
-    kernels = amp_core.get_backend(device).kernels()
-    name = torch.backends.cpu.get_cpu_capability()
-    if device != "cpu":
-        name = torch.get_device_module(device).get_device_name()
-    return (
-        f"torch {torch.__version__}, Python {platform.python_version()}, {torch.get_num_threads()} threads, "
-        f"{name}; kernels: {kernels.name} ({kernels.reason})"
-    )
+        sides = f"{ratio.theirs * 1e3:.4g} | {ratio.ours * 1e3:.4g}"
+    return f"| {ratio.name} | {sides} | {ratio.ratio:.2f} |"
 
 
 if __name__ == "__main__":

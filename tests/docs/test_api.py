@@ -109,12 +109,38 @@ def test_long_signatures_are_wrapped(site: Path) -> None:
 
 
 # What most scripts use: each has an example that the tests of the pages run.
-MOST_USED = """
-AccumulationWindow AtFloor GradScaler Hysteresis LossScaleSchedule OpPolicy advise apply_policy autocast
-autocast_decorator backends cached_casts compare convert_scaler_state custom_bwd custom_fwd disable get_backend
-master_weights record script register_step_hook register_skip_hook clip_grad_norm_ step_closure to_html to_toml
-history last_step override
-""".split()
+MOST_USED = [
+    "AccumulationWindow",
+    "AtFloor",
+    "GradScaler",
+    "Hysteresis",
+    "LossScaleSchedule",
+    "OpPolicy",
+    "advise",
+    "apply_policy",
+    "autocast",
+    "autocast_decorator",
+    "backends",
+    "cached_casts",
+    "compare",
+    "convert_scaler_state",
+    "custom_bwd",
+    "custom_fwd",
+    "disable",
+    "get_backend",
+    "master_weights",
+    "record",
+    "script",
+    "register_step_hook",
+    "register_skip_hook",
+    "clip_grad_norm_",
+    "step_closure",
+    "to_html",
+    "to_toml",
+    "history",
+    "last_step",
+    "override",
+]
 
 
 @pytest.mark.parametrize("name", MOST_USED)

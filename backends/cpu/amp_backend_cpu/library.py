@@ -119,7 +119,7 @@ def _declare(library: ctypes.CDLL) -> None:
         integer,
     )
     library.amp_update_scale.restype = None
-    library.amp_instruction_set.restype = ctypes.c_char_p
+    library.amp_instruction_set.restype = library.amp_compiler.restype = ctypes.c_char_p
     library.amp_tune.argtypes = (integer, integer)
     library.amp_limit.argtypes = (integer,)
     library.amp_calibrate.argtypes = library.amp_start.argtypes = ()

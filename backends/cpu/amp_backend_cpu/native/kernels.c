@@ -187,6 +187,16 @@ static const struct loops *chosen(void) { return &loops_only; }
 
 EXPORT const char *amp_instruction_set(void) { return chosen()->name; }
 
+EXPORT const char *amp_compiler(void) {
+#if defined(__clang__)
+    return __VERSION__; /* names itself */
+#elif defined(__GNUC__)
+    return "GCC " __VERSION__;
+#else
+    return "a compiler without vectors";
+#endif
+}
+
 /* Use no instruction set above this (-1 SSE2, 0 F16C, 1 AVX2, 2 AVX-512). Returns the former limit. */
 EXPORT int amp_limit(int level) {
     int before = limit;
