@@ -39,7 +39,8 @@ def snapshot(number: Tensor) -> Tensor | float:
     return read(number) if on_host(number) else number.clone()
 
 
-def _inverse(scale: float) -> float:
+def inverse_of(scale: float) -> float:
+    """Return 1 / `scale`, rounded to float32."""
     return float32(1.0 / scale) if scale else math.copysign(math.inf, scale)
 
 
@@ -59,7 +60,7 @@ _inverses: dict[float, Tensor] = {}
 
 
 def _keep_inverse(scale: float) -> Tensor:
-    inverse = torch.full((), _inverse(scale), dtype=torch.float32, device="cpu")
+    inverse = torch.full((), inverse_of(scale), dtype=torch.float32, device="cpu")
     if type(inverse) is Tensor and not inverse.is_inference():  # made in a mode that will end
         if len(_inverses) == _INVERSES:
             _inverses.clear()
@@ -81,7 +82,7 @@ def unscale_and_clip(
     """
     if on_host(norm, scale) and isinstance(max_norm, (int, float)):
         by = read(scale)
-        true, factor = clip_on_host(read(norm), by, _inverse(by), max_norm, as_divisor=as_divisor)
+        true, factor = clip_on_host(read(norm), by, inverse_of(by), max_norm, as_divisor=as_divisor)
         true = float32(true) if norm.dtype is torch.float32 else true
         return (
             torch.full((), true, dtype=norm.dtype, device="cpu"),

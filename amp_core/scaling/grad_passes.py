@@ -13,6 +13,7 @@ from amp_core.kernels import GradStats
 from amp_core.scaling.arithmetic import (
     any_of,
     clip_on_host,
+    inverse_of,
     is_tracing,
     on_host,
     read,
@@ -70,6 +71,10 @@ def read_gradients(
         stats = [part.grad_stats(norm_type) for part in parts]
     else:
         stats = [overlap.grad_stats(part, norm_type) for part in parts]
+    if process_group is None and len(parts) == 1 and parts[0].sharding is WHOLE:  # the usual case
+        (only,), flags = stats, {parts[0].device: stats[0].found_inf}
+        norm = only.norm if only.norm.device == device else only.norm.to(device, non_blocking=True)
+        return GlobalGradStats(stats, norm, flags, dtype=only.norm.dtype)
     dtype = torch.float64 if any([s.norm.dtype is torch.float64 for s in stats]) else torch.float32  # noqa: C419
     shardings = [part.sharding for part in parts]
     ranks = ranks_of(shardings, process_group)
@@ -147,13 +152,22 @@ def clip_factor(
     """
     flags = list(stats.flags.values())
     if not on_host(stats.norm, scale, *flags) or not isinstance(max_norm, (int, float)):
-        norm, factor = unscale_and_clip(stats.norm, scale, max_norm, as_divisor=as_divisor)
-        return norm.to(stats.dtype), factor, _flag_unusable_norm(stats)
-    large = read(stats.norm) > _LARGE and read(scale) >= 1.0  # a smaller scale makes gradients overflow
-    if not large or any(map(read, flags)):
-        norm, factor = unscale_and_clip(stats.norm, scale, max_norm, as_divisor=as_divisor)
-        return norm.to(stats.dtype), factor, stats
-    return _clip_large(parts, stats, scale, max_norm, norm_type, process_group, as_divisor=as_divisor)
+        true_norm, factors = unscale_and_clip(stats.norm, scale, max_norm, as_divisor=as_divisor)
+        return true_norm.to(stats.dtype), factors, _flag_unusable_norm(stats)
+    norm, by = read(stats.norm), read(scale)
+    if norm > _LARGE and by >= 1.0 and not any(map(read, flags)):  # a smaller scale makes gradients overflow
+        return _clip_large(parts, stats, scale, max_norm, norm_type, process_group, as_divisor=as_divisor)
+    true, factor = clip_on_host(norm, by, inverse_of(by), max_norm, as_divisor=as_divisor)
+    if by < 1.0 and stats.dtype is torch.float32 and math.isinf(float32(true)):
+        # The unscaled gradients may be beyond float32: an overflow, as in torch.
+        stats = stats._replace(flags={device: torch.ones_like(flag) for device, flag in stats.flags.items()})
+    return *_scalars(true, factor, stats.dtype), stats
+
+
+def _scalars(true: float, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    true = float32(true) if dtype is torch.float32 else true
+    number = torch.full((), float32(factor), dtype=torch.float32, device="cpu")
+    return torch.full((), true, dtype=dtype, device="cpu"), number
 
 
 _LARGE = 2.0**100
@@ -187,9 +201,7 @@ def _clip_large(
     if abs(exponent) > 100:  # a factor that float32 cannot hold: apply a power of two of it now
         _shift_(parts, -exponent if as_divisor else exponent)
         factor = math.ldexp(factor, -exponent)
-    true = float32(true) if stats.dtype is torch.float32 else true
-    number = torch.full((), float32(factor), dtype=torch.float32, device="cpu")
-    return torch.full((), true, dtype=stats.dtype, device="cpu"), number, stats
+    return *_scalars(true, factor, stats.dtype), stats
 
 
 def _shift_(parts: Sequence[Gradients], exponent: int) -> None:
@@ -225,6 +237,10 @@ def multiply_and_flag_(
         stats: what was read.
         flags: the flags recorded so far; returned in addition.
     """
+    if len(parts) == 1 and not (flags or stats.agreed) and parts[0].device == factor.device:
+        with torch.no_grad():  # the usual case, without bookkeeping
+            parts[0].multiply_(factor, stats.flags[factor.device])
+        return stats.flags
     factors, unread = _MultiDeviceReplicator(factor), dict(stats.flags)
     if stats.agreed:
         # This rank must not flag overflow of its own products: the other ranks would not know.
