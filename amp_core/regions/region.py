@@ -2,7 +2,7 @@
 
 # No `from __future__ import annotations`: TorchScript does not read annotations that are strings.
 
-from typing import Any
+from typing import Any, Optional
 
 import torch
 
@@ -62,9 +62,9 @@ class autocast(Region):  # noqa: N801  # torch's name
     def __init__(
         self,
         device_type: str,
-        dtype: torch.dtype | None = None,
+        dtype: Optional[torch.dtype] = None,
         enabled: bool = True,
-        cache_enabled: bool | None = None,
+        cache_enabled: Optional[bool] = None,
         policy: Any = None,
     ) -> None:
         if _is_scripting():
