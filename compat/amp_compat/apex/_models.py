@@ -82,13 +82,6 @@ def _copy_back(pairs: list[tuple[nn.Parameter, nn.Parameter]]) -> None:
         param.copy_(master)
 
 
-def model_params(optimizer: Optimizer) -> Iterator[nn.Parameter]:
-    """The parameters that backward fills: the model's own, not their float32 copies."""
-    models = {id(master): param for param, master in getattr(optimizer, "_amp_pairs", ())}
-    for param in master_params(optimizer):
-        yield models.get(id(param), param)
-
-
 def master_params(optimizer: Optimizer) -> Iterator[nn.Parameter]:
     """The parameters that the optimizer steps: float32 copies where there are any.
 

@@ -1,4 +1,4 @@
-"""What a name means at one place of a file: imports, aliases, shadowing, fallbacks."""
+"""Resolve a name at one place of a file: imports, aliases, shadowing, fallbacks."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Resolver:
         self._active: set[cst.CSTNode] = set()
 
     def resolve(self, node: cst.BaseExpression) -> Resolved | None:
-        """Return the meaning of `node`, or None where it has none that is known."""
+        """Return the meaning of `node`, or None if it is unknown."""
         if isinstance(node, cst.Name):
             return self._name(node)
         if isinstance(node, cst.Attribute):
@@ -76,7 +76,7 @@ class Resolver:
         return _imported(binding.node, name) if isinstance(binding, ImportAssignment) else None
 
     def has_successor(self, binding: BaseAssignment) -> bool:
-        """Whether other branches bind the name that `binding` binds to what replaces it, and to no more."""
+        """Return whether other branches bind the name of `binding` to its successor only."""
         legacy = parse_legacy(self.import_meaning(binding, binding.name) or "")
         others = {self.import_meaning(other, binding.name) for other in self.others(binding)}
         return legacy is not None and bool(others) and others <= _successors(legacy.name)
@@ -87,7 +87,7 @@ class Resolver:
         return [b for b, m in found if not (m and parse_legacy(m.dotted))]
 
     def scope_of(self, node: cst.CSTNode) -> Scope | None:
-        """The scope that `node` stands in."""
+        """Return the scope of `node`."""
         found: cst.CSTNode | None = node
         while found is not None:
             scope = self._scopes.get(found)
@@ -159,7 +159,7 @@ class Resolver:
         return parent.value if isinstance(parent, cst.AnnAssign) else None
 
     def _stand_in(self, binding: BaseAssignment, meaning: Resolved | None) -> bool:
-        """Whether `binding` only stands in where the deprecated name is missing (torch before 1.6)."""
+        """Return whether `binding` is only a fallback for a missing deprecated name (torch before 1.6)."""
         if meaning is not None or not isinstance(binding, Assignment):
             return False
         if isinstance(binding, ImportAssignment):
@@ -169,7 +169,7 @@ class Resolver:
         return self.in_except(binding.node)
 
     def in_except(self, node: cst.CSTNode) -> bool:
-        """Whether `node` stands in an ``except`` block."""
+        """Return whether `node` is in an ``except`` block."""
         found: cst.CSTNode | None = node
         while found is not None and not isinstance(found, cst.ExceptHandler):
             found = self._parents.get(found)
@@ -237,7 +237,7 @@ def _is_none(node: cst.BaseExpression | None) -> bool:
 
 
 def _successors(name: str) -> set[str | None]:
-    """Full names of what has taken the place of a deprecated object."""
+    """Return the full names of the successors of a deprecated object."""
     modules = ("torch", "torch.amp", "torch.amp.autocast_mode", "torch.amp.grad_scaler", "amp_core")
     return {f"{module}.{name}" for module in modules if name}
 

@@ -13,7 +13,7 @@ _ORDERS = {"autocast": AUTOCAST_ORDER, "custom_fwd": ("fwd",), "custom_bwd": ("b
 
 
 class CannotConvertError(Exception):
-    """The call cannot be rewritten with certainty; the text says why and what to write."""
+    """The call cannot be rewritten safely; the text says why and what to write instead."""
 
 
 def convert_args(legacy: Legacy, args: Sequence[cst.Arg], quote: str, opening: str = "") -> list[cst.Arg]:
@@ -63,12 +63,12 @@ def name_positional(legacy: Legacy, args: Sequence[cst.Arg]) -> list[cst.Arg]:
 
 
 def has_positional(args: Sequence[cst.Arg]) -> bool:
-    """Whether any argument is passed by position."""
+    """Return whether an argument is passed by position."""
     return any(arg.keyword is None and arg.star != "**" for arg in args)
 
 
 def keyword_of(args: Sequence[cst.Arg], name: str) -> cst.BaseExpression | None:
-    """The value passed as keyword `name`, or None."""
+    """Return the value of the keyword `name`, or None."""
     return next((a.value for a in args if a.keyword is not None and a.keyword.value == name), None)
 
 
@@ -135,5 +135,5 @@ def _with_device(legacy: Legacy, args: Sequence[cst.Arg]) -> list[cst.Arg]:
 
 
 def passes_device(args: Sequence[cst.Arg]) -> bool:
-    """Whether a review note is due because the deprecated call was given a device."""
+    """Return whether the call needs a review note because it passed a device."""
     return _names_device(args)

@@ -83,7 +83,7 @@ def _migrate_all(files: list[Path], args: argparse.Namespace) -> list[FileReport
 
 
 def _candidates(files: list[Path]) -> tuple[list[Path], dict[str, set[str]], list[FileReport]]:
-    """Files worth parsing, the names that files take from each other, and files that cannot be read."""
+    """Return the files to parse, the names that files import from each other, and unreadable files."""
     candidates: list[Path] = []
     exported: dict[str, set[str]] = defaultdict(set)
     failed: list[FileReport] = []
@@ -102,7 +102,7 @@ def _candidates(files: list[Path]) -> tuple[list[Path], dict[str, set[str]], lis
 
 @contextmanager
 def _mapper(count: int, jobs: int) -> Iterator[Callable[..., Any]]:
-    """`map`, over processes where there are enough files."""
+    """Map over the files, in several processes if there are enough of them."""
     workers = min(jobs or os.cpu_count() or 1, count)
     if workers < 2 or count < _INLINE:
         yield map
@@ -115,7 +115,7 @@ def _mapper(count: int, jobs: int) -> Iterator[Callable[..., Any]]:
 
 @contextmanager
 def _progress(total: int) -> Iterator[Callable[[], None]]:
-    """A progress bar on a terminal, if rich is there."""
+    """Show a progress bar on a terminal, if rich is installed."""
     try:
         from rich.console import Console
         from rich.progress import MofNCompleteColumn, Progress

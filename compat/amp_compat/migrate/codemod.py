@@ -68,7 +68,7 @@ class ModuleRewriter:
         )
 
     def rewrite(self) -> Rewritten:
-        """Return the new text, and what there is to say about it."""
+        """Return the new text and the findings."""
         plan = self._collect()
         for use in plan.uses:
             if not use.manual:
@@ -96,7 +96,7 @@ class ModuleRewriter:
         return collector.plan
 
     def _try_site(self, use: Use) -> None:
-        """Convert the arguments at the use once, to learn whether that can be done."""
+        """Convert the arguments of the use once, to check that it is possible."""
         try:
             self._site_edit(use)
         except CannotConvertError as error:
@@ -164,7 +164,7 @@ class ModuleRewriter:
             self._find(binding.node, "manual", binding.name, reason)
 
     def _share(self, binding: ImportAssignment) -> None:
-        """Follow the import by an alias that takes what the deprecated name takes."""
+        """Add an alias after the import, with the deprecated signature."""
         legacy = parse_legacy(self.resolver.import_meaning(binding, binding.name) or "")
         assert legacy is not None
         alias = self.expressions.rebound(cst.Name(binding.name), legacy, binding.node)
@@ -215,7 +215,7 @@ class ModuleRewriter:
             self.edits[use.node] = lambda _: replacement
 
     def _site_edit(self, use: Use) -> Edit | None:
-        """The change at the call or class around a use, beyond the name itself."""
+        """Return the edit of the call or class around a use, beyond the name itself."""
         if use.kind == "call" and isinstance(use.site, cst.Call):
             return self._call_edit(
                 use.legacy, use.site, bare=use.resolved.alias and isinstance(use.node, cst.Name)
@@ -273,7 +273,7 @@ class ModuleRewriter:
     # -- expressions --------------------------------------------------------------------------------
 
     def _expression(self, use: Use) -> cst.BaseExpression:
-        """The successor's name, written the way the file wrote the deprecated one."""
+        """Return the successor's name, in the form that the file used for the deprecated one."""
         legacy = use.legacy
         suffix = self.target.suffix(legacy.name) if legacy.name else ""
         root = root_of(use.node)

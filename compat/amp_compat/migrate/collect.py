@@ -23,17 +23,17 @@ class Collector(NameWalker):
         self._parents = parents
 
     def visit_Name(self, node: cst.Name) -> None:
-        """Take a bare name, unless it is being bound here."""
+        """Record a bare name, unless this binds it."""
         parent = self._parents.get(node)
         if not isinstance(parent, (cst.FunctionDef, cst.ClassDef, cst.AsName, cst.NameItem)):
             self.take(node)
 
     def visit_Call(self, node: cst.Call) -> bool:
-        """Take ``getattr(module, "name")`` as the name itself."""
+        """Treat ``getattr(module, "name")`` as the name itself."""
         return not self.take(node)
 
     def visit_Param(self, node: cst.Param) -> bool:
-        """Look at annotation and default only."""
+        """Visit the annotation and the default only."""
         for part in (node.annotation, node.default):
             if part is not None:
                 part.visit(self)
@@ -52,12 +52,12 @@ class Collector(NameWalker):
         return False
 
     def visit_SimpleString(self, node: cst.SimpleString) -> None:
-        """Keep strings that hold a deprecated name as code; prose stays prose."""
+        """Record strings that contain a deprecated name as code, not as prose."""
         if ("torch.cuda.amp" in node.value or "torch.cpu.amp" in node.value) and _is_code(node.raw_value):
             self.plan.strings.append(node)
 
     def take(self, node: cst.BaseExpression) -> bool:
-        """Take note of a use."""
+        """Record a use."""
         resolved = self._resolver.resolve(node)
         legacy = parse_legacy(resolved.dotted) if resolved else None
         if resolved is None or legacy is None:

@@ -1,4 +1,4 @@
-"""Names of the successors, as one file would write them."""
+"""Expressions for the successors, in the style of one file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which files are looked at, and how one is replaced."""
+"""Select the files to migrate, and replace them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _WORD = re.compile(rb"\b(?:" + _NAMES + rb")\b")
 
 @dataclass
 class Found:
-    """The files under some paths, and what was left out."""
+    """The files under some paths, and those that were skipped."""
 
     files: list[Path] = field(default_factory=list)
     links: list[Path] = field(default_factory=list)
@@ -78,7 +78,7 @@ def _entered(base: str, name: str) -> bool:
 
 
 def git_files(folder: Path) -> set[str] | None:
-    """Absolute paths that git tracks in `folder`; None outside a work tree, or where it tracks none."""
+    """Return the absolute paths that git tracks in `folder`; None if there are none."""
     command = ["git", "-C", str(folder), "ls-files", "-z", "--", "."]
     try:
         done = subprocess.run(command, capture_output=True, check=True, timeout=60)
@@ -89,7 +89,7 @@ def git_files(folder: Path) -> set[str] | None:
 
 
 def is_candidate(data: bytes) -> bool:
-    """Whether a file with the content `data` can hold a deprecated name."""
+    """Return whether a file with the content `data` can contain a deprecated name."""
     return _CANDIDATE.search(data) is not None
 
 

@@ -1,4 +1,4 @@
-"""Import statements: pointing deprecated ones at the target, and adding the ones that are needed, once."""
+"""Redirect deprecated imports to the target, and add each missing import once."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class _Place(NamedTuple):
 
 
 class ImportEditor:
-    """Collects what is to become of a module's imports, then writes it."""
+    """Collects the changes to a module's imports, then writes them."""
 
     def __init__(
         self, module: cst.Module, target: Target, parents: Mapping[cst.CSTNode, cst.CSTNode]
@@ -59,11 +59,11 @@ class ImportEditor:
         self._followed[node].extend(then)
 
     def at_top(self, node: cst.CSTNode) -> bool:
-        """Whether the import statement `node` stands in the module itself, in no block."""
+        """Return whether the import statement `node` is at the top level of the module."""
         return self._parents[self._parents[node]] is self._module
 
     def lines(self) -> list[cst.SimpleStatementLine]:
-        """The lines with an import to change."""
+        """Return the lines whose imports change."""
         lines = [self._parents[node] for node in self._renamed]
         return [line for line in dict.fromkeys(lines) if isinstance(line, cst.SimpleStatementLine)]
 
@@ -77,7 +77,7 @@ class ImportEditor:
         return _as_lines(line, smalls, alone=self._alone(original))
 
     def star_edit(self, node: cst.CSTNode) -> cst.CSTNode:
-        """The names in use, in place of the star."""
+        """Return an import of the names in use, instead of the star."""
         names = [cst.ImportAlias(cst.Name(name)) for name in sorted(self.star_uses)]
         return node.with_changes(module=_dotted(self._target.module), names=names)
 
@@ -165,7 +165,7 @@ def _split(
 
 
 def _listed(names: Sequence[cst.ImportAlias], *, trailing: bool = False) -> list[cst.ImportAlias]:
-    """`names` with commas as one writes them on one line."""
+    """Return `names` with commas, as on one line."""
     if trailing and len(names) > 1:
         return list(names)
     comma = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))

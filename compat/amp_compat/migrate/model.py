@@ -8,7 +8,7 @@ from typing import Any, Literal
 Level = Literal["changed", "review", "manual"]
 
 CELL_MARK = "# amp-core notebook cell "
-"""Begins the comment ahead of each cell, where a notebook is read as one program."""
+"""Starts the comment that separates the cells of a notebook read as one program."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Finding:
 
 @dataclass
 class FileReport:
-    """The outcome for one file; `error` says why it could not be looked at, or not be written."""
+    """The outcome for one file; `error` says why it could not be read or written."""
 
     path: str
     findings: list[Finding] = field(default_factory=list)
@@ -45,7 +45,7 @@ class FileReport:
     diff: str = ""
 
     def as_json(self) -> dict[str, Any]:
-        """Plain data for ``--json``; the diff is left out when there is none."""
+        """Return plain data for ``--json``, without the diff if it is empty."""
         data = asdict(self)
         if not self.diff:
             del data["diff"]
@@ -54,7 +54,7 @@ class FileReport:
 
 @dataclass
 class Rewritten:
-    """New text of a module, and what there is to say about it."""
+    """The new text of a module, and the findings in it."""
 
     text: str
     findings: list[Finding] = field(default_factory=list)

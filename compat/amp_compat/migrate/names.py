@@ -1,4 +1,4 @@
-"""Which dotted names are deprecated, and what they are called in the target."""
+"""Deprecated dotted names, and their names in the target."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ OBJECTS = frozenset({"autocast", "GradScaler", "custom_fwd", "custom_bwd", "_cas
 
 @dataclass(frozen=True)
 class Legacy:
-    """A deprecated module (`name` empty) or object of one device."""
+    """A deprecated module (`name` is empty) or object for one device."""
 
     device: str
     name: str
@@ -46,7 +46,7 @@ class Target:
 
     @property
     def root(self) -> str:
-        """The name that an import statement has to bind."""
+        """The name that an import statement must bind."""
         return self.module.partition(".")[0]
 
     def suffix(self, name: str) -> str:

@@ -1,4 +1,4 @@
-"""The uses of deprecated names that a module has."""
+"""The uses of deprecated names in a module."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Plan:
     strings: list[cst.SimpleString] = field(default_factory=list)
 
     def add(self, use: Use) -> None:
-        """Take up one more use."""
+        """Add a use."""
         self.uses.append(use)
         for binding in use.resolved.bindings:
             self.by_binding[binding].append(use)

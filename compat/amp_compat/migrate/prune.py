@@ -1,4 +1,4 @@
-"""Leaves functions that cannot matter out of the analysis; that is most of a file, and most of the time.
+"""Skip functions that use no deprecated name: most of a file, and most of the time.
 
 A function that mentions no deprecated name, and no name bound to one, is replaced by an empty function
 with as many lines, so that positions stay true. `restore` gives the edits that put the functions back.
@@ -25,7 +25,7 @@ Restored = dict[cst.CSTNode, Callable[[cst.CSTNode], cst.CSTNode]]
 
 
 def prune(module: cst.Module, text: str) -> tuple[cst.Module, Restored]:
-    """Return `module` without the functions that cannot matter, and the edits that put them back."""
+    """Return `module` without irrelevant functions, and the edits that restore them."""
     matters = re.compile(rf"\b(?:{'|'.join([_WORDS, *_names_bound_to(text)])})\b")
     restored: Restored = {}
     body = _pruned(module, module.body, matters, restored)
@@ -33,7 +33,7 @@ def prune(module: cst.Module, text: str) -> tuple[cst.Module, Restored]:
 
 
 def _names_bound_to(text: str) -> list[str]:
-    """Every name on the left of, or imported by, a line with one of the words; too many does no harm."""
+    """Return each name that a line with one of the words assigns or imports; extra names do no harm."""
     found: set[str] = set()
     for line in text.splitlines():
         if not (_SEED.search(line) or "torch.c" in line):

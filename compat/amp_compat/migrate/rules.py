@@ -1,4 +1,4 @@
-"""What may be done with a use of a deprecated name, from where it stands."""
+"""Decide from its context how a use of a deprecated name can be rewritten."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from amp_compat.migrate.plan import Parents, Plan, Use
 
 
 def classify(use: Use, parents: Parents, resolver: Resolver) -> None:
-    """Set `kind`, `site`, `manual` and `review` of a use from where it stands."""
+    """Set `kind`, `site`, `manual` and `review` of a use from its context."""
     parent = parents[use.node]
     if not use.legacy.name:
         _classify_module(use, parent, parents)
@@ -186,7 +186,7 @@ _OF_CLASSES = {"type", "base", "partial"}
 
 
 def settle_aliases(plan: Plan, resolver: Resolver) -> None:
-    """Decide ``name = torch.cuda.amp.autocast``: all uses of `name` must bear a functools.partial."""
+    """Decide ``name = torch.cuda.amp.autocast``: a functools.partial must work for all uses of `name`."""
     for use in plan.uses:
         if use.kind != "alias" or use.manual or not isinstance(use.site, cst.Name):
             continue
@@ -205,7 +205,7 @@ def settle_aliases(plan: Plan, resolver: Resolver) -> None:
 
 
 def settle_shared(plan: Plan, resolver: Resolver) -> None:
-    """Decide imports whose name other branches bind too: their uses must bear a functools.partial."""
+    """Decide imports whose name other branches bind too: a functools.partial must work for all uses."""
     for binding, uses in plan.by_binding.items():
         shared = [use for use in uses if use.resolved.shared]
         reason = _why_not_shared(binding, shared, resolver)
@@ -227,7 +227,7 @@ def _why_not_shared(binding: BaseAssignment, uses: list[Use], resolver: Resolver
 
 
 def _takes(binding: BaseAssignment, words: Sequence[str]) -> bool:
-    """Whether `binding` defines a function or class whose first arguments are called `words`."""
+    """Return whether `binding` defines a function or class whose first arguments are named `words`."""
     if not words:
         return True
     node = binding.node if isinstance(binding, Assignment) else None

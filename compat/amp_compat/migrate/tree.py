@@ -1,4 +1,4 @@
-"""Small things done to syntax trees."""
+"""Helpers for syntax trees."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Edit = Callable[[cst.CSTNode], Any]  # a node, several, or its removal
 
 
 class Apply(cst.CSTTransformer):
-    """Carries out edits from the leaves up, so that one inside another is kept."""
+    """Applies edits from the leaves up, so that nested edits are kept."""
 
     def __init__(self, edits: Mapping[cst.CSTNode, Edit]) -> None:
         super().__init__()
@@ -28,28 +28,28 @@ class Apply(cst.CSTTransformer):
 
 
 class NameWalker(cst.CSTVisitor):
-    """Offers to `take` every attribute chain, the longest first, and every name that is used as one."""
+    """Calls `take` with each attribute chain, the longest first, and each name that is used."""
 
     @abstractmethod
     def take(self, node: cst.BaseExpression) -> bool:
-        """Say whether `node` is what is looked for; its parts are not offered then."""
+        """Return whether `node` matches; its parts are then skipped."""
 
     def visit_Import(self, node: cst.Import) -> bool | None:
-        """An import is no use."""
+        """Skip imports: they are not uses."""
         return False
 
     def visit_ImportFrom(self, node: cst.ImportFrom) -> bool | None:
-        """An import is no use."""
+        """Skip imports: they are not uses."""
         return False
 
     def visit_Attribute(self, node: cst.Attribute) -> bool:
-        """Offer the whole chain, or else what it begins with: the words after a dot are no names."""
+        """Offer the whole chain, or else its first part: the words after a dot are not names."""
         if not self.take(node):
             node.value.visit(self)
         return False
 
     def visit_Arg(self, node: cst.Arg) -> bool:
-        """Look at the value only: a keyword is no name."""
+        """Visit the value only: a keyword is not a name."""
         node.value.visit(self)
         return False
 

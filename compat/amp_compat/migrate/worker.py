@@ -1,4 +1,4 @@
-"""What is done with one file; runs in worker processes."""
+"""Migrate one file; runs in worker processes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Job:
 
 
 def migrate_file(job: Job) -> FileReport:
-    """Carry out `job`; whatever is wrong with the file ends up in the report."""
+    """Run `job`; errors of the file go to the report."""
     report = FileReport(str(job.path))
     try:
         before = job.path.read_bytes()
@@ -67,7 +67,7 @@ def _rewrite(job: Job, text: str) -> Rewritten:
 
 
 def _check(text: str) -> None:
-    """Never write what Python cannot read."""
+    """Refuse to write text that Python cannot parse."""
     try:
         ast.parse(text)
     except SyntaxError as error:

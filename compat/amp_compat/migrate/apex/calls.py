@@ -1,4 +1,4 @@
-"""The calls of ``apex.amp``, as they are written: what was passed, and what it comes to in torch.amp."""
+"""Calls of ``apex.amp``: their arguments, and what these become in torch.amp."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finds what a rewrite of ``apex.amp`` has to know about."""
+"""Find what a rewrite of ``apex.amp`` needs to know."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Uses(NameWalker):
         self.bindings: list[BaseAssignment] = []
 
     def take(self, node: cst.BaseExpression) -> bool:
-        """Take note of a use, and of what binds its first name."""
+        """Record a use, and the binding of its first name."""
         resolved = self._resolver.resolve(node)
         if resolved is None or not f"{resolved.dotted}.".startswith("apex.amp."):
             return False
@@ -36,19 +36,19 @@ class Uses(NameWalker):
 
 
 class Looks(cst.CSTVisitor):
-    """Collects what looks at gradients: ``.grad``, ``clip_grad...``, ``amp.master_params``."""
+    """Collects what reads gradients: ``.grad``, ``clip_grad...``, ``amp.master_params``."""
 
     def __init__(self) -> None:
         super().__init__()
         self.found: list[cst.CSTNode] = []
 
     def visit_Attribute_attr(self, node: cst.Attribute) -> None:
-        """Take ``x.grad`` and functions that look at gradients."""
+        """Record ``x.grad`` and functions that read gradients."""
         if node.attr.value in {"grad", "master_params"} or "clip_grad" in node.attr.value:
             self.found.append(node)
 
     def visit_Call(self, node: cst.Call) -> None:
-        """Take functions that were imported by name."""
+        """Record functions that were imported by name."""
         if isinstance(node.func, cst.Name) and (
             "clip_grad" in node.func.value or node.func.value == "master_params"
         ):
@@ -65,7 +65,7 @@ class _Calls(cst.CSTVisitor):
 
 
 def calls_of(module: cst.Module, function: str, within: cst.CSTNode) -> list[cst.Call]:
-    """Return the calls of what is written `function`."""
+    """Return the calls of `function`, as written."""
     calls = _Calls()
     within.visit(calls)
     return [call for call in calls.found if module.code_for_node(call.func) == function]
@@ -83,7 +83,7 @@ def uses_model(module: cst.Module, statement: cst.CSTNode, model: str) -> bool:
 
 
 def goes_back(statement: cst.CSTNode) -> bool:
-    """Whether a backward pass or a step is in `statement`."""
+    """Return whether `statement` contains a backward pass or a step."""
     return bool(_methods(statement, {"backward", "step"}))
 
 
@@ -134,7 +134,7 @@ def begins_a_cell(statement: Any) -> bool:
 
 
 def has_no_effect(guard: cst.Try) -> bool:
-    """Whether the ``try`` around an import does nothing but to complain where it fails."""
+    """Return whether the ``try`` around an import only reports its failure."""
     smalls = [
         small
         for handler in guard.handlers

@@ -69,7 +69,7 @@ class ApexRewriter(NameWalker):
         return False
 
     def take(self, node: cst.BaseExpression) -> bool:
-        """Edit a use, or say why not."""
+        """Edit a use, or report why it cannot be."""
         resolved = self._resolver.resolve(node)
         if resolved is None or not resolved.dotted.startswith("apex.amp."):
             return False

@@ -30,7 +30,7 @@ _NAMES = ("scaler", "grad_scaler", "amp_scaler", "torch_amp_scaler")
 
 
 class _Scaler(NamedTuple):
-    """The scaler's name, how it is made, and the region that goes with it."""
+    """The scaler's name, its construction, and its region."""
 
     name: str
     is_global: bool
@@ -127,7 +127,7 @@ class _Rewriter:
         return imports.add_to(new).code
 
     def findings(self) -> list[tuple[cst.CSTNode, Level, str, str]]:
-        """Return what there is to say about each use."""
+        """Return the findings, one per use."""
         name = self._scaler.name
         told = {
             "initialize": f"{name} = torch.amp.GradScaler(...); the forward pass is under torch.amp.autocast",
@@ -167,7 +167,7 @@ class _Rewriter:
         return _Scaler(name, not (together or own), nested, made, region)
 
     def _define_when_off(self) -> None:
-        """Have a scaler that does nothing wherever `amp.initialize` may not be called."""
+        """Disable the scaler wherever `amp.initialize` may not be called."""
         scaler, line = self._scaler, self._program.initialize.line
         made = f"torch.amp.GradScaler({self._quote}cuda{self._quote}, enabled=False)"
         default = cst.parse_statement(f"{scaler.name} = {made}")
