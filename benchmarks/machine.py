@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 
 import amp_core
-from amp_core.regions.torch_state import how
 
 ROOT = Path(__file__).parents[1]
 CAPABILITIES = ("default", "avx2", "avx512")
@@ -67,6 +66,5 @@ def header(device: str) -> dict[str, str]:
         "Python": platform.python_version(),
         "kernels": f"{kernels.name} ({kernels.reason})",
         "compiler": library.amp_compiler().decode() if library is not None else "none",
-        "regions": how,
         "amp-core from": "the source tree" if _place("amp_core").is_relative_to(ROOT) else "an install",
     }

@@ -29,7 +29,7 @@ def test_what_type_checkers_see_is_what_loads() -> None:
     seen = {
         alias.asname or alias.name: (node.module, alias.name)
         for node in block.body
-        if isinstance(node, ast.ImportFrom)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("amp_core.")
         for alias in node.names
     }
     assert seen == amp_core._HOMES
