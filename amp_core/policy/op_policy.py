@@ -15,7 +15,7 @@ from amp_core._torch.dispatcher import autocast_key, has_dispatch_key, registere
 from amp_core.common.call_site import place_outside
 from amp_core.common.op_lists import op_lists
 from amp_core.errors import PolicyError
-from amp_core.policy import names, tables
+from amp_core.policy import names, tables, toml
 from amp_core.policy import rules as r
 
 OpName = Any
@@ -156,9 +156,7 @@ class OpPolicy:
             PolicyError: with file and line, for what is not TOML, unknown keys, ops or rules.
             OSError: the file cannot be read.
         """
-        from amp_core.policy.toml import read
-
-        return read(source, device_type)
+        return toml.read(cls, source, device_type)
 
     @classmethod
     def _made(cls, device_type: str, rules: Mapping[str, str], origin: str) -> OpPolicy:
@@ -185,9 +183,7 @@ class OpPolicy:
 
     def to_toml(self) -> str:
         """Return the policy as TOML: its difference from the device's default."""
-        from amp_core.policy.toml import write
-
-        return write(self)
+        return toml.write(self)
 
     # What one says.
 

@@ -11,24 +11,40 @@ import sys
 from collections.abc import Mapping
 from os import PathLike, fspath
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
+
+from typing_extensions import Self
 
 from amp_core.errors import PolicyError
-from amp_core.policy.op_policy import OpPolicy
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib  # type: ignore[import-not-found,unused-ignore]
 
+
+class Policy(Protocol):
+    """What is read and written: `amp_core.OpPolicy`."""
+
+    device_type: str
+
+    def override(self, changes: Mapping[Any, str], *, origin: str | None = None) -> Self:
+        """Return the policy with other rules for some ops."""
+
+    def diff(self, other: Any) -> Mapping[str, tuple[str, str]]:
+        """Return the ops whose rule differs."""
+
+
+P = TypeVar("P", bound=Policy)
+
 _KEYS = ("device_type", "base", "init_scale", "rules", "modules")  # init_scale: for `amp_core.Advice` alone
 _BASES = ("default", "uniform", "float32", "none")
 
 
-def write(policy: OpPolicy) -> str:
+def write(policy: Policy) -> str:
     """Return `policy` as TOML: its difference from the device's default, which is named as the base."""
     lines = [f'device_type = "{policy.device_type}"', 'base = "default"', "", "[rules]"]
-    for op, (_, rule) in OpPolicy.default(policy.device_type).diff(policy).items():
+    for op, (_, rule) in _base(type(policy), "default", policy.device_type).diff(policy).items():
         lines.append(f'"{op}" = "{rule}"')
     return "\n".join(lines) + "\n"
 
@@ -71,8 +87,8 @@ def read_value(source: str | PathLike[str], key: str) -> tuple[Any, str]:
     return _parse(text, where).get(key), f"{where}:{_line(text, key)}"
 
 
-def read(source: str | PathLike[str], device_type: str | None) -> OpPolicy:
-    """Return the policy that `source` (a path, or the text itself) describes."""
+def read(kind: type[P], source: str | PathLike[str], device_type: str | None) -> P:
+    """Return the policy, of class `kind`, that `source` (a path, or the text itself) describes."""
     text, where = _load(source)
     data = _parse(text, where)
     named = data.get("device_type", device_type)
@@ -80,10 +96,10 @@ def read(source: str | PathLike[str], device_type: str | None) -> OpPolicy:
         raise PolicyError(f'{where}: names no device; add device_type = "cuda", or pass device_type=.')
     if device_type is not None and named != device_type:
         raise PolicyError(f"{where}: is for {named!r}, not for {device_type!r}.")
-    return _override(_base(data.get("base", "default"), named, text, where), data, text, where)
+    return _override(_base(kind, data.get("base", "default"), named, text, where), data, text, where)
 
 
-def read_changes(path: str, policy: OpPolicy) -> OpPolicy:
+def read_changes(path: str, policy: P) -> P:
     """Return `policy` as the file at `path` changes it; unchanged if the file is for another device.
 
     A file that names a base replaces the policy, any other changes it.
@@ -93,7 +109,7 @@ def read_changes(path: str, policy: OpPolicy) -> OpPolicy:
     if data.get("device_type", policy.device_type) != policy.device_type:
         return policy
     if "base" in data:
-        policy = _base(data["base"], policy.device_type, text, where)
+        policy = _base(type(policy), data["base"], policy.device_type, text, where)
     return _override(policy, data, text, where)
 
 
@@ -122,17 +138,16 @@ def _parse(text: str, where: str) -> dict[str, Any]:
     return data
 
 
-def _base(name: object, device_type: str, text: str, where: str) -> OpPolicy:
+def _base(kind: type[P], name: object, device_type: str, text: str = "", where: str = "") -> P:
     if name not in _BASES:
         line = _line(text, "base")
         raise PolicyError(f"{where}:{line}: unknown base {name!r}; the bases are {', '.join(_BASES)}.")
-    if name == "none":
-        return OpPolicy(device_type)
-    policy: OpPolicy = getattr(OpPolicy, str(name))(device_type)
+    make: Any = kind
+    policy: P = make(device_type) if name == "none" else getattr(make, str(name))(device_type)
     return policy
 
 
-def _override(policy: OpPolicy, data: dict[str, Any], text: str, where: str) -> OpPolicy:
+def _override(policy: P, data: dict[str, Any], text: str, where: str) -> P:
     for op, rule in data.get("rules", {}).items():
         line = _line(text, op)
         try:
