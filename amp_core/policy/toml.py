@@ -17,11 +17,6 @@ from typing_extensions import Self
 
 from amp_core.errors import PolicyError
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib  # type: ignore[import-not-found,unused-ignore]
-
 
 class Policy(Protocol):
     """What is read and written: `amp_core.OpPolicy`."""
@@ -121,6 +116,11 @@ def _load(source: str | PathLike[str]) -> tuple[str, str]:
 
 
 def _parse(text: str, where: str) -> dict[str, Any]:
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib  # type: ignore[import-not-found,unused-ignore]
+
     try:
         data: dict[str, Any] = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
