@@ -1,0 +1,117 @@
+"""Regions that an interrupt, a signal or another thread's exception, breaks off between two bytecodes."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+
+import amp_core
+from amp_core.dispatch import activate, engine
+from amp_core.regions import autocast_state, base, region
+from amp_core.states import region_stack
+
+FILES = {module.__file__ for module in (activate, engine, autocast_state, base, region, region_stack)}
+X = torch.ones(2, 2)
+
+
+class Interrupt(BaseException):
+    """What the tracer below raises."""
+
+
+def state() -> tuple[object, ...]:
+    thread = activate.policies_in_force(), activate.pushed(), len(region_stack.thread.regions)
+    return (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), (X @ X).dtype, *thread)
+
+
+def interrupted_at(number: int, function: Callable[[], None]) -> bool:
+    """Run `function` and raise at its bytecode of that number; return whether it has so many."""
+    count = 0
+
+    def tracer(frame: FrameType, event: str, _arg: object) -> Any:
+        nonlocal count
+        if frame.f_code.co_filename not in FILES:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            count += 1
+            if count == number:
+                sys.settrace(None)
+                raise Interrupt
+        return tracer
+
+    sys.settrace(tracer)
+    try:
+        function()
+    except Interrupt:
+        return True
+    finally:
+        sys.settrace(None)
+    return False
+
+
+def test_an_interrupt_at_every_bytecode() -> None:
+    """An interrupt while a region is entered or left leaves it in force, even after the next one."""
+    tested = amp_core.autocast("cpu", dtype=torch.float16)
+
+    def enter_and_leave() -> None:
+        with tested:
+            pass
+
+    enter_and_leave()
+    before, number, lasting = state(), 1, 0
+    while interrupted_at(number, enter_and_leave):
+        number += 1
+        if state() != before:
+            lasting += 1
+            while region_stack.thread.regions:  # CPython took the interrupt before __exit__ began
+                region_stack.thread.regions[-1].region.__exit__(None, None, None)
+            with tested:
+                pass
+        assert state() == before
+    assert number > 50
+    assert lasting < 60, f"{lasting} of {number} bytecodes leave the region in force until the next one"
+
+
+def test_threads_share_a_disabling_decorator() -> None:
+    """One thread leaves the disabled region of another, and its mixed precision stays off."""
+    wrong: list[object] = []
+
+    @amp_core.disable()
+    def product(a: torch.Tensor) -> torch.Tensor:
+        return a @ a
+
+    def work() -> None:
+        with amp_core.autocast("cpu"):
+            for _ in range(200):
+                if product(X).dtype is not torch.float32 or (X @ X).dtype is not torch.bfloat16:
+                    wrong.append(state())
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_a_policy_that_is_gone_is_freed() -> None:
+    """Every policy that was ever entered stays in memory."""
+    policies = [
+        amp_core.OpPolicy.default("cpu").override({"mm": "fp32"}, origin=str(number)) for number in range(300)
+    ]
+    activations = []
+    for policy in policies:
+        entered = amp_core.autocast("cpu", policy=policy)
+        with entered:
+            pass
+        activations.append(weakref.ref(entered._activation))
+    del policies, policy, entered
+    gc.collect()
+    assert sum(reference() is not None for reference in activations) <= 256
