@@ -131,6 +131,9 @@ foreach_copy_ = torch._foreach_copy_
 foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
 
+# For: the memory of a lazily negated tensor, without a copy. If it goes: such gradients are refused.
+neg_view = torch._neg_view
+
 # The autograd node that runs now, None outside a backward pass; the number that the next one will get.
 # For: the module path of an op in a backward pass. If they go: `amp_core.record` shows none for those.
 current_autograd_node = torch._C._current_autograd_node

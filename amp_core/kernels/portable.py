@@ -158,7 +158,7 @@ def _real(tensor: Tensor) -> Tensor:
     """
     # Dynamo cannot trace the question, and has resolved lazy signs.
     if not torch.compiler.is_dynamo_compiling() and tensor.is_neg():
-        tensor = torch._neg_view(tensor)
+        tensor = _torch.neg_view(tensor)
     if not tensor.is_complex():
         return tensor
     # The parts of a lazily conjugated tensor differ from its memory in signs alone.
