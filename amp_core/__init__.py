@@ -35,6 +35,8 @@ if TYPE_CHECKING:
         ScriptRegionError,
         SkippedStepsWarning,
         StaleCastError,
+        TorchFeatureError,
+        TorchFeatureWarning,
     )
     from amp_core.plugin import backends, get_backend
     from amp_core.policy import OpPolicy, apply_policy
@@ -85,6 +87,8 @@ __all__ = [
     "SkippedStepsWarning",
     "StaleCastError",
     "StepRecord",
+    "TorchFeatureError",
+    "TorchFeatureWarning",
     "_MultiDeviceReplicator",
     "__version__",
     "_cast",
@@ -119,7 +123,7 @@ _NAMES = {
     "errors": (
         "AmpError AmpWarning BackendConflictError BackendDisabledError BackendError BackendLoadError "
         "BackendNotFoundError KernelLaunchError PluginWarning PolicyError ScaleFloorError ScaleFloorWarning "
-        "ScriptRegionError SkippedStepsWarning StaleCastError"
+        "ScriptRegionError SkippedStepsWarning StaleCastError TorchFeatureError TorchFeatureWarning"
     ),
     "plugin": "backends get_backend",
     "policy": "OpPolicy apply_policy",

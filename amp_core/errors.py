@@ -47,6 +47,10 @@ class ScriptRegionError(AmpError, RuntimeError):
     """`amp_core.script` met an autocast region that TorchScript cannot do what eager mode does."""
 
 
+class TorchFeatureError(AmpError, RuntimeError):
+    """A feature was asked for that the installed torch no longer supports; the text names both."""
+
+
 class ScaleFloorError(AmpError, RuntimeError):
     """Gradients overflowed at the floor of the scale, and the schedule says `AtFloor.RAISE`."""
 
@@ -57,6 +61,10 @@ class AmpWarning(UserWarning):
 
 class PluginWarning(AmpWarning):
     """A third-party plugin failed and was left out."""
+
+
+class TorchFeatureWarning(AmpWarning):
+    """The installed torch no longer supports a feature, which is off; given once per feature."""
 
 
 class SkippedStepsWarning(AmpWarning):
@@ -79,9 +87,11 @@ for _public in [
     ScaleFloorError,
     ScriptRegionError,
     StaleCastError,
+    TorchFeatureError,
     AmpWarning,
     PluginWarning,
     ScaleFloorWarning,
     SkippedStepsWarning,
+    TorchFeatureWarning,
 ]:
     _public.__module__ = "amp_core"  # tracebacks show the name that users import

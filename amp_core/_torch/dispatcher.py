@@ -1,7 +1,4 @@
-"""Undocumented torch names for ops and the dispatcher.
-
-Each one says what it is for and what breaks if a torch release drops it.
-"""
+"""The private torch names for ops and the dispatcher; see `amp_core._torch.internals`."""
 
 from __future__ import annotations
 
@@ -9,43 +6,61 @@ import re
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
+from amp_core._torch.features import Feature
+from amp_core.errors import TorchFeatureError
+
 K = TypeVar("K")
 
-Overload = torch._ops.OpOverload
-"""One op as the dispatcher knows it. For: types and ``isinstance``."""
+POLICIES = Feature(
+    "policies",
+    "policies, apply_policy, cached_casts, master_weights and record cannot change or watch how ops are "
+    "cast, so regions run by torch's own rules",
+    "torch.ops.aten.mm.default._schema",
+)
+_key_of_name = POLICIES.function("torch._C._dispatch_key_parse")
+_keys = POLICIES.function("torch._C.DispatchKeySet")
+_all_names = POLICIES.function("torch._C._dispatch_get_all_op_names")
+_registrations = POLICIES.function("torch._C._dispatch_get_registrations_for_dispatch_key")
+_schema = POLICIES.function("torch._C._dispatch_find_schema_or_throw")
+_has_kernel = POLICIES.function("torch._C._dispatch_has_kernel_for_dispatch_key")
+_library = POLICIES.function("torch._C._dispatch_library")
+_dump = POLICIES.function("torch._C._dispatch_dump_table")
+_get_kernel = POLICIES.function("torch.library.get_kernel")
 
-Packet = torch._ops.OpOverloadPacket
-"""All overloads of one op; what ``torch.ops.aten.mm`` is."""
+# One op as the dispatcher knows it; all overloads of one op.
+if TYPE_CHECKING:
+    Overload = torch._ops.OpOverload
+    Packet = torch._ops.OpOverloadPacket
+else:
+    Overload = type(torch.ops.aten.mm.default)
+    Packet = type(torch.ops.aten.mm)
 
 
 def dispatcher_name(op: Overload) -> str:
-    """The op as the dispatcher names it: ``aten::mm`` (the default overload), ``aten::softmax.int``."""
+    """Return the op as the dispatcher names it; the default overload has no suffix (``aten::mm``)."""
     return str(op.name())  # type: ignore[no-untyped-call]
 
 
 def entry_of(op: Overload) -> Callable[..., Any]:
-    """The function that enters the dispatcher with `op`.
-
-    For: sparing a frame of Python at each call. If it goes: `op` itself does the same.
-    """
-    return op._op
+    """Return the function that enters the dispatcher with `op`: it saves a Python frame at each call."""
+    return cast("Callable[..., Any]", getattr(op, "_op", op))
 
 
 def overloads_of(packet: Packet) -> dict[str, Overload]:
-    """The overloads of a packet by name; the default one is ``"default"``."""
+    """Return the overloads of a packet by name; the default one is ``"default"``."""
     names: list[str] = packet.overloads()  # type: ignore[no-untyped-call]
-    found = {name: getattr(packet, name) for name in names if not _takes_dimension_names(name)}
-    return {name: op for name, op in found.items() if _is_dispatched(op)}
+    overloads = {name: getattr(packet, name) for name in names if not _takes_dimension_names(name)}
+    return {name: op for name, op in overloads.items() if _is_dispatched(op)}
 
 
 def _takes_dimension_names(overload: str) -> bool:
-    """Whether the overload called so is one of the named tensors that torch 2.13 has given up.
+    """Whether the overload is one for named tensors, which torch 2.13 has given up.
 
-    They keep the rules that torch compiled in; no policy of amp-core's speaks of them.
+    They keep the rules that torch compiled in; no policy of amp-core's covers them.
     """
     return "imname" in overload or overload.startswith("names")
 
@@ -54,18 +69,17 @@ def _is_dispatched(op: Overload) -> bool:
     """Whether the dispatcher has the op; a few exist for TorchScript alone (``index_put_.hacked_twin``)."""
     name, _, overload = dispatcher_name(op).partition(".")
     try:
-        torch._C._dispatch_find_schema_or_throw(name, overload)
+        _schema(name, overload)
+    except TorchFeatureError:
+        raise
     except RuntimeError:
         return False
     return True
 
 
 def autocast_key(device_type: str) -> str:
-    """The dispatch key on which `device_type` has its autocast kernels.
-
-    For: every rule that differs from torch's. If the naming changes: op policies fail when installed.
-    """
-    if device_type == torch._C._get_privateuse1_backend_name():
+    """Return the dispatch key on which `device_type` has its autocast kernels."""
+    if device_type == torch.device("privateuseone").type:
         return "AutocastPrivateUse1"
     return f"Autocast{device_type.upper()}"
 
@@ -78,7 +92,9 @@ def autograd_key(device_type: str) -> str:
 def has_dispatch_key(name: str) -> bool:
     """Whether the dispatcher knows the key `name`."""
     try:
-        torch._C._dispatch_key_parse(name)
+        _key_of_name(name)
+    except TorchFeatureError:
+        raise
     except RuntimeError:
         return False
     return True
@@ -99,32 +115,26 @@ def autocast_device_types() -> list[str]:
 
 
 def all_op_names() -> list[str]:
-    """Every op that is registered now, as ``namespace::name.overload``.
-
-    For: near names and globs. If it goes: errors lose their suggestions, globs stop working.
-    """
-    return torch._C._dispatch_get_all_op_names()
+    """Return every op that is registered now, as ``namespace::name.overload``."""
+    return cast("list[str]", _all_names())
 
 
 def registered(key: str) -> frozenset[str]:
-    """The ops that have a kernel of their own on dispatch key `key`, C++ and Python alike.
-
-    For: knowing torch's native rules. If it goes: no policy can tell what it would change.
-    """
-    found = torch._C._dispatch_get_registrations_for_dispatch_key(key)
-    overloads = {op: op.rpartition("::")[2].partition(".")[2] for op in found}
-    return frozenset(op for op in found if not _takes_dimension_names(overloads[op]))
+    """Return the ops that have a kernel of their own on dispatch key `key`, C++ and Python alike."""
+    ops: list[str] = _registrations(key)
+    overloads = {op: op.rpartition("::")[2].partition(".")[2] for op in ops}
+    return frozenset(op for op in ops if not _takes_dimension_names(overloads[op]))
 
 
 def has_kernel(op_name: str, key: str) -> bool:
     """Whether the op has a kernel of its own on `key`."""
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op_name, key))
+    return bool(_has_kernel(op_name, key))
 
 
 def arguments(op: Overload) -> list[Any]:
-    """The arguments of the op's schema: ``name``, ``real_type``, ``kwarg_only``, ``alias_info``, ``is_out``.
+    """Return the arguments of the op's schema.
 
-    For: which arguments a rule casts. If it goes: no rule works.
+    Each has ``name``, ``real_type``, ``kwarg_only``, ``alias_info``, ``is_out``.
     """
     return op._schema.arguments
 
@@ -140,7 +150,7 @@ def is_view(op: Overload) -> bool:
 
 
 def op_text(op: object) -> str | None:
-    """The qualified name of an overload, a packet, or what `torch.library.custom_op` returns."""
+    """Return the qualified name of an overload, a packet, or what `torch.library.custom_op` returns."""
     if isinstance(op, Overload):
         return dispatcher_name(op)
     name = getattr(op, "_qualified_op_name", None) or getattr(op, "_qualname", None)
@@ -148,59 +158,72 @@ def op_text(op: object) -> str | None:
 
 
 def key_set(key: str) -> Any:
-    """A set of one dispatch key. For: `excluded`."""
-    return torch._C.DispatchKeySet(torch._C._dispatch_key_parse(key))
+    """Return a set of one dispatch key, for `excluded`."""
+    return _keys(_key_of_name(key))
 
 
-excluded: Callable[[Any], AbstractContextManager[None]] = torch._C._ExcludeDispatchKeyGuard
-"""Run a block with the keys of a `key_set` switched off, as torch's own autocast kernels do.
-
-For: running an op below its autocast kernel. If it goes: the kernels recurse.
-"""
+# Runs a block with the keys of a `key_set` switched off, as torch's own autocast kernels do.
+excluded: Callable[[Any], AbstractContextManager[None]] = POLICIES.function(
+    "torch._C._ExcludeDispatchKeyGuard"
+)
 
 
 def native_kernel(op_name: str, key: str) -> Callable[..., Any]:
-    """The kernel that `op_name` has on `key` now, to be called as ``kernel(keyset, *args, **kwargs)``.
-
-    For: threads that run by torch's rules while another thread has a policy on. If it goes: a policy in
-    one thread would change what another computes.
-    """
-    kernel = torch.library.get_kernel(op_name, cast("Any", key))
-    return cast("Callable[..., Any]", kernel.call_boxed)
+    """Return the kernel that `op_name` has on `key` now; call it as ``kernel(keyset, *args, **kwargs)``."""
+    return cast("Callable[..., Any]", _get_kernel(op_name, key).call_boxed)
 
 
 _warned_of_override = False
 
 
 def install(op_name: str, key: str, kernel: Callable[..., Any]) -> Callable[[], None]:
-    """Put `kernel` on `op_name` at `key`; return what takes it off and puts the earlier one back.
+    """Put `kernel` on `op_name` at `key`; return a function that removes it and restores the earlier one.
 
-    For: rules that differ from torch's. If it goes: no policy but the native one. ``torch.library.Library``
-    does the same at a higher cost per op. The dispatcher warns once per process of a kernel that is
-    overridden; here that is the point, so that one warning is swallowed.
+    ``torch.library.Library`` does the same at a higher cost per op. The dispatcher warns once per process
+    that a kernel is overridden; here that is the point, so that warning is swallowed.
+
+    Raises:
+        TorchFeatureError: torch no longer supports it.
     """
     global _warned_of_override  # noqa: PLW0603  # once per process, as the dispatcher's own flag
+    POLICIES.require()
     namespace, _, name = op_name.partition("::")
-    library = torch._C._dispatch_library("IMPL", namespace, "", __file__, 1)
+    library = _library("IMPL", namespace, "", __file__, 1)
     if _warned_of_override or not has_kernel(op_name, key):
-        library.impl(name, key, kernel, True)  # type: ignore[call-arg]
-        return library.reset
+        library.impl(name, key, kernel, True)
+        return cast("Callable[[], None]", library.reset)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        library.impl(name, key, kernel, True)  # type: ignore[call-arg]
+        library.impl(name, key, kernel, True)
     _warned_of_override = True
-    return library.reset
+    return cast("Callable[[], None]", library.reset)
+
+
+@POLICIES.probe
+def _check_policies() -> None:
+    """Put a kernel on a scratch op and remove it; calls no op, which a mode of the user's could see."""
+    scratch = _library("FRAGMENT", "amp_core_probe", "", __file__, 1)
+    scratch.define("probe(Tensor x) -> Tensor", "")
+    library = _library("IMPL", "amp_core_probe", "", __file__, 1)
+    library.impl("probe", "AutocastCPU", lambda keyset, x: x, True)  # noqa: ARG005
+    installed = has_kernel("amp_core_probe::probe", "AutocastCPU")
+    library.reset()
+    if not installed or has_kernel("amp_core_probe::probe", "AutocastCPU"):
+        raise RuntimeError("a kernel cannot be put on an autocast key and removed again")
+    with excluded(key_set("AutocastCPU")):
+        native_kernel("aten::mm", "AutocastCPU")
+    if [a.name for a in arguments(torch.ops.aten.mm.default)] != ["self", "mat2"]:
+        raise RuntimeError("the schema of aten::mm cannot be read")
 
 
 def install_fallthrough(key: str) -> None:
     """Let ops without a rule fall through `key`, for good, if the key has no fallback yet.
 
-    For: PrivateUse1, hpu and xla, whose autocast keys torch leaves bare. If it goes: every op without a
-    rule fails under autocast on such a device.
+    For PrivateUse1, hpu and xla, whose autocast keys torch leaves bare.
     """
     if key in _fallthrough or "[backend fallback]" in _line(key):
         return
-    library = torch._C._dispatch_library("IMPL", "_", key, __file__, 1)
+    library = _library("IMPL", "_", key, __file__, 1)
     library.fallback(key, torch.library.fallthrough_kernel)
     _fallthrough[key] = library
 
@@ -209,23 +232,28 @@ _fallthrough: dict[str, Any] = {}
 
 
 def _line(key: str) -> str:
-    table = torch._C._dispatch_dump_table("aten::add.Tensor").splitlines()
+    table = _dump("aten::add.Tensor").splitlines()
     return next((line for line in table if line.startswith(f"{key}:")), "")
 
 
-def value_for_dynamo(kind: type[K]) -> type[K]:
-    """Let Dynamo take an object of this class for a constant, by its equality, when it traces.
+# ---- Dynamo ------------------------------------------------------------------------------------------
 
-    For: policies as arguments of compiled functions. If it goes: they compile from torch 2.13 on alone.
-    """
-    torch.utils._pytree.register_constant(kind)
+
+_VALUES = Feature("compiled_policies", "policies cannot be arguments of functions that torch.compile traces")
+_register_constant = _VALUES.value("torch.utils._pytree.register_constant", None)
+
+
+def value_for_dynamo(kind: type[K]) -> type[K]:
+    """Let Dynamo take an object of this class for a constant, by its equality, when it traces."""
+    if _register_constant is not None:
+        _VALUES.attempt(_register_constant, kind)
     return kind
 
 
 def constant_for_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
     """Let Dynamo call `function` while it traces and take the result as a constant.
 
-    The same as ``torch.compiler.assume_constant_result``, which would import all of Dynamo (2 s).
+    It does what ``torch.compiler.assume_constant_result`` does, which would import all of Dynamo (2 s).
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function

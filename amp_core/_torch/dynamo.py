@@ -16,6 +16,24 @@ from typing import Any, NamedTuple
 
 import torch
 
+from amp_core._torch.features import Feature
+from amp_core._torch.internals import enter_autocast, exit_autocast
+
+_GRAPHS = Feature(
+    "compiled_regions",
+    "torch.compile does not know the regions of amp-core: call such functions uncompiled",
+    "torch._C._dynamo.eval_frame.set_code_exec_strategy",
+    "torch._dynamo.guards.GlobalStateSource",
+    "torch._dynamo.output_graph.OutputGraph.init_ambient_guards",
+    "torch._dynamo.types.FrameExecStrategy",
+    "torch._dynamo.callback.callback_handler",
+    "torch._dynamo.variables.builder.VariableBuilder._type_dispatch",
+    "torch._dynamo.variables.builder.VariableBuilder._id_dispatch",
+    "torch._dynamo.variables.ctx_manager.ContextWrappingVariable._nonvar_fields",
+    "torch._dynamo.variables.user_defined.UserDefinedClassVariable",
+)
+
+
 Constants = tuple[Hashable, ...]
 """What can stand in compiled bytecode: numbers, strings, dtypes, None."""
 
@@ -56,8 +74,7 @@ def autocast_step(device: str, dtype: torch.dtype, enabled: bool, keeps_casts: b
 
     For: regions in graphs. If they go: no region can be compiled.
     """
-    enter, leave = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
-    return Step(enter, (device, dtype, enabled, keeps_casts), leave, hands_over=True)
+    return Step(enter_autocast, (device, dtype, enabled, keeps_casts), exit_autocast, hands_over=True)
 
 
 def is_loaded() -> bool:
@@ -66,11 +83,19 @@ def is_loaded() -> bool:
 
 
 def when_loaded(callback: Callable[[], None]) -> None:
-    """Call `callback` once Dynamo is imported: now, or when ``torch.compile`` imports it."""
+    """Call `callback` once Dynamo is imported: now, or when ``torch.compile`` imports it.
+
+    A callback that fails on a changed torch turns off regions in compiled code, not the import.
+    """
+
+    def attempt() -> None:
+        if not _GRAPHS.complete or not _GRAPHS.attempt(callback):
+            _GRAPHS.warn()
+
     if "torch._dynamo" in sys.modules:
-        callback()
+        attempt()
     else:
-        sys.meta_path.insert(0, _DynamoImport(callback))
+        sys.meta_path.insert(0, _DynamoImport(attempt))
 
 
 class _DynamoImport(importlib.abc.MetaPathFinder):

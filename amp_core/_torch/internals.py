@@ -1,35 +1,35 @@
-"""The only module that touches names which torch does not document.
+"""The private torch names that regions, scalers, casts and recordings use.
 
-Each one says what it is for and what breaks if a torch release drops it, so that admitting a new
-torch minor version is a matter of reading this page and running the tests.
+Only this package touches names that torch does not document. Each use belongs to a `Feature`, which says what
+a user loses if a torch release drops the name; everything else then goes on. Admitting a new torch release
+means to read this page and run the tests.
 """
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
-# For: seeing every operation of a step, its casts and its memory. If it goes: `amp demo` cannot count them.
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # noqa: PLC0414 (re-export)
+from amp_core._torch.features import Feature
+from amp_core.common.containers import map_tensors
+from amp_core.errors import TorchFeatureError
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+# ---- device types: documented names only -------------------------------------------------------------
 
 
 def autocast_known(device_type: str) -> bool:
-    """Whether torch has an autocast dispatch key for `device_type`.
-
-    For: choosing the generic backend. If it goes: mps, mtia, hpu, maia, xla and PrivateUse1 devices
-    without a package of their own are no longer found.
-    """
-    return bool(torch._C._is_autocast_available(device_type))
+    """Whether torch can autocast on `device_type`."""
+    return torch.amp.is_autocast_available(device_type)
 
 
 def is_device_type(name: str) -> bool:
-    """Whether torch would parse `name` as the type of a ``torch.device``.
-
-    Public API only; here because the answer is an exception.
-    """
+    """Whether torch would parse `name` as the type of a ``torch.device``."""
     try:
         return torch.device(name).type == name
     except RuntimeError:
@@ -37,15 +37,12 @@ def is_device_type(name: str) -> bool:
 
 
 def privateuse1_name() -> str:
-    """The present name of the PrivateUse1 device type.
-
-    For: torch's ``get_amp_supported_dtype`` protocol. If it goes: renamed devices lose their dtype list.
-    """
-    return torch._C._get_privateuse1_backend_name()
+    """Return the present name of the PrivateUse1 device type."""
+    return torch.device("privateuseone").type  # torch parses the slot's own name and gives the new one
 
 
 def privateuse1_amp_dtypes(device_type: str) -> list[torch.dtype]:
-    """The dtypes that a PrivateUse1 device says autocast may use.
+    """Return the dtypes that a PrivateUse1 device says autocast may use.
 
     Raises:
         AssertionError: with torch's text, when the device's module is missing or lacks the function.
@@ -64,24 +61,185 @@ def privateuse1_amp_dtypes(device_type: str) -> list[torch.dtype]:
     return cast("list[torch.dtype]", module.get_amp_supported_dtype())
 
 
+_DEVICES = Feature(
+    "all_devices", "amp_core.disable and amp_core.record cover only the device types that amp-core knows"
+)
+_KNOWN_DEVICES = ("cpu", "cuda", "hpu", "ipu", "maia", "mps", "mtia", "xla", "xpu")
+_autocast_devices = _DEVICES.function(
+    "torch._C._autocast_supported_devices",
+    lambda: [*_KNOWN_DEVICES, privateuse1_name()],
+    check=lambda f: [torch.is_autocast_enabled(device) for device in f()],
+)
+
+
 def autocast_devices_enabled() -> list[str]:
-    """The device types for which autocast is on in this thread.
+    """Return the device types for which autocast is on in this thread."""
+    return [d for d in _autocast_devices() if torch.is_autocast_enabled(d)]
 
-    For: `amp_core.disable`. If it goes: a region of each device must be disabled by name.
+
+def is_dtensor(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is sharded over processes, without importing ``torch.distributed.tensor``."""
+    return type(tensor).__name__ == "DTensor"  # the import takes a second
+
+
+# ---- the casts of `cached_casts` ---------------------------------------------------------------------
+
+
+def is_fsdp_shard(param: torch.Tensor) -> bool:
+    """Whether `param` is a flattened piece of a ``FullyShardedDataParallel`` (FSDP1) model.
+
+    With ``NO_SHARD`` every rank has the whole parameter.
     """
-    return [d for d in torch._C._autocast_supported_devices() if torch.is_autocast_enabled(d)]
+    if not getattr(param, "_fsdp_flattened", False):
+        return False
+    whole = getattr(param, "_unpadded_unsharded_size", None)  # of a FlatParameter
+    return param.dim() < 2 if whole is None else param.numel() < whole.numel()
 
 
-# Whether a ``TorchFunctionMode`` is active, as cheap as a test can be: it is on a hot path.
-# For: `torch.export`'s non-strict tracing of regions. If it goes: such programs lose their regions.
-function_modes_are_on = torch._C._is_torch_function_mode_enabled
+_MEMORY = Feature(
+    "reused_memory",
+    "cached_casts and master_weights allocate fresh memory for every cast, which is slower",
+    "torch.UntypedStorage._cdata",
+)
+_use_count = _MEMORY.function("torch._C._storage_Use_Count")
+
+
+@_MEMORY.probe
+def _check_use_count() -> None:
+    storage = torch.UntypedStorage(4)  # type: ignore[no-untyped-call]
+    counts = [_use_count(storage._cdata)]
+    tensor = torch.empty(0, dtype=torch.uint8).set_(storage)
+    counts.append(_use_count(tensor.untyped_storage()._cdata))
+    if counts != [1, 2]:
+        raise RuntimeError(f"it counts {counts} users of memory without and with a tensor")
+
+
+def is_in_use(storage: torch.UntypedStorage) -> bool:
+    """Whether a tensor uses `storage`, of which the caller holds the one Python object."""
+    return not _MEMORY.works_or_warn() or bool(_use_count(storage._cdata) > 1)
+
+
+class StrongStorage:
+    """Keeps memory alive, so that its address cannot come back for another tensor."""
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self.cdata = storage
+
+
+_WEAK = Feature("weak_storages", "cached_casts keeps the memory of weights alive as long as their casts")
+_weak_storage = _WEAK.value("torch.multiprocessing.reductions.StorageWeakRef", None)
+_is_expired = _WEAK.value("torch.UntypedStorage._expired", None)
+_WEAK.attempt(lambda: _is_expired(_weak_storage(torch.UntypedStorage(0)).cdata))  # type: ignore[no-untyped-call]
+
+# A weak reference to memory: tells that the memory of a weight was freed, though its address is in use again.
+if TYPE_CHECKING:
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    WeakStorage = StorageWeakRef
+else:
+    WeakStorage = _weak_storage if _WEAK.complete else _WEAK.fallback(StrongStorage)
+is_freed: Callable[[Any], bool] = _is_expired if _WEAK.complete else lambda _storage: False
+
+_HOOKS = Feature(
+    "gradient_hooks", "cached_casts and master_weights cast each weight by itself, which is slower"
+)
+_HOOKS.value("torch.Tensor._backward_hooks", None)
+_HOOKS.value("torch.Tensor._post_accumulate_grad_hooks", None)
+
+
+def _has_gradient_hooks(tensor: torch.Tensor) -> bool:
+    hooks: Any = tensor
+    return bool(hooks._backward_hooks) or bool(hooks._post_accumulate_grad_hooks)
+
+
+# Whether a hook waits for the gradient of a leaf. Each weight that has one is cast by itself.
+has_gradient_hooks = _has_gradient_hooks if _HOOKS.complete else _HOOKS.fallback(lambda _tensor: True)
+
+_ORDER = Feature(
+    "backward_order",
+    "cached_casts casts gradients back after the whole backward pass, which is slower",
+    "torch._C._FunctionBase._set_sequence_nr",
+)
+
+
+@_ORDER.probe
+def _check_set_sequence_number() -> None:
+    torch.ones(1, requires_grad=True).clone().grad_fn._set_sequence_nr(2**63)  # type: ignore[union-attr]
+
+
+def run_as_soon_as_ready(output: torch.Tensor) -> None:
+    """Let a backward pass run the node that made `output` before all others that are ready.
+
+    Autograd goes by age, and casts are older than the forward pass that uses them.
+    """
+    node: Any = output.grad_fn
+    if _ORDER.works_or_warn():
+        node._set_sequence_nr(2**63)
+
+
+_will_run = Feature(
+    "leaf_gradients", "master_weights cannot tell which gradients a backward pass adds to .grad"
+).function("torch._C._will_engine_execute_node")
+
+
+def gradient_is_accumulated(node: Any) -> bool:
+    """Whether the backward pass that runs now will add a gradient to ``.grad`` through the leaf's `node`.
+
+    It does not where ``autograd.grad`` only returns the gradient.
+
+    Raises:
+        TorchFeatureError: torch no longer says so.
+    """
+    try:
+        return bool(_will_run(node))
+    except TorchFeatureError:
+        raise
+    except RuntimeError:  # how torch says that the gradient is only returned
+        return False
+
+
+_DDP = Feature(
+    "ddp_forward", "master_weights treats every model as part of a DistributedDataParallel, which is slower"
+)
+_ddp_class = _DDP.value("torch.nn.parallel.DistributedDataParallel._active_ddp_module", None)
+
+
+def inside_ddp() -> bool:
+    """Whether the forward of a DistributedDataParallel is running, whose reducer waits for the gradients."""
+    if not _DDP.complete:
+        return _in_process_group()
+    return torch.nn.parallel.DistributedDataParallel._active_ddp_module is not None
+
+
+def _in_process_group() -> bool:
+    from torch import distributed
+
+    if distributed.is_available() and distributed.is_initialized():
+        _DDP.warn()
+        return True
+    return False
+
+
+# ---- torch.export and torch.compile ------------------------------------------------------------------
+
+_EXPORT = Feature(
+    "export",
+    "programs that torch.export traces without strict=True lose their regions",
+    "torch.fx.experimental.proxy_tensor.PreDispatchTorchFunctionMode",
+)
+
+# Whether a ``TorchFunctionMode`` is active. Asked each time that a region is entered or left.
+function_modes_are_on: Callable[[], bool] = _EXPORT.function(
+    "torch._C._is_torch_function_mode_enabled", lambda: False, check=lambda f: f()
+)
+_function_modes = _EXPORT.function("torch.overrides._get_current_function_mode_stack", list)
+_REGIONS = Feature("enter_autocast", "amp_core._enter_autocast and amp_core._exit_autocast are not there")
+enter_autocast = _REGIONS.function("torch.amp.autocast_mode._enter_autocast")
+exit_autocast = _REGIONS.function("torch.amp.autocast_mode._exit_autocast")
 
 
 def record_enter(device: str, dtype: torch.dtype, enabled: bool, cache_enabled: bool) -> None:
-    """Tell `torch.export`'s pre-dispatch tracer that a region begins; the modes of users see nothing.
-
-    If it goes: see ``function_modes_are_on``.
-    """
+    """Tell `torch.export`'s pre-dispatch tracer that a region begins; the modes of users see nothing."""
     mode = _pre_dispatch_mode()
     if mode is not None:
         mode.__torch_function__(enter_autocast, (), (device, dtype, enabled, cache_enabled))
@@ -95,151 +253,179 @@ def record_exit() -> None:
 
 
 def _pre_dispatch_mode() -> Any:
-    from torch.fx.experimental.proxy_tensor import PreDispatchTorchFunctionMode
-
-    stack = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    return next((m for m in stack if isinstance(m, PreDispatchTorchFunctionMode)), None)
-
-
-# For: libraries that import them from here, as they do from torch.amp. If they go: they are not exported.
-enter_autocast = torch.amp.autocast_mode._enter_autocast
-exit_autocast = torch.amp.autocast_mode._exit_autocast
+    # Whoever traces has imported the tracer; to import it takes a second.
+    tracer = sys.modules.get("torch.fx.experimental.proxy_tensor")
+    if tracer is None or not _EXPORT.works_or_warn():
+        return None
+    kind = tracer.PreDispatchTorchFunctionMode
+    return next((mode for mode in _function_modes() if isinstance(mode, kind)), None)
 
 
-def is_dtensor(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` is sharded over processes, without importing ``torch.distributed.tensor``.
+_COMPILE = Feature(
+    "compile", "steps inside torch.compile always run outside the graph, and policies need fullgraph=False"
+)
 
-    Public API only, asked of the class by name: the import takes a second.
-    """
-    return type(tensor).__name__ == "DTensor"
-
-
-def is_fsdp_shard(param: torch.Tensor) -> bool:
-    """Whether `param` is a flattened piece of a ``FullyShardedDataParallel`` (FSDP1) model.
-
-    With ``NO_SHARD`` every rank has the whole parameter. For: refusing to take a shard for the whole. If it
-    goes: ranks disagree on overflow and norm unless the scaler has a process group.
-    """
-    if not getattr(param, "_fsdp_flattened", False):
-        return False
-    whole = getattr(param, "_unpadded_unsharded_size", None)  # of a FlatParameter
-    return param.dim() < 2 if whole is None else param.numel() < whole.numel()
+# What Dynamo does with the next function that is called; None where nothing is being compiled.
+frames_are_compiled: Callable[[], Any] = _COMPILE.function(
+    "torch._C._dynamo.eval_frame.get_eval_frame_callback", lambda: "unknown", check=lambda f: f()
+)
 
 
-# For: reading, casting and multiplying many tensors in one call. If they go: one call a tensor.
-foreach_copy_ = torch._foreach_copy_
-foreach_mul_ = torch._foreach_mul_
-foreach_norm = torch._foreach_norm
+def _run_outside_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.cache
+    def disabled() -> Callable[..., Any]:
+        return cast("Callable[..., Any]", torch.compiler.disable(function))  # type: ignore[no-untyped-call]
 
-# For: the memory of a lazily negated tensor, without a copy. If it goes: such gradients are refused.
-neg_view = torch._neg_view
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return disabled()(*args, **kwargs)
 
-# The autograd node that runs now, None outside a backward pass; the number that the next one will get.
-# For: the module path of an op in a backward pass. If they go: `amp_core.record` shows none for those.
-current_autograd_node = torch._C._current_autograd_node
-next_sequence_number = torch._C._autograd._get_sequence_nr
+    return run
+
+
+# For what `torch.compile` cannot trace: a call breaks the graph. Does what ``torch.compiler.disable`` does,
+# which would import all of Dynamo (2 s).
+_LAZY = Feature("lazy_compile", "the first step of a GradScaler imports torch.compile, which takes seconds")
+outside_graphs: Callable[[F], F] = _LAZY.function(
+    "torch._compile._disable_dynamo", _run_outside_graphs, check=lambda f: f(privateuse1_name)
+)
+
+# ---- steps and kernels -------------------------------------------------------------------------------
+
+_FOREACH = Feature("foreach", "the portable kernels handle tensors one by one, which is slower")
+
+
+def _copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)
+
+
+def _multiply_each(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
+    for tensor in tensors:
+        tensor.mul_(factor)
+
+
+def _norm_of_each(
+    tensors: Sequence[torch.Tensor], order: float, dtype: torch.dtype | None = None
+) -> list[torch.Tensor]:
+    return [torch.linalg.vector_norm(tensor, order, dtype=dtype) for tensor in tensors]
+
+
+def _one() -> torch.Tensor:
+    return torch.ones((), device="cpu")
+
+
+foreach_copy_ = _FOREACH.function("torch._foreach_copy_", _copy_each, lambda f: f([_one()], [_one()]))
+foreach_mul_ = _FOREACH.function("torch._foreach_mul_", _multiply_each, lambda f: f([_one()], _one()))
+foreach_norm = _FOREACH.function(
+    "torch._foreach_norm", _norm_of_each, lambda f: f([_one()], 2.0, dtype=torch.float64)
+)
+
+# The memory of a lazily negated tensor, without a copy.
+neg_view = Feature("negated_gradients", "a GradScaler refuses gradients that are lazily negated").function(
+    "torch._neg_view"
+)
 
 # Whether ``torch.func`` is transforming what runs now: its tensors are plain by type but have no memory.
-# For: choosing kernels that do not need it. If it goes: custom_fwd fails under ``torch.func.vmap``.
-functorch_is_at_work = torch._C._are_functorch_transforms_active
+functorch_is_at_work: Callable[[], bool] = Feature(
+    "functorch", "portable kernels take the place of compiled ones, which is slower"
+).function("torch._C._are_functorch_transforms_active", lambda: True, check=lambda f: f())
 
-_jit_tracing_state = torch._C._get_tracing_state
-_dispatch_mode = torch._C._get_dispatch_mode
-_PROXY_MODE = torch._C._TorchDispatchModeKey.PROXY
+_CAPTURE = Feature(
+    "capture", "cached_casts and master_weights cast every weight at every use, which is slower"
+)
+_jit_tracing_state = _CAPTURE.function("torch._C._get_tracing_state", lambda: "unknown", check=lambda f: f())
+_dispatch_mode = _CAPTURE.function("torch._C._get_dispatch_mode", lambda _key: "unknown")
+_PROXY_MODE = _CAPTURE.value("torch._C._TorchDispatchModeKey.PROXY", None)
+_CAPTURE.attempt(lambda: _dispatch_mode(_PROXY_MODE))
 
 
 def calls_are_captured() -> bool:
     """Whether ops that run now are transformed by ``torch.func`` or traced into a graph of any kind.
 
-    For: keeping cached casts out of graphs and transforms. If it goes: a graph holds a weight's cast as a
-    constant, and ``torch.func`` meets tensors of another level.
+    A cached cast would be a constant of such a graph, or a tensor of another level of ``torch.func``.
     """
+    if not _CAPTURE.complete:
+        _CAPTURE.warn()
+        return True
     return (
         functorch_is_at_work() or _jit_tracing_state() is not None or _dispatch_mode(_PROXY_MODE) is not None
     )
 
 
-# For: casting what a module is given and returns. If it goes: `map_tensors` does it, for fewer types.
-tree_map_only = torch.utils._pytree.tree_map_only
+_LAYOUT = Feature("gradient_layout", "GradScaler inspects every gradient in every step, which is slower")
+_tensor_guards = _LAYOUT.value("torch._C._dynamo.guards.TensorGuards", None)
+
+
+@_LAYOUT.probe
+def _check_layout() -> None:
+    same = _layout_guard([torch.ones(2)])
+    if [same(torch.ones(2)), same(torch.ones(3)), same(torch.ones(2).half())] != [True, False, False]:
+        raise RuntimeError("it does not tell tensors apart by shape and dtype")
 
 
 def same_layout(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
-    """Return a test of as many tensors: are they, in this order, such as `tensors`?
+    """Return a guard that checks that tensors match these.
 
-    That is of the same class, dispatch keys (so neither sparse nor a lazy negative where these are not),
-    dtype, device, shape and strides. It holds no reference to them. For: not looking at each gradient
-    again in every step, 20 times as fast. If it goes: each is looked at.
+    They match if, in this order, they have the same class, dispatch keys (so neither sparse nor a lazy
+    negative where these are not), dtype, device, shape and strides. The guard holds no reference to them.
+    It is 20 times as fast as inspecting each gradient in every step.
     """
-    try:
-        from torch._C._dynamo.guards import TensorGuards
-    except ImportError:
-        return lambda *_: False
-    sizes: Any = [list(t.size()) for t in tensors]
-    strides: Any = [list(t.stride()) for t in tensors]
-    guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+    return _layout_guard(tensors) if _LAYOUT.works_or_warn() else lambda *_: False
+
+
+def _layout_guard(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
+    sizes = [list(t.size()) for t in tensors]
+    strides = [list(t.stride()) for t in tensors]
+    guards = _tensor_guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
     return cast("Callable[..., bool]", guards.check)
 
 
-# For: what `torch.compile` cannot trace; calling it breaks the graph. The same as ``torch.compiler.disable``,
-# which would import all of Dynamo (2 s). If it goes: torch's optimizers make Dynamo fail under `GradScaler`.
-outside_graphs = torch._compile._disable_dynamo
+# ---- recordings --------------------------------------------------------------------------------------
 
-# What Dynamo does with the next function that is called; None where nothing is being compiled. For and if it
-# goes: as ``outside_graphs``.
-frames_are_compiled = torch._C._dynamo.eval_frame.get_eval_frame_callback
+_RECORD = Feature(
+    "record", "amp_core.record, amp_core.compare, amp_core.advise and `amp demo` cannot see ops"
+)
 
 
-def inside_ddp() -> bool:
-    """Whether the forward of a DistributedDataParallel is running.
-
-    For: leaving the gradients of weights to the graph that it watches. If it goes: `master_weights`
-    hides gradients from its reducer.
-    """
-    return torch.nn.parallel.DistributedDataParallel._active_ddp_module is not None
+class _NoDispatchMode:
+    def __init__(self) -> None:
+        raise TorchFeatureError(_RECORD.reason)
 
 
-def has_gradient_hooks(tensor: torch.Tensor) -> bool:
-    """Whether a hook waits for the gradient of the leaf `tensor`.
+if TYPE_CHECKING:
+    TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
+else:
+    TorchDispatchMode = _RECORD.value("torch.utils._python_dispatch.TorchDispatchMode", _NoDispatchMode)
 
-    For: leaving the gradients of such weights to autograd, each to its own. If it goes: `master_weights`
-    has their hooks not called, `cached_casts` has them called with None for weights that were not used.
-    """
-    hooks: Any = tensor
-    return bool(hooks._backward_hooks) or bool(hooks._post_accumulate_grad_hooks)
+_BACKWARD = Feature(
+    "backward_places",
+    "amp_core.record counts ops of the backward pass as forward, outside modules",
+    "torch._C._FunctionBase._sequence_nr",
+)
+_current_node = _BACKWARD.function("torch._C._current_autograd_node", check=lambda f: f())
 
-
-def gradient_is_accumulated(node: Any) -> bool:
-    """Whether the backward pass that runs now will add a gradient to ``.grad`` through the leaf's `node`.
-
-    It does not where ``autograd.grad`` only returns the gradient. For: adding it before autograd does. If it
-    goes: `master_weights` must leave gradients to autograd, which takes more memory.
-    """
-    try:
-        return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:  # how torch says that the gradient is only returned
-        return False
+# The number that the next autograd node gets.
+next_sequence_number: Callable[[], int] = _BACKWARD.function(
+    "torch._C._autograd._get_sequence_nr", lambda: 0, check=lambda f: f() + 0
+)
 
 
-def is_in_use(storage: torch.UntypedStorage) -> bool:
-    """Whether a tensor uses `storage`, of which the caller holds the one Python object.
-
-    For: using the memory of casts and gradients again. If it goes: each is allocated anew.
-    """
-    return torch._C._storage_Use_Count(storage._cdata) > 1
+def current_autograd_node() -> Any:
+    """Return the autograd node that runs now; None outside a backward pass."""
+    return _current_node() if _BACKWARD.works_or_warn() else None
 
 
-# For: noticing that the memory of a weight was freed, though its address is in use again. If it goes:
-# `cached_casts` can take a weight that was put there for the one that was there before.
-WeakStorage = StorageWeakRef
-is_freed = cast("Callable[[int], bool]", torch.UntypedStorage._expired)
+def sequence_number(node: Any) -> int:
+    """Return the number of an autograd node: nodes count up, per thread, as they are created."""
+    return int(node._sequence_nr())
 
 
-def run_as_soon_as_ready(output: torch.Tensor) -> None:
-    """Let a backward pass run the node that made `output` before all others that are ready.
+def _map_only(kind: type, function: Callable[[Any], Any], tree: Any) -> Any:
+    return map_tensors(tree, lambda tensor: function(tensor) if isinstance(tensor, kind) else tensor)
 
-    Autograd goes by age, and casts are older than the forward pass that uses them.
-    For: casting gradients back while they are in the processor's cache. If it goes: `cached_casts` casts
-    them back after the whole backward pass; slower, and nothing overlaps with communication.
-    """
-    node: Any = output.grad_fn
-    node._set_sequence_nr(2**63)
+
+# For casting what a module is given and returns.
+tree_map_only = Feature(
+    "module_casts", "apply_policy casts the inputs of modules only in lists, tuples and mappings"
+).function("torch.utils._pytree.tree_map_only", _map_only, lambda f: f(torch.Tensor, torch.clone, ([1],)))

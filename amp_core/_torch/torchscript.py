@@ -1,26 +1,45 @@
-"""Undocumented torch names for TorchScript; see `amp_core._torch.internals` for the rules."""
+"""The private torch names for TorchScript; see `amp_core._torch.internals`."""
 
 from __future__ import annotations
 
 import types
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from amp_core._torch.features import Feature
+
+_DIAGNOSIS = Feature(
+    "script_diagnosis", "amp_core.script cannot tell that a function it calls lost its regions in a trace"
+)
+
+
+@_DIAGNOSIS.probe
+def _check_original() -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`torch.jit")
+        scripted = torch.jit.script(_same)
+    if getattr(scripted, "_torchdynamo_inline", None) is not _same:
+        raise RuntimeError("a scripted function does not lead back to the Python function")
+
+
+def _same(x: torch.Tensor) -> torch.Tensor:
+    return x
+
 
 def is_compiled(function: object) -> bool:
-    """Whether `function` is what ``torch.jit.script`` or ``torch.jit.trace`` makes of a function."""
+    """Whether `function` is what ``torch.jit.script`` or ``torch.jit.trace`` returns for a function."""
     return isinstance(function, torch.jit.ScriptFunction)
 
 
 def original_of(function: object) -> types.FunctionType | None:
-    """The Python function behind a scripted or traced one.
-
-    For: finding regions that tracing has dropped. If it goes: those are no longer diagnosed.
-    """
-    found = getattr(function, "_torchdynamo_inline", None)
-    return found if isinstance(found, types.FunctionType) else None
+    """Return the Python function behind a scripted or traced one."""
+    if not _DIAGNOSIS.works_or_warn():
+        return None
+    original = getattr(function, "_torchdynamo_inline", None)
+    return original if isinstance(original, types.FunctionType) else None
 
 
 def has_regions(function: Any) -> bool:
@@ -31,8 +50,7 @@ def has_regions(function: Any) -> bool:
 def let_script_compile(wrapper: Callable[..., Any], function: Callable[..., Any]) -> None:
     """Have ``torch.jit.script`` compile `function` where scripted code calls `wrapper`.
 
-    For: calling the result of `amp_core.script` from code scripted by torch. It is what
-    ``torch.jit.script_if_tracing`` does. If it goes: such a call is refused.
+    It does what ``torch.jit.script_if_tracing`` does. Without it such a call is refused.
     """
     wrapper.__original_fn = function  # type: ignore[attr-defined]
     wrapper.__script_if_tracing_wrapper = True  # type: ignore[attr-defined]

@@ -16,11 +16,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the backends; the exit code is 0 whatever their status."""
-    rows = describe_backends()
+    from amp_core._torch.features import statuses
+
+    rows, features = describe_backends(), [status._asdict() for status in statuses()]
     if args.json:
-        print(json.dumps(rows, indent=2))
+        print(json.dumps({"backends": rows, "features": features}, indent=2))
     else:
         _print_table(rows)
+        _print_features(features)
     return 0
 
 
@@ -52,6 +55,13 @@ def _abilities(device_type: str, status: str) -> dict[str, Any]:
     except Exception as error:
         # A listing that stops at one broken plugin would hide the others.
         return {**nothing, "kernels_reason": f"{type(error).__name__}: {error}".splitlines()[0]}
+
+
+def _print_features(features: list[dict[str, Any]]) -> None:
+    off = [feature for feature in features if not feature["works"]]
+    print(f"features that rest on private torch names: {len(features) - len(off)} of {len(features)} work")
+    for feature in off:
+        print(f"off: {feature['feature']}: {feature['reason']}")
 
 
 def _short(dtype: object) -> str:

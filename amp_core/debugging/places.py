@@ -117,7 +117,7 @@ class Places:
         """Return the module in whose call the autograd node was made."""
         if node.name() == _ACCUMULATE:
             return self.of_parameter(node.variable)[0]
-        index = bisect.bisect_right(self._starts, node._sequence_nr()) - 1
+        index = bisect.bisect_right(self._starts, _torch.sequence_number(node)) - 1
         return self._there[index] if index >= 0 else NOWHERE
 
     def of_parameter(self, tensor: Any) -> tuple[Place, str]:

@@ -11,7 +11,7 @@ from functools import lru_cache
 
 import torch
 
-from amp_core._torch.dispatcher import autocast_key, has_dispatch_key
+from amp_core._torch.dispatcher import POLICIES, autocast_key, has_dispatch_key
 from amp_core.common import environment as _env
 from amp_core.dispatch.casting import Runner, make_runner
 from amp_core.dispatch.engine import Engine, Table, engine
@@ -162,9 +162,11 @@ def activation(backend: Backend, policy: OpPolicy | None) -> Activation | None:
 
     Raises:
         PolicyError: `policy` is no OpPolicy or for another device type, or ``AMP_POLICY`` is wrong.
+        TorchFeatureError: the installed torch no longer supports policies.
     """
     if policy is None:
         return _of_default(backend, _env.policy_path())
+    POLICIES.require()
     if not isinstance(policy, OpPolicy):
         raise PolicyError(f"policy= takes an OpPolicy, not {type(policy).__name__}.")
     if policy.device_type != backend.device_type:
@@ -176,6 +178,10 @@ def activation(backend: Backend, policy: OpPolicy | None) -> Activation | None:
 
 
 def _of_default(backend: Backend, path: str | None) -> Activation | None:
+    if path is None and not POLICIES.complete:  # torch's own rules need nothing of it
+        if type(backend).op_policy is not Backend.op_policy:
+            POLICIES.warn()
+        return None
     found = _default_activation(backend, path)
     if found is None and not native_rules(backend.device_type):
         _warn_no_rules(backend.device_type)

@@ -49,7 +49,7 @@ def script(fn: F) -> F:
     def compiled(ambient: Ambient) -> Any:
         with warnings.catch_warnings():
             # Users who chose this function know; the replacement is in the documentation beside it.
-            warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)
+            warnings.filterwarnings("ignore", "`torch.jit")
             return torch.jit.script(rewrite(fn, ambient) if ambient else plain)
 
     @functools.wraps(plain)

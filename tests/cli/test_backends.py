@@ -45,7 +45,7 @@ def rows() -> dict[str, dict[str, object]]:
     """What ``--json`` prints, by device type; all GPUs are hidden, which changes nothing on a CPU build."""
     done = amp("backends", "--json", CUDA_VISIBLE_DEVICES="", AMP_DISABLE_BACKENDS="xpu")
     assert done.returncode == 0, done.stderr
-    return {row["device"]: row for row in json.loads(done.stdout)}
+    return {row["device"]: row for row in json.loads(done.stdout)["backends"]}
 
 
 def test_json_has_every_column(rows: dict[str, dict[str, object]]) -> None:

@@ -165,7 +165,7 @@ def test_decorator_and_script() -> None:
     autocast = pair("cpu.amp", "autocast")[1]
     x = torch.ones(2, 2)
     assert autocast()(torch.mm)(x, x).dtype == torch.bfloat16
-    with pytest.warns(DeprecationWarning, match="jit"):
+    with pytest.warns((DeprecationWarning, FutureWarning), match="jit"):
         scripted = torch.jit.script(scripted_region)
     assert scripted(x).dtype == torch.bfloat16
 

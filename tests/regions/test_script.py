@@ -14,7 +14,7 @@ from amp_core import ScriptRegionError, script
 BF16, FP32 = torch.bfloat16, torch.float32
 USE_AMP = True
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit")
 
 
 @pytest.fixture
