@@ -9,7 +9,6 @@ import re
 from pathlib import Path
 
 import torch
-from amp_core.regions.torch_state import how
 
 import amp_core
 
