@@ -1,8 +1,8 @@
-"""Run programs written for torch's mixed precision, or for apex, on amp_core.
+"""Run programs written for torch.amp or apex.amp on amp_core.
 
 `install` makes ``torch.amp``, ``torch.cuda.amp`` and ``torch.cpu.amp`` resolve to amp-core.
 `amp_compat.cuda.amp` and `amp_compat.cpu.amp` mirror the deprecated modules of torch; `amp_compat.apex`
-stands in for ``apex.amp``, and `amp_compat.legacy` for PyTorch before 1.10. Modules load on first use.
+replaces ``apex.amp``, and `amp_compat.legacy` the API before PyTorch 1.10. Modules load on first use.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``python -m amp_compat script.py ...``: run a program on amp-core in place of torch's mixed precision."""
+"""``python -m amp_compat script.py ...``: run a program with amp-core in place of torch.amp."""
 
 from __future__ import annotations
 

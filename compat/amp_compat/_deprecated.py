@@ -1,4 +1,4 @@
-"""How the deprecated names warn: torch's text and category, at the line of the caller."""
+"""Deprecation warnings with torch's text and category, attributed to the caller's line."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _lock = threading.Lock()
 
 
 def warn(message: str, stacklevel: int) -> None:
-    """Give the FutureWarning `message`, `stacklevel` frames up from the caller of this function.
+    """Issue the FutureWarning `message`, `stacklevel` frames up from the caller of this function.
 
-    With ``AMP_DEPRECATION=once``, once for each line of code, and in the process of rank 0 only.
+    With ``AMP_DEPRECATION=once``, warn once per line of code and only in the process of rank 0.
     """
     if _env.deprecation_once() and not _is_first(message, sys._getframe(stacklevel)):
         return
@@ -48,7 +48,7 @@ def _is_first(message: str, frame: Any) -> bool:
 
 
 def deprecated_function(message: str) -> Callable[[F], F]:
-    """Decorate a function, or ``__init__``, to warn at its caller's line."""
+    """Make a function or ``__init__`` warn at its caller's line."""
 
     def decorate(function: F) -> F:
         @functools.wraps(function)
@@ -63,7 +63,7 @@ def deprecated_function(message: str) -> Callable[[F], F]:
 
 
 class DeprecatedAutocast(core_autocast):
-    """Base of the deprecated `autocast` classes: they warn when called, and when subclassed."""
+    """Base of the deprecated `autocast` classes, which warn when instantiated or subclassed."""
 
     __deprecated__: ClassVar[str]
     _deprecated_class: ClassVar[type]
@@ -75,15 +75,15 @@ class DeprecatedAutocast(core_autocast):
             return
         cls.__deprecated__ = message
         cls._deprecated_class = cls
-        # TorchScript compiles what stands in the class itself: __new__ is put there, not written there.
+        # TorchScript compiles methods defined in the class body, so assign __new__ instead.
         cls.__new__ = _new_with_signature(cls)  # type: ignore[method-assign]
 
 
 def _new_with_signature(cls: type) -> Any:
-    """A ``__new__`` that warns, and that shows the signature of `cls`.
+    """Return a ``__new__`` that warns and has the signature of `cls`.
 
-    ``inspect.signature`` looks at ``__new__`` before ``__init__``, on Python 3.13.0 too, where a class
-    under ``warnings.deprecated`` shows ``(*args, **kwargs)``.
+    ``inspect.signature`` checks ``__new__`` before ``__init__``; on Python 3.13.0 a class decorated with
+    ``warnings.deprecated`` shows ``(*args, **kwargs)``.
     """
 
     def __new__(cls: type[DeprecatedAutocast], *_: Any, **__: Any) -> Any:  # noqa: N807

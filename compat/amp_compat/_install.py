@@ -1,4 +1,4 @@
-"""`install` and `uninstall`: torch's import paths, resolved to amp-core."""
+"""`install` and `uninstall`: redirect torch's import paths to amp-core."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _NAMES = ("GradScaler", "OptState", "_cast", "autocast", "custom_bwd", "custom_f
 
 # id of torch's object -> (torch's object, ours). Keeping both objects alive keeps the ids valid.
 _installed: dict[int, tuple[Any, Any]] = {}
-# The globals that install replaced.
-_places: list[tuple[ModuleType, str]] = []
-# The modules that existed then: what else holds our names in them meant ours from the start.
+# The globals replaced by install.
+_replaced: list[tuple[ModuleType, str]] = []
+# The modules loaded at install time: any other use of our names in them was there before.
 _modules_before: set[str] = set()
 
 
@@ -37,51 +37,51 @@ def install(*, deprecated_only: bool = False) -> str:
     """Make torch's mixed precision resolve to amp-core's, in every module.
 
     ``torch.autocast``, ``torch.GradScaler`` and the names in ``torch.amp`` become those of `amp_core`; those
-    in ``torch.cuda.amp`` and ``torch.cpu.amp`` become those of `amp_compat`. A module that imported a name
-    before gets ours instead, where the name is one of its globals; a module imported later finds ours at the
-    old path. Calling it again changes nothing.
+    in ``torch.cuda.amp`` and ``torch.cpu.amp`` become those of `amp_compat`. In modules
+    that already imported a name, the global is replaced; modules imported later get ours from the old path.
+    Calling it again changes nothing.
 
     Args:
-        deprecated_only: replace only ``torch.cuda.amp`` and ``torch.cpu.amp``. Trainers use ``torch.amp``,
-            and then stay on torch's.
+        deprecated_only: replace only ``torch.cuda.amp`` and ``torch.cpu.amp``. Trainers that
+            use ``torch.amp`` are then unaffected.
 
     Returns:
-        A line that says what is replaced, and in which modules.
+        A line that lists what was replaced and in which modules.
     """
     modules = _DEPRECATED if deprecated_only else {**_DEPRECATED, **_CURRENT}
     pairs = _pairs(modules)
     ours = {key: new for key, (_, new) in pairs.items()}
-    for module, name in _holders(ours, set(modules)):
+    for module, name in _references(ours, set(modules)):
         setattr(module, name, ours[id(getattr(module, name))])
-        _places.append((module, name))
+        _replaced.append((module, name))
     _modules_before.update(sys.modules)
     _installed.update(pairs)
     return _summary()
 
 
 def uninstall() -> None:
-    """Restore torch's names, in modules imported since `install` too."""
+    """Restore torch's names, including in modules imported since `install`."""
     theirs = {id(ours): old for old, ours in _installed.values()}
-    later = [(m, name) for m, name in _holders(theirs, set()) if m.__name__ not in _modules_before]
-    for module, name in [*_places, *later]:
+    later = [(m, name) for m, name in _references(theirs, set()) if m.__name__ not in _modules_before]
+    for module, name in [*_replaced, *later]:
         value = vars(module).get(name)
         if id(value) in theirs:
             setattr(module, name, theirs[id(value)])
     _installed.clear()
-    _places.clear()
+    _replaced.clear()
     _modules_before.clear()
 
 
 def _summary() -> str:
-    modules = {module.__name__ for module, _ in _places}
+    modules = {module.__name__ for module, _ in _replaced}
     packages = sorted(modules & {"torch.amp", "torch.cpu.amp", "torch.cuda.amp"})
     others = sorted(name for name in modules if not _is_ours(name))
     users = f", imported by {', '.join(others)}" if others else ""
-    return f"amp_compat: amp-core replaces {', '.join(packages)} ({len(_places)} names{users})"
+    return f"amp_compat: amp-core replaces {', '.join(packages)} ({len(_replaced)} names{users})"
 
 
 def _pairs(modules: Mapping[str, str]) -> dict[int, tuple[Any, Any]]:
-    """Map the id of each of torch's objects that has one of the names to it and ours."""
+    """Map the id of each torch object to replace to the object and its replacement."""
     pairs: dict[int, tuple[Any, Any]] = {}
     for theirs, ours in modules.items():
         old, new = importlib.import_module(theirs), importlib.import_module(ours)
@@ -93,8 +93,8 @@ def _pairs(modules: Mapping[str, str]) -> dict[int, tuple[Any, Any]]:
     return {key: pair for key, pair in pairs.items() if key not in ours_already}
 
 
-def _holders(values: Mapping[int, Any], torch_modules: set[str]) -> Iterator[tuple[ModuleType, str]]:
-    """Yield the globals that are one of `values`, in `torch_modules` and the modules of others."""
+def _references(values: Mapping[int, Any], torch_modules: set[str]) -> Iterator[tuple[ModuleType, str]]:
+    """Yield the globals that are one of `values` in `torch_modules` and third-party modules."""
     for name, module in list(sys.modules.items()):
         if not isinstance(module, ModuleType) or (_is_ours(name) and name not in torch_modules):
             continue

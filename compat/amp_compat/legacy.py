@@ -1,6 +1,6 @@
-"""The forms that `torch.cuda.amp` had before PyTorch 1.10, for code that was never moved on.
+"""The API of `torch.cuda.amp` before PyTorch 1.10, for old code.
 
-They have neither dtype nor cache arguments, and do not warn that they are old.
+It has no dtype or cache arguments and gives no deprecation warnings.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ __all__ = ["autocast", "custom_bwd", "custom_fwd"]
 
 
 class autocast(amp_core.autocast):  # noqa: N801  # torch's name
-    """A region of float16 on CUDA; `enabled` is the one argument.
+    """A float16 autocast region on CUDA; `enabled` is the only argument.
 
     Warns:
-        UserWarning: CUDA is not there; the region is disabled. The words are those of the time.
+        UserWarning: CUDA is not available and the region is disabled (PyTorch 1.9's message).
     """
 
     def __init__(self, enabled: bool = True) -> None:
@@ -35,11 +35,11 @@ class autocast(amp_core.autocast):  # noqa: N801  # torch's name
 
 
 def custom_fwd(fwd: Callable[..., Any] | None = None, **kwargs: Any) -> Any:
-    """Decorate ``forward`` of a CUDA autograd function; `cast_inputs` is the one keyword.
+    """Decorate ``forward`` of a CUDA autograd function; `cast_inputs` is the only keyword.
 
     Raises:
-        AssertionError: there is more than one keyword.
-        KeyError: the keyword is another one.
+        AssertionError: several keywords were passed.
+        KeyError: a keyword other than `cast_inputs` was passed.
     """
     cast_inputs = None
     if kwargs:

@@ -159,7 +159,7 @@ def test_bad_arguments() -> None:
     model, optimizer, _ = make()
     with pytest.raises(RuntimeError, match="Unexpected optimization level 01"):
         amp.initialize(model, optimizer, opt_level="01")
-    with pytest.raises(RuntimeError, match="master_weights has no place"):
+    with pytest.raises(RuntimeError, match="master_weights does not apply"):
         amp.initialize(model, optimizer, opt_level="O1", master_weights=True)
     with pytest.raises(RuntimeError, match=r"do not call \.half\(\)"):
         amp.initialize(nn.Linear(1, 1).half(), opt_level="O2")

@@ -233,12 +233,12 @@ HUMAN = {
     "by position beside something else": (
         "if gpu:\n    from torch.cuda.amp import autocast\nelse:\n    from contextlib import nullcontext as autocast\n"
         "autocast(False)\n",
-        "the successor has them in another order",
+        "the successor orders differently",
     ),
     "by position beside other arguments": (
         "if gpu:\n    from torch.cuda.amp import autocast\nelse:\n    def autocast(enabled=True, kind=None): ...\n"
         "autocast(False, low)\n",
-        "the successor has them in another order",
+        "the successor orders differently",
     ),
     "apex or torch": (
         "try:\n    from apex import amp\nexcept ImportError:\n    from torch.cuda import amp\namp.autocast()\n",
@@ -251,7 +251,7 @@ HUMAN = {
     ),
     "handed to a function": ("import torch\nregister(torch.cuda.amp.GradScaler)\n", "is used as a value"),
     "computed attribute": ("import torch\ngetattr(torch.cuda.amp, name)()\n", "used as an object"),
-    "name in a string": ("import torch\nS = eval('torch.cuda.amp.GradScaler()')\n", "a string holds"),
+    "name in a string": ("import torch\nS = eval('torch.cuda.amp.GradScaler()')\n", "string contains"),
     "inherited constructor": (
         "import torch\nclass S(torch.cuda.amp.GradScaler): ...\n",
         "inherits the constructor",
@@ -388,7 +388,7 @@ def test_apex_gets_advice_for_torch_amp() -> None:
     assert result.text == APEX
     assert [f.line for f in result.findings] == [2, 3, 3, 5, 6]
     assert "GradScaler('cuda')" in result.findings[0].message
-    assert "no opt.step() is found" in " ".join(f.message for f in result.findings)
+    assert "does not call opt.step()" in " ".join(f.message for f in result.findings)
 
 
 OLD_TRAINING = """

@@ -1,4 +1,4 @@
-"""`initialize`, `scale_loss` and the state that they share."""
+"""`initialize`, `scale_loss` and their shared state."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class _Scaler:
 
 @dataclass
 class _State:
-    """What `initialize` has set up; one per process, as in apex."""
+    """The state set up by `initialize`; one per process, as in apex."""
 
     chosen: Properties | None = None
     device_type: str = "cpu"
@@ -59,27 +59,27 @@ def initialize(  # apex's signature
     min_loss_scale: float | None = None,
     max_loss_scale: float = 2.0**24,
 ) -> Any:
-    """Set up models and optimizers for mixed precision, in place, and return them in the form given.
+    """Set up models and optimizers for mixed precision, in place, and return them in the form they were passed.
 
     Args:
-        models: a module or a list of them, on their device, not wrapped for distribution yet.
-        optimizers: an optimizer or a list of them; without any, the models alone are returned.
+        models: a module or a list of them, already on their device, not yet wrapped for distributed training.
+        optimizers: an optimizer or a list of them; if None, only the models are returned.
         enabled: ``False`` makes this and every other function here do nothing.
-        opt_level: ``"O0"`` to ``"O3"``; the next five arguments override what it stands for.
-        cast_model_type: see `amp_compat.apex._levels.Properties`, as for the four that follow.
+        opt_level: ``"O0"`` to ``"O3"``; the next five arguments override its settings.
+        cast_model_type: see `amp_compat.apex._levels.Properties`, also for the next four.
         patch_torch_functions: run ops in mixed precision.
         keep_batchnorm_fp32: leave batch norms in float32.
         master_weights: let the optimizers update float32 copies.
-        loss_scale: a number or ``"dynamic"``: from 2**16, halved at an overflow, doubled after 2000 steps.
-        cast_model_outputs: the dtype that the models' outputs are cast to (O2: float32).
-        num_losses: how many losses have a scale of their own; see `scale_loss`.
-        verbosity: accepted; nothing is printed.
-        min_loss_scale: a dynamic scale is never lowered below this.
-        max_loss_scale: a dynamic scale is never raised above this.
+        loss_scale: a number or ``"dynamic"``: starts at 2**16, halves on overflow, doubles after 2000 steps.
+        cast_model_outputs: the dtype for the models' outputs (O2: float32).
+        num_losses: the number of losses with a separate scale; see `scale_loss`.
+        verbosity: ignored; nothing is printed.
+        min_loss_scale: lower bound of a dynamic scale.
+        max_loss_scale: upper bound of a dynamic scale.
 
     Raises:
-        RuntimeError: the level is not known or contradicts the other arguments; a model's weights are
-            not float32.
+        RuntimeError: the level is unknown or contradicts the other arguments, or a model's weights are not
+            float32.
     """
     global _state  # noqa: PLW0603  # one per process
     if not enabled:
@@ -125,19 +125,19 @@ def scale_loss(  # apex's signature
     loss: Tensor,
     optimizers: Any,
     loss_id: int = 0,
-    model: nn.Module | None = None,  # noqa: ARG001  # apex kept it for later
+    model: nn.Module | None = None,  # noqa: ARG001  # reserved by apex
     delay_unscale: bool = False,
     delay_overflow_check: bool = False,  # noqa: ARG001  # apex never used it
 ) -> Iterator[Tensor]:
-    """Yield `loss` times its scale; afterwards the gradients are unscaled, and an overflow skips the step.
+    """Yield the scaled `loss`; on exit, unscale the gradients and skip the next step on overflow.
 
     Args:
         loss: the loss; yielded in float32.
-        optimizers: the optimizers whose parameters the backward pass reaches, or one.
+        optimizers: the optimizer or optimizers whose parameters get gradients.
         loss_id: which of the ``num_losses`` scales to use.
-        model: accepted; not used.
-        delay_unscale: leave the gradients scaled: another backward pass for the same step follows.
-        delay_overflow_check: accepted; not used.
+        model: ignored.
+        delay_unscale: leave the gradients scaled because another backward pass precedes the step.
+        delay_overflow_check: ignored.
 
     Raises:
         RuntimeError: `initialize` was not called.
@@ -147,7 +147,7 @@ def scale_loss(  # apex's signature
         return
     scaler, chosen = _state.scalers[loss_id], _as_list(optimizers)
     earlier = [] if delay_unscale else [_set_aside(optimizer) for optimizer in chosen]
-    # apex patched Python functions: its backward passes ran as autograd has them.
+    # apex patched only Python functions, so its backward passes ran without autocast.
     with amp_core.autocast(_state.device_type, enabled=False):
         yield loss.float() * scaler.state.scale
     torch.clear_autocast_cache()
@@ -156,7 +156,7 @@ def scale_loss(  # apex's signature
 
 
 def _set_aside(optimizer: Optimizer) -> list[Tensor | None]:
-    """Take the gradients of earlier backward passes off: they are unscaled already."""
+    """Detach and return the gradients of earlier backward passes, which are already unscaled."""
     earlier: list[Tensor | None] = []
     for param in master_params(optimizer):
         earlier.append(param.grad)
@@ -195,7 +195,7 @@ def _add(params: Sequence[nn.Parameter], earlier: Sequence[Tensor | None]) -> No
 
 
 def _skip_next_step(optimizer: Optimizer) -> None:
-    """Let the next ``optimizer.step()`` do nothing but drop the gradients, as apex did."""
+    """Make the next ``optimizer.step()`` only clear the gradients, as in apex."""
     if "step" in vars(optimizer):
         return
 
@@ -216,16 +216,16 @@ def state_dict() -> OrderedDict[str, dict[str, float | int]]:
 
 
 def load_state_dict(state: dict[str, Any]) -> None:
-    """Take the loss scales from `state`, which apex or `state_dict` made.
+    """Load the loss scales from `state`, saved by apex or `state_dict`.
 
     Raises:
-        RuntimeError: the number of loss scales is another one; nothing is changed.
+        RuntimeError: the number of loss scales differs; nothing is changed.
     """
     names = [name for name in state if name.startswith("loss_scaler")]
     if len(names) != len(_state.scalers):
         raise RuntimeError(
-            f"The state has {len(names)} loss scales, initialize(num_losses={len(_state.scalers)}) made "
-            f"{len(_state.scalers)}; call initialize with the number that the state was saved with."
+            f"The state has {len(names)} loss scales, but initialize(num_losses={len(_state.scalers)}) "
+            f"created {len(_state.scalers)}; call initialize with the num_losses used when the state was saved."
         )
     for index, scaler in enumerate(_state.scalers):
         entry = state[f"loss_scaler{index}"]
@@ -245,7 +245,7 @@ def _check_float32(models: Sequence[nn.Module]) -> None:
             if param.is_floating_point() and param.dtype is not torch.float32:
                 raise RuntimeError(
                     f"Found param {name} with type {param.dtype}, expected torch.float32. "
-                    "initialize casts the model itself: do not call .half() on it before."
+                    "initialize casts the model itself: do not call .half() before."
                 )
 
 

@@ -1,4 +1,4 @@
-"""What the optimization levels mean, as apex documented them."""
+"""The optimization levels, as documented by apex."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LossScale = float | Literal["dynamic"]
 
 @dataclass(frozen=True)
 class Properties:
-    """The switches behind a level; each can be set by itself in `initialize`.
+    """The settings of a level; `initialize` can override each.
 
     Attributes:
         cast_model_type: the dtype that the model's parameters, buffers and inputs are cast to.
@@ -38,10 +38,10 @@ LEVELS = {
 
 
 def properties(opt_level: str, **overrides: Any) -> Properties:
-    """Return the switches of `opt_level` with those of `overrides` that are not None.
+    """Return the settings of `opt_level`, updated with the `overrides` that are not None.
 
     Raises:
-        RuntimeError: the level is not known, or the switches contradict each other.
+        RuntimeError: the level is unknown, or the settings contradict each other.
     """
     if opt_level not in LEVELS:
         raise RuntimeError(
@@ -59,13 +59,13 @@ def _check_patching(chosen: Properties) -> None:
     for name in ("cast_model_type", "keep_batchnorm_fp32", "master_weights"):
         if getattr(chosen, name):
             raise RuntimeError(
-                f"O1 runs ops in mixed precision and leaves weights in float32: {name} has no place in it; "
-                "leave it out, or use O2."
+                f"O1 runs ops in mixed precision and leaves weights in float32: {name} does not apply; "
+                "omit it or use O2."
             )
 
 
 def _parsed(name: str, value: Any) -> Any:
-    """Values as they come from command lines: "True", "128.0"."""
+    """Convert command-line strings such as "True" and "128.0"."""
     if name == "keep_batchnorm_fp32" and isinstance(value, str):
         if value not in {"True", "False"}:
             raise RuntimeError(f"keep_batchnorm_fp32 is True, False, 'True' or 'False', not {value!r}.")

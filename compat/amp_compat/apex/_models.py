@@ -17,7 +17,7 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 
 
 def cast_model(model: nn.Module, chosen: Properties, outputs: torch.dtype | None) -> None:
-    """Cast `model` in place, and have its ``forward`` cast what goes in, and what comes out to `outputs`."""
+    """Cast `model` in place; patch ``forward`` to cast its inputs, and its results to `outputs`."""
     dtype = chosen.cast_model_type
     assert dtype is not None
     for module in model.modules():
@@ -50,7 +50,7 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 def add_master_weights(optimizer: Optimizer) -> None:
-    """Give `optimizer` float32 copies of its low-precision parameters, copied back after each step."""
+    """Make `optimizer` update float32 copies of its low-precision parameters, copied back after each step."""
     pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
     for group in optimizer.param_groups:
         group["params"] = [_master(param, optimizer, pairs) for param in group["params"]]
@@ -83,7 +83,7 @@ def _copy_back(pairs: list[tuple[nn.Parameter, nn.Parameter]]) -> None:
 
 
 def master_params(optimizer: Optimizer) -> Iterator[nn.Parameter]:
-    """The parameters that the optimizer steps: float32 copies where there are any.
+    """Yield the parameters that the optimizer updates: float32 copies where they exist.
 
     Use it to clip gradients: ``clip_grad_norm_(amp.master_params(optimizer), 1.0)``.
     """
@@ -92,7 +92,7 @@ def master_params(optimizer: Optimizer) -> Iterator[nn.Parameter]:
 
 
 def move_gradients(optimizer: Optimizer) -> None:
-    """Take the gradients of low-precision parameters over to their float32 copies."""
+    """Move the gradients of low-precision parameters to their float32 copies."""
     for param, master in getattr(optimizer, "_amp_pairs", ()):
         if param.grad is not None:
             master.grad = param.grad.float()

@@ -1,5 +1,5 @@
-"""``amp migrate``: rewrite calls of deprecated mixed-precision names, and report what needs a human.
+"""``amp migrate``: rewrite deprecated mixed-precision calls and report those to rewrite by hand.
 
-What is certain is rewritten; what is not stays as it was and is reported with the reason. Nothing here
-imports torch, so that worker processes start quickly.
+It rewrites only unambiguous code; anything else stays unchanged and is reported with a reason. Nothing here
+imports torch, so worker processes start quickly.
 """

@@ -1,4 +1,4 @@
-"""Resolve a name at one place of a file: imports, aliases, shadowing, fallbacks."""
+"""Resolve names through imports, aliases, shadowing and fallbacks."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class Resolved:
     """The meaning of an expression.
 
     Attributes:
-        dotted: the full name, as if imported from the top.
-        bindings: what binds the expression's first name; several where branches import the same.
+        dotted: the fully qualified name.
+        bindings: the bindings of the expression's first name; several if branches import the same object.
         alias: the first name was bound by ``name = <deprecated object>``, not by an import.
-        fallback: an ``except`` branch binds the same name to a stand-in.
-        shared: other branches bind the name to something else, so that calls of it keep their form: what
-            is imported has to become an alias.
-        conflict: why the meaning is not certain, or "".
+        fallback: an ``except`` branch binds the same name to a substitute.
+        shared: other branches bind the name to something else, so calls must keep their form and the
+            import must become an alias.
+        conflict: why the meaning is ambiguous, or "".
     """
 
     dotted: str
@@ -40,9 +40,9 @@ class Resolver:
     """Resolves names and attribute chains of one module.
 
     Args:
-        scopes: libcst's scopes, per node.
-        parents: libcst's parents, per node.
-        stars: names that a star import of a deprecated module brings in, with their full names.
+        scopes: libcst's scope of each node.
+        parents: libcst's parent of each node.
+        stars: full names of the names that star imports of deprecated modules bind.
     """
 
     def __init__(
@@ -68,32 +68,32 @@ class Resolver:
         return None
 
     def scopes(self) -> set[Scope]:
-        """Every scope of the module."""
+        """Return every scope of the module."""
         return {scope for scope in self._scopes.values() if scope is not None}
 
     def import_meaning(self, binding: BaseAssignment, name: str) -> str | None:
-        """The full name that an import binds `name` to; None for every other binding."""
+        """Return the full name that an import binds `name` to; None for other bindings."""
         return _imported(binding.node, name) if isinstance(binding, ImportAssignment) else None
 
     def has_successor(self, binding: BaseAssignment) -> bool:
-        """Return whether other branches bind the name of `binding` to its successor only."""
+        """Return whether all other branches bind the name of `binding` to its successor."""
         legacy = parse_legacy(self.import_meaning(binding, binding.name) or "")
         others = {self.import_meaning(other, binding.name) for other in self.others(binding)}
         return legacy is not None and bool(others) and others <= _successors(legacy.name)
 
     def others(self, binding: BaseAssignment) -> list[BaseAssignment]:
-        """The bindings of the same name that mean nothing deprecated."""
-        found = [(b, self._meaning(b, binding.name)) for b in binding.scope[binding.name]]
-        return [b for b, m in found if not (m and parse_legacy(m.dotted))]
+        """Return the bindings of the same name to objects that are not deprecated."""
+        meanings = [(b, self._meaning(b, binding.name)) for b in binding.scope[binding.name]]
+        return [b for b, m in meanings if not (m and parse_legacy(m.dotted))]
 
     def scope_of(self, node: cst.CSTNode) -> Scope | None:
         """Return the scope of `node`."""
-        found: cst.CSTNode | None = node
-        while found is not None:
-            scope = self._scopes.get(found)
+        ancestor: cst.CSTNode | None = node
+        while ancestor is not None:
+            scope = self._scopes.get(ancestor)
             if scope is not None:
                 return scope
-            found = self._parents.get(found)
+            ancestor = self._parents.get(ancestor)
         return None
 
     def _name(self, node: cst.Name) -> Resolved | None:
@@ -103,24 +103,24 @@ class Resolver:
             star = self._stars.get(node.value)
             return Resolved(star) if star else None
         meanings = [(b, self._meaning(b, node.value)) for b in bindings]
-        certain = [(b, m) for b, m in meanings if not self._stand_in(b, m)]
+        certain = [(b, m) for b, m in meanings if not self._is_fallback(b, m)]
         names = {m.dotted if m else None for _, m in certain}
         if len(names) == 1 and certain[0][1] is not None:
             meaning = certain[0][1]
             fallback = any(not _is_none(self._value(b)) for b, _ in meanings if (b, _) not in certain)
             alias = meaning.alias or not isinstance(certain[0][0], ImportAssignment)
-            found = tuple(b for b, _ in certain)
-            return Resolved(meaning.dotted, found, alias, fallback, meaning.shared, meaning.conflict)
+            imports = tuple(b for b, _ in certain)
+            return Resolved(meaning.dotted, imports, alias, fallback, meaning.shared, meaning.conflict)
         return self._unclear(node.value, certain)
 
     def _unclear(self, name: str, meanings: list[tuple[BaseAssignment, Resolved | None]]) -> Resolved | None:
-        """The meaning of a name with several bindings, one of them deprecated."""
+        """Return the meaning of a name with several bindings, some of them deprecated."""
         legacy = [(b, m) for b, m in meanings if m and parse_legacy(m.dotted)]
-        # `f = torch.cuda.amp.autocast` beside `f = nullcontext`: `f` itself is free.
+        # `f = torch.cuda.amp.autocast` beside `f = nullcontext`: leave `f` itself alone.
         if all(self._free_alias(b, m) for b, m in legacy if m):
             return None
         names = {m.dotted if m else None for _, m in meanings}
-        objects = {found.name for _, m in legacy if m and (found := parse_legacy(m.dotted))}
+        objects = {parsed.name for _, m in legacy if m and (parsed := parse_legacy(m.dotted))}
         first = legacy[0][1]
         assert first is not None
         if self.has_successor(legacy[0][0]):
@@ -143,13 +143,13 @@ class Resolver:
             return None
         self._active.add(value)
         try:
-            found = self.resolve(value)
+            meaning = self.resolve(value)
         finally:
             self._active.discard(value)
-        return found if found and parse_legacy(found.dotted) else None
+        return meaning if meaning and parse_legacy(meaning.dotted) else None
 
     def _value(self, binding: BaseAssignment) -> cst.BaseExpression | None:
-        """The right-hand side of ``name = value``, or None for every other kind of binding."""
+        """Return the right-hand side of ``name = value``, or None for other bindings."""
         if isinstance(binding, ImportAssignment) or not isinstance(binding, Assignment):
             return None
         parent = self._parents.get(binding.node)
@@ -158,8 +158,8 @@ class Resolver:
             return statement.value if isinstance(statement, cst.Assign) else None
         return parent.value if isinstance(parent, cst.AnnAssign) else None
 
-    def _stand_in(self, binding: BaseAssignment, meaning: Resolved | None) -> bool:
-        """Return whether `binding` is only a fallback for a missing deprecated name (torch before 1.6)."""
+    def _is_fallback(self, binding: BaseAssignment, meaning: Resolved | None) -> bool:
+        """Return whether `binding` only replaces a missing deprecated name (torch before 1.6)."""
         if meaning is not None or not isinstance(binding, Assignment):
             return False
         if isinstance(binding, ImportAssignment):
@@ -170,14 +170,14 @@ class Resolver:
 
     def in_except(self, node: cst.CSTNode) -> bool:
         """Return whether `node` is in an ``except`` block."""
-        found: cst.CSTNode | None = node
-        while found is not None and not isinstance(found, cst.ExceptHandler):
-            found = self._parents.get(found)
-        return found is not None
+        ancestor: cst.CSTNode | None = node
+        while ancestor is not None and not isinstance(ancestor, cst.ExceptHandler):
+            ancestor = self._parents.get(ancestor)
+        return ancestor is not None
 
 
 def getattr_literal(node: cst.BaseExpression) -> str | None:
-    """The attribute that ``getattr(x, "literal")`` reads, or None for any other expression."""
+    """Return the attribute that ``getattr(x, "literal")`` reads, or None for other expressions."""
     if not (isinstance(node, cst.Call) and len(node.args) == 2):
         return None
     word = node.args[1].value
@@ -191,20 +191,20 @@ def getattr_literal(node: cst.BaseExpression) -> str | None:
 
 
 def star_imports(module: cst.Module) -> list[cst.ImportFrom]:
-    """The star imports of deprecated modules at the top level."""
+    """Return the top-level star imports of deprecated modules."""
     lines = [line for line in module.body if isinstance(line, cst.SimpleStatementLine)]
     froms = [small for line in lines for small in line.body if isinstance(small, cst.ImportFrom)]
     return [f for f in froms if isinstance(f.names, cst.ImportStar) and parse_legacy(module_name(f) or "")]
 
 
 def star_names(module: cst.Module) -> dict[str, str]:
-    """Names that star imports of deprecated modules bind, with their full names."""
+    """Map the names bound by star imports of deprecated modules to their full names."""
     stars = [module_name(star) for star in star_imports(module)]
     return {name: f"{dotted}.{name}" for dotted in stars for name in OBJECTS if name[0] != "_"}
 
 
 def module_name(node: cst.ImportFrom) -> str | None:
-    """The module of ``from module import ...``; None for a relative one."""
+    """Return the module of ``from module import ...``; None if it is relative."""
     return None if node.relative or node.module is None else get_full_name_for_node(node.module)
 
 
@@ -237,11 +237,11 @@ def _is_none(node: cst.BaseExpression | None) -> bool:
 
 
 def _successors(name: str) -> set[str | None]:
-    """Return the full names of the successors of a deprecated object."""
+    """Return the full names of the successors of a deprecated name."""
     modules = ("torch", "torch.amp", "torch.amp.autocast_mode", "torch.amp.grad_scaler", "amp_core")
     return {f"{module}.{name}" for module in modules if name}
 
 
 def _conflict(name: str, meanings: set[str | None]) -> str:
     known = sorted(m for m in meanings if m) + ["something else"] * (None in meanings)
-    return f"`{name}` is bound to {' and to '.join(known)}; which one is meant is decided at run time"
+    return f"`{name}` is bound to {' and to '.join(known)}; the choice is made at run time"

@@ -1,4 +1,4 @@
-"""Argument lists: from the deprecated signatures to the ones that take a device."""
+"""Convert arguments from deprecated signatures to those that take a device."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ _ORDERS = {"autocast": AUTOCAST_ORDER, "custom_fwd": ("fwd",), "custom_bwd": ("b
 
 
 class CannotConvertError(Exception):
-    """The call cannot be rewritten safely; the text says why and what to write instead."""
+    """The call cannot be rewritten safely; the message says why and what to write instead."""
 
 
 def convert_args(legacy: Legacy, args: Sequence[cst.Arg], quote: str, opening: str = "") -> list[cst.Arg]:
-    """Return the arguments of a call of `legacy`'s successor.
+    """Return the arguments for a call to `legacy`'s successor.
 
     Args:
-        legacy: what is called.
+        legacy: the deprecated object that is called.
         args: its arguments.
         quote: the quotation mark that the file uses.
         opening: the line break and indentation between ``(`` and the first argument, if any.
 
     Raises:
-        CannotConvertError: what the arguments mean is known only at run time.
+        CannotConvertError: the meaning of the arguments is known only at run time.
     """
     device = f"{quote}{legacy.device}{quote}"
     if legacy.name in {"custom_fwd", "custom_bwd"}:
         return _custom(args, device, opening)
-    if _names_device(args):
+    if passes_device(args):
         return _with_device(legacy, args)
     if legacy.name == "GradScaler":
         return prepend(args, cst.Arg(cst.SimpleString(device)), opening)
@@ -43,7 +43,7 @@ def convert_args(legacy: Legacy, args: Sequence[cst.Arg], quote: str, opening: s
 
 
 def name_positional(legacy: Legacy, args: Sequence[cst.Arg]) -> list[cst.Arg]:
-    """Turn positional arguments of `autocast` into keywords: its successor has another order."""
+    """Turn positional arguments of `autocast` into keywords: its successor orders them differently."""
     named: list[cst.Arg] = []
     for position, arg in enumerate(args):
         if arg.star == "*":
@@ -73,7 +73,7 @@ def keyword_of(args: Sequence[cst.Arg], name: str) -> cst.BaseExpression | None:
 
 
 def prepend(args: Sequence[cst.Arg], first: cst.Arg, opening: str = "") -> list[cst.Arg]:
-    """Put `first` before `args`, on a line of its own where the call has one argument per line."""
+    """Put `first` before `args`, on a separate line if the call has one argument per line."""
     if not args:
         return [first]
     gap: cst.BaseParenthesizableWhitespace = cst.SimpleWhitespace(" ")
@@ -86,7 +86,7 @@ def prepend(args: Sequence[cst.Arg], first: cst.Arg, opening: str = "") -> list[
 
 
 def _without_comments(gap: cst.BaseParenthesizableWhitespace) -> cst.BaseParenthesizableWhitespace:
-    """The line break and indentation alone."""
+    """Return only the line break and indentation."""
     if isinstance(gap, cst.ParenthesizedWhitespace):
         return gap.with_changes(first_line=cst.TrailingWhitespace(), empty_lines=())
     return gap
@@ -119,8 +119,8 @@ def _cast_args(args: Sequence[cst.Arg], device: str) -> list[cst.Arg]:
     return [args[0], *prepend(args[1:], new)]
 
 
-def _names_device(args: Sequence[cst.Arg]) -> bool:
-    """Whether the call already passes a device, which the deprecated name did not take."""
+def passes_device(args: Sequence[cst.Arg]) -> bool:
+    """Return whether the call passes a device, although the deprecated name takes none."""
     if keyword_of(args, "device_type") is not None or keyword_of(args, "device") is not None:
         return True
     return bool(args) and args[0].keyword is None and isinstance(args[0].value, cst.SimpleString)
@@ -129,11 +129,6 @@ def _names_device(args: Sequence[cst.Arg]) -> bool:
 def _with_device(legacy: Legacy, args: Sequence[cst.Arg]) -> list[cst.Arg]:
     if legacy.name == "autocast" and sum(a.keyword is None for a in args) > 2:
         raise CannotConvertError(
-            "the call passes a device to a name that takes none; what the others mean is not certain"
+            "the deprecated name takes no device, but this call passes one; the other arguments are ambiguous"
         )
     return list(args)
-
-
-def passes_device(args: Sequence[cst.Arg]) -> bool:
-    """Return whether the call needs a review note because it passed a device."""
-    return _names_device(args)

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from amp_compat.migrate.files import Found, discover, is_candidate, module_stem, names_taken
+from amp_compat.migrate.files import Discovered, discover, is_candidate, module_stem, names_taken
 from amp_compat.migrate.model import FileReport
 from amp_core.cli import UsageError
 
@@ -29,32 +29,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--to",
         choices=("torch.amp", "amp_core"),
         default="torch.amp",
-        help="where the names go (default: torch.amp)",
+        help="what to migrate to (default: torch.amp)",
     )
     mode = parser.add_mutually_exclusive_group()
-    mode.add_argument("--write", action="store_true", help="replace the files; without it nothing is written")
-    mode.add_argument("--check", action="store_true", help="exit with 1 if a file would change")
-    add("--diff", action="store_true", help="print what changes as a unified diff")
+    mode.add_argument("--write", action="store_true", help="write the changes; by default no file is changed")
+    mode.add_argument("--check", action="store_true", help="exit with status 1 if a file would change")
+    add("--diff", action="store_true", help="print the changes as a unified diff")
     add("--json", action="store_true", help="print the report as JSON")
     add(
         "--untracked",
         action="store_true",
-        help="in a git work tree, look at files that git does not track too",
+        help="in a git work tree, also migrate files that git does not track",
     )
     add("--jobs", type=int, default=0, metavar="N", help="worker processes (default: one per core)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Migrate and report; 0, or 1 for ``--check`` with changes pending or a file that failed."""
+    """Migrate and report; return 1 if a file failed or ``--check`` has pending changes, else 0."""
     _require_libcst()
-    found = discover(args.paths, untracked=args.untracked)
-    if found.missing:
-        raise UsageError(f"no such file or folder: {', '.join(map(str, found.missing))}")
-    reports = _migrate_all(found.files, args)
+    discovered = discover(args.paths, untracked=args.untracked)
+    if discovered.missing:
+        raise UsageError(f"no such file or folder: {', '.join(map(str, discovered.missing))}")
+    reports = _migrate_all(discovered.files, args)
     if args.json:
-        print(json.dumps(_as_json(found, reports, args), indent=2))
+        print(json.dumps(_as_json(discovered, reports, args), indent=2))
     else:
-        _print_report(found, reports, args)
+        _print_report(discovered, reports, args)
     pending = args.check and any(report.changed for report in reports)
     return 1 if pending or any(report.error for report in reports) else 0
 
@@ -83,7 +83,7 @@ def _migrate_all(files: list[Path], args: argparse.Namespace) -> list[FileReport
 
 
 def _candidates(files: list[Path]) -> tuple[list[Path], dict[str, set[str]], list[FileReport]]:
-    """Return the files to parse, the names that files import from each other, and unreadable files."""
+    """Return the files to parse, the names files import from each other, and the unreadable files."""
     candidates: list[Path] = []
     exported: dict[str, set[str]] = defaultdict(set)
     failed: list[FileReport] = []
@@ -102,12 +102,12 @@ def _candidates(files: list[Path]) -> tuple[list[Path], dict[str, set[str]], lis
 
 @contextmanager
 def _mapper(count: int, jobs: int) -> Iterator[Callable[..., Any]]:
-    """Map over the files, in several processes if there are enough of them."""
+    """Map over the files, using several processes if there are enough files."""
     workers = min(jobs or os.cpu_count() or 1, count)
     if workers < 2 or count < _INLINE:
         yield map
         return
-    # spawn: the parent has threads of torch's by now, and a fork of those can hang.
+    # spawn: torch has started threads in the parent, so a forked child can hang.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context) as pool:
         yield lambda function, items: pool.map(function, items, chunksize=4)
@@ -129,27 +129,27 @@ def _progress(total: int) -> Iterator[Callable[[], None]]:
         yield lambda: progress.advance(task)
 
 
-def _summary(found: Found, reports: list[FileReport]) -> dict[str, int]:
+def _summary(discovered: Discovered, reports: list[FileReport]) -> dict[str, int]:
     levels = Counter(finding.level for report in reports for finding in report.findings)
     return {
-        "files": len(found.files),
+        "files": len(discovered.files),
         "files_changed": sum(report.changed and not report.error for report in reports),
         "files_written": sum(report.written for report in reports),
         "files_failed": sum(report.error is not None for report in reports),
         "changed": levels["changed"],
         "review": levels["review"],
         "manual": levels["manual"],
-        "symlinks_skipped": len(found.links),
-        "untracked_skipped": found.untracked,
+        "symlinks_skipped": len(discovered.links),
+        "untracked_skipped": discovered.untracked,
     }
 
 
-def _as_json(found: Found, reports: list[FileReport], args: argparse.Namespace) -> dict[str, Any]:
+def _as_json(discovered: Discovered, reports: list[FileReport], args: argparse.Namespace) -> dict[str, Any]:
     files = [report.as_json() for report in reports if report.findings or report.error]
-    return {"to": args.to, "summary": _summary(found, reports), "files": files}
+    return {"to": args.to, "summary": _summary(discovered, reports), "files": files}
 
 
-def _print_report(found: Found, reports: list[FileReport], args: argparse.Namespace) -> None:
+def _print_report(discovered: Discovered, reports: list[FileReport], args: argparse.Namespace) -> None:
     for report in reports:
         if report.diff:
             sys.stdout.write(report.diff)
@@ -160,7 +160,7 @@ def _print_report(found: Found, reports: list[FileReport], args: argparse.Namesp
                 cell = f"cell {finding.cell}:" if finding.cell else ""
                 place = f"{report.path}:{cell}{finding.line}:{finding.column + 1}"
                 print(f"{place}: {finding.level}: {finding.name}: {finding.message}")
-    print(_closing_line(_summary(found, reports), args))
+    print(_closing_line(_summary(discovered, reports), args))
 
 
 def _closing_line(count: dict[str, int], args: argparse.Namespace) -> str:

@@ -1,4 +1,4 @@
-"""Rewrites the text of one module."""
+"""Rewrite the source of one module."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ModuleRewriter:
 
     Args:
         text: its source.
-        target: where the names go.
+        target: the package to migrate to.
         exported: names that other files import from it; their imports stay as they are.
     """
 
@@ -96,7 +96,7 @@ class ModuleRewriter:
         return collector.plan
 
     def _try_site(self, use: Use) -> None:
-        """Convert the arguments of the use once, to check that it is possible."""
+        """Check that the arguments of the use can be converted."""
         try:
             self._site_edit(use)
         except CannotConvertError as error:
@@ -105,7 +105,7 @@ class ModuleRewriter:
     # -- imports ------------------------------------------------------------------------------------
 
     def _rename_bindings(self, plan: Plan) -> set[BaseAssignment]:
-        """Point the imports of deprecated names at the target where every use can follow."""
+        """Redirect imports of deprecated names to the target if all their uses can be rewritten."""
         renamed: set[BaseAssignment] = set()
         for binding in self._legacy_imports():
             uses = plan.by_binding.get(binding, [])
@@ -133,33 +133,29 @@ class ModuleRewriter:
             return
         for star in star_imports(self.module):
             self.edits[star] = self.imports.star_edit
-            note = "the star is gone: names that only other files took from here need an import"
+            note = "star import replaced: names that only other files import from here need their own import"
             self._find(star, "review", module_name(star) or "", note)
 
     def _legacy_imports(self) -> list[ImportAssignment]:
-        found: list[ImportAssignment] = []
-        seen: set[tuple[int, str]] = set()
+        imports: dict[tuple[int, str], ImportAssignment] = {}
         for scope in {s for s in self.resolver.scopes() if s is not None}:
             for binding in scope.assignments:
-                if not isinstance(binding, ImportAssignment) or (id(binding.node), binding.name) in seen:
-                    continue
-                seen.add((id(binding.node), binding.name))
-                if self.imports.concerns(binding.node, binding.name):
-                    found.append(binding)
-        return sorted(found, key=lambda b: (self.positions[b.node].start.line, b.name))
+                if isinstance(binding, ImportAssignment) and self.imports.concerns(
+                    binding.node, binding.name
+                ):
+                    imports.setdefault((id(binding.node), binding.name), binding)
+        return sorted(imports.values(), key=lambda b: (self.positions[b.node].start.line, b.name))
 
     def _keep_exported(self, binding: ImportAssignment) -> None:
-        reason = (
-            f"`{binding.name}` is imported from here elsewhere, or is in __all__; its signature would change"
-        )
+        reason = f"`{binding.name}` is in __all__ or imported by other files; its signature would change"
         self._find(binding.node, "manual", binding.name, reason)
 
     def _beside_successor(self, binding: ImportAssignment) -> None:
-        """An import for old versions of torch: one that an `except` guards is asked for by nobody else."""
+        """Report an import for old versions of torch, unless it is a fallback in an `except`."""
         if not self.resolver.in_except(binding.node):
             reason = (
-                f"another branch binds `{binding.name}` to the successor; where that is always there, "
-                f"this one can go, and calls name the device"
+                f"another branch binds `{binding.name}` to the successor; if that is always available, "
+                f"remove this import and pass the device in calls"
             )
             self._find(binding.node, "manual", binding.name, reason)
 
@@ -169,11 +165,13 @@ class ModuleRewriter:
         assert legacy is not None
         alias = self.expressions.rebound(cst.Name(binding.name), legacy, binding.node)
         self.imports.rename(binding.node, binding.name, alias)
-        self._find(binding.node, "changed", binding.name, f"a functools.partial of {self.target.module}'s")
+        self._find(
+            binding.node, "changed", binding.name, f"a functools.partial of the name in {self.target.module}"
+        )
 
     def _note_import(self, binding: ImportAssignment, uses: list[Use]) -> None:
         if any(use.resolved.fallback for use in uses):
-            text = "the except branch binds a stand-in for torch before 1.6 that takes no device: it can go"
+            text = "remove the except branch: its substitute for torch before 1.6 takes no device"
             self._find(binding.node, "review", binding.name, text)
         else:
             self._find(binding.node, "changed", binding.name, f"imported from {self.target.module}")
@@ -215,7 +213,7 @@ class ModuleRewriter:
             self.edits[use.node] = lambda _: replacement
 
     def _site_edit(self, use: Use) -> Edit | None:
-        """Return the edit of the call or class around a use, beyond the name itself."""
+        """Return the edit of the call or class around a use."""
         if use.kind == "call" and isinstance(use.site, cst.Call):
             return self._call_edit(
                 use.legacy, use.site, bare=use.resolved.alias and isinstance(use.node, cst.Name)
@@ -231,12 +229,12 @@ class ModuleRewriter:
         return None
 
     def _quote_at(self, node: cst.CSTNode) -> str:
-        """The file's quotation mark; inside an f-string, the one that does not end it."""
-        found: cst.CSTNode | None = node
-        while found is not None and not isinstance(found, cst.FormattedString):
-            found = self.parents.get(found)
-        if isinstance(found, cst.FormattedString):
-            return '"' if found.quote[0] == "'" else "'"
+        """Return the file's quotation mark, or the other one inside an f-string that uses it."""
+        ancestor: cst.CSTNode | None = node
+        while ancestor is not None and not isinstance(ancestor, cst.FormattedString):
+            ancestor = self.parents.get(ancestor)
+        if isinstance(ancestor, cst.FormattedString):
+            return '"' if ancestor.quote[0] == "'" else "'"
         return self.quote
 
     def _call_edit(self, legacy: Legacy, call: cst.Call, *, bare: bool) -> Edit | None:
@@ -273,7 +271,7 @@ class ModuleRewriter:
     # -- expressions --------------------------------------------------------------------------------
 
     def _expression(self, use: Use) -> cst.BaseExpression:
-        """Return the successor's name, in the form that the file used for the deprecated one."""
+        """Return the successor's name, written the way the file wrote the deprecated one."""
         legacy = use.legacy
         suffix = self.target.suffix(legacy.name) if legacy.name else ""
         root = root_of(use.node)
@@ -297,7 +295,7 @@ class ModuleRewriter:
             self.edits[node] = lambda new: new.with_changes(value=text)
             self._find(node, "changed", legacy.dotted, f"now {self.expressions.in_words(legacy)}")
             return
-        message = "a string holds the deprecated name; what reads it is not known here"
+        message = "this string contains the deprecated name; change it by hand if it is code"
         self._find(node, "manual", "torch.cuda.amp" if "cuda" in inner else "torch.cpu.amp", message)
 
     def _find(self, node: cst.CSTNode, level: Level, name: str, message: str) -> None:

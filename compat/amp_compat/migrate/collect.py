@@ -1,4 +1,4 @@
-"""Finds every use of a deprecated name."""
+"""Collect every use of a deprecated name."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Collector(NameWalker):
         self._parents = parents
 
     def visit_Name(self, node: cst.Name) -> None:
-        """Record a bare name, unless this binds it."""
+        """Record a bare name unless its parent binds it."""
         parent = self._parents.get(node)
         if not isinstance(parent, (cst.FunctionDef, cst.ClassDef, cst.AsName, cst.NameItem)):
             self.take(node)
@@ -33,18 +33,18 @@ class Collector(NameWalker):
         return not self.take(node)
 
     def visit_Param(self, node: cst.Param) -> bool:
-        """Visit the annotation and the default only."""
+        """Visit only the annotation and the default."""
         for part in (node.annotation, node.default):
             if part is not None:
                 part.visit(self)
         return False
 
     def visit_AssignTarget(self, node: cst.AssignTarget) -> bool:
-        """A plain name on the left is a binding, not a use."""
+        """Skip a plain name on the left: it is a binding, not a use."""
         return not isinstance(node.target, cst.Name)
 
     def visit_AnnAssign(self, node: cst.AnnAssign) -> bool:
-        """As for `visit_AssignTarget`."""
+        """Skip a plain name on the left, as in `visit_AssignTarget`."""
         parts = [node.annotation, node.value, None if isinstance(node.target, cst.Name) else node.target]
         for part in parts:
             if part is not None:
@@ -52,7 +52,7 @@ class Collector(NameWalker):
         return False
 
     def visit_SimpleString(self, node: cst.SimpleString) -> None:
-        """Record strings that contain a deprecated name as code, not as prose."""
+        """Record strings that contain a deprecated name in code, not in prose."""
         if ("torch.cuda.amp" in node.value or "torch.cpu.amp" in node.value) and _is_code(node.raw_value):
             self.plan.strings.append(node)
 
@@ -71,7 +71,7 @@ class Collector(NameWalker):
 
 
 def _is_code(text: str) -> bool:
-    """Whether `text` reads as an expression: a path for ``mock.patch``, an annotation, something to eval."""
+    """Return whether `text` parses as an expression, such as a ``mock.patch`` path or an annotation."""
     try:
         ast.parse(text.strip(), mode="eval")
     except (SyntaxError, ValueError):

@@ -1,4 +1,4 @@
-"""Expressions for the successors, in the style of one file."""
+"""Write expressions for the successors in the style of the file."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from amp_compat.migrate.names import Legacy, Target
 
 
 class Expressions:
-    """Writes expressions from the names that a module has; what it lacks is imported.
+    """Writes expressions using the names a module has imported, and requests missing imports.
 
     Args:
         module: the module.
-        resolver: knows what its names mean.
-        scope: its global names.
-        imports: takes note of what has to be imported.
-        positions: where each node stands.
-        target: where the names go.
+        resolver: resolves its names.
+        scope: its global scope.
+        imports: records the imports to add.
+        positions: the source position of each node.
+        target: the package to migrate to.
         quote: the quotation mark that the file uses.
     """
 
@@ -40,31 +40,31 @@ class Expressions:
         self._imports, self._positions, self._target, self._quote = imports, positions, target, quote
 
     def successor(self, legacy: Legacy, root: cst.BaseExpression | None = None) -> cst.BaseExpression:
-        """The successor's full name; `root` is the first name of the deprecated one, where it has one."""
+        """Return the successor's full name; `root` is the first name of the deprecated expression, if any."""
         suffix = self._target.suffix(legacy.name) if legacy.name else ""
         return cst.parse_expression(".".join(filter(None, [self._module_of(root), suffix])))
 
     def partial(self, legacy: Legacy, successor: cst.BaseExpression) -> cst.Call:
-        """``functools.partial(successor, device)``: called, by keyword, as the deprecated name was."""
+        """Return ``functools.partial(successor, device)``, which takes the deprecated keyword arguments."""
         functools = self._name_for("functools.partial") or cst.parse_expression("functools.partial")
         if "functools" not in bound_names(self._module) and not isinstance(functools, cst.Name):
             self._imports.need("functools")
         return self._filled_in(functools, legacy, successor)
 
     def rebound(self, name: cst.Name, legacy: Legacy, at: cst.CSTNode) -> list[cst.BaseSmallStatement]:
-        """``name = functools.partial(name, device)`` as statements to follow the import `at`."""
+        """Return ``name = functools.partial(name, device)`` as statements to follow the import `at`."""
         known = self._name_for("functools", above=at)
         functools = known or cst.Name("functools")
         call = self._filled_in(cst.Attribute(functools, cst.Name("partial")), legacy, name)
         assign = cst.Assign([cst.AssignTarget(name)], call)
-        if known is None and self._imports.at_top(at):  # what is needed is imported below it
+        if known is None and self._imports.at_top(at):  # needed imports are added below it
             return [cst.Import([cst.ImportAlias(functools)]), assign]
         if known is None:
             self._imports.need("functools")
         return [assign]
 
     def in_words(self, legacy: Legacy) -> str:
-        """The successor and its device, for a report."""
+        """Describe the successor and its device for a report."""
         suffix = f".{self._target.suffix(legacy.name)}" if legacy.name else ""
         device = "" if legacy.name in {"", "OptState"} else f" on '{legacy.device}'"
         return f"{self._target.module}{suffix}{device}"
@@ -80,14 +80,14 @@ class Expressions:
             meaning = self._resolver.resolve(root)
             if meaning and meaning.dotted == "torch":
                 return f"{root.value}.amp"
-        found = self._name_for(self._target.root)
-        if found is None:
+        imported = self._name_for(self._target.root)
+        if imported is None:
             self._imports.need(self._target.root)
-        name = found.value if found is not None else self._target.root
+        name = imported.value if imported is not None else self._target.root
         return name + self._target.module[len(self._target.root) :]
 
     def _name_for(self, dotted: str, above: cst.CSTNode | None = None) -> cst.Name | None:
-        """A module-level name that an import binds to `dotted`; one that stands above a node, if given."""
+        """Return a module-level name imported from `dotted`, bound before the node `above` if given."""
         for name in bound_names(self._module):
             bindings = list(self._scope[name]) if self._scope is not None else []
             if {self._resolver.import_meaning(b, name) for b in bindings} != {dotted}:

@@ -13,7 +13,7 @@ from pathlib import Path
 SUFFIXES = (".py", ".pyi", ".ipynb")
 _SKIPPED = frozenset({"__pycache__", "node_modules", "site-packages", "__pypackages__"})
 
-# A file that matches none of these cannot hold a deprecated name; reading is all that it costs.
+# A file that matches none of these cannot contain a deprecated name and is not parsed.
 _CANDIDATE = re.compile(
     rb"(?:cuda|cpu)\s*\.\s*amp\b|torch\s*\.\s*(?:cuda|cpu)\s+import|torch\s*\.\s*(?:cuda|cpu)\s+as\b"
     rb"|torch\s+import[^\n]*\b(?:cuda|cpu)\b|(?:cuda|cpu)\s*,\s*\\?[\"']amp|\bapex\b[^\n]*\bamp\b|\bamp\b[^\n]*\bapex\b"
@@ -24,8 +24,8 @@ _WORD = re.compile(rb"\b(?:" + _NAMES + rb")\b")
 
 
 @dataclass
-class Found:
-    """The files under some paths, and those that were skipped."""
+class Discovered:
+    """The files under the given paths, and those skipped."""
 
     files: list[Path] = field(default_factory=list)
     links: list[Path] = field(default_factory=list)
@@ -33,46 +33,48 @@ class Found:
     missing: list[Path] = field(default_factory=list)
 
 
-def discover(paths: Iterable[str], *, untracked: bool = False) -> Found:
+def discover(paths: Iterable[str], *, untracked: bool = False) -> Discovered:
     """Collect Python files and notebooks.
 
-    A file that is named is taken. In a folder, symbolic links are not followed, hidden folders, virtual
-    environments and caches are left out, and so is what git does not track, unless `untracked`.
+    Files passed explicitly are always included. Folders are searched without following symbolic links and
+    without hidden folders, virtual environments, caches and (unless `untracked`) files unknown to git.
     """
-    found = Found()
-    seen: set[Path] = set()
+    discovered = Discovered()
     for text in paths:
         path = Path(text)
         if path.is_dir():
-            _discover_folder(path, found, untracked=untracked)
+            _discover_folder(path, discovered, untracked=untracked)
         elif path.is_file():
-            found.files.append(path)
+            discovered.files.append(path)
         else:
-            found.missing.append(path)
-    found.files = [p for p in found.files if not (p.absolute() in seen or seen.add(p.absolute()))]  # type: ignore[func-returns-value]
-    return found
+            discovered.missing.append(path)
+    unique: dict[Path, Path] = {}
+    for path in discovered.files:
+        unique.setdefault(path.absolute(), path)
+    discovered.files = list(unique.values())
+    return discovered
 
 
-def _discover_folder(folder: Path, found: Found, *, untracked: bool) -> None:
+def _discover_folder(folder: Path, discovered: Discovered, *, untracked: bool) -> None:
     tracked = None if untracked else git_files(folder)
     for path in _walk(folder):
         if path.is_symlink():
-            found.links.append(path)
+            discovered.links.append(path)
         elif tracked is not None and os.path.abspath(path) not in tracked:
-            found.untracked += 1
+            discovered.untracked += 1
         else:
-            found.files.append(path)
+            discovered.files.append(path)
 
 
 def _walk(folder: Path) -> Iterator[Path]:
     for base, folders, names in os.walk(folder, followlinks=False):
-        folders[:] = sorted(name for name in folders if _entered(base, name))
+        folders[:] = sorted(name for name in folders if _should_enter(base, name))
         for name in sorted(names):
             if name.endswith(SUFFIXES):
                 yield Path(base, name)
 
 
-def _entered(base: str, name: str) -> bool:
+def _should_enter(base: str, name: str) -> bool:
     hidden = name.startswith(".") or name in _SKIPPED
     return not hidden and not os.path.exists(os.path.join(base, name, "pyvenv.cfg"))
 
@@ -89,14 +91,14 @@ def git_files(folder: Path) -> set[str] | None:
 
 
 def is_candidate(data: bytes) -> bool:
-    """Return whether a file with the content `data` can contain a deprecated name."""
+    """Return whether a file with content `data` can contain a deprecated name."""
     return _CANDIDATE.search(data) is not None
 
 
 def names_taken(data: bytes) -> set[tuple[str, str]]:
-    """(module, name) for the mixed-precision names that a file imports from modules other than torch's.
+    """Return (module, name) for each mixed-precision name that a file imports from outside torch.
 
-    `module` is the last part of the module's name. A star import stands for every name that the file uses.
+    `module` is the last part of the module's name. A star import counts as every name the file uses.
     """
     taken: set[tuple[str, str]] = set()
     if _WORD.search(data) is None:
@@ -112,15 +114,15 @@ def names_taken(data: bytes) -> set[tuple[str, str]]:
 
 
 def module_stem(path: Path) -> str:
-    """The last part of the name under which other files import `path`."""
+    """Return the last part of the module name under which other files import `path`."""
     return path.parent.absolute().name if path.stem == "__init__" else path.stem
 
 
 def write_whole(path: Path, before: bytes, after: bytes) -> None:
-    """Replace `path` by `after` in one step, keeping its mode; never a part of it.
+    """Replace the contents of `path` atomically with `after`, keeping its mode.
 
     Raises:
-        OSError: `path` is read-only, was changed since it was read, or cannot be replaced.
+        OSError: `path` is read-only, changed since it was read, or cannot be replaced.
     """
     mode = path.stat().st_mode
     if not mode & 0o222 or not os.access(path, os.W_OK):

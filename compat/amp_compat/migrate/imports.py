@@ -18,7 +18,7 @@ Line = cst.SimpleStatementLine | cst.FlattenSentinel[cst.SimpleStatementLine] | 
 
 
 class _Place(NamedTuple):
-    """Where an imported name comes from afterwards; `drop` where nothing imports it any more."""
+    """The new source of an imported name; `drop` if the import is removed."""
 
     how: Literal["from", "import", "drop"]
     module: str = ""
@@ -40,21 +40,21 @@ class ImportEditor:
         self.star_uses: set[str] = set()
 
     def need(self, module: str) -> None:
-        """Have ``import module`` at the top of the file."""
+        """Request ``import module`` at the top of the file."""
         if module not in self._needed:
             self._needed.append(module)
 
     def concerns(self, node: cst.CSTNode, bound: str) -> bool:
-        """Whether `node` binds `bound` to a deprecated name."""
+        """Return whether `node` binds `bound` to a deprecated name."""
         return any(_bound(a) == bound and self._place(node, a) for a in _aliases(node))
 
     def keeps_name(self, node: cst.CSTNode, bound: str) -> bool:
-        """Whether the target can be bound to the same name: not so for submodules."""
+        """Return whether the target can be bound to the same name; submodules cannot."""
         places = [self._place(node, a) for a in _aliases(node) if _bound(a) == bound]
         return all(place is not None and place.how != "drop" for place in places)
 
     def rename(self, node: cst.CSTNode, bound: str, then: Sequence[Statement] = ()) -> None:
-        """Have the import at `node` bind `bound` from the target, followed by the statements `then`."""
+        """Make the import at `node` bind `bound` from the target, followed by the statements `then`."""
         self._renamed[node].add(bound)
         self._followed[node].extend(then)
 
@@ -77,14 +77,14 @@ class ImportEditor:
         return _as_lines(line, smalls, alone=self._alone(original))
 
     def star_edit(self, node: cst.CSTNode) -> cst.CSTNode:
-        """Return an import of the names in use, instead of the star."""
+        """Return an import of the used names in place of the star."""
         names = [cst.ImportAlias(cst.Name(name)) for name in sorted(self.star_uses)]
         return node.with_changes(module=_dotted(self._target.module), names=names)
 
     def add_to(self, module: cst.Module) -> cst.Module:
-        """Return `module` with the needed imports added behind its first block of imports.
+        """Return `module` with the needed imports added after its first block of imports.
 
-        Those of the standard library go behind the ones of it that the block begins with.
+        Standard-library imports go after those at the start of the block.
         """
         body = list(module.body)
         for name in sorted(self._needed, reverse=True):
@@ -133,14 +133,14 @@ class ImportEditor:
 
 
 def bound_names(module: cst.Module) -> list[str]:
-    """Names that the module's own imports bind, those in a ``try`` body included."""
-    found: list[str] = []
+    """Return the names bound by the module's top-level imports, including those in ``try`` bodies."""
+    names: list[str] = []
     for statement in module.body:
         lines = statement.body.body if isinstance(statement, cst.Try) else [statement]
         for line in lines:
             for small in line.body if isinstance(line, cst.SimpleStatementLine) else ():
-                found.extend(_bound(a).partition(".")[0] for a in _aliases(small))
-    return list(dict.fromkeys(found))
+                names.extend(_bound(a).partition(".")[0] for a in _aliases(small))
+    return list(dict.fromkeys(names))
 
 
 def _split(
@@ -165,7 +165,7 @@ def _split(
 
 
 def _listed(names: Sequence[cst.ImportAlias], *, trailing: bool = False) -> list[cst.ImportAlias]:
-    """Return `names` with commas, as on one line."""
+    """Return `names` separated by commas on one line."""
     if trailing and len(names) > 1:
         return list(names)
     comma = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
@@ -215,7 +215,7 @@ def _end_of_imports(
 
 
 def _is_import(node: cst.CSTNode, *, of_library: bool) -> bool:
-    """Whether `node` is an import; with `of_library`, one of the standard library."""
+    """Return whether `node` is an import (with `of_library`, of the standard library only)."""
     if isinstance(node, cst.Import):
         modules = [get_full_name_for_node(alias.name) or "" for alias in node.names]
     elif isinstance(node, cst.ImportFrom):

@@ -1,4 +1,4 @@
-"""What a migration says about a file."""
+"""Data classes for migration results."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Literal
 Level = Literal["changed", "review", "manual"]
 
 CELL_MARK = "# amp-core notebook cell "
-"""Starts the comment that separates the cells of a notebook read as one program."""
+"""Prefix of the comment that separates notebook cells joined into one program."""
 
 
 @dataclass(frozen=True)
@@ -18,10 +18,10 @@ class Finding:
     Attributes:
         line: 1-based line; in a notebook, within the cell.
         column: 0-based column.
-        level: ``changed`` (rewritten), ``review`` (rewritten, but read the message), or ``manual`` (left
-            as it was: needs a human).
-        name: the deprecated name that was met.
-        message: what was done, or why nothing was done and what to write instead.
+        level: ``changed`` (rewritten), ``review`` (rewritten, but check the message), or ``manual``
+            (unchanged; rewrite it by hand).
+        name: the deprecated name.
+        message: the change, or why there is none and what to write instead.
         cell: 1-based number of the code cell, in a notebook.
     """
 
@@ -35,7 +35,7 @@ class Finding:
 
 @dataclass
 class FileReport:
-    """The outcome for one file; `error` says why it could not be read or written."""
+    """The result for one file; `error` says why it could not be read or written."""
 
     path: str
     findings: list[Finding] = field(default_factory=list)
@@ -54,7 +54,7 @@ class FileReport:
 
 @dataclass
 class Rewritten:
-    """The new text of a module, and the findings in it."""
+    """The new source of a module and its findings."""
 
     text: str
     findings: list[Finding] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Deprecated dotted names, and their names in the target."""
+"""Deprecated dotted names and their replacements."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Legacy:
 
 
 def parse_legacy(dotted: str) -> Legacy | None:
-    """Return what `dotted` means, or None where it is not a deprecated name."""
+    """Parse `dotted`; return None if it is not a deprecated name."""
     for module, device in _DEVICES.items():
         if dotted == module:
             return Legacy(device, "")
@@ -40,7 +40,7 @@ def parse_legacy(dotted: str) -> Legacy | None:
 
 @dataclass(frozen=True)
 class Target:
-    """Where the names go: ``torch.amp`` or ``amp_core``."""
+    """The package to migrate to: ``torch.amp`` or ``amp_core``."""
 
     module: str
 

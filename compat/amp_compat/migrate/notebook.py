@@ -1,4 +1,4 @@
-"""Jupyter notebooks: all code cells are one program, rewritten together and put back cell by cell."""
+"""Migrate Jupyter notebooks: join the code cells, rewrite them together, and split them again."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class _Cell:
 
 
 def migrate_notebook(text: str, target: Target, exported: Collection[str] = ()) -> Rewritten:
-    """Rewrite the code cells of the notebook `text`; outputs, metadata and layout stay.
+    """Rewrite the code cells of the notebook `text`; keep outputs, metadata and layout.
 
     Raises:
         ValueError: `text` is not a notebook.
@@ -63,7 +63,7 @@ def _code_cells(raw: list[dict[str, Any]]) -> tuple[list[_Cell], list[Finding]]:
             cst.parse_module(_hide_magics(text))
         except cst.ParserSyntaxError as error:
             if re.search("amp|autocast|GradScaler", text):
-                reason = f"the cell is not Python that can be read: {error.message}"
+                reason = f"the cell is not valid Python: {error.message}"
                 skipped.append(Finding(error.raw_line, error.raw_column, "manual", "", reason, number))
             continue
         cells.append(_Cell(index, number, text))
@@ -75,7 +75,7 @@ def _block(cell: _Cell) -> str:
 
 
 def _hide_magics(text: str) -> str:
-    """Turn IPython lines into statements that Python can read."""
+    """Turn IPython lines into valid Python statements."""
     lines = text.split("\n")
     continued = False
     for position, line in enumerate(lines):
@@ -96,7 +96,7 @@ def _split(text: str) -> dict[int, str]:
         else:
             current.append(_HIDDEN.sub(r"\1\2", line))
     last = max(cells, default=0)
-    # Each block ends in a line break of ours; the last one leaves an empty line behind.
+    # Each block ends with an added line break, so the last one has an extra empty line.
     return {number: "\n".join(lines[:-1] if number == last else lines) for number, lines in cells.items()}
 
 
@@ -105,17 +105,17 @@ def _store(cell: dict[str, Any], text: str) -> None:
 
 
 def _relocate(findings: list[Finding], cells: list[_Cell]) -> list[Finding]:
-    """Give each finding its cell, and its line within it."""
+    """Set the cell of each finding and its line within the cell."""
     starts: list[tuple[int, int]] = []
     line = 1
     for cell in cells:
         starts.append((line, cell.number))
         line += cell.text.count("\n") + 2
-    found: list[Finding] = []
+    relocated: list[Finding] = []
     for finding in findings:
         start, number = max(entry for entry in starts if entry[0] <= finding.line)
-        found.append(replace(finding, line=finding.line - start, cell=number))
-    return found
+        relocated.append(replace(finding, line=finding.line - start, cell=number))
+    return relocated
 
 
 def _dump(notebook: dict[str, Any], original: str) -> str:

@@ -20,12 +20,12 @@ class Use:
     """One use of a deprecated name.
 
     Attributes:
-        node: the shortest expression that means the deprecated name.
-        legacy: what it means.
-        resolved: how that is known.
-        kind: where it stands; see `classify`.
-        site: the call, argument or class that the rewrite is about.
-        manual: why a human is needed, or "".
+        node: the shortest expression that resolves to the deprecated name.
+        legacy: the deprecated name.
+        resolved: how the expression resolves to it.
+        kind: the context of the use; see `classify`.
+        site: the call, argument or class to rewrite.
+        manual: why it must be rewritten by hand, or "".
         review: what to check after the rewrite, or "".
     """
 
@@ -40,7 +40,7 @@ class Use:
 
 @dataclass
 class Plan:
-    """All uses of a module, and those of each binding."""
+    """All uses in a module, also grouped by binding."""
 
     uses: list[Use] = field(default_factory=list)
     by_binding: dict[BaseAssignment, list[Use]] = field(default_factory=lambda: defaultdict(list))

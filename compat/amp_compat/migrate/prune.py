@@ -1,7 +1,7 @@
-"""Skip functions that use no deprecated name: most of a file, and most of the time.
+"""Skip functions that use no deprecated name, which saves most of the time.
 
-A function that mentions no deprecated name, and no name bound to one, is replaced by an empty function
-with as many lines, so that positions stay true. `restore` gives the edits that put the functions back.
+`prune` replaces a function that mentions neither a deprecated name nor a name bound to one by an empty
+function of the same length, so positions stay valid. It also returns the edits that restore the functions.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import libcst as cst
 
 _WORDS = r"amp|apex|autocast\w*|GradScaler|grad_scaler|custom_[fb]wd|OptState|_cast"
 _SEED = re.compile(rf"\b(?:{_WORDS})\b")
-# An import's alias, or the target of an assignment whose value is a name; a call's result is another thing.
+# An import's alias, or the target of an assignment whose value is a name rather than a call.
 _BOUND = re.compile(
     r"\bas\s+(\w+)|^\s*(\w+)\s*(?::[^=\n]+)?=\s*(?:\(?\s*[\w.]+\)?\s*(?:#.*)?$|getattr\b|\(\s*$)"
 )
-_SHORTEST = 4  # fewer lines than this cost less than their replacement
+_SHORTEST = 4  # replacing shorter functions costs more than it saves
 
 Node = TypeVar("Node", cst.Module, cst.ClassDef)
 Restored = dict[cst.CSTNode, Callable[[cst.CSTNode], cst.CSTNode]]
@@ -33,13 +33,13 @@ def prune(module: cst.Module, text: str) -> tuple[cst.Module, Restored]:
 
 
 def _names_bound_to(text: str) -> list[str]:
-    """Return each name that a line with one of the words assigns or imports; extra names do no harm."""
-    found: set[str] = set()
+    """Return the names bound on lines that contain one of the words; extra names are harmless."""
+    names: set[str] = set()
     for line in text.splitlines():
         if not (_SEED.search(line) or "torch.c" in line):
             continue
-        found.update(word for pair in _BOUND.findall(line) for word in pair if word)
-    return sorted(found - {"torch"})
+        names.update(word for pair in _BOUND.findall(line) for word in pair if word)
+    return sorted(names - {"torch"})
 
 
 def _pruned(
@@ -67,6 +67,6 @@ def _pruned_function(
     # A new FunctionDef each time: edits are keyed by identity.
     filler = [cst.EmptyLine(indent=False) for _ in range(lines - 2)]
     block = cst.IndentedBlock([cst.SimpleStatementLine([cst.Pass()])], footer=filler)
-    stand_in = cst.FunctionDef(cst.Name(node.name.value), cst.Parameters(), block)
-    restored[stand_in] = lambda _: node
-    return stand_in
+    placeholder = cst.FunctionDef(cst.Name(node.name.value), cst.Parameters(), block)
+    restored[placeholder] = lambda _: node
+    return placeholder

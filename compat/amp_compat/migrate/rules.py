@@ -1,4 +1,4 @@
-"""Decide from its context how a use of a deprecated name can be rewritten."""
+"""Decide from context how to rewrite a use of a deprecated name."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ def _call(use: Use, parent: cst.CSTNode, at: _Place) -> bool:
     if use.legacy.name == "OptState":
         use.kind = "type"
     if passes_device(parent.args) and use.legacy.name in {"autocast", "GradScaler"}:
-        use.review = f"`{use.legacy.dotted}` takes no device: what was passed is the device now"
+        use.review = f"`{use.legacy.dotted}` takes no device: the argument is now passed as the device"
     elif use.legacy.name == "autocast" and _inside_dtype_region(parent, at.parents):
         default = "float16" if use.legacy.device == "cuda" else "bfloat16"
-        use.review = f"without dtype it takes the enclosing region's; the old default was torch.{default}"
+        use.review = f"without dtype it uses the enclosing region's; the old default was torch.{default}"
     return True
 
 
@@ -142,7 +142,7 @@ def _assigned(use: Use, parent: cst.CSTNode, at: _Place) -> bool:
     use.kind = "value"
     targets = [t.target for t in parent.targets] if isinstance(parent, cst.Assign) else [parent.target]
     if len(targets) == 1 and isinstance(targets[0], cst.Name) and targets[0].value == "_":
-        use.kind = "type"  # a test of whether the name is there
+        use.kind = "type"  # a check whether the name exists
     elif len(targets) == 1 and isinstance(targets[0], cst.Name):
         use.kind, use.site = "alias", targets[0]
     else:
@@ -159,44 +159,38 @@ def _classify_module(use: Use, parent: cst.CSTNode, parents: Parents) -> None:
         and isinstance(parent.targets[0].target, cst.Name)
     ):
         use.kind, use.site = "module alias", parent.targets[0].target
-    elif isinstance(owner, cst.Call) and owner.args[0] is parent and _asks(owner, "hasattr"):
+    elif isinstance(owner, cst.Call) and owner.args[0] is parent and _tests_name(owner, "hasattr"):
         return
-    elif isinstance(owner, cst.Call) and owner.args[0] is parent and _asks(owner, "getattr"):
+    elif isinstance(owner, cst.Call) and owner.args[0] is parent and _tests_name(owner, "getattr"):
         if not isinstance(parents[owner], (cst.Comparison, cst.If, cst.BooleanOperation, cst.UnaryOperation)):
-            use.manual = (
-                "getattr with a default: the value's signature is the deprecated one or another; spell it out"
-            )
+            use.manual = "getattr with a default: the value may have either signature; rewrite it by hand"
     elif isinstance(parent, (cst.Comparison, cst.Expr)):
-        return  # a test of whether the name is there
+        return  # a check whether the name exists
     elif isinstance(parent, cst.Attribute):
         use.manual = f"`{use.legacy.dotted}.{parent.attr.value}` has no successor of that name"
     else:
-        use.manual = (
-            f"the module `{use.legacy.dotted}` is used as an object; what is taken from it is not known here"
-        )
+        use.manual = f"the module `{use.legacy.dotted}` is used as an object; rewrite its uses by hand"
 
 
-def _asks(call: cst.Call, name: str) -> bool:
+def _tests_name(call: cst.Call, name: str) -> bool:
     word = call.args[1].value if len(call.args) > 1 else None
     named = isinstance(call.func, cst.Name) and call.func.value == name
     return named and isinstance(word, cst.SimpleString) and word.evaluated_value in OBJECTS
 
 
-_OF_CLASSES = {"type", "base", "partial"}
+_CLASS_KINDS = {"type", "base", "partial"}
 
 
 def settle_aliases(plan: Plan, resolver: Resolver) -> None:
-    """Decide ``name = torch.cuda.amp.autocast``: a functools.partial must work for all uses of `name`."""
+    """Allow ``name = torch.cuda.amp.autocast`` only if a functools.partial works for all uses of `name`."""
     for use in plan.uses:
         if use.kind != "alias" or use.manual or not isinstance(use.site, cst.Name):
             continue
-        uses = [u for u in plan.uses if _through(u, use.site.value) and u is not use]
-        if any(u.kind in _OF_CLASSES or u.manual for u in uses):
+        uses = [u for u in plan.uses if _uses_alias(u, use.site.value) and u is not use]
+        if any(u.kind in _CLASS_KINDS or u.manual for u in uses):
             use.manual = f"`{use.site.value}` is used as a class or passed on; replace it by hand"
         elif _unclear_positional(use.site, plan, resolver):
-            use.manual = (
-                f"`{use.site.value}(...)` is called with positional arguments and may mean something else too"
-            )
+            use.manual = f"`{use.site.value}(...)` may also mean something else and has positional arguments"
         elif any(u.kind == "value" for u in uses):
             use.review = _PARTIAL_NOTE
         if use.manual:
@@ -205,7 +199,7 @@ def settle_aliases(plan: Plan, resolver: Resolver) -> None:
 
 
 def settle_shared(plan: Plan, resolver: Resolver) -> None:
-    """Decide imports whose name other branches bind too: a functools.partial must work for all uses."""
+    """Allow imports whose name other branches bind too only if a functools.partial works for all uses."""
     for binding, uses in plan.by_binding.items():
         shared = [use for use in uses if use.resolved.shared]
         reason = _why_not_shared(binding, shared, resolver)
@@ -215,18 +209,18 @@ def settle_shared(plan: Plan, resolver: Resolver) -> None:
 
 def _why_not_shared(binding: BaseAssignment, uses: list[Use], resolver: Resolver) -> str:
     others = resolver.others(binding)
-    both = f"`{binding.name}` may mean something else too"
-    if any(use.kind in _OF_CLASSES for use in uses):
-        return f"{both}, and is used as a class: an alias with the device filled in is none"
+    both = f"`{binding.name}` may also mean something else"
+    if any(use.kind in _CLASS_KINDS for use in uses):
+        return f"{both}, and is used as a class, which a functools.partial cannot replace"
     calls = [u.site for u in uses if u.kind == "call" and u.legacy.name == "autocast"]
     by_position = [c for c in calls if isinstance(c, cst.Call) and has_positional(c.args)]
     longest = max((sum(has_positional([arg]) for arg in call.args) for call in by_position), default=0)
-    if not all(_takes(other, AUTOCAST_ORDER[:longest]) for other in others):
-        return f"{both}, and is called with positional arguments: the successor has them in another order"
+    if not all(_accepts(other, AUTOCAST_ORDER[:longest]) for other in others):
+        return f"{both}, and is called with positional arguments, which the successor orders differently"
     return next((use.manual for use in uses if use.manual), "")
 
 
-def _takes(binding: BaseAssignment, words: Sequence[str]) -> bool:
+def _accepts(binding: BaseAssignment, words: Sequence[str]) -> bool:
     """Return whether `binding` defines a function or class whose first arguments are named `words`."""
     if not words:
         return True
@@ -241,12 +235,12 @@ def _takes(binding: BaseAssignment, words: Sequence[str]) -> bool:
     return [param.name.value for param in params[: len(words)]] == list(words)
 
 
-def _through(use: Use, name: str) -> bool:
+def _uses_alias(use: Use, name: str) -> bool:
     return use.resolved.alias and isinstance(use.node, cst.Name) and use.node.value == name
 
 
 def _unclear_positional(target: cst.Name, plan: Plan, resolver: Resolver) -> bool:
-    """Whether `target` has other bindings and some call of it passes arguments by position."""
+    """Return whether `target` has other bindings and some call to it passes positional arguments."""
     scope = resolver.scope_of(target)
     if scope is None or len(list(scope[target.value])) < 2:
         return False

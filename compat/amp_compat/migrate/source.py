@@ -1,4 +1,4 @@
-"""Rewrites the text of one module: a program that uses apex as a whole, everything else name by name."""
+"""Rewrite the source of one module: apex programs as a whole, everything else name by name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from amp_compat.migrate.names import Target
 from amp_compat.migrate.tree import quote_of
 
 _APEX = re.compile(r"\bapex\b")
-_BESIDE = "apex.amp and torch's deprecated names stand side by side: which runs is not known here"
+_MIXED = "the file uses both apex.amp and torch's deprecated names; which one runs is ambiguous"
 _EXPORTED = "other files import {names} from here"
 
 
@@ -24,11 +24,11 @@ def migrate_source(text: str, target: Target, exported: Collection[str] = ()) ->
 
     Args:
         text: source of one Python module.
-        target: where the names go.
+        target: the package to migrate to.
         exported: names that other files import from this module; their imports stay as they are.
 
     Raises:
-        libcst.ParserSyntaxError: `text` is not Python that libcst can read.
+        libcst.ParserSyntaxError: libcst cannot parse `text`.
     """
     if target.module != "torch.amp" or not _APEX.search(text):
         return ModuleRewriter(text, target, exported).rewrite()
@@ -37,17 +37,17 @@ def migrate_source(text: str, target: Target, exported: Collection[str] = ()) ->
         why = _why_not(text, done[0], target, exported) if done is not None else ""
         if done is not None and not why:
             return Rewritten(*done)
-        found = [Finding(f.line, f.column, "manual", f.name, why) for f in done[1][:1]] if done else []
+        rejected = [Finding(f.line, f.column, "manual", f.name, why) for f in done[1][:1]] if done else []
     except CannotRewriteError as error:
-        found = [error.finding]
+        rejected = [error.finding]
     rest = ModuleRewriter(text, target, exported).rewrite()
-    return Rewritten(rest.text, sorted([*found, *rest.findings], key=lambda f: (f.line, f.column)))
+    return Rewritten(rest.text, sorted([*rejected, *rest.findings], key=lambda f: (f.line, f.column)))
 
 
 def _why_not(text: str, new: str, target: Target, exported: Collection[str]) -> str:
-    """Return why `new` cannot stand for `text`, or ""."""
+    """Return why `new` cannot replace `text`, or ""."""
     if ModuleRewriter(new, target, exported).rewrite().findings:
-        return _BESIDE
+        return _MIXED
     gone = set(bound_names(cst.parse_module(text))) - set(bound_names(cst.parse_module(new)))
     names = ", ".join(sorted(gone & set(exported)))
     return _EXPORTED.format(names=names) if names else ""

@@ -10,25 +10,25 @@ import libcst as cst
 
 from amp_compat.migrate.calls import CannotConvertError
 
-Edit = Callable[[cst.CSTNode], Any]  # a node, several, or its removal
+Edit = Callable[[cst.CSTNode], Any]  # a replacement node, several nodes, or a removal
 
 
 class Apply(cst.CSTTransformer):
-    """Applies edits from the leaves up, so that nested edits are kept."""
+    """Applies edits bottom-up, so nested edits are kept."""
 
     def __init__(self, edits: Mapping[cst.CSTNode, Edit]) -> None:
         super().__init__()
         self._edits = edits
 
     def on_leave(self, original_node: cst.CSTNode, updated_node: cst.CSTNode) -> cst.CSTNode:  # type: ignore[override]
-        """Apply the edit of a node once its children are done."""
+        """Apply the edit of a node after those of its children."""
         updated = super().on_leave(original_node, updated_node)
         edit = self._edits.get(original_node)
         return edit(updated) if edit is not None and isinstance(updated, cst.CSTNode) else updated  # type: ignore[return-value]
 
 
 class NameWalker(cst.CSTVisitor):
-    """Calls `take` with each attribute chain, the longest first, and each name that is used."""
+    """Calls `take` for each used name and attribute chain, longest first."""
 
     @abstractmethod
     def take(self, node: cst.BaseExpression) -> bool:
@@ -43,7 +43,7 @@ class NameWalker(cst.CSTVisitor):
         return False
 
     def visit_Attribute(self, node: cst.Attribute) -> bool:
-        """Offer the whole chain, or else its first part: the words after a dot are not names."""
+        """Offer the whole chain, then its first part; the words after a dot are not names."""
         if not self.take(node):
             node.value.visit(self)
         return False
@@ -59,18 +59,18 @@ class NameWalker(cst.CSTVisitor):
 
 
 def args_of(node: cst.CSTNode) -> list[cst.Arg]:
-    """The arguments of a call."""
+    """Return the arguments of a call."""
     assert isinstance(node, cst.Call)
     return list(node.args)
 
 
 def with_args(node: cst.CSTNode, args: list[cst.Arg]) -> cst.CSTNode:
-    """The same call with other arguments."""
+    """Return the call with its arguments replaced."""
     return node.with_changes(args=args)
 
 
 def root_of(node: cst.BaseExpression) -> cst.BaseExpression:
-    """The first name of an attribute chain, through ``getattr(x, "name")`` too."""
+    """Return the first name of an attribute chain, also through ``getattr(x, "name")``."""
     while True:
         if isinstance(node, cst.Attribute):
             node = node.value
@@ -81,15 +81,15 @@ def root_of(node: cst.BaseExpression) -> cst.BaseExpression:
 
 
 def super_init(node: cst.ClassDef) -> cst.Call:
-    """The one call of ``super().__init__`` in the class's own ``__init__``."""
+    """Return the only call of ``super().__init__`` in the class's own ``__init__``."""
     finder = _SuperInit()
     for statement in node.body.body:
         if isinstance(statement, cst.FunctionDef) and statement.name.value == "__init__":
             statement.visit(finder)
     if len(finder.calls) != 1:
         raise CannotConvertError(
-            f"class {node.name.value} inherits the constructor, which takes the device first now: "
-            "callers have to pass it"
+            f"class {node.name.value} inherits the constructor, which now takes the device first: "
+            "callers must pass it"
         )
     return finder.calls[0]
 
@@ -112,7 +112,7 @@ class _SuperInit(cst.CSTVisitor):
 
 
 def dunder_all(module: cst.Module) -> set[str]:
-    """Names in a literal ``__all__``."""
+    """Return the names in a literal ``__all__``."""
     for statement in module.body:
         for small in statement.body if isinstance(statement, cst.SimpleStatementLine) else ():
             if not isinstance(small, cst.Assign) or not isinstance(small.targets[0].target, cst.Name):
@@ -124,5 +124,5 @@ def dunder_all(module: cst.Module) -> set[str]:
 
 
 def quote_of(text: str) -> str:
-    """The quotation mark that `text` uses."""
+    """Return the quotation mark that `text` uses most."""
     return "'" if text.count("'") > text.count('"') else '"'

@@ -20,7 +20,7 @@ from amp_compat.migrate.source import migrate_source
 
 @dataclass(frozen=True)
 class Job:
-    """One file to migrate; `exported` are the names that other files import from it."""
+    """A file to migrate; `exported` are the names that other files import from it."""
 
     path: Path
     target: str
@@ -30,7 +30,7 @@ class Job:
 
 
 def migrate_file(job: Job) -> FileReport:
-    """Run `job`; errors of the file go to the report."""
+    """Run `job`; errors in the file go into the report."""
     report = FileReport(str(job.path))
     try:
         before = job.path.read_bytes()
@@ -71,7 +71,7 @@ def _check(text: str) -> None:
     try:
         ast.parse(text)
     except SyntaxError as error:
-        raise ValueError(f"left as it was: the rewritten file would not parse ({error})") from error
+        raise ValueError(f"left unchanged: the rewritten file would not parse ({error})") from error
 
 
 def _diff(path: Path, before: str, after: str) -> str:

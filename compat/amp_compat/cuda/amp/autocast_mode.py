@@ -16,15 +16,15 @@ class autocast(  # noqa: N801  # torch's name
         "Please use `torch.amp.autocast('cuda', args...)` instead."
     ),
 ):
-    """Deprecated: a region in mixed precision on cuda. Use ``amp_core.autocast("cuda", ...)``.
+    """Deprecated: a mixed-precision region on cuda. Use ``amp_core.autocast("cuda", ...)``.
 
     Args:
-        enabled: ``False`` makes a region without mixed precision.
+        enabled: ``False`` disables mixed precision in the region.
         dtype: the dtype of low-precision ops.
-        cache_enabled: whether casts of weights are kept until the outermost region ends.
+        cache_enabled: whether to cache weight casts until the outermost region ends.
 
     Warns:
-        FutureWarning: with torch's text, at the caller's line; so does making a subclass of it.
+        FutureWarning: on instantiation and subclassing, with torch's text, at the caller's line.
     """
 
     # torch.jit.script knows the region by this name, and compiles the methods below.

@@ -8,5 +8,5 @@ __all__ = ["amp_definitely_not_available"]
 
 
 def amp_definitely_not_available() -> bool:
-    """Return whether neither CUDA nor torch_xla is there."""
+    """Return whether neither CUDA nor torch_xla is available."""
     return not (torch.cuda.is_available() or find_spec("torch_xla"))

@@ -8,7 +8,7 @@ __all__ = ["GradScaler"]
 
 
 class GradScaler(amp_core.GradScaler):
-    """Deprecated: use ``amp_core.GradScaler("cuda", ...)``, whose arguments these are.
+    """Deprecated: use ``amp_core.GradScaler("cuda", ...)`` with the same arguments.
 
     Warns:
         FutureWarning: with torch's text, at the caller's line.

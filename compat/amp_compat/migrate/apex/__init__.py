@@ -1,1 +1,1 @@
-"""NVIDIA apex's amp, which apex deleted in May 2025: to `amp_compat.apex`, or to torch.amp."""
+"""Migrate NVIDIA's ``apex.amp``, removed from apex in May 2025, to `amp_compat.apex` or ``torch.amp``."""

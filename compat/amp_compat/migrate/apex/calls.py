@@ -1,4 +1,4 @@
-"""Calls of ``apex.amp``: their arguments, and what these become in torch.amp."""
+"""Parse the arguments of ``apex.amp`` calls and map them to torch.amp."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LIMITS = frozenset({"min_loss_scale", "max_loss_scale"})
 
 
 class CannotFollowError(Exception):
-    """Something at `node` keeps the file from being rewritten; the text says what."""
+    """The code at `node` prevents the rewrite; the message says why."""
 
     def __init__(self, node: cst.CSTNode, reason: str) -> None:
         super().__init__(reason)
@@ -34,17 +34,17 @@ class CannotFollowError(Exception):
 
 
 def arguments(name: str, call: cst.Call) -> dict[str, cst.BaseExpression]:
-    """Return what is passed to ``amp.name``, by parameter.
+    """Return the arguments of a call to ``amp.name``, keyed by parameter.
 
     Raises:
-        CannotFollowError: `name` is not rewritten, or the call unpacks something.
+        CannotFollowError: `name` is not supported, or the call unpacks arguments.
     """
     if name not in _ORDERS:
-        raise CannotFollowError(call, f"torch.amp has nothing like amp.{name}")
+        raise CannotFollowError(call, f"torch.amp has no equivalent of amp.{name}")
     given: dict[str, cst.BaseExpression] = {}
     for position, arg in enumerate(call.args):
         if arg.star or (arg.keyword is None and position >= len(_ORDERS[name])):
-            raise CannotFollowError(call, f"what amp.{name} is passed here is known only at run time")
+            raise CannotFollowError(call, f"the arguments of this amp.{name} call are known only at run time")
         given[arg.keyword.value if arg.keyword is not None else _ORDERS[name][position]] = arg.value
     return given
 
@@ -55,11 +55,11 @@ class Initialize:
 
     Attributes:
         line: the statement.
-        model: the code of the model.
-        optimizer: the code of the optimizer; "" where there is none.
-        enabled: the code of what switches mixed precision on; "" for always, "False" for never.
-        init_scale: the code of a fixed first scale, or "".
-        notes: what the rewritten program does otherwise.
+        model: source code of the model argument.
+        optimizer: source code of the optimizer argument; "" if there is none.
+        enabled: source code of the condition that enables mixed precision; "" for always, "False" for never.
+        init_scale: source code of a fixed loss scale, or "".
+        notes: differences in behavior after the rewrite.
     """
 
     line: cst.SimpleStatementLine
@@ -73,10 +73,10 @@ class Initialize:
 def read_initialize(
     call: cst.Call, parents: Mapping[cst.CSTNode, cst.CSTNode], module: cst.Module
 ) -> Initialize:
-    """Read the one call of ``amp.initialize``.
+    """Parse the only ``amp.initialize`` call.
 
     Raises:
-        CannotFollowError: it does what has no like in torch.amp.
+        CannotFollowError: torch.amp has no equivalent of the call.
     """
     given = arguments("initialize", call)
     assign = parents[call]
@@ -84,12 +84,10 @@ def read_initialize(
     if not (
         isinstance(assign, cst.Assign) and isinstance(line, cst.SimpleStatementLine) and len(line.body) == 1
     ):
-        raise CannotFollowError(
-            call, "the result of amp.initialize is not assigned in a statement of its own"
-        )
+        raise CannotFollowError(call, "the result of amp.initialize must be assigned in a separate statement")
     passed = [module.code_for_node(given[key]) for key in ("models", "optimizers") if key in given]
     if len(assign.targets) != 1 or _names(assign.targets[0].target, module) != passed:
-        raise CannotFollowError(call, "amp.initialize is not assigned to the names that it is passed")
+        raise CannotFollowError(call, "amp.initialize must be assigned to the same names as its arguments")
     if any(isinstance(given.get(key), (cst.List, cst.Tuple)) for key in ("models", "optimizers")):
         raise CannotFollowError(call, "amp.initialize is passed several models or optimizers")
     result = Initialize(line, passed[0], passed[1] if len(passed) > 1 else "")
@@ -102,7 +100,7 @@ def read_initialize(
         - _LIMITS
     )
     if rest:
-        raise CannotFollowError(call, f"torch.amp has nothing like amp.initialize({min(rest)}=...)")
+        raise CannotFollowError(call, f"torch.amp has no equivalent of amp.initialize({min(rest)}=...)")
     return result
 
 
@@ -119,7 +117,7 @@ def _switch(
     if level is not None and not isinstance(level, cst.SimpleString):
         code = module.code_for_node(level)
         terms.append(f'{code} != "O0"')
-        result.notes.append(f"{code} only tells O0 from the rest now: O2 and O3 run as O1 does")
+        result.notes.append(f"{code} now only selects O0 or not: O2 and O3 run as O1")
     elif level is not None and level.evaluated_value == "O0":
         terms = ["False"]
     elif level is not None and level.evaluated_value == "O2":
@@ -127,7 +125,7 @@ def _switch(
             "O2 kept float16 weights beside float32 ones; now each use casts the float32 weight"
         )
     elif level is not None and level.evaluated_value != "O1":
-        raise CannotFollowError(call, "O3 is no mixed precision: write model.half(), and no scaler")
+        raise CannotFollowError(call, "O3 is not mixed precision: use model.half() without a scaler")
     result.enabled = terms[0].strip("()") if len(terms) == 1 else " and ".join(terms)
 
 
@@ -136,10 +134,10 @@ def _scale(result: Initialize, given: Mapping[str, cst.BaseExpression], module: 
     code = module.code_for_node(scale).strip("\"'") if scale is not None else "dynamic"
     if isinstance(scale, (cst.Float, cst.Integer)):
         result.init_scale = code
-        result.notes.append(f"the loss scale begins at {code} and moves: torch's scaler knows no fixed one")
+        result.notes.append(f"the loss scale starts at {code} and then changes: torch has no fixed scale")
     elif code not in {"dynamic", "None"}:
-        result.notes.append(f"the loss scale is dynamic now: {code} is not read")
+        result.notes.append(f"the loss scale is now dynamic: {code} is ignored")
     if given.keys() & _LIMITS:
         result.notes.append(
-            "torch's scaler has no lowest and highest scale (amp_core's LossScaleSchedule has)"
+            "torch's scaler has no minimum or maximum scale (amp_core's LossScaleSchedule does)"
         )

@@ -1,4 +1,4 @@
-"""What a file does with ``apex.amp``, where all of it can be followed: the ground for a rewrite."""
+"""Analyze how a file uses ``apex.amp`` before it is rewritten."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from libcst.metadata import ImportAssignment
 
 from amp_compat.migrate.apex.calls import CannotFollowError, Initialize, arguments, read_initialize
 from amp_compat.migrate.apex.search import (
-    Looks,
+    GradientReads,
     Uses,
     backward_calls,
-    begins_a_cell,
     binds,
     calls_of,
-    goes_back,
     has_no_effect,
+    runs_backward_or_step,
+    starts_cell,
     uses_model,
 )
 from amp_compat.migrate.bindings import Resolver
@@ -29,7 +29,7 @@ Parents = Mapping[cst.CSTNode, cst.CSTNode]
 
 @dataclass
 class Region:
-    """The statements that run under autocast: of `block`, from `first` to `last`, which binds the loss."""
+    """Statements `first` to `last` of `block`, which run under autocast; `last` binds the loss."""
 
     block: Block
     first: int
@@ -38,15 +38,15 @@ class Region:
 
 @dataclass
 class Backward:
-    """``with amp.scale_loss(loss, optimizer) as scaled: ...``, and what belongs to it in its function.
+    """``with amp.scale_loss(loss, optimizer) as scaled: ...`` and the related code in its function.
 
     Attributes:
         node: the statement.
-        loss: what is scaled.
-        optimizer: the code of whose step follows.
-        region: the forward pass that makes the loss.
+        loss: the loss expression.
+        optimizer: source code of the optimizer.
+        region: the forward pass that computes the loss.
         steps: the statements ``optimizer.step()``.
-        looks: the first statement ahead of the step that looks at gradients, or None.
+        unscale_before: the first statement that reads gradients before the step, or None.
     """
 
     node: cst.With
@@ -54,12 +54,12 @@ class Backward:
     optimizer: str
     region: Region
     steps: list[cst.SimpleStatementLine]
-    looks: cst.CSTNode | None
+    unscale_before: cst.CSTNode | None
 
 
 @dataclass
 class Import:
-    """A statement that is there for ``apex.amp``, and goes; `others`: it imports more, which stays."""
+    """An ``apex.amp`` import to remove; with `others`, the statement's other names stay."""
 
     statement: cst.CSTNode
     others: bool = False
@@ -67,7 +67,7 @@ class Import:
 
 @dataclass
 class Program:
-    """Every use of ``apex.amp`` in a file, by what it does."""
+    """Every use of ``apex.amp`` in a file, grouped by purpose."""
 
     uses: list[tuple[cst.CSTNode, str]]
     imports: list[Import]
@@ -78,12 +78,12 @@ class Program:
 
 
 class Reader:
-    """Reads a program from a module.
+    """Builds the `Program` of a module.
 
     Args:
         module: the module.
-        resolver: of its names.
-        parents: libcst's parents, per node.
+        resolver: resolves the module's names.
+        parents: libcst's parent of each node.
     """
 
     def __init__(self, module: cst.Module, resolver: Resolver, parents: Parents) -> None:
@@ -92,65 +92,65 @@ class Reader:
         self._parents = parents
 
     def read(self) -> Program | None:
-        """Return what the module does with apex.amp; None if nothing.
+        """Return the module's program, or None if it does not use apex.amp.
 
         Raises:
-            CannotFollowError: not all of it can be followed.
+            CannotFollowError: part of the program cannot be analyzed.
         """
-        found = Uses(self._resolver)
-        self._module.visit(found)
-        if not found.uses:
+        collected = Uses(self._resolver)
+        self._module.visit(collected)
+        if not collected.uses:
             return None
-        calls = [(name, self._call(node, name)) for node, name in found.uses]
-        first = [call for name, call in calls if name == "initialize"]
-        if len(first) != 1:
-            reason = f"amp.initialize is called {len(first)} times in this file; once is what can be followed"
-            raise CannotFollowError(first[1] if first else found.uses[0][0], reason)
-        initialize = read_initialize(first[0], self._parents, self._module)
+        calls = [(name, self._call(node, name)) for node, name in collected.uses]
+        initializers = [call for name, call in calls if name == "initialize"]
+        if len(initializers) != 1:
+            reason = f"amp.initialize is called {len(initializers)} times in this file; call it once"
+            raise CannotFollowError(initializers[1] if initializers else collected.uses[0][0], reason)
+        initialize = read_initialize(initializers[0], self._parents, self._module)
         params = [call for name, call in calls if name == "master_params"]
         backwards = [self._backward(call, initialize) for name, call in calls if name == "scale_loss"]
         states = [call for name, call in calls if name.endswith("state_dict")]
-        self._check_scopes(first[0], params, backwards)
+        self._check_scopes(initializers[0], params, backwards)
         self._check_losses([b.node for b in backwards])
         self._note_other_uses(initialize, backwards)
-        return Program(found.uses, self._imports(found), initialize, backwards, params, states)
+        return Program(collected.uses, self._imports(collected), initialize, backwards, params, states)
 
-    # -- where things stand -------------------------------------------------------------------------
+    # -- enclosing nodes ----------------------------------------------------------------------------
 
     def around(self, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
-        """Yield what `node` stands in, from the inside out."""
+        """Yield the ancestors of `node`, innermost first."""
         while node in self._parents:
             node = self._parents[node]
             yield node
 
     def scope_of(self, node: cst.CSTNode) -> cst.FunctionDef | cst.Module:
-        """Return the function, or else the module, that `node` stands in."""
+        """Return the function that encloses `node`, or else the module."""
         return next(n for n in self.around(node) if isinstance(n, (cst.FunctionDef, cst.Module)))
 
     def class_of(self, function: cst.CSTNode) -> cst.ClassDef | None:
-        """Return the class that `function` is a method of."""
+        """Return the class that `function` is a method of, if any."""
         outer = next(
             (n for n in self.around(function) if isinstance(n, (cst.FunctionDef, cst.ClassDef))), None
         )
         return outer if isinstance(outer, cst.ClassDef) else None
 
     def place_in(self, block: Block, node: cst.CSTNode) -> int | None:
-        """Return the index of the statement of `block` that `node` is or stands in."""
+        """Return the index of the statement of `block` that is or contains `node`."""
         within = {node, *self.around(node)}
         return next((i for i, statement in enumerate(block.body) if statement in within), None)
 
     def block_of(self, statement: cst.CSTNode) -> Block:
-        """Return the block that `statement` is one of.
+        """Return the block that contains `statement`.
 
         Raises:
-            CannotFollowError: it stands behind a colon, on the same line.
+            CannotFollowError: it shares a line with the header of its block.
         """
         block = self._parents[statement]
         if not isinstance(block, (cst.IndentedBlock, cst.Module)):
-            raise CannotFollowError(statement, "this stands on one line with what it belongs to")
+            raise CannotFollowError(statement, "this statement shares a line with the header of its block")
         return block
 
-    # -- the parts ----------------------------------------------------------------------------------
+    # -- parts of the program -----------------------------------------------------------------------
 
     def _call(self, node: cst.CSTNode, name: str) -> cst.Call:
         parent = self._parents[node]
@@ -159,12 +159,12 @@ class Reader:
         arguments(name, parent)
         return parent
 
-    def _imports(self, found: Uses) -> list[Import]:
+    def _imports(self, collected: Uses) -> list[Import]:
         imports: list[Import] = []
-        for node in dict.fromkeys(b.node for b in found.bindings if isinstance(b, ImportAssignment)):
+        for node in dict.fromkeys(b.node for b in collected.bindings if isinstance(b, ImportAssignment)):
             line = self._parents[node]
             if not isinstance(line, cst.SimpleStatementLine) or len(line.body) != 1:
-                raise CannotFollowError(node, "apex.amp is imported on one line with something else")
+                raise CannotFollowError(node, "apex.amp shares its import line with another statement")
             block = self.block_of(line)
             guard = self._parents.get(block)
             if (
@@ -178,7 +178,7 @@ class Reader:
             elif has_no_effect(guard):
                 imports.append(Import(guard))
             else:
-                raise CannotFollowError(line, "what is done where apex cannot be imported may matter")
+                raise CannotFollowError(line, "the fallback for a missing apex may matter")
         return imports
 
     def _backward(self, call: cst.Call, initialize: Initialize) -> Backward:
@@ -186,7 +186,7 @@ class Reader:
         node = self._parents[item] if isinstance(item, cst.WithItem) else None
         named = isinstance(item, cst.WithItem) and item.asname and isinstance(item.asname.name, cst.Name)
         if not isinstance(node, cst.With) or len(node.items) != 1 or not named:
-            raise CannotFollowError(call, "amp.scale_loss stands elsewhere than in `with ... as name:`")
+            raise CannotFollowError(call, "amp.scale_loss is used outside `with ... as name:`")
         self.block_of(node)
         given = arguments("scale_loss", call)
         if given.keys() - {"delay_unscale"} != {"loss", "optimizers"}:
@@ -196,70 +196,70 @@ class Reader:
             raise CannotFollowError(call, "amp.scale_loss is passed several optimizers")
         steps = self._steps(call, optimizer)
         region = self._region(node, given["loss"], initialize.model)
-        return Backward(node, given["loss"], optimizer, region, steps, self._looks(node, steps))
+        return Backward(node, given["loss"], optimizer, region, steps, self._unscale_before(node, steps))
 
     def _steps(self, call: cst.Call, optimizer: str) -> list[cst.SimpleStatementLine]:
         steps: list[cst.SimpleStatementLine] = []
         for step in calls_of(self._module, f"{optimizer}.step", self.scope_of(call)):
             line = self._parents[self._parents[step]]
             if step.args or not isinstance(line, cst.SimpleStatementLine) or len(line.body) != 1:
-                reason = "only a step() that is passed nothing, and is a statement, can become two"
+                reason = "optimizer.step() must be a separate statement without arguments"
                 raise CannotFollowError(step, reason)
             self.block_of(line)
             steps.append(line)
         if not steps:
-            raise CannotFollowError(call, f"no {optimizer}.step() is found in the function of its loss")
+            raise CannotFollowError(call, f"the loss's function does not call {optimizer}.step()")
         return steps
 
     def _region(self, node: cst.With, loss: cst.BaseExpression, model: str) -> Region:
-        """Find the forward pass: from the first use of the model to where the loss is bound last."""
+        """Find the forward pass: from the first use of the model to the last assignment of the loss."""
         function = self.scope_of(node)
         inner = function.body if isinstance(function, cst.FunctionDef) else function
         for block in [b for b in self.around(node) if isinstance(b, (cst.IndentedBlock, cst.Module))]:
             end = self.place_in(block, node) or 0
-            done = [i for i in range(end) if goes_back(block.body[i])]
+            done = [i for i in range(end) if runs_backward_or_step(block.body[i])]
             start = done[-1] + 1 if done else 0
             uses = [i for i in range(start, end) if uses_model(self._module, block.body[i], model)]
             bound = [i for i in range(start, end) if binds(block.body[i], loss)]
             if uses and bound and uses[0] <= bound[-1]:
-                if any(begins_a_cell(s) for s in block.body[uses[0] + 1 : bound[-1] + 1]):
-                    raise CannotFollowError(loss, "the forward pass that makes this loss is in several cells")
+                if any(starts_cell(s) for s in block.body[uses[0] + 1 : bound[-1] + 1]):
+                    raise CannotFollowError(loss, "the forward pass for this loss spans several cells")
                 return Region(block, uses[0], bound[-1])
             if block is inner:
                 break
-        reason = f"no forward pass of {model} that makes this loss is found ahead of it in the function"
+        reason = f"the function has no forward pass of {model} that computes this loss"
         raise CannotFollowError(loss, reason)
 
-    def _looks(self, node: cst.With, steps: Sequence[cst.SimpleStatementLine]) -> cst.CSTNode | None:
-        """Return the statement from which on gradients are looked at, and so must be unscaled."""
-        seen = Looks()
-        self.scope_of(node).visit(seen)
-        looks = [look for look in seen.found if node not in self.around(look)]
-        if not looks:
+    def _unscale_before(self, node: cst.With, steps: Sequence[cst.SimpleStatementLine]) -> cst.CSTNode | None:
+        """Return the first statement that needs unscaled gradients, or None."""
+        visitor = GradientReads()
+        self.scope_of(node).visit(visitor)
+        reads = [read for read in visitor.nodes if node not in self.around(read)]
+        if not reads:
             return None
         block, end = self.block_of(steps[0]), self.place_in(self.block_of(steps[0]), steps[0])
-        places = [self.place_in(block, look) for look in looks]
-        back = self.place_in(block, node)
-        known = [p for p in places if p is not None and end is not None and (back or 0) <= p < end]
-        if len(steps) > 1 or len(known) != len(looks):
-            reason = "gradients are looked at elsewhere than between the backward pass and the one step"
-            raise CannotFollowError(looks[0], reason)
-        beside = [look for look, place in zip(looks, places, strict=True) if place == back]
+        places = [self.place_in(block, read) for read in reads]
+        backward = self.place_in(block, node)
+        known = [p for p in places if p is not None and end is not None and (backward or 0) <= p < end]
+        if len(steps) > 1 or len(known) != len(reads):
+            reason = "gradients are read outside the statements between the backward pass and the only step"
+            raise CannotFollowError(reads[0], reason)
+        beside = [read for read, place in zip(reads, places, strict=True) if place == backward]
         return self._after(node, beside) if beside else block.body[min(known)]
 
-    def _after(self, node: cst.With, looks: Sequence[cst.CSTNode]) -> cst.CSTNode:
-        """Return the statement after `node`, if all of `looks` come after it or are in the other branch."""
+    def _after(self, node: cst.With, reads: Sequence[cst.CSTNode]) -> cst.CSTNode:
+        """Return the statement after `node` if all `reads` follow it or are in the other branch."""
         block = self.block_of(node)
-        back = self.place_in(block, node) or 0
-        for look in looks:
-            place = self.place_in(block, look)
-            if (place is None and not self._in_other_branch(look, node)) or (
-                place is not None and place < back
+        backward = self.place_in(block, node) or 0
+        for read in reads:
+            place = self.place_in(block, read)
+            if (place is None and not self._in_other_branch(read, node)) or (
+                place is not None and place < backward
             ):
-                raise CannotFollowError(look, "gradients are looked at here, ahead of the backward pass")
-        if back + 1 == len(block.body):
-            raise CannotFollowError(looks[0], "gradients are looked at in one branch, and scaled in another")
-        return block.body[back + 1]
+                raise CannotFollowError(read, "gradients are read here before the backward pass")
+        if backward + 1 == len(block.body):
+            raise CannotFollowError(reads[0], "gradients are read in one branch and scaled in another")
+        return block.body[backward + 1]
 
     def _in_other_branch(self, one: cst.CSTNode, other: cst.CSTNode) -> bool:
         above = [other, *self.around(other)]
@@ -268,27 +268,25 @@ class Reader:
         return isinstance(fork, cst.If) and path[path.index(fork) - 1] is not above[above.index(fork) - 1]
 
     def _check_losses(self, scaled: Sequence[cst.With]) -> None:
-        """See that no loss goes back unscaled beside one that is scaled."""
+        """Refuse a function that mixes scaled and unscaled backward passes."""
         for call in backward_calls(self._module):
             here = [node for node in scaled if self.scope_of(node) is self.scope_of(call)]
             inside = any(node in self.around(call) for node in here)
             if here and not inside and not any(self._in_other_branch(call, node) for node in here):
-                raise CannotFollowError(call, "a loss goes back here that is not scaled")
+                raise CannotFollowError(call, "this backward pass runs on a loss that is not scaled")
 
     def _note_other_uses(self, initialize: Initialize, backwards: Sequence[Backward]) -> None:
         inside = [s for b in backwards for s in b.region.block.body[b.region.first : b.region.last + 1]]
         for call in calls_of(self._module, initialize.model, self._module):
             if not any(statement in inside for statement in self.around(call)):
                 called = f"{initialize.model}(...)"
-                initialize.notes.append(
-                    f"elsewhere {called} runs in float32, unless you put a region around it"
-                )
+                initialize.notes.append(f"elsewhere {called} runs in float32 unless you wrap it in autocast")
                 return
 
     def _check_scopes(
         self, first: cst.Call, params: Sequence[cst.Call], backwards: Sequence[Backward]
     ) -> None:
-        """See that the steps, and the looks at gradients, are in the functions of the backward passes."""
+        """Check that steps and gradient reads share the function of their backward pass."""
         if not backwards:
             raise CannotFollowError(first, "no loss is scaled in this file")
         scopes = {(b.optimizer, self.scope_of(b.node)) for b in backwards}
@@ -296,8 +294,8 @@ class Reader:
             raise CannotFollowError(backwards[1].node, "more than one optimizer shares the scaler")
         for step in calls_of(self._module, f"{backwards[0].optimizer}.step", self._module):
             if (backwards[0].optimizer, self.scope_of(step)) not in scopes:
-                raise CannotFollowError(step, "a step is taken outside of the function of the backward pass")
+                raise CannotFollowError(step, "this step is outside the function of the backward pass")
         for call in params:
             optimizer = self._module.code_for_node(arguments("master_params", call)["optimizer"])
             if (optimizer, self.scope_of(call)) not in scopes:
-                raise CannotFollowError(call, f"the gradients of {optimizer} are made in another function")
+                raise CannotFollowError(call, f"another function computes the gradients of {optimizer}")

@@ -1,4 +1,4 @@
-"""Find what a rewrite of ``apex.amp`` needs to know."""
+"""Syntax-tree queries for rewriting ``apex.amp``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from amp_compat.migrate.tree import NameWalker
 
 
 class Uses(NameWalker):
-    """Collects what resolves to a name of ``apex.amp``."""
+    """Collects expressions that resolve to a name in ``apex.amp``."""
 
     def __init__(self, resolver: Resolver) -> None:
         super().__init__()
@@ -35,71 +35,71 @@ class Uses(NameWalker):
         return True
 
 
-class Looks(cst.CSTVisitor):
-    """Collects what reads gradients: ``.grad``, ``clip_grad...``, ``amp.master_params``."""
+class GradientReads(cst.CSTVisitor):
+    """Collects code that reads gradients: ``.grad``, ``clip_grad...``, ``amp.master_params``."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[cst.CSTNode] = []
+        self.nodes: list[cst.CSTNode] = []
 
     def visit_Attribute_attr(self, node: cst.Attribute) -> None:
         """Record ``x.grad`` and functions that read gradients."""
         if node.attr.value in {"grad", "master_params"} or "clip_grad" in node.attr.value:
-            self.found.append(node)
+            self.nodes.append(node)
 
     def visit_Call(self, node: cst.Call) -> None:
         """Record functions that were imported by name."""
         if isinstance(node.func, cst.Name) and (
             "clip_grad" in node.func.value or node.func.value == "master_params"
         ):
-            self.found.append(node)
+            self.nodes.append(node)
 
 
 class _Calls(cst.CSTVisitor):
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[cst.Call] = []
+        self.nodes: list[cst.Call] = []
 
     def visit_Call(self, node: cst.Call) -> None:
-        self.found.append(node)
+        self.nodes.append(node)
 
 
 def calls_of(module: cst.Module, function: str, within: cst.CSTNode) -> list[cst.Call]:
-    """Return the calls of `function`, as written."""
+    """Return the calls in `within` whose callee reads exactly `function`."""
     calls = _Calls()
     within.visit(calls)
-    return [call for call in calls.found if module.code_for_node(call.func) == function]
+    return [call for call in calls.nodes if module.code_for_node(call.func) == function]
 
 
 def uses_model(module: cst.Module, statement: cst.CSTNode, model: str) -> bool:
-    """Whether `statement` calls the model, or passes it to something that may."""
+    """Return whether `statement` calls the model or passes it to a call."""
     if isinstance(statement, (cst.FunctionDef, cst.ClassDef)):
         return False
     calls = _Calls()
     statement.visit(calls)
-    called = {module.code_for_node(call.func) for call in calls.found}
-    passed = {module.code_for_node(arg.value) for call in calls.found for arg in call.args}
+    called = {module.code_for_node(call.func) for call in calls.nodes}
+    passed = {module.code_for_node(arg.value) for call in calls.nodes for arg in call.args}
     return bool(called & {model, f"{model}.forward", f"{model}.module"}) or model in passed
 
 
-def goes_back(statement: cst.CSTNode) -> bool:
+def runs_backward_or_step(statement: cst.CSTNode) -> bool:
     """Return whether `statement` contains a backward pass or a step."""
     return bool(_methods(statement, {"backward", "step"}))
 
 
 def backward_calls(module: cst.Module) -> list[cst.Call]:
-    """Return the calls of a method ``backward``."""
+    """Return the calls of methods named ``backward``."""
     return _methods(module, {"backward"})
 
 
 def _methods(within: cst.CSTNode, names: Set[str]) -> list[cst.Call]:
     calls = _Calls()
     within.visit(calls)
-    return [c for c in calls.found if isinstance(c.func, cst.Attribute) and c.func.attr.value in names]
+    return [c for c in calls.nodes if isinstance(c.func, cst.Attribute) and c.func.attr.value in names]
 
 
 def binds(statement: cst.CSTNode, loss: cst.BaseExpression) -> bool:
-    """Whether `statement`, or one within it, assigns to the name `loss`."""
+    """Return whether `statement`, or one nested in it, assigns to the name `loss`."""
     targets = _Targets()
     if isinstance(loss, cst.Name) and not isinstance(statement, (cst.FunctionDef, cst.ClassDef)):
         statement.visit(targets)
@@ -107,7 +107,7 @@ def binds(statement: cst.CSTNode, loss: cst.BaseExpression) -> bool:
 
 
 class _Targets(cst.CSTVisitor):
-    """Collects the names that are assigned to."""
+    """Collects assigned names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,8 +127,8 @@ class _Targets(cst.CSTVisitor):
         self.names.update(t.value for t in each if isinstance(t, cst.Name))
 
 
-def begins_a_cell(statement: Any) -> bool:
-    """Whether `statement` is the first of a notebook's cell."""
+def starts_cell(statement: Any) -> bool:
+    """Return whether `statement` is the first in a notebook cell."""
     comments = [line.comment.value for line in statement.leading_lines if line.comment is not None]
     return any(comment.startswith(CELL_MARK) for comment in comments)
 
@@ -141,8 +141,8 @@ def has_no_effect(guard: cst.Try) -> bool:
         for s in handler.body.body
         for small in (s.body if isinstance(s, cst.SimpleStatementLine) else [s])
     ]
-    complains = all(
+    only_reports = all(
         isinstance(s, (cst.Raise, cst.Pass)) or (isinstance(s, cst.Expr) and isinstance(s.value, cst.Call))
         for s in smalls
     )
-    return complains and not guard.orelse and not guard.finalbody
+    return only_reports and not guard.orelse and not guard.finalbody

@@ -1,4 +1,4 @@
-"""NVIDIA apex's amp, which apex deleted in May 2025: to `amp_compat.apex`, or advice for `torch.amp`."""
+"""Rewrite ``apex.amp`` to `amp_compat.apex`, or report what to write for ``torch.amp``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SUPPORTED = frozenset({"initialize", "scale_loss", "master_params", "state_dict"
 
 _ADVICE = {
     "initialize": (
-        "O0: drop the call. O1, O2: keep model and optimizer as they are, create "
+        "O0: remove the call. O1, O2: leave the model and optimizer unchanged, create "
         "scaler = torch.amp.GradScaler('cuda') and run forward and loss under torch.amp.autocast('cuda'). "
         "O3: model.half(), no scaler"
     ),
@@ -27,11 +27,11 @@ _ADVICE = {
     ),
     "master_params": "call scaler.unscale_(optimizer), then use model.parameters(), the float32 weights",
     "state_dict": "save scaler.state_dict()",
-    "load_state_dict": "call scaler.load_state_dict(...); a state saved by apex has other keys",
+    "load_state_dict": "call scaler.load_state_dict(...); states saved by apex use different keys",
 }
-_OTHER = "amp-core has no successor for this; an op policy (autocast(..., policy=...)) moves single ops"
+_OTHER = "amp-core has no equivalent; an op policy (autocast(..., policy=...)) changes individual ops"
 
-Found = tuple[cst.CSTNode, Level, str, str]
+ApexFinding = tuple[cst.CSTNode, Level, str, str]
 
 
 class ApexRewriter(NameWalker):
@@ -43,11 +43,11 @@ class ApexRewriter(NameWalker):
         self._resolver = resolver
         self._rewrites = target.module == "amp_core"
         self.edits: dict[cst.CSTNode, Callable[[cst.CSTNode], cst.CSTNode]] = {}
-        self.findings: list[Found] = []
+        self.findings: list[ApexFinding] = []
         self.needed: list[str] = []
 
     def visit_ImportFrom(self, node: cst.ImportFrom) -> bool:
-        """``from apex import amp`` and ``from apex.amp import ...``."""
+        """Edit ``from apex import amp`` and ``from apex.amp import ...``."""
         module = module_name(node)
         if not self._rewrites or isinstance(node.names, cst.ImportStar):
             return False
@@ -57,19 +57,19 @@ class ApexRewriter(NameWalker):
         elif module == "apex" and names == ["amp"]:
             self._edit(node, _from_apex)
         elif module == "apex" and "amp" in names:
-            note = "import amp in a line of its own: from amp_compat import apex as amp"
+            note = "import amp separately: from amp_compat import apex as amp"
             self.findings.append((node, "manual", "apex.amp", note))
         return False
 
     def visit_Import(self, node: cst.Import) -> bool:
-        """``import apex.amp as x``; a bare ``import apex`` stays, for apex has more than amp."""
+        """Edit ``import apex.amp as x``; a plain ``import apex`` stays because apex has more than amp."""
         names = [get_full_name_for_node(alias.name) for alias in node.names]
         if self._rewrites and names == ["apex.amp"] and node.names[0].asname is not None:
             self._edit(node, _import_apex_amp)
         return False
 
     def take(self, node: cst.BaseExpression) -> bool:
-        """Edit a use, or report why it cannot be."""
+        """Edit a use, or report why it cannot be edited."""
         resolved = self._resolver.resolve(node)
         if resolved is None or not resolved.dotted.startswith("apex.amp."):
             return False
@@ -82,12 +82,12 @@ class ApexRewriter(NameWalker):
         elif self._follow(node, name, resolved):
             self.findings.append((node, "changed", label, f"now amp_compat.apex.{name}"))
         else:
-            note = "its import is left as it is; import amp in a line of its own"
+            note = "its import is unchanged; import amp separately"
             self.findings.append((node, "manual", label, note))
         return True
 
     def _follow(self, node: cst.BaseExpression, name: str, resolved: Resolved) -> bool:
-        """Have `node` mean amp_compat's: ``apex.amp.x`` gets new words, for ``amp.x`` the import does it."""
+        """Redirect `node` to amp_compat: rename ``apex.amp.x``; for ``amp.x`` the import suffices."""
         if isinstance(node, cst.Attribute) and isinstance(node.value, cst.Attribute):
             self.edits[node] = lambda _: cst.parse_expression(f"amp_compat.apex.{name}")
             if "amp_compat.apex" not in self.needed:

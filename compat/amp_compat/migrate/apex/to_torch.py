@@ -1,4 +1,4 @@
-"""Programs that use ``apex.amp``, rewritten to ``torch.amp``: a whole file at once, or not at all."""
+"""Rewrite programs from ``apex.amp`` to ``torch.amp``, one whole file at a time."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ _NAMES = ("scaler", "grad_scaler", "amp_scaler", "torch_amp_scaler")
 
 
 class _Scaler(NamedTuple):
-    """The scaler's name, its construction, and its region."""
+    """The scaler's name and constructor call, and the autocast call of its regions."""
 
     name: str
     is_global: bool
     may_be_off: bool
-    made: str
+    constructor: str
     region: str
 
 
 def apex_to_torch(text: str, target: Target, quote: str) -> tuple[str, list[Finding]] | None:
-    """Rewrite a program that uses apex.amp; None if it does not.
+    """Rewrite a program that uses apex.amp, or return None if it does not.
 
     Raises:
-        CannotRewriteError: not all of it can be rewritten with the same meaning.
+        CannotRewriteError: part of it cannot be rewritten without changing its meaning.
     """
     module = cst.parse_module(text)
     wrapper = MetadataWrapper(module, unsafe_skip_copy=True)
@@ -62,16 +62,16 @@ def apex_to_torch(text: str, target: Target, quote: str) -> tuple[str, list[Find
         if program is None:
             return None
         rewriter = _Rewriter(module, program, reader, quote)
-        return rewriter.rewrite(target), [find(*said) for said in rewriter.findings()]
+        return rewriter.rewrite(target), [find(*finding) for finding in rewriter.findings()]
     except CannotFollowError as error:
         raise CannotRewriteError(find(error.node, "manual", "apex.amp", f"{error}; {_AS_A_WHOLE}")) from error
 
 
-_AS_A_WHOLE = "the file is rewritten whole or not at all"
+_AS_A_WHOLE = "apex.amp was left unchanged throughout the file"
 
 
 class CannotRewriteError(Exception):
-    """`finding` says where and why."""
+    """The program cannot be rewritten; `finding` says where and why."""
 
     def __init__(self, finding: Finding) -> None:
         super().__init__(finding.message)
@@ -79,12 +79,12 @@ class CannotRewriteError(Exception):
 
 
 class _Rewriter:
-    """Writes a program in terms of torch.amp.
+    """Rewrites a program to torch.amp.
 
     Args:
         module: the module that the program was read from.
-        program: what it does with apex.amp.
-        reader: knows where things stand.
+        program: its uses of apex.amp.
+        reader: finds enclosing scopes and blocks.
         quote: the quotation mark that the file uses.
     """
 
@@ -100,11 +100,11 @@ class _Rewriter:
         self._scaler = self._choose()
 
     def rewrite(self, target: Target) -> str:
-        """Return the text of the module, rewritten."""
+        """Return the rewritten source of the module."""
         scaler, first = self._scaler, self._program.initialize
         for one in self._program.imports:
             self._replace[one.statement] = _without_amp if one.others else lambda _: []
-        self._replace[first.line] = lambda line: [_line(f"{scaler.name} = {scaler.made}", line)]
+        self._replace[first.line] = lambda line: [_line(f"{scaler.name} = {scaler.constructor}", line)]
         self._define_when_off()
         for backward in self._program.backwards:
             self._write(backward)
@@ -129,20 +129,20 @@ class _Rewriter:
     def findings(self) -> list[tuple[cst.CSTNode, Level, str, str]]:
         """Return the findings, one per use."""
         name = self._scaler.name
-        told = {
-            "initialize": f"{name} = torch.amp.GradScaler(...); the forward pass is under torch.amp.autocast",
+        messages = {
+            "initialize": f"{name} = torch.amp.GradScaler(...); the forward pass runs under autocast",
             "scale_loss": f"{name}.scale(loss).backward(), {name}.step(optimizer), {name}.update()",
-            "master_params": f"{name}.unscale_(optimizer), and the parameters of its groups",
+            "master_params": f"{name}.unscale_(optimizer), then the parameters in its groups",
             "state_dict": f"{name}.state_dict()",
         }
-        found: list[tuple[cst.CSTNode, Level, str, str]] = []
+        findings: list[tuple[cst.CSTNode, Level, str, str]] = []
         for node, use in self._program.uses:
             notes = self._program.initialize.notes if use == "initialize" else ()
             if use == "load_state_dict":
-                notes = ["a state that apex saved has other keys: amp_core.convert_scaler_state reads it"]
-            message = "; ".join([told.get(use, f"{name}.{use}(...)"), *notes])
-            found.append((node, "review" if notes else "changed", f"apex.amp.{use}", message))
-        return found
+                notes = ["states saved by apex use different keys: see amp_core.convert_scaler_state"]
+            message = "; ".join([messages.get(use, f"{name}.{use}(...)"), *notes])
+            findings.append((node, "review" if notes else "changed", f"apex.amp.{use}", message))
+        return findings
 
     def _choose(self) -> _Scaler:
         first = self._program.initialize
@@ -161,16 +161,16 @@ class _Rewriter:
         options = [f"init_scale={first.init_scale}"] if first.init_scale else []
         options += [f"enabled={first.enabled}"] if first.enabled else []
         off = nested or bool(first.enabled) or not (together or own)
-        made = f"torch.amp.GradScaler({', '.join([device, *options])})"
+        constructor = f"torch.amp.GradScaler({', '.join([device, *options])})"
         enabled = f", enabled={name}.is_enabled()" if off else ""
         region = f"torch.amp.autocast({device}, dtype=torch.float16{enabled})"
-        return _Scaler(name, not (together or own), nested, made, region)
+        return _Scaler(name, not (together or own), nested, constructor, region)
 
     def _define_when_off(self) -> None:
-        """Disable the scaler wherever `amp.initialize` may not be called."""
+        """Define a disabled scaler for runs that skip `amp.initialize`."""
         scaler, line = self._scaler, self._program.initialize.line
-        made = f"torch.amp.GradScaler({self._quote}cuda{self._quote}, enabled=False)"
-        default = cst.parse_statement(f"{scaler.name} = {made}")
+        disabled = f"torch.amp.GradScaler({self._quote}cuda{self._quote}, enabled=False)"
+        default = cst.parse_statement(f"{scaler.name} = {disabled}")
         home = self._reader.scope_of(line)
         if scaler.is_global:
             body = self._module.body
@@ -193,9 +193,10 @@ class _Rewriter:
                 _line(f"{name}.step({backward.optimizer})", line),
                 cst.parse_statement(f"{name}.update()"),
             ]
-        if backward.looks is not None and backward.looks not in self._unscaled:
-            self._unscaled.add(backward.looks)
-            self._before[backward.looks].append(cst.parse_statement(f"{name}.unscale_({backward.optimizer})"))
+        statement = backward.unscale_before
+        if statement is not None and statement not in self._unscaled:
+            self._unscaled.add(statement)
+            self._before[statement].append(cst.parse_statement(f"{name}.unscale_({backward.optimizer})"))
 
 
 def _without_amp(line: Any) -> Lines:
@@ -212,15 +213,15 @@ def _is_docstring(statement: cst.CSTNode) -> bool:
 
 
 def _line(code: str, old: Any) -> cst.SimpleStatementLine:
-    """Return `code` with the comments of the statement that it stands for."""
-    made = cst.parse_statement(code)
-    assert isinstance(made, cst.SimpleStatementLine)
+    """Return `code` as a statement with the comments of the one it replaces."""
+    new = cst.parse_statement(code)
+    assert isinstance(new, cst.SimpleStatementLine)
     trailing = getattr(old, "trailing_whitespace", cst.TrailingWhitespace())
-    return made.with_changes(leading_lines=old.leading_lines, trailing_whitespace=trailing)
+    return new.with_changes(leading_lines=old.leading_lines, trailing_whitespace=trailing)
 
 
 def _scaled(node: cst.With, scaled: str) -> Lines:
-    """Return the body of ``with amp.scale_loss(...) as name``, on the scaled loss."""
+    """Return the body of ``with amp.scale_loss(...) as name``, using the scaled loss."""
     asname = node.items[0].asname
     assert asname is not None
     assert isinstance(asname.name, cst.Name)
@@ -228,7 +229,7 @@ def _scaled(node: cst.With, scaled: str) -> Lines:
     body: Lines = list(node.body.body)
     if isinstance(node.body, cst.SimpleStatementSuite):
         body = [cst.SimpleStatementLine([s.with_changes(semicolon=cst.MaybeSentinel.DEFAULT)]) for s in body]
-    elif isinstance(node.body, cst.IndentedBlock):  # with the comment behind the colon
+    elif isinstance(node.body, cst.IndentedBlock):  # keep the comment after the colon
         lead = [*node.leading_lines, *comments_of([node.body.header])]
         node = node.with_changes(leading_lines=lead)
     first = body[0]
@@ -244,5 +245,5 @@ def _backward_of(statement: cst.CSTNode, name: str) -> cst.Call | None:
     """Return the call if `statement` is ``name.backward(...)``."""
     call = matchers.Call(matchers.Attribute(matchers.Name(name), matchers.Name("backward")))
     line = matchers.SimpleStatementLine(body=[matchers.Expr(matchers.SaveMatchedNode(call, "call"))])
-    found = matchers.extract(statement, line)
-    return cast("cst.Call", found["call"]) if found is not None else None
+    match = matchers.extract(statement, line)
+    return cast("cst.Call", match["call"]) if match is not None else None

@@ -1,4 +1,4 @@
-"""Writes the blocks of a module anew."""
+"""Rewrite the blocks of a module."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ Lines = list[Any]
 
 
 def comments_of(lines: Iterable[Any]) -> Lines:
-    """Return the comments of `lines`, each on a line of its own."""
+    """Return the comments of `lines` as separate lines."""
     return [cst.EmptyLine(comment=line.comment) for line in lines if line.comment is not None]
 
 
 def _comments_at_end(statement: cst.CSTNode) -> Lines:
-    """Return the comments below the last statement of a ``with``."""
+    """Return the comments after the last statement of a ``with`` block."""
     block = statement.body if isinstance(statement, cst.With) else None
     return comments_of(block.footer) if isinstance(block, cst.IndentedBlock) else []
 
 
 class Write(cst.CSTTransformer):
-    """Writes each block anew: statements replaced, added, and put into regions."""
+    """Rewrites each block: replaces and adds statements, and wraps them in regions."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Write(cst.CSTTransformer):
         return updated
 
     def _statements(self, block: Block, updated: Any) -> tuple[Lines, Lines]:
-        """Return the statements of a block, and the comments that are left at its end."""
+        """Return the statements of a block and its remaining trailing comments."""
         written: Lines = []
         region: Lines = []
         last, comments = -1, []
@@ -69,11 +69,11 @@ class Write(cst.CSTTransformer):
         return written or [cst.parse_statement("pass")], comments
 
     def _led(self, lines: Lines, comments: Lines, old: Any) -> Lines:
-        """Move the comments and blank lines of a statement ahead of what was put before it."""
+        """Move a statement's leading comments above the lines inserted before it."""
         first, *rest = lines
         if rest and first is not old and rest[-1] is old:
             lead = old.leading_lines
-            if isinstance(old, (cst.FunctionDef, cst.ClassDef)):  # its own stay with it
+            if isinstance(old, (cst.FunctionDef, cst.ClassDef)):  # its comments stay with it
                 lead = [line for line in lead if line.comment is None]
             else:
                 rest[-1] = old.with_changes(leading_lines=())
