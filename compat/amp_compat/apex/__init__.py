@@ -1,6 +1,7 @@
 """Replacement for ``apex.amp``, removed from apex in May 2025: the same functions, built on amp_core.
 
-Write ``from amp_compat import apex as amp`` for ``from apex import amp``. The levels work as apex documented: O0 float32, O1 autocast with a dynamic loss scale, O2 a float16 model with
+Write ``from amp_compat import apex as amp`` for ``from apex import amp``. The levels are those that apex
+documented: O0 float32, O1 autocast with a dynamic loss scale, O2 a float16 model with
 float32 batch norms and master weights, O3 float16 throughout.
 
 Unlike apex, it works on any device with an amp_core backend. As in apex, there is one state per process.

@@ -59,7 +59,7 @@ def initialize(  # apex's signature
     min_loss_scale: float | None = None,
     max_loss_scale: float = 2.0**24,
 ) -> Any:
-    """Set up models and optimizers for mixed precision, in place, and return them in the form they were passed.
+    """Set up models and optimizers for mixed precision in place, and return them as they were passed.
 
     Args:
         models: a module or a list of them, already on their device, not yet wrapped for distributed training.
@@ -225,7 +225,7 @@ def load_state_dict(state: dict[str, Any]) -> None:
     if len(names) != len(_state.scalers):
         raise RuntimeError(
             f"The state has {len(names)} loss scales, but initialize(num_losses={len(_state.scalers)}) "
-            f"created {len(_state.scalers)}; call initialize with the num_losses used when the state was saved."
+            f"created {len(_state.scalers)}; pass the num_losses that the state was saved with."
         )
     for index, scaler in enumerate(_state.scalers):
         entry = state[f"loss_scaler{index}"]
