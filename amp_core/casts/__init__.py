@@ -1,4 +1,4 @@
-"""Weights that are cast once: `cached_casts`, `master_weights`, and the bulk cast behind them."""
+"""Cast weights once and reuse the casts: `cached_casts`, `master_weights`, and the bulk cast behind them."""
 
 from __future__ import annotations
 

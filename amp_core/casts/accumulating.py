@@ -1,4 +1,4 @@
-"""Casts of weights that add their gradients to the weight's float32 ``.grad``: used by `master_weights`."""
+"""Weight casts that accumulate gradients into the weight's float32 ``.grad``, for `master_weights`."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from amp_core.kernels import Kernels
 
 
 class AccumulatingCasts:
-    """Keeps one cast for each weight and dtype, and rewrites it in place when the weight changes.
+    """Keeps one cast per weight and dtype, and rewrites it in place when the weight changes.
 
-    A backward pass adds the gradient of a cast to the float32 ``.grad`` of its weight at once, in one pass
-    over memory. Where something waits for the gradient in the graph, autograd hands it on instead: hooks on
-    the weight, ``autograd.grad``, ``create_graph=True``, DistributedDataParallel.
+    A backward pass adds the gradient of a cast directly to the float32 ``.grad`` of its weight, in one pass
+    over memory. If something needs the gradient in the graph (hooks on the weight, ``autograd.grad``,
+    ``create_graph=True``, DistributedDataParallel), autograd propagates it as usual.
 
     Args:
-        reduced: DistributedDataParallel is known to wait for the gradients.
+        reduced: whether DistributedDataParallel is known to reduce the gradients.
     """
 
     def __init__(self, reduced: bool = False) -> None:
@@ -32,7 +32,7 @@ class AccumulatingCasts:
     def cast(
         self, weights: Sequence[Tensor], dtype: torch.dtype, kernels: Kernels, memory: KeptMemory
     ) -> list[Tensor]:
-        """Return the casts of `weights`, up to date; see `amp_core.casts.cache.MakeCasts`."""
+        """Return up-to-date casts of `weights`; see `amp_core.casts.cache.MakeCasts`."""
         self._reduced = self._reduced or _torch.inside_ddp()
         if self._reduced or not weights[0].requires_grad:
             return cast_weights(weights, dtype, kernels, memory)
@@ -61,20 +61,20 @@ class AccumulatingCasts:
             self._kept[id(weight), dtype] = run_backward_early(cast)
 
     def keep_only(self, keys: set[int]) -> None:
-        """Free the casts of all weights but those whose ``id`` is in `keys`."""
+        """Free the casts of all weights except those whose ``id`` is in `keys`."""
         self._kept = {key: cast for key, cast in self._kept.items() if key[0] in keys}
 
     def all(self) -> list[Tensor]:
-        """Return every cast that is kept."""
+        """Return every kept cast."""
         return list(self._kept.values())
 
 
 _SMALL = 2**16
-"""Elements up to which torch's operations beat kernel dispatch."""
+"""Up to this many elements, torch's operations beat kernel dispatch."""
 
 
 class _Accumulate(torch.autograd.Function):
-    """Ties a cast to its weight; saves nothing, so that one cast serves any number of backward passes."""
+    """Links a cast to its weight; saves no tensors, so one cast serves any number of backward passes."""
 
     @staticmethod
     def forward(ctx: Any, cast: list[Tensor], kernels: Kernels, memory: KeptMemory, weight: Tensor) -> Tensor:
@@ -99,7 +99,7 @@ class _Accumulate(torch.autograd.Function):
 
 
 def _goes_to_grad(node: Any, grad: Tensor) -> bool:
-    """Whether autograd would only add `grad` to the weight's own."""
+    """Return whether autograd would do nothing with `grad` but add it to the weight's ``.grad``."""
     weight = node.weight
     return (
         not torch.is_grad_enabled()  # create_graph=True

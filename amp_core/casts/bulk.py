@@ -1,4 +1,4 @@
-"""Casts many weights in one kernel call, and their gradients back in one call per bucket."""
+"""Cast many weights in one kernel call, and their gradients back in one call per bucket."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from amp_core.casts.memory import KeptMemory
 from amp_core.kernels import Kernels
 
 BUCKET_BYTES = 25 * 2**20
-"""Bytes of source weights per bucket: DistributedDataParallel's default, so that its all-reduces still
-overlap with the backward pass."""
+"""Bytes of source weights per bucket: DistributedDataParallel's default, so its all-reduces still overlap
+with the backward pass."""
 
 _SMALL = 2**20
-"""Bytes of a weight up to which a plain cast beats kernel dispatch."""
+"""Up to this many bytes per weight, a plain cast beats kernel dispatch."""
 
 
 def cast_weights(
     weights: Sequence[Tensor], dtype: torch.dtype, kernels: Kernels, memory: KeptMemory
 ) -> list[Tensor]:
-    """Return `weights` as `dtype`, with gradients flowing back, whatever grad mode is on.
+    """Return `weights` cast to `dtype`; gradients flow back to them, whatever the grad mode.
 
     Args:
         weights: float32 leaves on one device, all with the same ``requires_grad``.
-        dtype: of the casts.
-        kernels: its ``cast`` is used.
-        memory: for the casts, and for their gradients in float32.
+        dtype: the dtype of the casts.
+        kernels: provides ``cast``.
+        memory: provides memory for the casts and their float32 gradients.
     """
-    # A cast made under inference mode could not be used by a training step later on.
+    # A later training step could not use a cast created in inference mode.
     with torch.inference_mode(mode=False), torch.enable_grad():
-        if len(weights) == 1 and weights[0].nbytes <= _SMALL:  # as all are at their first use
+        if len(weights) == 1 and weights[0].nbytes <= _SMALL:  # weights arrive singly at their first use
             return [run_backward_early(weights[0].to(dtype))]
         parts = list(buckets(weights))
         storage = [allocate(part, dtype, memory) for part in parts]
@@ -49,10 +49,10 @@ def cast_weights(
 
 
 def run_backward_early(cast: Tensor) -> Tensor:
-    """Let autograd run the node of `cast` as soon as its gradients are there; return `cast`.
+    """Let autograd run the node of `cast` as soon as its gradients are ready; return `cast`.
 
-    Autograd runs the youngest node first, and casts are older than the forward pass. Gradients would wait in
-    memory until the whole backward pass is over, and DDP would have nothing to overlap.
+    Autograd runs the newest node first, and casts are older than the forward pass. Otherwise gradients would
+    stay in memory until the end of the backward pass, and DDP would have nothing to overlap.
     """
     if cast.requires_grad:
         _torch.run_as_soon_as_ready(cast)
@@ -60,7 +60,7 @@ def run_backward_early(cast: Tensor) -> Tensor:
 
 
 class _BucketCast(torch.autograd.Function):
-    """Ties casts to their weights; saves nothing, so that one cast serves any number of backward passes."""
+    """Links casts to their weights; saves no tensors, so one cast serves any number of backward passes."""
 
     @staticmethod
     def forward(
@@ -88,10 +88,10 @@ class _BucketCast(torch.autograd.Function):
 
 
 def buckets(weights: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield `weights` in order, at most `BUCKET_BYTES` (or one weight) at a time.
+    """Yield `weights` in order, in buckets of at most `BUCKET_BYTES` (or one weight).
 
-    A weight with a gradient hook gets a bucket of its own: a backward pass that reaches one weight of a
-    bucket calls the hooks of all, with None for weights that it does not reach.
+    A weight with a gradient hook gets its own bucket: a backward pass that reaches one weight of a bucket
+    calls the hooks of all of them, with None for the weights it does not reach.
     """
     bucket: list[Tensor] = []
     size = 0.0
@@ -107,7 +107,7 @@ def buckets(weights: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def allocate(weights: Sequence[Tensor], dtype: torch.dtype, memory: KeptMemory) -> list[Tensor]:
-    """Return tensors like `weights` of another dtype, unwritten; in one storage if all are contiguous."""
+    """Return uninitialized tensors like `weights` of another dtype; in one storage if all are contiguous."""
     if not all(w.is_contiguous() for w in weights):
         return [torch.empty_like(w, dtype=dtype, requires_grad=False) for w in weights]
     align = 64 // dtype.itemsize

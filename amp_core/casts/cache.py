@@ -1,4 +1,4 @@
-"""Casts of weights that live until the weight changes."""
+"""Caches casts of weights until the weight changes."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from amp_core.kernels import Kernels
 from amp_core.plugin import get_backend
 
 MakeCasts = Callable[[Sequence[Tensor], torch.dtype, Kernels, KeptMemory], list[Tensor]]
-"""Casts weights of one device that agree in ``requires_grad``."""
+"""Casts weights that share a device and ``requires_grad``."""
 
 
 @dataclass
 class _Slot:
-    """One weight of the model, and the dtypes that ops have asked for it in."""
+    """One weight of the model, and the dtypes that ops have requested."""
 
     weight: Tensor
     name: str
-    wanted: set[torch.dtype] = field(default_factory=set)
+    dtypes: set[torch.dtype] = field(default_factory=set)
 
 
 class WeightCache:
     """The casts of one model's weights.
 
-    A cast is used only while the weight's version counter, memory, shape, strides and ``requires_grad``
-    are what they were when it was made, and gradient hooks are there or not as they were. When one is
-    stale, all stale casts that ops have asked for before are made again in one call.
+    A cast is valid only while the weight's version counter, memory, shape, strides, ``requires_grad`` and the
+    presence of gradient hooks are unchanged. When one cast is stale, all stale casts that ops have requested
+    before are renewed in one call.
     """
 
     def __init__(
@@ -51,26 +51,26 @@ class WeightCache:
         self._make = make
         self.memory = KeptMemory()
         self._slots: dict[int, _Slot] = {}
-        self._strangers: dict[int, weakref.ref[Tensor]] = {}
+        self._foreign: dict[int, weakref.ref[Tensor]] = {}  # parameters of other models
         self._lock = threading.Lock()
-        # Not in the table that ops read, when every use is to be compared.
+        # In debug mode, bypass the table that ops read directly, so that every use is checked.
         self._casts = defaultdict(dict) if debug else CASTS
         self.debug = debug
-        self._adopt()
+        self._update_slots()
 
     def lookup(self, weight: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """Return the cast of `weight` to `dtype`, made if need be; None if there is none to be had.
+        """Return the cast of `weight` to `dtype`, creating it if necessary.
 
-        That is for a weight of another model, and one whose memory a wrapper has taken away.
+        Returns None for a weight of another model, and for one whose memory a wrapper has freed.
         """
-        slot = self._slots.get(id(weight)) or self._adopted(weight)
+        slot = self._slots.get(id(weight)) or self._slot_of_new(weight)
         if slot is None:
             return None
         entry = self._casts[dtype].get(id(weight))
         if entry is None or not entry.is_fresh(weight):
             entry = self._cast_stale(slot, dtype)
         if entry is not None and self.debug:
-            _compare(slot, entry)
+            _check(slot, entry)
         return None if entry is None else entry.cast
 
     def _cast_stale(self, slot: _Slot, dtype: torch.dtype) -> CachedCast | None:
@@ -78,28 +78,28 @@ class WeightCache:
         with self._lock:
             current = entries.get(id(slot.weight))
             if current is not None and current.is_fresh(slot.weight):
-                return current  # another thread has just made it
-            slot.wanted.add(dtype)
+                return current  # another thread has just renewed it
+            slot.dtypes.add(dtype)
             groups: dict[tuple[torch.device, bool], list[Tensor]] = defaultdict(list)
-            for weight in [s.weight for s in self._slots.values() if dtype in s.wanted]:
+            for weight in [s.weight for s in self._slots.values() if dtype in s.dtypes]:
                 if weight.data_ptr() == 0 and weight.numel():
-                    continue  # on the meta device, or its memory was taken away for the time being
+                    continue  # on the meta device, or its memory is freed for now
                 entry = entries.get(id(weight))
                 if entry is None or not entry.is_fresh(weight):
-                    entries.pop(id(weight), None)  # free the old cast before the new one is made
+                    entries.pop(id(weight), None)  # free the old cast before allocating the new one
                     groups[weight.device, weight.requires_grad].append(weight)
-            made: dict[int, CachedCast] = {}
+            new_entries: dict[int, CachedCast] = {}
             for (device, _), weights in groups.items():
                 kernels = get_backend(device.type).kernels()
                 states = list(map(fingerprint, weights))
                 casts = self._make(weights, dtype, kernels, self.memory)
                 for weight, state, cast in zip(weights, states, casts, strict=True):
-                    made[id(weight)] = cached(weight, state, cast)
-            entries.update(made)
-            return made.get(id(slot.weight))
+                    new_entries[id(weight)] = cached(weight, state, cast)
+            entries.update(new_entries)
+            return new_entries.get(id(slot.weight))
 
     def invalidate(self, weights: Iterable[Tensor] | None = None) -> None:
-        """Drop the casts of `weights`, or all."""
+        """Drop the casts of `weights`, or all casts."""
         with self._lock:
             keys = self._slots.keys() if weights is None else self._slots.keys() & {id(w) for w in weights}
             self._drop(keys)
@@ -109,27 +109,27 @@ class WeightCache:
             for entries in list(self._casts.values()):
                 entries.pop(key, None)
 
-    def _adopted(self, weight: Tensor) -> _Slot | None:
-        """Look again at the model for a parameter that was put in the place of another."""
+    def _slot_of_new(self, weight: Tensor) -> _Slot | None:
+        """Return a slot for an unknown parameter if it has replaced one of the model's."""
         if not isinstance(weight, Parameter):
             return None
-        known = self._strangers.get(id(weight))
+        known = self._foreign.get(id(weight))
         if known is not None and known() is weight:
             return None
         with self._lock:
-            self._adopt()
+            self._update_slots()
             slot = self._slots.get(id(weight))
             if slot is None:
-                self._strangers[id(weight)] = weakref.ref(weight)
+                self._foreign[id(weight)] = weakref.ref(weight)
             return slot
 
-    def _adopt(self) -> None:
+    def _update_slots(self) -> None:
         present = {id(w): (name, w) for name, w in self._named_weights() if is_cacheable(w)}
         self._drop(self._slots.keys() - present.keys())
         self._slots = {
             key: self._slots.get(key) or _Slot(weight, name) for key, (name, weight) in present.items()
         }
-        self._strangers = {key: ref for key, ref in self._strangers.items() if ref() is not None}
+        self._foreign = {key: ref for key, ref in self._foreign.items() if ref() is not None}
 
     def keys(self) -> Set[int]:
         """Return the ``id`` of each weight."""
@@ -140,7 +140,7 @@ class WeightCache:
         return {slot.weight.device for slot in self._slots.values()}
 
     def casts(self) -> list[Tensor]:
-        """Return the casts that are live."""
+        """Return the live casts."""
         return [
             e.cast
             for entries in list(self._casts.values())
@@ -149,11 +149,11 @@ class WeightCache:
         ]
 
 
-def _compare(slot: _Slot, entry: CachedCast) -> None:
+def _check(slot: _Slot, entry: CachedCast) -> None:
     expected = slot.weight.detach().to(entry.cast.dtype)
     if not torch.equal(expected.nan_to_num(), entry.cast.detach().nan_to_num()):
         raise StaleCastError(
             f"The {entry.cast.dtype} cast of weight {slot.name!r} no longer agrees with the weight: "
-            f"something wrote to it in a way that torch does not count, as through `.data` or NumPy. Call "
-            f"invalidate() on the cached_casts handle after such a write."
+            f"something wrote to the weight without changing its version counter, such as through `.data` or "
+            f"NumPy. Call invalidate() on the cached_casts handle after such a write."
         )

@@ -1,4 +1,4 @@
-"""Memory for casts and gradients that is used again, step after step."""
+"""Memory for casts and gradients, reused across steps."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from amp_core._torch import internals as _torch
 from amp_core.plugin.default_manager import get_backend
 
 _SMALL = 2**16
-"""Bytes up to which the C library's heap mostly has memory at hand."""
+"""Up to this many bytes, the C library's heap usually has free memory."""
 
 
 class KeptMemory:
-    """Gives out memory, and the same again once nobody refers to it any more.
+    """A pool that hands out memory again once nothing refers to it.
 
-    Fresh memory for a large tensor costs more in page faults on the CPU than writing it. Most devices have an
-    allocator that keeps freed memory (`Backend.caches_memory`); for those nothing is kept here.
+    On the CPU, page faults make fresh memory for a large tensor cost more than writing the tensor. Most
+    devices have a caching allocator (`Backend.caches_memory`); for those this pool keeps nothing.
     """
 
     def __init__(self) -> None:
@@ -29,13 +29,13 @@ class KeptMemory:
         self._lock = threading.Lock()
 
     def empty(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return an unwritten tensor of `count` elements."""
+        """Return an uninitialized tensor of `count` elements."""
         if not _is_kept(count * dtype.itemsize, device):
             return torch.empty(count, dtype=dtype, device=device)
         return self._take(dtype, device, (count,), (1,))
 
     def empty_like(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return an unwritten tensor of the shape and, if it has no gaps, the strides of `tensor`."""
+        """Return an uninitialized tensor with the shape of `tensor`, and its strides if it is dense."""
         if not _is_kept(tensor.numel() * dtype.itemsize, tensor.device) or not _is_dense(tensor):
             return torch.empty_like(tensor, dtype=dtype)
         return self._take(dtype, tensor.device, tensor.shape, tensor.stride())
@@ -50,7 +50,7 @@ class KeptMemory:
             )
 
     def _idle(self, nbytes: int, device: torch.device) -> UntypedStorage:
-        # The newest first: it is the one that comes back soonest. What is in use goes behind.
+        # Try the newest first, since it is freed soonest. Storages in use rotate to the end.
         kept = self._kept[device, nbytes]
         for _ in range(len(kept)):
             storage = kept[0]
@@ -64,13 +64,13 @@ class KeptMemory:
         return kept[0]
 
     def idle_nbytes(self) -> int:
-        """Return the bytes that nobody uses now."""
+        """Return the bytes kept but not in use."""
         with self._lock:
             kept = [storage for storages in self._kept.values() for storage in storages]
             return sum(storage.nbytes() for storage in kept if not _torch.is_in_use(storage))
 
     def clear(self) -> None:
-        """Keep nothing; what is in use lives on with its tensors."""
+        """Release all kept memory; storages in use live on with their tensors."""
         with self._lock:
             self._kept.clear()
 

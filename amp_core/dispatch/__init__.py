@@ -1,7 +1,7 @@
-"""Puts an `OpPolicy` on torch's Autocast dispatch keys.
+"""Apply an `OpPolicy` on torch's Autocast dispatch keys.
 
-Where the policy in force is the one that torch compiled in, `activation` returns ``None`` and
-amp-core costs nothing per op.
+If the policy equals the one compiled into torch, `activation` returns ``None`` and amp-core adds no cost per
+op.
 """
 
 from __future__ import annotations

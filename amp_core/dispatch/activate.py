@@ -1,4 +1,4 @@
-"""From a policy to something that a region can push and pop."""
+"""Turn a policy into an `Activation` that a region can push and pop."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from amp_core.policy.op_policy import native_rules
 
 
 class _Thread(threading.local):
-    """The policies that one thread has in force, one per device type, and those that each push replaced."""
+    """One thread's policies in force, one per device type, and those that each push replaced."""
 
     in_force: tuple[tuple[str, Activation], ...] = ()
 
@@ -36,7 +36,7 @@ _thread = _Thread()
 
 
 class Activation:
-    """A policy made ready for one device type; a region pushes and pops it, in pairs, per thread."""
+    """A policy prepared for one device type. Each thread pushes and pops it in pairs."""
 
     def __init__(self, policy: OpPolicy, table: Table, *, by_default: bool) -> None:
         self.policy = policy
@@ -45,15 +45,15 @@ class Activation:
         self._engine = engine(policy.device_type)
 
     def push(self) -> None:
-        """Put the policy in force for this thread.
+        """Put the policy in force in this thread.
 
         Raises:
-            PolicyError: `torch.export` is tracing; an exported program could not keep the policy.
+            PolicyError: `torch.export` is tracing; the exported program could not keep the policy.
         """
         if torch.compiler.is_exporting():
             raise PolicyError(_NO_EXPORT.format(policy=self.policy))
         here, before = self._engine, _thread.in_force
-        # A region that names no policy keeps that of the region around it, as it keeps its dtype.
+        # A region without a policy keeps that of the surrounding region.
         keep = self.by_default and here.depth
         _thread.hidden.append((here, before))
         try:
@@ -69,7 +69,7 @@ class Activation:
             raise
 
     def pop(self) -> None:
-        """Take back the last push of this thread; never raises."""
+        """Undo the last push of this thread; never raises."""
         restore(len(_thread.hidden) - 1)
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -80,12 +80,12 @@ class Activation:
 
 
 def pushed() -> int:
-    """Return how many policies this thread has pushed; `restore` goes back to that number."""
+    """Return how many policies this thread has pushed, for `restore`."""
     return len(_thread.hidden)
 
 
 def restore(depth: int) -> None:
-    """Pop policies of this thread until `depth` are pushed, also after an interrupted push or pop."""
+    """Pop this thread's policies until `depth` remain, even after an interrupted push or pop."""
     hidden = _thread.hidden
     while len(hidden) > max(depth, 0):
         here, before = hidden[-1]
@@ -97,43 +97,43 @@ def restore(depth: int) -> None:
 
 
 def policies_in_force() -> tuple[tuple[str, Activation], ...]:
-    """Return the activations that this thread has in force, each with its device type."""
+    """Return this thread's activations in force, each with its device type."""
     return _thread.in_force
 
 
 class Changes:
-    """Changes to whatever policy is in force when they are pushed: what a module glob puts on.
+    """Rules that override whichever policy is in force when they are pushed, as for a module glob.
 
     Args:
-        device_type: whose ops they are for.
+        device_type: the device type whose ops they apply to.
         rules: full op name to rule.
-        origin: what `OpPolicy.explain` says of them.
+        origin: the origin that `OpPolicy.explain` reports for them.
     """
 
     def __init__(self, device_type: str, rules: Mapping[str, str], origin: str) -> None:
         self.device_type = device_type
         self.rules = rules
         self.origin = origin
-        # By the identity of a policy, which the entry keeps alive: equal ones differ in their origins.
+        # Keyed by identity: equal policies can differ in their origins. Each entry keeps its policy alive.
         self._activations: OrderedDict[int, tuple[OpPolicy | None, Activation]] = OrderedDict()
 
     def on(self, policy: OpPolicy) -> OpPolicy:
-        """Return `policy` with the changes."""
+        """Return `policy` with the changes applied."""
         return policy.override(self.rules, origin=self.origin)
 
     def activated(self, policy: OpPolicy | None) -> Activation:
-        """Return `policy`, or the device's default, with the changes and made ready."""
+        """Return the activation of `policy`, or of the device's default, with the changes applied."""
         entry = self._activations.get(id(policy))
         if entry is None:
             under = default_policy(get_backend(self.device_type)) if policy is None else policy
             entry = self._activations[id(policy)] = policy, _prepared(self.on(under), False)
             if len(self._activations) > _POLICIES_PER_CHANGE:
-                with contextlib.suppress(KeyError):  # another thread took it
+                with contextlib.suppress(KeyError):  # another thread has removed it
                     self._activations.popitem(last=False)
         return entry[1]
 
     def push(self) -> None:
-        """Put the changed policy in force for this thread."""
+        """Put the changed policy in force in this thread."""
         self.activated(engine(self.device_type).policy).push()
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -153,22 +153,24 @@ def activation(backend: Backend, policy: OpPolicy | None) -> Activation | None:
     """Prepare `policy` for regions on `backend`.
 
     Args:
-        backend: serves the region's device type.
-        policy: for that device type; None for the default: what ``AMP_POLICY`` names, else the backend's own.
+        backend: the backend of the region's device type.
+        policy: a policy for that device type; None for the default, which is the backend's own as changed by
+            the file that ``AMP_POLICY`` names.
 
     Returns:
-        What the region pushes and pops; None where a region that names no policy runs by the rules that
-        torch compiled in, which then costs nothing.
+        The activation to push and pop; None if the default equals the rules compiled into torch, so that
+        regions cost nothing extra.
 
     Raises:
-        PolicyError: `policy` is no OpPolicy or for another device type, or ``AMP_POLICY`` is wrong.
+        PolicyError: `policy` is not an OpPolicy or is for another device type, or the file that
+            ``AMP_POLICY`` names is invalid.
         TorchFeatureError: the installed torch no longer supports policies.
     """
     if policy is None:
         return _of_default(backend, _env.policy_path())
     POLICIES.require()
     if not isinstance(policy, OpPolicy):
-        raise PolicyError(f"policy= takes an OpPolicy, not {type(policy).__name__}.")
+        raise PolicyError(f"policy= must be an OpPolicy, not {type(policy).__name__}.")
     if policy.device_type != backend.device_type:
         raise PolicyError(
             f"{policy!r} cannot apply to a region on {backend.device_type!r}; start from "
@@ -178,21 +180,21 @@ def activation(backend: Backend, policy: OpPolicy | None) -> Activation | None:
 
 
 def _of_default(backend: Backend, path: str | None) -> Activation | None:
-    if path is None and not POLICIES.complete:  # torch's own rules need nothing of it
+    if path is None and not POLICIES.complete:  # torch's own rules still work
         if type(backend).op_policy is not Backend.op_policy:
             POLICIES.warn()
         return None
-    found = _default_activation(backend, path)
-    if found is None and not native_rules(backend.device_type):
+    default = _default_activation(backend, path)
+    if default is None and not native_rules(backend.device_type):
         _warn_no_rules(backend.device_type)
-    return found
+    return default
 
 
 def default_policy(backend: Backend) -> OpPolicy:
-    """Return the policy of regions that name none: the backend's, as the file of ``AMP_POLICY`` changes it.
+    """Return the policy of regions that pass none: the backend's, as changed by the ``AMP_POLICY`` file.
 
     Raises:
-        PolicyError: the file cannot be read or is wrong.
+        PolicyError: the file cannot be read or is invalid.
     """
     return _default_policy(backend, _env.policy_path())
 
@@ -211,16 +213,16 @@ def _default_policy(backend: Backend, path: str | None) -> OpPolicy:
 
 @lru_cache(maxsize=64)
 def _default_activation(backend: Backend, path: str | None) -> Activation | None:
-    found = _prepared(_default_policy(backend, path), True)
-    return found if found.table else None
+    default = _prepared(_default_policy(backend, path), True)
+    return default if default.table else None
 
 
 @lru_cache(maxsize=256)
 def _warn_no_rules(device_type: str) -> None:
     warnings.warn(
-        f"Neither torch nor the backend of {device_type!r} has a cast rule for any op: autocast on it "
-        f"changes nothing. Pass policy=OpPolicy.uniform({device_type!r}), or let the backend's op_policy() "
-        f"return one.",
+        f"Neither torch nor the backend of {device_type!r} has a cast rule for any op, so autocast has no "
+        f"effect on this device. Pass policy=OpPolicy.uniform({device_type!r}), or return a policy from the "
+        f"backend's op_policy().",
         AmpWarning,
         stacklevel=7,  # the line that builds the region
     )
@@ -228,15 +230,15 @@ def _warn_no_rules(device_type: str) -> None:
 
 @lru_cache(maxsize=64)
 def in_float32(policy: OpPolicy) -> OpPolicy:
-    """Return `policy` as it is in a region whose dtype is float32."""
+    """Return the equivalent of `policy` in a region whose dtype is float32."""
     low = [op for op, rule in policy.rules.items() if rule == r.LOWER_PRECISION_FP]
     return policy.override(dict.fromkeys(low, r.FP32), origin="dtype=torch.float32")
 
 
 def emulation(policy: OpPolicy) -> Activation:
-    """Return an activation that runs every rule of `policy` from Python, those that torch has too.
+    """Return an activation that runs every rule of `policy` from Python, even those torch has natively.
 
-    For holding the engine against torch's native kernels: `amp_core.testing` and the tests do.
+    `amp_core.testing` and the tests use it to compare the engine with torch's native kernels.
     """
     _require_autocast(policy.device_type)
     ops = {**dict.fromkeys(native_rules(policy.device_type), r.UNCHANGED), **policy.rules}
@@ -257,7 +259,7 @@ def _prepared_once(
 
 
 def _changes(policy: OpPolicy) -> dict[str, str]:
-    """The ops that `policy` treats otherwise than torch, with their rules."""
+    """Return the ops that `policy` treats differently from torch, with their rules."""
     _require_autocast(policy.device_type)
     native = native_rules(policy.device_type)
     wanted = {op: policy.rules.get(op, r.UNCHANGED) for op in sorted({*native, *policy.rules})}
@@ -266,7 +268,7 @@ def _changes(policy: OpPolicy) -> dict[str, str]:
 
 def _require_autocast(device_type: str) -> None:
     if not has_dispatch_key(autocast_key(device_type)):
-        raise PolicyError(f"torch has no autocast for device type {device_type!r}.")
+        raise PolicyError(f"torch does not support autocast for device type {device_type!r}.")
 
 
 def _runners(rules: Mapping[str, str], device_type: str) -> Table:
@@ -278,5 +280,5 @@ def _runner(op: str, rule: str, device_type: str) -> Runner | None:
         return None
     overload = names.find(op)
     if overload is None:
-        raise PolicyError(f"torch {torch.__version__} has no op {op!r} any more.")
+        raise PolicyError(f"torch {torch.__version__} no longer has the op {op!r}.")
     return make_runner(overload, rule, device_type)

@@ -1,7 +1,7 @@
-"""What each rule does to the arguments of a call: the Python counterpart of torch's native autocast kernels.
+"""Apply each rule to the arguments of a call: the Python counterpart of torch's native autocast kernels.
 
-`make_runner` looks at an op's schema once and returns a function that casts and runs it; nothing about the
-schema is looked up per call.
+`make_runner` inspects an op's schema once and returns a function that casts and runs the op, so no call
+inspects the schema again.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _BANNED_BCE = (
 
 
 def make_runner(op: Overload, rule: str, device_type: str) -> Runner:
-    """Return what runs `op` by `rule` on `device_type`."""
+    """Return the function that runs `op` under `rule` on `device_type`."""
     if rule == r.BANNED:
         return _banned(op)
     if rule == r.UNCHANGED:
@@ -56,7 +56,7 @@ def make_runner(op: Overload, rule: str, device_type: str) -> Runner:
 
 
 def _below(op: Overload, device_type: str) -> Callable[..., Any]:
-    """Run `op`, and all that it is made of, without autocast."""
+    """Return a function that runs `op`, and every op it calls, without autocast."""
     keys = key_set(autocast_key(device_type))
     run = entry_of(op)
 
@@ -92,8 +92,8 @@ def _unchanged(op: Overload, device_type: str) -> Runner:
 def _casting(
     op: Overload, call: Callable[..., Any], target: TargetDtype, device_type: str, first_stays: bool
 ) -> Runner:
-    found = [i for i, a in enumerate(arguments(op)) if "Tensor" in str(a.real_type) and not a.kwarg_only]
-    positions = tuple(i for i in found if i > 0 or not first_stays)
+    tensors = [i for i, a in enumerate(arguments(op)) if "Tensor" in str(a.real_type) and not a.kwarg_only]
+    positions = tuple(i for i in tensors if i > 0 or not first_stays)
 
     def run(_keyset: Any, args: Args, kwargs: Kwargs) -> Any:
         dtype = target(args, kwargs)
@@ -123,7 +123,7 @@ def _cast(value: Any, dtype: torch.dtype, device_type: str, *, keep: bool = True
 def _writing_back(
     op: Overload, call: Callable[..., Any], target: TargetDtype, device_type: str, first_stays: bool
 ) -> Runner:
-    """For an op that writes to arguments: it writes to their casts, which are copied back.
+    """Return a runner for an op that writes to its arguments: it writes to casts, then copies them back.
 
     torch's own rules lose the write (pytorch#65788).
     """
@@ -136,7 +136,7 @@ def _writing_back(
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         if dtype is None:
             return call(*args, **kwargs)
-        # Not kept: a cached weight must not be written to.
+        # Bypass the cache: the op must not write to a cached cast.
         cast = {n: v if n == kept else _cast(v, dtype, device_type, keep=False) for n, v in given.items()}
         result = call(*(cast[n] for n in names[: len(args)]), **{n: cast[n] for n in kwargs})
         return _put_back(result, [(given[n], cast[n]) for n in given if n in written])
@@ -156,13 +156,13 @@ def _put_back(result: Any, pairs: list[tuple[Any, Any]]) -> Any:
     return originals.get(id(result), result)
 
 
-# The rules that set a dtype instead of casting.
+# Rules that set a dtype argument instead of casting.
 
 
 def _set_opt_dtype(op: Overload, call: Callable[..., Any], device_type: str) -> Runner:
-    found = r.dtype_argument(op)
-    assert found is not None, f"{dispatcher_name(op)} was admitted without a dtype argument"
-    position, name, keyword_only = found
+    argument = r.dtype_argument(op)
+    assert argument is not None, f"{dispatcher_name(op)} was admitted without a dtype argument"
+    position, name, keyword_only = argument
 
     def run(_keyset: Any, args: Args, kwargs: Kwargs) -> Any:
         given = kwargs.get(name) if keyword_only or len(args) <= position else args[position]
@@ -184,7 +184,7 @@ def _append_dtype(op: Overload, device_type: str) -> Runner:
 
     def run(_keyset: Any, args: Args, kwargs: Kwargs) -> Any:
         dtype = torch.float32 if eligible(args[0], device_type) else args[0].dtype
-        rest = [a.default_value for a in tail[len(args) :]]  # the sibling has no defaults of its own
+        rest = [a.default_value for a in tail[len(args) :]]  # the sibling has no defaults
         return call(*args, *rest, **{**kwargs, name: dtype})
 
     return run

@@ -1,9 +1,9 @@
-"""Puts Python kernels on a device's Autocast key, for whatever changes ops there.
+"""Install Python kernels on a device's Autocast key, for everything that changes ops there.
 
-Three things do: a policy that differs from torch's rules (per thread), a scope that keeps casts of weights
-(per process), and an observer (per thread). All threads share one dispatcher. So each op has at most one
-kernel of ours, which asks what applies in its own thread; if nothing does, it runs torch's kernel. When
-nothing needs the op any more, torch's kernel is put back.
+Three things do: a policy that differs from torch's rules (per thread), a scope that caches casts of weights
+(per process), and an observer (per thread). All threads share one dispatcher, so each op gets at most one
+kernel of ours, which checks what applies in its own thread; if nothing does, it runs torch's kernel. Once
+nothing needs our kernel, torch's is restored.
 """
 
 from __future__ import annotations
@@ -31,16 +31,17 @@ from amp_core.policy import rules as r
 from amp_core.policy.op_policy import native_rules
 
 Table = Mapping[str, "Runner | None"]
-"""Full op name to what runs it; None for torch's own kernel."""
+"""Maps full op names to runners; None means torch's own kernel."""
 
 Observer = Callable[[str, Callable[[], Any], tuple[Any, ...], dict[str, Any]], Any]
-"""Given an op's full name, what runs it, and its arguments; runs it and returns its result."""
+"""(full op name, function that runs the op, arguments, keyword arguments) -> the op's result. An observer
+must call the function."""
 
 _EMPTY: Table = {}
 
 
 class _ThreadState(threading.local):
-    """One thread's policies on one device: what is in force, and what that hides."""
+    """One thread's policies on one device: the one in force, and those it hides."""
 
     table: Table = _EMPTY
     policy: OpPolicy | None = None
@@ -51,7 +52,7 @@ class _ThreadState(threading.local):
 
 
 class Engine:
-    """All that changes ops on one device type's Autocast key."""
+    """Manages the kernels that amp-core installs on one device type's Autocast key."""
 
     def __init__(self, device_type: str) -> None:
         self.device_type = device_type
@@ -68,28 +69,28 @@ class Engine:
 
     @property
     def policy(self) -> OpPolicy | None:
-        """What is in force in this thread; None for the default."""
+        """The policy in force in this thread; None for the default."""
         return self.local.policy
 
     @property
     def installed(self) -> frozenset[str]:
-        """The ops that run through a kernel of this engine now, in any thread."""
+        """The ops that currently run through a kernel of this engine, in any thread."""
         with self._lock:
             return frozenset(self._installed)
 
     def push(self, table: Table, policy: OpPolicy | None) -> None:
-        """Put `policy`, as `table`, in force for this thread. If an install fails, all is as before."""
+        """Put `policy`, prepared as `table`, in force in this thread. A failed install changes nothing."""
         self._install(table)
         local = self.local
         local.hidden.append((local.table, local.policy, tuple(table)))
         local.table, local.policy = table, policy
 
     def push_again(self) -> None:
-        """Push what is in force already."""
+        """Push the policy that is already in force."""
         self.push(self.local.table, self.local.policy)
 
     def pop(self) -> None:
-        """Take the last table off. Without a push before it, does nothing."""
+        """Undo the last push. Does nothing if there was none."""
         local = self.local
         if not local.hidden:
             return
@@ -100,13 +101,16 @@ class Engine:
 
     @property
     def observer(self) -> Observer | None:
-        """Who watches this thread's autocast kernels."""
+        """The observer of this thread's autocast kernels, if any."""
         return self.local.observer
 
     def watch(self, ops: Iterable[str], observer: Observer) -> Callable[[], None]:
-        """Let `observer` run each of `ops` in this thread, and every other op that has a kernel of ours.
+        """Let `observer` run each of `ops` in this thread, and every other op with a kernel of ours.
 
-        An observer before it is called by what it runs. Return what ends that, for the same thread.
+        The function it receives calls the previous observer, if there is one.
+
+        Returns:
+            A function that ends the observation; call it in the same thread.
         """
         local, earlier = self.local, self.local.observer
         uninstall = self._installed_until(ops)
@@ -119,13 +123,13 @@ class Engine:
         return end
 
     def serve_casts(self) -> Callable[[], None]:
-        """Let ops that take weights ask `weight_casts`, in every thread; return what ends that."""
+        """Let ops that take weights use `weight_casts`, in every thread; return a function that ends this."""
         return self._installed_until(op for op in weight_casts.WEIGHT_OPS if self._is_low(op))
 
     def _is_low(self, op: str) -> bool:
         return native_rules(self.device_type).get(op) == r.LOWER_PRECISION_FP
 
-    # What is installed.
+    # Installation.
 
     def _installed_until(self, ops: Iterable[str]) -> Callable[[], None]:
         installed = tuple(ops)
@@ -163,7 +167,7 @@ class Engine:
         dispatcher_name, kernel = self._kernels[name]
         return install(dispatcher_name, self.key, kernel)
 
-    # What a kernel does.
+    # Kernels.
 
     def _make_kernel(self, name: str) -> tuple[str, Callable[..., Any]]:
         install_fallthrough(self.key)
@@ -221,7 +225,7 @@ _engines_lock = threading.Lock()
 
 
 def engine(device_type: str) -> Engine:
-    """Return the engine of `device_type`, one per process."""
+    """Return the process-wide engine of `device_type`."""
     with _engines_lock:
         if device_type not in _engines:
             _engines[device_type] = Engine(device_type)
@@ -229,9 +233,9 @@ def engine(device_type: str) -> Engine:
 
 
 def serve_casts(source: weight_casts.CastSource, device_types: Iterable[str]) -> Callable[[], None]:
-    """Let ops on `device_types` take the casts of `source`, in every thread; return what ends that.
+    """Let ops on `device_types` use the casts of `source`, in every thread; return a function that ends this.
 
-    A device type that has no autocast is passed over.
+    Device types without autocast are skipped.
     """
     ends = [
         engine(device_type).serve_casts()

@@ -1,4 +1,4 @@
-"""Policies under ``torch.compile`` and ``torch.export``: in graphs, in their guards, in torch's caches."""
+"""Policies under ``torch.compile`` and ``torch.export``: in graphs, guards and torch's caches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from amp_core.dispatch.activate import Activation, Changes, policies_in_force, p
 
 
 class InForce:
-    """Keep `Changes` in force for a block."""
+    """Context manager that keeps `Changes` in force."""
 
     def __init__(self, changes: Changes) -> None:
         self.changes = changes
@@ -29,13 +29,13 @@ class InForce:
         restore(pushed() - 1)
 
 
-# A graph names what it pushes by a number, its place in this list, and keeps it alive.
+# Graphs refer to what they push by its index in this list, which keeps it alive.
 _in_graphs: list[Activation | Changes] = []
 _graph_lock = threading.Lock()
 
 
 def number_in_graphs(item: Activation | Changes) -> int:
-    """Return the number by which graphs push `item`; from now on it is kept alive."""
+    """Return the number that graphs use for `item`, and keep `item` alive from now on."""
     with _graph_lock:
         for number, known in enumerate(_in_graphs):
             if known is item:
@@ -45,41 +45,41 @@ def number_in_graphs(item: Activation | Changes) -> int:
 
 
 def push_number(number: int) -> None:
-    """Push what `number_in_graphs` gave the number to; a graph holds this call."""
+    """Push the item with this number; graphs contain this call."""
     _in_graphs[number].push()
 
 
 def item_of_number(number: int) -> Activation | Changes:
-    """Return what `number_in_graphs` gave the number to."""
+    """Return the item to which `number_in_graphs` gave this number."""
     return _in_graphs[number]
 
 
 def pop_number(_number: int) -> None:
-    """Take back the last push of this thread; a graph holds this call."""
+    """Undo the last push of this thread; graphs contain this call."""
     restore(pushed() - 1)
 
 
 def graph_step(number: int) -> Step:
-    """Return what a graph does to keep the policy or changes of that number in force for a while."""
+    """Return the graph step that keeps the policy or changes with this number in force."""
     return Step(push_number, (number,), pop_number)
 
 
 def in_force_by_number(number: int) -> InForce:
-    """Return the `InForce` that code compiled after a graph break enters again."""
+    """Return the `InForce` that code compiled after a graph break re-enters."""
     item = item_of_number(number)
     assert isinstance(item, Changes)
     return InForce(item)
 
 
 def cache_tag() -> str:
-    """Return what sets code compiled under the policies of this thread apart in caches; mostly nothing."""
+    """Return a cache key for code compiled under this thread's policies; empty if there are none."""
     if not policies_in_force():
         return ""
     rules = [(device, sorted(active.policy.rules.items())) for device, active in policies_in_force()]
     return f"amp_core-{hashlib.sha256(repr(rules).encode()).hexdigest()}"
 
 
-def _tell_dynamo() -> None:
+def _register_with_dynamo() -> None:
     guard_on(policies_in_force, "amp_core policy")
     tag_caches(cache_tag)
     how = ContextManager(
@@ -90,4 +90,4 @@ def _tell_dynamo() -> None:
     trace_as_context_manager([InForce], how)
 
 
-when_loaded(_tell_dynamo)
+when_loaded(_register_with_dynamo)

@@ -1,4 +1,4 @@
-"""The dtype that each rule asks for, given the arguments of a call."""
+"""Compute the dtype that each rule requires, given the arguments of a call."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from amp_core.policy import rules as r
 Args = Sequence[Any]
 Kwargs = dict[str, Any]
 TargetDtype = Callable[[Args, Kwargs], "torch.dtype | None"]
-"""(positional, keyword arguments) -> the dtype to cast to; None to cast nothing."""
+"""(positional arguments, keyword arguments) -> the dtype to cast to; None to cast nothing."""
 
 
 def eligible(tensor: torch.Tensor, device_type: str) -> bool:
-    """Whether autocast on `device_type` casts `tensor` (``at::autocast::is_eligible``, 2.13)."""
+    """Return whether autocast on `device_type` casts `tensor` (``at::autocast::is_eligible``, 2.13)."""
     if not tensor.is_floating_point() or tensor.dtype is torch.float64:
         return False
-    found = tensor.device.type
-    return found == device_type or found in get_backend(device_type).also_casts
+    tensor_device = tensor.device.type
+    return tensor_device == device_type or tensor_device in get_backend(device_type).also_casts
 
 
 def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """Yield the tensors among `values` and in the lists among them."""
+    """Yield the tensors in `values` and in the lists and tuples it contains."""
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value
@@ -51,32 +51,32 @@ def _promote(op: Overload, device_type: str) -> TargetDtype:
 
     def choose(args: Args, _kwargs: Kwargs) -> torch.dtype:
         low = torch.get_autocast_dtype(device_type)
-        found = low
+        target = low
         for tensor in tensors_in(args[i] for i in counted if i < len(args)):
             if eligible(tensor, device_type):
-                found = _wider(found, tensor.dtype, low)
-        return found
+                target = _wider(target, tensor.dtype, low)
+        return target
 
     return choose
 
 
-def _wider(current: torch.dtype, found: torch.dtype, low: torch.dtype) -> torch.dtype:
+def _wider(current: torch.dtype, other: torch.dtype, low: torch.dtype) -> torch.dtype:
     if current is torch.float64:
         raise RuntimeError("promote type is double in at::autocast::prioritize")
-    if torch.float32 in (current, found):
+    if torch.float32 in (current, other):
         return torch.float32
-    if current is low and found is low:
+    if current is low and other is low:
         return low
     raise RuntimeError("Unexpected floating ScalarType in at::autocast::prioritize")
 
 
 def _promote_types(op: Overload, device_type: str) -> TargetDtype:
     def choose(args: Args, kwargs: Kwargs) -> torch.dtype | None:
-        found: torch.dtype | None = None
+        target: torch.dtype | None = None
         for tensor in tensors_in((*args, *kwargs.values())):
             if eligible(tensor, device_type):
-                found = tensor.dtype if found is None else _promoted(op, found, tensor.dtype)
-        return found
+                target = tensor.dtype if target is None else _promoted(op, target, tensor.dtype)
+        return target
 
     return choose
 
@@ -86,8 +86,8 @@ def _promoted(op: Overload, one: torch.dtype, other: torch.dtype) -> torch.dtype
         return torch.promote_types(one, other)
     except RuntimeError as error:
         raise PolicyError(
-            f"{dispatcher_name(op)} got {one} and {other}, which torch does not promote: cast one of "
-            f"them, or give the op another rule than {r.PROMOTE_TYPES!r}."
+            f"{dispatcher_name(op)} got {one} and {other}, which torch cannot promote: cast one of them, or "
+            f"give the op a rule other than {r.PROMOTE_TYPES!r}."
         ) from error
 
 
@@ -97,8 +97,8 @@ def _destination(_op: Overload, device_type: str) -> TargetDtype:
 
 def _if_mixed(_op: Overload, device_type: str) -> TargetDtype:
     def choose(args: Args, kwargs: Kwargs) -> torch.dtype | None:
-        found = {t.dtype for t in tensors_in((*args, *kwargs.values())) if eligible(t, device_type)}
-        return torch.float32 if len(found) > 1 else None
+        dtypes = {t.dtype for t in tensors_in((*args, *kwargs.values())) if eligible(t, device_type)}
+        return torch.float32 if len(dtypes) > 1 else None
 
     return choose
 
@@ -134,4 +134,4 @@ TARGET_DTYPES: Mapping[str, Callable[[Overload, str], TargetDtype]] = {
     r.FP32_IF_MIXED: _if_mixed,
     r.FP32_WITH_HINT: _with_hint,
 }
-"""Rule to the function that makes its `TargetDtype`, given an op and a device type."""
+"""Maps each rule to a function that builds its `TargetDtype` for an op and a device type."""

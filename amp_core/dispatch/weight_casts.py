@@ -1,8 +1,8 @@
-"""Casts of weights: the one lookup of every op, whichever rule or scope it runs under.
+"""Look up casts of weights, for every op under any rule or scope.
 
-Two stores answer it. A scope such as `cached_casts` keeps the casts of its model until a weight changes, for
+There are two caches. A scope such as `cached_casts` keeps the casts of its model until a weight changes, for
 all threads. A region whose rules run in Python keeps the casts that torch's own kernels would keep, for its
-thread, until the outermost region ends.
+thread and until the outermost region ends.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ _Fingerprint = tuple[object, ...]
 
 
 class CachedCast(NamedTuple):
-    """A cast, the state of its weight when it was made, and the memory that the weight was in."""
+    """A cast, with the fingerprint and the storage that its weight had when it was cast."""
 
     fingerprint: _Fingerprint
     memory: _torch.WeakStorage
     cast: Tensor
 
     def is_fresh(self, weight: Tensor) -> bool:
-        """Whether `weight` is unchanged, as far as torch can tell."""
-        # Freed memory comes back for other tensors, at the same address.
+        """Return whether `weight` is unchanged, as far as torch can tell."""
+        # Another tensor may reuse freed memory at the same address.
         return fingerprint(weight) == self.fingerprint and not _torch.is_freed(self.memory.cdata)
 
 
 def fingerprint(weight: Tensor) -> _Fingerprint:
-    """Return what changes when `weight` is written to, replaced, moved, frozen or hooked."""
+    """Return a value that changes when `weight` is written to, replaced, moved, frozen or hooked."""
     return (
         weight._version,
         weight.data_ptr(),
@@ -48,24 +48,24 @@ def fingerprint(weight: Tensor) -> _Fingerprint:
 
 
 def cached(weight: Tensor, state: _Fingerprint, cast: Tensor) -> CachedCast:
-    """Return the entry for `cast`, made of `weight` when its fingerprint was `state`."""
+    """Return the cache entry for a cast of `weight` made when its fingerprint was `state`."""
     memory = _torch.WeakStorage(weight.untyped_storage())  # type: ignore[no-untyped-call]
     return CachedCast(state, memory, cast)
 
 
-# What scopes offer.
+# Casts kept by scopes.
 
 
 class CastSource(Protocol):
     """A scope that keeps the casts of some weights."""
 
     def lookup(self, weight: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """Return the cast of `weight`, made if need be; None for a weight that is not the scope's."""
+        """Return the cast of `weight`, creating it if necessary; None if the scope does not cover it."""
 
 
 CASTS: dict[torch.dtype, dict[int, CachedCast]] = defaultdict(dict)
-"""The casts of all scopes, by dtype and by the weight's ``id``. A scope keeps its weights alive, so that no
-``id`` is reused while its entry stands."""
+"""The casts of all scopes, by dtype and by the weight's ``id``. A scope keeps its weights alive, so no ``id``
+is reused while its entry exists."""
 
 WEIGHT_OPS = frozenset(
     f"aten::{op}"
@@ -88,15 +88,15 @@ WEIGHT_OPS = frozenset(
         "prelu.default",
     )
 )
-"""The ops that take weights, of those that torch runs in the lower precision on every device."""
+"""The ops that take weights, among those torch runs in low precision on every device."""
 
 _sources: tuple[CastSource, ...] = ()
 _lock = threading.Lock()
 
 
 def register(source: CastSource) -> Callable[[], None]:
-    """Ask `source` for casts from now on; return the function that ends that."""
-    global _sources  # noqa: PLW0603  # replaced whole, so that ops read it without a lock
+    """Look up casts in `source` from now on; return a function that ends this."""
+    global _sources  # noqa: PLW0603  # replaced as a whole, so that ops can read it without a lock
     with _lock:
         _sources = (*_sources, source)
 
@@ -109,10 +109,10 @@ def register(source: CastSource) -> Callable[[], None]:
 
 
 def replace_weights(args: Sequence[Any], device_type: str) -> Sequence[Any]:
-    """Return the arguments of a low-precision op with the casts that scopes keep in place of weights.
+    """Replace weights among a low-precision op's arguments with the casts that scopes keep.
 
-    All else is left for torch's own kernel to cast. Nothing is replaced while the call is captured or
-    transformed: a graph would hold the cast as a constant.
+    torch's own kernel casts the rest. Nothing is replaced while the call is captured or transformed: a graph
+    would bake in the cast as a constant.
     """
     if not _sources or _torch.calls_are_captured():
         return args
@@ -139,7 +139,7 @@ def _from_scopes(tensor: Tensor, dtype: torch.dtype) -> Tensor | None:
     return None
 
 
-# What a region keeps.
+# Casts kept by regions.
 
 
 class _RegionCasts(threading.local):
@@ -150,7 +150,7 @@ class _RegionCasts(threading.local):
 _region = _RegionCasts()
 
 
-# `Tensor.to` is slower: it has many signatures to try.
+# `Tensor.to` is slower: it has to try many signatures.
 _METHODS: dict[torch.dtype, Callable[[Tensor], Tensor]] = {
     torch.float32: Tensor.float,
     torch.float16: Tensor.half,
@@ -159,26 +159,26 @@ _METHODS: dict[torch.dtype, Callable[[Tensor], Tensor]] = {
 
 
 def cast(tensor: Tensor, dtype: torch.dtype, device_type: str | None) -> Tensor:
-    """Cast `tensor` to `dtype`, from a cache where torch's own kernels would use theirs.
+    """Cast `tensor` to `dtype`, using a cache where torch's own kernels would use theirs.
 
-    They do for a float32 leaf that requires grad, is no view and goes to the dtype of the region
-    (``at::autocast::cached_cast``, 2.13). Scopes keep casts of frozen weights too.
+    torch caches the cast of a float32 leaf that requires grad, is not a view and is cast to the region's
+    dtype (``at::autocast::cached_cast``, 2.13). Scopes also keep casts of frozen weights.
 
     Args:
-        tensor: eligible for autocast, and not of `dtype`.
-        dtype: the dtype that the op's rule asks for.
-        device_type: of the region; None casts afresh, for an op that writes to the result.
+        tensor: a tensor eligible for autocast, not yet of `dtype`.
+        dtype: the dtype that the op's rule requires.
+        device_type: the region's device type; None bypasses the cache, for an op that writes to the result.
     """
     if device_type is not None and (tensor.requires_grad or _sources):
-        kept = _kept(tensor, dtype, device_type)
-        if kept is not None:
-            return kept
+        reused = _cached_cast(tensor, dtype, device_type)
+        if reused is not None:
+            return reused
     method = _METHODS.get(dtype)
     return tensor.to(dtype) if method is None else method(tensor)
 
 
 def is_cacheable(weight: Tensor) -> bool:
-    """Whether a cast of `weight` may be kept: a plain float32 leaf, whose changes torch counts."""
+    """Return whether a cast of `weight` may be cached: it is a plain float32 leaf with a version counter."""
     return (
         weight.dtype is torch.float32
         and type(weight) in (Parameter, Tensor)
@@ -188,31 +188,31 @@ def is_cacheable(weight: Tensor) -> bool:
     )
 
 
-def _kept(tensor: Tensor, dtype: torch.dtype, device_type: str) -> Tensor | None:
-    wanted = dtype is torch.get_autocast_dtype(device_type) and is_cacheable(tensor)
-    if not wanted or _torch.calls_are_captured():
+def _cached_cast(tensor: Tensor, dtype: torch.dtype, device_type: str) -> Tensor | None:
+    cacheable = dtype is torch.get_autocast_dtype(device_type) and is_cacheable(tensor)
+    if not cacheable or _torch.calls_are_captured():
         return None
-    of_scope = _from_scopes(tensor, dtype)
-    if of_scope is not None or not tensor.requires_grad or not _region_keeps_casts():
-        return of_scope
-    return _kept_by_region(tensor, dtype)
+    scope_cast = _from_scopes(tensor, dtype)
+    if scope_cast is not None or not tensor.requires_grad or not _region_caches():
+        return scope_cast
+    return _from_region(tensor, dtype)
 
 
-def _region_keeps_casts() -> bool:
+def _region_caches() -> bool:
     return torch.is_autocast_cache_enabled() and not torch.is_inference_mode_enabled()
 
 
-def _kept_by_region(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    kept = _region.casts.get((id(weight), dtype))
-    if kept is not None and kept[0] is weight and kept[1].is_fresh(weight):
-        return kept[1].cast
+def _from_region(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    entry = _region.casts.get((id(weight), dtype))
+    if entry is not None and entry[0] is weight and entry[1].is_fresh(weight):
+        return entry[1].cast
     state = fingerprint(weight)
-    with torch.enable_grad():  # a first use under no_grad must not cut later ones off from the graph
-        made = weight.to(dtype)
-    _region.casts[id(weight), dtype] = weight, cached(weight, state, made)
-    return made
+    with torch.enable_grad():  # a first use under no_grad must not detach later uses from the graph
+        new_cast = weight.to(dtype)
+    _region.casts[id(weight), dtype] = weight, cached(weight, state, new_cast)
+    return new_cast
 
 
 def clear() -> None:
-    """Drop the casts that the regions of this thread keep."""
+    """Drop the casts kept by this thread's regions."""
     _region.casts.clear()

@@ -1,4 +1,4 @@
-"""Which op runs in which dtype, as data. The engine that puts it into force is `amp_core.dispatch`."""
+"""Which op runs in which dtype, as data. `amp_core.dispatch` applies it."""
 
 from __future__ import annotations
 

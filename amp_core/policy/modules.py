@@ -1,4 +1,4 @@
-"""Rules for some modules of a model, by glob: put on without editing the model, and taken off again."""
+"""Op rules for parts of a model, selected by glob: applied and removed without editing its code."""
 
 from __future__ import annotations
 
@@ -29,24 +29,34 @@ def apply_policy(
     *,
     device_type: str | None = None,
 ) -> AppliedPolicy:
-    """Give some modules of `model` rules of their own.
+    """Give some modules of `model` their own op rules.
 
-    While such a module runs, the rules change whatever policy is in force around it: the device's default, or
-    that of the region. They do nothing outside autocast.
+    While such a module runs, its rules override the policy in force: the region's, or the device's default.
+    Outside autocast they have no effect.
 
     Args:
-        model: the model; it is changed in place, and changed back by `AppliedPolicy.remove`.
-        rules: glob over the names of ``model.named_modules()`` to either op rules, as for
-            `OpPolicy.override`, or ``"fp32"``: the module runs without autocast and gets its floating-point
-            tensor arguments in float32. ``*`` stands for one part of a name, ``**`` for any number of
-            parts, ``""`` for the model itself. Where several globs match one module, later ones win.
-            Or the path of a TOML file with such rules in its table ``modules``.
-        device_type: by default, that of the model's first parameter or buffer.
+        model: the model; modified in place. `AppliedPolicy.remove` restores it.
+        rules: a mapping from glob over the names in ``model.named_modules()`` to either op rules, as for
+            `OpPolicy.override`, or ``"fp32"``, which runs the module without autocast and casts its
+            floating-point tensor arguments to float32. ``*`` matches one part of a name, ``**`` any number
+            of parts, ``""`` the model itself. If several globs match a module, later ones take precedence.
+            Alternatively, the path of a TOML file with such rules in its ``modules`` table.
+        device_type: defaults to the device type of the model's first parameter or buffer.
+
+    Returns:
+        A handle that removes the rules again; also a context manager.
 
     Raises:
-        PolicyError: a glob matches no module, an op or rule is unknown or cannot be applied; for a file,
-            with the line. The model is then as it was.
+        PolicyError: a glob matches no module, or an op or rule is unknown or cannot be applied. For a file,
+            the message gives the line. The model is left unchanged.
         OSError: the file cannot be read.
+
+    Example:
+        >>> import torch, amp_core
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+        >>> with amp_core.apply_policy(model, {"1": "fp32"}), amp_core.autocast("cpu"):
+        ...     model(torch.ones(1, 2)).dtype
+        torch.float32
     """
     device_type = device_type or _device_type(model)
     places: Mapping[str, str] = {}
@@ -68,10 +78,10 @@ def apply_policy(
 
 
 class AppliedPolicy:
-    """What `apply_policy` put on a model. Also a context manager that removes it at the end.
+    """The rules that `apply_policy` applied to a model. As a context manager, removes them on exit.
 
     Attributes:
-        modules: the names of the modules that have rules of their own.
+        modules: the names of the modules with their own rules.
     """
 
     def __init__(
@@ -88,10 +98,10 @@ class AppliedPolicy:
         self._wrapped = [_Wrapped(model.get_submodule(name), region) for name, region in regions.items()]
 
     def remove(self) -> None:
-        """Take the rules off again. Does nothing the second time.
+        """Remove the rules. Calling it again has no effect.
 
         Raises:
-            PolicyError: something else was put on one of the modules later and is still on it.
+            PolicyError: another wrapper was applied to one of the modules later and is still there.
         """
         for wrapped in self._wrapped:
             wrapped.check_removable()
@@ -100,7 +110,7 @@ class AppliedPolicy:
         self._wrapped = []
 
     def to_toml(self) -> str:
-        """Return the rules as TOML, which `apply_policy` reads from a file."""
+        """Return the rules as TOML that `apply_policy` can read from a file."""
         from amp_core.policy.toml import write_modules
 
         return write_modules(
@@ -108,13 +118,20 @@ class AppliedPolicy:
         )
 
     def explain(self, module: str, op: OpName) -> Explanations:
-        """Return rule and origin of `op` in the module called `module`, over the device's default policy.
+        """Return the rule and origin of `op` inside one module, on top of the device's default policy.
+
+        Args:
+            module: a name from `modules`.
+            op: an op name or op object, as for `OpPolicy`.
+
+        Returns:
+            One `Explanation` per overload.
 
         Raises:
             PolicyError: the module has no rules of its own, or the op is unknown.
         """
         if module not in self._regions:
-            raise PolicyError(f"No rule was put on the module {module!r}; {_listed(self.modules)}.")
+            raise PolicyError(f"The module {module!r} has no rules of its own; {_listed(self.modules)}.")
         return self._regions[module].on(OpPolicy.default(self._device_type)).explain(op)
 
     def __enter__(self) -> AppliedPolicy:
@@ -128,7 +145,7 @@ class AppliedPolicy:
 
 
 class _Region:
-    """What surrounds the forward of one module: changed op rules, or no autocast at all."""
+    """The context in which one module's forward runs: changed op rules, or no autocast."""
 
     def __init__(self, device_type: str, changes: Changes | None) -> None:
         self.device_type = device_type
@@ -169,17 +186,17 @@ class _Region:
 
 
 def runs_in_float32(module: nn.Module) -> bool:
-    """Whether the rule ``"fp32"`` was put on `module`."""
-    found = module.__dict__.get(_REGION)
-    return found is not None and found[0].changes is None
+    """Return whether `module` has the rule ``"fp32"``."""
+    entry = module.__dict__.get(_REGION)
+    return entry is not None and entry[0].changes is None
 
 
 class _Wrapped:
-    """A module whose instance has a forward of ours.
+    """A module whose forward is replaced on the instance.
 
-    An attribute of the instance, as Dynamo guards on that, so that a compiled model notices; a bound method,
-    so that a deep copy of the module is bound to the copy; and a hook that does nothing, which keeps
-    nn.TransformerEncoderLayer from a fast path that would run the module's weights without the module.
+    Dynamo guards on instance attributes, so a compiled model notices the change. The forward is a bound
+    method so that a deep copy of the module binds it to the copy. A no-op hook keeps
+    nn.TransformerEncoderLayer off a fast path that uses the module's weights without calling the module.
     """
 
     def __init__(self, module: nn.Module, region: _Region) -> None:
@@ -193,8 +210,8 @@ class _Wrapped:
     def check_removable(self) -> None:
         if self._module.__dict__.get("forward") is not self._forward:
             raise PolicyError(
-                f"The forward of {type(self._module).__name__} was replaced after the policy was put on; "
-                f"take that off first."
+                f"The forward of {type(self._module).__name__} was replaced after the policy was applied; "
+                f"remove that replacement first."
             )
 
     def remove(self) -> None:
@@ -206,7 +223,7 @@ class _Wrapped:
 
 def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """TorchScript cannot compile a module with an op policy of its own: AppliedPolicy.remove() first."""
-    # The docstring is for the error of torch.jit.script, which shows it. The name is for pickle.
+    # torch.jit.script shows the docstring in its error; pickle needs the name.
     region, earlier = self.__dict__[_REGION]
     if "forward" in earlier:
         return region.run(earlier["forward"], args, kwargs)
@@ -238,17 +255,17 @@ def _named(rules: Mapping[OpName, str]) -> dict[str, str]:
 def _device_type(model: nn.Module) -> str:
     for tensor in (*model.parameters(), *model.buffers()):
         return tensor.device.type
-    raise PolicyError("The model has no parameter to take the device from; pass device_type=.")
+    raise PolicyError("The model has no parameter or buffer to infer the device from; pass device_type=.")
 
 
 def _matches(model: nn.Module, glob: str) -> list[str]:
     known = [name for name, _ in model.named_modules()]
-    found = [name for name in known if _is_match(name.split("."), glob.split("."))]
-    if not found:
+    matches = [name for name in known if _is_match(name.split("."), glob.split("."))]
+    if not matches:
         near = difflib.get_close_matches(glob, known, n=3, cutoff=0.5)
         hint = f"near names are {', '.join(map(repr, near))}" if near else _listed(tuple(known))
         raise PolicyError(f"The glob {glob!r} matches no module of {type(model).__name__}; {hint}.")
-    return found
+    return matches
 
 
 def _is_match(name: list[str], glob: list[str]) -> bool:

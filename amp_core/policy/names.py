@@ -1,4 +1,4 @@
-"""From what a user calls an op to the overloads that the dispatcher knows."""
+"""Resolve the op names that users write to the dispatcher's overloads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from amp_core._torch.dispatcher import (
 )
 from amp_core.errors import PolicyError
 
-# What Python calls an op whose schema has another name.
+# Python names of ops whose schemas have another name.
 _ALIASES = {
     "cross_entropy": "cross_entropy_loss",
     "ctc_loss": "ctc_loss",
@@ -29,15 +29,15 @@ _ALIASES = {
 
 
 def overloads(name: object) -> list[Overload]:
-    """Return the overloads that `name` means.
+    """Return the overloads that `name` selects.
 
     Args:
-        name: ``"softmax"`` (all overloads of ``aten::softmax`` that autocast can see),
-            ``"aten::softmax.int"`` (that one), ``"mylib::myop"``, a glob such as ``"linalg_*"``,
+        name: ``"softmax"`` (every overload of ``aten::softmax`` that autocast can see),
+            ``"aten::softmax.int"`` (that overload only), ``"mylib::myop"``, a glob such as ``"linalg_*"``,
             or an op object from ``torch.ops`` or ``torch.library.custom_op``.
 
     Raises:
-        PolicyError: there is no such op; the message offers near names.
+        PolicyError: there is no such op; the message suggests similar names.
     """
     text = _text(name)
     if any(c in text for c in "*?["):
@@ -65,7 +65,7 @@ def find(name: str) -> Overload | None:
 def full_name(overload: Overload) -> str:
     """Return ``namespace::name.overload``, as in ``torch.ops``: ``aten::mm.default``, ``aten::softmax.int``.
 
-    The dispatcher leaves ``.default`` out; here it tells one overload from a name that means all of them.
+    The dispatcher omits ``.default``. Here it distinguishes the default overload from the op as a whole.
     """
     name = dispatcher_name(overload)
     return name if "." in name.rpartition("::")[2] else f"{name}.default"
@@ -78,7 +78,7 @@ def _text(name: object) -> str:
     if isinstance(name, str) and name.strip():
         text = name.strip().removeprefix("torch.").removeprefix("nn.functional.")
         return _ALIASES.get(text, text)
-    raise PolicyError(f"An op is named by a string or an op object from torch.ops, not by {name!r}.")
+    raise PolicyError(f"Name an op by a string or by an op object from torch.ops, not by {name!r}.")
 
 
 def _is_exact(name: object, packet: Packet) -> bool:
@@ -87,10 +87,10 @@ def _is_exact(name: object, packet: Packet) -> bool:
 
 def _packet(namespace: str, base: str) -> Packet | None:
     try:
-        found: Packet = getattr(getattr(torch.ops, namespace), base)
+        packet: Packet = getattr(getattr(torch.ops, namespace), base)
     except (AttributeError, RuntimeError):
         return None
-    return found
+    return packet
 
 
 def _overload(packet: Packet, overload: str) -> Overload:
@@ -102,13 +102,13 @@ def _overload(packet: Packet, overload: str) -> Overload:
 
 
 def _castable(packet: Packet) -> list[Overload]:
-    """All overloads that take a tensor and write to none; for an op that has no such, those that write."""
+    """Return the functional overloads that take a tensor, or the mutating ones if none is functional."""
     with_tensor = [o for o in overloads_of(packet).values() if _takes_tensor(o)]
     functional = [o for o in with_tensor if not is_mutable(o)]
-    found = functional or [o for o in with_tensor if not _has_out(o)] or with_tensor
-    if not found:
+    castable = functional or [o for o in with_tensor if not _has_out(o)] or with_tensor
+    if not castable:
         raise PolicyError(f"{op_text(packet)} takes no tensor, so no rule can apply to it.")
-    return found
+    return castable
 
 
 def _takes_tensor(overload: Overload) -> bool:
@@ -122,15 +122,15 @@ def _has_out(overload: Overload) -> bool:
 def _matching(glob: str) -> list[Overload]:
     pattern = glob if "::" in glob else f"aten::{glob}"
     bases = {name.partition(".")[0] for name in all_op_names()}
-    found: list[Overload] = []
+    matches: list[Overload] = []
     for name in sorted(fnmatch.filter(bases, pattern)):
         namespace, _, base = name.partition("::")
         packet = _packet(namespace, base)
         usable = [] if packet is None else overloads_of(packet).values()
-        found += [o for o in usable if not is_mutable(o) and _takes_tensor(o)]
-    if not found:
+        matches += [o for o in usable if not is_mutable(o) and _takes_tensor(o)]
+    if not matches:
         raise PolicyError(f"The glob {glob!r} matches no op that takes a tensor.")
-    return found
+    return matches
 
 
 def _unknown(text: str) -> str:
@@ -142,7 +142,7 @@ def _unknown(text: str) -> str:
 
 
 def near_names(text: str) -> list[str]:
-    """Return up to three ops whose names look like `text`."""
+    """Return up to three op names similar to `text`."""
     namespace, _, rest = text.rpartition("::")
     prefix = (namespace or "aten") + "::"
     bases = _base_names(prefix)

@@ -27,9 +27,9 @@ class Explanation:
     """Why one op runs as it does.
 
     Attributes:
-        op: the full name of the overload.
+        op: full name of the overload.
         rule: a key of `amp_core.policy.RULES`.
-        origin: who said so: the device's default, an override with its file and line, a file.
+        origin: where the rule was set: the device's default, an override (file and line) or a policy file.
     """
 
     op: str
@@ -41,7 +41,7 @@ class Explanation:
 
 
 class Explanations(tuple[Explanation, ...]):
-    """What `OpPolicy.explain` returns, one entry per overload; prints as lines."""
+    """The result of `OpPolicy.explain`: one entry per overload. Prints one per line."""
 
     __slots__ = ()
 
@@ -52,7 +52,7 @@ class Explanations(tuple[Explanation, ...]):
 
 
 class PolicyDiff(dict[str, tuple[str, str]]):
-    """Full op name to (rule in the one, rule in the other); prints as lines."""
+    """Maps full op names to (rule in the first policy, rule in the second). Prints one per line."""
 
     def __str__(self) -> str:
         return "\n".join(f"{op}: {mine} -> {theirs}" for op, (mine, theirs) in self.items())
@@ -62,26 +62,34 @@ class PolicyDiff(dict[str, tuple[str, str]]):
 
 @value_for_dynamo
 class OpPolicy:
-    """An immutable map from op to rule, for one device type.
+    """An immutable mapping from op to rule, for one device type.
 
-    An op without a rule runs in the dtypes that it is given. Policies are equal if they
-    do the same on the same device type; where the rules came from does not count.
+    An op without a rule runs in the dtypes of its inputs. Two policies are equal if they have the same
+    effect on the same device type, wherever their rules came from.
 
     Args:
-        device_type: such as ``"cuda"``.
-        rules: op name to rule. A full name (``"aten::softmax.int"``, ``"aten::mm.default"``) means that
-            overload; ``"softmax"``, ``"aten::softmax"`` or a glob mean all that autocast can see.
-        origins: full op name to where its rule comes from; by default the caller's file and line.
+        device_type: a device type, such as ``"cuda"``.
+        rules: op name to rule. A full name (``"aten::softmax.int"``, ``"aten::mm.default"``) selects one
+            overload; ``"softmax"``, ``"aten::softmax"`` or a glob selects every overload autocast can see.
+        origins: full op name to the place where its rule was set; defaults to the caller's file and line.
 
     Raises:
         PolicyError: an op or rule is unknown, or the rule cannot apply to the op.
+
+    Example:
+        >>> import amp_core
+        >>> policy = amp_core.OpPolicy("cpu", {"mm": "lower_precision_fp"})
+        >>> policy.rule("mm")
+        'lower_precision_fp'
+        >>> policy.rule("softmax")
+        'unchanged'
     """
 
     device_type: str
     rules: Mapping[str, str]
     origins: Mapping[str, str]
 
-    # No frozen dataclass: Dynamo before torch 2.13 cannot hold one in a graph.
+    # Not a frozen dataclass: before torch 2.13, Dynamo cannot keep one in a graph.
     def __init__(
         self,
         device_type: str,
@@ -90,90 +98,139 @@ class OpPolicy:
     ) -> None:
         where = place_outside()
         resolved = _resolve(rules) if rules else {}
-        told = {op: origins.get(op, where) for op in resolved}
+        resolved_origins = {op: origins.get(op, where) for op in resolved}
         vars(self).update(
-            device_type=device_type, rules=MappingProxyType(resolved), origins=MappingProxyType(told)
+            device_type=device_type,
+            rules=MappingProxyType(resolved),
+            origins=MappingProxyType(resolved_origins),
         )
 
     def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"An OpPolicy cannot be changed (you set {name!r}); make another: override().")
+        raise AttributeError(
+            f"An OpPolicy is immutable: {name!r} cannot be set. Call override() to get a changed copy."
+        )
 
     def __delattr__(self, name: str) -> None:
         raise AttributeError(
-            f"An OpPolicy cannot be changed (you delete {name!r}); make another: override()."
+            f"An OpPolicy is immutable: {name!r} cannot be deleted. Call override() to get a changed copy."
         )
 
-    # How to make one.
+    # Constructors.
 
     @classmethod
     def default(cls, device_type: str) -> OpPolicy:
-        """Return the rules that torch, or the device's own C++, compiled in for `device_type`.
+        """Return the rules compiled into torch, or into the device's own C++, for `device_type`.
 
-        A device that has none gets `uniform`, which amp-core then installs from Python.
+        A device without compiled-in rules gets `uniform`, which amp-core installs from Python.
+
+        Args:
+            device_type: a device type, such as ``"cuda"``.
+
+        Returns:
+            The policy of a region that passes none.
+
+        Example:
+            >>> import amp_core
+            >>> amp_core.OpPolicy.default("cpu").rule("mm")
+            'lower_precision_fp'
         """
         return cls.from_lists(device_type, op_lists(device_type))
 
     @classmethod
     def from_lists(cls, device_type: str, lists: tables.Lists) -> OpPolicy:
-        """Return the policy of the native autocast kernels of `device_type`, whose rules `lists` names.
+        """Return the policy of `device_type`'s native autocast kernels, given the rules they implement.
 
-        An op that has a kernel but is in no list has the rule ``native``. A device without native kernels
-        gets `uniform`.
+        An op that has a native kernel but appears in no list gets the rule ``native``. A device without
+        native kernels gets `uniform`.
 
         Args:
-            device_type: such as ``"cuda"``.
-            lists: rule to op names, separated by white space.
+            device_type: a device type, such as ``"cuda"``.
+            lists: rule to op names, separated by whitespace.
+
+        Returns:
+            The policy.
         """
         return _from_lists(device_type, tuple(lists.items()))
 
     @classmethod
     def uniform(cls, device_type: str) -> OpPolicy:
-        """Return the policy that gives an op the same treatment on every device.
+        """Return the policy that treats each op the same way on every device.
 
-        It is torch's CUDA list, with what only the CPU list has in float32, promotion by
-        `torch.promote_types`, index and scatter ops that match their destination, and a hint where torch
-        bans ``binary_cross_entropy``.
+        It is torch's CUDA list with four changes: it adds the ops that only the CPU list runs in float32,
+        promotes by `torch.promote_types`, casts the inputs of index and scatter ops to the dtype of their
+        destination, and gives a hint where torch bans ``binary_cross_entropy``.
+
+        Args:
+            device_type: a device type, such as ``"cuda"``.
+
+        Returns:
+            The policy.
         """
         return _uniform(device_type)
 
     @classmethod
     def float32(cls, device_type: str) -> OpPolicy:
-        """Return the policy by which every op that `default` or `uniform` has a rule for runs in float32."""
+        """Return the policy that runs in float32 every op with a rule in `default` or `uniform`.
+
+        Args:
+            device_type: a device type, such as ``"cuda"``.
+
+        Returns:
+            The policy.
+
+        Example:
+            >>> import amp_core
+            >>> amp_core.OpPolicy.float32("cpu").rule("mm")
+            'fp32'
+        """
         known = {**cls.default(device_type).rules, **cls.uniform(device_type).rules}
         kept = (r.FP32_SET_OPT_DTYPE, r.FP32_APPEND_DTYPE, r.MATCH_DESTINATION)
         rules = {op: rule if rule in kept else r.FP32 for op, rule in known.items() if rule != r.NATIVE}
-        return cls._made(device_type, rules, "OpPolicy.float32")
+        return cls._from_full_names(device_type, rules, "OpPolicy.float32")
 
     @classmethod
     def from_toml(cls, source: str | PathLike[str], device_type: str | None = None) -> OpPolicy:
-        """Read what `to_toml` wrote, or a file written by hand (docs/reference/op-policy.md has the format).
+        """Read a policy from TOML (docs/reference/op-policy.md describes the format).
 
         Args:
-            source: a path, or the text itself (anything with a line break in it).
-            device_type: for a file that names none.
+            source: a path, or the TOML text itself (any string that contains a line break).
+            device_type: the device type to use if the file does not name one.
+
+        Returns:
+            The policy.
 
         Raises:
-            PolicyError: with file and line, for what is not TOML, unknown keys, ops or rules.
+            PolicyError: the text is not TOML, or has unknown keys, ops or rules; the message gives file and
+                line.
             OSError: the file cannot be read.
         """
         return toml.read(cls, source, device_type)
 
     @classmethod
-    def _made(cls, device_type: str, rules: Mapping[str, str], origin: str) -> OpPolicy:
-        """Make one from full names that are known to be right."""
+    def _from_full_names(cls, device_type: str, rules: Mapping[str, str], origin: str) -> OpPolicy:
+        """Return a policy of valid full op names whose rules all have the same origin."""
         return cls(device_type, rules, dict.fromkeys(rules, origin))
 
-    # How to change one.
+    # Changed copies and TOML.
 
     def override(self, changes: Mapping[OpName, str], *, origin: str | None = None) -> OpPolicy:
-        """Return this policy with other rules for some ops.
+        """Return a copy of this policy with different rules for some ops.
 
         Args:
-            changes: op to rule, as for the class. Later entries win over earlier ones.
-            origin: what `explain` says of them; by default the caller's file and line.
+            changes: op to rule, as for the class. Later entries take precedence.
+            origin: the origin that `explain` reports for these rules; defaults to the caller's file and line.
+
+        Returns:
+            The new policy; this one does not change.
 
         Raises:
             PolicyError: an op or rule is unknown, or the rule cannot apply to the op.
+
+        Example:
+            >>> import amp_core
+            >>> policy = amp_core.OpPolicy.default("cpu").override({"mm": "fp32"})
+            >>> policy.rule("mm")
+            'fp32'
         """
         where = origin or f"override at {place_outside()}"
         new = _resolve(changes)
@@ -182,28 +239,50 @@ class OpPolicy:
         )
 
     def to_toml(self) -> str:
-        """Return the policy as TOML: its difference from the device's default."""
+        """Return the policy as TOML: its differences from the device's default.
+
+        Returns:
+            Text that `from_toml` reads.
+        """
         return toml.write(self)
 
-    # What one says.
+    # Queries.
 
     def rule(self, op: OpName) -> str:
-        """Return the rule of one op; `UNCHANGED` if it has none.
+        """Return the rule of one op.
+
+        Args:
+            op: an op name or op object, as for the class.
+
+        Returns:
+            The rule; ``"unchanged"`` if the op has none.
 
         Raises:
             PolicyError: the op is unknown, or its overloads have different rules.
         """
-        found = {self.rules.get(names.full_name(o), r.UNCHANGED) for o in names.overloads(op)}
-        ruled = found - {r.UNCHANGED} or found
-        if len(ruled) > 1:
+        rules = {self.rules.get(names.full_name(o), r.UNCHANGED) for o in names.overloads(op)}
+        explicit = rules - {r.UNCHANGED} or rules
+        if len(explicit) > 1:
             raise PolicyError(f"The overloads of {op!r} have different rules; name one:\n{self.explain(op)}")
-        return ruled.pop()
+        return explicit.pop()
 
     def explain(self, op: OpName) -> Explanations:
-        """Return the rule and its origin for every overload that `op` means.
+        """Return the rule of every overload that `op` selects, and where that rule was set.
+
+        Args:
+            op: an op name or op object, as for the class.
+
+        Returns:
+            One `Explanation` per overload.
 
         Raises:
-            PolicyError: the op is unknown; the message offers near names.
+            PolicyError: the op is unknown; the message suggests similar names.
+
+        Example:
+            >>> import amp_core
+            >>> policy = amp_core.OpPolicy("cpu").override({"mm": "fp32"}, origin="experiment 3")
+            >>> policy.explain("aten::mm.default")
+            aten::mm.default: fp32 (experiment 3); cast eligible arguments to float32
         """
         return Explanations(self._explain(names.full_name(o)) for o in names.overloads(op))
 
@@ -213,12 +292,25 @@ class OpPolicy:
         return Explanation(op, self.rules[op], self.origins[op])
 
     def diff(self, other: OpPolicy) -> PolicyDiff:
-        """Return the ops whose rule differs, as (rule here, rule there), sorted by name."""
+        """Compare this policy with another.
+
+        Args:
+            other: the policy to compare with.
+
+        Returns:
+            Each op whose rule differs, mapped to (rule here, rule in `other`), sorted by name.
+
+        Example:
+            >>> import amp_core
+            >>> default = amp_core.OpPolicy.default("cpu")
+            >>> default.diff(default.override({"aten::mm.default": "fp32"}))
+            aten::mm.default: lower_precision_fp -> fp32
+        """
         ops = sorted({*self.rules, *other.rules})
         pairs = ((op, self.rules.get(op, r.UNCHANGED), other.rules.get(op, r.UNCHANGED)) for op in ops)
         return PolicyDiff({op: (mine, theirs) for op, mine, theirs in pairs if mine != theirs})
 
-    # As a value.
+    # Mapping, equality, pickling.
 
     def __iter__(self) -> Iterator[tuple[str, str]]:
         return iter(self.rules.items())
@@ -239,7 +331,7 @@ class OpPolicy:
         return hash((self.device_type, frozenset(self._ruled().items())))
 
     def _ruled(self) -> dict[str, str]:
-        """The ops that have a rule: to be told of `UNCHANGED` or of nothing is the same."""
+        """Return the ops with a rule; an explicit `UNCHANGED` equals no rule."""
         return {op: rule for op, rule in self.rules.items() if rule != r.UNCHANGED}
 
     def __repr__(self) -> str:
@@ -254,20 +346,21 @@ def _from_lists(device_type: str, lists: tuple[tuple[str, str], ...]) -> OpPolic
     native = _native_rules(device_type, lists)
     if not native:
         return _uniform(device_type)
-    return OpPolicy._made(device_type, native, f"default of {device_type} in torch {torch.__version__}")
+    origin = f"default of {device_type} in torch {torch.__version__}"
+    return OpPolicy._from_full_names(device_type, native, origin)
 
 
 @lru_cache(maxsize=32)
 def _uniform(device_type: str) -> OpPolicy:
     rules = {op: rule for op, rule in tables.flatten(tables.UNIFORM).items() if names.find(op) is not None}
-    return OpPolicy._made(device_type, rules, "OpPolicy.uniform")
+    return OpPolicy._from_full_names(device_type, rules, "OpPolicy.uniform")
 
 
 def native_rules(device_type: str) -> Mapping[str, str]:
-    """Return full op name to rule for every op with a native kernel on the Autocast key of `device_type`.
+    """Map the full name of every op with a native kernel on `device_type`'s Autocast key to its rule.
 
-    The rule is that of the device's op lists; for an op that they do not name (a newer torch, a device's own
-    C++), `NATIVE`.
+    The rules come from the device's op lists. An op in none of them (from a newer torch, or a device's own
+    C++) gets `NATIVE`.
     """
     return _native_rules(device_type, tuple(op_lists(device_type).items()))
 
@@ -284,11 +377,11 @@ def _native_rules(device_type: str, lists: tuple[tuple[str, str], ...]) -> Mappi
 
 def _resolve(changes: Mapping[OpName, str]) -> dict[str, str]:
     if not isinstance(changes, Mapping):
-        raise PolicyError(f"Rules are a mapping from op to rule, not {type(changes).__name__}.")
-    found: dict[str, str] = {}
+        raise PolicyError(f"Rules must be a mapping from op to rule, not {type(changes).__name__}.")
+    rules: dict[str, str] = {}
     for op, rule in changes.items():
-        found.update(dict.fromkeys(_applicable(op, rule), rule))
-    return found
+        rules.update(dict.fromkeys(_applicable(op, rule), rule))
+    return rules
 
 
 def _applicable(op: OpName, rule: str) -> list[str]:

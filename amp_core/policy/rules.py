@@ -1,7 +1,7 @@
-"""The rules that an op can have, and which op can have which.
+"""The rules an op can have, and which rules each op accepts.
 
-The first six are torch's, by torch's names (``CastPolicy`` in ``ATen/autocast_mode.h``, 2.13). An
-*eligible* tensor is on the region's device and floating point, but not float64.
+The first six are torch's and keep torch's names (``CastPolicy`` in ``ATen/autocast_mode.h``, 2.13). An
+*eligible* tensor is a floating-point tensor on the region's device that is not float64.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ RULES = {
 
 
 def dtype_argument(op: Overload) -> tuple[int, str, bool] | None:
-    """Return position, name and keyword-onlyness of the argument ``ScalarType? dtype``, if there is one."""
+    """Return the position, name and keyword-only flag of the ``ScalarType? dtype`` argument, if any."""
     for index, argument in enumerate(arguments(op)):
         if str(argument.real_type) == "Optional[ScalarType]":
             return index, argument.name, argument.kwarg_only
@@ -49,7 +49,7 @@ def dtype_argument(op: Overload) -> tuple[int, str, bool] | None:
 
 
 def dtype_overload(op: Overload) -> Overload | None:
-    """Return the overload that takes the arguments of `op` and a dtype at the end, if there is one.
+    """Return the overload that takes `op`'s arguments followed by a dtype, if there is one.
 
     ``norm.Scalar(self, p)`` has ``norm.ScalarOpt_dtype(self, p, *, dtype)``, where ``p`` is optional too.
     """
@@ -69,14 +69,14 @@ def _required(type_name: str) -> str:
 
 
 def refusal(rule: str, op: Overload) -> str | None:
-    """Say why `op` cannot have `rule`; ``None`` if it can."""
+    """Return why `op` cannot have `rule`; ``None`` if it can."""
     kinds = [str(a.real_type) for a in arguments(op)]
     if not any("Tensor" in kind for kind in kinds):
         return "it takes no tensor"
     if rule == FP32_SET_OPT_DTYPE and (dtype_argument(op) is None or kinds[0] != "Tensor"):
         return "it has no optional dtype argument after a first tensor"
     if rule == FP32_APPEND_DTYPE and (kinds[0] != "Tensor" or dtype_overload(op) is None):
-        return "it has no overload that takes a dtype besides"
+        return "it has no overload that also takes a dtype"
     if rule == MATCH_DESTINATION and (kinds[0] != "Tensor" or sum("Tensor" in k for k in kinds) < 2):
-        return "it has no first tensor that others could match"
+        return "its first argument is not a tensor, or no other argument is"
     return None

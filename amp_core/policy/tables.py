@@ -1,7 +1,7 @@
-"""The op lists that most accelerators share in torch, and the one that amp-core gives to every device alike.
+"""The op lists that most accelerators share in torch, and amp-core's own list for every device.
 
-Written as ATen writes them: a name without a namespace is ``aten``'s, one without an overload is the
-default overload. Source: ``ATen/autocast_mode.h`` and ``ATen/autocast_mode.cpp``, torch 2.13.
+Names follow ATen: one without a namespace belongs to ``aten``, one without an overload means the default
+overload. Source: ``ATen/autocast_mode.h`` and ``ATen/autocast_mode.cpp``, torch 2.13.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SHARED: Lists = {
     """,
     r.BANNED: "binary_cross_entropy",
 }
-"""The rules that torch compiled in for most accelerators."""
+"""The rules compiled into torch for most accelerators."""
 
 UNIFORM: Lists = {
     **SHARED,
@@ -69,13 +69,14 @@ UNIFORM: Lists = {
     r.BANNED: "",
     r.FP32_WITH_HINT: "binary_cross_entropy",
 }
-"""The same treatment on every device: the shared list, what CPU alone has in float32 besides, and for the
-rules that torch gets wrong the ones of amp-core's own: promotion by `torch.promote_types`, index and scatter
-ops that match their destination, a hint instead of a ban."""
+"""The same treatment on every device: the shared list plus the ops that only the CPU runs in float32.
+
+amp-core's own rules replace those that torch gets wrong: promotion follows `torch.promote_types`, index and
+scatter ops match their destination, and a hint replaces the ban."""
 
 
 def flatten(lists: Lists) -> dict[str, str]:
-    """Return full op name to rule."""
+    """Map full op names to rules."""
     rules: dict[str, str] = {}
     for rule, names in lists.items():
         for name in names.split():

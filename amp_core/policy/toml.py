@@ -1,7 +1,7 @@
 """Policies as TOML files.
 
-Written by hand: the format is two keys and two tables, and needs no package to write. Strings are quoted by
-JSON, whose escapes TOML has too.
+The format is simple enough to write without a TOML package. Strings are quoted as JSON, whose escapes are
+valid TOML.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from amp_core.errors import PolicyError
 
 
 class Policy(Protocol):
-    """What is read and written: `amp_core.OpPolicy`."""
+    """The part of `amp_core.OpPolicy` that reading and writing need."""
 
     device_type: str
 
     def override(self, changes: Mapping[Any, str], *, origin: str | None = None) -> Self:
-        """Return the policy with other rules for some ops."""
+        """Return a copy with different rules for some ops."""
 
     def diff(self, other: Any) -> Mapping[str, tuple[str, str]]:
-        """Return the ops whose rule differs."""
+        """Return the ops whose rules differ."""
 
 
 P = TypeVar("P", bound=Policy)
 
-_KEYS = ("device_type", "base", "init_scale", "rules", "modules")  # init_scale: for `amp_core.Advice` alone
+_KEYS = ("device_type", "base", "init_scale", "rules", "modules")  # only `amp_core.Advice` uses init_scale
 _BASES = ("default", "uniform", "float32", "none")
 
 
 def write(policy: Policy) -> str:
-    """Return `policy` as TOML: its difference from the device's default, which is named as the base."""
+    """Return `policy` as TOML: its differences from the device's default policy, named as the base."""
     lines = [f'device_type = "{policy.device_type}"', 'base = "default"', "", "[rules]"]
     for op, (_, rule) in _base(type(policy), "default", policy.device_type).diff(policy).items():
         lines.append(f'"{op}" = "{rule}"')
@@ -45,14 +45,14 @@ def write(policy: Policy) -> str:
 
 
 ModuleRules = Mapping[str, "Mapping[str, str] | str"]
-"""Glob over module names to op rules, or to ``"fp32"``; see `amp_core.apply_policy`."""
+"""Maps globs over module names to op rules or ``"fp32"``; see `amp_core.apply_policy`."""
 
 
 def write_modules(rules: ModuleRules) -> str:
-    """Return the rules of modules as TOML: the table ``modules``."""
+    """Return module rules as TOML, in the table ``modules``."""
     whole = [f"{_quoted(g)} = {_quoted(what)}" for g, what in rules.items() if isinstance(what, str)]
     lines = ["[modules]", *whole] if whole else []
-    for glob, what in rules.items():  # after the others: keys belong to the last table that was named
+    for glob, what in rules.items():  # comes last: a key belongs to the table header above it
         if not isinstance(what, str):
             lines.append(f"[modules.{_quoted(glob)}]")
             lines += [f"{_quoted(op)} = {_quoted(rule)}" for op, rule in what.items()]
@@ -64,26 +64,26 @@ def _quoted(text: str) -> str:
 
 
 def read_modules(source: str | PathLike[str]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the rules of modules in `source`, and where each glob stands, as ``file:line``.
+    """Return the module rules in `source`, and the position of each glob as ``file:line``.
 
     Raises:
-        PolicyError: it is not TOML, or has no table ``modules``.
+        PolicyError: `source` is not TOML, or has no ``modules`` table.
     """
     text, where = _load(source)
-    found = _parse(text, where).get("modules")
-    if not found:
-        raise PolicyError(f"{where}: has no rules for modules; they stand in the table [modules].")
-    return found, {glob: f"{where}:{_line(text, glob, 'modules')}" for glob in found}
+    rules = _parse(text, where).get("modules")
+    if not rules:
+        raise PolicyError(f"{where}: has no rules for modules; add them in a table [modules].")
+    return rules, {glob: f"{where}:{_line(text, glob, 'modules')}" for glob in rules}
 
 
 def read_value(source: str | PathLike[str], key: str) -> tuple[Any, str]:
-    """Return what `source` says under one key of the file, None for nothing, and where, as ``file:line``."""
+    """Return the value of a top-level key in `source` (None if missing), and its place as ``file:line``."""
     text, where = _load(source)
     return _parse(text, where).get(key), f"{where}:{_line(text, key)}"
 
 
 def read(kind: type[P], source: str | PathLike[str], device_type: str | None) -> P:
-    """Return the policy, of class `kind`, that `source` (a path, or the text itself) describes."""
+    """Read a policy of class `kind` from `source`, a path or the TOML text itself."""
     text, where = _load(source)
     data = _parse(text, where)
     named = data.get("device_type", device_type)
@@ -95,9 +95,9 @@ def read(kind: type[P], source: str | PathLike[str], device_type: str | None) ->
 
 
 def read_changes(path: str, policy: P) -> P:
-    """Return `policy` as the file at `path` changes it; unchanged if the file is for another device.
+    """Apply the file at `path` to `policy`; return it unchanged if the file is for another device.
 
-    A file that names a base replaces the policy, any other changes it.
+    A file that names a base replaces the policy; any other file overrides some of its rules.
     """
     text, where = _load(Path(path))
     data = _parse(text, where)
@@ -130,10 +130,10 @@ def _parse(text: str, where: str) -> dict[str, Any]:
             line = _line(text, key)
             raise PolicyError(f"{where}:{line}: unknown key {key!r}; the keys are {', '.join(_KEYS)}.")
     if not isinstance(data.get("rules", {}), dict):
-        raise PolicyError(f"{where}:{_line(text, 'rules')}: rules is a table, [rules], of op = rule.")
+        raise PolicyError(f"{where}:{_line(text, 'rules')}: rules must be a table, [rules], of op = rule.")
     if not isinstance(data.get("modules", {}), dict):
         raise PolicyError(
-            f"{where}:{_line(text, 'modules')}: modules is a table, [modules], of glob = rules."
+            f"{where}:{_line(text, 'modules')}: modules must be a table, [modules], of glob = rules."
         )
     return data
 
@@ -158,7 +158,7 @@ def _override(policy: P, data: dict[str, Any], text: str, where: str) -> P:
 
 
 def _line(text: str, key: str, table: str | None = None) -> int:
-    """The line on which `key` is set: the first that starts with it, quoted or not, or names its table."""
+    """Return the number of the first line that sets `key`, quoted or not, or opens its table."""
     heads = {key} if table is None else {key, f'{table}."{key}"', f"{table}.{key}", f"{table}.'{key}'"}
     for number, line in enumerate(text.splitlines(), 1):
         head = line.partition("=")[0].strip().strip("[]").strip()

@@ -1,8 +1,8 @@
-"""Enters and leaves regions: changes the thread's autocast state and puts it back.
+"""Enter and leave regions: change the thread's autocast state and restore it.
 
-An interrupt (Ctrl-C, an exception that another thread or a signal handler raises) can arrive between any two
-bytecodes. So a frame that says what to put back is on the stack before anything changes, and every step of
-undoing may run twice.
+An interrupt (Ctrl-C, or an exception raised by another thread or a signal handler) can arrive between any two
+bytecodes. So a frame that records what to restore is pushed before anything changes, and every restoring step
+is idempotent.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ def enter(
     settings: tuple[str, bool, torch.dtype, bool],
     activation: Activation | None,
 ) -> bool:
-    """Put `settings` and the policy in force, and note on the stack what was there before.
+    """Apply `settings` and the policy, and record the previous state on the stack.
 
     Args:
         frames: the thread's regions.
-        region: who is entered.
-        settings: device type, enabled, dtype, whether casts are kept.
+        region: the region to enter.
+        settings: device type, enabled, dtype, whether casts are cached.
         activation: the policy to push, if any.
 
     Returns:
-        Whether a ``TorchFunctionMode`` is active, which may have to be told.
+        Whether a ``TorchFunctionMode`` is active, which may have to be notified.
     """
     if frames and (frames[-1].leaving or not frames[-1].nesting):
         _mend(frames)
@@ -54,14 +54,14 @@ def enter(
     try:
         if activation is not None:
             if len(frames) == 1:
-                restore(0)  # what an interrupt left behind
+                restore(0)  # pop policies that an interrupt left behind
             frame.policies = pushed()
             activation.push()
         if was_enabled is not enabled:
             _set_enabled(device, enabled)
         if was_dtype is not dtype:
             _set_dtype(device, dtype)
-            _clear_cache()  # torch's cache of casts does not note their dtype
+            _clear_cache()  # torch's cast cache does not record dtypes
         if was_cached is not cached:
             _set_cached(cached)
         frame.nesting = _enter_nesting()
@@ -72,13 +72,18 @@ def enter(
 
 
 def leave(frames: RegionStack, region: Any, settings: tuple[str, bool, torch.dtype, bool]) -> bool:
-    """Put back what was in force before `region` was entered.
+    """Restore the state from before `region` was entered.
+
+    Args:
+        frames: the thread's regions.
+        region: the region to leave.
+        settings: as for `enter`.
 
     Returns:
         Whether a ``TorchFunctionMode`` is active.
 
     Raises:
-        RuntimeError: the region was not entered in this thread; nothing has changed.
+        RuntimeError: the region was not entered in this thread; the state is left unchanged.
     """
     if not frames or (frame := frames[-1]).region is not region:
         return _leave_out_of_order(frames, region)
@@ -109,7 +114,7 @@ def _leave_out_of_order(frames: RegionStack, region: Any) -> bool:
 
 
 def _put_back(device: str, enabled: bool, dtype: torch.dtype, cached: bool) -> None:
-    # Compared with what is there, not with what entering changed: code inside may have set it.
+    # Compare with the current state: code inside the region may have changed it too.
     if _is_enabled(device) is not enabled:
         _set_enabled(device, enabled)
     if _get_dtype(device) is not dtype:
@@ -120,7 +125,7 @@ def _put_back(device: str, enabled: bool, dtype: torch.dtype, cached: bool) -> N
 
 
 def _lower_nesting(nesting: int) -> int:
-    """Lower the depth of regions below `nesting`: compiled code that raised has not left its regions."""
+    """Lower the nesting depth below `nesting`: compiled code that raises does not leave its regions."""
     depth = _enter_nesting() - 1
     _leave_nesting()
     while depth >= nesting:
@@ -129,7 +134,7 @@ def _lower_nesting(nesting: int) -> int:
 
 
 def _undo(frames: RegionStack, frame: Frame) -> None:
-    """Put back what `frame` found, from whatever state an interrupt has left, and take it off."""
+    """Restore the state that `frame` recorded, wherever an interrupt arrived, and remove the frame."""
     frame.leaving = True
     if frame.policies is not None:
         restore(frame.policies)
@@ -142,6 +147,6 @@ def _undo(frames: RegionStack, frame: Frame) -> None:
 
 
 def _mend(frames: RegionStack) -> None:
-    """Undo the frames on top that an interrupt left half entered or half left."""
+    """Undo the top frames that an interrupt left half entered or half exited."""
     while frames and (frames[-1].leaving or not frames[-1].nesting):
         _undo(frames, frames[-1])

@@ -1,4 +1,4 @@
-"""What a region does when it is built, entered and left. `autocast` is the class that users see."""
+"""The base class of `autocast`: what a region does when it is built, and how it is pickled and called."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ R = TypeVar("R")
 
 
 class Region(torch.autocast):
-    """The behaviour of `autocast`, apart from it because TorchScript compiles every method of that class."""
+    """The behaviour of `autocast`; separate because TorchScript compiles every method of that class."""
 
-    __jit_unused_properties__: ClassVar[list[str]] = ["_cache_enabled"]  # TorchScript passes it over
+    __jit_unused_properties__: ClassVar[list[str]] = ["_cache_enabled"]  # TorchScript skips it
 
     _traced_as: ClassVar[ContextManager | None] = None
     _warning_stacklevel: ClassVar[int] = 3
-    """Frames from the warning to the caller's line; a subclass that calls ``super().__init__`` adds one."""
+    """Stack level of the caller's line; a subclass that calls ``super().__init__`` adds one."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         how = cls._traced_as
-        # Dynamo does not see what another __enter__ does.
+        # Dynamo would ignore an overridden __enter__ or __exit__.
         if how is not None and not {"__enter__", "__exit__"} & cls.__dict__.keys():
             when_loaded(lambda: trace_as_context_manager([cls], how))
 
@@ -49,7 +49,7 @@ class Region(torch.autocast):
         cache_enabled: bool | None,
         policy: OpPolicy | None,
     ) -> None:
-        """Check the arguments and settle what entering will do; the body of ``__init__``."""
+        """Validate the arguments and set the attributes that entering uses; the body of ``__init__``."""
         device_type = device_type_of(device)
         resolved = _resolve(device_type, dtype, enabled, policy)
         self.device = device_type
@@ -63,7 +63,7 @@ class Region(torch.autocast):
         self._settings = device_type, enabled, self.fast_dtype, self._keeps_casts
 
     @property
-    def _cache_enabled(self) -> bool:  # type: ignore[override]  # an attribute in torch, which alone sets it
+    def _cache_enabled(self) -> bool:  # type: ignore[override]  # in torch, an attribute that only torch sets
         return self._keeps_casts
 
     def __getstate__(self) -> dict[str, Any]:
@@ -75,7 +75,7 @@ class Region(torch.autocast):
             self._activation = activation(get_backend(self.device), self._policy)
 
     def __call__(self, func: Callable[P, R]) -> Callable[P, R]:
-        """Return `func` with its body inside this region; see `autocast_decorator`."""
+        """Return `func` with its body run inside this region; see `autocast_decorator`."""
         if not callable(func):
             raise TypeError(
                 f"autocast()(func) requires a callable, but got {type(func).__name__}. "
@@ -94,14 +94,14 @@ class Region(torch.autocast):
 
 _Resolved = tuple[torch.dtype, "Activation | None", "str | None"]
 
-# Of regions that are enabled and name no policy: they are checked once, and AMP_POLICY is read once.
+# Results for enabled regions without a policy, so that each is checked once and AMP_POLICY is read once.
 _resolved: dict[tuple[Backend, torch.dtype], _Resolved] = {}
 
 
 def _resolve(
     device_type: str, dtype: torch.dtype | None, enabled: bool, policy: OpPolicy | None
 ) -> _Resolved:
-    """Return the dtype, the policy to push, and why an enabled region is refused."""
+    """Return the dtype, the policy to push, and the warning if the region must be disabled."""
     backend = get_backend(device_type)
     fast_dtype = backend.default_dtype() if dtype is None else dtype
     if not enabled:
@@ -116,8 +116,7 @@ def _resolve(
             raise RuntimeError(refusal.message)
         if refusal is not None:
             return fast_dtype, None, refusal.message
-    found = activation(backend, policy)
-    resolved = fast_dtype, found, None
+    resolved = fast_dtype, activation(backend, policy), None
     if policy is None:
         _resolved[backend, fast_dtype] = resolved
     return resolved
@@ -125,7 +124,7 @@ def _resolve(
 
 @functools.cache
 def _watch_optimizers() -> None:
-    """Clear torch's cast cache after every optimizer step: it does not see that weights have changed."""
+    """Clear torch's cast cache after every optimizer step, since torch does not notice changed weights."""
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     def after_step(_optimizer: Any, _args: Any, _kwargs: Any) -> None:

@@ -19,8 +19,8 @@ from amp_core.regions.region import autocast
 Fn = Callable[..., Any]
 
 
-class _Used(NamedTuple):
-    """What `forward` ran under, for `backward` to run under again."""
+class _ForwardState(NamedTuple):
+    """The autocast state of `forward`, which `backward` restores."""
 
     autocast: bool
     dtype: torch.dtype
@@ -37,17 +37,37 @@ def custom_fwd(
 ) -> Fn | Callable[[Fn], Fn]:
     """Decorate the ``forward`` of a custom autograd function.
 
-    Works with ``forward(ctx, ...)`` and with ``forward(...)`` beside ``setup_context``.
+    Works with ``forward(ctx, ...)``, and with ``forward(...)`` plus ``setup_context``.
 
     Args:
-        fwd: the function; without it, a decorator is returned.
-        device_type: the device type whose autocast state counts.
-        cast_inputs: in an autocast region, cast floating-point tensors of `device_type` (float64 aside)
-            among the arguments to this dtype, in one call, and run `fwd` with autocast off. With ``None``,
-            and outside regions, `fwd` runs as it is.
+        fwd: the function to decorate; if omitted, a decorator is returned.
+        device_type: the device type whose autocast state applies.
+        cast_inputs: inside an autocast region, cast the floating-point tensor arguments on `device_type`
+            (except float64) to this dtype in one kernel call, and run `fwd` with autocast off. With ``None``,
+            and outside regions, `fwd` runs unchanged.
+
+    Returns:
+        The decorated function, or a decorator if `fwd` is omitted.
 
     Raises:
-        ValueError: `device_type` is no device type.
+        ValueError: `device_type` is not a device type.
+
+    Example:
+        >>> import torch, amp_core
+        >>> class Square(torch.autograd.Function):
+        ...     @staticmethod
+        ...     @amp_core.custom_fwd(device_type="cpu", cast_inputs=torch.float32)
+        ...     def forward(ctx, x):
+        ...         ctx.save_for_backward(x)
+        ...         return x * x
+        ...     @staticmethod
+        ...     @amp_core.custom_bwd(device_type="cpu")
+        ...     def backward(ctx, grad):
+        ...         (x,) = ctx.saved_tensors
+        ...         return 2 * x * grad
+        >>> with amp_core.autocast("cpu"):
+        ...     Square.apply(torch.ones(2, dtype=torch.bfloat16)).dtype
+        torch.float32
     """
     device_type = device_type_of(device_type)
     if fwd is None:
@@ -57,10 +77,10 @@ def custom_fwd(
     @functools.wraps(function)
     def decorate_fwd(*args: Any, **kwargs: Any) -> Any:
         enabled = torch.is_autocast_enabled(device_type)
-        used = _Used(enabled and cast_inputs is None, torch.get_autocast_dtype(device_type))
+        state = _ForwardState(enabled and cast_inputs is None, torch.get_autocast_dtype(device_type))
         if has_ctx := bool(args) and isinstance(args[0], FunctionCtx):
-            # torch's names, which other libraries read.
-            args[0]._fwd_used_autocast, args[0]._dtype = used  # type: ignore[attr-defined]
+            # Other libraries read these attributes, which are torch's.
+            args[0]._fwd_used_autocast, args[0]._dtype = state  # type: ignore[attr-defined]
         if cast_inputs is None or not enabled:
             result = function(*args, **kwargs)
         else:
@@ -68,7 +88,7 @@ def custom_fwd(
                 args, kwargs = _cast((args, kwargs), device_type, cast_inputs)
                 result = function(*args, **kwargs)
         if not has_ctx:
-            _hand_to_setup_context(decorate_fwd, used)
+            _pass_to_setup_context(decorate_fwd, state)
         return result
 
     return decorate_fwd
@@ -79,15 +99,21 @@ def custom_bwd(bwd: Fn, *, device_type: str) -> Fn: ...
 @overload
 def custom_bwd(bwd: None = None, *, device_type: str) -> Callable[[Fn], Fn]: ...
 def custom_bwd(bwd: Fn | None = None, *, device_type: str) -> Fn | Callable[[Fn], Fn]:
-    """Decorate the ``backward`` of a custom autograd function: it runs in the autocast state of `forward`.
+    """Decorate the ``backward`` of a custom autograd function to run in the autocast state of ``forward``.
 
     Args:
-        bwd: the function; without it, a decorator is returned.
-        device_type: the device type, the same as given to `custom_fwd`.
+        bwd: the function to decorate; if omitted, a decorator is returned.
+        device_type: the device type passed to `custom_fwd`.
+
+    Returns:
+        The decorated function, or a decorator if `bwd` is omitted. When called, it raises a ``RuntimeError``
+        if ``forward`` is not decorated with `custom_fwd`.
 
     Raises:
-        ValueError: `device_type` is no device type.
-        RuntimeError: (at the backward) ``forward`` is not decorated with `custom_fwd`.
+        ValueError: `device_type` is not a device type.
+
+    Example:
+        See `custom_fwd`.
     """
     device_type = device_type_of(device_type)
     if bwd is None:
@@ -96,34 +122,34 @@ def custom_bwd(bwd: Fn | None = None, *, device_type: str) -> Fn | Callable[[Fn]
 
     @functools.wraps(function)
     def decorate_bwd(*args: Any, **kwargs: Any) -> Any:
-        used = _recall(args[0])
-        with autocast(device_type, dtype=used.dtype, enabled=used.autocast):
+        state = _forward_state(args[0])
+        with autocast(device_type, dtype=state.dtype, enabled=state.autocast):
             return function(*args, **kwargs)
 
     return decorate_bwd
 
 
-def _recall(ctx: Any) -> _Used:
+def _forward_state(ctx: Any) -> _ForwardState:
     try:
-        return _Used(ctx._fwd_used_autocast, ctx._dtype)
+        return _ForwardState(ctx._fwd_used_autocast, ctx._dtype)
     except AttributeError:
         name = type(ctx).__name__.removesuffix("Backward")
         raise RuntimeError(
-            f"custom_bwd on {name}.backward does not know what {name}.forward ran under: decorate "
-            f"{name}.forward with custom_fwd of the same device_type."
+            f"custom_bwd on {name}.backward does not know the autocast state of {name}.forward: decorate "
+            f"{name}.forward with custom_fwd and the same device_type."
         ) from None
 
 
-class _Handed(threading.local):
-    used: _Used
+class _Pending(threading.local):
+    state: _ForwardState
 
 
-_handed = _Handed()
+_pending = _Pending()
 
 
-def _hand_to_setup_context(decorated: Fn, used: _Used) -> None:
-    """Let the ``setup_context`` beside `decorated`, which torch calls next in this thread, store `used`."""
-    _handed.used = used
+def _pass_to_setup_context(decorated: Fn, state: _ForwardState) -> None:
+    """Have the matching ``setup_context``, which torch calls next in this thread, store `state`."""
+    _pending.state = state
     if "_amp_core_wraps_setup" in decorated.__dict__:
         return
     decorated.__dict__["_amp_core_wraps_setup"] = True
@@ -135,7 +161,7 @@ def _hand_to_setup_context(decorated: Fn, used: _Used) -> None:
 def _storing(setup_context: Fn) -> Fn:
     @functools.wraps(setup_context)
     def stores(ctx: Any, inputs: Any, output: Any) -> Any:
-        ctx._fwd_used_autocast, ctx._dtype = _handed.used
+        ctx._fwd_used_autocast, ctx._dtype = _pending.state
         return setup_context(ctx, inputs, output)
 
     return stores
@@ -148,20 +174,20 @@ def _subclasses(cls: Any) -> Iterator[Any]:
 
 
 def _cast(value: Any, device_type: str, dtype: torch.dtype) -> Any:
-    """Cast the eligible tensors in `value` to `dtype`: floating point, on `device_type`, not float64.
+    """Cast the eligible tensors in `value` to `dtype`: floating-point, on `device_type`, not float64.
 
-    Containers of any nesting keep their types; the tensors in them are cast by one kernel call where no
-    gradient is to flow through the cast, as in the ``forward`` of an autograd function.
+    Containers keep their types at any depth. One kernel call casts all tensors if no gradient has to flow
+    through the cast, as in the ``forward`` of an autograd function.
     """
-    found: dict[int, Tensor] = {}
+    tensors: dict[int, Tensor] = {}
 
     def collect(tensor: Tensor) -> Tensor:
         if _eligible(tensor, device_type, dtype):
-            found[id(tensor)] = tensor
+            tensors[id(tensor)] = tensor
         return tensor
 
     value = map_tensors(value, collect)
-    casts = dict(zip(found, _cast_all(list(found.values()), device_type, dtype), strict=True))
+    casts = dict(zip(tensors, _cast_all(list(tensors.values()), device_type, dtype), strict=True))
     return map_tensors(value, lambda tensor: casts.get(id(tensor), tensor))
 
 

@@ -1,4 +1,4 @@
-"""A region around a function, over every ``yield`` and ``await`` in it."""
+"""Run a function's body inside a region, including generators and coroutines."""
 
 from __future__ import annotations
 
@@ -18,8 +18,23 @@ Region = AbstractContextManager[Any]
 def autocast_decorator(autocast_instance: Region, func: Callable[P, R]) -> Callable[P, R]:
     """Return `func` with its body run inside `autocast_instance`.
 
-    The body of a generator, coroutine or async generator function runs inside the region too, and the
-    region is left whenever it is suspended, so that nothing leaks to who resumes it.
+    The body of a generator, coroutine or async generator runs inside the region too. The region is left
+    whenever the body is suspended, so it never affects the code that resumes it.
+
+    Args:
+        autocast_instance: a reentrant context manager, such as an `autocast` or `disable` instance.
+        func: a function, generator function, coroutine function or async generator function.
+
+    Returns:
+        A function of the same kind and signature.
+
+    Example:
+        >>> import torch, amp_core
+        >>> from amp_core.regions.decorator import autocast_decorator
+        >>> def square(x):
+        ...     return x @ x
+        >>> autocast_decorator(amp_core.autocast("cpu"), square)(torch.ones(2, 2)).dtype
+        torch.bfloat16
     """
     if inspect.isasyncgenfunction(func):
         wrapped = _async_generator(autocast_instance, func)
@@ -29,7 +44,7 @@ def autocast_decorator(autocast_instance: Region, func: Callable[P, R]) -> Calla
         wrapped = _generator(autocast_instance, func)
     else:
         wrapped = _function(autocast_instance, func)
-    # torch.jit.script looks for this attribute and raises its text.
+    # torch.jit.script raises an error with this text.
     wrapped.__script_unsupported = "@autocast() decorator is not supported in script mode"  # type: ignore[attr-defined]
     return cast("Callable[P, R]", wrapped)
 
@@ -76,7 +91,7 @@ def _async_generator(region: Region, func: Callable[..., AsyncGenerator[Any, Any
                     step = body.asend((yield item))
                 except GeneratorExit:
                     raise
-                except BaseException as error:  # handed on to the body
+                except BaseException as error:  # raised again inside the body
                     step = body.athrow(error)
         finally:
             await _Inside(region, body.aclose())
@@ -85,7 +100,7 @@ def _async_generator(region: Region, func: Callable[..., AsyncGenerator[Any, Any
 
 
 class _Inside:
-    """An awaitable whose every step runs inside a region."""
+    """An awaitable that runs each of its steps inside a region."""
 
     def __init__(self, region: Region, awaitable: Awaitable[Any]) -> None:
         self._region = region
@@ -96,7 +111,7 @@ class _Inside:
 
 
 def _resumed_inside(region: Region, body: Any) -> Generator[Any, Any, Any]:
-    """Drive `body`, entering `region` for each step; values, errors and ``close`` pass through."""
+    """Drive `body`, entering `region` for each step; forward values, errors and ``close``."""
     resume: Callable[[], Any] = functools.partial(next, body)
     while True:
         try:
@@ -110,7 +125,7 @@ def _resumed_inside(region: Region, body: Any) -> Generator[Any, Any, Any]:
             with region:
                 body.close()
             raise
-        except BaseException as error:  # handed on to the body
+        except BaseException as error:  # raised again inside the body
             resume = functools.partial(body.throw, error)
         else:
             resume = functools.partial(body.send, sent) if sent is not None else functools.partial(next, body)

@@ -1,4 +1,4 @@
-"""`disable`: a region without mixed precision on any device."""
+"""`disable`: a region that switches mixed precision off on every device."""
 
 from __future__ import annotations
 
@@ -28,7 +28,11 @@ _thread = _Thread()
 class disable:  # noqa: N801  # used as `with disable():`, beside `autocast`
     """A context manager or decorator that switches mixed precision off on every device.
 
-    One instance can be entered again while it is entered, and by several threads at once.
+    It takes no arguments. An instance is reentrant, and several threads can use it at once. The previous
+    autocast state of every device is restored on exit.
+
+    Raises:
+        RuntimeError: the region is left in a thread that did not enter it.
 
     Example:
         >>> import torch, amp_core
@@ -69,7 +73,7 @@ class disable:  # noqa: N801  # used as `with disable():`, beside `autocast`
             region.__exit__(None, None, None)
 
     def __call__(self, func: Callable[P, R]) -> Callable[P, R]:
-        """Return `func` with its body run without mixed precision."""
+        """Return `func` with its body run without mixed precision; see `autocast_decorator`."""
         return autocast_decorator(self, func)
 
 

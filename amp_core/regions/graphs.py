@@ -1,4 +1,4 @@
-"""Regions under ``torch.compile`` and ``torch.export``: what Dynamo puts into a graph for them."""
+"""Regions under ``torch.compile`` and ``torch.export``: what Dynamo adds to a graph for them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from amp_core.regions.region import autocast
 def region_of_constants(
     device: str, dtype: torch.dtype, enabled: bool, keeps_casts: bool, number: int | None
 ) -> autocast:
-    """Return the region that code compiled after a graph break enters again."""
+    """Return the region that code compiled after a graph break re-enters."""
     if number is None:
         return autocast(device, dtype, enabled, keeps_casts)
     item = item_of_number(number)
@@ -43,7 +43,7 @@ def _steps(
     device: str, dtype: torch.dtype, enabled: bool, keeps_casts: bool, number: int | None
 ) -> Sequence[Step]:
     if enabled and dtype is torch.float32:
-        # Graphs hold torch's own regions, which refuse float32: a policy says the same.
+        # Graphs contain torch's own regions, which reject float32; an equivalent policy replaces the dtype.
         backend = get_backend(device)
         dtype = backend.default_dtype()
         item = None if number is None else item_of_number(number)

@@ -1,6 +1,6 @@
-"""`autocast`: a region in which ops run in the dtype that the device's policy gives them."""
+"""`autocast`: a region in which the op policy decides the dtype of each op."""
 
-# No `from __future__ import annotations`: TorchScript does not read annotations that are strings.
+# No `from __future__ import annotations`: TorchScript cannot read string annotations.
 
 from typing import Any, Optional
 
@@ -20,28 +20,27 @@ _is_scripting = torch.jit.is_scripting
 class autocast(Region):  # noqa: N801  # torch's name
     """A context manager or decorator that runs ops in mixed precision.
 
-    It is a drop-in for ``torch.autocast``: a subclass, with the same arguments, errors and warnings. Unlike
-    torch's, an instance can be entered again while it is entered, and by several threads at once. As a
-    decorator it also covers the body of generators and coroutines, between one ``yield`` or ``await`` and
-    the next.
+    A drop-in replacement for ``torch.autocast``: a subclass with the same arguments, errors and warnings.
+    Unlike torch's, an instance is reentrant and several threads can use it at once. As a decorator it also
+    covers the bodies of generators and coroutines; the region is left at every ``yield`` and ``await``.
 
     Args:
         device_type: a device type with a backend (``amp backends`` lists them), a ``torch.device``, a tensor,
-            or ``"auto"`` for the accelerator that is present, else the CPU.
-        dtype: the dtype of low-precision ops; by default ``torch.get_autocast_dtype(device_type)``.
+            or ``"auto"`` for the accelerator that is present, or the CPU if there is none.
+        dtype: the dtype of low-precision ops; defaults to ``torch.get_autocast_dtype(device_type)``.
         enabled: ``False`` switches mixed precision off inside the region.
-        cache_enabled: whether to keep the casts of weights until the outermost region ends; by default as
-            in the surrounding region.
-        policy: the `OpPolicy` for the ops in the region; by default that of the surrounding region, or the
-            device's own.
+        cache_enabled: whether to cache casts of weights until the outermost region ends; defaults to the
+            setting of the surrounding region.
+        policy: the `OpPolicy` for the ops in the region; defaults to that of the surrounding region, or to
+            the device's own.
 
     Raises:
         BackendNotFoundError: no backend serves the device type (a ``RuntimeError``, as in torch).
         RuntimeError: `dtype` is bfloat16 and the CUDA device does not support it.
-        ValueError: `device_type` is none of the above.
+        ValueError: `device_type` is not a valid device type, device or tensor.
 
     Warns:
-        UserWarning: the device is missing or does not support the dtype; the region is disabled.
+        UserWarning: the device is missing or does not support `dtype`; the region is disabled.
 
     Example:
         >>> import torch, amp_core
@@ -49,14 +48,14 @@ class autocast(Region):  # noqa: N801  # torch's name
         >>> with amp_core.autocast("cpu", dtype=torch.bfloat16):
         ...     (x @ x).dtype
         torch.bfloat16
-        >>> exact = amp_core.OpPolicy.default("cpu").override({"mm": "fp32"})
+        >>> exact = amp_core.OpPolicy.default("cpu").override({"matmul": "fp32"})
         >>> with amp_core.autocast("cpu", policy=exact):
         ...     (x @ x).dtype
         torch.float32
     """
 
-    # torch.jit.script knows the region by this name, and compiles the methods below: `Optional`, `Any`,
-    # no keyword-only arguments.
+    # torch.jit.script recognizes the region by this name. It compiles the methods below, hence `Optional`,
+    # `Any` and no keyword-only arguments.
     _jit_override_qualname = "__torch__.torch.amp.autocast_mode.autocast"
 
     def __init__(
@@ -90,13 +89,13 @@ class autocast(Region):  # noqa: N801  # torch's name
 
 
 def is_autocast_available(device_type: str | torch.device) -> bool:
-    """Return whether `autocast` accepts `device_type`, whether or not such a device is present.
+    """Return whether `autocast` accepts `device_type`, even if no such device is present.
 
     Args:
         device_type: a device type, or a ``torch.device``.
 
     Raises:
-        RuntimeError: `device_type` is no device type; the text is torch's.
+        RuntimeError: `device_type` is not a device type (torch's own error).
 
     Example:
         >>> import amp_core

@@ -321,7 +321,7 @@ def test_nothing_is_left_behind() -> None:
 def test_entering_a_scope_that_is_on() -> None:
     """A scope entered twice is left on when it is left."""
     scope = cached_casts(make(), persistent=True)
-    with pytest.raises(RuntimeError, match="already on"):
+    with pytest.raises(RuntimeError, match="already active"):
         scope.__enter__()
     scope.remove()
     scope.remove()

@@ -54,7 +54,7 @@ def test_round_trip(rules: dict[str, object]) -> None:
         ('[modules]\n"0" = "fp16"\n', 2, "not a rule for a module"),
         ('[modules]\n\n[modules."nothing.*"]\nsoftmax = "fp32"\n', 3, "matches no module"),
         ('[modules."1"]\nsoftmaks = "fp32"\n', 1, "softmaks"),
-        ("modules = 3\n", 1, "is a table"),
+        ("modules = 3\n", 1, "must be a table"),
         ('[rules]\nmm = "fp32"\n', None, "has no rules for modules"),
     ],
 )

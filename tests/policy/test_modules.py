@@ -93,7 +93,7 @@ def test_explain_names_the_glob(model: Encoder) -> None:
     """Who wonders about a dtype must be led to the glob."""
     with apply_policy(model, {"pro*": {"softmax": "fp32"}}) as applied:
         assert applied.explain("probe", "softmax")[0].origin == "module glob 'pro*'"
-        with pytest.raises(PolicyError, match="No rule was put on the module 'head'"):
+        with pytest.raises(PolicyError, match="The module 'head' has no rules of its own"):
             applied.explain("head", "softmax")
 
 
@@ -131,7 +131,7 @@ def test_removing_under_a_later_wrapper_is_refused(model: Encoder) -> None:
     """Taking off what is underneath would take the later wrapper with it."""
     first = apply_policy(model, {"head": {"linear": "fp32"}})
     second = apply_policy(model, {"head": {"linear": "unchanged"}})
-    with pytest.raises(PolicyError, match="replaced after the policy was put on"):
+    with pytest.raises(PolicyError, match="replaced after the policy was applied"):
         first.remove()
     second.remove()
     assert dtypes(model)[2] is HIGH
