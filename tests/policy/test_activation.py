@@ -138,7 +138,7 @@ def test_a_policy_of_another_device() -> None:
         PolicyError, match=r"cannot apply to a region on 'cpu'; start from OpPolicy.default\('cpu'\)"
     ):
         activation(BACKEND, OpPolicy.default("cuda"))
-    with pytest.raises(PolicyError, match="takes an OpPolicy, not dict"):
+    with pytest.raises(PolicyError, match="must be an OpPolicy, not dict"):
         activation(BACKEND, {"softmax": "fp32"})
 
 
