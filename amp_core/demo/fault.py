@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_core import GradScaler, autocast, compare, get_backend
+from amp_core.debugging.recording_report import short
 from amp_core.demo.data import Digits
 from amp_core.demo.model import build_model
 from amp_core.demo.train import Settings
@@ -73,5 +74,5 @@ def show_fault(settings: Settings, digits: Digits, console: Console) -> None:
     origin = fault.compare().first_not_finite
     if origin is not None:
         key = origin.key
-        show(f"and amp_core.compare(step) names the op where it begins: {key.name} in {key.place}.")
+        show(f"and amp_core.compare(step) names the op where it begins: {short(key.name)} in {key.place}.")
     show("amp_core.advise(step) then looks for rules and a loss scale that repair it.")

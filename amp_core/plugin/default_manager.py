@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from amp_core.errors import BackendNotFoundError
+from amp_core.errors import BackendError, BackendNotFoundError
 from amp_core.plugin.interface import Backend
 from amp_core.plugin.manager import Manager
 from amp_core.plugin.status import BackendStatus
@@ -38,11 +39,12 @@ def get_backend(device_type: str) -> Backend:
 
 
 def op_lists(device_type: str) -> Mapping[str, str]:
-    """Return the op lists of the backend of `device_type`; empty if nothing serves it."""
+    """Return the op lists of `device_type`; empty if nothing serves it."""
     try:
-        return get_backend(device_type).op_lists
+        get_backend(device_type)  # loads its plugin
     except BackendNotFoundError:
         return {}
+    return manager().registry.op_lists(device_type)
 
 
 def plugins_listen() -> bool:
@@ -86,4 +88,6 @@ def backends() -> Mapping[str, BackendStatus]:
 
 def replace_backend(backend: Backend) -> Backend | None:
     """Serve ``backend.device_type`` with `backend` from now on; return the one that it replaces."""
+    with contextlib.suppress(BackendError):  # loads the one to be replaced, whose op lists stay in force
+        get_backend(backend.device_type)
     return manager().registry.replace(backend)

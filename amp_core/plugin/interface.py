@@ -133,7 +133,9 @@ class Backend(ABC):
 
         A device that has none gets `OpPolicy.uniform`.
         """
-        return OpPolicy.from_lists(self.device_type, self.op_lists)
+        if self.op_lists:
+            return OpPolicy.from_lists(self.device_type, self.op_lists)
+        return OpPolicy.default(self.device_type)
 
     def kernels(self) -> Kernels:
         """Return the cast and gradient kernels; by default, the portable ones over torch ops."""

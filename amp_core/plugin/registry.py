@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -30,6 +30,7 @@ class Registry:
     def __init__(self) -> None:
         self._backends: dict[str, tuple[Backend, Owner]] = {}
         self._fallbacks: dict[str, Backend] = {}
+        self._op_lists: dict[str, Mapping[str, str]] = {}
         self._owner: Owner | None = None
 
     def add(self, backend: Backend, *, fallback: bool = False) -> None:
@@ -68,6 +69,16 @@ class Registry:
     def _put(self, backend: Backend, owner: Owner) -> None:
         backend.origin = str(owner)
         self._backends[backend.device_type] = (backend, owner)
+        if backend.op_lists:
+            self._op_lists[backend.device_type] = backend.op_lists
+
+    def op_lists(self, device_type: str) -> Mapping[str, str]:
+        """Return the op lists of `device_type`; empty if no backend has any.
+
+        They describe torch's kernels, so a backend without lists takes over those of the one it replaces.
+        """
+        fallback = self._fallbacks.get(device_type)
+        return self._op_lists.get(device_type, {} if fallback is None else fallback.op_lists)
 
     def get(self, device_type: str) -> Backend | None:
         """Return the backend of `device_type`, if there is one."""

@@ -53,8 +53,6 @@ def enter(
     frames.append(frame)
     try:
         if activation is not None:
-            if len(frames) == 1:
-                restore(0)  # pop policies that an interrupt left behind
             frame.policies = pushed()
             activation.push()
         if was_enabled is not enabled:

@@ -60,7 +60,6 @@ class LossScale:
         self.scale: Tensor | None = None
         self.growth_tracker: Tensor | None = None
         self.hysteresis_left: Tensor | None = None
-        self._tensors: ScaleTensors | None = None
         self.optimizer_states = OptimizerStates()
         self.at_floor = False
 
@@ -104,9 +103,7 @@ class LossScale:
         flags = self.optimizer_states.found_infs()
         if not flags:  # not an assert statement, which Dynamo would turn into an operation
             raise AssertionError("No inf checks were recorded prior to update.")
-        tensors = self._tensors
-        if tensors is None or tensors.scale is not scale or tensors.growth_tracker is not tracker:
-            tensors = self._tensors = ScaleTensors(scale, tracker, cast(Tensor, self.hysteresis_left))
+        tensors = ScaleTensors(scale, tracker, cast(Tensor, self.hysteresis_left))
         kernels_of(scale.device).update_scale_(tensors, combine(flags, scale.device), self.schedule)
         self.optimizer_states = OptimizerStates()
 
@@ -189,7 +186,6 @@ class LossScale:
             "scale": None,
             "growth_tracker": None,
             "hysteresis_left": None,
-            "_tensors": None,
             "optimizer_states": None,
         }
 

@@ -18,7 +18,7 @@ from amp_core._torch import internals as _torch
 from amp_core._torch.dispatcher import autograd_key, has_dispatch_key
 from amp_core.kernels import Kernels
 from amp_core.plugin import Backend, get_backend
-from amp_core.plugin.default_manager import manager
+from amp_core.plugin.default_manager import manager, replace_backend
 
 
 class BackendFixtures:
@@ -168,7 +168,7 @@ def serving(backend: Backend) -> Iterator[None]:
         yield
         return
     before = registry.snapshot()
-    registry.replace(backend)
+    replace_backend(backend)
     try:
         yield
     finally:

@@ -111,8 +111,8 @@ def test_a_failure_shows_values(tmp_path):
         'import pytest\npytest.register_assert_rewrite("amp_core.testing")\n'
     )
     (tmp_path / "test_it.py").write_text(
-        "from amp_core.testing import BackendConformance, Loopback\n"
-        "class Wrong(Loopback):\n    def supported_dtypes(self):\n        return ()\n"
+        "import torch\nfrom amp_core.testing import BackendConformance, Loopback\n"
+        "class Wrong(Loopback):\n    def supported_dtypes(self):\n        return (torch.float16,)\n"
         "class TestIt(BackendConformance):\n    device_type = 'cpu'\n    backend = Wrong()\n"
     )
     done = subprocess.run(
@@ -120,7 +120,7 @@ def test_a_failure_shows_values(tmp_path):
         cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 1
-    assert "assert torch.bfloat16 in ()" in done.stdout, done.stdout
+    assert "assert torch.bfloat16 in (torch.float16,)" in done.stdout, done.stdout
 
 
 @pytest.mark.slow

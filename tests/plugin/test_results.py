@@ -72,4 +72,4 @@ def test_right_results_pass_unchanged() -> None:
     assert backend.availability().reason == "always there"
     assert backend.supported_dtypes() == (torch.bfloat16,)
     assert backend.kernels().name == "portable"
-    assert backend.op_policy() == OpPolicy.from_lists("cpu", {})
+    assert backend.op_policy() == OpPolicy.default("cpu")

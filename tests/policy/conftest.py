@@ -28,12 +28,14 @@ def departure(op_name: str, rule: str, device: str) -> str:
         with FakeTensorMode():
             return torch.empty(2, dtype=dtype, device=device)
 
+    before = torch.get_autocast_dtype(device)
     torch.set_autocast_dtype(device, LOW)
     torch.set_autocast_enabled(device, True)
     try:
         return consistent(op_name, rule, device, make, LOW)
     finally:
         torch.set_autocast_enabled(device, False)
+        torch.set_autocast_dtype(device, before)
         torch.clear_autocast_cache()
 
 

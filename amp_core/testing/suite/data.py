@@ -198,3 +198,24 @@ def device_work(device: torch.device) -> Iterator[list[str]]:
 
     with Recorder():  # type: ignore[no-untyped-call]
         yield seen
+
+
+def rounded_once(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return `values` rounded to `dtype`, to nearest and ties to even.
+
+    torch rounds float64 to a 16-bit dtype twice, through float32, and can miss the nearest number.
+    """
+    near = values.to(dtype)
+    if values.dtype is not torch.float64 or dtype.itemsize != 2:
+        return near
+    bits = near.view(torch.int16)
+    around = torch.stack([bits, bits - 1, bits + 1])
+    # Beyond the largest number the next one would be twice the largest power of two.
+    beyond = 2.0 ** (math.frexp(torch.finfo(dtype).max)[1])
+    numbers = around.view(dtype).double()
+    numbers = torch.where(numbers.isinf(), numbers.sign() * beyond, numbers)
+    distances = (numbers - values).abs().nan_to_num(nan=math.inf)
+    # Of two numbers that are as near, the even one comes first.
+    order = torch.where(distances == distances.amin(0), (around & 1) + 1, 3).argmin(0)
+    nearest = around.gather(0, order.unsqueeze(0)).squeeze(0).view(dtype)
+    return torch.where(values.isfinite(), nearest, near)

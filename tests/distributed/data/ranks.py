@@ -180,14 +180,13 @@ def beyond() -> None:
             param.grad = torch.tensor([1.0, 1.0, value if last else 1.0])
             norm = float(scaler.clip_grad_norm_(optimizer, max_norm, order))
             found = [float(flag) for flag in scaler._per_optimizer_states.found_infs()]
-            fits = value == 1e38 and max_norm == 1.0
-            assert found == [0.0 if fits else 1.0], (value, max_norm, found)
+            assert found == [1.0], (value, max_norm, found)
             assert math.isnan(norm) == math.isnan(value), (value, norm)
             assert math.isinf(norm) == (not math.isnan(value)), (value, norm)
             scaler.step(optimizer)
             scaler.update()
-            assert scaler.last_step[optimizer].skipped is not fits
-            assert torch.isfinite(param).all(), "a rank stepped alone"
+            assert scaler.last_step[optimizer].skipped
+            assert torch.equal(param, torch.ones(3)), "a rank stepped alone"
 
 
 def slices() -> None:
