@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# Each registers the content of its kind of report.
+# Importing these modules registers the report types.
 from amp_core.debugging import advice_report as _advice_report
 from amp_core.debugging import comparison_report as _comparison_report
 from amp_core.debugging import recording_report as _recording_report

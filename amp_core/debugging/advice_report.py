@@ -1,4 +1,4 @@
-"""The report of a proposal."""
+"""The report for `Advice`."""
 
 from __future__ import annotations
 
@@ -24,35 +24,35 @@ def _(advice: Advice) -> Content:
 
 
 def _facts(advice: Advice) -> dict[str, str]:
-    mended = sum(bool(f.mend) for f in advice.findings)
+    fixed = sum(bool(f.mend) for f in advice.findings)
     return {
-        "faults found": f"{len(advice.findings)}, {mended} mended",
+        "faults found": f"{len(advice.findings)}, {fixed} fixed",
         "init_scale": "not needed" if advice.init_scale is None else f"{advice.init_scale:g}",
     }
 
 
 def _notes(advice: Advice) -> list[str]:
-    left = [f.what for f in advice.findings if not f.mend]
-    notes = ["No change that was tried mends these: " + "; ".join(left) + "."] if left else []
-    return [*notes, "The proposal was tried on this one step. Nothing has been changed."]
+    unfixed = [f.what for f in advice.findings if not f.mend]
+    notes = ["No attempt fixed these: " + "; ".join(unfixed) + "."] if unfixed else []
+    return [*notes, "The proposal was tested on this one step. Nothing has been changed."]
 
 
 def _findings(advice: Advice) -> Table:
     rows = [
-        (f.module, f.op, f.what, f.mend or "nothing tried helped", f.before, f.after, f.line)
+        (f.module, f.op, f.what, f.mend or "no attempt helped", f.before, f.after, f.line)
         for f in advice.findings
     ]
     columns = (
         Column("module", "module"),
         Column("op", "op"),
         Column("what", "fault"),
-        Column("mend", "mended by"),
+        Column("mend", "fixed by"),
         Column("before", "before", "number"),
         Column("after", "after", "number"),
         Column("line", "source line"),
     )
     about = (
-        "Before and after: the relative error that the op adds (inf where it makes inf or NaN), or the share "
+        "Before and after: the relative error that the op adds (inf if it produces inf or NaN), or the share "
         "of a gradient's values that underflow."
     )
     return Table("findings", "Faults", columns, rows, about)

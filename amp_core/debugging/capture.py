@@ -1,4 +1,4 @@
-"""What one run of a step computed: a sample of every value, named so that another run has the same name."""
+"""Sample every value that a run of a step computes, under names that match across runs."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ OP, MODULE, PARAMETER = "op", "module", "parameter"
 
 
 class Key(NamedTuple):
-    """Names a value such that another run of the same step finds the same one.
+    """Identifies a value across runs of the same step.
 
     Attributes:
         level: `OP`, `MODULE` or `PARAMETER`.
         phase: ``forward`` (activations) or ``backward`` (gradients).
         place: the module.
         name: the op, ``output`` of a module, or the parameter.
-        call: how often `name` was there before, in this module and phase.
+        call: the number of earlier calls of `name` in this module and phase.
     """
 
     level: str
@@ -40,16 +40,16 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class Sample:
-    """A tensor, in part.
+    """Part of a tensor.
 
     Attributes:
         values: evenly spaced elements, one-dimensional, float32 or wider.
-        dtype: of the tensor.
-        shape: of the tensor.
-        largest: the largest finite magnitude in the whole tensor.
-        not_finite: how many elements of the whole tensor are inf or NaN.
-        parents: what its op was given, as far as that was computed in the run.
-        random: the op draws from a random generator.
+        dtype: dtype of the tensor.
+        shape: shape of the tensor.
+        largest: the largest finite magnitude in the tensor.
+        not_finite: the number of inf or NaN elements in the tensor.
+        parents: the inputs of its op that were computed in the run.
+        random: whether the op draws random numbers.
         line: ``file:line`` of the program that called the op or module; empty in a backward pass.
     """
 
@@ -64,16 +64,16 @@ class Sample:
 
 
 class Capture:
-    """The sink of a `Tap` that keeps what a run computed.
+    """A sink for `Tap` that samples the values of a run.
 
     Args:
-        limit: elements kept of each tensor.
+        limit: maximum number of elements to keep per tensor.
         ops: see `Tap`.
         model: see `Tap`.
-        on_leaf: told of each tensor that will get a gradient, when an op takes it.
+        on_leaf: called with each leaf tensor that requires a gradient when an op uses it.
 
     Attributes:
-        samples: in the order of computation.
+        samples: the samples, in order of computation.
         went_back: whether a backward pass has run.
     """
 
@@ -87,32 +87,32 @@ class Capture:
         self._limit = limit
         self._on_leaf = on_leaf
         self._calls: Counter[tuple[Any, ...]] = Counter()
-        self._makers: dict[int, tuple[weakref.ref[Any], Key | None]] = {}
+        self._producers: dict[int, tuple[weakref.ref[Any], Key | None]] = {}
 
-    # What the tap tells.
+    # Callbacks of the tap.
 
     def cast(self, source: Tensor, result: Tensor, _where: Where) -> None:
-        """Let a cast be as its source."""
+        """Attribute a cast to its source."""
         self.moved([source], [result])
 
     def moved(self, inputs: list[Tensor], outputs: list[Tensor]) -> None:
-        """Let a copy be as its source."""
+        """Attribute a copy to its source."""
         inputs = [*filter(_is_plain, inputs)]
-        self._made([*filter(_is_plain, outputs)], self.maker(inputs[0]) if inputs else None)
+        self._set_producer([*filter(_is_plain, outputs)], self.producer(inputs[0]) if inputs else None)
 
     def ran(self, op: Overload, inputs: list[Tensor], outputs: list[Tensor], where: Where) -> None:
-        """Keep the result of an op that autocast has no say in."""
+        """Sample the result of an op that autocast does not affect."""
         self.went_back |= where.phase == BACKWARD
         if not where.frames:
             random = torch.Tag.nondeterministic_seeded in op.tags
             self._keep(OP, where.phase, where.place, dispatcher_name(op), inputs, outputs, random)
             return
-        # A part of an op that autocast knows. The backward pass may read it: it counts as that op's result.
+        # Part of an op that autocast handles. The backward pass may read it, so attribute it to that op.
         whole = OP, where.phase, where.place, where.frames[0].op
-        self._made([*filter(_is_plain, outputs)], Key(*whole, self._calls[whole]))
+        self._set_producer([*filter(_is_plain, outputs)], Key(*whole, self._calls[whole]))
 
     def framed(self, frame: Frame, inputs: list[Tensor], outputs: list[Tensor], where: Where) -> None:
-        """Keep the result of an op that autocast may have changed."""
+        """Sample the result of an op that autocast may have changed."""
         if not where.frames and outputs:
             self._keep(OP, where.phase, where.place, frame.op, inputs, outputs)
 
@@ -121,17 +121,17 @@ class Capture:
             inputs, outputs = floats_in(given), floats_in(result)
             if not outputs:
                 return
-            self._keep(MODULE, FORWARD, place, "output", inputs, outputs[:1], makes=False)
+            self._keep(MODULE, FORWARD, place, "output", inputs, outputs[:1], produces=False)
             if outputs[0].requires_grad:
                 outputs[0].register_hook(lambda grad: self._gradient(place, grad))  # type: ignore[no-untyped-call]
 
     def _gradient(self, place: Place, gradient: Tensor) -> None:
         with self.tap.muted():
-            self._keep(MODULE, BACKWARD, place, "output", [], [gradient], makes=False)
+            self._keep(MODULE, BACKWARD, place, "output", [], [gradient], produces=False)
 
     def parameter(self, place: Place, name: str, gradient: Tensor) -> None:
-        """Keep the gradient of a parameter."""
-        self._keep(PARAMETER, BACKWARD, place, name, [gradient], [gradient], makes=False)
+        """Sample the gradient of a parameter."""
+        self._keep(PARAMETER, BACKWARD, place, name, [gradient], [gradient], produces=False)
 
     def _keep(
         self,
@@ -142,7 +142,7 @@ class Capture:
         inputs: list[Tensor],
         outputs: list[Tensor],
         random: bool = False,
-        makes: bool = True,
+        produces: bool = True,
     ) -> None:
         inputs, outputs = [*filter(_is_plain, inputs)], [*filter(_is_plain, outputs)]
         if not outputs:
@@ -153,25 +153,25 @@ class Capture:
         call = self._calls[level, phase, place, name]
         self._calls[level, phase, place, name] += 1
         key = Key(level, phase, place, name, call)
-        makers = map(self.maker, inputs)
-        parents = tuple(dict.fromkeys(maker for maker in makers if maker is not None))
+        producers = map(self.producer, inputs)
+        parents = tuple(dict.fromkeys(key for key in producers if key is not None))
         line = place_outside(("torch",)) if phase == FORWARD and level == OP else ""
         self.samples[key] = _sample(outputs[0], self._limit, parents, random, line)
-        if makes:
-            self._made(outputs, key)
+        if produces:
+            self._set_producer(outputs, key)
 
-    # Who made what, by storage: torch keeps one Python object per storage for as long as that lives.
+    # Producers by storage: torch keeps one Python object per storage for the storage's lifetime.
 
-    def _made(self, tensors: list[Tensor], key: Key | None) -> None:
+    def _set_producer(self, tensors: list[Tensor], key: Key | None) -> None:
         for tensor in tensors:
             storage = tensor.untyped_storage()
-            self._makers[id(storage)] = weakref.ref(storage), key
+            self._producers[id(storage)] = weakref.ref(storage), key
 
-    def maker(self, tensor: Tensor) -> Key | None:
-        """Return the op that made `tensor`; None if the run did not compute it."""
+    def producer(self, tensor: Tensor) -> Key | None:
+        """Return the op that produced `tensor`; None if the run did not compute it."""
         storage = tensor.untyped_storage()
-        found = self._makers.get(id(storage))
-        return None if found is None or found[0]() is not storage else found[1]
+        entry = self._producers.get(id(storage))
+        return None if entry is None or entry[0]() is not storage else entry[1]
 
 
 @torch.no_grad()
@@ -184,10 +184,10 @@ def _sample(tensor: Tensor, limit: int, parents: tuple[Key, ...], random: bool, 
 
 
 def _extent(flat: Tensor) -> tuple[float, int]:
-    """The largest finite magnitude, and how many elements are not finite: one read where all are."""
+    """Return the largest finite magnitude and the non-finite count; one pass if all are finite."""
     if not flat.numel():
         return 0.0, 0
-    if flat.element_size() < 2:  # float8 can do next to nothing
+    if flat.element_size() < 2:  # float8 supports almost no ops
         flat = flat.float()
     largest = max(abs(float(end)) for end in torch.aminmax(flat))
     if math.isfinite(largest):
@@ -198,12 +198,12 @@ def _extent(flat: Tensor) -> tuple[float, int]:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor has elements in one storage, which can be sampled; not a sparse or nested one."""
+    """Return whether a tensor can be sampled: strided, neither sparse nor nested."""
     return tensor.layout is torch.strided and not tensor.is_nested
 
 
 def floats_in(value: Any) -> list[Tensor]:
-    """Return the floating-point tensors in what a module takes or returns."""
+    """Return the floating-point tensors in a module's arguments or result."""
     if isinstance(value, Tensor):
         return [value] if value.is_floating_point() else []
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""`compare`: the same step in float32 and in mixed precision, value by value."""
+"""`compare`: compare a step in float32 and in mixed precision, value by value."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ class Difference:
     """How one value of the mixed-precision run differs from the reference.
 
     Attributes:
-        key: which value.
-        order: its number in the order of computation.
-        dtype: that it has in mixed precision.
-        error: norm of the difference over norm of the reference; inf where finite values became inf or NaN.
-        given: the largest such error among what its op was given.
-        added: what the op adds to that: ``error - given``; inf where it made inf or NaN of finite values.
-        overflow: share of its values that are inf or NaN though the reference is finite.
+        key: identifies the value.
+        order: its position in the order of computation.
+        dtype: its dtype in mixed precision.
+        error: norm of the difference over norm of the reference; inf if finite values became inf or NaN.
+        given: the largest error among the inputs of its op.
+        added: the error that the op adds, ``error - given``; inf if it turned finite values into inf or NaN.
+        overflow: share of its values that are inf or NaN although the reference is finite.
         underflow: share of its values that are 0 because the reference is too small for `dtype`.
         largest: the largest finite magnitude of the reference, with the loss scale of the mixed run.
-        random: the op draws random numbers, which may differ between dtypes.
-        noise: the reference is noise: all that is left when much larger float32 numbers cancel.
+        random: whether the op draws random numbers, which may differ between dtypes.
+        noise: whether the reference is only rounding noise left by canceling larger float32 numbers.
         size: norm of the reference.
         line: ``file:line`` of the program that called the op; empty in a backward pass.
     """
@@ -52,14 +52,14 @@ class Difference:
     line: str = ""
 
 
-_NOISE = 1e-5  # about 100 steps of float32
+_NOISE = 1e-5  # about 100 times float32's eps
 
 
 def tolerances(dtype: torch.dtype, given: float | None = None) -> tuple[float, float]:
-    """Return the relative errors that an op may add, and that the loss and a gradient may have.
+    """Return the tolerated relative errors: one that an op may add, one for the loss and gradients.
 
-    By default 16 times the ``eps`` of `dtype`, at least 0.03 and 0.125: where rounding moves a number across
-    the 0 of a ReLU, that much is added there, or left in the gradient of a parameter.
+    The defaults are 16 times the ``eps`` of `dtype`, but at least 0.03 and 0.125: rounding that moves a
+    number across the 0 of a ReLU can add that much error to its result and to a parameter's gradient.
     """
     if given is not None:
         return given, given
@@ -68,15 +68,15 @@ def tolerances(dtype: torch.dtype, given: float | None = None) -> tuple[float, f
 
 
 class Comparison(Report):
-    """What `compare` returns; `print` it, or save it with `to_json` and `to_html`.
+    """The result of `compare`; `print` it, or save it with `to_json` and `to_html`.
 
     Attributes:
-        differences: of all values that both runs have, in the order of computation.
-        unmatched: how many values only one of the runs has.
-        dtype: the low one.
+        differences: one for each value in both runs, in order of computation.
+        unmatched: the number of values in only one of the runs.
+        dtype: the low-precision dtype.
         scale: the loss scale of the mixed-precision run.
-        loss: of the mixed-precision run, if `fn` returned one.
-        reference_loss: of the reference.
+        loss: the loss of the mixed-precision run, if `fn` returned one.
+        reference_loss: the loss of the reference run.
     """
 
     def __init__(self, reference: Run, mixed: Run, dtype: torch.dtype, reference_dtype: torch.dtype) -> None:
@@ -89,33 +89,33 @@ class Comparison(Report):
         self.loss = mixed.loss
         self.reference_loss = reference.loss
         self.went_back = reference.went_back
-        self._loss_maker = mixed.loss_maker
+        self._loss_producer = mixed.loss_producer
         self.parents = {key: sample.parents for key, sample in mixed.samples.items()}
         self._odd = sum(s.dtype.itemsize < reference_dtype.itemsize for s in reference.samples.values())
 
     def at(self, level: str, phase: str | None = None) -> list[Difference]:
-        """Return the differences of one level, in one phase or both; what adds most error comes first."""
-        found = [d for d in self.differences if d.key.level == level and phase in (None, d.key.phase)]
-        return sorted(found, key=lambda d: (-d.added, d.order))
+        """Return the differences at one level in one or both phases, largest added error first."""
+        selected = [d for d in self.differences if d.key.level == level and phase in (None, d.key.phase)]
+        return sorted(selected, key=lambda d: (-d.added, d.order))
 
     def leads(self, tolerance: float | None = None) -> list[Difference]:
-        """Return the ops that make the loss or a gradient wrong: what made inf or NaN first, then the worst.
+        """Return the ops that make the loss or a gradient wrong: sources of inf or NaN first, then by error.
 
-        An error that does not reach the result is no lead, such as a mask of ``finfo(dtype).min`` that a
-        softmax turns into zeros. Without a loss and a backward pass, each op counts as a result.
+        Errors that do not reach the result are ignored, such as a mask of ``finfo(dtype).min`` that a
+        softmax turns into zeros. Without a loss and a backward pass, every op counts as a result.
 
         Args:
-            tolerance: the relative error of a result, and of what an op adds, that is no fault; by default
-                0.125 and 0.03, but not less than 16 times the dtype's ``eps``.
+            tolerance: the relative error to accept in results and from each op; by default 0.125 and 0.03,
+                but at least 16 times the dtype's ``eps``.
         """
         limit, of_results = tolerances(self.dtype, tolerance)
         wrong = {d.key: d for d in self.differences if d.error > limit and not d.noise}
         reaching = {key for key in self._results() if key in wrong and wrong[key].error > of_results}
-        todo = list(reaching)
-        while todo:
-            parents = [key for key in self.parents[todo.pop()] if key in wrong and key not in reaching]
+        pending = list(reaching)
+        while pending:
+            parents = [key for key in self.parents[pending.pop()] if key in wrong and key not in reaching]
             reaching.update(parents)
-            todo += parents
+            pending += parents
         ops = [wrong[key] for key in reaching if key.level == OP and not wrong[key].random]
         causes = [d for d in ops if d.added > limit]
         return sorted(
@@ -123,14 +123,14 @@ class Comparison(Report):
         )
 
     def _results(self) -> list[Key]:
-        if self._loss_maker is None and not self.went_back:
+        if self._loss_producer is None and not self.went_back:
             return [d.key for d in self.differences]
         gradients = [d.key for d in self.differences if d.key.level == PARAMETER]
-        return gradients if self._loss_maker is None else [*gradients, self._loss_maker]
+        return gradients if self._loss_producer is None else [*gradients, self._loss_producer]
 
     @functools.cached_property
     def first_not_finite(self) -> Difference | None:
-        """The first op that made inf or NaN where the reference is finite."""
+        """The first op that produced inf or NaN where the reference is finite."""
         return next((d for d in self.differences if d.key.level == OP and d.overflow), None)
 
     @functools.cached_property
@@ -140,12 +140,12 @@ class Comparison(Report):
 
     @functools.cached_property
     def gradient_error(self) -> float:
-        """The largest relative error of a parameter's gradient, noise apart; 0 without a backward pass."""
+        """The largest relative error of a parameter's gradient, ignoring noise; 0 without a backward pass."""
         return max((d.error for d in self.at(PARAMETER) if not d.noise), default=0.0)
 
     @property
     def odd_references(self) -> int:
-        """How many values of the reference run are narrower than it should be: `fn` casts them itself."""
+        """The number of reference values narrower than the reference dtype because `fn` casts them itself."""
         return self._odd
 
     def __repr__(self) -> str:
@@ -164,51 +164,51 @@ def compare(
     seed: int = 0,
     limit: int = 16384,
 ) -> Comparison:
-    """Run the same step in float32 and in mixed precision, and say where they differ, the worst first.
+    """Run a step in float32 and in mixed precision, and report where they differ, worst first.
 
-    Compared are the results of ops and modules, the gradients of the backward pass and of parameters. Ops
-    with a rule of autocast's are compared as the program calls them, others as kernels.
+    It compares the results of ops and modules, the gradients in the backward pass and those of parameters.
+    Ops with an autocast rule are compared as the program calls them, others as kernels.
 
-    Both runs start from the same state and seed. The parameters, buffers, gradients and training flags of the
-    modules that `fn` calls, the state of optimizers that it steps, and the random generators of torch and
-    ``random`` are afterwards what they were before. Other things that `fn` changes stay changed: let it use
-    one batch, not the next of an iterator, and no `GradScaler`.
+    Both runs start from the same state and seed. Afterwards the parameters, buffers, gradients and training
+    flags of the modules that `fn` calls, the state of the optimizers that it steps, and the random generators
+    of torch and ``random`` are restored. Other changes made by `fn` persist, so it should use a fixed batch
+    rather than advance an iterator, and no `GradScaler`.
 
     Args:
-        fn: the step, without arguments. It runs the forward pass and returns the loss; the backward pass is
-            then done here, with `scale`. If it goes backward itself, `scale` is not used.
-            It needs no autocast region; one that it enters, without a policy of its own, follows the run.
+        fn: the step, a function without arguments. It runs the forward pass and returns the loss; `compare`
+            then runs the backward pass with `scale`. If `fn` runs it itself, `scale` is not used.
+            `fn` needs no autocast region; a region that it enters without a policy uses the run's policy.
         device: the device type, as for `autocast`.
-        policy: of the mixed-precision run; by default the device's.
-        reference: the dtype to compare with: float32, or another that autocast has.
-        dtype: the low one; by default the device's.
-        scale: of the loss in the mixed-precision run, as a `GradScaler` would apply it.
-        model: names the modules as its ``named_modules()`` does; by default, the outermost module
-            that `fn` calls does.
-        seed: of the random generators, before each run.
-        limit: how many elements of each tensor are kept for comparison, evenly spaced; inf and NaN
-            are looked for in all.
+        policy: the policy of the mixed-precision run; by default the device's.
+        reference: the reference dtype: float32, or another that autocast supports.
+        dtype: the low-precision dtype; by default the device's.
+        scale: the loss scale of the mixed-precision run, as applied by a `GradScaler`.
+        model: the model whose ``named_modules()`` names the modules; by default, the outermost module
+            that `fn` calls.
+        seed: seed of the random generators before each run.
+        limit: the maximum number of evenly spaced elements to compare per tensor; all elements are
+            checked for inf and NaN.
 
     Raises:
-        AmpError: `fn` returned a tensor that is no loss, its model is sharded over processes, or there is no
-            such reference.
-        TypeError: `fn` cannot be called, or `model` is no module.
+        AmpError: `fn` returned a tensor that is not a scalar, its model is sharded over processes, or
+            `reference` is not supported.
+        TypeError: `fn` is not callable, or `model` is not a module.
         ValueError: `scale` or `limit` is out of range.
     """
     if not 0 < scale < math.inf:
-        raise ValueError(f"scale= is a finite number above 0, not {scale}.")
+        raise ValueError(f"scale= must be a finite number above 0, not {scale}.")
     step = Step(fn, device, dtype, policy, model, seed, limit)
     wanted = step.reference(reference, scale)
     return Comparison(wanted, step.mixed(step.policy, scale), step.dtype, reference)
 
 
 def _differences(reference: Run, mixed: Run) -> list[Difference]:
-    made: dict[Key, Difference] = {}
+    differences: dict[Key, Difference] = {}
     for order, (key, sample) in enumerate(mixed.samples.items()):
         wanted = reference.samples.get(key)
         if wanted is not None and wanted.shape == sample.shape:
-            made[key] = _difference(key, order, wanted, sample, made)
-    return list(made.values())
+            differences[key] = _difference(key, order, wanted, sample, differences)
+    return list(differences.values())
 
 
 @torch.no_grad()
@@ -241,9 +241,9 @@ def _difference(
 
 
 def _is_noise(key: Key, size: float, parents: list[Difference]) -> bool:
-    """Whether the reference is what is left when float32 numbers cancel, with no right digit to lose.
+    """Return whether the reference is only rounding noise left by canceling float32 numbers.
 
-    The gradient of a bias before a normalization is 0, and computed as a sum of numbers that are not.
+    For example, the gradient of a bias before a normalization is 0, but computed as a sum of nonzero numbers.
     """
     if key.level == PARAMETER:
         return any(parent.noise or size < _NOISE * parent.size for parent in parents)

@@ -1,4 +1,4 @@
-"""The report of a comparison."""
+"""The report for `Comparison`."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def _name(dtype: object) -> str:
 
 
 def number(value: float | None) -> str:
-    """Return a figure of the report, ``-`` for none."""
+    """Format a number for the report; ``-`` for None."""
     return "-" if value is None else written(value, "number")
 
 
 def where(difference: Difference) -> str:
-    """Say which value it is: ``matmul in blocks.2.attn``."""
+    """Describe the location of a value: ``matmul in blocks.2.attn``."""
     key = difference.key
     part = "" if key.phase == "forward" else ", backward"
     return f"{short(key.name)} in {key.place}{part}"
@@ -109,18 +109,18 @@ def _notes(comparison: Comparison) -> list[str]:
 
 
 _UNMATCHED = (
-    "{count} values are in one run only, as an op is made of other kernels there; they are not compared."
+    "{count} values occur in only one run, because an op uses different kernels there; they are not compared."
 )
 _ODD = (
-    "{count} values of the reference run are in low precision all the same: the step casts them itself, or "
-    "enters a region with a policy of its own."
+    "{count} values of the reference run are still in low precision: the step casts them itself, or "
+    "enters a region with its own policy."
 )
 _CANCELS = (
-    "Where much larger numbers cancel, and all that is left in float32 is noise (the gradient of a bias "
-    "before a normalization), a large relative error means nothing; nothing is added there."
+    "Where larger numbers cancel and leave only float32 rounding noise (such as the gradient of a bias "
+    "before a normalization), a large relative error is meaningless and not counted as added."
 )
 _RANDOM = (
-    "Random ops (dropout) drew otherwise in the two dtypes, and what follows them differs for that reason. "
+    "Random ops (dropout) drew different numbers in the two dtypes, so values that depend on them differ. "
     "Compare with model.eval(), or with dropout set to 0."
 )
 
@@ -130,31 +130,33 @@ def _figures(d: Difference) -> tuple[Value, ...]:
     return d.error, added, _name(d.dtype), d.overflow, d.underflow, d.largest, d.order
 
 
-def _ops(found: Sequence[Difference]) -> Table:
+def _ops(differences: Sequence[Difference]) -> Table:
     rows = [
         (str(d.key.place), _PASS[d.key.phase], short(d.key.name), d.key.call + 1, *_figures(d), d.line)
-        for d in found
+        for d in differences
     ]
     columns = (*_WHERE, Column("op", "op"), Column("call", "call", "count"), *_FIGURES, _LINE)
     about = (
-        "By harm: what the op adds to the relative error of what it was given; infinite where it makes inf "
-        "or NaN of finite numbers. Underflow: values that are 0 because they are too small for the dtype. "
+        "Ordered by the relative error that the op adds to that of its inputs; infinite if it turns finite "
+        "numbers into inf or NaN. Underflow: values that are 0 because they are too small for the dtype. "
         "Sort by order to follow the computation."
     )
     return Table("ops", "Ops", columns, rows, about)
 
 
-def _modules(found: Sequence[Difference]) -> Table:
-    rows = [(str(d.key.place), _PASS[d.key.phase], d.key.call + 1, *_figures(d)) for d in found]
-    about = "What modules returned, and the gradients of that."
+def _modules(differences: Sequence[Difference]) -> Table:
+    rows = [(str(d.key.place), _PASS[d.key.phase], d.key.call + 1, *_figures(d)) for d in differences]
+    about = "The results of modules and their gradients."
     columns = (*_WHERE, Column("call", "call", "count"), *_FIGURES)
     return Table("modules", "Modules", columns, rows, about)
 
 
-def _parameters(found: Sequence[Difference]) -> Table:
+def _parameters(differences: Sequence[Difference]) -> Table:
     rows = []
-    for d in sorted(found, key=lambda d: -d.error):
+    for d in sorted(differences, key=lambda d: -d.error):
         error, _, *rest = _figures(d)
         rows.append((d.key.name, error, *rest))
     columns = (Column("parameter", "parameter"), _FIGURES[0], *_FIGURES[2:])
-    return Table("parameters", "Gradients of parameters", columns, rows, "As the optimizer would get them.")
+    return Table(
+        "parameters", "Gradients of parameters", columns, rows, "As the optimizer would receive them."
+    )

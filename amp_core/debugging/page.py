@@ -1,4 +1,4 @@
-"""Reports as one HTML page: tables to sort and to filter, no network, readable on paper and in the dark."""
+"""Render reports as a self-contained HTML page with sortable, filterable tables."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from amp_core.debugging.tables import Content, Table, Value, written
 
 
 def as_page(content: Content) -> str:
-    """Return `content` as an HTML document that refers to nothing outside itself."""
+    """Return `content` as an HTML document without external resources."""
     sections = [_section(table) for table in content.tables]
     links = [f'<a href="#{t.key}">{_e(t.title)} <i>{len(t.rows)}</i></a>' for t in content.tables]
     return _PAGE.format(
@@ -62,7 +62,7 @@ def _cell(value: Value, kind: str) -> str:
 
 
 def _sortable(value: Value) -> str:
-    """The number to sort by: what is missing goes below all, what is no number above all."""
+    """Return the sort key: missing values sort first, non-finite values last."""
     if value is None:
         return "-1"
     if isinstance(value, (int, float)) and not math.isnan(value):

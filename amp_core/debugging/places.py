@@ -1,4 +1,4 @@
-"""Which module an op belongs to, in the forward and in the backward pass."""
+"""Track which module an op belongs to in the forward and backward passes."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from amp_core.policy.modules import runs_in_float32
 
 
 class Place(NamedTuple):
-    """Where in a model something ran.
+    """A location in a model.
 
     Attributes:
-        model: the class of the outermost module that was called; empty outside modules.
+        model: the class of the outermost called module; empty outside modules.
         module: its submodule, named as by ``named_modules()``; empty for the model itself.
     """
 
@@ -33,23 +33,23 @@ class Place(NamedTuple):
 
 
 NOWHERE = Place("", "")
-_HOOKS_FIRE_TWICE = r"Using `torch.compile\(module\)` when there are global hooks"  # those here expect it
+_HOOKS_FIRE_TWICE = r"Using `torch.compile\(module\)` when there are global hooks"  # our hooks allow for that
 _ACCUMULATE = "torch::autograd::AccumulateGrad"
 
 
 class Places:
-    """Follows one thread through the modules that it calls.
+    """Tracks the modules that one thread calls.
 
-    An autograd node carries the number that its thread had reached when it was made. Where each module begins
-    and ends in these numbers is kept, so that a node of the backward pass leads to its module.
+    Each autograd node has a sequence number from its thread. `Places` stores the sequence numbers at which
+    modules start and end, which map a node in the backward pass to its module.
 
     Args:
-        model: gives the names; by default, the outermost module that is called does.
+        model: the model that names the modules; by default, the outermost called module.
 
     Attributes:
-        roots: the outermost modules that were called, in order.
-        on_call: told of the outermost module before it runs, every time.
-        on_return: told of each module's place, arguments and result.
+        roots: the outermost called modules, in order.
+        on_call: called with the outermost module before each call.
+        on_return: called with each module's place, arguments and result.
     """
 
     def __init__(self, model: nn.Module | None = None) -> None:
@@ -61,26 +61,26 @@ class Places:
         self._names: weakref.WeakKeyDictionary[nn.Module, dict[int, Place]] = weakref.WeakKeyDictionary()
         self._parameters: dict[int, tuple[Place, str]] = {}
         self._starts = array("Q")
-        self._there: list[Place] = []
+        self._places: list[Place] = []
 
     @staticmethod
     def check(model: object) -> None:
-        """Refuse what cannot give names.
+        """Validate `model`.
 
         Raises:
             TypeError: `model` is neither a module nor None.
         """
         if not isinstance(model, nn.Module | None):
             raise TypeError(
-                f"model= is the torch.nn.Module that names the modules, not {type(model).__name__}."
+                f"model= must be the torch.nn.Module that names the modules, not {type(model).__name__}."
             )
 
     def attach(self) -> None:
-        """Follow the calling thread from now on."""
+        """Start tracking the calling thread."""
         self._thread = threading.get_ident()
         before = [*warnings.filters]
         warnings.filterwarnings("ignore", _HOOKS_FIRE_TWICE)
-        self._filters = [f for f in warnings.filters[:1] if f not in before]  # none within another recording
+        self._filters = [f for f in warnings.filters[:1] if f not in before]  # empty inside another recording
         self._hooks = [
             register_module_forward_pre_hook(self._enter),
             register_module_forward_hook(self._leave, always_call=True),
@@ -90,7 +90,7 @@ class Places:
         self._mark()
 
     def detach(self) -> None:
-        """Follow no more."""
+        """Stop tracking."""
         for hook in self._hooks:
             hook.remove()
         for ours in self._filters:
@@ -100,28 +100,28 @@ class Places:
 
     @property
     def here(self) -> Place:
-        """The innermost module that is being called now."""
+        """The innermost module in the current call."""
         return self._stack[-1][1] if self._stack else NOWHERE
 
     @property
     def in_float32(self) -> bool:
-        """Whether a module is being called on which `apply_policy` has put the rule ``"fp32"``."""
+        """Whether the current call is inside a module with the rule ``"fp32"`` from `apply_policy`."""
         return any(runs_in_float32(module) for module, _ in self._stack)
 
     @property
     def in_module(self) -> bool:
-        """Whether a module is being called now."""
+        """Whether a module call is in progress."""
         return bool(self._stack)
 
     def of_node(self, node: Any) -> Place:
-        """Return the module in whose call the autograd node was made."""
+        """Return the module whose call created the autograd node."""
         if node.name() == _ACCUMULATE:
             return self.of_parameter(node.variable)[0]
         index = bisect.bisect_right(self._starts, _torch.sequence_number(node)) - 1
-        return self._there[index] if index >= 0 else NOWHERE
+        return self._places[index] if index >= 0 else NOWHERE
 
     def of_parameter(self, tensor: Any) -> tuple[Place, str]:
-        """Return the module that owns a parameter, and its name in the model; nowhere for other tensors."""
+        """Return a parameter's module and name in the model; `NOWHERE` and "" for other tensors."""
         return self._parameters.get(id(tensor), (NOWHERE, ""))
 
     def _enter(self, module: nn.Module, _args: Any) -> None:
@@ -144,14 +144,14 @@ class Places:
 
     def _mark(self) -> None:
         self._starts.append(_torch.next_sequence_number())
-        self._there.append(self.here)
+        self._places.append(self.here)
 
     def _place(self, module: nn.Module) -> Place:
         outermost = self._stack[0][0] if self._stack else module
         for root in (self._model, uncompiled(outermost)):
-            found = None if root is None else self._named(root).get(id(uncompiled(module)))
-            if found is not None:
-                return found
+            place = None if root is None else self._named(root).get(id(uncompiled(module)))
+            if place is not None:
+                return place
         above = self._stack[-1][1]
         return Place(above.model, f"{above.module}.<{type(module).__name__}>".lstrip("."))
 
@@ -166,7 +166,7 @@ class Places:
 
 
 def uncompiled(module: nn.Module) -> nn.Module:
-    """Return the module that `torch.compile` was given, for what it returned; any other as it is."""
+    """Unwrap a module returned by `torch.compile`; return other modules unchanged."""
     inner = module._modules.get("_orig_mod") if type(module).__name__ == "OptimizedModule" else None
     return module if inner is None else inner
 

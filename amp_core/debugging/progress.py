@@ -1,4 +1,4 @@
-"""A line on stderr that says what a long search is doing."""
+"""Progress messages on stderr for a long search."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 def progress_line(shown: bool | None) -> Callable[[str], None]:
-    """Return a function that shows what is being tried, numbered; by default only on a terminal."""
+    """Return a function that prints numbered progress messages; by default only on a terminal."""
     if not (sys.stderr.isatty() if shown is None else shown):
         return lambda _words: None
     numbers = itertools.count(1)

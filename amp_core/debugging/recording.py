@@ -1,4 +1,4 @@
-"""`record`: which op ran in which precision, and why."""
+"""`record`: record which op ran in which precision, and why."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ _UNRULED = ("", "")
 
 
 class OpKey(NamedTuple):
-    """What calls of an op have in common to be counted together.
+    """The key by which calls of an op are counted.
 
     Attributes:
         phase: ``forward`` or ``backward``.
         place: the model and module.
-        op: the op as autocast saw it, such as ``aten::linear.default``; else the same as `kernel`.
+        op: the op as autocast received it, such as ``aten::linear.default``; otherwise the same as `kernel`.
         kernel: the op that ran, such as ``aten::addmm``.
-        given: the floating-point dtypes that `op` was given, before casts.
-        dtypes: the floating-point dtypes that `kernel` was given.
-        result: the dtype that it returned.
-        rule: of the policy, which applied to `op`; empty if none did.
-        origin: where that rule comes from.
+        given: the floating-point input dtypes of `op`, before casts.
+        dtypes: the floating-point input dtypes of `kernel`.
+        result: the dtype of its result.
+        rule: the policy rule that applied to `op`; empty if none did.
+        origin: the origin of that rule.
     """
 
     phase: str
@@ -48,12 +48,12 @@ class OpKey(NamedTuple):
 
     @property
     def widened(self) -> bool:
-        """Whether the op ran in float32 although something it was given was in low precision."""
+        """Whether the op ran in float32 although some of its inputs were in low precision."""
         return any(is_low(_dtype(name)) for name in self.given.split("+")) and self.result == "float32"
 
 
 class CastKey(NamedTuple):
-    """What casts have in common to be counted together; `cause` is the op they were made for."""
+    """The key by which casts are counted; `cause` is the op that needed the cast."""
 
     phase: str
     place: Place
@@ -67,7 +67,7 @@ class CastKey(NamedTuple):
 
 @dataclass
 class CastCount:
-    """How many casts, the bytes that they wrote; the same of tensors cast before and unchanged since."""
+    """The number of casts and of bytes they wrote, in total and for repeated casts of unchanged tensors."""
 
     calls: int = 0
     nbytes: int = 0
@@ -76,10 +76,10 @@ class CastCount:
 
 
 class Recording(Report):
-    """What ran in a ``with amp_core.record()`` block; `print` it, or save it with `to_json` and `to_html`.
+    """A record of a ``with amp_core.record()`` block; `print` it, or save it with `to_json` and `to_html`.
 
     Attributes:
-        ops: how often each op ran, by `OpKey`.
+        ops: the number of calls of each op, by `OpKey`.
         casts: the conversions between floating-point dtypes, by `CastKey`.
     """
 
@@ -88,40 +88,40 @@ class Recording(Report):
         self.ops: Counter[OpKey] = Counter()
         self.casts: defaultdict[CastKey, CastCount] = defaultdict(CastCount)
         self._model = model
-        self._seen: Any = WeakIdKeyDictionary()
+        self._cast_versions: Any = WeakIdKeyDictionary()
         self._tap: Tap | None = None
         self._met_compiled = False
 
     def __enter__(self) -> Self:
         if self._tap is not None:
-            raise AmpError("This recording is on already; make one with amp_core.record() for each block.")
+            raise AmpError("This recording is already active; call amp_core.record() for each block.")
         self._tap = Tap(self, self._model)
         self._tap.__enter__()
         self._hook = register_optimizer_step_post_hook(self._after_step)
         return self
 
     def __exit__(self, *exc: object) -> None:
-        assert self._tap is not None, "left without being entered"
+        assert self._tap is not None, "__exit__ without __enter__"
         self._hook.remove()
         self._tap.__exit__(*exc)
         self._met_compiled |= self._tap.met_compiled
         self._tap = None
-        self._seen.clear()
+        self._cast_versions.clear()
 
     def diff(self, other: Recording) -> RecordingDiff:
-        """Return the ops that ran otherwise in `other`: in other dtypes, or another number of times."""
+        """Return the ops that ran in other dtypes or a different number of times in `other`."""
         return RecordingDiff(self, other)
 
     @property
     def met_compiled(self) -> bool:
-        """Whether a backward pass ran that had been compiled before the block."""
+        """Whether a backward pass ran that was compiled before the block."""
         return self._met_compiled
 
     def __repr__(self) -> str:
         casts = sum(c.calls for c in self.casts.values())
         return f"<Recording of {sum(self.ops.values())} ops and {casts} casts>"
 
-    # What the tap tells.
+    # Callbacks of the tap.
 
     def ran(self, op: Overload, inputs: list[Tensor], outputs: list[Tensor], where: Where) -> None:
         """Count one op."""
@@ -156,10 +156,10 @@ class Recording(Report):
             count.repeated_bytes += nbytes
 
     def moved(self, inputs: list[Tensor], outputs: list[Tensor]) -> None:
-        """Do nothing: what computes is what is counted."""
+        """Ignore ops that compute nothing."""
 
     def framed(self, frame: Frame, inputs: list[Tensor], outputs: list[Tensor], where: Where) -> None:
-        """Do nothing: kernels are what is counted."""
+        """Ignore frames: kernels are counted."""
 
     def _weight_name(self, tensor: Tensor) -> str:
         assert self._tap is not None
@@ -168,36 +168,36 @@ class Recording(Report):
 
     def _is_repeat(self, source: Tensor, dtype: torch.dtype) -> bool:
         version = 0 if source.is_inference() else source._version
-        known = self._seen.setdefault(source, {})
+        known = self._cast_versions.setdefault(source, {})
         repeat = known.get(dtype) == version
         known[dtype] = version
         return bool(repeat)
 
     def _after_step(self, _optimizer: Any, _args: Any, _kwargs: Any) -> None:
-        self._seen.clear()  # fused optimizers change weights without a new version
+        self._cast_versions.clear()  # fused optimizers change weights without a version bump
 
 
 def record(model: nn.Module | None = None) -> Recording:
-    """Record which op runs in which precision, in the block ``with amp_core.record() as r:``.
+    """Record which op runs in which precision in a ``with amp_core.record() as r:`` block.
 
-    Counted are, per op, dtypes and module: calls; casts, their bytes, and repeats (a tensor cast to a
-    dtype that it was cast to before, unchanged since); the policy rule that caused each; ops that ran in
-    float32 though they were given low precision. The backward pass counts too, for the modules that made its
-    nodes. Views, copies and ops without floating-point tensors do not.
+    For each op, dtypes and module, it counts calls; casts, their bytes and repeats (casts of an unchanged
+    tensor to the same dtype); the policy rule behind each; and ops that ran in float32 although they
+    received low precision. Ops of the backward pass count towards the modules that created its nodes.
+    Views, copies and ops without floating-point tensors are not counted.
 
-    The thread that enters is recorded, with the backward passes it starts. Every op in the block goes through
-    Python; when no recording is on there is no cost. What `torch.compile` has compiled runs eagerly in the
-    block, in all threads (`torch.compiler.set_stance`), and compiled again after it.
+    It records the thread that enters the block and the backward passes that it starts. Every op in the
+    block goes through Python; outside recordings there is no cost. Functions compiled by `torch.compile`
+    run eagerly during the block, in all threads (`torch.compiler.set_stance`).
 
     Args:
-        model: names the modules as its ``named_modules()`` does; by default, the outermost module
-            that is called does.
+        model: the model whose ``named_modules()`` names the modules; by default, the outermost
+            called module.
 
     Returns:
-        A context manager that is the report: `Recording`.
+        A `Recording`: the context manager and report.
 
     Raises:
-        TypeError: `model` is no module.
+        TypeError: `model` is not a module.
     """
     return Recording(model)
 
@@ -207,8 +207,8 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def _dtype(name: str) -> torch.dtype:
-    found: torch.dtype = getattr(torch, name)
-    return found
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
 
 
 def _joined(dtypes: tuple[torch.dtype, ...]) -> str:
@@ -216,11 +216,11 @@ def _joined(dtypes: tuple[torch.dtype, ...]) -> str:
 
 
 class RecordingDiff(Report):
-    """Where two recordings differ.
+    """The differences between two recordings.
 
     Attributes:
-        here: the first.
-        there: the second.
+        here: the first recording.
+        there: the second recording.
     """
 
     def __init__(self, here: Recording, there: Recording) -> None:

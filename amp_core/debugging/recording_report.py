@@ -1,4 +1,4 @@
-"""The reports of one recording, and of the difference between two."""
+"""The reports for `Recording` and `RecordingDiff`."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ def _(recording: Recording) -> Content:
 
 
 _COMPILED = (
-    "A backward pass ran that torch.compile had compiled before the block, with its forward pass: of what it "
-    "did, only kernels that it calls through the dispatcher are here. Put the forward pass into the block to "
-    "see all."
+    "A backward pass ran that torch.compile compiled before the block, with its forward pass. Only the "
+    "kernels that it calls through the dispatcher are recorded. To record everything, move the forward "
+    "pass into the block."
 )
 
 
 def short(op: str) -> str:
-    """Return the op as users call it: without ``aten::`` and ``.default``."""
+    """Return the op's name without ``aten::`` and ``.default``."""
     return op.removeprefix("aten::").removesuffix(".default")
 
 
 def called(op: str, kernel: str) -> str:
-    """Return the op, and the kernel behind it if that has another name."""
+    """Return the op's name, followed by its kernel's if that differs."""
     mine, theirs = short(op), short(kernel)
     same = mine.partition(".")[0].lstrip("_") == theirs.partition(".")[0].lstrip("_")
     return mine if same else f"{mine} ({theirs})"
@@ -87,7 +87,7 @@ def _by_op(ops: Counter[OpKey]) -> Table:
         Column("forward", "forward", "count"),
         Column("backward", "backward", "count"),
     )
-    about = "Calls of each op by the dtypes it ran in. In brackets: the kernel, where its name differs."
+    about = "Calls of each op by the dtypes it ran in. Brackets show the kernel if its name differs."
     return Table("ops", "Ops by dtype", columns, rows, about, shown=30)
 
 
@@ -104,8 +104,8 @@ def _widened(ops: Counter[OpKey]) -> Table:
     rows = [(*g[:3], ", ".join(kernels[g]), n, *g[3:]) for g, n in calls.most_common()]
     columns = (_MODULE, _OP, Column("given", "given"), Column("kernels", "kernels"), _CALLS, _RULE, _ORIGIN)
     about = (
-        "Here low precision ended: the op was given low-precision tensors and its kernels returned float32, "
-        "by a rule of the policy, because it was given float32 as well, or because it widens by itself "
+        "The op received low-precision tensors but its kernels returned float32: because of a policy rule, "
+        "because other inputs were float32, or because the kernel itself returns float32 "
         "(lower_precision_fp)."
     )
     return Table("widened", "Ran in float32 though given low precision", columns, rows, about)
@@ -130,9 +130,7 @@ def _casts(casts: dict[CastKey, CastCount]) -> Table:
         _ORIGIN,
         *_COUNTS,
     )
-    about = (
-        "Conversions between floating-point dtypes, what each was made for, and the rule that asked for it."
-    )
+    about = "Conversions between floating-point dtypes, the op that needed each, and the rule behind it."
     return Table("casts", "Casts", columns, _summed(casts.items(), group), about)
 
 
@@ -149,11 +147,11 @@ _COUNTS = (
 
 
 def _repeats(casts: dict[CastKey, CastCount]) -> Table:
-    found = [(k, c) for k, c in casts.items() if k.weight and c.repeats]
+    repeated = [(k, c) for k, c in casts.items() if k.weight and c.repeats]
     columns = (Column("weight", "weight"), Column("dtype", "to"), *_COUNTS)
-    about = "Weights cast again though they were unchanged. amp_core.cached_casts(model) casts each once."
+    about = "Unchanged weights that were cast again. amp_core.cached_casts(model) casts each once."
     return Table(
-        "repeats", "Weights cast again", columns, _summed(found, lambda k: (k.weight, k.result)), about
+        "repeats", "Weights cast again", columns, _summed(repeated, lambda k: (k.weight, k.result)), about
     )
 
 
@@ -231,7 +229,9 @@ def _(diff: RecordingDiff) -> Content:
     here, there = _facts(diff.here), _facts(diff.there)
     facts = {k: here[k] if here[k] == there[k] else f"{here[k]}  ->  {there[k]}" for k in here}
     columns = (_MODULE, _PASS, _OP, Column("here", "first"), Column("there", "second"), Column("why", "rule"))
-    about = "Ops that ran in other dtypes, or another number of times: dtypes given to the kernel, and calls."
+    about = (
+        "Ops that ran in other dtypes or a different number of times: the kernel's input dtypes and calls."
+    )
     table = Table("changes", "What changed", columns, _changes(diff), about, shown=50)
     return Content("Two recordings compared", facts, [], [table])
 
@@ -251,14 +251,14 @@ _Calls = Counter[tuple[str, str]]
 
 
 def _by_call(recording: Recording) -> dict[tuple[Place, str, str], _Calls]:
-    """Return, for each kernel in each module, the number of calls by (dtypes, rule).
+    """Return the number of calls by (dtypes, rule) for each kernel in each module.
 
-    By kernel alone, as a policy changes which ops autocast sees.
+    It groups by kernel only, because a policy changes which ops autocast intercepts.
     """
-    found: defaultdict[tuple[Place, str, str], _Calls] = defaultdict(Counter)
+    by_call: defaultdict[tuple[Place, str, str], _Calls] = defaultdict(Counter)
     for key, calls in recording.ops.items():
-        found[key.place, key.phase, short(key.kernel)][key.dtypes, key.rule] += calls
-    return found
+        by_call[key.place, key.phase, short(key.kernel)][key.dtypes, key.rule] += calls
+    return by_call
 
 
 def _counts(calls: _Calls) -> str:

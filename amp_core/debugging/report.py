@@ -1,4 +1,4 @@
-"""Reports: text, JSON, a terminal table or one HTML page, all drawn from the same content."""
+"""Reports that render the same content as text, JSON, a terminal table or an HTML page."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from amp_core.debugging.tables import Content, Table, Value, as_text
 
 @singledispatch
 def content_of(report: object) -> Content:
-    """Return what `report` says; the modules ``*_report`` register one function for each kind of report."""
+    """Return the content of `report`; the ``*_report`` modules register a function for each type."""
     raise NotImplementedError(type(report).__name__)
 
 
 class Report:
-    """Something that can be printed, saved as JSON, and saved as a page."""
+    """Base of reports that can be printed or saved as JSON or HTML."""
 
     def content(self) -> Content:
-        """Return what the report says."""
+        """Return the content of the report."""
         return content_of(self)
 
     def __str__(self) -> str:
@@ -36,12 +36,12 @@ class Report:
         return as_rich(self.content())
 
     def _repr_html_(self) -> str:
-        """Return the page in a frame, for notebooks: its styles stay out of theirs."""
+        """Return the page in a frame for notebooks, so that its styles do not affect theirs."""
         page = html.escape(as_page(self.content()))
         return f'<iframe srcdoc="{page}" style="border: 0; height: 36rem; width: 100%"></iframe>'
 
     def to_json(self, *, indent: int | None = 2) -> str:
-        """Return all facts, notes and tables as JSON; inf and NaN, which JSON lacks, as strings."""
+        """Return all facts, notes and tables as JSON, with inf and NaN as strings."""
         content = self.content()
         return json.dumps(
             {
@@ -55,7 +55,7 @@ class Report:
         )
 
     def to_html(self, path: str | PathLike[str]) -> None:
-        """Write one page to `path` that needs nothing else: no network, no other file.
+        """Write a self-contained HTML page to `path`.
 
         Raises:
             OSError: the file cannot be written.

@@ -1,4 +1,4 @@
-"""Reports for a terminal, through rich, which calls this itself where it is installed."""
+"""Render reports for the terminal with rich, if it is installed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from amp_core.debugging.tables import Content, Table, cells, left_out
 
 
 def as_rich(content: Content) -> Group:
-    """Return `content` as something that rich prints."""
+    """Return `content` as a rich renderable."""
     facts = RichTable.grid(padding=(0, 2))
     for label, value in content.facts.items():
         facts.add_row(Text(label, style="bold"), Text(value))
@@ -23,7 +23,7 @@ def as_rich(content: Content) -> Group:
 def _table(table: Table) -> RichTable | Text:
     if not table.shown:
         return Text(f"\n{table.title}: {left_out(table) or 'none'}", style="bold")
-    made = RichTable(
+    rich_table = RichTable(
         title=f"\n{table.title} ({len(table.rows)})",
         title_justify="left",
         title_style="bold",
@@ -31,7 +31,9 @@ def _table(table: Table) -> RichTable | Text:
         caption=left_out(table) or None,
     )
     for column in table.columns:
-        made.add_column(column.title, justify="left" if column.kind == "text" else "right", overflow="fold")
+        rich_table.add_column(
+            column.title, justify="left" if column.kind == "text" else "right", overflow="fold"
+        )
     for row in cells(table):
-        made.add_row(*map(Text, row))
-    return made
+        rich_table.add_row(*map(Text, row))
+    return rich_table

@@ -1,4 +1,4 @@
-"""`advise`: correct the worst fault first, by the narrowest change that helps, each one tried."""
+"""`advise`: fix the worst fault first with the narrowest change that helps, testing each change."""
 
 from __future__ import annotations
 
@@ -23,15 +23,13 @@ from amp_core.policy import OpPolicy, apply_policy, names
 from amp_core.policy import rules as r
 
 _LARGEST_SCALE = 2.0**24
-_HEADROOM = (
-    8  # between the largest gradient of this step and the largest number: other steps have larger ones
-)
-_FEW = 0.01  # a share of underflowing values that is no fault
+_HEADROOM = 8  # range left above this step's largest gradient, for larger ones in other steps
+_FEW = 0.01  # a share of underflowing values small enough to ignore
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """What is in force in one run."""
+    """The settings of one run."""
 
     policy: OpPolicy
     modules: dict[str, dict[str, str] | str] = field(default_factory=dict)
@@ -39,12 +37,12 @@ class Proposal:
 
 
 class Search:
-    """The runs of one `advise`.
+    """The search behind one call of `advise`.
 
     Args:
-        step: what is run.
+        step: the step to run.
         tolerance: as for `Comparison.leads`.
-        progress: told in words what is run.
+        progress: called with a description of each run.
     """
 
     def __init__(self, step: Step, tolerance: float | None, progress: Callable[[str], None]) -> None:
@@ -56,20 +54,20 @@ class Search:
         self._findings: list[Finding] = []
 
     def run(self, rounds: int) -> Advice:
-        """Work on at most `rounds` faults."""
+        """Try to fix at most `rounds` faults."""
         proposal = Proposal(self._step.policy)
-        before = now = self._try(proposal, "as it is")
+        before = now = self._try(proposal, "unchanged")
         proposal, now = self._scaled(proposal, now)
         given_up: set[Key] = set()
         for _ in range(rounds):
             fault = next((d for d in self._faults(now) if d.key not in given_up), None)
             if fault is None:
                 break
-            mended = self._mend(proposal, now, fault)
-            if mended is None:
+            fixed = self._fix(proposal, now, fault)
+            if fixed is None:
                 given_up.add(fault.key)
             else:
-                proposal, now = mended
+                proposal, now = fixed
         narrow = _is_narrow(self._step.dtype) and before.went_back
         scale = proposal.scale if narrow else None
         return Advice(proposal.policy, proposal.modules, scale, tuple(self._findings), before, now)
@@ -99,9 +97,9 @@ class Search:
             return proposal, now
         scaled = Proposal(proposal.policy, proposal.modules, _fitting_scale(now))
         better = self._try(scaled, f"with a loss scale of {scaled.scale:g}")
-        lost, left = _most_underflow(now), _most_underflow(better)
+        lost, remaining = _most_underflow(now), _most_underflow(better)
         if lost is not None and lost.underflow > _FEW and not self._is_right(now):
-            share = left.underflow if left is not None else 0.0
+            share = remaining.underflow if remaining is not None else 0.0
             what = f"{where(lost)}: {lost.underflow:.0%} of the gradient underflows"
             mend = f"init_scale = {scaled.scale:g}"
             place = lost.key.place.module
@@ -123,17 +121,18 @@ class Search:
         not_finite = sum(d.added == math.inf for d in faults)
         return not_finite, len(faults), max(comparison.loss_error, comparison.gradient_error)
 
-    def _mend(
+    def _fix(
         self, proposal: Proposal, now: Comparison, fault: Difference
     ) -> tuple[Proposal, Comparison] | None:
         what = (
-            f"{where(fault)} makes inf or NaN" if fault.added == math.inf else f"{where(fault)} loses digits"
+            f"{where(fault)} produces inf or NaN"
+            if fault.added == math.inf
+            else f"{where(fault)} loses digits"
         )
         bound = self._badness(now)
         for words, candidate in self._candidates(proposal, now, fault):
-            with contextlib.suppress(
-                PolicyError
-            ):  # the rule cannot apply to this op, or the module is not there
+            # The rule may not fit this op, or the module may be missing.
+            with contextlib.suppress(PolicyError):
                 tried = self._try(candidate, words)
                 after = next((d.added for d in tried.differences if d.key == fault.key), 0.0)
                 if after <= self._tolerance and self._badness(tried) < bound:
@@ -174,16 +173,16 @@ class Search:
         return [_full(fault.key.name)]
 
     def _leading_to(self, now: Comparison, fault: Difference) -> list[str]:
-        """The ops of the module that led to the fault, back to those that low precision is for."""
-        found, todo = self._itself(fault), list(now.parents[fault.key])
-        while todo:
-            key = todo.pop()
+        """Return the ops in the module that led to the fault, back to those meant for low precision."""
+        ops, pending = self._itself(fault), list(now.parents[fault.key])
+        while pending:
+            key = pending.pop()
             op = _full(key.name)
             low = self._step.policy.rules.get(op) == r.LOWER_PRECISION_FP
-            if key.place == fault.key.place and key.phase == fault.key.phase and not low and op not in found:
-                found.append(op)
-                todo += now.parents[key]
-        return found if len(found) > 1 else []
+            if key.place == fault.key.place and key.phase == fault.key.phase and not low and op not in ops:
+                ops.append(op)
+                pending += now.parents[key]
+        return ops if len(ops) > 1 else []
 
 
 def _with_ops(proposal: Proposal, module: str, ops: list[str]) -> Proposal:
@@ -193,7 +192,7 @@ def _with_ops(proposal: Proposal, module: str, ops: list[str]) -> Proposal:
 
 
 def _with_module(proposal: Proposal, module: str) -> Proposal:
-    """The whole module in float32, in place of rules for its parts."""
+    """Run the whole module in float32, replacing the rules for its parts."""
     others = {m: rules for m, rules in proposal.modules.items() if not f"{m}.".startswith(f"{module}.")}
     return Proposal(proposal.policy, {**others, module: "fp32"}, proposal.scale)
 
@@ -204,17 +203,17 @@ def _words(ops: list[str], module: str) -> str:
 
 
 def _full(op: str) -> str:
-    found = names.find(op)
-    return op if found is None else names.full_name(found)
+    overload = names.find(op)
+    return op if overload is None else names.full_name(overload)
 
 
 def _is_narrow(dtype: torch.dtype) -> bool:
-    """Whether gradients can leave the range of the dtype: float16, not bfloat16."""
+    """Return whether gradients can exceed the dtype's range: float16 but not bfloat16."""
     return torch.finfo(dtype).smallest_normal > torch.finfo(torch.float32).smallest_normal
 
 
 def _fitting_scale(plain: Comparison) -> float:
-    """The largest power of two by which no gradient that has the low dtype comes near its largest number."""
+    """Return the largest power of two that keeps low-precision gradients well below the dtype's maximum."""
     gradients = (d for d in plain.differences if d.key.phase == "backward" and d.dtype == plain.dtype)
     largest = max((d.largest / plain.scale for d in gradients), default=0.0)
     room = torch.finfo(plain.dtype).max / _HEADROOM / max(largest, 1 / _LARGEST_SCALE)
@@ -238,31 +237,32 @@ def advise(
     limit: int = 16384,
     progress: bool | None = None,
 ) -> Advice:
-    """Propose what a step needs to be right in mixed precision: rules for ops and modules, and a loss scale.
+    """Propose op and module rules and a loss scale that make a step accurate in mixed precision.
 
-    The step runs in float32 and in mixed precision, for float16 once more with the loss scale that fits its
-    gradients. If the loss and the gradients are then within the tolerance, there is nothing to propose.
-    Otherwise the ops whose error reaches them are changed, the most harmful first. Each try is a run of the
-    step, from the narrowest change on: float32 for the op in its module, for all that leads to it in this
-    module, for the whole module, for the module around it. The first that mends the op without doing harm
-    elsewhere is kept. The model is left as it was; see `compare` for what else is restored.
+    `advise` runs the step in float32 and in mixed precision, and for float16 once more with a loss scale
+    that fits its gradients. If the loss and gradients are then within the tolerance, it proposes no rules.
+    Otherwise it changes the ops whose error reaches them, the most harmful first. It tests each change by
+    running the step, starting with the narrowest: float32 for the op in its module, then for the ops that
+    lead to it in this module, the whole module, and the enclosing modules. It keeps the first change that
+    fixes the op and makes nothing else worse. The model is left unchanged; see `compare` for what else is
+    restored.
 
     Args:
-        fn: as for `compare`; it should leave the backward pass to this function, or no scale is found.
+        fn: as for `compare`; it must leave the backward pass to `advise` to get a loss scale.
         device: as for `compare`.
-        policy: to start from; by default the device's.
+        policy: the policy to start from; by default the device's.
         dtype: as for `compare`.
-        model: whose modules may get rules; by default, the outermost module that `fn` calls.
-        tolerance: the relative error that an op may add, and that the loss and gradients may have; by
-            default 0.03 and 0.125, but not less than 16 times the dtype's ``eps``. A ReLU can add that much
-            where rounding moves a number across 0.
-        rounds: at most so many faults are worked on.
+        model: the model whose modules may get rules; by default, the outermost module that `fn` calls.
+        tolerance: the relative error to accept from each op and in the loss and gradients; by default 0.03
+            and 0.125, but at least 16 times the dtype's ``eps``. A ReLU can add that much if rounding moves
+            a number across 0.
+        rounds: the maximum number of faults to handle.
         seed: as for `compare`.
         limit: as for `compare`.
-        progress: write to stderr what is being tried; by default if that is a terminal.
+        progress: write progress to stderr; by default only if it is a terminal.
 
     Returns:
-        The proposal, to be printed, saved, or used: `Advice`.
+        An `Advice` to print, save or apply.
 
     Raises:
         AmpError: as for `compare`.

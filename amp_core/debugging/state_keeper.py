@@ -1,4 +1,4 @@
-"""Puts models and optimizers back to what they were before a run."""
+"""Restore models and optimizers after a run."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from amp_core._torch import internals as _torch
 from amp_core.errors import AmpError
 
 _SHARDED = (
-    "The parameters of {model} are sharded over processes (DTensor), and compare() and advise() need them "
-    "whole, to put them back after each run. Compare the model as it is before fully_shard() or "
-    "parallelize_module(); record() takes it as it is."
+    "The parameters of {model} are sharded over processes (DTensor), but compare() and advise() need whole "
+    "parameters to restore them after each run. Compare the model before fully_shard() or "
+    "parallelize_module(); record() also works with sharded models."
 )
 
 
 class _Module(NamedTuple):
-    """What a module holds itself; a forward pass may put another tensor in the place of a buffer."""
+    """A module's own state, saved because a forward pass may replace a buffer."""
 
     module: nn.Module
     training: bool
@@ -43,7 +43,7 @@ class _Module(NamedTuple):
 
 
 class StateKeeper:
-    """Remembers what a run is about to change, when it meets it: a model's tensors, an optimizer's state."""
+    """Saves the tensors of models and the state of optimizers before a run changes them."""
 
     def __init__(self) -> None:
         self._tensors: dict[int, tuple[Tensor, Tensor, Tensor | None]] = {}
@@ -51,7 +51,7 @@ class StateKeeper:
         self._modules: dict[int, _Module] = {}
 
     def keep(self, model: nn.Module) -> None:
-        """Remember the parameters, buffers and training flags of `model`, and take its gradients away.
+        """Save the parameters, buffers and training flags of `model`, and clear its gradients.
 
         Raises:
             AmpError: its parameters are sharded.
@@ -64,7 +64,7 @@ class StateKeeper:
             self.keep_tensor(tensor)
 
     def keep_tensor(self, tensor: Tensor) -> None:
-        """Remember the value and the gradient of a tensor, and take the gradient away."""
+        """Save the value and gradient of a tensor, and clear the gradient."""
         if id(tensor) not in self._tensors:
             self._tensors[id(tensor)] = tensor, tensor.detach().clone(), tensor.grad
             tensor.grad = None
@@ -75,7 +75,7 @@ class StateKeeper:
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """Watch for optimizers in a block, and put everything back at its end."""
+        """Save optimizers when they step in a block, and restore all saved state at its end."""
         hook = register_optimizer_step_pre_hook(self._keep_optimizer)
         try:
             yield
@@ -88,7 +88,7 @@ class StateKeeper:
             optimizer.load_state_dict(state)
         with torch.no_grad():
             for tensor, value, grad in self._tensors.values():
-                if tensor.untyped_storage().nbytes() >= value.nbytes:  # else its owner has freed it
+                if tensor.untyped_storage().nbytes() >= value.nbytes:  # otherwise its owner has freed it
                     tensor.copy_(value)
                 tensor.grad = grad
         for module in self._modules.values():
@@ -100,12 +100,12 @@ class StateKeeper:
 
 @contextlib.contextmanager
 def seeded(seed: int, device_type: str) -> Iterator[None]:
-    """Draw from `seed` in a block, in torch and `random`; afterwards be as if nothing had been drawn."""
+    """Seed torch and `random` for a block, and restore their state afterwards."""
     state = random.getstate()
     accelerator = torch.accelerator.current_accelerator()
-    ours = accelerator is not None and accelerator.type == device_type
-    devices = [torch.accelerator.current_device_index()] if ours else []
-    with torch.random.fork_rng(devices, device_type=device_type if ours else "cpu"):
+    on_accelerator = accelerator is not None and accelerator.type == device_type
+    devices = [torch.accelerator.current_device_index()] if on_accelerator else []
+    with torch.random.fork_rng(devices, device_type=device_type if on_accelerator else "cpu"):
         torch.manual_seed(seed)
         random.seed(seed)
         try:

@@ -1,4 +1,4 @@
-"""One training step, run as often as need be under different precisions, from the same state each time."""
+"""Run a training step repeatedly in different precisions from the same state."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from amp_core.regions.region import autocast
 
 
 class Step:
-    """A step that can be run under a policy, and what there is to know of it.
+    """A step that can run under different policies.
 
     Args:
-        fn: does the forward pass and returns the loss; or does the backward pass too.
+        fn: runs the forward pass and returns the loss; may also run the backward pass.
         device: the device type, as for `autocast`.
-        dtype: the low one; by default the device's.
-        policy: of the mixed-precision runs; by default the device's.
-        model: names the modules; by default, the outermost module that `fn` calls does.
-        seed: of the random generators, before each run.
-        limit: elements kept of each tensor.
+        dtype: the low-precision dtype; by default the device's.
+        policy: the policy of mixed-precision runs; by default the device's.
+        model: the model that names the modules; by default, the outermost module that `fn` calls.
+        seed: seed of the random generators before each run.
+        limit: the maximum number of elements to keep per tensor.
 
     Attributes:
-        roots: the outermost modules that `fn` has called.
-        leaves_backward: whether `fn` left the backward pass, and so the loss scale, to the step.
+        roots: the outermost modules that `fn` called.
+        leaves_backward: whether `fn` left the backward pass, and thus the loss scale, to this class.
     """
 
     def __init__(
@@ -48,10 +48,10 @@ class Step:
         limit: int,
     ) -> None:
         if not callable(fn):
-            raise TypeError(f"fn is the step: a function without arguments, not {type(fn).__name__}.")
+            raise TypeError(f"fn must be a function without arguments, not {type(fn).__name__}.")
         Places.check(model)
         if limit < 1:
-            raise ValueError(f"limit= is how many elements of a tensor are kept, at least 1; not {limit}.")
+            raise ValueError(f"limit= must be at least 1 element per tensor, not {limit}.")
         self.device_type = device_type_of(device)
         backend = get_backend(self.device_type)
         self.dtype = backend.default_dtype() if dtype is None else dtype
@@ -61,12 +61,12 @@ class Step:
         self._fn, self._model, self._seed, self._limit = fn, model, seed, limit
 
     def reference(self, dtype: torch.dtype, scale: float) -> Run:
-        """Run the step in `dtype`: in float32, all ops with a rule are put into it."""
+        """Run the step in `dtype`; for float32, all ops with a rule run in float32."""
         if dtype is torch.float32:
             return self._run(self.dtype, OpPolicy.float32(self.device_type), scale)
         if dtype is torch.float64:
             raise AmpError(
-                "reference=torch.float64: autocast has no float64; convert the model in fn itself."
+                "reference=torch.float64: autocast does not support float64; convert the model inside fn."
             )
         return self._run(dtype, self.policy, scale)
 
@@ -76,9 +76,9 @@ class Step:
 
     @contextlib.contextmanager
     def _in_force(self, policy: OpPolicy) -> Iterator[None]:
-        """Hold the policy through the backward pass too, where checkpoints run their forward pass again."""
+        """Keep the policy active in the backward pass too, where checkpoints rerun their forward pass."""
         active = activation(get_backend(self.device_type), policy)
-        assert active is not None, "only a policy that is not named needs no activation"
+        assert active is not None, "an explicit policy always has an activation"
         active.push()
         try:
             yield
@@ -98,28 +98,28 @@ class Step:
                 stack.enter_context(self._in_force(policy))
                 with autocast(self.device_type, dtype=dtype, policy=policy):
                     result = self._fn()
-                self.leaves_backward = _go_back(result, scale, capture)
+                self.leaves_backward = _run_backward(result, scale, capture)
                 self.roots = [self._model] if self._model is not None else capture.tap.places.roots
                 with capture.tap.muted():
                     _keep_gradients(self.roots, capture)
             loss = _number(result)
-        maker = capture.maker(result) if loss is not None else None
-        return Run(capture, scale if self.leaves_backward else 1.0, loss, maker)
+        producer = capture.producer(result) if loss is not None else None
+        return Run(capture, scale if self.leaves_backward else 1.0, loss, producer)
 
 
 class Run:
-    """What one run of a step left: its values, the loss scale in force, the loss and the op that made it."""
+    """The result of a run: its values, the loss scale, the loss and the op that produced it."""
 
-    def __init__(self, capture: Capture, scale: float, loss: float | None, loss_maker: Key | None) -> None:
+    def __init__(self, capture: Capture, scale: float, loss: float | None, loss_producer: Key | None) -> None:
         self.samples = capture.samples
         self.went_back = capture.went_back
         self.scale = scale
         self.loss = loss
-        self.loss_maker = loss_maker
+        self.loss_producer = loss_producer
 
 
-def _go_back(result: Any, scale: float, capture: Capture) -> bool:
-    """Do the backward pass from a scaled loss unless `fn` has done one; return whether it was done."""
+def _run_backward(result: Any, scale: float, capture: Capture) -> bool:
+    """Run the backward pass from the scaled loss unless `fn` ran one; return whether it ran here."""
     if capture.went_back or not isinstance(result, Tensor) or not result.requires_grad:
         return False
     if result.numel() != 1:

@@ -1,4 +1,4 @@
-"""What every report consists of: facts, notes and tables; and how it is written as plain text."""
+"""The content of reports (facts, notes, tables) and its rendering as plain text."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Column:
     Attributes:
         key: its name in JSON.
         title: its heading.
-        kind: how its values are shown and sorted: ``text``, ``count``, ``bytes``, ``share`` (0 to 1, shown as
-            per cent) or ``number``.
+        kind: how its values are formatted and sorted: ``text``, ``count``, ``bytes``, ``share`` (0 to 1,
+            shown as a percentage) or ``number``.
     """
 
     key: str
@@ -32,10 +32,10 @@ class Table:
     Attributes:
         key: its name in JSON.
         title: its heading.
-        columns: what each row holds, in this order.
-        rows: one tuple each.
-        about: how to read it, in a sentence or two.
-        shown: how many rows `print` shows; the others are in JSON and HTML.
+        columns: the columns, in row order.
+        rows: one tuple per row.
+        about: a sentence or two on how to read it.
+        shown: the number of rows that `print` shows; JSON and HTML have all.
     """
 
     key: str
@@ -48,14 +48,14 @@ class Table:
 
 @dataclass(frozen=True)
 class Content:
-    """All that a report says.
+    """The content of a report.
 
     Attributes:
-        title: what it is about.
+        title: the title of the report.
         facts: label to value, the most important first.
-        notes: what a reader has to know to read the figures right.
+        notes: what a reader needs to know to interpret the figures.
         tables: the figures.
-        texts: title to text that is shown as it is, such as a file.
+        texts: title to text shown verbatim, such as a file.
     """
 
     title: str
@@ -65,18 +65,18 @@ class Content:
     texts: Mapping[str, str] = field(default_factory=dict)
 
 
-# How a value is written.
+# Formatting of values.
 
 
 def written(value: Value, kind: str) -> str:
-    """Return `value` as a reader wants it."""
+    """Format `value`."""
     if value is None:
         return ""
     return _WRITERS[kind](value) if not isinstance(value, str) else value
 
 
 def as_bytes(count: float) -> str:
-    """Return a number of bytes in the unit that suits it: ``1.5 MiB``."""
+    """Format a number of bytes with a suitable unit: ``1.5 MiB``."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -85,14 +85,14 @@ def as_bytes(count: float) -> str:
 
 
 def as_share(share: float) -> str:
-    """Return a share as per cent, and a small one so that it is told from none."""
+    """Format a share as a percentage; small nonzero shares stay distinct from 0."""
     if 0 < share < 0.001:
         return "<0.1 %"
     return f"{share:.1%}".replace("%", " %") if share else "0 %"
 
 
 def as_count(count: float) -> str:
-    """Return an integer with thin groups of three."""
+    """Format an integer with spaces between groups of three digits."""
     return f"{count:,}".replace(",", " ")
 
 
@@ -109,7 +109,7 @@ _WRITERS: dict[str, Callable[[Any], str]] = {
 
 
 def as_text(content: Content) -> str:
-    """Return `content` as plain text, with as many rows of each table as it wants shown."""
+    """Return `content` as plain text, with only the `shown` rows of each table."""
     width = max((len(label) for label in content.facts), default=0)
     lines = [content.title, "=" * len(content.title)]
     lines += [f"{label:<{width}}  {value}" for label, value in content.facts.items()]
@@ -122,13 +122,13 @@ def as_text(content: Content) -> str:
 
 
 def cells(table: Table) -> list[list[str]]:
-    """Return the rows that are shown in text, written."""
+    """Return the formatted cells of the rows shown in text."""
     kinds = [column.kind for column in table.columns]
     return [[written(v, k) for v, k in zip(row, kinds, strict=True)] for row in table.rows[: table.shown]]
 
 
 def left_out(table: Table) -> str:
-    """Say how many rows are not shown in text; empty if none."""
+    """Return a note on the number of rows not shown in text; empty if none."""
     rest = len(table.rows) - table.shown
     more = "more rows" if table.shown else "rows"
     return f"{rest} {more} in to_json() and to_html()" if rest > 0 else ""

@@ -1,4 +1,4 @@
-"""What a block of code does, op by op: above autocast, where rules apply, and below, where kernels run."""
+"""Observe the ops in a block both above autocast, where rules apply, and below, where kernels run."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ _CASTS = (_aten._to_copy.default, torch.ops.prims.convert_element_type.default)
 
 @dataclass(frozen=True)
 class Frame:
-    """One call of an op that autocast on some device may have a rule for.
+    """A call of an op that may have an autocast rule on some device.
 
     Attributes:
         op: its full name.
-        given: the floating-point dtypes of its tensors, before any cast.
-        rule: of the policy in force; a key of `amp_core.policy.RULES`.
-        origin: where that rule comes from.
+        given: the floating-point dtypes of its inputs, before any cast.
+        rule: the rule of the active policy; a key of `amp_core.policy.RULES`.
+        origin: the origin of that rule.
     """
 
     op: str
@@ -47,13 +47,13 @@ class Frame:
 
 @dataclass(frozen=True)
 class Where:
-    """What surrounds a call.
+    """The context of a call.
 
     Attributes:
         phase: `FORWARD` or `BACKWARD`.
         place: the module.
-        frames: the autocast frames, from the outside in.
-        module_rule: rule and origin, where the module as a whole has one.
+        frames: the enclosing autocast frames, outermost first.
+        module_rule: rule and origin of the whole module's rule, if any.
     """
 
     phase: str
@@ -63,37 +63,37 @@ class Where:
 
     @property
     def cause(self) -> tuple[str, str] | None:
-        """Rule and origin: of the innermost frame with a rule that does something, else of the module."""
+        """Rule and origin of the innermost frame with an effective rule, or else of the module."""
         ruled = (f for f in reversed(self.frames) if f.rule != "unchanged")
         return next(((f.rule, f.origin) for f in ruled), self.module_rule)
 
 
 class Sink(Protocol):
-    """Who is told."""
+    """Receives the observed ops."""
 
     def cast(self, source: Tensor, result: Tensor, where: Where, /) -> None:
-        """A tensor was converted from one floating-point dtype to another."""
+        """Receive a conversion from one floating-point dtype to another."""
 
     def moved(self, inputs: list[Tensor], outputs: list[Tensor]) -> None:
-        """Floating-point tensors were copied or made, without computing."""
+        """Receive an op that only copies or creates floating-point tensors."""
 
     def ran(self, op: Overload, inputs: list[Tensor], outputs: list[Tensor], where: Where) -> None:
-        """An op ran that is computes, on and to floating point, and is no cast."""
+        """Receive an op that computes floating-point results from floating-point inputs, except casts."""
 
     def framed(self, frame: Frame, inputs: list[Tensor], outputs: list[Tensor], where: Where) -> None:
-        """An op with a frame has returned; `where` is around it."""
+        """Receive an op with a frame after it returns; `where` is its context."""
 
 
 class Tap:
-    """Tells a sink of each op that the thread runs in a block, and of the backward pass that it starts.
+    """Reports to a sink each op that a thread runs in a block, including backward passes it starts.
 
     Args:
-        sink: who is told; what it raises reaches the program.
+        sink: receives the ops; its exceptions propagate to the program.
         model: see `Places`.
-        ops: more ops that are to have a frame, besides those with a rule that torch compiled in.
+        ops: additional ops to give a frame, besides those with a built-in rule in torch.
 
     Attributes:
-        met_compiled: whether a backward pass has run that torch.compile had compiled; it is seen in part.
+        met_compiled: whether a backward pass compiled by torch.compile ran; it is observed only in part.
     """
 
     def __init__(self, sink: Sink, model: nn.Module | None = None, ops: Iterable[str] = ()) -> None:
@@ -108,7 +108,7 @@ class Tap:
 
     @contextlib.contextmanager
     def muted(self) -> Iterator[None]:
-        """Tell nothing of what runs in a block."""
+        """Report nothing that runs in a block."""
         earlier, self._muted = self._muted, True
         try:
             yield
@@ -117,13 +117,13 @@ class Tap:
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
-            # Dynamo gives up, for good, each frame that it meets under a mode of ours.
+            # Dynamo permanently skips every frame that it encounters under one of our modes.
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             self.places.attach()
             stack.callback(self.places.detach)
             for device_type in _device_types():
                 stack.callback(self._watch(engine(device_type)))
-            stack.enter_context(_Mode(self._seen))
+            stack.enter_context(_Mode(self._observe))
             self._stack = stack.pop_all()
         return self
 
@@ -154,25 +154,25 @@ class Tap:
         policy = here.policy or default_policy(get_backend(here.device_type))
         key = id(policy), op
         if key not in self._reasons:
-            found = policy.explain(names.find(op))[0]
-            # With the policy, so that its id stays its own.
-            self._reasons[key] = policy, found.rule, found.origin
+            explanation = policy.explain(names.find(op))[0]
+            # Keep the policy alive so that its id is not reused.
+            self._reasons[key] = policy, explanation.rule, explanation.origin
         return self._reasons[key][1:]
 
     def _where(self) -> Where:
         node = _torch.current_autograd_node()
-        if node is None or self.places.in_module:  # a module in a node: a checkpoint that is run again
+        if node is None or self.places.in_module:  # a module call in a node: a checkpoint being recomputed
             rule = _MODULE_RULE if self.places.in_float32 else None
             return Where(FORWARD, self.places.here, tuple(self._frames), rule)
         self.met_compiled |= node.name().startswith("CompiledFunction")
         return Where(BACKWARD, self.places.of_node(node), tuple(self._frames))
 
-    def _seen(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    def _observe(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         if self._muted or not isinstance(func, Overload):
             return
-        for source, made in _copied(func, args, result):
-            if source.dtype is not made.dtype and source.is_floating_point() and made.is_floating_point():
-                self._sink.cast(source, made, self._where())
+        for source, copy in _copied(func, args, result):
+            if source.dtype is not copy.dtype and source.is_floating_point() and copy.is_floating_point():
+                self._sink.cast(source, copy, self._where())
         inputs, outputs = _floats([*args, *kwargs.values()]), _floats([result])
         if _only_moves(func) or not inputs:
             self._sink.moved(inputs, outputs)
@@ -183,20 +183,20 @@ class Tap:
 class _Mode(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
     supports_higher_order_operators = True
 
-    def __init__(self, seen: Callable[..., None]) -> None:
+    def __init__(self, observe: Callable[..., None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._seen = seen
+        self._observe = observe
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        self._seen(func, args, kwargs or {}, result)
+        self._observe(func, args, kwargs or {}, result)
         return result
 
 
 def _copied(func: Overload, args: tuple[Any, ...], result: Any) -> Iterable[tuple[Tensor, Tensor]]:
-    """Return (source, copy) for each tensor that the op copies, and perhaps casts."""
+    """Return (source, copy) for each tensor that the op copies and possibly casts."""
     if func in _CASTS:
         return [(args[0], result)]
     if func is _aten.copy_.default:
@@ -229,7 +229,7 @@ _MOVES = {
 
 @functools.cache
 def _only_moves(op: Overload) -> bool:
-    """Whether the op computes nothing: it makes a view, a copy or a fresh tensor."""
+    """Return whether the op computes nothing and only creates a view, a copy or a new tensor."""
     return is_view(op) or op.namespace == "profiler" or short_name(op) in _MOVES
 
 
@@ -239,33 +239,33 @@ def short_name(op: Overload) -> str:
 
 
 def dtypes_of(tensors: Iterable[Tensor]) -> tuple[torch.dtype, ...]:
-    """Return the dtypes of the tensors, each once, narrow ones first."""
+    """Return the distinct dtypes of the tensors, narrowest first."""
     return tuple(sorted({t.dtype for t in tensors}, key=lambda d: (d.itemsize, str(d))))
 
 
 def is_low(dtype: torch.dtype) -> bool:
-    """Whether a floating-point dtype has fewer than 32 bits."""
+    """Return whether a floating-point dtype has fewer than 32 bits."""
     return dtype.itemsize < 4
 
 
 def _floats(values: Iterable[Any]) -> list[Tensor]:
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
             if value.is_floating_point():
-                found.append(value)
+                tensors.append(value)
         elif isinstance(value, (list, tuple)):
-            found += _floats(value)
-    return found
+            tensors += _floats(value)
+    return tensors
 
 
 def _device_types() -> list[str]:
-    """The CPU, the accelerator of this build, and every device on which autocast is on now."""
+    """Return the CPU, the accelerator and each device with autocast enabled, if they have backends."""
     accelerator = torch.accelerator.current_accelerator()
-    found = {"cpu", *_torch.autocast_devices_enabled()}
+    device_types = {"cpu", *_torch.autocast_devices_enabled()}
     if accelerator is not None:
-        found.add(accelerator.type)
-    return sorted(d for d in found if _has_backend(d))
+        device_types.add(accelerator.type)
+    return sorted(d for d in device_types if _has_backend(d))
 
 
 def _has_backend(device_type: str) -> bool:

@@ -86,7 +86,7 @@ def test_progress(attention, step, capsys):
     """A search of a minute says nothing."""
     amp_core.advise(step(attention), "cpu", dtype=FP16, progress=True)
     lines = capsys.readouterr().err.splitlines()
-    assert lines[0] == "advise: run 1, as it is"
+    assert lines[0] == "advise: run 1, unchanged"
     assert lines[-1].endswith("matmul in float32 in blocks.2.attn")
     amp_core.advise(step(attention), "cpu", dtype=FP16)
     assert not capsys.readouterr().err
