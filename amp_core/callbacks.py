@@ -58,11 +58,11 @@ class Listener:
 class JsonLines(Listener):
     """Append one JSON object per line to a file: ``"event"`` is ``"step"`` or ``"scale_change"``.
 
-    Non-finite numbers become the strings ``"inf"``, ``"-inf"`` and ``"nan"``. Each line is written in one
-    go, so a run that dies keeps its lines.
+    Non-finite numbers become the strings ``"inf"``, ``"-inf"`` and ``"nan"``. Each line is written with
+    a single call, so a crashed run keeps its lines.
 
     Args:
-        path: the file. Give each rank a file of its own.
+        path: the file. Use a separate file for each rank.
         only_skipped: write only skipped steps.
 
     Raises:
@@ -112,9 +112,9 @@ class Logging(Listener):
     @hookimpl
     def amp_scale_change(self, scaler: GradScaler, change: ScaleChange) -> None:  # noqa: ARG002
         """Log the change."""
-        of = f" {change.key!r}" if change.key is not None else ""
+        suffix = f" {change.key!r}" if change.key is not None else ""
         self._logger.info(
-            "loss scale%s: %g -> %g after step %d", of, change.before, change.after, change.number
+            "loss scale%s: %g -> %g after step %d", suffix, change.before, change.after, change.number
         )
 
 

@@ -1,7 +1,7 @@
-"""The ``amp`` command: one module per subcommand, imported when it is asked for.
+"""The ``amp`` command: one module per subcommand, imported on use.
 
-A subcommand module has ``add_arguments(parser)`` and ``run(args) -> int`` (the exit code). For a mistake
-of the user it raises `UsageError`, which becomes one line on stderr and exit code 2.
+A subcommand module has ``add_arguments(parser)`` and ``run(args) -> int`` (the exit code). For user
+errors it raises `UsageError`, which becomes one line on stderr and exit code 2.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple, NoReturn
 
 
 class Command(NamedTuple):
-    """Where a subcommand lives, and its one line in ``amp --help``."""
+    """A subcommand's module and its line in ``amp --help``."""
 
     module: str
     help: str
@@ -45,7 +45,7 @@ COMMANDS = {
 
 
 class UsageError(Exception):
-    """A mistake that the user can correct; the text is the whole message."""
+    """An error that the user can correct; the text is the whole message."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build_parser(commands: Collection[str] = COMMANDS) -> argparse.ArgumentParser:
-    """Build the parser of ``amp``, with the options of `commands` alone (default: of all)."""
+    """Build the parser of ``amp``, with only the options of `commands` (default: all)."""
     parser = argparse.ArgumentParser(
         prog="amp",
         description="Mixed precision for every PyTorch device: see what runs where, and what goes wrong.",

@@ -15,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the backends; the exit code is 0 whatever their status."""
+    """Print the backends; always exit with 0."""
     from amp_core._torch.features import statuses
 
     rows, features = describe_backends(), [status._asdict() for status in statuses()]
@@ -53,13 +53,13 @@ def _abilities(device_type: str, status: str) -> dict[str, Any]:
             "kernels_reason": kernels.reason,
         }
     except Exception as error:
-        # A listing that stops at one broken plugin would hide the others.
+        # One broken plugin must not hide the others.
         return {**nothing, "kernels_reason": f"{type(error).__name__}: {error}".splitlines()[0]}
 
 
 def _print_features(features: list[dict[str, Any]]) -> None:
     off = [feature for feature in features if not feature["works"]]
-    print(f"features that rest on private torch names: {len(features) - len(off)} of {len(features)} work")
+    print(f"features that depend on private torch names: {len(features) - len(off)} of {len(features)} work")
     for feature in off:
         print(f"off: {feature['feature']}: {feature['reason']}")
 

@@ -16,11 +16,13 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``amp check``."""
     parser.add_argument("device", metavar="DEVICE", help="a device type with a backend, such as cpu")
-    parser.add_argument("--area", action="append", default=[], help="run this area alone; may be repeated")
-    parser.add_argument("-k", dest="keyword", default="", help="a pytest expression over the checks' names")
+    parser.add_argument("--area", action="append", default=[], help="run only this area; may be repeated")
+    parser.add_argument(
+        "-k", dest="keyword", default="", help="a pytest expression that selects checks by name"
+    )
     parser.add_argument("--json", action="store_true", help="print the report as JSON instead of a table")
     parser.add_argument("--junit", metavar="FILE", help="write a JUnit XML file")
-    parser.add_argument("--markdown", metavar="FILE", help="write a report to publish, with versions")
+    parser.add_argument("--markdown", metavar="FILE", help="write a report for publication, with versions")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -37,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> Report:
     try:
-        import pytest  # noqa: F401  # the kit needs it; say so before anything runs
+        import pytest  # noqa: F401  # check before anything runs
     except ImportError as error:
         raise UsageError("the kit needs pytest: pip install 'amp-core[testing]'") from error
     from amp_core.errors import BackendError

@@ -1,4 +1,4 @@
-"""``amp demo``: train the digits in float32 and in mixed precision, side by side."""
+"""``amp demo``: train on handwritten digits in float32 and in mixed precision, side by side."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", default="conv", choices=("conv", "mlp"), help="mlp for a device without convolutions")
     add("--epochs", type=_positive, default=15, help="passes over the data (default: 15)")
     add("--batch-size", type=_positive, default=64, help="images per step (default: 64)")
-    add("--seed", type=_seed, default=0, help="of the split, the weights and the order (default: 0)")
+    add("--seed", type=_seed, default=0, help="seed of the split, the weights and the order (default: 0)")
     add("--output", type=Path, default=Path("amp-demo.png"), help="the picture (default: amp-demo.png)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check everything, train twice, compare; then plant an overflow and find it."""
+    """Check the settings, train twice, compare; then cause an overflow and find it."""
     _require_extras()
     settings = _settings(args)
     _require_writable(args.output)
@@ -143,7 +143,7 @@ def _require_extras() -> None:
 
 
 def _require_writable(path: Path) -> None:
-    """Fail before the training, not after it."""
+    """Fail before training, not after it."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     formats = FigureCanvasAgg.get_supported_filetypes()
@@ -167,12 +167,12 @@ def _positive(text: str) -> int:
 
 def _seed(text: str) -> int:
     value = int(text)
-    if not 0 <= value < 2**32:  # what NumPy's generator, which splits the data, takes
+    if not 0 <= value < 2**32:  # the range of NumPy's generator, which splits the data
         raise argparse.ArgumentTypeError(f"{value} is not a seed; use a number from 0 to {2**32 - 1}")
     return value
 
 
 def _one_line(error: Exception) -> str:
-    """Fold the message; torch's on a missing kernel goes on for a page after its first sentence."""
+    """Return the message on one line; torch's page on a missing kernel becomes its first sentence."""
     text = " ".join(str(error).split())
     return text.partition(". ")[0] if isinstance(error, NotImplementedError) else text

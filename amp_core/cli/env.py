@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print what a bug report needs; a broken backend or package is part of the report, not an error."""
+    """Print the facts for a bug report, which includes broken backends and packages."""
     facts = {"system": _system(), "packages": _packages(), "devices": _devices(), "settings": _settings()}
     if args.json:
         print(json.dumps(facts, indent=2))

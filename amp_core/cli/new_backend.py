@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the files; say what to do next."""
+    """Write the files and print the next steps."""
     _require_usable(args.name)
     folder = args.directory / f"amp-backend-{args.name.replace('_', '-')}"
     if folder.exists():
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
         path = folder / target.format(name=args.name)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(_filled(template, args.name), encoding="utf-8")
-    # Without a separator pip would take the folder for the name of a package on the index.
+    # Without a separator, pip would treat the folder as a package name on the index.
     print(f"Wrote {folder}. Fill in what `grep -rn 'FILL IN' {folder}` shows, then:")
     print(f"  pip install {os.curdir + os.sep if not folder.is_absolute() else ''}{folder}")
     print(f"  amp check {args.name}")

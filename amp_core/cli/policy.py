@@ -19,14 +19,16 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("policy", nargs="?", help="a device type, or a policy file (.toml); default: cpu")
-    parser.add_argument("--op", metavar="OP", help="one op only: its rule and where the rule comes from")
+    parser.add_argument("--op", metavar="OP", help="show only this op: its rule and the rule's origin")
     parser.add_argument(
         "--diff",
         nargs=2,
         metavar=("A", "B"),
-        help="the ops that two policies (device types or files) differ in",
+        help="show the ops on which two policies (device types or files) differ",
     )
-    parser.add_argument("--uniform", action="store_true", help="OpPolicy.uniform instead of the device's own")
+    parser.add_argument(
+        "--uniform", action="store_true", help="use OpPolicy.uniform instead of the device's policy"
+    )
     parser.add_argument("--long", action="store_true", help="one line per op, with the origin of its rule")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -47,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
 def _answer(args: argparse.Namespace) -> str:
     if args.diff is not None:
         if args.policy is not None or args.op is not None:
-            raise UsageError("--diff A B takes no other policy and no --op.")
+            raise UsageError("--diff A B cannot be combined with another policy or --op.")
         return _diff(*args.diff, uniform=args.uniform, as_json=args.json)
     policy = _policy(args.policy or "cpu", args.uniform)
     if args.op is not None:

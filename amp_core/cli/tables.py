@@ -1,4 +1,4 @@
-"""Tables on the terminal: rich draws them; without rich they are plain columns."""
+"""Terminal tables, drawn by rich if installed, else as plain columns."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def print_table(
     Args:
         title: a line above the table.
         columns: the headings.
-        rows: one text for each column.
+        rows: one text per column.
         styles: cell text to rich style, such as ``{"failed": "red"}``.
     """
     try:

@@ -1,1 +1,1 @@
-"""What ``amp demo`` runs: the digits that scikit-learn ships, trained in float32 and in mixed precision."""
+"""The program behind ``amp demo``: train on scikit-learn's digits in float32 and in mixed precision."""

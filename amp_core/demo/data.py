@@ -1,4 +1,4 @@
-"""The handwritten digits that scikit-learn ships: 1,797 real images of 8x8 pixels, ten classes."""
+"""The handwritten digits from scikit-learn: 1,797 real images of 8x8 pixels, ten classes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Digits:
-    """The two thirds to train on and the third to test on, as float32 images and int64 labels.
+    """Two thirds for training and one third for testing, as float32 images and int64 labels.
 
     Images have shape ``(n, 1, 8, 8)`` and values from 0 to 1.
     """
@@ -26,9 +26,9 @@ class Digits:
         return Digits(*(t.to(device) for t in vars(self).values()))
 
     def batches(self, size: int, generator: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield one epoch of training batches in an order that `generator` (on the CPU) decides.
+        """Yield one epoch of training batches in the order given by `generator` (on the CPU).
 
-        The last, smaller batch is left out, so that all steps cost the same.
+        The last, smaller batch is skipped, so that all steps cost the same.
         """
         order = torch.randperm(len(self.train_labels), generator=generator)
         for start in range(0, len(order) - size + 1, size):
@@ -37,7 +37,7 @@ class Digits:
 
 
 def load_digits(seed: int = 0) -> Digits:
-    """Read the digits, split by `seed` with equal shares of every class. Needs ``amp-core[demo]``."""
+    """Load the digits with a stratified split by `seed`. Needs ``amp-core[demo]``."""
     from sklearn.datasets import load_digits as load
     from sklearn.model_selection import train_test_split
 

@@ -1,4 +1,4 @@
-"""A planted overflow, and how amp-core finds it."""
+"""Cause an overflow and show how amp-core finds it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from amp_core import Comparison, History
 
 _LAYERS = {"conv": "5", "mlp": "3"}  # a linear layer in the middle of the model
-_FACTOR = 1e7  # float16 ends at 65504
+_FACTOR = 1e7  # the largest float16 is 65504
 _STEPS = 2
 
 
@@ -59,7 +59,7 @@ class FaultyStep:
 
 
 def show_fault(settings: Settings, digits: Digits, console: Console) -> None:
-    """Plant an overflow, and print what the scaler and `compare` say of it."""
+    """Cause an overflow, and print the diagnosis of the scaler and of `compare`."""
     if torch.float16 not in get_backend(settings.device.type).supported_dtypes():
         console.print(f"No overflow is shown: {settings.device.type} cannot compute in float16.")
         return

@@ -1,4 +1,4 @@
-"""Two small classifiers of 8x8 images, made of operations that every device has."""
+"""Two small classifiers of 8x8 images, built from widely supported operations."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ def build_model(name: str) -> nn.Sequential:
     """Build a classifier for images of shape ``(n, 1, 8, 8)``; its logits have shape ``(n, 10)``.
 
     Args:
-        name: ``"conv"``: two convolutions and two linear layers; ``"mlp"``: linear layers alone, for
-            a device that has no convolution.
+        name: ``"conv"``: two convolutions and two linear layers; ``"mlp"``: only linear layers, for
+            devices without convolutions.
     """
     if name == "mlp":
         layers = [nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10)]

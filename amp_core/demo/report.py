@@ -47,7 +47,7 @@ def _scale(run: History) -> str:
 
 
 def comparison(runs: list[History]) -> Table:
-    """Lay the runs out side by side."""
+    """Return a table with the runs side by side."""
     from rich.table import Table
 
     table = Table(title="Handwritten digits", title_justify="left")
@@ -70,7 +70,7 @@ _ROWS: list[tuple[str, Callable[[History], str]]] = [
 
 
 def verdict(full: History, mixed: History) -> str:
-    """Say in words what the table shows."""
+    """Summarize the table in words."""
     points = abs(mixed.accuracy - full.accuracy) * 100
     ratio = mixed.step_seconds / full.step_seconds
     text = (
@@ -85,7 +85,7 @@ def verdict(full: History, mixed: History) -> str:
 
 
 def save_picture(runs: list[History], path: Path, title: str) -> None:
-    """Draw the loss and scale curves into `path`; its suffix gives the format."""
+    """Draw the loss and scale curves into `path`; its suffix selects the format."""
     figure = new_figure(8, 6)
     losses, scales = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     figure.suptitle(title, x=0.01, ha="left", fontsize=12)

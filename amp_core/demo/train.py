@@ -16,13 +16,13 @@ from amp_core.demo.data import Digits
 from amp_core.demo.model import build_model
 from amp_core.demo.watch import StepWatch
 
-# torch waits for 2000 finite steps before it raises the scale; a demo is over by then.
+# torch's default of 2000 is longer than the demo.
 GROWTH_INTERVAL = 50
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a user can choose."""
+    """The user's settings."""
 
     device: torch.device
     dtype: torch.dtype
@@ -34,18 +34,18 @@ class Settings:
 
 @dataclass
 class History:
-    """What a run left behind; one entry of each list per step.
+    """The results of a run; each list has one entry per step.
 
     Attributes:
-        name: how tables and legends call the run.
+        name: the name of the run in tables and legends.
         mixed: whether it ran in mixed precision.
         losses: the training loss.
         scales: the loss scale that the step used.
         skipped: the numbers (from 0) of the steps that were skipped.
         seconds: how long the step took.
         casts: conversions between floating-point dtypes in one step.
-        peak_bytes: the most that the tensors of one step held at once.
-        accuracy: the share of test images that the trained model gets right.
+        peak_bytes: the peak memory of the tensors of one step.
+        accuracy: the accuracy of the trained model on the test images.
     """
 
     name: str
@@ -60,12 +60,12 @@ class History:
 
     @property
     def step_seconds(self) -> float:
-        """The median, which a slow first step does not move."""
+        """The median, which a slow first step does not affect."""
         return median(self.seconds)
 
 
 class Trainer:
-    """Trains one model on the digits; `mixed` says whether in `settings.dtype` or in float32.
+    """Trains one model on the digits; in `settings.dtype` if `mixed`, else in float32.
 
     Raises:
         NotImplementedError: from `watch` or `run`, if the device lacks an operation.
@@ -83,7 +83,7 @@ class Trainer:
         self.scaler = GradScaler(settings.device.type, growth_interval=GROWTH_INTERVAL, enabled=mixed)
 
     def step(self, images: Tensor, labels: Tensor) -> Tensor:
-        """Do one training step; return its loss."""
+        """Run one training step and return its loss."""
         self.optimizer.zero_grad()
         loss = nn.functional.cross_entropy(self._logits(images), labels)
         self.scaler.scale(loss).backward()
@@ -97,16 +97,16 @@ class Trainer:
         return logits.float()
 
     def watch(self) -> None:
-        """Count casts and memory in one step of a copy, which leaves this trainer as it was."""
+        """Count casts and memory in one step of a copy, leaving this trainer unchanged."""
         twin = copy.copy(self)
         twin.model = copy.deepcopy(self.model)
         twin.optimizer = torch.optim.SGD(twin.model.parameters(), lr=0.05, momentum=0.9)
         twin.scaler = GradScaler(self.settings.device.type, enabled=self.mixed)
         size = self.settings.batch_size
         images, labels = self.digits.train_images[:size], self.digits.train_labels[:size]
-        with StepWatch([*twin.model.parameters(), images, labels]) as seen:
+        with StepWatch([*twin.model.parameters(), images, labels]) as watch:
             twin.step(images, labels)
-        self.history.casts, self.history.peak_bytes = seen.casts, seen.peak_bytes
+        self.history.casts, self.history.peak_bytes = watch.casts, watch.peak_bytes
 
     def run(self, on_step: Callable[[History], None]) -> History:
         """Train, calling `on_step` after every step, then test."""
@@ -116,15 +116,15 @@ class Trainer:
                 self._timed_step(images, labels)
                 on_step(self.history)
         with torch.no_grad():
-            right = self._logits(self.digits.test_images).argmax(1) == self.digits.test_labels
-            self.history.accuracy = right.float().mean().item()
+            correct = self._logits(self.digits.test_images).argmax(1) == self.digits.test_labels
+            self.history.accuracy = correct.float().mean().item()
         return self.history
 
     def _timed_step(self, images: Tensor, labels: Tensor) -> None:
         history, scale = self.history, self.scaler.get_scale()
         start = time.perf_counter()
         loss = self.step(images, labels)
-        after = self.scaler.get_scale()  # waits for the device, as does the loss
+        after = self.scaler.get_scale()  # waits for the device, like the loss
         history.losses.append(loss.item())
         history.seconds.append(time.perf_counter() - start)
         if after < scale:

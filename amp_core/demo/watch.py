@@ -1,4 +1,4 @@
-"""What one training step casts, and how much memory its tensors take, measured alike on every device."""
+"""Count the casts and tensor memory of a training step in the same way on every device."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from amp_core._torch.internals import TorchDispatchMode
 
 
 class StepWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts while it is entered; it slows the step down, so do not time one that is watched.
+    """Counts while active. It slows the step down, so do not time a watched step.
 
     Attributes:
         casts: conversions from one floating-point dtype to another.
-        peak_bytes: the most that tensors held at once, from those given and those the step made.
-            What a kernel needs for itself and what an allocator rounds up is not in it.
+        peak_bytes: the peak memory of the given tensors and those created by the step, without
+            kernel workspaces and allocator rounding.
     """
 
     def __init__(self, present: Iterable[Tensor]) -> None:
@@ -27,7 +27,7 @@ class StepWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.peak_bytes = 0
         self._live: dict[int, int] = {}
         for tensor in present:
-            self._hold(tensor)
+            self._track(tensor)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -37,12 +37,12 @@ class StepWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.casts += args[0].is_floating_point() and result.dtype != args[0].dtype
         for output in result if isinstance(result, (list, tuple)) else [result]:
             if isinstance(output, Tensor):
-                self._hold(output)
+                self._track(output)
         return result
 
-    def _hold(self, tensor: Tensor) -> None:
+    def _track(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
-        key = id(storage)  # torch keeps one Python object per storage for as long as that lives
+        key = id(storage)  # torch keeps one Python object per storage for the storage's lifetime
         if key in self._live:
             return
         self._live[key] = storage.nbytes()

@@ -1,1 +1,1 @@
-"""amp-core inside the trainers that people use; each module needs its package, and is imported by itself."""
+"""Integrations with training libraries; each module requires its library and is imported separately."""

@@ -1,4 +1,4 @@
-"""accelerate: an `Accelerator` whose autocast and scaler are amp-core's. Tried with accelerate 1.15."""
+"""accelerate: an `Accelerator` that uses amp-core's autocast and scaler. Tested with accelerate 1.15."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class Accelerator(accelerate.Accelerator):
     """``accelerate.Accelerator`` with mixed precision by amp-core, on the CPU and with float16 there too.
 
     Its settings are accelerate's: ``mixed_precision=`` or ``ACCELERATE_MIXED_PRECISION``, and in
-    ``kwargs_handlers`` an ``AutocastKwargs`` or a ``GradScalerKwargs``. What amp-core cannot obey is refused.
-    ``optimizer.step_was_skipped`` is right with fused optimizers, so schedulers are held back with them
-    too. Step records name the parameters of the models that it prepares.
+    ``kwargs_handlers`` an ``AutocastKwargs`` or a ``GradScalerKwargs``. Settings that amp-core does not
+    support raise an error. ``optimizer.step_was_skipped`` is also correct for fused optimizers, so their
+    schedulers wait as well. Step records name the parameters of prepared models.
 
     Args:
-        scaler: a `GradScaler`; by default one for ``"fp16"``, made with the ``GradScalerKwargs``.
-        policy: the `OpPolicy` of forwards; by default the device's.
+        scaler: a `GradScaler`; by default, one from the ``GradScalerKwargs`` for ``"fp16"``.
+        policy: the `OpPolicy` of forward passes; by default the device's.
         kwargs: as for ``accelerate.Accelerator``.
 
     Raises:
@@ -55,20 +55,20 @@ class Accelerator(accelerate.Accelerator):
     def _refusals(self, scaler: GradScaler | None, policy: OpPolicy | None) -> Iterator[str]:
         precision, distributed = self.mixed_precision, self.distributed_type
         if distributed in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
-            yield f"{distributed.value} does mixed precision itself: use accelerate.Accelerator with it."
+            yield f"{distributed.value} handles mixed precision itself: use accelerate.Accelerator with it."
         if precision not in {"no", *_DTYPES}:
-            yield f"mixed_precision={precision!r} is not amp-core's: use accelerate.Accelerator for it."
+            yield f"amp-core does not support mixed_precision={precision!r}: use accelerate.Accelerator."
         if precision == "fp16" and distributed == DistributedType.FSDP and not self.is_fsdp2:
             yield "amp-core's GradScaler needs FSDP 2 for float16: set fsdp_version=2 in the FSDP plugin."
         if scaler is not None and precision != "fp16":
             yield f"scaler= needs mixed_precision='fp16', and mixed_precision is {precision!r}."
         if scaler is not None and self.scaler_handler is not None:
-            yield "scaler= and GradScalerKwargs both configure the scaler: give one of them."
+            yield "scaler= and GradScalerKwargs both configure the scaler: pass only one of them."
         if policy is not None and precision == "no":
             yield "policy= needs mixed precision, and mixed_precision is 'no'."
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
-        """Return a region of amp-core; `autocast_handler` takes the place of the accelerator's own."""
+        """Return an amp-core region; `autocast_handler` overrides the accelerator's own."""
         return self._region(self.native_amp, autocast_handler or self.autocast_handler)
 
     def _region(self, native_amp: bool, handler: AutocastKwargs | None) -> AbstractContextManager[Any]:
@@ -79,7 +79,7 @@ class Accelerator(accelerate.Accelerator):
         return autocast(self.device.type, dtype=dtype, policy=self._policy, **settings)
 
     def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        """Prepare the model, its forward in a region of amp-core."""
+        """Prepare the model so that its forward pass runs in an amp-core region."""
         with mock.patch("accelerate.accelerator.get_mixed_precision_context_manager", self._region):
             prepared: nn.Module = super().prepare_model(model, *args, **kwargs)
         if self.scaler is not None:
@@ -87,7 +87,7 @@ class Accelerator(accelerate.Accelerator):
         return prepared
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
-        """Prepare the optimizer; its ``step_was_skipped`` asks the scaler."""
+        """Prepare the optimizer so that its ``step_was_skipped`` queries the scaler."""
         prepared = super().prepare_optimizer(optimizer, device_placement)
         prepared.__class__ = _Optimizer
         return prepared

@@ -1,4 +1,4 @@
-"""Checks that the integrations share."""
+"""Checks shared by the integrations."""
 
 from __future__ import annotations
 

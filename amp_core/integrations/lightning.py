@@ -1,4 +1,4 @@
-"""Lightning: `MixedPrecision` for the Trainer, `FabricMixedPrecision` for Fabric. Tried with 2.6."""
+"""Lightning: `MixedPrecision` for the Trainer, `FabricMixedPrecision` for Fabric. Tested with 2.6."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ _DTYPES = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 
 
 class MixedPrecision(TheirPrecision):
-    """Lightning's precision plugin over amp-core: ``Trainer(plugins=[MixedPrecision("16-mixed", "cpu")])``.
+    """Lightning's precision plugin on amp-core: ``Trainer(plugins=[MixedPrecision("16-mixed", "cpu")])``.
 
-    Unlike Lightning's, it clips gradients of fused optimizers too, by norm in the passes that unscale them.
-    Step records name the parameters of the module.
+    Unlike Lightning's, it also clips gradients of fused optimizers; clipping by norm shares the unscaling
+    passes. Step records name the parameters of the module.
 
     Args:
         precision: ``"16-mixed"`` (with a scaler) or ``"bf16-mixed"``.
-        device: a device type with a backend of amp-core.
+        device: a device type with an amp-core backend.
         scaler: by default a new `GradScaler` for ``"16-mixed"``; ``"bf16-mixed"`` takes none.
-        policy: the `OpPolicy` of the forward; by default the device's.
+        policy: the `OpPolicy` of the forward pass; by default the device's.
 
     Raises:
-        ValueError: another precision; Lightning's text.
+        ValueError: the precision is not one of these; Lightning's text.
         MisconfigurationException: a scaler for ``"bf16-mixed"``; Lightning's text.
         TypeError: `scaler` is not amp-core's.
     """
@@ -51,7 +51,7 @@ class MixedPrecision(TheirPrecision):
             scaler = GradScaler(device)
         super().__init__(precision, device, scaler)
         self._policy = policy
-        self._unscaled: set[int] = set()  # ids of the optimizers whose gradients are, until they step
+        self._unscaled: set[int] = set()  # ids of optimizers with unscaled gradients, until they step
 
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
@@ -104,19 +104,19 @@ class MixedPrecision(TheirPrecision):
         super(TheirPrecision, self).clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
 
     def autocast_context_manager(self) -> autocast:
-        """Return the region of amp-core in which forwards run."""
+        """Return the amp-core region for forward passes."""
         return autocast(self.device, dtype=_DTYPES[self.precision], cache_enabled=False, policy=self._policy)
 
 
 def _reads_gradients(model: Any) -> bool:
-    """Return whether a hook of the user's reads gradients between the backward pass and the step."""
+    """Return whether a user hook reads gradients between the backward pass and the step."""
     if is_overridden("configure_gradient_clipping", model):
         return True
     return any(is_overridden("on_before_optimizer_step", one) for one in (model, *model.trainer.callbacks))
 
 
 class HoldSchedulers(Callback):
-    """Hold learning-rate schedulers back where their optimizer's step was skipped."""
+    """Do not step learning-rate schedulers when their optimizer's step was skipped."""
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Make the module's ``lr_scheduler_step`` depend on the last step."""
@@ -137,7 +137,7 @@ class HoldSchedulers(Callback):
 
 
 class FabricMixedPrecision(TheirFabricPrecision):
-    """Fabric's precision plugin over amp-core: ``Fabric(plugins=[FabricMixedPrecision("16-mixed", "cpu")])``.
+    """Fabric's precision plugin on amp-core: ``Fabric(plugins=[FabricMixedPrecision("16-mixed", "cpu")])``.
 
     Args:
         precision: as for `MixedPrecision`.
@@ -167,10 +167,10 @@ class FabricMixedPrecision(TheirFabricPrecision):
         return converted
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """Return the region of amp-core in which forwards run."""
+        """Return the amp-core region for forward passes."""
         return autocast(self.device, dtype=_DTYPES[self.precision], policy=self._policy)
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:
-        """Unscale, so that ``fabric.clip_gradients`` can clip; gradients of fused optimizers too."""
+        """Unscale the gradients for ``fabric.clip_gradients``, including those of fused optimizers."""
         if self.scaler is not None:
             self.scaler.unscale_(optimizer)

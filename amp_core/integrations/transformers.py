@@ -1,4 +1,4 @@
-"""transformers: a `Trainer` whose mixed precision is amp-core's. Tried with transformers 5.23."""
+"""transformers: a `Trainer` that uses amp-core for mixed precision. Tested with transformers 5.23."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from amp_core.integrations.accelerate import Accelerator
 
 
 class Trainer(transformers.Trainer):
-    """``transformers.Trainer`` over `amp_core.integrations.accelerate.Accelerator`.
+    """``transformers.Trainer`` based on `amp_core.integrations.accelerate.Accelerator`.
 
-    ``fp16`` and ``bf16`` of its ``TrainingArguments`` choose the dtype, on the CPU too.
+    ``fp16`` and ``bf16`` of its ``TrainingArguments`` choose the dtype, also on the CPU.
 
     Args:
         args: as for ``transformers.Trainer``.
         scaler: a `GradScaler`; by default one for ``fp16``.
-        policy: the `OpPolicy` of forwards; by default the device's.
+        policy: the `OpPolicy` of forward passes; by default the device's.
         kwargs: as for ``transformers.Trainer``.
 
     Raises:
@@ -35,7 +35,7 @@ class Trainer(transformers.Trainer):
         super().__init__(*args, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Make the accelerator. transformers looks its class up in its own module."""
+        """Create the accelerator. transformers looks up its class in its own module."""
         ours = functools.partial(Accelerator, **self._amp)
         with mock.patch("transformers.trainer.Accelerator", ours):
             super().create_accelerator_and_postprocess()

@@ -1,4 +1,4 @@
-"""Cast and gradient kernels: the contract, and the portable ones that every backend starts from."""
+"""Cast and gradient kernels: the interface, and the portable implementation for all devices."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from amp_core.kernels.portable import Portable
 
 @functools.cache
 def portable_kernels(*, has_float64: bool) -> Portable:
-    """Return the portable kernels for devices with or without float64, the same object each time."""
+    """Return the cached portable kernels for devices with or without float64."""
     return Portable(has_float64=has_float64)
 
 

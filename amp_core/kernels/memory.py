@@ -1,4 +1,4 @@
-"""Which tensors are plain memory, so that a kernel may be given their addresses. Asked at every step."""
+"""Check whether a kernel may use the addresses of tensors. Called at every step."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from amp_core._torch import internals as _torch
 _TYPES = {Tensor, torch.nn.Parameter}
 _STRIDED = {torch.strided}
 
-# Below, a list in any() and all() is faster than a generator.
+# In any() and all() below, a list is faster than a generator.
 
 
 def are_real(tensors: Sequence[Tensor], device: torch.device) -> bool:
-    """Whether the memory of `tensors` is there on `device`: none is fake, traced or of a subclass."""
+    """Return whether `tensors` have real memory on `device`: none is fake, traced or of a subclass."""
     if _torch.functorch_is_at_work() or torch.compiler.is_compiling():
         return False
     return _TYPES.issuperset(map(type, tensors)) and {t.device for t in tensors} <= {device}
 
 
 def are_numbers(tensors: Sequence[Tensor], device: torch.device) -> bool:
-    """Whether each of `tensors` is one float32 in the memory of `device`."""
+    """Return whether each of `tensors` is a single float32 in the memory of `device`."""
     for tensor in tensors:
         if tensor.dtype is not torch.float32 or tensor.numel() != 1 or tensor.is_neg():
             return False
@@ -32,20 +32,20 @@ def are_numbers(tensors: Sequence[Tensor], device: torch.device) -> bool:
 
 
 def are_plain(tensors: Sequence[Tensor], device: torch.device, dtypes: AbstractSet[torch.dtype]) -> bool:
-    """Whether each of `tensors` is a piece of memory on `device`, without gaps, of one of `dtypes`."""
-    held = {t.dtype for t in tensors}
-    if not are_real(tensors, device) or not held <= dtypes:
+    """Return whether each of `tensors` is dense memory on `device` with one of `dtypes`."""
+    present = {t.dtype for t in tensors}
+    if not are_real(tensors, device) or not present <= dtypes:
         return False
     if not {t.layout for t in tensors} <= _STRIDED or any([t.is_neg() for t in tensors]):  # noqa: C419
         return False
-    if any([d.is_complex for d in held]) and any([t.is_conj() for t in tensors]):  # noqa: C419
+    if any([d.is_complex for d in present]) and any([t.is_conj() for t in tensors]):  # noqa: C419
         return False
     strided = [t for t in tensors if not t.is_contiguous()]
     return not strided or all(map(without_gaps, strided))
 
 
 def without_gaps(tensor: Tensor) -> bool:
-    """Whether `tensor` is a permuted contiguous one, such as one in channels_last."""
+    """Return whether `tensor` is a permuted contiguous tensor, such as one in channels_last."""
     strides = tensor.stride()
     order = sorted(range(tensor.dim()), key=strides.__getitem__, reverse=True)
     return tensor.permute(order).is_contiguous()

@@ -1,4 +1,4 @@
-"""The reference kernels, over torch operations alone. They run on every device that torch knows."""
+"""The reference kernels, built only on torch operations. They run on every device in torch."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from amp_core.kernels.interface import GradStats, Kernels, ScaleTensors
 from amp_core.states.loss_scale import Hysteresis, LossScaleSchedule
 
 _BUCKET = 1 << 25
-"""Elements of narrow gradients that are widened at a time: 128 MiB of float32."""
+"""Number of elements of narrow gradients to widen at a time: 128 MiB of float32."""
 
 
 _WIDE = (torch.float64, torch.complex128)
 
 
 class Portable(Kernels):
-    """Right everywhere, and one launch per list where torch has multi-tensor operations for the device.
+    """Kernels for every device, with one launch per list if torch has multi-tensor operations for it.
 
     Args:
-        has_float64: whether the device computes in float64.
+        has_float64: whether the device supports float64.
     """
 
     name = "portable"
     _has_float64 = True
 
     sums_are_fast = False
-    """Whether the device sums squares in float64 faster than it finds a maximum."""
+    """Whether the device sums squares in float64 faster than it computes a maximum."""
 
     def __init__(self, *, has_float64: bool = True) -> None:
         self._has_float64 = has_float64
@@ -62,9 +62,9 @@ class Portable(Kernels):
         order = math.inf if math.isinf(norm_type) else norm_type
         real = [_real(g.detach()) for g in grads]
         norms = torch.stack(self._norms([self._moduli(g, order) for g in grads], order))
-        # One read tells both, unless a sum over finite elements can leave float64.
-        tells = math.isinf(order) or (not wide and 1.0 <= order <= 7.0 and self._has_float64)
-        bad = (~torch.isfinite(norms if tells else torch.stack(self._bounds(real)))).float()
+        # One pass gives both, unless a sum over finite elements can overflow float64.
+        shows_nonfinite = math.isinf(order) or (not wide and 1.0 <= order <= 7.0 and self._has_float64)
+        bad = (~torch.isfinite(norms if shows_nonfinite else torch.stack(self._bounds(real)))).float()
         total = torch.linalg.vector_norm(norms, order)
         return GradStats(total.to(dtype), norms.to(dtype), bad, bad.amax())
 
@@ -73,12 +73,12 @@ class Portable(Kernels):
             for bucket in _buckets(grads):
                 _multiply_(bucket, factor.reshape(()))
                 if found_inf is not None:
-                    # No product of an inf or a NaN is finite: one check tells of before and after.
+                    # No product with inf or NaN is finite, so one check covers before and after.
                     bad = ~torch.isfinite(torch.stack(self._bounds(bucket))).all()
                     found_inf.masked_fill_(bad, 1.0)
 
     def update_scale_(self, state: ScaleTensors, found_inf: Tensor, schedule: LossScaleSchedule) -> None:
-        """Both outcomes are computed and one is chosen on the device, so that nothing waits."""
+        """Compute both outcomes and select one on the device, without synchronization."""
         scale, tracker, left = state.scale, state.growth_tracker, state.hysteresis_left
         overflow = found_inf.reshape(()) > 0
         spent = left - 1
@@ -99,17 +99,17 @@ class Portable(Kernels):
         left.copy_(new_left)
 
     def _moduli(self, grad: Tensor, order: float) -> Tensor:
-        """Return real numbers with the norm of `grad`; for order 2 its own parts, without a copy."""
+        """Return real numbers with the same norm as `grad`; for order 2, a view of its parts."""
         grad = grad.detach()
         if not grad.is_complex() or order == 2.0:
             return _real(grad)
         return (grad.to(torch.complex128) if self._has_float64 else grad).abs()
 
     def _norms(self, tensors: list[Tensor], order: float) -> list[Tensor]:
-        """Return the norm of each tensor: float64, which holds every power of a float32 that a norm needs."""
+        """Return the norm of each tensor in float64, which can represent all required powers of a float32."""
         if self._has_float64:
             return _norm_each(tensors, order, torch.float64)
-        # Without float64, relative to the largest element, so that no power overflows.
+        # Without float64, divide by the largest element so that no power overflows.
         tensors = [t if t.numel() else t.new_zeros(1) for t in tensors]
         peaks = [p.float() for p in _norm_each(tensors, math.inf, None)]
         units = [torch.where((p > 0) & torch.isfinite(p), p, torch.ones_like(p)) for p in peaks]
@@ -118,13 +118,13 @@ class Portable(Kernels):
         ]
 
     def _bounds(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return for each real tensor a number that is finite exactly where all its elements are."""
+        """Return for each real tensor a number that is finite if and only if all its elements are."""
         if self.sums_are_fast and not any(t.dtype is torch.float64 for t in tensors):
-            return _norm_each(tensors, 2.0, torch.float64)  # which holds every square of a float32
+            return _norm_each(tensors, 2.0, torch.float64)  # can represent every square of a float32
         return _norm_each(tensors, math.inf, None)
 
     def _product(self, scale: Tensor, factor: float) -> Tensor:
-        # torch's kernel multiplies in float64.
+        # Like torch's kernel, multiply in float64.
         wide = scale.double() if self._has_float64 else scale
         return (wide * factor).float()
 
@@ -139,9 +139,9 @@ def _check_shapes(tensors: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
 
 
 def _with_spare_bits(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return what torch rounds to `dtype` as if in one step: it takes float64 through float32.
+    """Round float64 to odd in float32, so that torch's conversion through float32 rounds only once.
 
-    A float32 that was rounded to odd has bits to spare, and the last says whether anything was cut off.
+    A float32 has spare bits for this; its last bit records whether anything was cut off.
     """
     if tensor.dtype is not torch.float64 or dtype.itemsize > 2:
         return tensor
@@ -152,21 +152,21 @@ def _with_spare_bits(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _real(tensor: Tensor) -> Tensor:
-    """Return the parts of a complex tensor, in its own memory, as one real tensor.
+    """Return a complex tensor as a real view of its parts.
 
-    Lazy signs are dropped: neither norms nor products in place depend on them.
+    Lazy signs are dropped because neither norms nor in-place products depend on them.
     """
-    # Dynamo cannot trace the question, and has resolved lazy signs.
+    # Dynamo cannot trace is_neg(), but resolves lazy signs itself.
     if not torch.compiler.is_dynamo_compiling() and tensor.is_neg():
         tensor = _torch.neg_view(tensor)
     if not tensor.is_complex():
         return tensor
-    # The parts of a lazily conjugated tensor differ from its memory in signs alone.
+    # The parts of a lazily conjugated tensor differ from its memory only in sign.
     return torch.view_as_real(tensor.conj() if tensor.is_conj() else tensor)
 
 
 def _norm_each(tensors: Sequence[Tensor], order: float, dtype: torch.dtype | None) -> list[Tensor]:
-    """Return the norms in the order of `tensors`; one launch for each of their dtypes."""
+    """Return the norms in the order of `tensors`, with one launch per dtype."""
     places: dict[torch.dtype, list[int]] = defaultdict(list)
     for i, tensor in enumerate(tensors):
         places[tensor.dtype].append(i)
@@ -182,7 +182,7 @@ def _multiply_(bucket: list[Tensor], factor: Tensor) -> None:
     if dtype in (torch.float32, torch.float64):
         _torch.foreach_mul_(bucket, factor.to(dtype))
         return
-    # The factor itself would be rounded to the narrow dtype.
+    # A direct product would round the factor to the narrow dtype.
     wide = [torch.empty_like(g, dtype=torch.float32) for g in bucket]
     _torch.foreach_copy_(wide, bucket)
     _torch.foreach_mul_(wide, factor.float())
@@ -190,7 +190,7 @@ def _multiply_(bucket: list[Tensor], factor: Tensor) -> None:
 
 
 def _buckets(grads: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield real views of `grads`, each bucket of one dtype; bounded where a wide copy is to be made."""
+    """Yield real views of `grads` in buckets of one dtype, limited in size if they need a wide copy."""
     groups: dict[torch.dtype, list[Tensor]] = defaultdict(list)
     for grad in grads:
         real = _real(grad.detach())

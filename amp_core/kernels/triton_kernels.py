@@ -1,4 +1,4 @@
-"""Multi-tensor kernels in Triton, for every GPU that Triton has a compiler for."""
+"""Multi-tensor kernels in Triton, for every GPU with a Triton compiler."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ _GENERAL = -1
 
 
 class Triton(Portable):
-    """One launch over all tensors of a dtype, or of a pair of dtypes to cast between.
+    """One launch per dtype, or per pair of dtypes to cast between.
 
-    Takes plain tensors without gaps on one device, complex ones as their parts. A call with any other
-    tensor (strided, lazily negated or conjugated, fake, of a subclass, 8-bit), or for the norm of complex
-    ones other than the 2-norm, goes to the portable kernels whole.
+    It handles dense tensors on one device, and complex ones as their parts. Calls with any other tensor
+    (strided, lazily negated or conjugated, fake, of a subclass, 8-bit) and norms of complex tensors other
+    than the 2-norm use the portable kernels.
 
     Args:
         device_type: the device type of the tensors.
-        has_float64: whether its devices compute in float64.
+        has_float64: whether its devices support float64.
     """
 
     name = "triton"
 
     def __init__(self, device_type: str, *, has_float64: bool = True) -> None:
         super().__init__(has_float64=has_float64)
-        self.reason = f"Triton {triton.__version__}, one launch a dtype"
+        self.reason = f"Triton {triton.__version__}, one launch per dtype"
         self._device_type = device_type
 
     def layout(self, tensors: Sequence[Tensor]) -> object:
@@ -64,7 +64,7 @@ class Triton(Portable):
         if table is None or (table.layout.complex and norm_type != 2.0):
             return super().grad_stats(grads, norm_type)
         with on(table.layout.device):
-            return _measure(table, norm_type)
+            return _grad_stats(table, norm_type)
 
     def multiply_(self, grads: Sequence[Tensor], factor: Tensor, found_inf: Tensor | None = None) -> None:
         flags = [factor] if found_inf is None else [factor, found_inf]
@@ -126,12 +126,12 @@ class Triton(Portable):
 
 
 class _Layout:
-    """Of what dtypes and sizes tensors are. The rest is the same at every step."""
+    """The dtypes and sizes of a list of tensors, which stay the same across steps."""
 
     def __init__(self, tensors: Sequence[Tensor], device_type: str) -> None:
         self.fits = bool(tensors) and tensors[0].device.type == device_type
         self.fits = self.fits and are_plain(tensors, tensors[0].device, _GRADIENTS)
-        """Whether the programs take such tensors at all; nothing else is there if not."""
+        """Whether the programs support such tensors; if not, no other attribute is set."""
         if self.fits:
             self.device = tensors[0].device
             self.complex = any([t.is_complex() for t in tensors])  # noqa: C419 (faster than a generator)
@@ -141,7 +141,7 @@ class _Layout:
             self._rows: Rows | None = None
 
     def rows(self) -> Rows:
-        """Return how such tensors are cut into rows."""
+        """Return the division of such tensors into rows."""
         if self._rows is not None:
             return self._rows
         rows = rows_of(self._kinds, self._sizes, self.device)
@@ -150,7 +150,7 @@ class _Layout:
 
 
 class _Table:
-    """Where tensors are, on their device."""
+    """The addresses of tensors, on their device."""
 
     def __init__(self, tensors: Sequence[Tensor], layout: _Layout) -> None:
         self.layout = layout
@@ -159,26 +159,29 @@ class _Table:
             self.addresses = self.rows.addresses(tensors)
 
     def arguments(self) -> tuple[Tensor, ...]:
-        """Return the first arguments of a program that takes rows."""
+        """Return the first arguments of programs that process rows."""
         return self.addresses, self.rows.sizes, self.rows.tensor, self.rows.start
 
 
 class _Prepared(list[Tensor]):
-    """Tensors with their table, or with ``None`` where the programs do not take them."""
+    """Tensors with their table, or ``None`` if the programs do not support them."""
 
     def __init__(self, tensors: Sequence[Tensor], layout: _Layout) -> None:
         super().__init__(tensors)
         self.table = _Table(tensors, layout) if layout.fits else None
 
 
-def _measure(table: _Table, norm_type: float) -> GradStats:
+def _grad_stats(table: _Table, norm_type: float) -> GradStats:
     rows, device = table.rows, table.layout.device
     count = len(table.addresses)
     dtype = torch.float64 if table.layout.wide else torch.float32
     norms, norm = torch.empty(count, dtype=dtype, device=device), torch.empty((), dtype=dtype, device=device)
     flag = torch.float32
-    bad, found = torch.empty(count, dtype=flag, device=device), torch.empty((), dtype=flag, device=device)
-    parts = (rows.count + count + 3) // 4 * 4  # the second begins at a multiple of 16 bytes too
+    nonfinite, found_inf = (
+        torch.empty(count, dtype=flag, device=device),
+        torch.empty((), dtype=flag, device=device),
+    )
+    parts = (rows.count + count + 3) // 4 * 4  # so that the second also starts at a multiple of 16 bytes
     units, sums = torch.empty((2, parts), dtype=dtype, device=device).unbind()
     order = _ORDERS.get(norm_type, _GENERAL)
     power = norm_type if order == _GENERAL else 0.0
@@ -186,20 +189,20 @@ def _measure(table: _Table, norm_type: float) -> GradStats:
         arguments = (*table.arguments(), group.first, units, sums, power, _DTYPES[group.kind], order)
         launch(triton_norms.measure_rows, group.count, *arguments, _wide(group.kind), programs.BLOCK)
     last = (power, order, _DTYPES[dtype], triton_norms.PARTS)
-    tensors = (rows.first, rows.end, units, sums, rows.count, norms, bad)
+    tensors = (rows.first, rows.end, units, sums, rows.count, norms, nonfinite)
     launch(triton_norms.measure_tensors, count, *tensors, *last)
-    whole = (units, sums, rows.count, rows.count + count, norm, found)
+    whole = (units, sums, rows.count, rows.count + count, norm, found_inf)
     launch(triton_norms.measure_total, 1, *whole, *last)
-    return GradStats(norm, norms, bad, found)
+    return GradStats(norm, norms, nonfinite, found_inf)
 
 
 def _by_pairs(
     sources: Sequence[Tensor],
     targets: Sequence[Tensor],
     program: Any,
-    further: Callable[[torch.dtype], tuple[Any, ...]],
+    extra_arguments: Callable[[torch.dtype], tuple[Any, ...]],
 ) -> None:
-    """Launch `program` for each pair of dtypes, with what is `further` needed for the target's dtype."""
+    """Launch `program` for each pair of dtypes with `extra_arguments` of the target's dtype."""
     device = sources[0].device
     pairs: tuple[Hashable, ...] = tuple([(t.dtype, o.dtype) for t, o in zip(sources, targets, strict=True)])
     with on(device):
@@ -207,12 +210,12 @@ def _by_pairs(
         tables = (rows.addresses(sources), rows.addresses(targets), rows.sizes, rows.tensor, rows.start)
         for group in rows.groups:
             source, target = group.kind
-            dtypes = (_DTYPES[source], _DTYPES[target], *further(target))
+            dtypes = (_DTYPES[source], _DTYPES[target], *extra_arguments(target))
             launch(program, group.count, *tables, group.first, *dtypes, programs.BLOCK)
 
 
 def _are_pairs(tensors: Sequence[Tensor], targets: Sequence[Tensor], device_type: str) -> bool:
-    """Whether all are plain, on one device, and each target has the shape and layout of its tensor."""
+    """Return whether all tensors are dense on one device and each target matches its tensor's layout."""
     if not tensors or tensors[0].device.type != device_type or len(tensors) != len(targets):
         return False
     if not are_plain([*tensors, *targets], tensors[0].device, _DTYPES.keys()):

@@ -1,7 +1,7 @@
-"""Triton programs that read gradients: norms, and which tensors hold an inf or a NaN.
+"""Triton programs for gradient statistics: norms, and which tensors contain inf or NaN.
 
-One launch for each dtype gives every row a unit and a sum; two more combine those, for each tensor, then
-for all. No atomic operation is used: the same gradients give the same bits.
+One launch per dtype computes a unit and a sum for each row; two more combine them per tensor and then
+overall. There are no atomic operations, so the results are deterministic.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import triton.language as tl
 from amp_core.kernels.triton_programs import place_of
 
 PARTS = 1024
-"""Partial results that are combined at a time."""
+"""Number of partial results to combine at a time."""
 
 _INF = tl.constexpr(float("inf"))
-# If peaks are between these, float32 holds the sum of squares of any number of chunks in full precision.
+# For peaks in this range, float32 can represent sums of squares over any number of chunks.
 _LOW = tl.constexpr(2.0**-40)
 _HIGH = tl.constexpr(2.0**40)
 
@@ -52,7 +52,7 @@ def _read_span(
     peak = tl.zeros([BLOCK], ACC)
     total = tl.zeros([BLOCK], ACC)
     whole = count // BLOCK * BLOCK
-    for first in range(0, whole, BLOCK):  # without a mask, which would keep the loads narrow
+    for first in range(0, whole, BLOCK):  # no mask, which would prevent wide loads
         x = _absolute(pointer + first + at, None, unit, RELATIVE, ACC)
         peak = tl.maximum(peak, x)
         total += _power(x, order, ORDER)
@@ -67,7 +67,7 @@ def _read(
     address, count, unit, order,
     DTYPE: tl.constexpr, ORDER: tl.constexpr, RELATIVE: tl.constexpr, ACC: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Return the largest |x / unit| and the sum of |x / unit| ** order; a NaN shows in the sum alone."""
+    """Return the largest |x / unit| and the sum of |x / unit| ** order; a NaN shows only in the sum."""
     pointer = address.to(tl.pointer_type(DTYPE))
     if address % 16 == 0:
         pointer = tl.multiple_of(pointer, 16)
@@ -82,9 +82,9 @@ def measure_rows(
     addresses, sizes, row_tensor, row_start, first_row, units, sums, order,
     DTYPE: tl.constexpr, ORDER: tl.constexpr, ACC: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Give each row a unit u and a sum s, with u * s ** (1 / order) its norm.
+    """Compute a unit u and a sum s for each row, such that its norm is u * s ** (1 / order).
 
-    The unit of a row that holds an inf or a NaN is one itself.
+    If a row contains inf or NaN, so is its unit.
     """
     row = first_row + tl.program_id(0)
     tensor, start, count = place_of(row, sizes, row_tensor, row_start)
@@ -99,7 +99,7 @@ def measure_rows(
     unit = tl.where(plain, one, peak)
     if ORDER != 0:
         if (peak > 0) & (peak < _INF) & (plain == 0):
-            # Rare for orders 1 and 2: powers of the elements themselves would leave float32.
+            # Rare for orders 1 and 2: powers of the elements would leave float32's range.
             _, total = _read(address, count, peak, order, DTYPE, ORDER, True, ACC, BLOCK)
     tl.store(units + row, unit)
     tl.store(sums + row, total)
@@ -107,7 +107,7 @@ def measure_rows(
 
 @triton.jit
 def _combine(units, sums, first, end, order, ORDER: tl.constexpr, ACC: tl.constexpr, PARTS: tl.constexpr):
-    """Return one unit and sum for those of ``first <= i < end``, and the sum of units that are not finite."""
+    """Combine units and sums for ``first <= i < end``; also return the sum of non-finite units."""
     at = tl.arange(0, PARTS)
     top = tl.zeros([PARTS], ACC)
     spoilt = tl.zeros([PARTS], ACC)
@@ -149,7 +149,7 @@ def measure_tensors(
     first_row, end_row, units, sums, rows, norms, nonfinite, order,
     ORDER: tl.constexpr, ACC: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Combine each tensor's rows: its norm and flag, and its unit and sum behind those of the `rows`."""
+    """Combine each tensor's rows into its norm and flag; store its unit and sum after the `rows`."""
     tensor = tl.program_id(0)
     first, end = tl.load(first_row + tensor), tl.load(end_row + tensor)
     unit, total, spoilt = _combine(units, sums, first, end, order, ORDER, ACC, PARTS)
@@ -165,7 +165,7 @@ def measure_total(
     units, sums, first, end, norm, found_inf, order,
     ORDER: tl.constexpr, ACC: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Combine what `measure_tensors` has left of each tensor."""
+    """Combine the per-tensor results of `measure_tensors`."""
     unit, total, spoilt = _combine(units, sums, first, end, order, ORDER, ACC, PARTS)
     tl.store(norm, _norm(unit, total, spoilt, order, ORDER, ACC))
     tl.store(found_inf, tl.where(spoilt != 0, 1.0, 0.0))

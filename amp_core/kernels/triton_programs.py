@@ -1,8 +1,8 @@
-"""Triton programs that take many tensors in one launch, through a table of their addresses.
+"""Triton programs that process many tensors in one launch through a table of addresses.
 
-`amp_core.kernels.gpu` imports them where Triton can be imported. Each tensor is cut into chunks of `CHUNK`
-elements, and each program takes one *row*: a tensor's place in the table and a chunk's first element.
-Counts, places and addresses are int64, so that neither a tensor nor a list has a greatest size.
+`amp_core.kernels.gpu` imports this module if Triton is available. Each tensor is divided into chunks of
+`CHUNK` elements, and each program handles one *row*: a tensor's index in the table and a chunk's first
+element. Counts, indices and addresses are int64, so the size of tensors and lists is not limited.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ import triton
 import triton.language as tl
 
 CHUNK = 16384
-"""Elements of one program: enough to hide the loads that lead to them, few enough to fill a GPU evenly."""
+"""Elements per program: enough to hide the table lookups, few enough to balance the load on a GPU."""
 
 BLOCK = 4096
 """Elements in flight at a time: four 16-byte loads of float32 for each thread of 8 warps."""
 
-OPTIONS = {"num_warps": 8, "enable_fp_fusion": True}  # Triton 3.9 warns where fusion is left open
+OPTIONS = {"num_warps": 8, "enable_fp_fusion": True}  # Triton 3.9 warns if fusion is not set
 
 WORDS = 8
-"""Numbers that `write_words` writes."""
+"""Numbers per `write_words` launch."""
 
 _CHUNK = tl.constexpr(CHUNK)
 _INF = tl.constexpr(float("inf"))
@@ -27,7 +27,7 @@ _INF = tl.constexpr(float("inf"))
 
 @triton.jit
 def place_of(row, sizes, row_tensor, row_start):
-    """Return a row's tensor, its first element in it, and how many elements it has."""
+    """Return a row's tensor, its first element in that tensor, and its number of elements."""
     tensor = tl.load(row_tensor + row)
     start = tl.load(row_start + row)
     return tensor, start, tl.minimum(tl.load(sizes + tensor) - start, _CHUNK).to(tl.int32)
@@ -54,7 +54,7 @@ def scale_rows(
     addresses, sizes, row_tensor, row_start, first_row, factor, found_inf,
     DTYPE: tl.constexpr, ACC: tl.constexpr, FLAG: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Multiply in place; no product of an inf or a NaN is finite, so one check tells of before and after."""
+    """Multiply in place; no product with inf or NaN is finite, so one check covers before and after."""
     row = first_row + tl.program_id(0)
     tensor, start, count = place_of(row, sizes, row_tensor, row_start)
     address = tl.load(addresses + tensor) + start * (DTYPE.primitive_bitwidth // 8)
@@ -65,7 +65,7 @@ def scale_rows(
     else:
         bad = _scale_span(pointer, count, by, DTYPE, ACC, BLOCK)
     if FLAG:
-        if bad != 0:  # all who write here write the same
+        if bad != 0:  # all writers store the same value
             tl.store(found_inf, 1.0)
 
 
@@ -92,7 +92,7 @@ def cast_rows(
     addresses, targets, sizes, row_tensor, row_start, first_row,
     SOURCE: tl.constexpr, TARGET: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write each element, rounded to nearest even, to its place in the target."""
+    """Write each element to the target, rounded to nearest even."""
     row = first_row + tl.program_id(0)
     tensor, start, count = place_of(row, sizes, row_tensor, row_start)
     here = tl.load(addresses + tensor) + start * (SOURCE.primitive_bitwidth // 8)
@@ -123,7 +123,7 @@ def add_rows(
     addresses, targets, sizes, row_tensor, row_start, first_row,
     SOURCE: tl.constexpr, TARGET: tl.constexpr, ACC: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Add each element to its place in the target; the sum is rounded once."""
+    """Add each element to the target; round each sum once."""
     row = first_row + tl.program_id(0)
     tensor, start, count = place_of(row, sizes, row_tensor, row_start)
     here = tl.load(addresses + tensor) + start * (SOURCE.primitive_bitwidth // 8)
@@ -138,7 +138,7 @@ def add_rows(
 
 @triton.jit
 def _float64(bits):
-    """Return a float64 from its bits: as an argument, Triton would round it to float32."""
+    """Return a float64 from its bits, because Triton would round a float argument to float32."""
     return bits.to(tl.int64).to(tl.float64, bitcast=True)
 
 
@@ -151,7 +151,7 @@ def update_scale(
     interval: tl.int64, hysteresis: tl.int64,
     BUDGET: tl.constexpr, EVERY: tl.constexpr,
 ):  # fmt: skip
-    """`amp_core.states.loss_scale.next_scale`, in one thread."""
+    """Apply `amp_core.states.loss_scale.next_scale` in one thread."""
     old = tl.load(scale)
     wide = old.to(tl.float64)
     tracker = tl.load(growth_tracker).to(tl.int64) + 1
@@ -181,7 +181,7 @@ def write_words(
     words, first, count,
     a: tl.int64, b: tl.int64, c: tl.int64, d: tl.int64, e: tl.int64, f: tl.int64, g: tl.int64, h: tl.int64,
 ):  # fmt: skip
-    """Write up to `WORDS` numbers that the launch itself carries, from ``words[first]`` on."""
+    """Write up to `WORDS` numbers, passed as launch arguments, starting at ``words[first]``."""
     place = words + first
     tl.store(place, a)
     tl.store(place + 1, b, mask=count > 1)

@@ -1,4 +1,4 @@
-"""Tables on the device that tell Triton programs where many tensors lie, built without waiting for it."""
+"""Device tables of tensor addresses for Triton programs, built without synchronization."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from amp_core.common import environment as _env
 from amp_core.errors import KernelLaunchError
 from amp_core.kernels import triton_programs as programs
 
-_REMEMBERED = 64
-"""Lists of shapes whose rows are kept: some models, their weights and gradients."""
+_CACHED_ROWS = 64
+"""Number of shape lists whose rows are cached: weights and gradients of a few models."""
 
 _RECENT = 4
-"""Lists of addresses that are kept for each list of shapes: gradients, weights, their casts."""
+"""Number of address lists cached per shape list: gradients, weights, their casts."""
 
 _for_replay: list[Any] = []
-"""Tables that a captured graph reads at each replay. Nobody tells when a graph is gone, so they stay: 8 bytes
-a tensor, and 16 a chunk of 16384 elements where its shapes were new to amp-core."""
+"""Tables that captured graphs read at each replay. Destroyed graphs cannot be detected, so the tables stay: 8
+bytes per tensor, plus 16 per chunk of 16384 elements for shapes first seen during a capture."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """Rows of tensors of one kind, which one launch takes."""
+    """Rows of tensors of one kind, processed by one launch."""
 
     kind: Any
     first: int
@@ -38,14 +38,14 @@ class Group:
 
 
 class Rows:
-    """How the tensors of a list are cut, whatever their addresses.
+    """The division of a list of tensors into rows, independent of their addresses.
 
     Attributes:
         sizes: int64, shape ``(n,)``: elements of each tensor.
-        first, end: int64, shape ``(n,)``: the rows of each tensor.
+        first, end: int64, shape ``(n,)``: the row range of each tensor.
         tensor, start: int64, shape ``(count,)``: each row's tensor, and its first element in it.
         groups: the rows of each kind of tensor.
-        captured: they were made while a graph was captured, so they have no contents before a replay.
+        captured: whether they were created during a graph capture, so they are empty until a replay.
     """
 
     def __init__(self, kinds: Sequence[Hashable], sizes: Sequence[int], device: torch.device) -> None:
@@ -60,10 +60,10 @@ class Rows:
             first[i], end[i] = last - cuts[i], last
         self.count = ends[-1]
         counts = [cuts[i] for i in order]
-        # Each begins at a multiple of 16 bytes: Triton compiles anew for an address that is none.
+        # Align each part to 16 bytes: Triton recompiles for unaligned addresses.
         padded = [[*part, *[0] * (n % 2)] for part in (sizes, first, end, order, counts)]
-        told = numbers(list(chain.from_iterable(padded)), device)
-        self.sizes, self.first, self.end, ordered, counted = (t[:n] for t in told.view(5, -1).unbind())
+        packed = numbers(list(chain.from_iterable(padded)), device)
+        self.sizes, self.first, self.end, ordered, counted = (t[:n] for t in packed.view(5, -1).unbind())
         self.tensor = torch.repeat_interleave(ordered, counted, output_size=self.count)
         within = torch.arange(self.count, device=device) - self.first.index_select(0, self.tensor)
         self.start = within * programs.CHUNK
@@ -76,28 +76,28 @@ class Rows:
         self._recent: list[tuple[list[int], Any, Tensor]] = []
 
     def addresses(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return the addresses of `tensors`, which must be of these sizes, on their device.
+        """Return the addresses of `tensors`, which must have these sizes, as a tensor on their device.
 
-        Those of the last calls are kept: a caching allocator gives the gradients of one step the places
-        of those of the step before.
+        Recent tables are cached because a caching allocator reuses the addresses of the previous step's
+        gradients.
         """
-        device, there = self.sizes.device, list(map(Tensor.data_ptr, tensors))
+        device, addresses = self.sizes.device, list(map(Tensor.data_ptr, tensors))
         stream, capturing = stream_of(device), is_capturing(device)
         if not capturing:
             self._follow(stream)
-        # What was written before a capture began is there for every stream: its beginning waits for all.
-        known = [told for at, on, told in self._recent if (capturing or on == stream) and at == there]
-        told = known[0] if known else numbers(there, device)
+        # Tables written before a capture are visible to all streams, because its start waits for them.
+        cached = [t for key, on, t in self._recent if (capturing or on == stream) and key == addresses]
+        table = cached[0] if cached else numbers(addresses, device)
         if capturing:
-            _for_replay.append((self, told))
-        elif not known:
-            self._recent = [(there, stream, told), *self._recent[: _RECENT - 1]]
-        return told
+            _for_replay.append((self, table))
+        elif not cached:
+            self._recent = [(addresses, stream, table), *self._recent[: _RECENT - 1]]
+        return table
 
     def _follow(self, stream: Any) -> None:
-        """Make the rows ready for another stream than the one that wrote them."""
+        """Make the rows usable on another stream than the one that wrote them."""
         if stream != self._stream:
-            stream.wait_event(self._written)  # not for what that stream was given since
+            stream.wait_event(self._written)  # not for later work on that stream
             for tensor in (self.sizes, self.tensor, self.start):
                 tensor.record_stream(stream)
 
@@ -113,68 +113,68 @@ def _groups(kinds: Sequence[Hashable], cuts: Sequence[int]) -> Iterator[Group]:
         first += count
 
 
-_remembered: dict[Hashable, Rows] = {}
+_rows_cache: dict[Hashable, Rows] = {}
 _lock = threading.Lock()
 
 
 def rows_of(kinds: tuple[Hashable, ...], sizes: tuple[int, ...], device: torch.device) -> Rows:
-    """Return the rows of tensors of such kinds and sizes on `device`; the same ones at the next call."""
+    """Return the cached rows for tensors of these kinds and sizes on `device`."""
     key = (device, kinds, sizes)
     with _lock:
-        found = _remembered.pop(key, None) or Rows(kinds, sizes, device)
-        if not found.captured:
-            _remembered[key] = found
-            while len(_remembered) > _REMEMBERED:
-                del _remembered[next(iter(_remembered))]
-    return found
+        rows = _rows_cache.pop(key, None) or Rows(kinds, sizes, device)
+        if not rows.captured:
+            _rows_cache[key] = rows
+            while len(_rows_cache) > _CACHED_ROWS:
+                del _rows_cache[next(iter(_rows_cache))]
+    return rows
 
 
 def numbers(values: Sequence[int], device: torch.device) -> Tensor:
-    """Return `values` as int64 on `device`, without waiting for it."""
+    """Return `values` as int64 on `device` without synchronization."""
     if is_capturing(device):
         return _written(values, device)
-    here = torch.tensor(values, dtype=torch.int64, device="cpu", pin_memory=device.type != "cpu")
-    return here.to(device, non_blocking=True)
+    host = torch.tensor(values, dtype=torch.int64, device="cpu", pin_memory=device.type != "cpu")
+    return host.to(device, non_blocking=True)
 
 
 def _written(values: Sequence[int], device: torch.device) -> Tensor:
-    """Return `values`, carried by launches: a captured copy would read host memory that is long gone."""
-    there = torch.empty(len(values), dtype=torch.int64, device=device)
+    """Return `values`, passed as launch arguments: a captured copy would read host memory freed since."""
+    words = torch.empty(len(values), dtype=torch.int64, device=device)
     for first in range(0, len(values), programs.WORDS):
-        some = [*values[first : first + programs.WORDS]]
-        rest = [0] * (programs.WORDS - len(some))
-        launch(programs.write_words, 1, there, first, len(some), *some, *rest)
-    return there
+        chunk = [*values[first : first + programs.WORDS]]
+        padding = [0] * (programs.WORDS - len(chunk))
+        launch(programs.write_words, 1, words, first, len(chunk), *chunk, *padding)
+    return words
 
 
 def launch(program: Any, count: int, *arguments: Any) -> None:
     """Run `count` instances of `program` on the current device.
 
     Raises:
-        KernelLaunchError: Triton cannot compile or launch it.
+        KernelLaunchError: Triton could not compile or launch it.
     """
     try:
         program[(count,)](*arguments, **programs.OPTIONS)
-    except Exception as error:  # of Triton, its C compiler, the driver
+    except Exception as error:  # from Triton, its C compiler or the driver
         raise KernelLaunchError(
             f"Triton could not compile or launch amp-core's {program.fn.__name__}: {type(error).__name__}: "
-            f"{error}\nIf that is a fault of the Triton or compiler on this machine, set {_env.TRITON}=0: "
-            f"torch's own operations then do the same."
+            f"{error}\nIf Triton or the compiler on this machine is at fault, set {_env.TRITON}=0 to use "
+            f"torch's own operations instead."
         ) from error
 
 
 @functools.cache
 def _load_writer(device: torch.device) -> None:
-    """Load the program of `_written`: no program can be loaded while a graph is captured."""
+    """Load the program of `_written`, because none can be loaded during a graph capture."""
     _written([0], device)
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether the current stream of the current device is being captured in a graph."""
+    """Return whether the current stream of the current device is capturing a graph."""
     if device.type == "cpu":
         return False
-    asked = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
-    return bool(asked()) if asked is not None else False
+    query = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
+    return bool(query()) if query is not None else False
 
 
 def stream_of(device: torch.device) -> Any:
@@ -183,7 +183,7 @@ def stream_of(device: torch.device) -> Any:
 
 
 def on(device: torch.device) -> AbstractContextManager[Any]:
-    """Make `device` the current one, on which Triton launches."""
+    """Make `device` current, so that Triton launches on it."""
     if device.type == "cpu":
         return nullcontext()
     context: AbstractContextManager[Any] = torch.get_device_module(device).device(device)

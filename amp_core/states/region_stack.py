@@ -1,4 +1,4 @@
-"""The regions that a thread has entered, and how it leaves them in any order."""
+"""The stack of regions that a thread has entered, which may be left in any order."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ class Frame:
     """One entered region.
 
     Attributes:
-        region: the `autocast` instance.
-        before: the autocast state of its device before: enabled, dtype, whether casts are kept.
-        nesting: the depth of the region, 1 for the outermost; 0 while it is being entered.
-        policies: how many policies the thread had pushed before, if the region pushes one; else None.
-        superseded: a region entered later restores `before` in its place.
-        leaving: the region is being left. An interrupt can leave a frame so; the next region mends that.
+        region: the `autocast` instance. before: the previous autocast state of its device: enabled, dtype,
+        cache enabled. nesting: the depth of the region, 1 for the outermost; 0 while it is being entered.
+        policies: the number of policies that the thread had pushed before, if the region pushes one; else
+        None. superseded: whether a region entered later restores `before` instead. leaving: whether the
+        region is being left. If an interrupt stops that, the next region completes it.
     """
 
     __slots__ = ("before", "leaving", "nesting", "policies", "region", "superseded")
@@ -35,10 +34,10 @@ class RegionStack(list[Frame]):
     """The entered regions of one thread, outermost first."""
 
     def take_out(self, region: Any) -> Frame:
-        """Take off and return the innermost frame of `region`.
+        """Remove and return the innermost frame of `region`.
 
-        A generator or coroutine may leave its region before one that was entered later. That one
-        stays in force, and inherits what there is to restore.
+        A generator or coroutine may leave its region before one that was entered later. The later region
+        stays active and takes over the state to restore.
 
         Raises:
             RuntimeError: the region was not entered in this thread.
@@ -61,7 +60,7 @@ class RegionStack(list[Frame]):
                 heir.before = frame.before
                 frame.superseded = True
                 break
-        # The nesting counter is one for the thread: it must fall below the outermost that is left.
+        # The nesting counter is per thread: it must drop below that of the outermost remaining region.
         frame.nesting += len(later)
         return frame
 

@@ -81,7 +81,7 @@ def test_uniform_is_the_same_everywhere(capsys: pytest.CaptureFixture[str]) -> N
         (["cuda", "--op", "softmaks"], "softmax"),
         (["npu9"], "npu9"),
         (["./nowhere.toml"], "nowhere.toml cannot be read: No such file or directory."),
-        (["cpu", "--diff", "cpu", "cuda"], "takes no other policy"),
+        (["cpu", "--diff", "cpu", "cuda"], "cannot be combined with another policy"),
     ],
 )
 def test_bad_input(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:

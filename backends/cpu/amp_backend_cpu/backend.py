@@ -1,4 +1,4 @@
-"""What the CPU can do."""
+"""The CPU backend."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from amp_core.plugin import Availability, Backend
 
 
 class CpuBackend(Backend):
-    """Always there. bfloat16 by default, as in torch."""
+    """The CPU. Always available; bfloat16 by default, as in torch."""
 
     device_type = "cpu"
     api_version = 1

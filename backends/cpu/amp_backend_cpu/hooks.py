@@ -1,4 +1,4 @@
-"""Registers the CPU backend; the entry point ``cpu`` of group ``amp_core.backends`` names this module."""
+"""Register the CPU backend; the entry point ``cpu`` of group ``amp_core.backends`` names this module."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from amp_core.plugin import Registry, hookimpl
 
 @hookimpl
 def amp_register_backends(registry: Registry) -> None:
-    """Hand the CPU backend to amp-core."""
+    """Register the CPU backend."""
     registry.add(CpuBackend())

@@ -1,4 +1,4 @@
-"""The CPU's kernels: compiled ones where the library was built, the portable ones elsewhere."""
+"""The CPU's kernels: compiled ones if the library was built, else the portable ones."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from amp_core.states.loss_scale import Hysteresis, LossScaleSchedule
 
 _CODES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 _CPU = torch.device("cpu")
-_LARGE = 1 << 22  # elements: from here on prefetch and streaming stores matter
+_LARGE = 1 << 22  # elements: above this, prefetch and streaming stores matter
 _STATE = [torch.float32, torch.int32, torch.int32, torch.float32]
-_ADDRESS = "L" if array("L").itemsize == 8 else "Q"  # the first is filled in half the time
+_ADDRESS = "L" if array("L").itemsize == 8 else "Q"  # filling "L" takes half the time
 _KINDS = (Hysteresis.BUDGET, Hysteresis.CONSECUTIVE, Hysteresis.EVERY)
 
 
 class Compiled(Portable):
     """Plain C with OpenMP, for the instruction set that torch uses.
 
-    Takes plain tensors without gaps. A call with any other tensor (complex, strided, fake, of a
-    subclass), another order of norm, or a cast that changes nothing, goes to the portable kernels whole.
+    It handles dense tensors. Calls with any other tensor (complex, strided, fake, of a subclass), another
+    norm order, or a cast to the same dtype use the portable kernels.
     """
 
     name = "compiled"
@@ -39,7 +39,7 @@ class Compiled(Portable):
         self._tuning = _library.Tuning(library)
 
     @property
-    def reason(self) -> str:  # type: ignore[override]  # it is measured when it is first asked for
+    def reason(self) -> str:  # type: ignore[override]  # measured on first use
         return f"{_library.instruction_set(self._library)}, OpenMP; {self._tuning}"
 
     def _settle(self, table: _Table) -> None:
@@ -115,31 +115,31 @@ class Compiled(Portable):
 
 
 def _empty(shape: int | tuple[()], dtype: torch.dtype) -> Tensor:
-    # The device is named: the default one may be another.
+    # Pass the device explicitly because the default device may differ.
     return torch.empty(shape, dtype=dtype, device=_CPU)
 
 
 def _to_others(tensors: Sequence[Tensor], targets: Sequence[Tensor]) -> bool:
-    """Whether each tensor is to be cast to another dtype, into a target of its own shape and layout."""
+    """Return whether each cast changes the dtype and keeps the shape and layout."""
     pairs = list(zip(tensors, targets, strict=True))
     return all(t.shape == o.shape and t.stride() == o.stride() and t.dtype is not o.dtype for t, o in pairs)
 
 
 def _halves_to_float32(totals: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:
-    """Whether each of `grads`, of 2 bytes an element, is to be added to a float32 of its own layout."""
+    """Return whether 16-bit `grads` are added to float32 totals of the same layout."""
     same = all(t.shape == g.shape and t.stride() == g.stride() for t, g in zip(totals, grads, strict=True))
     return same and {t.dtype for t in totals} == {torch.float32} and all(g.itemsize == 2 for g in grads)
 
 
 class _Layout:
-    """What the library is told of a list of tensors, besides where they lie.
+    """The library's arguments for a list of tensors, except addresses.
 
-    Finding it out is most of a call on small tensors.
+    Computing them takes most of the time of a call on small tensors.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.fits = bool(tensors) and are_plain(tensors, _CPU, _CODES.keys())
-        """Whether the library takes such tensors at all; nothing else is there if not."""
+        """Whether the library supports such tensors; if not, no other attribute is set."""
         if self.fits:
             self.sizes = array("q", [t.numel() for t in tensors])
             self.codes = array("i", [_CODES[t.dtype] for t in tensors])
@@ -149,27 +149,27 @@ class _Layout:
 
 
 class _Table:
-    """What the library is told of a list of tensors."""
+    """The library's arguments for a list of tensors."""
 
     def __init__(self, tensors: Sequence[Tensor], layout: _Layout) -> None:
         self.elements = layout.elements
         self.wide = layout.wide
-        where = array(_ADDRESS, list(map(Tensor.data_ptr, tensors)))
-        self._owners = where, layout
-        self._nowhere = 0 in where
-        self.arguments = (len(tensors), where.buffer_info()[0], *layout.addresses)
+        addresses = array(_ADDRESS, list(map(Tensor.data_ptr, tensors)))
+        self._owners = addresses, layout
+        self._has_null = 0 in addresses
+        self.arguments = (len(tensors), addresses.buffer_info()[0], *layout.addresses)
 
-    def has_gone(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether the memory of a tensor that has elements was given back."""
-        return self._nowhere and any(t.numel() and not t.data_ptr() for t in tensors)
+    def is_freed(self, tensors: Sequence[Tensor]) -> bool:
+        """Return whether the memory of a nonempty tensor was freed."""
+        return self._has_null and any(t.numel() and not t.data_ptr() for t in tensors)
 
     def threads(self) -> int:
-        # Waking another thread takes as long as this many elements do.
+        # Waking another thread takes as long as processing this many elements.
         return min(torch.get_num_threads(), self.elements // 2**17 + 1)
 
 
 class _Prepared(list[Tensor]):
-    """Tensors with their table, or with ``None`` where the library does not take them."""
+    """Tensors with their table, or ``None`` if the library does not support them."""
 
     def __init__(self, tensors: Sequence[Tensor], layout: _Layout) -> None:
         super().__init__(tensors)
@@ -184,17 +184,17 @@ def _table_of(tensors: Sequence[Tensor]) -> _Table | None:
 
 def _read_table(tensors: Sequence[Tensor], layout: _Layout) -> _Table | None:
     table = _Table(tensors, layout) if layout.fits else None
-    return None if table is None or table.has_gone(tensors) else table
+    return None if table is None or table.is_freed(tensors) else table
 
 
 def _check(status: int) -> None:
     if status != 0:
-        raise MemoryError("The compiled CPU kernels of amp-core found no memory for their work lists.")
+        raise MemoryError("amp-core's compiled CPU kernels could not allocate memory for their work lists.")
 
 
 @functools.cache
 def load() -> Kernels:
-    """Return the compiled kernels, or the portable ones with the reason why."""
+    """Return the compiled kernels, or the portable ones with the reason."""
     try:
         return Compiled(_library.load())
     except _library.LibraryMissingError as error:

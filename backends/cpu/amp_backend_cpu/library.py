@@ -1,4 +1,4 @@
-"""Finds and loads the compiled library of CPU kernels, and settles how it runs on this CPU."""
+"""Load the compiled library of CPU kernels and tune it for this CPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from amp_core.common import environment as _env
 
 _ABI = 5
-"""What `native/kernels.c` says of itself; a library from other sources must not be called."""
+"""The ABI version in `native/kernels.c`; a library with another version must not be called."""
 
 _LIMITS = {"NO AVX": 0, "DEFAULT": 0, "AVX2": 1}
 _AVX512 = 2
@@ -26,11 +26,11 @@ _NOT_BUILT = "the compiled kernels were not built: no C compiler at install time
 
 
 class LibraryMissingError(Exception):
-    """There is no library that can be used; the text says why."""
+    """No usable library exists; the message says why."""
 
 
 def path() -> Path:
-    """Return where the build puts the library. It is bound to no Python, so it has no Python's suffix."""
+    """Return the path of the library. It works with any Python, so its suffix names none."""
     return Path(__file__).parent / "native" / ("_kernels.dll" if sys.platform == "win32" else "_kernels.so")
 
 
@@ -38,10 +38,10 @@ def load() -> ctypes.CDLL:
     """Load the library and limit it to the instruction set that torch uses.
 
     Raises:
-        LibraryMissingError: it is switched off, was not built, or does not load.
+        LibraryMissingError: it is disabled, was not built, or does not load.
     """
     if not _env.compiled():
-        raise LibraryMissingError(f"{_env.COMPILED} says so")
+        raise LibraryMissingError(f"disabled by {_env.COMPILED}")
     file = path()
     if not file.exists():
         logging.getLogger("amp_core").warning(
@@ -63,10 +63,10 @@ def load() -> ctypes.CDLL:
 
 
 class Tuning:
-    """Whether the library prefetches, and whether large casts are stored past the caches.
+    """Whether the library prefetches, and whether large casts use streaming stores.
 
-    Some CPUs gain a quarter by either, others lose as much. ``AMP_CPU_TUNING`` decides; without it, a
-    calibration of about 50 ms at the first large call.
+    Either makes some CPUs a quarter faster and others as much slower. ``AMP_CPU_TUNING`` decides; otherwise,
+    the first large call runs a calibration of about 50 ms.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -75,7 +75,7 @@ class Tuning:
         self.settled = False
 
     def settle(self) -> None:
-        """Decide, unless that is done."""
+        """Choose the settings, once."""
         with self._lock:
             if self.settled:
                 return
@@ -95,7 +95,7 @@ class Tuning:
 
 
 def instruction_set(library: ctypes.CDLL) -> str:
-    """Return the instruction set in use, and what limits it."""
+    """Return the instruction set in use and the variable that limits it, if any."""
     name: str = library.amp_instruction_set().decode()
     forced = os.environ.get(_env.CPU_CAPABILITY)
     return f"{name} ({_env.CPU_CAPABILITY}={forced})" if forced else name

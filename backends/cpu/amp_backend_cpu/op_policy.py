@@ -1,7 +1,7 @@
-"""The op lists of the CPU, as torch compiled them in (``ATen/autocast_mode.cpp``, 2.13).
+"""The op lists compiled into torch for the CPU (``ATen/autocast_mode.cpp``, 2.13).
 
-A name without a namespace is ``aten``'s, one without an overload is the default overload. Ops that the
-installed torch lacks are left out; tests/policy/test_tables.py checks the lists against the dispatcher.
+Names without a namespace are in ``aten``; names without an overload mean the default one. Ops missing from
+the installed torch are skipped; tests/policy/test_tables.py checks the lists against the dispatcher.
 """
 
 from __future__ import annotations

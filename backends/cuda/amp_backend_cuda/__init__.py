@@ -1,1 +1,1 @@
-"""The CUDA backend of amp-core. ``hooks`` registers it, ``backend`` says what the device can do."""
+"""The CUDA backend of amp-core. ``hooks`` registers it; ``backend`` describes the device."""

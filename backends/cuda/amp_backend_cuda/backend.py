@@ -1,4 +1,4 @@
-"""What a CUDA (or ROCm) GPU can do."""
+"""The CUDA (and ROCm) backend."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from amp_core.kernels.gpu import foreach_kernels, kernels_of
 from amp_core.plugin import Availability, Backend, Refusal
 
 _TRITON = (7, 0)
-"""The least compute capability that Triton compiles for."""
+"""The lowest compute capability that Triton supports."""
 
 
 class CudaBackend(Backend):
-    """float16 by default; bfloat16 where the GPU has it."""
+    """CUDA and ROCm GPUs: float16 by default, and bfloat16 if the GPU supports it."""
 
     device_type = "cuda"
     api_version = 1
@@ -30,8 +30,8 @@ class CudaBackend(Backend):
     def availability(self) -> Availability:
         if torch.cuda.is_available():
             count = torch.cuda.device_count()
-            found = f"{count} GPU(s), first: {torch.cuda.get_device_name(0)}"
-            return Availability(True, f"{found}{_bfloat16_note()}")
+            gpus = f"{count} GPU(s), first: {torch.cuda.get_device_name(0)}"
+            return Availability(True, f"{gpus}{_bfloat16_note()}")
         if torch.version.cuda is None and torch.version.hip is None:
             return Availability(False, f"torch {torch.__version__} is built without CUDA and ROCm")
         toolkit = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}"
@@ -51,7 +51,7 @@ class CudaBackend(Backend):
         return super().dtype_reason(dtype)
 
     def autocast_refusal(self, dtype: torch.dtype) -> Refusal | None:
-        """Follow torch: no GPU disables the region, a GPU without bfloat16 raises, all else is admitted."""
+        """Follow torch: no GPU disables the region, a GPU without bfloat16 raises, all else is allowed."""
         if _definitely_absent():
             return Refusal("CUDA is not available or torch_xla is imported. Disabling autocast.")
         if dtype is torch.bfloat16 and not torch.cuda.is_bf16_supported():
@@ -68,17 +68,17 @@ class CudaBackend(Backend):
         return None
 
     def kernels(self) -> Kernels:
-        """Return Triton's kernels, or torch's where there is no Triton or no GPU for it."""
-        here = torch.cuda.is_initialized() or torch.cuda.is_available()  # type: ignore[no-untyped-call]
-        return _kernels() if here else _NONE
+        """Return the Triton kernels, or torch's if Triton or a suitable GPU is missing."""
+        available = torch.cuda.is_initialized() or torch.cuda.is_available()  # type: ignore[no-untyped-call]
+        return _kernels() if available else _NONE
 
 
-_NONE = foreach_kernels("no GPU is here for Triton's kernels")
+_NONE = foreach_kernels("no GPU is available for Triton")
 
 
 @functools.cache
 def _kernels() -> Kernels:
-    """Return the kernels of the GPUs that are here; they do not change."""
+    """Return the kernels for the available GPUs, which do not change."""
     oldest = min(torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count()))
     if torch.version.hip is None and oldest < _TRITON:
         return foreach_kernels(f"Triton needs compute capability 7.0, and a GPU has {oldest[0]}.{oldest[1]}")
@@ -86,14 +86,14 @@ def _kernels() -> Kernels:
 
 
 def _bfloat16_note() -> str:
-    # torch calls bfloat16 supported where it is emulated, which is right but slow.
+    # torch also reports emulated bfloat16 as supported, which is correct but slow.
     if torch.cuda.is_bf16_supported(including_emulation=False):
         return ""
     return "; bfloat16 is emulated, float16 is faster" if torch.cuda.is_bf16_supported() else "; no bfloat16"
 
 
 def _why_absent() -> str:
-    """Tell a missing driver from a missing GPU and from a driver that is too old."""
+    """Distinguish a missing driver, a missing GPU and an outdated driver."""
     if torch.cuda.device_count() > 0:
         return "the driver does not work with it"
     if torch.version.cuda is not None and not _has_driver():
@@ -111,5 +111,5 @@ def _has_driver() -> bool:
 
 
 def _definitely_absent() -> bool:
-    # torch_xla serves "cuda" programs without CUDA.
+    # torch_xla runs "cuda" programs without CUDA.
     return not torch.cuda.is_available() and "torch_xla" not in sys.modules

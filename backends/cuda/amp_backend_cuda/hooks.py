@@ -1,4 +1,4 @@
-"""Registers the CUDA backend; the entry point ``cuda`` of group ``amp_core.backends`` names this module."""
+"""Register the CUDA backend; the entry point ``cuda`` of group ``amp_core.backends`` names this module."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from amp_core.plugin import Registry, hookimpl
 
 @hookimpl
 def amp_register_backends(registry: Registry) -> None:
-    """Hand the CUDA backend to amp-core."""
+    """Register the CUDA backend."""
     registry.add(CudaBackend())

@@ -1,1 +1,1 @@
-"""Devices that torch serves itself: what amp-core needs to know of them and torch does not tell."""
+"""Backends for devices that torch supports itself, with facts that torch does not expose."""

@@ -1,4 +1,4 @@
-"""What torch does not tell of the devices that it serves itself."""
+"""Facts about devices that torch supports itself but does not expose."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from amp_core.policy.tables import SHARED
 
 
 class MpsBackend(TorchBackend):
-    """Apple's GPUs, which have no float64."""
+    """Apple's GPUs, which do not support float64."""
 
     op_lists = MPS
     has_float64 = False

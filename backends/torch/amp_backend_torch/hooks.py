@@ -1,4 +1,4 @@
-"""Registers, as fallbacks, the devices that torch serves itself; named by the entry point ``torch``."""
+"""Register fallbacks for devices that torch supports itself; the entry point ``torch`` names this module."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from amp_core.plugin import Registry, hookimpl
 
 @hookimpl
 def amp_register_backends(registry: Registry) -> None:
-    """Hand the fallbacks to amp-core; a package that serves one of these devices comes first."""
+    """Register the fallbacks; another package's backend for these devices takes precedence."""
     for backend in (MpsBackend("mps"), MtiaBackend("mtia"), MaiaBackend("maia")):
         registry.add(backend, fallback=True)

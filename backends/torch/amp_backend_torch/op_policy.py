@@ -1,7 +1,7 @@
-"""The op list of mps, as torch compiled it in (``ATen/autocast_mode.cpp``, 2.13).
+"""The op list compiled into torch for mps (``ATen/autocast_mode.cpp``, 2.13).
 
-A name without a namespace is ``aten``'s, one without an overload is the default overload. Ops that the
-installed torch lacks are left out; tests/policy/test_tables.py checks the list against the dispatcher.
+Names without a namespace are in ``aten``; names without an overload mean the default one. Ops missing from
+the installed torch are skipped; tests/policy/test_tables.py checks the list against the dispatcher.
 """
 
 from __future__ import annotations
@@ -29,4 +29,4 @@ MPS: Lists = {
         addcdiv addcmul atan2 bilinear cross dot grid_sampler index_put scatter_add tensordot
     """,
 }
-"""It lacks some ops that others have, and has float32 where they set the optional dtype."""
+"""It lacks some ops of other devices and uses float32 where they set the optional dtype."""

@@ -1,4 +1,4 @@
-"""What an Intel GPU can do."""
+"""The XPU backend for Intel GPUs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from amp_core.policy.tables import SHARED
 
 
 class XpuBackend(Backend):
-    """float16 by default, bfloat16 too."""
+    """Intel GPUs: float16 by default, and bfloat16."""
 
     device_type = "xpu"
     api_version = 1
@@ -19,8 +19,8 @@ class XpuBackend(Backend):
     aliases = ("intel",)
 
     @property
-    def has_float64(self) -> bool:  # type: ignore[override]  # known once a driver is asked
-        """Whether all GPUs that are present have float64 units; some consumer models do not."""
+    def has_float64(self) -> bool:  # type: ignore[override]  # queried from the driver
+        """Whether all available GPUs support float64; some consumer models do not."""
         devices = range(torch.xpu.device_count())
         return all(torch.xpu.get_device_properties(i).has_fp64 for i in devices)
 
@@ -41,9 +41,9 @@ class XpuBackend(Backend):
         return (torch.bfloat16, torch.float16)
 
     def kernels(self) -> Kernels:
-        """Return Triton's kernels, or torch's where there is no Triton or no GPU for it."""
-        here = torch.xpu.is_initialized() or torch.xpu.is_available()  # type: ignore[no-untyped-call]
-        return kernels_of("xpu", "intel", has_float64=self.has_float64) if here else _NONE
+        """Return the Triton kernels, or torch's if Triton or a suitable GPU is missing."""
+        available = torch.xpu.is_initialized() or torch.xpu.is_available()  # type: ignore[no-untyped-call]
+        return kernels_of("xpu", "intel", has_float64=self.has_float64) if available else _NONE
 
 
-_NONE = foreach_kernels("no GPU is here for Triton's kernels")
+_NONE = foreach_kernels("no GPU is available for Triton")
