@@ -1,14 +1,14 @@
-"""Every exception and warning that amp-core raises of its own.
+"""amp-core's own exceptions and warnings.
 
-Where `torch.amp` raises (``RuntimeError``, ``ValueError``, ``AssertionError`` ...) amp-core raises the
-same class with the same text; the classes here are for conditions that torch does not have.
+Where `torch.amp` raises (``RuntimeError``, ``ValueError``, ``AssertionError`` ...), amp-core raises the
+same class with the same text; the classes here are for conditions that do not exist in torch.
 """
 
 from __future__ import annotations
 
 
 class AmpError(Exception):
-    """Base of all errors of amp-core's own."""
+    """Base class of amp-core's own errors."""
 
 
 class BackendError(AmpError, RuntimeError):
@@ -16,7 +16,7 @@ class BackendError(AmpError, RuntimeError):
 
 
 class BackendNotFoundError(BackendError):
-    """No backend serves the device type that was asked for."""
+    """No backend serves the requested device type."""
 
 
 class BackendLoadError(BackendError):
@@ -24,11 +24,11 @@ class BackendLoadError(BackendError):
 
 
 class BackendConflictError(BackendError):
-    """Two owners claim one device type."""
+    """Two plugins claim the same device type."""
 
 
 class BackendDisabledError(BackendError):
-    """The backend was switched off through ``AMP_DISABLE_BACKENDS`` or ``AMP_PLUGIN_AUTOLOAD``."""
+    """The backend is disabled by ``AMP_DISABLE_BACKENDS`` or ``AMP_PLUGIN_AUTOLOAD``."""
 
 
 class KernelLaunchError(BackendError):
@@ -40,31 +40,31 @@ class PolicyError(AmpError, ValueError):
 
 
 class StaleCastError(AmpError, RuntimeError):
-    """A cached cast differs from its weight (found by the debug mode of `amp_core.cached_casts`)."""
+    """A cached cast differs from its weight; raised in the debug mode of `amp_core.cached_casts`."""
 
 
 class ScriptRegionError(AmpError, RuntimeError):
-    """`amp_core.script` met an autocast region that TorchScript cannot do what eager mode does."""
+    """`amp_core.script` cannot compile an autocast region with the behaviour of eager mode."""
 
 
 class TorchFeatureError(AmpError, RuntimeError):
-    """A feature was asked for that the installed torch no longer supports; the text names both."""
+    """The installed torch no longer supports a requested feature; the message names both."""
 
 
 class ScaleFloorError(AmpError, RuntimeError):
-    """Gradients overflowed at the floor of the scale, and the schedule says `AtFloor.RAISE`."""
+    """Gradients overflowed with the scale at its floor, and the schedule is set to `AtFloor.RAISE`."""
 
 
 class AmpWarning(UserWarning):
-    """Base of all warnings of amp-core's own."""
+    """Base class of amp-core's own warnings."""
 
 
 class PluginWarning(AmpWarning):
-    """A third-party plugin failed and was left out."""
+    """A third-party plugin failed to load and was skipped."""
 
 
 class TorchFeatureWarning(AmpWarning):
-    """The installed torch no longer supports a feature, which is off; given once per feature."""
+    """The installed torch no longer supports a feature, which is disabled; issued once per feature."""
 
 
 class SkippedStepsWarning(AmpWarning):
@@ -72,7 +72,7 @@ class SkippedStepsWarning(AmpWarning):
 
 
 class ScaleFloorWarning(SkippedStepsWarning):
-    """Gradients overflowed though the scale is at its floor."""
+    """Gradients overflowed although the scale is at its floor."""
 
 
 for _public in [

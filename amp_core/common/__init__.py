@@ -1,1 +1,1 @@
-"""What every layer may use: call sites, containers, device types, environment variables."""
+"""Helpers for every layer: call sites, containers, device types, environment variables."""

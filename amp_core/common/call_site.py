@@ -1,4 +1,4 @@
-"""Where amp-core was called from: for warnings, and for what remembers who asked for it."""
+"""Find the user code that called amp-core, for warnings and for the origins of policies."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 
 
 def level_outside() -> int:
-    """Return the `stacklevel`, seen from the caller, of the first frame that is not amp-core's."""
+    """Return the `stacklevel`, relative to the caller, of the first frame outside amp-core."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and _is_ours(frame.f_globals):
         level, frame = level + 1, frame.f_back
@@ -14,7 +14,7 @@ def level_outside() -> int:
 
 
 def place_outside(packages: tuple[str, ...] = ()) -> str:
-    """Return file and line of the first frame that is neither amp-core's nor of one of `packages`."""
+    """Return file and line of the first frame outside amp-core and `packages`."""
     frame = sys._getframe(1)
     while frame.f_back is not None and (_is_ours(frame.f_globals) or _package(frame.f_globals) in packages):
         frame = frame.f_back

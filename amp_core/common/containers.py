@@ -1,4 +1,4 @@
-"""Apply a function to every tensor in a nest of containers, which keep their types."""
+"""Apply a function to every tensor in nested containers, which keep their types."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch import Tensor
 def map_tensors(
     value: Any, fn: Callable[[Tensor], Tensor], other: Callable[[Any], Any] = lambda value: value
 ) -> Any:
-    """Return `value` with `fn` applied to each tensor in it, now (never lazily).
+    """Return `value` with `fn` applied eagerly to each tensor in it.
 
-    Descends into lists, tuples, namedtuples, sets, mappings (their values), dataclass instances and
-    iterators (which come back as iterators over a finished list). Strings, arrays and everything else
-    go through `other`, which by default returns them. Subclasses of the built-in containers keep their
-    class.
+    Descends into lists, tuples, namedtuples, sets, mapping values, dataclass instances and iterators (an
+    iterator is consumed and returned as an iterator over a list). Strings, arrays and everything else go
+    through `other`, which returns them unchanged by default. Subclasses of the built-in containers keep
+    their class.
     """
     if isinstance(value, Tensor):
         return fn(value)
@@ -52,6 +52,6 @@ def _dataclass(value: Any, fn: Callable[[Tensor], Tensor], other: Callable[[Any]
     result = copy.copy(value)
     for field in dataclasses.fields(value):
         if hasattr(value, field.name):
-            # object.__setattr__: frozen ones too; __init__ may not take what the fields hold.
+            # Works for frozen dataclasses too. __init__ may not accept every field.
             object.__setattr__(result, field.name, map_tensors(getattr(value, field.name), fn, other))
     return result

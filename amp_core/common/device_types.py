@@ -1,4 +1,4 @@
-"""Device types from whatever a user has at hand."""
+"""Turn the device arguments that users pass into device types."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 def device_type_of(device: str | torch.device | torch.Tensor) -> str:
-    """Return the device type that `device` means.
+    """Return the device type that `device` refers to.
 
     Args:
         device: a device type (``"cuda"``), a device string (``"cuda:1"``: the index is ignored, as in
@@ -16,7 +16,7 @@ def device_type_of(device: str | torch.device | torch.Tensor) -> str:
     Raises:
         ValueError: with torch's text, for anything else.
     """
-    if type(device) is str and device != "auto":  # first, and cheap: every region asks
+    if type(device) is str and device != "auto":  # the fast path: every region calls this
         return device.partition(":")[0]
     if isinstance(device, torch.Tensor):
         return device.device.type

@@ -1,4 +1,4 @@
-"""The environment variables that amp-core reads, all of them, in one place."""
+"""Every environment variable that amp-core reads."""
 
 from __future__ import annotations
 
@@ -35,23 +35,23 @@ def _flag(name: str, default: bool) -> bool:
 
 
 def disabled_backends() -> frozenset[str]:
-    """``AMP_DISABLE_BACKENDS=a,b``: device types that are not loaded."""
+    """``AMP_DISABLE_BACKENDS=a,b``: do not load backends for these device types."""
     names = os.environ.get(DISABLE_BACKENDS, "").split(",")
     return frozenset(name.strip() for name in names if name.strip())
 
 
 def plugin_autoload() -> bool:
-    """``AMP_PLUGIN_AUTOLOAD=0``: entry points of third parties are not looked at (default on)."""
+    """``AMP_PLUGIN_AUTOLOAD=0``: ignore third-party entry points (default on)."""
     return _flag(PLUGIN_AUTOLOAD, default=True)
 
 
 def strict_plugins() -> bool:
-    """``AMP_STRICT_PLUGINS=1``: a broken plugin raises instead of warning (default off)."""
+    """``AMP_STRICT_PLUGINS=1``: raise an error for a broken plugin instead of warning (default off)."""
     return _flag(STRICT_PLUGINS, default=False)
 
 
 def policy_path() -> str | None:
-    """``AMP_POLICY=path.toml``: the op policy that regions use when none is given."""
+    """``AMP_POLICY=path.toml``: the op policy of regions that pass none."""
     return os.environ.get(POLICY) or None
 
 
@@ -59,23 +59,23 @@ def deprecation_once() -> bool:
     """``AMP_DEPRECATION=once``: deprecated names warn once per site, on rank 0 only (default ``always``)."""
     text = os.environ.get(DEPRECATION, "").strip().lower() or "always"
     if text not in {"always", "once"}:
-        raise ValueError(f"{DEPRECATION}={text!r} is not known; use 'always' or 'once'.")
+        raise ValueError(f"{DEPRECATION}={text!r} is not valid; use 'always' or 'once'.")
     return text == "once"
 
 
 def compiled() -> bool:
-    """``AMP_COMPILED=0``: none of amp-core's compiled code is loaded (default on)."""
+    """``AMP_COMPILED=0``: do not load amp-core's compiled code (default on)."""
     return _flag(COMPILED, default=True)
 
 
 def cpu_tuning(switches: Sequence[str]) -> frozenset[str] | None:
-    """``AMP_CPU_TUNING=prefetch,streaming`` or ``none``: what the CPU's compiled kernels use.
+    """``AMP_CPU_TUNING=prefetch,streaming`` or ``none``: the techniques that the compiled CPU kernels use.
 
     Args:
-        switches: the names that may appear.
+        switches: the valid names.
 
     Returns:
-        What is named, or ``None`` if the variable is not set: it is then measured.
+        The names given, or ``None`` if the variable is not set; the best choice is then measured.
     """
     text = os.environ.get(CPU_TUNING, "").strip().lower()
     if not text:
@@ -83,28 +83,30 @@ def cpu_tuning(switches: Sequence[str]) -> frozenset[str] | None:
     names = frozenset() if text == "none" else frozenset(name.strip() for name in text.split(","))
     if not names <= frozenset(switches):
         legal = ", ".join(switches)
-        raise ValueError(f"{CPU_TUNING}={text!r} is not known; use none, or any of {legal}, with commas.")
+        raise ValueError(
+            f"{CPU_TUNING}={text!r} is not valid; use none, or a comma-separated list of {legal}."
+        )
     return names
 
 
 def triton() -> bool:
-    """``AMP_TRITON=0``: GPUs use torch's multi-tensor operations in place of Triton kernels (default on)."""
+    """``AMP_TRITON=0``: use torch's multi-tensor operations on GPUs, not Triton kernels (default on)."""
     return _flag(TRITON, default=True)
 
 
 def c_compiler() -> str:
-    """``CC``: the C compiler that Triton uses; empty where it is to look for one itself."""
+    """``CC``: the C compiler for Triton; empty lets Triton find one."""
     return os.environ.get(C_COMPILER, "")
 
 
 def rank() -> int:
-    """``RANK``, as launchers such as torchrun set it: the process's place among all (default 0)."""
+    """``RANK``: the rank of this process, as set by launchers such as torchrun (default 0)."""
     text = os.environ.get(RANK, "").strip()
     return int(text) if text.isdigit() else 0
 
 
 def hidden_gpus() -> str:
-    """``CUDA_VISIBLE_DEVICES=`` or ``-1``, where that hides all GPUs; else empty."""
+    """Return the setting that hides all GPUs, such as ``CUDA_VISIBLE_DEVICES=-1``; empty if none does."""
     for name in VISIBLE_GPUS:
         text = os.environ.get(name)
         if text is not None and text.strip() in {"", "-1"}:

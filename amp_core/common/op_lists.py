@@ -1,20 +1,20 @@
-"""Where policies get the op lists of a device: policies are data, and cannot import what loads devices."""
+"""Where policies get a device's op lists, since the policy layer cannot import the one that loads devices."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
 Lists = Mapping[str, str]
-"""Rule to op names, separated by white space."""
+"""Maps rules to op names separated by whitespace."""
 
 _sources: list[Callable[[str], Lists]] = []
 
 
 def set_source(source: Callable[[str], Lists]) -> None:
-    """Let `source` return the op lists of a device type; `amp_core` itself calls this."""
+    """Use `source` to get the op lists of a device type; called by `amp_core` itself."""
     _sources[:] = [source]
 
 
 def op_lists(device_type: str) -> Lists:
-    """Return the op lists of the native autocast kernels of `device_type`; empty if nobody has any."""
+    """Return the op lists of `device_type`'s native autocast kernels; empty if there are none."""
     return _sources[0](device_type)

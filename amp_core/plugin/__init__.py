@@ -1,7 +1,7 @@
-"""Write a device backend for amp-core, or list those that are installed.
+"""Write a device backend for amp-core, or list the installed ones.
 
-`interface.Backend` is what you subclass, `hookimpl` marks your hooks, and the module docstring of
-`interface` shows a whole plugin.
+Subclass `interface.Backend` and mark your hooks with `hookimpl`. The module docstring of `interface` shows a
+complete plugin.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What the hooks and kernels of a backend promise: the part of the contract that types cannot say.
+"""What a backend's hooks and kernels promise: the part of the contract that types cannot express.
 
-The kit (`amp_core.testing`) checks it, the documentation is drawn from it. For all of them: several threads
-may call at once, torch's state (grad mode, autocast, default dtype, random numbers, threads) stays as it was,
-and nothing is printed or warned about a second time.
+The conformance kit (`amp_core.testing`) checks it, and the documentation is generated from it. All hooks and
+kernels must be thread-safe, must leave torch's state (grad mode, autocast, default dtype, random number
+generators, thread count) unchanged, must not print anything, and must not repeat a warning.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import NamedTuple
 
 
 class Promise(NamedTuple):
-    """What a caller may rely on.
+    """What callers can rely on.
 
     Attributes:
-        gives: what is returned.
-        writes: the arguments that are written, whose version counters move; those of the others do not.
-        waits: whether the host may wait for the device, and what may be done on it.
-        errors: what is raised.
+        gives: the return value.
+        writes: the arguments that are written to; only their version counters change.
+        waits: whether the host may wait for the device, and what may run on it.
+        errors: the errors raised.
     """
 
     gives: str

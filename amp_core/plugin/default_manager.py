@@ -1,4 +1,4 @@
-"""The one manager of this process, and the functions that use it."""
+"""The process-wide plugin manager, and the functions that use it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _manager_lock = threading.Lock()
 
 
 def manager() -> Manager:
-    """Return the manager of this process."""
+    """Return the process-wide manager, creating it on first use."""
     global _manager  # noqa: PLW0603  # one per process, built on first use
     if _manager is None:
         with _manager_lock:
@@ -27,19 +27,30 @@ def manager() -> Manager:
 
 
 def get_backend(device_type: str) -> Backend:
-    """Return the backend of `device_type`.
+    """Return the backend of `device_type`, loading its plugin on first use.
+
+    Args:
+        device_type: a device type, such as ``"cuda"``.
+
+    Returns:
+        The backend, whether or not such a device is present.
 
     Raises:
-        BackendNotFoundError: nothing serves it; the text lists what is installed.
-        BackendLoadError: its plugin failed to load; the original error is the cause.
-        BackendDisabledError: ``AMP_DISABLE_BACKENDS`` names it.
+        BackendNotFoundError: no backend serves the device type; the message lists the installed ones.
+        BackendLoadError: its plugin failed to load; the original error is the ``__cause__``.
+        BackendDisabledError: ``AMP_DISABLE_BACKENDS`` names the device type.
+
+    Example:
+        >>> from amp_core.plugin import get_backend
+        >>> get_backend("cpu").default_dtype()
+        torch.bfloat16
     """
     backend = _manager.registry.get(device_type) if _manager is not None else None
     return backend or manager().get(device_type)
 
 
 def op_lists(device_type: str) -> Mapping[str, str]:
-    """Return the op lists of `device_type`; empty if nothing serves it."""
+    """Return the op lists of `device_type`; empty if it has no backend."""
     try:
         get_backend(device_type)  # loads its plugin
     except BackendNotFoundError:
@@ -48,7 +59,7 @@ def op_lists(device_type: str) -> Mapping[str, str]:
 
 
 def plugins_listen() -> bool:
-    """Whether a plugin has a hook for an event."""
+    """Return whether any plugin implements an event hook."""
     return _manager is not None and _manager.listens
 
 
@@ -59,15 +70,15 @@ def call_plugins(hook: str, **event: object) -> None:
 
 
 def register(plugin: object, name: str | None = None) -> None:
-    """Register a plugin: a module or an object whose functions are marked with `hookimpl`.
+    """Register a plugin: a module or an object with functions marked with `hookimpl`.
 
     Args:
-        plugin: has at least one hook of `amp_core.plugin.hookspecs`.
-        name: for messages; by default its own.
+        plugin: implements at least one hook of `amp_core.plugin.hookspecs`.
+        name: the name in messages; defaults to the plugin's own.
 
     Raises:
-        ValueError: it is registered already, or has no hook.
-        pluggy.PluginValidationError: a hook is unknown, or takes an argument that it is not given.
+        ValueError: the plugin is already registered, or has no hook.
+        pluggy.PluginValidationError: a hook is unknown, or declares an unknown argument.
     """
     manager().add(plugin, name)
 
@@ -75,19 +86,59 @@ def register(plugin: object, name: str | None = None) -> None:
 def unregister(plugin: object) -> None:
     """Undo `register`.
 
+    Args:
+        plugin: the registered plugin.
+
     Raises:
-        ValueError: it is not registered.
+        ValueError: the plugin is not registered.
     """
     manager().remove(plugin)
 
 
 def backends() -> Mapping[str, BackendStatus]:
-    """Return, read-only, the status of every device type; loads all plugins to find out."""
+    """Return the status of every device type, loading all plugins.
+
+    Returns:
+        A read-only mapping from device type to `BackendStatus`, sorted by name.
+
+    Raises:
+        BackendLoadError: a plugin failed to load and ``AMP_STRICT_PLUGINS`` is set.
+
+    Warns:
+        PluginWarning: a plugin failed to load and was skipped.
+
+    Example:
+        >>> import amp_core
+        >>> amp_core.backends()["cpu"].status
+        'available'
+    """
     return MappingProxyType(manager().status())
 
 
 def replace_backend(backend: Backend) -> Backend | None:
-    """Serve ``backend.device_type`` with `backend` from now on; return the one that it replaces."""
-    with contextlib.suppress(BackendError):  # loads the one to be replaced, whose op lists stay in force
+    """Use `backend` for its ``device_type`` from now on, in place of any other backend.
+
+    Args:
+        backend: the new backend.
+
+    Returns:
+        The backend it replaces, loaded if necessary; None if there was none.
+
+    Raises:
+        TypeError: `backend` is not a `Backend` instance, or has no device type.
+        BackendLoadError: `backend` implements another version of the backend API.
+
+    Example:
+        >>> import torch
+        >>> from amp_core.plugin import get_backend, replace_backend
+        >>> class Float16Cpu(type(get_backend("cpu"))):
+        ...     def default_dtype(self):
+        ...         return torch.float16
+        >>> previous = replace_backend(Float16Cpu())
+        >>> get_backend("cpu").default_dtype()
+        torch.float16
+        >>> replaced = replace_backend(previous)
+    """
+    with contextlib.suppress(BackendError):  # load the backend to be replaced: its op lists stay in force
         get_backend(backend.device_type)
     return manager().registry.replace(backend)

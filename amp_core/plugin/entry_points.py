@@ -1,4 +1,4 @@
-"""Find the packages that bring backends; the only place that reads distribution metadata."""
+"""Find the packages that provide backends; the only module that reads distribution metadata."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PREFIX = "amp_backend_"
 
 
 class Candidate(NamedTuple):
-    """A declared plugin that is not imported yet."""
+    """A declared plugin that has not been imported yet."""
 
     name: str
     distribution: str
@@ -40,12 +40,12 @@ class Candidate(NamedTuple):
         return module
 
     def owner(self, module: ModuleType | None = None) -> Owner:
-        """Return the owner of what this plugin registers."""
+        """Return the `Owner` of the backends that this plugin registers."""
         path = os.path.dirname(getattr(module, "__file__", None) or "")
         return Owner(self.name, self.distribution, self.version, path)
 
     def check_requirements(self) -> None:
-        """Raise `BackendLoadError` if the distribution requires another version of amp-core."""
+        """Raise `BackendLoadError` if the plugin's distribution requires another version of amp-core."""
         here = own_version()
         for text in (self.entry_point.dist and self.entry_point.dist.requires) or ():
             name, specifier = re.match(r"([\w.-]+)(?:\[[^]]*])?\s*([^;]*)", text).groups()  # type: ignore[union-attr]
@@ -57,19 +57,20 @@ class Candidate(NamedTuple):
 
 
 def third_party(built_in: dict[str, Candidate]) -> list[Candidate]:
-    """Return what other distributions declare, sorted by name and distribution; each value of a name once.
+    """Return the plugins that other distributions declare, sorted by name and distribution.
 
-    Stale metadata (an ``egg-info`` beside an installed distribution) lists an entry point twice.
+    Duplicates are removed: stale metadata (an ``egg-info`` next to an installed distribution) can list an
+    entry point twice.
     """
     own = {c.entry_point.value for c in built_in.values()}
     return [c for c in _declared() if c.distribution != _OWN and c.entry_point.value not in own]
 
 
 def built_in() -> dict[str, Candidate]:
-    """Return the plugins that come with amp-core, by the device type that each is named after.
+    """Return the plugins that ship with amp-core, by the device type each is named after.
 
-    They are found without metadata, which may be stale or lost: in a source tree as
-    ``backends/*/amp_backend_*``, in an installation beside the package ``amp_core``.
+    The search does not use metadata, which may be stale or missing: in a source tree they are
+    ``backends/*/amp_backend_*``, in an installation they sit next to the package ``amp_core``.
     """
     root = Path(__file__).resolve().parents[2]
     folders = sorted(root.glob(f"backends/*/{_PREFIX}*/hooks.py"))
@@ -85,20 +86,20 @@ def _installed(root: Path) -> Iterator[tuple[str, Path]]:
     theirs = {c.entry_point.value.partition(".")[0] for c in declared if c.distribution != _OWN}
     for path in sorted(root.glob(f"{_PREFIX}*/hooks.py")):
         name = path.parent.name.removeprefix(_PREFIX)
-        # Without metadata of our own, every package that nobody else claims is taken to be ours.
+        # If our own metadata is missing, treat every package that no other distribution claims as ours.
         if name in own or (not own and path.parent.name not in theirs):
             yield name, path.parent
 
 
 def _own_candidate(name: str, folder: Path) -> Candidate:
     if importlib.util.find_spec(folder.name) is None:
-        sys.path.append(str(folder.parent))  # a source tree that was installed before it had this folder
+        sys.path.append(str(folder.parent))  # editable install that predates this folder
     point = metadata.EntryPoint(name, f"{folder.name}.hooks", ENTRY_POINT_GROUP)
     return Candidate(name, _OWN, own_version(), point)
 
 
 def own_version() -> str:
-    """Return the version of amp-core; empty where its metadata is lost."""
+    """Return the version of amp-core; empty if its metadata is missing."""
     try:
         return metadata.version(_OWN)
     except metadata.PackageNotFoundError:
@@ -122,7 +123,7 @@ def _entry_points() -> Iterator[metadata.EntryPoint]:
 
 def _distribution(ep: metadata.EntryPoint) -> tuple[str, str]:
     try:
-        # Half an uninstall leaves entry points without the file that names their distribution.
+        # An incomplete uninstall leaves entry points without the file that names their distribution.
         return (ep.dist.name or "", ep.dist.version or "") if ep.dist is not None else ("", "")
     except Exception:
         return ("", "")
@@ -133,5 +134,5 @@ def _admits(specifier: str, version: str) -> bool:
 
     try:
         return SpecifierSet(specifier.strip(" ()")).contains(version, prereleases=True)
-    except InvalidSpecifier:  # a URL, or a form that pip would refuse
+    except InvalidSpecifier:  # a URL, or a form that pip would reject
         return True

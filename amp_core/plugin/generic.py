@@ -1,4 +1,4 @@
-"""The backend of every device type that torch can autocast and no package serves."""
+"""The generic backend, for device types that torch can autocast and no plugin serves."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from amp_core.plugin.results import Availability
 
 
 class TorchBackend(Backend):
-    """Asks torch; also for PrivateUse1 devices, under whatever name they have.
+    """A backend that queries torch; it also serves PrivateUse1 devices, under any name.
 
-    A PrivateUse1 device follows torch's own protocol: its module, registered with
-    ``torch._register_device_module``, has ``get_amp_supported_dtype() -> list[torch.dtype]``.
+    A PrivateUse1 device must follow torch's protocol: its module, registered with
+    ``torch._register_device_module``, defines ``get_amp_supported_dtype() -> list[torch.dtype]``.
     """
 
     api_version = 1

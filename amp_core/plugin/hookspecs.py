@@ -1,4 +1,4 @@
-"""The hooks that amp-core calls in plugins. Names and arguments only; `manager` calls them."""
+"""The hooks that amp-core calls in plugins: signatures only; `manager` calls them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _spec = pluggy.HookspecMarker(NAME)
 
 @_spec(historic=True)
 def amp_register_backends(registry: Registry) -> None:
-    """Hand your backends to amp-core.
+    """Register your backends with amp-core.
 
-    Called once, when the plugin is loaded: on the first request for a device type that its entry
-    point is named after, or when all backends are listed.
+    Called once, when the plugin is loaded: on the first request for the device type that its entry point is
+    named after, or when all backends are listed.
 
     Args:
-        registry: call ``registry.add(backend)`` for each device type you serve.
+        registry: call ``registry.add(backend)`` for each device type you support.
     """
 
 
@@ -29,12 +29,12 @@ def amp_register_backends(registry: Registry) -> None:
 def amp_step(scaler: Any, record: Any) -> None:
     """Receive the record of a step, taken or skipped.
 
-    Called at the end of `GradScaler.update`, once for each step since the previous update. While a plugin
-    has one of the three hooks for events, each `update` of each scaler waits for the device once.
+    Called at the end of `GradScaler.update`, once for each step since the previous update. While any plugin
+    implements one of the three event hooks, each `update` of each scaler waits for the device once.
 
     Args:
         scaler: the `GradScaler` that took or skipped the step; its scale has been updated.
-        record: the `StepRecord`, complete; reading it waits no more.
+        record: the complete `StepRecord`; reading it does not wait for the device.
     """
 
 

@@ -1,6 +1,6 @@
-"""What a backend is.
+"""The backend interface.
 
-A backend tells amp-core everything that a device decides. A whole one::
+A backend provides everything in amp-core that depends on the device. A complete one::
 
     import torch
     from amp_core.plugin import Availability, Backend, hookimpl
@@ -45,41 +45,41 @@ from amp_core.plugin.results import RESULTS, Availability, Refusal, checked
 from amp_core.policy.op_policy import OpPolicy
 
 API_VERSION = 1
-"""The version of the backend contract that this amp-core speaks."""
+"""The version of the backend API that this amp-core implements."""
 
 
 class Backend(ABC):
-    """One device type's side of mixed precision.
+    """Mixed-precision support for one device type.
 
     The core calls `availability`, `default_dtype` and `supported_dtypes` when a region or scaler is
-    built, never when it is entered; they may query the driver but must not allocate on the device.
-    All methods may be called from several threads at once.
+    built, never when a region is entered. They may query the driver but must not allocate on the device.
+    Several threads may call any method at once.
     """
 
     device_type: ClassVar[str]
     """The ``type`` of a ``torch.device``, such as ``"cuda"``."""
 
     api_version: ClassVar[int]
-    """The contract that the class was written against, as a literal (not `API_VERSION`)."""
+    """The version of the backend API that the class implements, as a literal (not `API_VERSION`)."""
 
     op_lists: Mapping[str, str] = MappingProxyType({})
-    """The rules of the autocast kernels that the device has in C++: rule to op names, as in the
-    `amp_core.policy.tables`. An op with such a kernel that no list names has the rule ``native``."""
+    """The rules of the device's autocast kernels in C++: rule to op names, as in `amp_core.policy.tables`.
+    An op with such a kernel that appears in no list has the rule ``native``."""
 
     has_float64: bool = True
-    """Whether every device of this type that is present computes in float64."""
+    """Whether every present device of this type supports float64."""
 
     grad_bucket_nbytes: int = 1 << 25
-    """How many bytes of gradients to collect during a backward pass before a kernel reads them."""
+    """Bytes of gradients to collect during a backward pass before a kernel reads them."""
 
     caches_memory: bool = True
-    """Whether the device's allocator keeps freed memory, so that the next tensor gets it cheaply."""
+    """Whether the device has a caching allocator, which reuses freed memory cheaply."""
 
     also_casts: frozenset[str] = frozenset()
-    """Other device types whose tensors a region on this one casts too."""
+    """Other device types whose tensors a region on this one also casts."""
 
     aliases: tuple[str, ...] = ()
-    """Words that users write for the device type by mistake; an error then suggests this one."""
+    """Names that users mistake for this device type; the error message then suggests this one."""
 
     origin: str = ""
     """The plugin that registered the backend, for errors; set by amp-core."""
@@ -93,26 +93,26 @@ class Backend(ABC):
 
     @abstractmethod
     def availability(self) -> Availability:
-        """Say whether the device can be used now, and why."""
+        """Return whether the device can be used now, and why or why not."""
 
     @abstractmethod
     def default_dtype(self) -> torch.dtype:
-        """Return the dtype of a region that names none."""
+        """Return the dtype of a region that passes none."""
 
     @abstractmethod
     def supported_dtypes(self) -> tuple[torch.dtype, ...]:
-        """Return the dtypes that a region may use on the device that is present."""
+        """Return the dtypes that a region may use on the present device."""
 
     def dtype_reason(self, dtype: torch.dtype) -> str:
-        """Say in words why `dtype` is not among `supported_dtypes` (shown by ``amp backends``)."""
+        """Return the reason, shown by ``amp backends``, why `dtype` is not among `supported_dtypes`."""
         return f"{dtype} is not a mixed-precision dtype of {self.device_type}"
 
     def autocast_refusal(self, dtype: torch.dtype) -> Refusal | None:
-        """Decide whether an enabled region may use `dtype`; ``None`` admits it.
+        """Return ``None`` if an enabled region may use `dtype`, or the `Refusal` to report.
 
-        The default is torch's rule for every device but CUDA: a dtype outside `supported_dtypes`
-        is warned about and disables the region. (torch/amp/autocast_mode.py, 2.13) float32 is admitted
-        everywhere, as torch does on CUDA alone: ops of low precision then run in float32.
+        The default is torch's rule for every device except CUDA: a dtype outside `supported_dtypes` causes a
+        warning and disables the region (torch/amp/autocast_mode.py, 2.13). float32 is accepted on every
+        device, which torch does only on CUDA; low-precision ops then run in float32.
         """
         supported = self.supported_dtypes()
         if dtype in supported or dtype is torch.float32:
@@ -125,20 +125,20 @@ class Backend(ABC):
         )
 
     def scaler_refusal(self) -> Refusal | None:
-        """Decide whether an enabled `GradScaler` may be built for this device; ``None`` admits it."""
+        """Return ``None`` if this device supports an enabled `GradScaler`, or the `Refusal` to report."""
         return None
 
     def op_policy(self) -> OpPolicy:
-        """Return which op runs in which dtype; by default, the rules of the device's own autocast kernels.
+        """Return the device's op policy; by default, the rules of its own autocast kernels.
 
-        A device that has none gets `OpPolicy.uniform`.
+        A device without such kernels gets `OpPolicy.uniform`.
         """
         if self.op_lists:
             return OpPolicy.from_lists(self.device_type, self.op_lists)
         return OpPolicy.default(self.device_type)
 
     def kernels(self) -> Kernels:
-        """Return the cast and gradient kernels; by default, the portable ones over torch ops."""
+        """Return the cast and gradient kernels; by default, the portable ones built on torch ops."""
         return portable_kernels(has_float64=self.has_float64)
 
     def _display_name(self) -> str:

@@ -1,4 +1,4 @@
-"""Load backends and hand them out. Nothing here runs when a region is entered or a step taken."""
+"""Load and look up backends. Nothing here runs when a region is entered or a step is taken."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _UNNAMED = "privateuseone"
 
 
 class Manager:
-    """One pluggy host, one registry, one lock."""
+    """Loads plugins through pluggy and keeps their backends in a registry, under one lock."""
 
     def __init__(self) -> None:
         self.registry = Registry()
@@ -41,21 +41,21 @@ class Manager:
         self._lock = threading.RLock()
         self._generic: dict[str, Backend] = {}
         self._loaded: dict[str, Failure | None] = {}
-        """Entry points that were tried, as ``name=value``, each with its failure if it failed."""
+        """Entry points tried so far, as ``name=value``, each with its failure or None."""
         self._pluggy = pluggy.PluginManager(hookspecs.NAME)
         self._pluggy.add_hookspecs(hookspecs)
         self._pluggy.hook.amp_register_backends.call_historic(kwargs={"registry": self.registry})
 
     @cached_property
     def built_in(self) -> dict[str, Candidate]:
-        """The plugins that come with amp-core, by name; looked up once."""
+        """The plugins that ship with amp-core, by name."""
         return entry_points.built_in()
 
     # Backends.
 
     def get(self, device_type: str) -> Backend:
         """Return the backend of `device_type`, loading its plugin on the first request."""
-        # torch goes on accepting the slot's own name after a device has given it another.
+        # torch still accepts "privateuseone" after the device has been renamed.
         name = _torch.privateuse1_name() if device_type == _UNNAMED else device_type
         backend = self.registry.get(name) or self._generic.get(name)
         if backend is None:
@@ -68,13 +68,13 @@ class Manager:
         if device_type in disabled:
             raise BackendDisabledError(
                 f"The backend for {device_type!r} is switched off by "
-                f"{_env.DISABLE_BACKENDS}={','.join(sorted(disabled))}. Unset it to use the device."
+                f"{_env.DISABLE_BACKENDS}={','.join(sorted(disabled))}. Remove it there to use the device."
             )
         if device_type in self.built_in:
             self._load_built_in([device_type])
         elif _env.plugin_autoload():
             declared = entry_points.third_party(self.built_in)
-            # A plugin may serve types that its entry point does not name: where no name fits, load all.
+            # A plugin may serve types that its entry point does not name, so if none matches, load all.
             self._load([c for c in declared if c.name == device_type] or declared)
         backend = self.registry.get(device_type)
         if backend is not None:
@@ -87,7 +87,7 @@ class Manager:
         return self._torch_backend(device_type)
 
     def _torch_backend(self, device_type: str) -> Backend:
-        """Return the backend for a device type that no plugin serves but torch can autocast."""
+        """Return the generic backend for a device type that torch can autocast but no plugin serves."""
         self._load_built_in()
         if not _torch.is_device_type(device_type) or not _torch.autocast_known(device_type):
             known = {*self.registry, *autocast_device_types()} - _env.disabled_backends()
@@ -96,7 +96,7 @@ class Manager:
         return self._generic.setdefault(device_type, backend)
 
     def discover(self) -> None:
-        """Load every backend that is built in or declared by an entry point, and is not disabled."""
+        """Load every enabled backend that is built in or declared by an entry point."""
         with self._lock:
             self._load_built_in()
             if _env.plugin_autoload():
@@ -117,7 +117,7 @@ class Manager:
                 result[name] = status_of_failure(failure)
         for name in _env.disabled_backends() - result.keys():
             result[name] = BackendStatus("disabled", f"{_env.DISABLE_BACKENDS} names it", name)
-        # The slot for devices out of torch's tree is free while it has its own name.
+        # The slot for out-of-tree devices is unused while it has its default name.
         for name in {*autocast_device_types(), _torch.privateuse1_name()} - {_UNNAMED} - result.keys():
             result[name] = status_of(self._torch_backend(name), Owner("torch"))
         return dict(sorted(result.items()))
@@ -128,7 +128,7 @@ class Manager:
         for name in set(names or self.built_in) - _env.disabled_backends():
             candidate = self.built_in[name]
             if name not in self._loaded:
-                module = candidate.load()  # outside any try: a fault of our own must surface
+                module = candidate.load()  # not in a try block: errors in our own code must surface
                 self._register(module, candidate.owner(module))
                 self._loaded[name] = None
 
@@ -136,21 +136,21 @@ class Manager:
         disabled = _env.disabled_backends()
         wanted = [c for c in declared if c.name not in disabled]
         if wanted:
-            self._load_built_in()  # first, so that no plugin can take their place
+            self._load_built_in()  # first, so that no plugin can replace them
         for candidate in wanted:
             key = f"{candidate.name}={candidate.entry_point.value}"
             if key not in self._loaded:
                 self._loaded[key] = None
                 try:
                     self._loaded[key] = self._failure_of(candidate)
-                except BaseException:  # interrupted: it may be asked for again
+                except BaseException:  # interrupted, so allow another attempt
                     del self._loaded[key]
                     raise
                 _warn(self._loaded[key])
             _raise_if_strict(self._loaded[key])
 
     def _failure_of(self, candidate: Candidate) -> Failure | None:
-        """Load `candidate`; undo it and return why, if that fails."""
+        """Load `candidate`; if that fails, undo it and return the failure."""
         stage, owner, module = "requirements", candidate.owner(), None
         try:
             candidate.check_requirements()
@@ -166,7 +166,7 @@ class Manager:
             self.registry.drop(owner)
             if module is not None:
                 self._forget(module)
-            # A plugin that calls sys.exit() when it is imported ends no program.
+            # A plugin that calls sys.exit() on import must not end the program.
             if not isinstance(error, (Exception, SystemExit)):
                 raise
             return Failure(owner, stage, error)
@@ -177,14 +177,14 @@ class Manager:
         added = [name for name in self.registry if self.registry[name][1] == owner]
         if not added:
             raise BackendLoadError(
-                f"its hooks registered no backend; {candidate.entry_point.value} must have a function "
+                f"its hooks registered no backend; {candidate.entry_point.value} must define a function "
                 f"amp_register_backends(registry), marked with amp_core.plugin.hookimpl, that calls "
                 f"registry.add()"
             )
         for device_type in self.built_in.keys() & set(added):  # free only because it is disabled
             raise BackendConflictError(
                 f"{owner} wants to serve device type {device_type!r}, which is amp-core's own. "
-                f"Call amp_core.plugin.replace_backend() to put another backend in its place."
+                f"Call amp_core.plugin.replace_backend() to replace a built-in backend."
             )
 
     def _register(self, module: ModuleType, owner: Owner) -> None:
@@ -198,7 +198,7 @@ class Manager:
     # Plugins without an entry point, and events.
 
     def add(self, plugin: object, name: str | None) -> None:
-        """Register `plugin`, of any kind; undone if one of its hooks is unknown or takes a wrong argument."""
+        """Register a plugin of any kind; roll back if a hook is unknown or has a wrong argument."""
         with self._lock:
             if self._pluggy.is_registered(plugin):
                 raise ValueError(f"{plugin!r} is already registered with amp-core.")
@@ -208,8 +208,8 @@ class Manager:
                 if not self._pluggy.get_hookcallers(plugin):
                     known = ", ".join(sorted(hookspecs.__all__))
                     raise ValueError(
-                        f"{plugin!r} has no hook of amp-core's. A hook is a function or method with one of "
-                        f"the names {known}, marked with amp_core.plugin.hookimpl."
+                        f"{plugin!r} has no hook of amp-core's. A hook is a function or method named "
+                        f"{known}, marked with amp_core.plugin.hookimpl."
                     )
             except BaseException:
                 self._forget(plugin)
@@ -230,7 +230,7 @@ class Manager:
         self._update_listens()
 
     def call(self, hook: str, **event: object) -> None:
-        """Call `hook` in all plugins."""
+        """Call `hook` in every plugin that has it."""
         getattr(self._pluggy.hook, hook)(**event)
 
     def _update_listens(self) -> None:
@@ -245,8 +245,8 @@ def _raise_if_strict(failure: Failure | None) -> None:
 def _warn(failure: Failure | None) -> None:
     if failure is not None and not _env.strict_plugins():
         warnings.warn(
-            f"{failure}. It was left out; other backends are not affected. Set "
-            f"{_env.DISABLE_BACKENDS}={failure.owner.plugin} to silence this, or "
+            f"{failure}. The plugin was skipped; other backends are not affected. Set "
+            f"{_env.DISABLE_BACKENDS}={failure.owner.plugin} to silence this warning, or "
             f"{_env.STRICT_PLUGINS}=1 to raise the error.",
             PluginWarning,
             stacklevel=level_outside(),

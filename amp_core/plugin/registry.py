@@ -12,7 +12,7 @@ from amp_core.plugin.interface import API_VERSION, Backend
 
 @dataclass(frozen=True)
 class Owner:
-    """The plugin that brought a backend: entry-point name, distribution, its version, module path."""
+    """The plugin that registered a backend: entry-point name, distribution, version and module path."""
 
     plugin: str
     distribution: str = ""
@@ -25,7 +25,7 @@ class Owner:
 
 
 class Registry:
-    """The argument of the hook `amp_register_backends`: plugins call `add`, the manager the rest."""
+    """The argument of the hook `amp_register_backends`. Plugins call `add`; the rest is for the manager."""
 
     def __init__(self) -> None:
         self._backends: dict[str, tuple[Backend, Owner]] = {}
@@ -37,12 +37,13 @@ class Registry:
         """Register `backend` for its ``device_type``.
 
         Args:
-            backend: what serves the device type.
-            fallback: serve it only while no other plugin does; a later fallback replaces an earlier one.
+            backend: the backend.
+            fallback: use it only while no other plugin serves the device type; a later fallback replaces an
+                earlier one.
 
         Raises:
-            TypeError: `backend` is not a `Backend` instance, or lacks a device type.
-            BackendLoadError: it was written against another version of the contract.
+            TypeError: `backend` is not a `Backend` instance, or has no device type.
+            BackendLoadError: `backend` implements another version of the backend API.
             BackendConflictError: another plugin already serves the device type.
         """
         owner = self._owner or Owner(type(backend).__module__)
@@ -59,7 +60,7 @@ class Registry:
             self._put(backend, owner)
 
     def replace(self, backend: Backend) -> Backend | None:
-        """Register `backend` in place of any other; return the one that it replaced."""
+        """Register `backend` in place of any other for its device type; return the one it replaced."""
         owner = Owner(type(backend).__module__)
         _check(backend, owner)
         previous = self.get(backend.device_type)
@@ -81,16 +82,16 @@ class Registry:
         return self._op_lists.get(device_type, {} if fallback is None else fallback.op_lists)
 
     def get(self, device_type: str) -> Backend | None:
-        """Return the backend of `device_type`, if there is one."""
+        """Return the backend of `device_type`, or None."""
         entry = self._backends.get(device_type)
         return None if entry is None else entry[0]
 
     def fallback(self, device_type: str) -> Backend | None:
-        """Return the backend that serves `device_type` while no plugin does."""
+        """Return the fallback backend of `device_type`, or None."""
         return self._fallbacks.get(device_type)
 
     def aliases(self) -> dict[str, str]:
-        """Return the other names of devices, each with the device type that is meant."""
+        """Return all aliases, each with its device type."""
         known = [*(backend for backend, _ in self._backends.values()), *self._fallbacks.values()]
         return {alias: backend.device_type for backend in known for alias in backend.aliases}
 
@@ -101,26 +102,26 @@ class Registry:
         return iter(sorted(self._backends))
 
     def drop(self, owner: Owner, device_types: frozenset[str] | None = None) -> None:
-        """Remove the backends that `owner` brought, or those of `device_types` among them."""
+        """Remove the backends that `owner` registered, or only those for `device_types`."""
         for name in [name for name, (_, whose) in self._backends.items() if whose == owner]:
             if device_types is None or name in device_types:
                 del self._backends[name]
 
     @contextmanager
     def claimed(self, owner: Owner) -> Iterator[None]:
-        """Record `owner` with every backend that is added inside the block."""
-        outer, self._owner = self._owner, owner  # a plugin may ask for another while it loads
+        """Record `owner` as the owner of every backend added inside the block."""
+        outer, self._owner = self._owner, owner  # a plugin may load another one while it loads
         try:
             yield
         finally:
             self._owner = outer
 
     def snapshot(self) -> dict[str, tuple[Backend, Owner]]:
-        """Return the present content, for `restore`."""
+        """Return the current contents, for `restore`."""
         return dict(self._backends)
 
     def restore(self, content: dict[str, tuple[Backend, Owner]]) -> None:
-        """Put back what `snapshot` returned."""
+        """Restore the contents that `snapshot` returned."""
         self._backends = content
 
 
@@ -140,6 +141,6 @@ def _check(backend: Backend, owner: Owner) -> None:
         )
     if version != API_VERSION:
         raise BackendLoadError(
-            f"{name} of {owner} implements backend API {version!r}; this amp_core speaks {API_VERSION}. "
-            f"Install a version of the plugin made for this amp_core."
+            f"{name} of {owner} implements backend API {version!r}; this amp_core supports {API_VERSION}. "
+            f"Install a version of the plugin that matches this amp_core."
         )

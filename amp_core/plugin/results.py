@@ -1,4 +1,4 @@
-"""Check what the methods of a third party's backend return, where they are called."""
+"""Validate the return values of third-party backends when their methods are called."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from amp_core.policy.op_policy import OpPolicy
 
 @dataclass(frozen=True)
 class Availability:
-    """Whether a device can be used now, and why or why not, in words for a person."""
+    """Whether a device can be used now, with a human-readable reason."""
 
     usable: bool
     reason: str
@@ -27,7 +27,7 @@ class Availability:
 
 @dataclass(frozen=True)
 class Refusal:
-    """What `autocast` does with a device or dtype that cannot be used.
+    """How `autocast` or `GradScaler` reports a device or dtype that cannot be used.
 
     Attributes:
         message: the text of the warning or error.
@@ -60,11 +60,11 @@ RESULTS: dict[str, tuple[Callable[[object], bool], str]] = {
     "op_policy": (lambda v: isinstance(v, OpPolicy), "an amp_core.OpPolicy"),
     "kernels": (lambda v: isinstance(v, Kernels), "an amp_core.kernels.Kernels"),
 }
-"""Method of `Backend` to a test of its result, and the result in words."""
+"""Maps each `Backend` method to a check of its result and a description of a valid one."""
 
 
 def checked(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the method `name` of a backend, with errors that name the plugin and the method."""
+    """Wrap the backend method `name` so that errors name the plugin and the method."""
     accepts, expected = RESULTS[name]
 
     @functools.wraps(method)
@@ -86,6 +86,6 @@ def _text(backend: Any, method: str, fault: str) -> str:
     owner = backend.origin or type(backend).__module__
     return (
         f"{type(backend).__name__}.{method}() of {owner} {fault}\n"
-        f"This is a fault of that plugin: report it to its authors, or switch it off with "
+        f"This is a bug in that plugin: report it to its authors, or disable it with "
         f"AMP_DISABLE_BACKENDS={backend.device_type}."
     )

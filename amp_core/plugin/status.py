@@ -1,4 +1,4 @@
-"""Describe a backend: for `amp_core.backends`, warnings and errors."""
+"""Describe backends, for `amp_core.backends`, warnings and errors."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from amp_core.plugin.registry import Owner
 
 @dataclass(frozen=True)
 class BackendStatus:
-    """One device type in the result of `backends`.
+    """One device type's entry in the result of `backends`.
 
     Attributes:
-        status: ``"available"``, ``"absent"`` (loaded, but the device is not there), ``"failed"``
+        status: ``"available"``, ``"absent"`` (loaded, but no such device is present), ``"failed"``
             (installed, but did not load) or ``"disabled"``.
-        reason: why, in words.
-        plugin: the entry point that brought it, or ``"torch"`` for the generic backend.
-        distribution: the distribution it is from, with `version`; empty for the generic backend.
-        path: the folder that its module is in.
+        reason: a human-readable explanation.
+        plugin: the entry point that provides the backend, or ``"torch"`` for the generic one.
+        distribution: the distribution that provides it; empty for the generic backend.
+        version: the version of that distribution.
+        path: the folder that contains its module.
     """
 
     status: str
@@ -34,7 +35,7 @@ class BackendStatus:
 
 @dataclass(frozen=True)
 class Failure:
-    """A plugin that did not load, and at which stage (``requirements``, ``import``, ``register``)."""
+    """A plugin that failed to load, and the stage: ``requirements``, ``import`` or ``register``."""
 
     owner: Owner
     stage: str
@@ -46,7 +47,7 @@ class Failure:
 
 
 def status_of(backend: Backend, owner: Owner) -> BackendStatus:
-    """Ask `backend` whether its device is there; an answer that raises makes it ``"failed"``."""
+    """Return the status of `backend`; ``"failed"`` if checking its availability raises."""
     try:
         now = backend.availability()
         status, reason = "available" if now.usable else "absent", now.reason
@@ -56,13 +57,13 @@ def status_of(backend: Backend, owner: Owner) -> BackendStatus:
 
 
 def status_of_failure(failure: Failure) -> BackendStatus:
-    """Describe a device type whose plugin did not load."""
+    """Return the status of a device type whose plugin failed to load."""
     owner = failure.owner
     return BackendStatus("failed", str(failure), owner.plugin, owner.distribution, owner.version)
 
 
 def unknown_text(device_type: str, known: Iterable[str], aliases: Mapping[str, str]) -> str:
-    """Return the error text for a device type that nothing serves."""
+    """Return the error text for a device type without a backend."""
     names = sorted(known)
     near = aliases.get(device_type.lower()) or next(
         iter(difflib.get_close_matches(device_type.lower(), names, n=1)), None
@@ -71,5 +72,5 @@ def unknown_text(device_type: str, known: Iterable[str], aliases: Mapping[str, s
     return (
         f"No backend serves device type {device_type!r}.{hint} Installed: {', '.join(names)}. "
         f"To add a device, install a package that declares the entry point "
-        f"'{ENTRY_POINT_GROUP}' under the name {device_type!r}; `amp backends` lists what is there."
+        f"'{ENTRY_POINT_GROUP}' under the name {device_type!r}; `amp backends` lists the installed ones."
     )

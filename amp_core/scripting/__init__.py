@@ -1,4 +1,4 @@
-"""`script`: ``torch.jit.script`` for functions with autocast regions, without its silent gaps."""
+"""`script`: ``torch.jit.script`` for functions with autocast regions, with eager-mode semantics."""
 
 from amp_core.scripting.function import script
 

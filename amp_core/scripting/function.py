@@ -1,4 +1,4 @@
-"""`script`, and the function that it returns."""
+"""`script`, and the function it returns."""
 
 from __future__ import annotations
 
@@ -19,36 +19,46 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def script(fn: F) -> F:
-    """Compile `fn` with ``torch.jit.script`` so that its autocast regions mean what they mean in eager mode.
+    """Compile `fn` with ``torch.jit.script``, with the same autocast behaviour as in eager mode.
 
-    Regions enter eager autocast while the compiled code runs, so that every op follows eager's rules:
-    decorators, run-time `enabled` and device, ``with autocast() as region`` and entering `region` again,
-    `enabled=False` under eager autocast, custom ops. Under ``torch.jit.trace`` the region around the call
-    is recorded too. What cannot be had is an error with the user's file and line.
+    Regions enter eager autocast while the compiled code runs, so every op follows eager's rules. This covers
+    decorators, `enabled` and device known only at run time, ``with autocast() as region`` and re-entering
+    `region`, ``enabled=False`` under eager autocast, and custom ops. ``torch.jit.trace`` also records the
+    region around the call. Regions that cannot be compiled raise an error with the user's file and line.
 
     Args:
-        fn: a function whose source can be read. Functions that it calls by a global name are rewritten
-            too, where they have regions.
+        fn: a function whose source is available. Functions with regions that it calls by name are rewritten
+            too.
 
     Returns:
-        A function; ``.scripted`` holds the ``torch.jit.ScriptFunction``, with ``.graph`` and ``.code``. Where
-        there are regions it cannot be saved: they call back into Python.
+        A function. Its ``.scripted`` attribute is the ``torch.jit.ScriptFunction``, with ``.graph`` and
+        ``.code``. If `fn` has regions it cannot be saved, because regions call back into Python.
 
     Raises:
-        ScriptRegionError: a region in `fn` cannot be compiled; the text says where, why and what to write.
+        ScriptRegionError: a region in `fn` cannot be compiled; the message says where, why and what to write
+            instead.
         TypeError: `fn` is not a function.
+
+    Example (in a file: TorchScript needs the source)::
+
+        @amp_core.script
+        def square(x):
+            with amp_core.autocast("cpu", dtype=torch.bfloat16):
+                return x @ x
+
+        square(torch.ones(2, 2)).dtype  # torch.bfloat16
     """
     if not callable(fn) or isinstance(fn, (torch.nn.Module, type)):
         raise TypeError(
-            f"amp_core.script takes a function, not {type(fn).__name__}; put the region into a function and "
-            "call that from forward, or use torch.compile."
+            f"amp_core.script takes a function, not {type(fn).__name__}; move the region into a function and "
+            "call it from forward, or use torch.compile."
         )
     plain = rewrite(fn)
 
     @functools.lru_cache(maxsize=16)
     def compiled(ambient: Ambient) -> Any:
         with warnings.catch_warnings():
-            # Users who chose this function know; the replacement is in the documentation beside it.
+            # Callers of this function chose TorchScript; the documentation names its replacement.
             warnings.filterwarnings("ignore", "`torch.jit")
             return torch.jit.script(rewrite(fn, ambient) if ambient else plain)
 
@@ -57,8 +67,8 @@ def script(fn: F) -> F:
         ambient = _ambient()
         if not ambient:
             return compiled(ambient)(*args, **kwargs)
-        # Under eager autocast TorchScript would run its own pass over the graph, and a trace would lose the
-        # state around the call: the graph gets that state as a region of its own.
+        # Under eager autocast, TorchScript would run its own pass over the graph, and a trace would lose the
+        # surrounding state. So compile that state into the graph as a region.
         with ExitStack() as stack:
             for device, _ in ambient:
                 stack.enter_context(autocast(device, enabled=False))
@@ -70,5 +80,5 @@ def script(fn: F) -> F:
 
 
 def _ambient() -> Ambient:
-    """The devices on which eager autocast is on, with its dtype."""
+    """Return each device with eager autocast enabled, and its dtype."""
     return tuple((d, torch.get_autocast_dtype(d)) for d in _torch.autocast_devices_enabled())

@@ -1,4 +1,4 @@
-"""The AST side of `amp_core.script`: what becomes of each autocast region, or why it cannot be had."""
+"""The AST side of `amp_core.script`: rewrites each autocast region, or reports why it cannot."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 from amp_core._torch import torchscript as _torch_script
 from amp_core.errors import ScriptRegionError
 
-# Order of the positional arguments; the deprecated classes have no device.
+# Order of the positional arguments; the deprecated classes take no device.
 _ORDER = ("device_type", "dtype", "enabled", "cache_enabled", "policy")
 _DEPRECATED_ORDER = ("enabled", "dtype", "cache_enabled")
 _DEPRECATED_PATHS = (["cuda", "amp"], ["cpu", "amp"])
 REGION = "__amp_region"
-"""The name under which rewritten functions find `amp_core.scripting.runtime.Region`."""
+"""The name that refers to `amp_core.scripting.runtime.Region` in rewritten functions."""
 
 
 class _Region(NamedTuple):
@@ -28,9 +28,9 @@ class RegionRewriter(ast.NodeTransformer):
     """Rewrites the regions of one function.
 
     Args:
-        names: what its global and closed-over names are bound to.
-        file: the user's file, for errors.
-        local: its local names; they hide the others.
+        names: the values of its global and closed-over names.
+        file: the user's file, for error messages.
+        local: its local names, which hide the others.
     """
 
     def __init__(self, names: dict[str, Any], file: str, local: frozenset[str]) -> None:
@@ -40,7 +40,7 @@ class RegionRewriter(ast.NodeTransformer):
         self._open = 0
 
     def visit_With(self, node: ast.With) -> Any:  # ast's name
-        """Rewrite a ``with`` statement that opens a region; leave every other one."""
+        """Rewrite a ``with`` statement that opens a region; leave all others."""
         if len(node.items) > 1:
             inner = ast.copy_location(ast.With(node.items[1:], node.body), node)
             return self.visit(ast.copy_location(ast.With([node.items[0]], [inner]), node))
@@ -53,13 +53,13 @@ class RegionRewriter(ast.NodeTransformer):
         return region_statement(region.device, region.dtype, region.enabled, body)
 
     def visit_Name(self, node: ast.Name) -> ast.Name:
-        """A region bound by ``as`` may only be entered."""
+        """Reject any use of a region bound by ``as`` other than entering it."""
         if node.id in self._bound:
             self._fail(node, f"`{node.id}` is a region; TorchScript can only enter it: `with {node.id}:`")
         return node
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
-        """Diagnose a call whose own regions are lost."""
+        """Reject a call to a traced function that has lost its regions."""
         target = self._value(node.func)
         original = _torch_script.original_of(target) if _torch_script.is_compiled(target) else None
         dropped = original is not None and not _torch_script.has_regions(target)
@@ -67,7 +67,7 @@ class RegionRewriter(ast.NodeTransformer):
             self._fail(
                 node,
                 f"{original.__name__} was traced: its own autocast regions are not in the trace, and this "
-                "region would reach into it; give it to amp_core.script instead of tracing it",
+                "region would apply inside it; compile it with amp_core.script instead of tracing it",
             )
         return self.generic_visit(node)
 
@@ -92,7 +92,7 @@ class RegionRewriter(ast.NodeTransformer):
         given = dict(zip(order, call.args, strict=False))
         given.update({k.arg: k.value for k in call.keywords if k.arg})
         if len(call.args) > len(order) or any(k.arg is None for k in call.keywords):
-            self._fail(call, "the arguments of the region are not spelled out; write them as keywords")
+            self._fail(call, "the region takes its arguments by * or **; write each one as a keyword")
         if "policy" in given:
             self._fail(call, "policy= cannot be compiled; put it around the call of the scripted function")
         device = ast.Constant(deprecated) if deprecated else given.get("device_type")
@@ -106,7 +106,7 @@ class RegionRewriter(ast.NodeTransformer):
         )
 
     def _dtype(self, node: ast.expr) -> str:
-        """The name of a dtype that is known now; TorchScript's own value for one is a bare number."""
+        """Return the name of a dtype known at compile time; TorchScript would only pass an integer."""
         if isinstance(node, ast.Constant) and node.value is None:
             return ""
         value = self._value(node)
@@ -118,12 +118,12 @@ class RegionRewriter(ast.NodeTransformer):
         return dtype_name(value)
 
     def _constant(self, node: ast.expr) -> ast.expr:
-        """A global string or switch by its value, which TorchScript cannot look up; else `node` itself."""
+        """Replace a global string or bool, which TorchScript cannot look up, by its value."""
         value = self._value(node)
         return ast.Constant(value) if isinstance(value, (str, bool)) else node
 
     def _value(self, node: ast.expr) -> Any:
-        """What an expression of names and attributes means at compile time, else None."""
+        """Return the compile-time value of an expression of names and attributes, or None."""
         if isinstance(node, ast.Name):
             return self._names.get(node.id)
         if isinstance(node, ast.Attribute):
@@ -136,13 +136,13 @@ class RegionRewriter(ast.NodeTransformer):
 
 
 def region_statement(device: ast.expr, dtype: str, enabled: ast.expr, body: list[ast.stmt]) -> ast.With:
-    """A region in the form that TorchScript compiles."""
+    """Return a region in the form that TorchScript can compile."""
     arguments = [device, ast.Constant(dtype), enabled]
     return ast.With([ast.withitem(ast.Call(ast.Name(REGION, ast.Load()), arguments, []))], body)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """``"bfloat16"`` for ``torch.bfloat16``."""
+    """Return the name of a dtype: ``"bfloat16"`` for ``torch.bfloat16``."""
     return str(dtype).rpartition(".")[2]
 
 

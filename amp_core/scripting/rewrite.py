@@ -1,4 +1,4 @@
-"""Rewrites the source of a function into regions that TorchScript compiles."""
+"""Rewrite a function's source so that TorchScript can compile its regions."""
 
 from __future__ import annotations
 import __future__
@@ -25,11 +25,11 @@ _numbers = itertools.count()
 
 
 def rewrite(fn: Callable[..., Any], ambient: Ambient = ()) -> Callable[..., Any]:
-    """Return a function that does what `fn` does, in words that ``torch.jit.script`` understands.
+    """Return a function equivalent to `fn` that ``torch.jit.script`` can compile.
 
     Args:
-        fn: a function, decorated with autocast or not.
-        ambient: regions to put around the whole body.
+        fn: a function, with or without autocast decorators.
+        ambient: regions to wrap around the whole body.
     """
     regions, inner = _undecorated(fn)
     tree, file = _parse(inner)
@@ -44,7 +44,7 @@ def rewrite(fn: Callable[..., Any], ambient: Ambient = ()) -> Callable[..., Any]
 
 
 def _undecorated(fn: Any) -> tuple[list[tuple[str, torch.dtype, bool]], types.FunctionType]:
-    """The regions that decorators put around `fn`, outermost first, and the function inside."""
+    """Return the regions that decorators put around `fn`, outermost first, and the undecorated function."""
     regions: list[tuple[str, torch.dtype, bool]] = []
     while region := _decorating_region(fn):
         regions.append((region.device, region.fast_dtype, region._enabled))
@@ -61,7 +61,7 @@ def _decorating_region(fn: Any) -> torch.autocast | None:
 
 
 def _parse(fn: types.FunctionType) -> tuple[ast.FunctionDef, str]:
-    """The definition of `fn` with the line numbers of its file, and that file."""
+    """Return the definition of `fn`, with the line numbers of its file, and the file."""
     file = inspect.getsourcefile(fn) or fn.__code__.co_filename
     try:
         lines, first = inspect.getsourcelines(fn)
@@ -71,7 +71,7 @@ def _parse(fn: types.FunctionType) -> tuple[ast.FunctionDef, str]:
     ast.increment_lineno(tree, first - 1)
     definition = tree.body[0]
     if not isinstance(definition, ast.FunctionDef):
-        raise ScriptRegionError(f"{file}:{first}: amp_core.script takes a function made by `def`.")
+        raise ScriptRegionError(f"{file}:{first}: amp_core.script takes a function defined by `def`.")
     definition.decorator_list = []
     return definition, file
 
@@ -81,13 +81,13 @@ def _local_names(fn: types.FunctionType) -> frozenset[str]:
 
 
 def _rewritten_callees(fn: types.FunctionType, names: dict[str, Any]) -> dict[str, Any]:
-    """Functions that `fn` calls by name and that have regions, rewritten."""
-    found: dict[str, Any] = {}
+    """Return rewritten versions of the functions with regions that `fn` calls by name."""
+    rewritten: dict[str, Any] = {}
     for name in (*fn.__code__.co_names, *fn.__code__.co_freevars):
         callee = names.get(name)
         if callee is not fn and isinstance(callee, types.FunctionType) and _has_regions(callee):
-            found[name] = _rewritten_once(callee)
-    return found
+            rewritten[name] = _rewritten_once(callee)
+    return rewritten
 
 
 @functools.lru_cache(maxsize=256)
@@ -111,7 +111,7 @@ def _compile(
     definition: ast.FunctionDef, fn: types.FunctionType, names: dict[str, Any], file: str
 ) -> Callable[..., Any]:
     source = ast.unparse(ast.fix_missing_locations(ast.Module([definition], []))) + "\n"
-    # TorchScript reads the source back through linecache, by the name of the file.
+    # TorchScript reads the source back from linecache by file name.
     place = f"<amp_core.script {next(_numbers)} of {file}:{fn.__code__.co_firstlineno}>"
     linecache.cache[place] = (len(source), None, source.splitlines(keepends=True), place)
     flags = fn.__code__.co_flags & __future__.annotations.compiler_flag

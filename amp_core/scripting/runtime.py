@@ -1,11 +1,11 @@
 """The region that rewritten functions enter: a TorchScript class that enters eager autocast.
 
-Eager autocast acts in the dispatcher, which scripted code goes through too. So ops in such a region follow
-the same rules as in eager mode, where TorchScript's own autocast pass has a shorter list of rules and
-guesses at dtypes that it does not know.
+Eager autocast acts in the dispatcher, which scripted code also goes through, so ops in such a region follow
+the same rules as in eager mode. TorchScript's own autocast pass has fewer rules and guesses at unknown
+dtypes.
 """
 
-# No `from __future__ import annotations`: TorchScript does not read annotations that are strings.
+# No `from __future__ import annotations`: TorchScript cannot read string annotations.
 
 import threading
 from typing import Any
@@ -19,7 +19,7 @@ _entered = threading.local()
 
 @torch.jit.ignore  # type: ignore[untyped-decorator]
 def enter_region(device: str, dtype: str, enabled: bool) -> None:
-    """Enter eager autocast on this thread; an empty `dtype` is the device's default."""
+    """Enter eager autocast in this thread; an empty `dtype` means the device's default."""
     region = autocast(device, getattr(torch, dtype) if dtype else None, enabled)
     region.__enter__()
     _stack().append(region)
@@ -27,7 +27,7 @@ def enter_region(device: str, dtype: str, enabled: bool) -> None:
 
 @torch.jit.ignore  # type: ignore[untyped-decorator]
 def exit_region() -> None:
-    """Leave the region that was entered last on this thread."""
+    """Leave the region that this thread entered last."""
     _stack().pop().__exit__(None, None, None)
 
 
@@ -39,7 +39,7 @@ def _stack() -> list[autocast]:
 
 
 class Region:
-    """What ``with autocast(...)`` becomes in the source that TorchScript compiles."""
+    """Replaces ``autocast`` in the source that TorchScript compiles."""
 
     def __init__(self, device: str, dtype: str, enabled: bool):
         self.device = device

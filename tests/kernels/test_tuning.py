@@ -60,7 +60,9 @@ def test_what_is_pinned_is_in_force(pinned: str, monkeypatch: pytest.MonkeyPatch
 def test_a_misspelt_pin(monkeypatch: pytest.MonkeyPatch) -> None:
     """A name that is not known is taken for none."""
     monkeypatch.setenv("AMP_CPU_TUNING", "prefetching")
-    with pytest.raises(ValueError, match="'prefetching' is not known; use none, or any of"):
+    with pytest.raises(
+        ValueError, match="'prefetching' is not valid; use none, or a comma-separated list of"
+    ):
         library._env.cpu_tuning(("prefetch", "streaming"))
 
 

@@ -56,7 +56,7 @@ def test_each_broken_one_is_named_once(listed: Any, broken: list[str]) -> None:
         ("missing", "import", "ModuleNotFoundError: No module named 'a_library_that_nobody_has'"),
         ("syntax", "import", "SyntaxError"),
         ("raising", "import", "OSError: libfoo.so"),
-        ("version", "register", "implements backend API 99; this amp_core speaks 1"),
+        ("version", "register", "implements backend API 99; this amp_core supports 1"),
         (
             "unversioned",
             "register",

@@ -269,7 +269,7 @@ DIAGNOSED = {
     runtime_dtype: "known only at run time",
     leaks_region: "can only enter it",
     with_policy: "policy= cannot be compiled",
-    splat: "not spelled out",
+    splat: "takes its arguments by",
 }
 
 
@@ -286,7 +286,7 @@ def test_diagnosed_rows_name_the_line(fn, x: Tensor, monkeypatch: pytest.MonkeyP
 
 def test_other_things_are_refused() -> None:
     """Modules, classes and lambdas get a TypeError or an error that says what to do."""
-    with pytest.raises(TypeError, match="put the region into a function"):
+    with pytest.raises(TypeError, match="move the region into a function"):
         script(torch.nn.Linear(1, 1))
-    with pytest.raises(ScriptRegionError, match="made by `def`"):
+    with pytest.raises(ScriptRegionError, match="defined by `def`"):
         script(lambda a: a)

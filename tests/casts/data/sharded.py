@@ -43,7 +43,7 @@ expected, model = trained(make()), make()
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     handle = scope(model)
-assert [str(w.message)[:32] for w in caught] == ["4 weights, '0.weight' the first,"], caught
+assert [str(w.message)[:36] for w in caught] == ["4 weights, starting with '0.weight',"], caught
 assert caught[0].filename == __file__
 with handle:
     for ours, theirs in zip(trained(model), expected, strict=True):
