@@ -1,4 +1,4 @@
-"""Finds the packages and builds the CPU backend's kernels, which are optional. All else: pyproject.toml."""
+"""Find the packages and build the CPU backend's optional kernels. Everything else is in pyproject.toml."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ KERNELS = "amp_backend_cpu.native._kernels"
 
 
 class OptionalLibrary(build_ext):
-    """A plain shared library beside the package: without a compiler, or without OpenMP, install goes on."""
+    """Build a plain shared library in the package; without a compiler or OpenMP, the install continues."""
 
     def get_export_symbols(self, ext: Extension) -> list[str]:
-        """Return what is looked up in the library; it is no Python module."""
+        """Return the symbols to export; the library is not a Python module."""
         return list(ext.export_symbols)
 
     def get_ext_filename(self, fullname: str) -> str:
-        """Return a name without a Python's suffix for the kernels: any Python loads them."""
+        """Return a name without Python's suffix, because any Python can load the kernels."""
         if fullname not in {KERNELS, KERNELS.rpartition(".")[2]}:
             return super().get_ext_filename(fullname)
         return str(Path(*fullname.split("."))) + (".so" if unix else ".dll")
 
 
 class AnyPython(bdist_wheel):
-    """One wheel per platform: what it holds is bound to no version of Python."""
+    """Build one wheel per platform, because the contents work with any Python version."""
 
     def get_tag(self) -> tuple[str, str, str]:
         """Return ``py3-none-<platform>``."""
@@ -42,7 +42,7 @@ unix = sys.platform != "win32"
 # The stack protector and fortified calls cost nothing in loops over vectors.
 hardening = ["-fvisibility=hidden", "-fstack-protector-strong", "-D_FORTIFY_SOURCE=2"]
 relocations = ["-Wl,-z,relro,-z,now"] if sys.platform == "linux" else []
-# Apple's clang has no -fopenmp of its own: the kernels are built for one thread there.
+# Apple's clang has no -fopenmp, so the kernels are single-threaded there.
 openmp = ["-fopenmp"] if sys.platform == "linux" else []
 # A folder under backends/ is a device: its package is found here, its line in pyproject.toml declares it.
 roots = [".", "compat", *sorted(path.as_posix() for path in Path("backends").iterdir() if path.is_dir())]

@@ -1,19 +1,19 @@
-"""The conformance kit: behaviour that every backend must show, for makers of devices to inherit.
+"""The conformance kit: behavior required of every backend, for backend authors to inherit.
 
-A third party's whole test file::
+The complete test file of a third-party backend::
 
     from amp_core.testing import BackendConformance
 
     class TestNpu(BackendConformance):
         device_type = "npu"
 
-and its ``conftest.py``, without which failures show no values::
+and its ``conftest.py``, which makes failures show values::
 
     import pytest
 
     pytest.register_assert_rewrite("amp_core.testing")
 
-The classes have no ``Test`` prefix, so that importing them collects nothing. Names of checks are public:
+The classes have no ``Test`` prefix, so pytest does not collect them on import. Names of checks are public:
 ``known_failures`` and published reports refer to them, so moving or renaming one is a breaking change.
 Needs ``amp-core[testing]``.
 """
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["BackendConformance", "BackendFixtures", "CheckResult", "Loopback", "Report", "check"]
 
-_HOMES = {
+_MODULES = {
     "BackendConformance": "amp_core.testing.suite",
     "BackendFixtures": "amp_core.testing.fixtures",
     "CheckResult": "amp_core.testing.report",
@@ -42,9 +42,9 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    # On demand: pytest can only rewrite the asserts of modules that are not loaded yet.
-    if name not in _HOMES:
+    # Import lazily: pytest can rewrite asserts only in modules that are not loaded yet.
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib
 
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    return getattr(importlib.import_module(_MODULES[name]), name)

@@ -1,4 +1,4 @@
-"""What pytest collects when `amp_core.testing.check` runs it; of no use otherwise."""
+"""The module that pytest collects for `amp_core.testing.check`; not for other use."""
 
 from amp_core.testing.runner import _SUBJECT
 

@@ -1,7 +1,7 @@
-"""What a maker of a device tells the kit: the device type, what it can do, how exact it is.
+"""What a backend author tells the kit: the device type, its capabilities and its accuracy.
 
-Override what differs for your device; each property says what its default means. None of them can turn a
-wrong result into a right one: they say which inputs the device cannot hold at all.
+Override what differs for your device; each property documents its default. No property makes a wrong result
+pass: they only exclude inputs that the device does not support.
 """
 
 from __future__ import annotations
@@ -22,39 +22,38 @@ from amp_core.plugin.default_manager import manager, replace_backend
 
 
 class BackendFixtures:
-    """Properties to override; `device_type` must be."""
+    """Properties to override; `device_type` is required."""
 
     device_type: str = ""
     """The ``type`` of a ``torch.device``, such as ``"npu"``. Must be set."""
 
     known_failures: Mapping[str, str] = MappingProxyType({})
-    """Name of a check to the reason why it fails for now.
+    """Map the name of a check to the reason why it currently fails.
 
-    A check that is named here and passes fails the run, so that a mended fault is noticed; a name that no
-    check has fails it too.
+    The run fails if a check listed here passes, so that fixes are noticed, or if no check has the name.
     """
 
     policy_departures: Mapping[str, str] = MappingProxyType({})
-    """Full name of an op (``aten::mm.default``) to the reason why the device does not follow torch.
+    """Map the full name of an op (``aten::mm.default``) to the reason why the device departs from torch.
 
-    Default: none. An op that torch has a rule for must have a rule, and the same one, unless named here.
+    Default: none. Every op with a rule in torch must have the same rule unless listed here.
     """
 
     norm_rtol: float = 1e-5
-    """Relative tolerance of `Kernels.grad_stats` against float64. Default: some float32 sums."""
+    """Relative tolerance of `Kernels.grad_stats` against float64. The default allows float32 sums."""
 
     product_ulps: int = 0
-    """How many steps of its dtype a product of `Kernels.multiply_` may be off the rounded float32 product.
+    """Allowed difference between `Kernels.multiply_` and the rounded float32 product, in ulps of the dtype.
 
-    Default: none, because one multiplication and one rounding have one right result.
+    Default: 0, because one multiplication and one rounding have exactly one correct result.
     """
 
     large_numel: int = 2_000_003
-    """Elements of the tensor in which one bad element must be found. Default: millions, odd."""
+    """Size of the tensor in which one bad element must be found. Default: a large odd number."""
 
     AREA: ClassVar[str] = ""
 
-    # What is checked.
+    # The objects under test.
 
     @property
     def backend(self) -> Backend:
@@ -63,7 +62,7 @@ class BackendFixtures:
 
     @property
     def device(self) -> torch.device:
-        """Where tensors are made. Default: the current device of `device_type`."""
+        """Where tensors are created. Default: the current device of `device_type`."""
         return torch.device(self.device_type)
 
     @property
@@ -71,21 +70,21 @@ class BackendFixtures:
         """The kernels under test. Default: the backend's."""
         return self.backend.kernels()
 
-    # What the device can hold.
+    # Supported dtypes and features.
 
     @property
     def supports_float64(self) -> bool:
-        """Whether the device has float64. Default: tried out."""
+        """Whether the device supports float64. Default: detected."""
         return self._can_hold(torch.float64)
 
     @property
     def supports_complex(self) -> bool:
-        """Whether the device has complex64. Default: tried out."""
+        """Whether the device supports complex64. Default: detected."""
         return self._can_hold(torch.complex64)
 
     @property
     def supports_float8(self) -> bool:
-        """Whether casts to and from 8-bit floats are checked. Default: tried out."""
+        """Whether to check casts to and from 8-bit floats. Default: detected."""
         return self._can_hold(torch.float8_e4m3fn) and self._can_hold(torch.float8_e5m2)
 
     @property
@@ -97,35 +96,35 @@ class BackendFixtures:
     def supports_compile(self) -> bool:
         """Whether ``torch.compile(backend="aot_eager")`` works on the device.
 
-        Default: tried out, without AMP; not for PrivateUse1, whose op policy is in Python.
+        Default: detected without AMP; False for PrivateUse1, whose op policy is in Python.
         """
         return self.default_dtype_is_torchs and _graphs_work(self.device_type, "compile")
 
     @property
     def supports_export(self) -> bool:
-        """Whether ``torch.export`` works on the device. Default: tried out, without AMP."""
+        """Whether ``torch.export`` works on the device. Default: detected without AMP."""
         return _graphs_work(self.device_type, "export")
 
     @property
     def observes_rules(self) -> bool:
-        """Whether an op can be replaced on the device's Autograd key, where the rules of all ops are seen.
+        """Whether ops can be replaced on the device's Autograd key, which makes all rules observable.
 
-        Default: where torch gives the device an Autograd key of its own.
+        Default: True if the device has its own Autograd key in torch.
         """
         return has_dispatch_key(autograd_key(self.device_type))
 
     @property
     def default_dtype_is_torchs(self) -> bool:
-        """Whether the default dtype must be torch's. Default: yes, but for PrivateUse1, where it is yours."""
+        """Whether the default dtype must be torch's. Default: yes, except for PrivateUse1."""
         return self.device_type != _torch.privateuse1_name()
 
-    # What can be made to happen.
+    # Simulated events.
 
     @contextmanager
     def device_taken_away(self) -> Iterator[None]:
         """Make the device look absent. Default: ``torch.<device_type>.is_available`` returns False.
 
-        Override it if `Backend.availability` asks something else; skip where a device cannot be absent.
+        Override it if `Backend.availability` checks something else; skip if the device cannot be absent.
         """
         module = getattr(torch, self.device_type, None)
         if self.device_type == "cpu" or not hasattr(module, "is_available"):
@@ -142,7 +141,7 @@ class BackendFixtures:
             pytest.skip(f"{self.device_type}: {capability} is False")
 
     def dtypes(self) -> list[torch.dtype]:
-        """Return the real dtypes of gradients that the device holds."""
+        """Return the real gradient dtypes that the device supports."""
         low = [torch.float16, torch.bfloat16]
         held = [d for d in low if self._can_hold(d)]
         return [torch.float32, *held, *([torch.float64] if self.supports_float64 else [])]
@@ -179,18 +178,18 @@ def _check_name(item: Any) -> str:
     return str(item.originalname).removeprefix("test_")
 
 
-_held: dict[tuple[str, torch.dtype], bool] = {}
+_supported: dict[tuple[str, torch.dtype], bool] = {}
 
 
 def _can_hold(device_type: str, dtype: torch.dtype) -> bool:
     key = (device_type, dtype)
-    if key not in _held:
+    if key not in _supported:
         try:
-            there = torch.ones(2, dtype=torch.float32).to(dtype).to(device_type)
-            _held[key] = bool((there.cpu().float() == 1).all()) if not dtype.is_complex else True
+            ones = torch.ones(2, dtype=torch.float32).to(dtype).to(device_type)
+            _supported[key] = bool((ones.cpu().float() == 1).all()) if not dtype.is_complex else True
         except (RuntimeError, TypeError, NotImplementedError):
-            _held[key] = False
-    return _held[key]
+            _supported[key] = False
+    return _supported[key]
 
 
 _graphs: dict[tuple[str, str], bool] = {}

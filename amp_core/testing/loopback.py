@@ -1,4 +1,4 @@
-"""A backend made of its arguments, to test amp-core and the kit with no accelerator."""
+"""A configurable backend for testing amp-core and the kit without an accelerator."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from amp_core.policy import OpPolicy
 
 
 class Loopback(Backend):
-    """Right in everything unless told otherwise; on the CPU by default.
+    """A correct backend except where its arguments change it; on the CPU by default.
 
     Args:
-        device_type: a device type that torch has.
+        device_type: a device type known to torch.
         kernels: its kernels; by default the portable ones.
         policy: its op policy; by default torch's.
-        dtypes: its supported dtypes, the first of which is only the default if `default` says so.
+        dtypes: its supported dtypes, in any order.
         default: its default dtype; by default torch's for the device type.
     """
 
@@ -35,7 +35,7 @@ class Loopback(Backend):
         self._kernels, self._policy, self._dtypes, self._default = kernels, policy, dtypes, default
 
     def availability(self) -> Availability:
-        """Say that it is there, as its device is."""
+        """Report the device as available."""
         return Availability(True, f"loopback on {self.device_type}")
 
     def default_dtype(self) -> torch.dtype:

@@ -1,7 +1,7 @@
-"""What an autocast rule does to one op: the op is called, and what arrives below autocast is looked at.
+"""Observe what an autocast rule does to an op: call the op and inspect its arguments below autocast.
 
-A recorder on the Autograd key of the device takes the place of the op, so the arguments need no valid shapes
-and no kernel of the device: what makes the tensors may make fake ones for a device that is not there.
+A recorder replaces the op on the device's Autograd key, so the arguments need neither valid shapes nor a
+kernel: the tensors may even be fake ones for a device that is not available.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MakeTensor = Callable[[torch.dtype], torch.Tensor]
 """dtype -> a tensor of that dtype on the device that is observed."""
 
 
-class Arrived(Exception):  # noqa: N818  # no error: it brings the arguments back
+class Arrived(Exception):  # noqa: N818  # not an error: it carries the arguments
     """The op, or its overload that takes a dtype, was called with these arguments."""
 
     def __init__(self, op: _torch_dispatch.Overload, arguments: dict[str, Any]) -> None:
@@ -36,24 +36,24 @@ class Arrived(Exception):  # noqa: N818  # no error: it brings the arguments bac
 
 
 def consistent(op_name: str, rule: str, device_type: str, make: MakeTensor, low: torch.dtype) -> str:
-    """Compare what happens to the op, in the region that is entered, with `rule`.
+    """Compare the effect of the current region on the op with `rule`.
 
     Args:
-        op_name: in full, such as ``aten::mm.default``.
-        rule: what the policy in force says of it.
-        device_type: of the region.
-        make: makes the arguments.
+        op_name: the full name, such as ``aten::mm.default``.
+        rule: its rule in the active policy.
+        device_type: the device type of the region.
+        make: creates the arguments.
         low: the dtype of the region.
 
     Returns:
-        What is wrong, in words; empty where the op does what `rule` says.
+        A description of the departure; empty if the op follows `rule`.
     """
     op = names.find(op_name)
     assert op is not None, f"torch has no op {op_name}"
     with _recorded(op, device_type), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # some rules come with a hint
-        found = {pair: _call(op, make, pair) for pair in ((low, low), (HIGH, HIGH), (low, HIGH))}
-    for pair, result in found.items():
+        results = {pair: _call(op, make, pair) for pair in ((low, low), (HIGH, HIGH), (low, HIGH))}
+    for pair, result in results.items():
         wrong = _departure(op, rule, pair, result, low)
         if wrong:
             return f"{op_name} ({rule}) of {pair[0]} and {pair[1]}: {wrong}"
@@ -78,16 +78,16 @@ def _departure(
         argument = rules.dtype_argument(op) if rule == rules.FP32_SET_OPT_DTYPE else None
         dtype = result.arguments.get("dtype" if argument is None else argument[1])
         return "" if dtype in (HIGH, _HIGH_AS_INT) else f"it is given dtype={dtype}"
-    seen = result.dtypes()
-    wanted = _expected(rule, given, seen, low)
-    return "" if set(seen) <= wanted else f"it runs on {sorted(map(str, set(seen)))}"
+    actual = result.dtypes()
+    wanted = _expected(rule, given, actual, low)
+    return "" if set(actual) <= wanted else f"it runs on {sorted(map(str, set(actual)))}"
 
 
 _HIGH_AS_INT = 6  # torch.float32 where a schema has an int, c10::ScalarType::Float
 
 
 def _expected(
-    rule: str, given: tuple[torch.dtype, torch.dtype], seen: list[torch.dtype], low: torch.dtype
+    rule: str, given: tuple[torch.dtype, torch.dtype], actual: list[torch.dtype], low: torch.dtype
 ) -> set[torch.dtype]:
     if rule == rules.LOWER_PRECISION_FP:
         return {low}
@@ -97,7 +97,7 @@ def _expected(
         return {given[0]}
     if rule == rules.UNCHANGED:
         return set(given)
-    return {HIGH} if HIGH in given and len(seen) > 1 else set(given)
+    return {HIGH} if HIGH in given and len(actual) > 1 else set(given)
 
 
 def _recorder(op: _torch_dispatch.Overload) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""What a run of the kit found, for people and for machines."""
+"""The results of a kit run, as text, JSON or Markdown."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from importlib.metadata import PackageNotFoundError, version
 
 @dataclass(frozen=True)
 class CheckResult:
-    """One check.
+    """The result of one check.
 
     Attributes:
-        area: such as ``"grad_stats"``.
-        check: its name, as `BackendFixtures.known_failures` wants it.
+        area: its area, such as ``"grad_stats"``.
+        check: its name, as used in `BackendFixtures.known_failures`.
         outcome: ``"passed"``, ``"failed"``, ``"skipped"`` or ``"known"`` (a known failure).
         message: why it failed or was skipped, on one line.
         details: the whole traceback of a failure.
@@ -32,7 +32,7 @@ class CheckResult:
 
 @dataclass(frozen=True)
 class Report:
-    """All checks of one backend, in the order in which they ran."""
+    """The results of all checks of a backend, in execution order."""
 
     device_type: str
     backend: str
@@ -55,11 +55,11 @@ class Report:
         return sum(r.outcome == outcome for r in self.results)
 
     def by_area(self) -> dict[str, Counter[str]]:
-        """Return, per area, how many checks had which outcome."""
-        found: dict[str, Counter[str]] = {}
+        """Return the number of checks per outcome for each area."""
+        areas: dict[str, Counter[str]] = {}
         for result in self.results:
-            found.setdefault(result.area, Counter())[result.outcome] += 1
-        return found
+            areas.setdefault(result.area, Counter())[result.outcome] += 1
+        return areas
 
     def to_json(self) -> str:
         """Return the report as JSON."""
@@ -83,13 +83,13 @@ class Report:
 
 def versions() -> dict[str, str]:
     """Return the versions that a result depends on."""
-    found = {"python": platform.python_version(), "platform": platform.platform()}
+    result = {"python": platform.python_version(), "platform": platform.platform()}
     for name in ("amp-core", "torch", "numpy", "pytest"):
         try:
-            found[name] = version(name)
+            result[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return result
 
 
 def _cell(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Runs the kit on a backend, with pytest, in this process."""
+"""Run the kit on a backend with pytest, in this process."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def check(
     """Run the kit on a backend and return the report.
 
     Args:
-        device_type: the device type of an installed backend, or a backend to be checked in its place.
+        device_type: the device type of an installed backend, or a backend object to check.
         areas: the areas to run, such as ``"grad_stats"``; by default all.
         keyword: a pytest ``-k`` expression over the names of the checks.
-        fixtures: a `BackendFixtures` subclass with what the device says of itself.
+        fixtures: a `BackendFixtures` subclass that describes the device.
         junit: where to write a JUnit XML file.
 
     Raises:
-        BackendNotFoundError: nothing serves `device_type`.
+        BackendNotFoundError: no backend exists for `device_type`.
         ValueError: an area is unknown.
     """
     import pytest
@@ -57,7 +57,7 @@ def check(
 def _reason(backend: Backend) -> str:
     try:
         return backend.availability().reason
-    except Exception as error:  # a wrong backend; the checks say so
+    except Exception as error:  # a broken backend; the checks report it
         return f"availability() is wrong: {type(error).__name__}: {error}"
 
 
@@ -81,7 +81,7 @@ def _subject(backend: Backend, areas: Sequence[str], fixtures: type | None) -> t
 
 @contextmanager
 def _collected_anew() -> Iterator[None]:
-    """Let pytest load the module with the subject, which it otherwise takes as an earlier run left it."""
+    """Make pytest reload the module with the subject instead of reusing that of an earlier run."""
     for name in [n for n in sys.modules if n.rpartition(".")[2] == "collected"]:
         del sys.modules[name]
     subjects = list(_SUBJECT)
@@ -93,7 +93,7 @@ def _collected_anew() -> Iterator[None]:
 
 @contextmanager
 def _on_its_own() -> Iterator[None]:
-    """Keep the plugins and options of the surroundings out of the run."""
+    """Isolate the run from the plugins and options of an enclosing pytest."""
     mine = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": "", "PYTEST_PLUGINS": ""}
     names = (*mine, "PYTEST_CURRENT_TEST", "PYTEST_VERSION")
     before = {name: os.environ.get(name) for name in names}
@@ -120,7 +120,7 @@ class _Collector:
     def pytest_configure(self) -> None:
         import pytest
 
-        # Only now can pytest rewrite asserts, and only in modules that are not loaded yet.
+        # pytest can rewrite asserts only from here on, and only in modules that are not loaded yet.
         if "amp_core.testing.suite" not in sys.modules:
             pytest.register_assert_rewrite("amp_core.testing.suite")
         try:

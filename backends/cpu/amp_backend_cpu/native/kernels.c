@@ -1,6 +1,6 @@
-/* The CPU's gradient and cast kernels: plain C over raw pointers, bound to no version of torch or Python.
- * Work is cut into chunks of fixed size, each reduced by itself and in order, so that no result depends on
- * the number of threads.
+/* The CPU's gradient and cast kernels: plain C on raw pointers, independent of torch and Python
+ * versions. Work is divided into chunks of fixed size, reduced separately and in order, so no result depends
+ * on the number of threads.
  *
  * dtype codes: 0 float32, 1 float64, 2 bfloat16, 3 float16.
  */
@@ -14,7 +14,7 @@
 #include <pthread.h>
 #endif
 
-#define ABI 5 /* moves with every change to what a function takes; kernels.py asks for it */
+#define ABI 5 /* increases when a function's arguments change; library.py checks it */
 
 #define CHUNK 32768 /* elements: two or more chunks of a large weight stay in the second-level cache */
 #define AHEAD 6144  /* bytes to fetch in advance into the second-level cache, which has more reads in flight */
@@ -80,11 +80,11 @@ struct loops {
     const char *name;
     stats_loop *stats[4];       /* by dtype code */
     multiply_loop *multiply[4]; /* by dtype code */
-    cast_loop *cast[4][4];      /* by dtype codes of source and target; a dtype to itself is never asked */
-    add_loop *add[4];           /* by dtype code; of the halves alone */
+    cast_loop *cast[4][4];      /* by dtype codes of source and target; same-dtype casts are never requested */
+    add_loop *add[4];           /* by dtype code; only 16-bit dtypes */
 };
 
-static int prefetch, streaming; /* whether this CPU gains by them: amp_calibrate, amp_tune */
+static int prefetch, streaming; /* whether they speed up this CPU: amp_calibrate, amp_tune */
 
 #ifdef X86
 #define IN(name) name##_sse2
@@ -208,14 +208,14 @@ EXPORT int amp_abi(void) { return ABI; }
 
 /* ---- threads ---- */
 
-/* OpenMP's threads do not outlive a fork, and waiting for them never ends: the child works alone. */
+/* OpenMP's threads do not survive a fork and waiting for them would hang: the child uses one thread. */
 static int forked;
 
 #ifndef _WIN32
 static void in_child(void) { forked = 1; }
 #endif
 
-/* To be called once, before all else. */
+/* Call once, before anything else. */
 EXPORT int amp_start(void) {
 #ifndef _WIN32
     return pthread_atfork(NULL, NULL, in_child);
@@ -249,7 +249,7 @@ static size_t tensor_of(const size_t *chunks, size_t count, size_t chunk) {
 
 static const size_t width_of[4] = {4, 8, 2, 2}; /* bytes, by dtype code */
 
-/* A thread takes neighbouring chunks: it searches for the tensor of the first alone. */
+/* A thread takes consecutive chunks, so it only searches for the tensor of the first. */
 #define FOR_EACH_CHUNK(...)                                                                        \
     OMP(parallel num_threads(threads) if (threads > 1 && !forked)) {                               \
         size_t t = count;                                                                          \
@@ -276,7 +276,7 @@ static void store(void *norms, size_t i, double sum, int wide) {
         ((float *)norms)[i] = (float)sqrt(sum);
 }
 
-/* norms[i]: 2-norm of tensor i; bad[i]: 1 if it holds an inf or a NaN, else 0; *norm and *found: of all.
+/* norms[i]: 2-norm of tensor i; bad[i]: 1 if it contains inf or NaN, else 0; *norm and *found: overall.
  * Norms are float or, if wide, double. The data is only read. */
 EXPORT int amp_grad_stats(int64_t count_, const void *const *data, const int64_t *sizes,
                           const int32_t *dtypes, void *norms, float *bad, void *norm, float *found,
@@ -332,7 +332,7 @@ EXPORT int amp_multiply(int64_t count_, void *const *data, const int64_t *sizes,
 
 #define STREAMED (1 << 23) /* bytes: results that are larger than this do not stay in a core's caches */
 
-/* Cast tensor i from dtype from_dtypes[i] to to_dtypes[i]; the two have no memory in common. */
+/* Cast tensor i from dtype from_dtypes[i] to to_dtypes[i]; they must not overlap. */
 EXPORT int amp_cast(int64_t count_, const void *const *from, const int64_t *sizes,
                     const int32_t *from_dtypes, void *const *to, const int32_t *to_dtypes, int threads) {
     const struct loops *loops = chosen();
@@ -349,7 +349,7 @@ EXPORT int amp_cast(int64_t count_, const void *const *from, const int64_t *size
     return 0;
 }
 
-/* Add tensor i, of a half dtype, to totals[i], in float32; the two have no memory in common. */
+/* Add tensor i, of a half dtype, to totals[i], in float32; they must not overlap. */
 EXPORT int amp_add(int64_t count_, const void *const *from, const int64_t *sizes, const int32_t *dtypes,
                    float *const *totals, int threads) {
     const struct loops *loops = chosen();
@@ -362,9 +362,9 @@ EXPORT int amp_add(int64_t count_, const void *const *from, const int64_t *sizes
     return 0;
 }
 
-/* ---- what this CPU gains by ---- */
+/* ---- tuning ---- */
 
-/* Say whether to prefetch and to store past the caches: 1 yes, 0 no, -1 as it is. Returns what is in force,
+/* Say whether to prefetch and to store past the caches: 1 yes, 0 no, -1 unchanged. Returns the settings,
  * prefetch in bit 0, streaming in bit 1. */
 EXPORT int amp_tune(int prefetch_, int streaming_) {
     if (prefetch_ >= 0)
@@ -381,7 +381,7 @@ static double now(void) {
 }
 
 #define TRIALS 6
-#define PATIENCE 0.03 /* seconds for each question; on a busy machine there are fewer trials */
+#define PATIENCE 0.03 /* seconds per measurement; on a busy machine there are fewer trials */
 #define GAIN 0.97     /* what is switched on takes at most this part of the time without it */
 
 /* Time reads with and without prefetch, then casts with and without streaming stores, each the best of some
