@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 
 from amp_core._torch.features import Feature
-from amp_core.errors import TorchFeatureError
 
 K = TypeVar("K")
 
@@ -52,6 +51,7 @@ def entry_of(op: Overload) -> Callable[..., Any]:
 
 def overloads_of(packet: Packet) -> dict[str, Overload]:
     """Return the overloads of a packet by name; the default one is ``"default"``."""
+    POLICIES.require()
     names: list[str] = packet.overloads()  # type: ignore[no-untyped-call]
     overloads = {name: getattr(packet, name) for name in names if not _takes_dimension_names(name)}
     return {name: op for name, op in overloads.items() if _is_dispatched(op)}
@@ -70,8 +70,6 @@ def _is_dispatched(op: Overload) -> bool:
     name, _, overload = dispatcher_name(op).partition(".")
     try:
         _schema(name, overload)
-    except TorchFeatureError:
-        raise
     except RuntimeError:
         return False
     return True
@@ -91,10 +89,9 @@ def autograd_key(device_type: str) -> str:
 
 def has_dispatch_key(name: str) -> bool:
     """Whether the dispatcher knows the key `name`."""
+    POLICIES.require()
     try:
         _key_of_name(name)
-    except TorchFeatureError:
-        raise
     except RuntimeError:
         return False
     return True
@@ -110,17 +107,21 @@ def autocast_device_types() -> list[str]:
         torch.device("no_such_device")
     except RuntimeError as error:
         names = re.findall(r"\w+", str(error).partition("one of ")[2].partition(" device type ")[0])
-        return [n for n in names if n != "privateuseone" and has_dispatch_key(f"Autocast{n.upper()}")]
+        return [
+            n for n in names if n not in ("mkldnn", "privateuseone") and torch.amp.is_autocast_available(n)
+        ]
     return []
 
 
 def all_op_names() -> list[str]:
     """Return every op that is registered now, as ``namespace::name.overload``."""
+    POLICIES.require()
     return cast("list[str]", _all_names())
 
 
 def registered(key: str) -> frozenset[str]:
     """Return the ops that have a kernel of their own on dispatch key `key`, C++ and Python alike."""
+    POLICIES.require()
     ops: list[str] = _registrations(key)
     overloads = {op: op.rpartition("::")[2].partition(".")[2] for op in ops}
     return frozenset(op for op in ops if not _takes_dimension_names(overloads[op]))
@@ -128,6 +129,7 @@ def registered(key: str) -> frozenset[str]:
 
 def has_kernel(op_name: str, key: str) -> bool:
     """Whether the op has a kernel of its own on `key`."""
+    POLICIES.require()
     return bool(_has_kernel(op_name, key))
 
 
@@ -159,6 +161,7 @@ def op_text(op: object) -> str | None:
 
 def key_set(key: str) -> Any:
     """Return a set of one dispatch key, for `excluded`."""
+    POLICIES.require()
     return _keys(_key_of_name(key))
 
 
@@ -170,6 +173,7 @@ excluded: Callable[[Any], AbstractContextManager[None]] = POLICIES.function(
 
 def native_kernel(op_name: str, key: str) -> Callable[..., Any]:
     """Return the kernel that `op_name` has on `key` now; call it as ``kernel(keyset, *args, **kwargs)``."""
+    POLICIES.require()
     return cast("Callable[..., Any]", _get_kernel(op_name, key).call_boxed)
 
 
@@ -206,12 +210,15 @@ def _check_policies() -> None:
     scratch.define("probe(Tensor x) -> Tensor", "")
     library = _library("IMPL", "amp_core_probe", "", __file__, 1)
     library.impl("probe", "AutocastCPU", lambda keyset, x: x, True)  # noqa: ARG005
-    installed = has_kernel("amp_core_probe::probe", "AutocastCPU")
+    installed = _has_kernel("amp_core_probe::probe", "AutocastCPU")
     library.reset()
-    if not installed or has_kernel("amp_core_probe::probe", "AutocastCPU"):
+    if not installed or _has_kernel("amp_core_probe::probe", "AutocastCPU"):
         raise RuntimeError("a kernel cannot be put on an autocast key and removed again")
-    with excluded(key_set("AutocastCPU")):
-        native_kernel("aten::mm", "AutocastCPU")
+    with excluded(_keys(_key_of_name("AutocastCPU"))):
+        _get_kernel("aten::mm", "AutocastCPU")
+    if not (_registrations("AutocastCPU") and _all_names() and _dump("aten::add.Tensor")):
+        raise RuntimeError("the dispatcher does not list its ops")
+    _schema("aten::mm", "")
     if [a.name for a in arguments(torch.ops.aten.mm.default)] != ["self", "mat2"]:
         raise RuntimeError("the schema of aten::mm cannot be read")
 
@@ -221,6 +228,7 @@ def install_fallthrough(key: str) -> None:
 
     For PrivateUse1, hpu and xla, whose autocast keys torch leaves bare.
     """
+    POLICIES.require()
     if key in _fallthrough or "[backend fallback]" in _line(key):
         return
     library = _library("IMPL", "_", key, __file__, 1)

@@ -177,9 +177,10 @@ def run_as_soon_as_ready(output: torch.Tensor) -> None:
         node._set_sequence_nr(2**63)
 
 
-_will_run = Feature(
+_LEAVES = Feature(
     "leaf_gradients", "master_weights cannot tell which gradients a backward pass adds to .grad"
-).function("torch._C._will_engine_execute_node")
+)
+_will_run = _LEAVES.function("torch._C._will_engine_execute_node")
 
 
 def gradient_is_accumulated(node: Any) -> bool:
@@ -190,12 +191,14 @@ def gradient_is_accumulated(node: Any) -> bool:
     Raises:
         TorchFeatureError: torch no longer says so.
     """
+    _LEAVES.require()
     try:
         return bool(_will_run(node))
-    except TorchFeatureError:
-        raise
     except RuntimeError:  # how torch says that the gradient is only returned
         return False
+    except Exception:
+        _LEAVES.attempt(_will_run, node)
+        raise TorchFeatureError(_LEAVES.reason) from None
 
 
 _DDP = Feature(
@@ -232,7 +235,9 @@ _EXPORT = Feature(
 function_modes_are_on: Callable[[], bool] = _EXPORT.function(
     "torch._C._is_torch_function_mode_enabled", lambda: False, check=lambda f: f()
 )
-_function_modes = _EXPORT.function("torch.overrides._get_current_function_mode_stack", list)
+_function_modes = _EXPORT.function(
+    "torch.overrides._get_current_function_mode_stack", list, check=lambda f: list(f())
+)
 _REGIONS = Feature("enter_autocast", "amp_core._enter_autocast and amp_core._exit_autocast are not there")
 enter_autocast = _REGIONS.function("torch.amp.autocast_mode._enter_autocast")
 exit_autocast = _REGIONS.function("torch.amp.autocast_mode._exit_autocast")

@@ -180,7 +180,7 @@ def activation(backend: Backend, policy: OpPolicy | None) -> Activation | None:
 
 
 def _of_default(backend: Backend, path: str | None) -> Activation | None:
-    if path is None and not POLICIES.complete:  # torch's own rules still work
+    if path is None and not POLICIES.works():  # torch's own rules still work
         if type(backend).op_policy is not Backend.op_policy:
             POLICIES.warn()
         return None

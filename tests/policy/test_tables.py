@@ -19,6 +19,9 @@ DEVICES = ("cpu", "cuda", "maia", "mps", "mtia", "xpu")
 # In CUDA builds alone: casts and flattens the weights of an RNN anew, which no rule describes.
 WITHOUT_A_RULE = {"aten::_cudnn_rnn"}
 
+# Since torch 2.15.
+LATER = {"aten::linalg_matrix_sqrth.default"}
+
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_lists_and_dispatcher_name_the_same_ops(device: str) -> None:
@@ -28,7 +31,7 @@ def test_lists_and_dispatcher_name_the_same_ops(device: str) -> None:
     native = registered(autocast_key(device)) - WITHOUT_A_RULE
     if torch.__version__.startswith("2.13"):
         assert existing == native
-        assert len(existing) == len(listed)
+        assert {op for op in listed if names.find(op) is None} <= LATER
     assert native <= existing
 
 

@@ -13,4 +13,5 @@ LISTS: Lists = {
     **SHARED,
     rules.LOWER_PRECISION_FP: SHARED[rules.LOWER_PRECISION_FP]
     + " cudnn_convolution cudnn_convolution_transpose",
+    rules.FP32: SHARED[rules.FP32] + " linalg_matrix_sqrth",
 }

@@ -41,7 +41,9 @@ class Patched(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             found = real(path)
             if path != self.path:
                 return found
-            return module._MISSING if self.mode == "hide" or not callable(found) else changed
+            if self.mode == "hide":
+                return module._MISSING
+            return found if isinstance(found, type) or not callable(found) else changed
 
         module.resolve = resolve
 
@@ -51,6 +53,12 @@ def changed(*_args, **_kwargs):
 
 
 A, B = torch.randn(4, 8), torch.randn(8, 4)
+
+
+def listing() -> None:
+    import amp_core
+
+    assert amp_core.backends()["cpu"].status == "available"
 
 
 def regions() -> None:
@@ -174,7 +182,7 @@ def scripted(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return a @ b
 
 
-SCENARIOS: tuple[Callable[[], None], ...] = (regions, scaler, policy, casts, record, script)
+SCENARIOS: tuple[Callable[[], None], ...] = (listing, regions, scaler, policy, casts, record, script)
 
 
 def report(mode: str, path: str) -> dict[str, object]:
