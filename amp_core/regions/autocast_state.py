@@ -92,10 +92,14 @@ def leave(frames: RegionStack, region: Any, settings: tuple[str, bool, torch.dty
             _lower_nesting(frame.nesting)
         if frame.policies is not None:
             restore(frame.policies)
-        if not frame.superseded:
-            _put_back(settings[0], *frame.before)
-        if depth == 0:
-            _clear_cache()
+        was_enabled, was_dtype, was_cached = frame.before
+        if not frame.superseded:  # without a look at what there is: code inside may have changed it
+            device = settings[0]
+            _set_enabled(device, was_enabled)
+            _set_dtype(device, was_dtype)
+            _set_cached(was_cached)
+        if depth == 0 or settings[2] is not was_dtype:
+            _clear_cache()  # it does not record dtypes
         frames.pop()
     except BaseException:
         _undo(frames, frame)
@@ -109,17 +113,6 @@ def _leave_out_of_order(frames: RegionStack, region: Any) -> bool:
     frame = frames.take_out(region)
     frames.append(frame)
     return leave(frames, region, (region.device, False, torch.float32, False))
-
-
-def _put_back(device: str, enabled: bool, dtype: torch.dtype, cached: bool) -> None:
-    # Compare with the current state: code inside the region may have changed it too.
-    if _is_enabled(device) is not enabled:
-        _set_enabled(device, enabled)
-    if _get_dtype(device) is not dtype:
-        _set_dtype(device, dtype)
-        _clear_cache()
-    if _is_cached() is not cached:
-        _set_cached(cached)
 
 
 def _lower_nesting(nesting: int) -> int:
@@ -137,9 +130,13 @@ def _undo(frames: RegionStack, frame: Frame) -> None:
     if frame.policies is not None:
         restore(frame.policies)
     if not frame.superseded:
-        _put_back(frame.region.device, *frame.before)
-    if frame.nesting and _lower_nesting(frame.nesting) == 0:
-        _clear_cache()
+        device, (enabled, dtype, cached) = frame.region.device, frame.before
+        _set_enabled(device, enabled)
+        _set_dtype(device, dtype)
+        _set_cached(cached)
+    if frame.nesting:
+        _lower_nesting(frame.nesting)
+    _clear_cache()
     if frame in frames:
         frames.remove(frame)
 

@@ -50,17 +50,19 @@ class Region(torch.autocast):
         policy: OpPolicy | None,
     ) -> None:
         """Validate the arguments and set the attributes that entering uses; the body of ``__init__``."""
-        device_type = device_type_of(device)
-        resolved = _resolve(device_type, dtype, enabled, policy)
-        self.device = device_type
-        self.fast_dtype, self._activation, refusal = resolved
+        self.device = device_type = device_type_of(device)
         self._policy = policy
-        if refusal is not None:
-            warnings.warn(refusal, stacklevel=self._warning_stacklevel)
-            enabled = False
+        backend = get_backend(device_type)
+        self.fast_dtype = fast_dtype = backend.default_dtype() if dtype is None else dtype
+        self._activation = None
+        if enabled:
+            self._activation, refusal = _resolve(backend, fast_dtype, policy)
+            if refusal is not None:
+                warnings.warn(refusal, stacklevel=self._warning_stacklevel)
+                enabled = False
         self._enabled = enabled
         self._keeps_casts = torch.is_autocast_cache_enabled() if cache_enabled is None else cache_enabled
-        self._settings = device_type, enabled, self.fast_dtype, self._keeps_casts
+        self._settings = device_type, enabled, fast_dtype, self._keeps_casts
 
     @property
     def _cache_enabled(self) -> bool:  # type: ignore[override]  # in torch, an attribute that only torch sets
@@ -92,33 +94,27 @@ class Region(torch.autocast):
         )
 
 
-_Resolved = tuple[torch.dtype, "Activation | None", "str | None"]
+_Resolved = tuple["Activation | None", "str | None"]
 
 # Results for enabled regions without a policy, so that each is checked once and AMP_POLICY is read once.
 _resolved: dict[tuple[Backend, torch.dtype], _Resolved] = {}
 
 
-def _resolve(
-    device_type: str, dtype: torch.dtype | None, enabled: bool, policy: OpPolicy | None
-) -> _Resolved:
-    """Return the dtype, the policy to push, and the warning if the region must be disabled."""
-    backend = get_backend(device_type)
-    fast_dtype = backend.default_dtype() if dtype is None else dtype
-    if not enabled:
-        return fast_dtype, None, None
-    known = _resolved.get((backend, fast_dtype))
+def _resolve(backend: Backend, dtype: torch.dtype, policy: OpPolicy | None) -> _Resolved:
+    """Return the policy that an enabled region pushes, and the warning if it must be disabled instead."""
+    known = _resolved.get((backend, dtype))
     if policy is None and known is not None:
         return known
     if known is None:
         _watch_optimizers()
-        refusal = backend.autocast_refusal(fast_dtype)
+        refusal = backend.autocast_refusal(dtype)
         if refusal is not None and refusal.error:
             raise RuntimeError(refusal.message)
         if refusal is not None:
-            return fast_dtype, None, refusal.message
-    resolved = fast_dtype, activation(backend, policy), None
+            return None, refusal.message
+    resolved = activation(backend, policy), None
     if policy is None:
-        _resolved[backend, fast_dtype] = resolved
+        _resolved[backend, dtype] = resolved
     return resolved
 
 

@@ -19,13 +19,11 @@ class Frame:
 
     __slots__ = ("before", "leaving", "nesting", "policies", "region", "superseded")
 
-    def __init__(
-        self, region: Any, before: tuple[bool, Any, bool], nesting: int = 0, policies: int | None = None
-    ) -> None:
+    def __init__(self, region: Any, before: tuple[bool, Any, bool]) -> None:
         self.region = region
         self.before = before
-        self.nesting = nesting
-        self.policies = policies
+        self.nesting = 0
+        self.policies: int | None = None
         self.superseded = False
         self.leaving = False
 
