@@ -159,6 +159,20 @@ def op_text(op: object) -> str | None:
     return name if isinstance(name, str) else None
 
 
+def redispatch_below(op: Overload, key: str) -> Callable[..., Any]:
+    """Return a function of a keyset and arguments that runs `op` as if it had no kernel on `key`.
+
+    Ops that it calls in turn see `key` as before. For: ops without a rule. If it goes: no policy.
+    """
+    # Python's dispatcher, which Dynamo switches on, would start again from all keys of the thread.
+    passed = key_set(key) | key_set("PythonDispatcher")
+
+    def run(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        return op.redispatch(keyset - passed, *args, **kwargs)
+
+    return run
+
+
 def key_set(key: str) -> Any:
     """Return a set of one dispatch key, for `excluded`."""
     POLICIES.require()

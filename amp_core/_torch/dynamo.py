@@ -11,7 +11,7 @@ import importlib.util
 import sys
 from collections.abc import Callable, Hashable, Sequence
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -191,6 +191,19 @@ def run_uncompiled(functions: Sequence[Callable[..., Any]]) -> None:
     for function in functions:
         strategy = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)
         torch._C._dynamo.eval_frame.set_code_exec_strategy(function.__code__, strategy)
+
+
+_never_compiled: set[CodeType] = set()
+
+
+def never_compile(function: Callable[..., Any]) -> None:
+    """Do what `run_uncompiled` does, now or when Dynamo is imported.
+
+    For: kernels, which ops between graphs call. If it goes: Dynamo compiles them, and fails at dispatch keys.
+    """
+    if function.__code__ not in _never_compiled:
+        _never_compiled.add(function.__code__)
+        when_loaded(lambda: run_uncompiled([function]))
 
 
 def trace_as_context_manager(classes: Sequence[type], how: ContextManager) -> None:

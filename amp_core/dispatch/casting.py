@@ -20,6 +20,7 @@ from amp_core._torch.dispatcher import (
     excluded,
     is_mutable,
     key_set,
+    redispatch_below,
 )
 from amp_core.dispatch import weight_casts
 from amp_core.dispatch.target_dtype import TARGET_DTYPES, Args, Kwargs, TargetDtype, eligible, tensors_in
@@ -81,10 +82,10 @@ def _banned(op: Overload) -> Runner:
 
 
 def _unchanged(op: Overload, device_type: str) -> Runner:
-    keys = key_set(autocast_key(device_type))
+    below = redispatch_below(op, autocast_key(device_type))
 
     def run(keyset: Any, args: Args, kwargs: Kwargs) -> Any:
-        return op.redispatch(keyset - keys, *args, **kwargs)
+        return below(keyset, *args, **kwargs)
 
     return run
 

@@ -21,14 +21,16 @@ from amp_core._torch.dispatcher import (
     has_kernel,
     install,
     install_fallthrough,
-    key_set,
     native_kernel,
+    redispatch_below,
 )
+from amp_core._torch.dynamo import never_compile
 from amp_core.dispatch import weight_casts
 from amp_core.dispatch.casting import Runner
 from amp_core.policy import OpPolicy, names
 from amp_core.policy import rules as r
 from amp_core.policy.op_policy import native_rules
+from amp_core.states.region_stack import several_threads
 
 Table = Mapping[str, "Runner | None"]
 """Maps full op names to runners; None means torch's own kernel."""
@@ -76,7 +78,7 @@ class Engine:
     def installed(self) -> frozenset[str]:
         """The ops that currently run through a kernel of this engine, in any thread."""
         with self._lock:
-            return frozenset(self._installed)
+            return frozenset(op for op, (count, _) in self._installed.items() if count)
 
     def push(self, table: Table, policy: OpPolicy | None) -> None:
         """Put `policy`, prepared as `table`, in force in this thread. A failed install changes nothing."""
@@ -155,11 +157,11 @@ class Engine:
     def _uninstall_locked(self, ops: Iterable[str]) -> None:
         for op in ops:
             count, remove = self._installed[op]
-            if count > 1:
-                self._installed[op] = (count - 1, remove)
-            else:
-                del self._installed[op]
-                remove()
+            self._installed[op] = (count - 1, remove)
+        if several_threads():
+            return  # the dispatcher may be about to call a kernel in one of them: removing it would crash
+        for op in [op for op, (count, _) in self._installed.items() if count == 0]:
+            self._installed.pop(op)[1]()
 
     def _install_kernel(self, name: str) -> Callable[[], None]:
         if name not in self._kernels:
@@ -191,17 +193,13 @@ class Engine:
                 return by_torch(keyset, *args, **kwargs)
             return run(keyset, args, kwargs)
 
+        never_compile(kernel)
         return dispatcher_name(overload), kernel
 
     def _native(self, overload: Overload) -> Callable[..., Any]:
         if has_kernel(dispatcher_name(overload), self.key):
             return native_kernel(dispatcher_name(overload), self.key)
-        keys = key_set(self.key)
-
-        def fall_through(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-            return overload.redispatch(keyset - keys, *args, **kwargs)
-
-        return fall_through
+        return redispatch_below(overload, self.key)
 
 
 def _with_weight_casts(native: Callable[..., Any], device_type: str) -> Callable[..., Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from typing import Any
 
 
@@ -63,9 +64,18 @@ class RegionStack(list[Frame]):
         return frame
 
 
+_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+
+def several_threads() -> bool:
+    """Return whether more than one living thread has entered a region so far."""
+    return sum(each.is_alive() for each in list(_threads)) > 1
+
+
 class _Thread(threading.local):
     def __init__(self) -> None:
         self.regions = RegionStack()
+        _threads.add(threading.current_thread())
 
 
 thread = _Thread()

@@ -141,7 +141,7 @@ def test_bad_metadata_of_one_hides_no_other(run: Any, tmp_path: Path, kind: str)
     for name, text in BAD_METADATA[kind].items():
         (folder / name).write_text(text)
     code = f"""
-    import json, sys, warnings, amp_core
+    import json, sys, warnings, torch, amp_core  # torch reads the metadata too, and has no such care
     sys.path.insert(0, {str(tmp_path)!r})
     warnings.simplefilter("ignore")
     status = amp_core.backends()
