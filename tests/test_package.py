@@ -28,7 +28,7 @@ def run(code: str) -> object:
 
 
 def test_import_is_quick_and_loads_no_backend() -> None:
-    """Importing from amp_core costs more than 30 ms over torch, or imports a backend or a plugin."""
+    """Importing the main names costs more than 40 ms over torch, or imports a backend or a plugin."""
     code = """
 import json, sys, time, torch
 before = set(sys.modules)
@@ -39,7 +39,7 @@ new = {m.split(".")[0] for m in set(sys.modules) - before}
 print(json.dumps([took, sorted(new)]))
 """
     results = [run(code) for _ in range(8)]
-    assert min(took for took, _ in results) < 0.03  # the least disturbed run
+    assert min(took for took, _ in results) < 0.04  # the least disturbed run
     assert set(results[0][1]) <= {"amp_core", "pluggy", "importlib_metadata", "typing_extensions"} | set(
         sys.stdlib_module_names
     )
