@@ -63,14 +63,27 @@ RESULTS: dict[str, tuple[Callable[[object], bool], str]] = {
 """Maps each `Backend` method to a check of its result and a description of a valid one."""
 
 
+_WITH_ARGUMENTS = ("dtype_reason", "autocast_refusal")
+
+
 def checked(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap the backend method `name` so that errors name the plugin and the method."""
-    accepts, expected = RESULTS[name]
+    if name not in _WITH_ARGUMENTS:
+        return functools.wraps(method)(_checked(name, method))
 
     @functools.wraps(method)
     def call(self: Any, *args: object, **kwargs: object) -> Any:
+        return _checked(name, lambda backend: method(backend, *args, **kwargs))(self)
+
+    return call
+
+
+def _checked(name: str, method: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    accepts, expected = RESULTS[name]
+
+    def call(self: Any) -> Any:  # without *args, which are slow: each region that is built asks for its dtype
         try:
-            result = method(self, *args, **kwargs)
+            result = method(self)
         except BackendError:
             raise
         except Exception as error:
