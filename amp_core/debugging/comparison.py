@@ -102,7 +102,8 @@ class Comparison(Report):
         """Return the ops that make the loss or a gradient wrong: sources of inf or NaN first, then by error.
 
         Errors that do not reach the result are ignored, such as a mask of ``finfo(dtype).min`` that a
-        softmax turns into zeros. Without a loss and a backward pass, every op counts as a result.
+        softmax turns into zeros, and errors of gradients that are tiny beside the largest one. Without a loss
+        and a backward pass, every op counts as a result.
 
         Args:
             tolerance: the relative error to accept in results and from each op; by default 0.125 and 0.03,
@@ -110,7 +111,15 @@ class Comparison(Report):
         """
         limit, of_results = tolerances(self.dtype, tolerance)
         wrong = {d.key: d for d in self.differences if d.error > limit and not d.noise}
-        reaching = {key for key in self._results() if key in wrong and wrong[key].error > of_results}
+        largest = max((d.size for d in self.at(PARAMETER) if not d.noise), default=0.0)
+        reaching = {
+            key
+            for key in self._results()
+            if key in wrong
+            and wrong[key].error > of_results
+            # The error of a gradient counts against the largest one: next to it, a tiny one is noise.
+            and (key.level != PARAMETER or wrong[key].error * wrong[key].size > of_results * largest)
+        }
         pending = list(reaching)
         while pending:
             parents = [key for key in self.parents[pending.pop()] if key in wrong and key not in reaching]
