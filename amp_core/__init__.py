@@ -5,6 +5,7 @@ Names load on first use (PEP 562), so that the ``amp`` command answers without i
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 from amp_core.common import op_lists as _lists
@@ -157,6 +158,15 @@ _HOMES = _homes()
 
 
 def _load(name: str) -> object:
+    if "torch._dynamo" not in sys.modules:
+        return _import(name)
+    # The first use may be in code between graphs, where Dynamo would compile what an import runs.
+    from torch._dynamo import disable as uncompiled
+
+    return uncompiled(_import)(name)  # type: ignore[no-untyped-call]
+
+
+def _import(name: str) -> object:
     from importlib import import_module
 
     if name == "__version__":
