@@ -49,27 +49,3 @@ def test_unknown_names_are_attribute_errors() -> None:
     """`hasattr` raises, or a mistyped name is an ImportError of some module."""
     assert not hasattr(amp_core, "autocats")
     assert {"autocast", "plugin", "testing"} <= set(dir(amp_core))
-
-
-def test_a_name_first_used_between_graphs() -> None:
-    """Dynamo compiles the import of amp-core's modules, and regions stop working in graphs."""
-    code = """
-import warnings, torch, amp_core
-warnings.simplefilter("error", Warning)
-warnings.filterwarnings("ignore", category=DeprecationWarning)
-
-def run(x, depth):
-    torch._dynamo.graph_break()
-    with amp_core.disable():
-        return torch.mm(x, x) if depth == 0 else run(x, depth - 1)
-
-def function(x):
-    with amp_core.autocast("cpu"):
-        y = torch.mm(x, x)
-        return y, run(x, 2)
-
-results = torch.compile(function, backend="eager")(torch.eye(2))
-print(*[result.dtype for result in results])
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.stdout.split() == ["torch.bfloat16", "torch.float32"], done.stderr[-2000:]
