@@ -161,7 +161,7 @@ def _load(name: str) -> object:
     if "torch._dynamo" not in sys.modules:
         return _import(name)
     # The first use may be in code between graphs, where Dynamo would compile what an import runs.
-    from torch._dynamo import disable as uncompiled
+    from torch.compiler import disable as uncompiled
 
     return uncompiled(_import)(name)  # type: ignore[no-untyped-call]
 
