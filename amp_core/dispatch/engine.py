@@ -3,7 +3,8 @@
 Three things do: a policy that differs from torch's rules (per thread), a scope that caches casts of weights
 (per process), and an observer (per thread). All threads share one dispatcher, so each op gets at most one
 kernel of ours, which checks what applies in its own thread; if nothing does, it runs torch's kernel. Once
-nothing needs our kernel, torch's is restored.
+nothing needs our kernel, torch's is restored, unless several threads run regions: one of them may be about to
+call it.
 """
 
 from __future__ import annotations
