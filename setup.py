@@ -72,7 +72,7 @@ setup(
                 "amp_calibrate",
                 "amp_compiler",
                 "amp_start",
-                "amp_tune",
+                "amp_stream",
             ],
             extra_compile_args=["-O3", *openmp, "-Wno-psabi", *hardening] if unix else ["/O2", "/openmp"],
             extra_link_args=[*openmp, *relocations] if unix else [],

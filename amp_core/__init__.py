@@ -15,11 +15,13 @@ if TYPE_CHECKING:
 
     from amp_core._torch.internals import enter_autocast as _enter_autocast
     from amp_core._torch.internals import exit_autocast as _exit_autocast
-    from amp_core.casts import CachedCasts, MasterWeights, cached_casts, master_weights
+    from amp_core.casts import CachedCasts, MasterWeights, StoredWeights, cached_casts, master_weights
     from amp_core.debugging.advice import Advice
     from amp_core.debugging.comparison import Comparison, compare
+    from amp_core.debugging.guard import guard
     from amp_core.debugging.recording import Recording, record
     from amp_core.debugging.search import advise
+    from amp_core.debugging.watching import watch
     from amp_core.errors import (
         AmpError,
         AmpWarning,
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
         BackendLoadError,
         BackendNotFoundError,
         KernelLaunchError,
+        MaterializeError,
+        NonFiniteError,
         PluginWarning,
         PolicyError,
         ScaleFloorError,
@@ -40,10 +44,12 @@ if TYPE_CHECKING:
         TorchFeatureWarning,
     )
     from amp_core.plugin import backends, get_backend
-    from amp_core.policy import OpPolicy, apply_policy
+    from amp_core.policy import OpPolicy
     from amp_core.regions.custom_functions import _cast, custom_bwd, custom_fwd
     from amp_core.regions.decorator import autocast_decorator
     from amp_core.regions.disabling import disable
+    from amp_core.regions.materialize import materialize
+    from amp_core.regions.modules import apply_policy
     from amp_core.regions.region import autocast, is_autocast_available
     from amp_core.scaling.checkpoint_formats import convert_scaler_state
     from amp_core.scaling.grad_scaler import GradScaler, OptState
@@ -76,6 +82,8 @@ __all__ = [
     "KernelLaunchError",
     "LossScaleSchedule",
     "MasterWeights",
+    "MaterializeError",
+    "NonFiniteError",
     "OpPolicy",
     "OptState",
     "PluginWarning",
@@ -88,6 +96,7 @@ __all__ = [
     "SkippedStepsWarning",
     "StaleCastError",
     "StepRecord",
+    "StoredWeights",
     "TorchFeatureError",
     "TorchFeatureWarning",
     "_MultiDeviceReplicator",
@@ -108,26 +117,34 @@ __all__ = [
     "custom_fwd",
     "disable",
     "get_backend",
+    "guard",
     "is_autocast_available",
     "master_weights",
+    "materialize",
     "record",
     "script",
+    "watch",
 ]
 
 _NAMES = {
     "_torch.internals": "_enter_autocast=enter_autocast _exit_autocast=exit_autocast",
-    "casts": "CachedCasts MasterWeights cached_casts master_weights",
+    "casts": "CachedCasts MasterWeights StoredWeights cached_casts master_weights",
     "debugging.advice": "Advice",
     "debugging.comparison": "Comparison compare",
+    "debugging.guard": "guard",
     "debugging.recording": "Recording record",
     "debugging.search": "advise",
+    "debugging.watching": "watch",
     "errors": (
-        "AmpError AmpWarning BackendConflictError BackendDisabledError BackendError BackendLoadError "
-        "BackendNotFoundError KernelLaunchError PluginWarning PolicyError ScaleFloorError ScaleFloorWarning "
-        "ScriptRegionError SkippedStepsWarning StaleCastError TorchFeatureError TorchFeatureWarning"
+        "AmpError AmpWarning BackendConflictError BackendDisabledError BackendError "
+        "BackendLoadError BackendNotFoundError KernelLaunchError MaterializeError NonFiniteError "
+        "PluginWarning PolicyError ScaleFloorError ScaleFloorWarning ScriptRegionError "
+        "SkippedStepsWarning StaleCastError TorchFeatureError TorchFeatureWarning"
     ),
     "plugin": "backends get_backend",
-    "policy": "OpPolicy apply_policy",
+    "policy": "OpPolicy",
+    "regions.materialize": "materialize",
+    "regions.modules": "apply_policy",
     "regions.region": "autocast is_autocast_available",
     "regions.custom_functions": "_cast custom_bwd custom_fwd",
     "regions.decorator": "autocast_decorator",

@@ -1,4 +1,4 @@
-"""Ready-made callbacks: write the steps of a scaler to TensorBoard, to a JSONL file or to a log.
+"""Ready-made callbacks: write the steps of a scaler to TensorBoard, W&B, MLflow, a JSONL file or a log.
 
 Attach one to a single scaler with ``JsonLines(path).listen(scaler)``, or to all scalers with
 ``amp_core.plugin.register(JsonLines(path))``. While a callback is attached, each `GradScaler.update` waits
@@ -7,9 +7,11 @@ once for the device.
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import math
+from abc import ABC, abstractmethod
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -24,19 +26,19 @@ if TYPE_CHECKING:
     from amp_core.scaling.hooks import ScaleChange
     from amp_core.scaling.step_record import StepRecord
 
-__all__ = ["JsonLines", "Logging", "SkipAwareScheduler", "TensorBoard"]
+__all__ = ["JsonLines", "Logging", "MLflow", "SkipAwareScheduler", "TensorBoard", "WandB"]
 
 
-class Listener:
+class Listener(ABC):
     """Base of the callbacks."""
 
+    @abstractmethod
     def amp_step(self, scaler: GradScaler, record: StepRecord) -> None:
         """Handle a step."""
-        raise NotImplementedError
 
+    @abstractmethod
     def amp_scale_change(self, scaler: GradScaler, change: ScaleChange) -> None:
         """Handle a change of the scale."""
-        raise NotImplementedError
 
     def listen(self, scaler: GradScaler) -> ExitStack:
         """Attach to `scaler`.
@@ -118,7 +120,40 @@ class Logging(Listener):
         )
 
 
-class TensorBoard(Listener):
+class _Tracker(Listener):
+    """Base of the callbacks that write scalars; `TensorBoard` says which."""
+
+    def __init__(self, tag: str) -> None:
+        self._tag = tag
+
+    @abstractmethod
+    def _write(self, values: dict[str, float], step: int) -> None: ...
+
+    @abstractmethod
+    def _write_text(self, name: str, text: str, step: int) -> None: ...
+
+    @hookimpl
+    def amp_step(self, scaler: GradScaler, record: StepRecord) -> None:  # noqa: ARG002
+        """Write the step."""
+        tag = self._under(record.key)
+        own = f"{tag}/{record.optimizer}"
+        values = {f"{tag}/scale": record.scale_before, f"{own}/skipped": float(record.skipped)}
+        if record.total_norm is not None:
+            values[f"{own}/total_norm"] = record.total_norm
+        self._write(values, record.number)
+        if record.skipped:
+            self._write_text(f"{own}/skips", str(record), record.number)
+
+    @hookimpl
+    def amp_scale_change(self, scaler: GradScaler, change: ScaleChange) -> None:  # noqa: ARG002
+        """Write the scale of the next step."""
+        self._write({f"{self._under(change.key)}/scale": change.after}, change.number + 1)
+
+    def _under(self, key: str | None) -> str:
+        return self._tag if key is None else f"{self._tag}/{key}"
+
+
+class TensorBoard(_Tracker):
     """Write scale, skipped steps and norm as scalars, and the record of each skipped step as text.
 
     The names are ``{tag}/scale``, ``{tag}/{optimizer}/skipped`` (0 or 1), ``{tag}/{optimizer}/total_norm``
@@ -134,43 +169,92 @@ class TensorBoard(Listener):
     """
 
     def __init__(self, writer: SummaryWriter | str | Path, tag: str = "amp") -> None:
-        self.writer = _writer(writer) if isinstance(writer, (str, Path)) else writer
-        self._tag = tag
+        super().__init__(tag)
+        self.writer: SummaryWriter = (
+            _imported("torch.utils.tensorboard", "tensorboard").SummaryWriter(str(writer))
+            if isinstance(writer, (str, Path))
+            else writer
+        )
 
-    @hookimpl
-    def amp_step(self, scaler: GradScaler, record: StepRecord) -> None:  # noqa: ARG002
-        """Write the step's scalars."""
-        tag, step = self._under(record.key), record.number
-        own = f"{tag}/{record.optimizer}"
-        self.writer.add_scalar(f"{tag}/scale", record.scale_before, step)
-        self.writer.add_scalar(f"{own}/skipped", float(record.skipped), step)
-        if record.total_norm is not None:
-            self.writer.add_scalar(f"{own}/total_norm", record.total_norm, step)
-        if record.skipped:
-            self.writer.add_text(f"{own}/skips", str(record), step)
+    def _write(self, values: dict[str, float], step: int) -> None:
+        for name, value in values.items():
+            self.writer.add_scalar(name, value, step)
 
-    @hookimpl
-    def amp_scale_change(self, scaler: GradScaler, change: ScaleChange) -> None:  # noqa: ARG002
-        """Write the scale of the next step."""
-        self.writer.add_scalar(f"{self._under(change.key)}/scale", change.after, change.number + 1)
-
-    def _under(self, key: str | None) -> str:
-        return self._tag if key is None else f"{self._tag}/{key}"
+    def _write_text(self, name: str, text: str, step: int) -> None:
+        self.writer.add_text(name, text, step)
 
     def close(self) -> None:
         """Close the writer."""
         self.writer.close()
 
 
-def _writer(directory: str | Path) -> SummaryWriter:
+class WandB(_Tracker):
+    """Write to a Weights & Biases run, under the names that `TensorBoard` uses.
+
+    The values have an axis of their own, ``{tag}/step``, so they do not move the step of your ``run.log``.
+
+    Args:
+        run: what ``wandb.init()`` returned; by default the active run.
+        tag: the prefix of all names.
+
+    Raises:
+        ImportError: `run` is not given and wandb is not installed.
+        RuntimeError: `run` is not given and no run is active.
+    """
+
+    def __init__(self, run: Any = None, tag: str = "amp") -> None:
+        super().__init__(tag)
+        self.run = run or _imported("wandb", "wandb").run
+        if self.run is None:
+            raise RuntimeError("no wandb run is active: call wandb.init() first, or pass its result as run=.")
+        self.run.define_metric(f"{tag}/step", hidden=True)
+        self.run.define_metric(f"{tag}/*", step_metric=f"{tag}/step")
+
+    def _write(self, values: dict[str, float], step: int) -> None:
+        self.run.log({**values, f"{self._tag}/step": step})
+
+    def _write_text(self, name: str, text: str, step: int) -> None:
+        self.run.log({name: text, f"{self._tag}/step": step})
+
+
+class MLflow(_Tracker):
+    """Write metrics to an MLflow run, under the names that `TensorBoard` uses.
+
+    The record of a skipped step becomes the artifact ``{tag}/{optimizer}/skips/{number}.txt``.
+
+    Args:
+        run_id: the id of the run; by default the active run's.
+        tag: the prefix of all names.
+
+    Raises:
+        ImportError: MLflow is not installed.
+        RuntimeError: `run_id` is not given and no run is active.
+    """
+
+    def __init__(self, run_id: str | None = None, tag: str = "amp") -> None:
+        super().__init__(tag)
+        mlflow = _imported("mlflow", "mlflow")
+        active = mlflow.active_run()
+        if run_id is None and active is None:
+            raise RuntimeError("no MLflow run is active: call mlflow.start_run() first, or pass run_id=.")
+        self.run_id = run_id or active.info.run_id
+        self._client = mlflow.MlflowClient()
+
+    def _write(self, values: dict[str, float], step: int) -> None:
+        for name, value in values.items():
+            self._client.log_metric(self.run_id, name, value, step=step)
+
+    def _write_text(self, name: str, text: str, step: int) -> None:
+        self._client.log_text(self.run_id, text, f"{name}/{step}.txt")
+
+
+def _imported(module: str, extra: str) -> Any:
     try:
-        from torch.utils.tensorboard import SummaryWriter
+        return importlib.import_module(module)
     except ImportError as error:
         raise ImportError(
-            "this listener needs TensorBoard; install it with: pip install 'amp-core[tensorboard]'"
+            f"this callback needs {extra}; install it with: pip install 'amp-core[{extra}]'"
         ) from error
-    writer: SummaryWriter = SummaryWriter(str(directory))
-    return writer
 
 
 def _plain(value: Any) -> Any:

@@ -47,12 +47,28 @@ class ScriptRegionError(AmpError, RuntimeError):
     """`amp_core.script` cannot compile an autocast region with the behaviour of eager mode."""
 
 
+class MaterializeError(AmpError, RuntimeError):
+    """`amp_core.materialize` cannot write a model as one graph; the message names the line."""
+
+
 class TorchFeatureError(AmpError, RuntimeError):
     """The installed torch no longer supports a requested feature; the message names both."""
 
 
 class ScaleFloorError(AmpError, RuntimeError):
     """Gradients overflowed with the scale at its floor, and the schedule is set to `AtFloor.RAISE`."""
+
+
+class NonFiniteError(AmpError, FloatingPointError):
+    """A model under `amp_core.guard` computed inf or NaN.
+
+    Attributes:
+        fault: the op that made them, an `amp_core.debugging.guard.OpFault`; None if no single op did.
+    """
+
+    def __init__(self, message: str, fault: object = None) -> None:
+        super().__init__(message)
+        self.fault = fault
 
 
 class AmpWarning(UserWarning):
@@ -83,6 +99,8 @@ for _public in [
     BackendConflictError,
     BackendDisabledError,
     KernelLaunchError,
+    MaterializeError,
+    NonFiniteError,
     PolicyError,
     ScaleFloorError,
     ScriptRegionError,

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import amp_core
 from benchmarks import machine
@@ -18,6 +19,7 @@ from benchmarks.plot import save_ratios
 
 GROUPS = ("regions", "dispatch", "gradients", "bandwidth", "traffic", "overlap", "casts", "insight")
 ACCELERATED = ("gradients", "casts")
+RESULTS = Path(__file__).parent / "results"
 
 
 def main() -> None:
@@ -53,14 +55,19 @@ def main() -> None:
             print(_row(ratio), flush=True)
         print()
     figures = {group: [vars(r) for r in ratios] for group, ratios in results.items()}
-    text = json.dumps({"machine": header, "seconds": figures}, indent=1) + "\n"
     if args.json:
-        args.json.write_text(text)
+        _write(args.json, header, figures)
     if args.keep:
-        name = "-".join((machine.slug(), header["capability"].lower(), *sorted(results)))
-        (Path(__file__).parent / "results" / f"{name}.json").write_text(text)
+        RESULTS.mkdir(exist_ok=True)
+        kept = RESULTS / f"{machine.slug()}-{header['capability'].lower()}.json"
+        former = json.loads(kept.read_text())["seconds"] if kept.exists() else {}
+        _write(kept, header, {**former, **figures})
     if args.plot:
         save_ratios(results, args.plot)
+
+
+def _write(path: Path, header: dict[str, str], figures: dict[str, Any]) -> None:
+    path.write_text(json.dumps({"machine": header, "seconds": figures}, indent=1) + "\n")
 
 
 def _run_with(capability: str) -> int:

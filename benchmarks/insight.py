@@ -34,6 +34,14 @@ def run() -> Iterator[Ratio]:
         yield compare(
             f"{named}, compared", step, lambda forward=forward: amp_core.compare(forward, "cpu"), rounds=7
         )
+        yield compare(
+            f"{named}, guarded", step, lambda model=model, step=step: _guarded(model, step), rounds=15
+        )
+
+
+def _guarded(model: nn.Module, step: Callable[[], None]) -> None:
+    with amp_core.guard(model):
+        step()
 
 
 def _recorded(step: Callable[[], None]) -> None:

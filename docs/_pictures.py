@@ -23,7 +23,7 @@ from amp_core.debugging.page import as_page
 from amp_core.debugging.report import Report
 from amp_core.kernels import Kernels
 from amp_core.plugin import Backend
-from amp_core.plugin.contract import HOOKS, KERNELS, Promise
+from amp_core.plugin.contract import HOOKS, KERNELS, PROMISES, Promise
 from amp_core.policy.rules import RULES
 from amp_core.states.loss_scale import LossScaleSchedule, OptState, ScaleState, next_scale, next_stage
 
@@ -65,17 +65,63 @@ def ops() -> str:
 
 
 def passes() -> str:
-    """Show what was measured of the passes over gradients."""
-    lines = ["| what | torch | amp-core | ratio |", "|---|--:|--:|--:|"]
-    for some in json.loads(_GRADIENTS.read_text())["seconds"].values():
-        for row in some:
-            unit, factor = ("MB", 1e-6) if row["unit"] == "B" else ("ms", 1e3)
-            sides = " | ".join(f"{row[side] * factor:.3g} {unit}" for side in ("theirs", "ours"))
-            lines.append(f"| {row['name']} | {sides} | {row['ratio']:.2f} |")
+    """Show the ratios to torch of steps and of passes over gradients."""
+    return _measured("gradients", "bandwidth", "traffic")
+
+
+def overheads() -> str:
+    """Show the ratios to torch of regions."""
+    return _measured("regions")
+
+
+_CAPABILITIES = {"default": "SSE2", "avx2": "AVX2", "avx512": "AVX-512"}
+_RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+
+
+def _measured(*groups: str) -> str:
+    """Return the ratio of each row by instruction set: the range over the CPUs that were measured."""
+    ratios: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for file in sorted(_RESULTS.glob("*.json")):
+        figures = json.loads(file.read_text())["seconds"]
+        for row in [row for group in groups for row in figures.get(group, [])]:
+            ratios[row["name"]][file.stem.rpartition("-")[2]].append(row["ratio"])
+    lines = [f"| what | {' | '.join(_CAPABILITIES.values())} |", "|---|--:|--:|--:|"]
+    for name, by_set in ratios.items():
+        lines.append(f"| {name} | {' | '.join(_range(by_set[key]) for key in _CAPABILITIES)} |")
     return "\n".join(lines)
 
 
-_GRADIENTS = Path(__file__).parents[1] / "benchmarks" / "results" / "gradients-cpu-2-threads.json"
+def _range(ratios: list[float]) -> str:
+    ends = [f"{end:.2f}" for end in (min(ratios), max(ratios))] if ratios else []
+    return " to ".join(dict.fromkeys(ends))
+
+
+def promises() -> str:
+    """Say what every hook and kernel promises."""
+    return "\n".join(
+        ["| | promise |", "|---|---|", *(f"| {name} | {text} |" for name, text in PROMISES.items())]
+    )
+
+
+def capabilities() -> str:
+    """Show what each device in docs/reports can do, and whether its backend passed the kit."""
+    reports = [json.loads(path.read_text()) for path in sorted(_REPORTS.glob("*.json"))]
+    names = dict.fromkeys(name for report in reports for name in report["capabilities"])
+    lines = [
+        "| |" + "|".join(report["device_type"] for report in reports) + "|",
+        "|---|" + "---|" * len(reports),
+    ]
+    for name in names:
+        lines.append(
+            f"| {name} |" + "|".join(report["capabilities"].get(name, "") for report in reports) + "|"
+        )
+    outcomes = [Counter(result["outcome"] for result in report["results"]) for report in reports]
+    lines.append("| checks |" + "|".join(", ".join(f"{n} {o}" for o, n in c.items()) for c in outcomes) + "|")
+    versions = [f"torch {r['versions']['torch']}, amp-core {r['versions']['amp-core']}" for r in reports]
+    return "\n".join([*lines, "| with |" + "|".join(versions) + "|"])
+
+
+_REPORTS = Path(__file__).with_name("reports")
 
 
 def hooks() -> str:
@@ -184,7 +230,10 @@ def _framed(report: Report, title: str) -> str:
 
 _DRAW: dict[str, Callable[[], str]] = {
     f.__name__: f
-    for f in (comparison, dispatch, hooks, kernels, ops, passes, recording, rules, schedule, stages)
+    for f in (
+        *(capabilities, comparison, dispatch, hooks, kernels, ops, overheads),
+        *(passes, promises, recording, rules, schedule, stages),
+    )
 }
 
 

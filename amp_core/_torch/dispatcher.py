@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -27,7 +28,7 @@ _registrations = POLICIES.function("torch._C._dispatch_get_registrations_for_dis
 _schema = POLICIES.function("torch._C._dispatch_find_schema_or_throw")
 _has_kernel = POLICIES.function("torch._C._dispatch_has_kernel_for_dispatch_key")
 _library = POLICIES.function("torch._C._dispatch_library")
-_dump = POLICIES.function("torch._C._dispatch_dump_table")
+_has_fallback = POLICIES.function("torch._C._dispatch_has_backend_fallback")
 _get_kernel = POLICIES.function("torch.library.get_kernel")
 
 # One op as the dispatcher knows it; all overloads of one op.
@@ -44,9 +45,16 @@ def dispatcher_name(op: Overload) -> str:
     return str(op.name())  # type: ignore[no-untyped-call]
 
 
+_ENTRY = Feature(
+    "dispatcher_entry",
+    "policies cost one more Python call per op, which is slower",
+    "torch.ops.aten.mm.default._op",
+)
+
+
 def entry_of(op: Overload) -> Callable[..., Any]:
     """Return the function that enters the dispatcher with `op`: it saves a Python frame at each call."""
-    return cast("Callable[..., Any]", getattr(op, "_op", op))
+    return op._op if _ENTRY.works_or_warn() else op
 
 
 def overloads_of(packet: Packet) -> dict[str, Overload]:
@@ -120,17 +128,20 @@ def all_op_names() -> list[str]:
 
 
 def registered(key: str) -> frozenset[str]:
-    """Return the ops that have a kernel of their own on dispatch key `key`, C++ and Python alike."""
+    """Return the ops that have a kernel on dispatch key `key`, C++ and Python alike, without `install`."""
     POLICIES.require()
-    ops: list[str] = _registrations(key)
+    ops: list[str] = [op for op in _registrations(key) if (op, key) not in _added]
     overloads = {op: op.rpartition("::")[2].partition(".")[2] for op in ops}
     return frozenset(op for op in ops if not _takes_dimension_names(overloads[op]))
 
 
 def has_kernel(op_name: str, key: str) -> bool:
-    """Whether the op has a kernel of its own on `key`."""
+    """Whether the op is defined and has a kernel of its own on `key`."""
     POLICIES.require()
-    return bool(_has_kernel(op_name, key))
+    try:
+        return bool(_has_kernel(op_name, key))
+    except RuntimeError:
+        return False
 
 
 def arguments(op: Overload) -> list[Any]:
@@ -155,8 +166,26 @@ def op_text(op: object) -> str | None:
     """Return the qualified name of an overload, a packet, or what `torch.library.custom_op` returns."""
     if isinstance(op, Overload):
         return dispatcher_name(op)
-    name = getattr(op, "_qualified_op_name", None) or getattr(op, "_qualname", None)
-    return name if isinstance(name, str) else None
+    if isinstance(op, Packet):
+        return dispatcher_name(getattr(op, op.overloads()[0])).partition(".")[0]  # type: ignore[no-untyped-call]
+    if isinstance(op, _custom_op):
+        _CUSTOM.require()
+        return str(op._qualname)
+    return None
+
+
+_CUSTOM = Feature(
+    "custom_ops",
+    "policies take an op of torch.library.custom_op by its name only",
+    probed=("CustomOpDef._qualname",),
+)
+_custom_op: Any = _CUSTOM.value("torch.library.CustomOpDef", ())
+
+
+@_CUSTOM.probe
+def _check_custom_op() -> None:
+    if "_qualname" not in _custom_op.__init__.__code__.co_names:
+        raise RuntimeError("it keeps its name elsewhere")
 
 
 def redispatch_below(op: Overload, key: str) -> Callable[..., Any]:
@@ -165,12 +194,36 @@ def redispatch_below(op: Overload, key: str) -> Callable[..., Any]:
     Ops that it calls in turn see `key` as before. For: ops without a rule. If it goes: no policy.
     """
     # Python's dispatcher, which Dynamo switches on, would start again from all keys of the thread.
-    passed = key_set(key) | key_set("PythonDispatcher")
+    own = key_set(key)
+    passed = own | key_set("PythonDispatcher")
 
     def run(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        return op.redispatch(keyset - passed, *args, **kwargs)
+        try:
+            return op.redispatch(keyset - passed, *args, **kwargs)
+        except RuntimeError:
+            with excluded(own):
+                return run_with_numbers(op, args, kwargs)
 
     return run
+
+
+def run_with_numbers(op: Overload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run `op` after a call has failed: raise the error again unless a number stands where a tensor belongs.
+
+    A kernel in Python receives the 2 of ``x % 2`` as a number; the schema has a tensor.
+    """
+    is_tensor = [str(a.real_type) == "Tensor" and not a.kwarg_only for a in arguments(op)]
+    numbers = [isinstance(a, _NUMBERS) and tensor for a, tensor in zip(args, is_tensor, strict=False)]
+    if not any(numbers):
+        raise  # noqa: PLE0704  # the caller handles an exception
+    try:
+        return op.overloadpacket(*args, **kwargs)  # finds the overload that takes a number there
+    except RuntimeError:
+        tensors = [torch.scalar_tensor(a) if number else a for a, number in zip(args, numbers, strict=True)]
+        return entry_of(op)(*tensors, **kwargs)
+
+
+_NUMBERS = (bool, int, float, complex, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def key_set(key: str) -> Any:
@@ -192,6 +245,8 @@ def native_kernel(op_name: str, key: str) -> Callable[..., Any]:
 
 
 _warned_of_override = False
+_added: set[tuple[str, str]] = set()
+"""Each op that had no kernel on a dispatch key before `install` added one, with the key."""
 
 
 def install(op_name: str, key: str, kernel: Callable[..., Any]) -> Callable[[], None]:
@@ -207,7 +262,11 @@ def install(op_name: str, key: str, kernel: Callable[..., Any]) -> Callable[[], 
     POLICIES.require()
     namespace, _, name = op_name.partition("::")
     library = _library("IMPL", namespace, "", __file__, 1)
-    if _warned_of_override or not has_kernel(op_name, key):
+    if not has_kernel(op_name, key):
+        _added.add((op_name, key))
+        library.impl(name, key, kernel, True)
+        return functools.partial(_remove, library, (op_name, key))
+    if _warned_of_override:
         library.impl(name, key, kernel, True)
         return cast("Callable[[], None]", library.reset)
     with warnings.catch_warnings():
@@ -215,6 +274,11 @@ def install(op_name: str, key: str, kernel: Callable[..., Any]) -> Callable[[], 
         library.impl(name, key, kernel, True)
     _warned_of_override = True
     return cast("Callable[[], None]", library.reset)
+
+
+def _remove(library: Any, added: tuple[str, str]) -> None:
+    library.reset()
+    _added.discard(added)
 
 
 @POLICIES.probe
@@ -230,7 +294,7 @@ def _check_policies() -> None:
         raise RuntimeError("a kernel cannot be put on an autocast key and removed again")
     with excluded(_keys(_key_of_name("AutocastCPU"))):
         _get_kernel("aten::mm", "AutocastCPU")
-    if not (_registrations("AutocastCPU") and _all_names() and _dump("aten::add.Tensor")):
+    if not (_registrations("AutocastCPU") and _all_names() and _has_fallback(_key_of_name("AutocastCPU"))):
         raise RuntimeError("the dispatcher does not list its ops")
     _schema("aten::mm", "")
     if [a.name for a in arguments(torch.ops.aten.mm.default)] != ["self", "mat2"]:
@@ -243,19 +307,14 @@ def install_fallthrough(key: str) -> None:
     For PrivateUse1, hpu and xla, whose autocast keys torch leaves bare.
     """
     POLICIES.require()
-    if key in _fallthrough or "[backend fallback]" in _line(key):
+    if _has_fallback(_key_of_name(key)):
         return
     library = _library("IMPL", "_", key, __file__, 1)
     library.fallback(key, torch.library.fallthrough_kernel)
-    _fallthrough[key] = library
+    _fallthrough.append(library)
 
 
-_fallthrough: dict[str, Any] = {}
-
-
-def _line(key: str) -> str:
-    table = _dump("aten::add.Tensor").splitlines()
-    return next((line for line in table if line.startswith(f"{key}:")), "")
+_fallthrough: list[Any] = []  # keeps them alive
 
 
 # ---- Dynamo ------------------------------------------------------------------------------------------
@@ -270,12 +329,3 @@ def value_for_dynamo(kind: type[K]) -> type[K]:
     if _register_constant is not None:
         _VALUES.attempt(_register_constant, kind)
     return kind
-
-
-def constant_for_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Let Dynamo call `function` while it traces and take the result as a constant.
-
-    It does what ``torch.compiler.assume_constant_result`` does, which would import all of Dynamo (2 s).
-    """
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return function

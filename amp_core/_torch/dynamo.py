@@ -9,13 +9,14 @@ import functools
 import importlib.abc
 import importlib.util
 import sys
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from types import CodeType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
+from amp_core._torch.context_manager import ContextManager, Step
 from amp_core._torch.features import Feature
 from amp_core._torch.internals import enter_autocast, exit_autocast
 
@@ -24,49 +25,20 @@ _GRAPHS = Feature(
     "torch.compile does not know the regions of amp-core: call such functions uncompiled",
     "torch._C._dynamo.eval_frame.set_code_exec_strategy",
     "torch._dynamo.guards.GlobalStateSource",
+    "torch._dynamo.guards.GuardBuilder.get_guard_manager",
+    "torch._dynamo.guards.install_guard",
     "torch._dynamo.output_graph.OutputGraph.init_ambient_guards",
+    "torch._dynamo.types.FrameAction",
     "torch._dynamo.types.FrameExecStrategy",
-    "torch._dynamo.callback.callback_handler",
+    "torch._dynamo.output_graph.OutputGraph.call_user_compiler",
     "torch._dynamo.variables.builder.VariableBuilder._type_dispatch",
     "torch._dynamo.variables.builder.VariableBuilder._id_dispatch",
+    "torch._dynamo.variables.base.VariableTracker",
+    "torch._dynamo.variables.constant.ConstantVariable",
     "torch._dynamo.variables.ctx_manager.ContextWrappingVariable._nonvar_fields",
     "torch._dynamo.variables.user_defined.UserDefinedClassVariable",
+    "torch._dynamo.variables.user_defined.UserDefinedObjectVariable",
 )
-
-
-Constants = tuple[Hashable, ...]
-"""What can stand in compiled bytecode: numbers, strings, dtypes, None."""
-
-
-class Step(NamedTuple):
-    """One change of state that a graph makes and later takes back.
-
-    Attributes:
-        enter: called with `args`, while tracing and by the graph.
-        args: constants.
-        leave: takes back what `enter` did; called with `enter`'s result if `hands_over`, else with `args`.
-        hands_over: see `leave`.
-    """
-
-    enter: Callable[..., Any]
-    args: Constants
-    leave: Callable[..., Any]
-    hands_over: bool = False
-
-
-class ContextManager(NamedTuple):
-    """How Dynamo traces the instances of one class of context managers.
-
-    Attributes:
-        describe: an instance to the constants that say what it does.
-        steps: those constants to what entering does, asked each time it is entered.
-        rebuild: a function of those constants that returns an equal instance; named by its module, so that
-            code after a graph break can enter it again.
-    """
-
-    describe: Callable[[Any], Constants]
-    steps: Callable[..., Sequence[Step]]
-    rebuild: Callable[..., Any]
 
 
 def autocast_step(device: str, dtype: torch.dtype, enabled: bool, keeps_casts: bool) -> Step:
@@ -92,23 +64,55 @@ def when_loaded(callback: Callable[[], None]) -> None:
         if not _GRAPHS.complete or not _GRAPHS.attempt(callback):
             _GRAPHS.warn()
 
-    if "torch._dynamo" in sys.modules:
-        attempt()
+    _after_import("torch._dynamo", attempt)
+
+
+_EXPORT_TRACE = Feature(
+    "export_warning",
+    "torch.export of a model inside a region gives no warning",
+    "torch.export._trace._export",
+)
+
+
+def before_export(callback: Callable[[], None]) -> None:
+    """Call `callback` whenever `torch.export.export` is called.
+
+    For: a warning that the regions around it are not kept. If it goes: no warning.
+    """
+
+    def wrap() -> None:
+        trace = sys.modules["torch.export._trace"]
+        export: Any = trace._export
+
+        @functools.wraps(export)
+        def announced(*args: Any, **kwargs: Any) -> Any:
+            callback()
+            return export(*args, **kwargs)
+
+        trace._export = announced  # type: ignore[attr-defined]
+
+    _after_import("torch.export._trace", lambda: _EXPORT_TRACE.attempt(wrap))
+
+
+def _after_import(name: str, callback: Callable[[], Any]) -> None:
+    if name in sys.modules:
+        callback()
     else:
-        sys.meta_path.insert(0, _DynamoImport(attempt))
+        sys.meta_path.insert(0, _AfterImport(name, callback))
 
 
-class _DynamoImport(importlib.abc.MetaPathFinder):
-    """Calls a function after the import of Dynamo, which itself has no hook for that."""
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Calls a function after the import of a module that has no hook for that."""
 
-    def __init__(self, callback: Callable[[], None]) -> None:
+    def __init__(self, name: str, callback: Callable[[], Any]) -> None:
+        self._name = name
         self._callback = callback
 
     def find_spec(
         self, name: str, _path: Sequence[str] | None, _target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Find Dynamo as the other finders do, with a loader that calls back."""
-        if name != "torch._dynamo":
+        """Find the module as the other finders do, with a loader that calls back."""
+        if name != self._name:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
@@ -140,45 +144,39 @@ def guard_on(read: Callable[[], object], name: str) -> None:
         expected = read()
 
         def install(builder: Any, guard: Any) -> None:
-            def holds(_frame: object) -> bool:
-                return read() == expected
-
-            add: Any = builder.guard_manager.root.add_lambda_guard
-            try:
-                add(holds, [f"{name} changed"], guard.user_stack)
-            except TypeError:  # torch before 2.12
-                add(holds, [f"{name} changed"])
+            _add_guard(builder.guard_manager.root, lambda _frame: read() == expected, name, guard)
 
         self.guards.add(GlobalStateSource().make_guard(install))
 
     OutputGraph.init_ambient_guards = with_ours  # type: ignore[method-assign]
 
 
-def tag_caches(tag: Callable[[], str]) -> None:
-    """Add `tag()`, asked when a compile starts, to the keys of torch's caches of compiled code.
+def _add_guard(manager: Any, holds: Callable[[Any], bool], name: str, guard: Any) -> None:
+    try:
+        manager.add_lambda_guard(holds, [f"{name} changed"], guard.user_stack)
+    except TypeError:  # torch before 2.12
+        manager.add_lambda_guard(holds, [f"{name} changed"])
 
-    For: graphs that were traced alike and computed otherwise. If it goes: a program loads code that another
+
+def tag_caches(tag: Callable[[], str]) -> None:
+    """Add `tag()` to the keys of torch's caches of compiled code while a graph is compiled.
+
+    For: graphs that were traced alike and compute otherwise. If it goes: a program loads code that another
     one compiled under another policy. Dynamo must be loaded.
     """
-    from torch._dynamo.callback import callback_handler
-    from torch.compiler import config
+    from torch._dynamo.output_graph import OutputGraph
+    from torch.compiler import config as torch_config
 
-    earlier: list[str] = []
+    config: Any = torch_config
+    call_user_compiler: Any = OutputGraph.call_user_compiler
 
-    def start(_args: object) -> None:
-        earlier.append(config.cache_key_tag)
-        added = tag()
-        if added:
-            config.cache_key_tag = f"{config.cache_key_tag}{added}"
+    @functools.wraps(call_user_compiler)
+    def tagged(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # Not a compile callback: torch._dynamo.reset() forgets those.
+        with config.patch(cache_key_tag=f"{config.cache_key_tag}{tag()}"):
+            return call_user_compiler(self, *args, **kwargs)
 
-    def end(_args: object) -> None:
-        if earlier:
-            before = earlier.pop()
-            if config.cache_key_tag != before:
-                config.cache_key_tag = before
-
-    callback_handler.register_start_callback(start)
-    callback_handler.register_end_callback(end)
+    OutputGraph.call_user_compiler = tagged  # type: ignore[method-assign]
 
 
 def run_uncompiled(functions: Sequence[Callable[..., Any]]) -> None:
@@ -222,7 +220,15 @@ def trace_as_context_manager(classes: Sequence[type], how: ContextManager) -> No
             constants = how.describe(value)
         except AttributeError:  # its constructor is still running
             return builder.wrap_user_defined(value)
-        builder.install_guards(GuardBuilder.ID_MATCH)
+        kind = type(value)
+
+        def install(guards: Any, guard: Any) -> None:
+            def equal(other: Any) -> bool:
+                return type(other) is kind and how.describe(other) == constants
+
+            _add_guard(guards.get_guard_manager(guard), equal, kind.__name__, guard)
+
+        builder.install_guards(install)
         return InstanceVariable(how, constants, source=builder.source)
 
     def wrap_builder(builder: Any, value: Any) -> Any:

@@ -12,7 +12,7 @@ from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.ctx_manager import ContextWrappingVariable
 from torch._dynamo.variables.user_defined import UserDefinedClassVariable, UserDefinedObjectVariable
 
-from amp_core._torch.dynamo import Constants, ContextManager
+from amp_core._torch.context_manager import Constants, ContextManager
 
 
 class InstanceVariable(ContextWrappingVariable):

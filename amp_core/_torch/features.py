@@ -43,12 +43,14 @@ class Feature:
         name: a short name, as ``amp backends`` shows it.
         lost: what a user loses without it; completes "torch X lacks NAME: ...".
         uses: private names that are read from objects, as dotted paths to one such object.
+        probed: private attributes of objects that no such path leads to; the probe checks them.
     """
 
-    def __init__(self, name: str, lost: str, *uses: str) -> None:
+    def __init__(self, name: str, lost: str, *uses: str, probed: tuple[str, ...] = ()) -> None:
         self.name = name
         self.lost = lost
         self.names = list(uses)
+        self.probed = probed
         self._probe: Callable[[], None] | None = None
         self._fault: str | None = None
         self._checked = False
@@ -101,7 +103,7 @@ class Feature:
         try:
             function(*args)
         except Exception as error:  # whatever a changed torch raises
-            what = self.names[-1] if self.names else "what amp-core uses"
+            what = next(iter([*self.names[-1:], *self.probed]))
             self._fault = self._fault or f"has changed {what} ({type(error).__name__}: {error})"
             return False
         return True
@@ -154,14 +156,18 @@ class Feature:
     def status(self) -> FeatureStatus:
         """Probe the feature and describe it."""
         works = self.works()
-        return FeatureStatus(self.name, works, self.reason, tuple(self.names))
+        return FeatureStatus(self.name, works, self.reason, (*self.names, *self.probed))
 
     def _check(self) -> None:
         missing = next((path for path in self.names if resolve(path) is _MISSING), None)
         if missing is not None:
             self._fault = f"has no {missing}"
         elif self._probe is not None:
-            self.attempt(self._probe)
+            # The first use may be under no_grad, a default device, FakeTensorMode or a region; a new thread
+            # is under none of them.
+            probing = threading.Thread(target=self.attempt, args=(self._probe,), name=f"probe {self.name}")
+            probing.start()
+            probing.join()
 
 
 FEATURES: list[Feature] = []

@@ -8,13 +8,14 @@ means to read this page and run the tests.
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
-from amp_core._torch.features import Feature
+from amp_core._torch.features import Feature, resolve
 from amp_core.common.containers import map_tensors
 from amp_core.errors import TorchFeatureError
 
@@ -82,7 +83,46 @@ def is_dtensor(tensor: torch.Tensor) -> bool:
     return type(tensor).__name__ == "DTensor"  # the import takes a second
 
 
+# ---- tensors -----------------------------------------------------------------------------------------
+
+_VERSIONS = Feature(
+    "versions",
+    "cached_casts and master_weights cast weights at every use, GradScaler(overlap=True) reads gradients "
+    "twice, and recordings tell every cast apart, which is slower",
+)
+_version: Any = _VERSIONS.value("torch.Tensor._version", None)
+_unlike_any = itertools.count()
+
+# The number that every write in place moves. Bound to the C getter: a call costs no Python frame.
+version_of: Callable[[torch.Tensor], int] = (
+    _VERSIONS.fallback(lambda _tensor: next(_unlike_any)) if _version is None else _version.__get__
+)
+is_tensor_view: Callable[[torch.Tensor], bool] = Feature(
+    "tensor_views",
+    "cached_casts and master_weights cast weights at every use, and AccumulationWindow copies gradients, "
+    "which is slower",
+).function("torch.Tensor._is_view", lambda _tensor: True, check=lambda f: f(torch.ones(1)))
+
 # ---- the casts of `cached_casts` ---------------------------------------------------------------------
+
+
+_SHARDS = Feature(
+    "fsdp_shards",
+    "gradients of FullyShardedDataParallel are taken for whole ones: pass process_group=model.process_group",
+    "torch.distributed.fsdp._common_utils.FSDP_FLATTENED",
+    "torch.distributed.fsdp._flat_param.FlatParameter._init_metadata",
+    probed=("FlatParameter._fsdp_flattened", "FlatParameter._unpadded_unsharded_size"),
+)
+
+
+@_SHARDS.probe
+def _check_shards() -> None:
+    from torch.distributed.fsdp._common_utils import FSDP_FLATTENED
+    from torch.distributed.fsdp._flat_param import FlatParameter
+
+    attributes = {FSDP_FLATTENED, *FlatParameter._init_metadata.__code__.co_names}
+    if not {"_fsdp_flattened", "_unpadded_unsharded_size"} <= attributes:
+        raise RuntimeError("FSDP marks its parameters in another way")
 
 
 def is_fsdp_shard(param: torch.Tensor) -> bool:
@@ -90,6 +130,8 @@ def is_fsdp_shard(param: torch.Tensor) -> bool:
 
     With ``NO_SHARD`` every rank has the whole parameter.
     """
+    if "torch.distributed.fsdp" not in sys.modules or not _SHARDS.works_or_warn():
+        return False
     if not getattr(param, "_fsdp_flattened", False):
         return False
     whole = getattr(param, "_unpadded_unsharded_size", None)  # of a FlatParameter
@@ -201,6 +243,9 @@ def gradient_is_accumulated(node: Any) -> bool:
         raise TorchFeatureError(_LEAVES.reason) from None
 
 
+# torch's own class: `amp_compat.install` may put ours under its name.
+torch_autocast = torch.autocast
+
 _DDP = Feature(
     "ddp_forward", "master_weights treats every model as part of a DistributedDataParallel, which is slower"
 )
@@ -297,6 +342,33 @@ outside_graphs: Callable[[F], F] = _LAZY.function(
 
 # ---- steps and kernels -------------------------------------------------------------------------------
 
+_FUSED = Feature(
+    "fused_steps",
+    "GradScaler unscales gradients before a fused optimizer steps, and waits for the device, which is slower",
+    probed=("Optimizer._step_supports_amp_scaling",),
+)
+
+
+@_FUSED.probe
+def _check_fused() -> None:
+    if not takes_scale(torch.optim.SGD([torch.ones(1, device="cpu")], lr=0.0, fused=True)):
+        raise RuntimeError("fused optimizers do not say that they take grad_scale and found_inf")
+
+
+def takes_scale(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `optimizer` says that its step takes ``grad_scale`` and ``found_inf``."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def is_fused(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `optimizer` takes ``grad_scale`` and ``found_inf``; warns if torch's no longer say so."""
+    if takes_scale(optimizer):
+        return True
+    if getattr(optimizer, "defaults", {}).get("fused"):
+        _FUSED.works_or_warn()
+    return False
+
+
 _FOREACH = Feature("foreach", "the portable kernels handle tensors one by one, which is slower")
 
 
@@ -358,6 +430,23 @@ def calls_are_captured() -> bool:
     )
 
 
+_FAKE = Feature(
+    "fake_tensors",
+    "the conformance kit does not check kernels under FakeTensorMode",
+    "torch._subclasses.fake_tensor.FakeTensorMode",
+)
+
+
+def fake_tensor_mode() -> Any:
+    """Return a FakeTensorMode, in which tensors have a shape and a dtype but no values.
+
+    Raises:
+        TorchFeatureError: torch has no such mode.
+    """
+    _FAKE.require()
+    return resolve("torch._subclasses.fake_tensor.FakeTensorMode")()
+
+
 _LAYOUT = Feature("gradient_layout", "GradScaler inspects every gradient in every step, which is slower")
 _tensor_guards = _LAYOUT.value("torch._C._dynamo.guards.TensorGuards", None)
 
@@ -393,6 +482,19 @@ _RECORD = Feature(
 )
 
 
+# The op that casts, and the one that copies lists of tensors.
+to_copy: Any = _RECORD.value("torch.ops.aten._to_copy.default", None)
+copy_lists: Any = _RECORD.value("torch.ops.aten._foreach_copy_.default", None)
+
+_CHECKS = Feature("dtype_checks", "amp_core.materialize leaves the checks of dtypes that tracing adds")
+_dtype_check: Any = _CHECKS.value("torch.ops.aten._assert_tensor_metadata.default", None)
+
+
+def checks_dtype(op: object) -> bool:
+    """Whether `op` is the one by which a traced graph checks a dtype."""
+    return _CHECKS.works_or_warn() and op is _dtype_check
+
+
 class _NoDispatchMode:
     def __init__(self) -> None:
         raise TorchFeatureError(_RECORD.reason)
@@ -401,7 +503,8 @@ class _NoDispatchMode:
 if TYPE_CHECKING:
     TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
 else:
-    TorchDispatchMode = _RECORD.value("torch.utils._python_dispatch.TorchDispatchMode", _NoDispatchMode)
+    _mode = _RECORD.value("torch.utils._python_dispatch.TorchDispatchMode", None)
+    TorchDispatchMode = _mode if _RECORD.complete else _NoDispatchMode
 
 _BACKWARD = Feature(
     "backward_places",

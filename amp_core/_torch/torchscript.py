@@ -12,7 +12,9 @@ import torch
 from amp_core._torch.features import Feature
 
 _DIAGNOSIS = Feature(
-    "script_diagnosis", "amp_core.script cannot tell that a function it calls lost its regions in a trace"
+    "script_diagnosis",
+    "amp_core.script cannot tell that a function it calls lost its regions in a trace",
+    probed=("ScriptFunction._torchdynamo_inline",),
 )
 
 
@@ -50,7 +52,11 @@ def has_regions(function: Any) -> bool:
 def let_script_compile(wrapper: Callable[..., Any], function: Callable[..., Any]) -> None:
     """Have ``torch.jit.script`` compile `function` where scripted code calls `wrapper`.
 
-    It does what ``torch.jit.script_if_tracing`` does. Without it such a call is refused.
+    Without it such a call is refused. The marks that say so are those of ``torch.jit.script_if_tracing``.
     """
-    wrapper.__original_fn = function  # type: ignore[attr-defined]
-    wrapper.__script_if_tracing_wrapper = True  # type: ignore[attr-defined]
+    copy_marks(torch.jit.script_if_tracing(function), wrapper)  # type: ignore[no-untyped-call]
+
+
+def copy_marks(source: Callable[..., Any], target: Callable[..., Any]) -> None:
+    """Give `target` the attributes that torch put on `source`, whatever their names."""
+    vars(target).update({name: value for name, value in vars(source).items() if name != "__wrapped__"})

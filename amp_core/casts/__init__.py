@@ -4,5 +4,6 @@ from __future__ import annotations
 
 from amp_core.casts.master import MasterWeights, master_weights
 from amp_core.casts.scope import CachedCasts, cached_casts
+from amp_core.casts.storage import StoredWeights
 
-__all__ = ["CachedCasts", "MasterWeights", "cached_casts", "master_weights"]
+__all__ = ["CachedCasts", "MasterWeights", "StoredWeights", "cached_casts", "master_weights"]

@@ -104,8 +104,9 @@ def _goes_to_grad(node: Any, grad: Tensor) -> bool:
     return (
         not torch.is_grad_enabled()  # create_graph=True
         and not _torch.has_gradient_hooks(weight)
-        and (weight.grad is None or weight.grad.layout is torch.strided)
         and grad.layout is torch.strided
+        and (weight.grad is None or (weight.grad.layout, weight.grad.dtype) == (torch.strided, weight.dtype))
+        and getattr(weight, "grad_dtype", None) in (None, weight.dtype)  # an attribute since torch 2.13
         and _torch.gradient_is_accumulated(node.next_functions[0][0])
     )
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Literal, overload
+
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from amp_core.casts.accumulating import AccumulatingCasts
 from amp_core.casts.scope import CachedCasts
+from amp_core.casts.storage import StoredWeights
 
 
 class MasterWeights(CachedCasts):
@@ -37,7 +43,36 @@ class MasterWeights(CachedCasts):
         return sum(cast.nbytes for cast in live.values()) + self._cache.memory.idle_nbytes()
 
 
-def master_weights(model: nn.Module, *, debug: bool = False) -> MasterWeights:
+@overload
+def master_weights(
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    storage: Literal["fp32"] = "fp32",
+    *,
+    debug: bool = False,
+) -> MasterWeights: ...
+@overload
+def master_weights(
+    model: nn.Module,
+    optimizer: Optimizer,
+    storage: Literal["remainder", "stochastic", "kahan"],
+    *,
+    seed: int = 0,
+    state_dtype: torch.dtype = torch.float32,
+    keep: Iterable[str] = (),
+    lost_updates: bool = False,
+) -> StoredWeights: ...
+def master_weights(
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    storage: str = "fp32",
+    *,
+    debug: bool = False,
+    seed: int = 0,
+    state_dtype: torch.dtype = torch.float32,
+    keep: Iterable[str] = (),
+    lost_updates: bool = False,
+) -> MasterWeights | StoredWeights:
     """Train `model` with low-precision weights; its own float32 parameters are the masters.
 
     In autocast regions, low-precision ops use a low-precision copy of each weight. One call per optimizer
@@ -57,10 +92,21 @@ def master_weights(model: nn.Module, *, debug: bool = False) -> MasterWeights:
     ``AccumulateGrad`` node run once ``.grad`` is complete and receive None as the gradient.
     Like `cached_casts`, it has no effect under ``torch.compile`` and ``torch.func``.
 
+    With another `storage`, the parameters themselves become bfloat16 and there are no masters. The optimizer
+    steps in float32 on one bucket of parameters after another; then the storage decides what stays, in the
+    optimizer's state.
+
     Args:
         model: the model whose float32 parameters are the masters. If you use DistributedDataParallel, wrap
             the model first.
-        debug: check each copy against its master at every use; slow.
+        optimizer: steps the parameters; only for bfloat16 storage. It may be any but LBFGS.
+        storage: ``"fp32"``; or for bfloat16 weights ``"remainder"`` (the other 16 bits of the float32 weight,
+            exact), ``"kahan"`` (a bfloat16 compensation) or ``"stochastic"`` (stochastic rounding; nothing).
+        debug: check each copy against its master at every use; slow. Only for ``"fp32"``.
+        seed: of stochastic rounding. The same seed gives the same bits on every device and number of ranks.
+        state_dtype: float32, or bfloat16 (rounded stochastically) to halve the optimizer's states.
+        keep: globs over names of parameters that stay as they are, such as ``"*norm*"``.
+        lost_updates: count them at each step, for `StoredWeights.lost_updates`.
 
     Returns:
         The handle. ``remove()``, or leaving a ``with`` block, returns to plain autocast. Call
@@ -69,7 +115,9 @@ def master_weights(model: nn.Module, *, debug: bool = False) -> MasterWeights:
 
     Raises:
         StaleCastError: in debug mode, at the use of a weight that changed in a way torch cannot detect.
-        RuntimeError: the handle is entered after ``remove()``.
+        RuntimeError: the handle is entered after ``remove()``, or ``optimizer.step`` was replaced before.
+        ValueError: the storage is unknown or needs an optimizer, or no parameter can be stored.
+        TypeError: `optimizer` is not a ``torch.optim.Optimizer``.
 
     Warns:
         AmpWarning: some weights are sharded or of another tensor type and are cast at each use.
@@ -82,4 +130,14 @@ def master_weights(model: nn.Module, *, debug: bool = False) -> MasterWeights:
         >>> model.weight.grad.dtype
         torch.float32
     """
-    return MasterWeights(model, debug=debug)
+    if storage == "fp32":
+        return MasterWeights(model, debug=debug)
+    return StoredWeights(
+        model,
+        optimizer,
+        storage,
+        seed=seed,
+        state_dtype=state_dtype,
+        keep=keep,
+        lost_updates=lost_updates,
+    )

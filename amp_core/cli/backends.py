@@ -41,14 +41,15 @@ def _abilities(device_type: str, status: str) -> dict[str, Any]:
     nothing = {"default_dtype": "", "supported_dtypes": [], "kernels": "", "kernels_reason": ""}
     if status not in {"available", "absent"}:
         return nothing
+    from amp_core.debugging.tables import as_dtype
     from amp_core.plugin import get_backend
 
     backend = get_backend(device_type)
     try:
         kernels = backend.kernels()
         return {
-            "default_dtype": _short(backend.default_dtype()),
-            "supported_dtypes": [_short(dtype) for dtype in backend.supported_dtypes()],
+            "default_dtype": as_dtype(backend.default_dtype()),
+            "supported_dtypes": [as_dtype(dtype) for dtype in backend.supported_dtypes()],
             "kernels": kernels.name,
             "kernels_reason": kernels.reason,
         }
@@ -62,10 +63,6 @@ def _print_features(features: list[dict[str, Any]]) -> None:
     print(f"features that depend on private torch names: {len(features) - len(off)} of {len(features)} work")
     for feature in off:
         print(f"off: {feature['feature']}: {feature['reason']}")
-
-
-def _short(dtype: object) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _print_table(rows: list[dict[str, Any]]) -> None:

@@ -23,6 +23,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the report as JSON instead of a table")
     parser.add_argument("--junit", metavar="FILE", help="write a JUnit XML file")
     parser.add_argument("--markdown", metavar="FILE", help="write a report for publication, with versions")
+    parser.add_argument(
+        "--fixtures", metavar="MODULE:CLASS", help="the BackendFixtures that describe the device"
+    )
+    parser.add_argument("--badge", metavar="FILE", help="write an SVG badge with the verdict")
+    parser.add_argument(
+        "--thorough", action="store_true", help="check every combination instead of a sample; takes minutes"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -30,6 +37,8 @@ def run(args: argparse.Namespace) -> int:
     report = _check(args)
     if args.markdown:
         Path(args.markdown).write_text(report.to_markdown(), encoding="utf-8")
+    if args.badge:
+        Path(args.badge).write_text(report.to_svg(), encoding="utf-8")
     if args.json:
         print(report.to_json())
     else:
@@ -45,12 +54,20 @@ def _check(args: argparse.Namespace) -> Report:
     from amp_core.errors import BackendError
     from amp_core.plugin import get_backend
     from amp_core.testing import check
+    from amp_core.testing.runner import load_fixtures
 
     try:
         available = get_backend(args.device).availability()
         if not available.usable:
             raise UsageError(f"{args.device!r} cannot be checked here: {available.reason}")
-        return check(args.device, areas=args.area, keyword=args.keyword, junit=args.junit)
+        return check(
+            args.device,
+            areas=args.area,
+            keyword=args.keyword,
+            fixtures=load_fixtures(args.fixtures),
+            junit=args.junit,
+            thorough=args.thorough,
+        )
     except (BackendError, ValueError) as error:
         raise UsageError(str(error)) from error
 

@@ -1,4 +1,4 @@
-"""``amp demo``: train on handwritten digits in float32 and in mixed precision, side by side."""
+"""``amp demo``: train on handwritten digits in float32, in mixed precision and as advised, side by side."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check the settings, train twice, compare; then cause an overflow and find it."""
+    """Check the settings, train three times, compare; then cause an overflow and find it."""
     _require_extras()
     settings = _settings(args)
     _require_writable(args.output)
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
         )
     title = _title(settings)
     console.print(title)
-    runs = _train_both(settings, digits, console)
+    runs = _train(settings, digits, console)
     console.print(comparison(runs))
     console.print(verdict(*runs))
     save_picture(runs, args.output, title)
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _train_both(settings: Settings, digits: Digits, console: Console) -> list[History]:
+def _train(settings: Settings, digits: Digits, console: Console) -> list[History]:
     from amp_core.demo.report import progress_bar
     from amp_core.demo.train import Trainer
 
@@ -79,6 +79,8 @@ def _train_both(settings: Settings, digits: Digits, console: Console) -> list[Hi
             f"{settings.device} cannot train the {settings.model} model: {reason}.{other}"
         ) from error
     steps = settings.epochs * (len(digits.train_labels) // settings.batch_size)
+    trainers.append(Trainer(settings, digits, mixed=True, advice=trainers[1].advise()))
+    trainers[-1].watch()
     runs = []
     for trainer in trainers:
         with progress_bar(console, trainer.history.name, steps) as on_step:
@@ -87,9 +89,10 @@ def _train_both(settings: Settings, digits: Digits, console: Console) -> list[Hi
 
 
 def _title(settings: Settings) -> str:
-    dtype = str(settings.dtype).removeprefix("torch.")
+    from amp_core.debugging.tables import as_dtype
+
     return (
-        f"amp demo: {settings.model} model, float32 against {dtype} on {settings.device}, "
+        f"amp demo: {settings.model} model, float32 against {as_dtype(settings.dtype)} on {settings.device}, "
         f"batch size {settings.batch_size}"
     )
 
@@ -123,10 +126,12 @@ def _device(name: str) -> tuple[torch.device, Backend]:
 def _dtype(name: str | None, backend: Backend) -> torch.dtype:
     import torch
 
+    from amp_core.debugging.tables import as_dtype
+
     if name is None:
         return backend.default_dtype()
     dtype = getattr(torch, _SHORT.get(name, name), None)
-    legal = ", ".join(str(d).removeprefix("torch.") for d in backend.supported_dtypes())
+    legal = ", ".join(map(as_dtype, backend.supported_dtypes()))
     if not isinstance(dtype, torch.dtype):
         raise UsageError(f"--dtype {name} is not a dtype of torch; {backend.device_type} can use {legal}.")
     if dtype not in backend.supported_dtypes():

@@ -17,6 +17,7 @@ _FILES = {
     "amp_backend_{name}/__init__.py": "init.py",
     "amp_backend_{name}/backend.py": "backend.py",
     "amp_backend_{name}/hooks.py": "hooks.py",
+    ".github/workflows/conformance.yml": "ci.yml",
     "tests/conftest.py": "conftest.py",
     "tests/test_conformance.py": "test_conformance.py",
 }

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import textwrap
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from amp_core.cli import UsageError
+from amp_core.cli.tables import terminal_width, wrapped
 
 if TYPE_CHECKING:
     from amp_core.policy import Explanation, OpPolicy
@@ -30,6 +30,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--uniform", action="store_true", help="use OpPolicy.uniform instead of the device's policy"
     )
     parser.add_argument("--long", action="store_true", help="one line per op, with the origin of its rule")
+    parser.add_argument(
+        "--missing", action="store_true", help="list the matrix products and reductions without a rule"
+    )
+    parser.add_argument(
+        "--like",
+        metavar="OTHER",
+        help="with --missing: list the ops that only OTHER, a device or file, has rules for",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -55,6 +63,16 @@ def _answer(args: argparse.Namespace) -> str:
     if args.op is not None:
         answer = policy.explain(args.op)
         return _dump(map(_entry, answer)) if args.json else str(answer)
+    if args.like is not None:
+        from amp_core.cli import like
+
+        if not args.missing:
+            raise UsageError("--like OTHER needs --missing.")
+        return like.report(policy, _policy(args.like, args.uniform), as_json=args.json)
+    if args.missing:
+        from amp_core.cli.missing import report
+
+        return report(policy, as_json=args.json)
     lines = [policy.explain(op)[0] for op, _ in sorted(policy, key=lambda item: (item[1], item[0]))]
     if args.json:
         return _dump(map(_entry, lines))
@@ -80,29 +98,16 @@ def _long(lines: list[Explanation]) -> list[str]:
 
 def _by_rule(lines: list[Explanation]) -> list[str]:
     """Group the ops by rule and origin, in paragraphs that fit the terminal."""
-    from amp_core.policy.rules import RULES
+    from amp_core.policy.rules import describe
 
     ops = defaultdict(list)
     for line in lines:
         ops[line.rule, line.origin].append(line.op.removeprefix("aten::").removesuffix(".default"))
-    width = min(shutil.get_terminal_size().columns, 80)
     rows = []
     for (rule, origin), names in ops.items():
-        title = f"{rule}: {RULES[rule]} ({len(names)}; {origin})"
-        rows += [*textwrap.wrap(title, width), *_wrapped(names, width), ""]
+        title = f"{rule}: {describe(rule)} ({len(names)}; {origin})"
+        rows += [*textwrap.wrap(title, terminal_width()), *wrapped(names), ""]
     return rows
-
-
-def _wrapped(names: list[str], width: int) -> list[str]:
-    indent = " " * 4
-    return textwrap.wrap(
-        " ".join(names),
-        width,
-        initial_indent=indent,
-        subsequent_indent=indent,
-        break_on_hyphens=False,
-        break_long_words=False,
-    )
 
 
 def _diff(a: str, b: str, *, uniform: bool, as_json: bool) -> str:

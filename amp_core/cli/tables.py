@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import textwrap
 from collections.abc import Mapping, Sequence
 
 
@@ -24,7 +26,9 @@ def print_table(
         from rich.table import Table
         from rich.text import Text
     except ImportError:
-        print("\n".join([title, *_plain([columns, *rows])]))
+        from amp_core.debugging.tables import aligned
+
+        print("\n".join([title, *aligned([columns, *rows], [False] * len(columns))]))
         return
     table = Table(title=title)
     for column in columns:
@@ -34,8 +38,19 @@ def print_table(
     Console().print(table)
 
 
-def _plain(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]
+def terminal_width() -> int:
+    """Return the width of the terminal, at most 80."""
+    return min(shutil.get_terminal_size().columns, 80)
+
+
+def wrapped(names: list[str]) -> list[str]:
+    """Return `names` in indented lines that fit the terminal."""
+    indent = " " * 4
+    return textwrap.wrap(
+        " ".join(names),
+        terminal_width(),
+        initial_indent=indent,
+        subsequent_indent=indent,
+        break_on_hyphens=False,
+        break_long_words=False,
+    )

@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 
 
-def level_outside() -> int:
-    """Return the `stacklevel`, relative to the caller, of the first frame outside amp-core."""
+def level_outside(packages: tuple[str, ...] = ()) -> int:
+    """Return the `stacklevel`, relative to the caller, of the first frame outside amp-core and `packages`."""
     level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and _is_ours(frame.f_globals):
+    while frame.f_back is not None and (_is_ours(frame.f_globals) or _package(frame.f_globals) in packages):
         level, frame = level + 1, frame.f_back
     return level
 

@@ -1,4 +1,4 @@
-"""Apply a function to every tensor in nested containers, which keep their types."""
+"""Find the tensors in nested containers, or apply a function to each."""
 
 from __future__ import annotations
 
@@ -8,6 +8,15 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in `value`, in nested lists, tuples and mappings."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple, Mapping)):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from tensors_in(item)
 
 
 def map_tensors(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 
 DISABLE_BACKENDS = "AMP_DISABLE_BACKENDS"
 PLUGIN_AUTOLOAD = "AMP_PLUGIN_AUTOLOAD"
@@ -12,7 +11,7 @@ POLICY = "AMP_POLICY"
 DEPRECATION = "AMP_DEPRECATION"
 COMPILED = "AMP_COMPILED"
 TRITON = "AMP_TRITON"
-CPU_TUNING = "AMP_CPU_TUNING"
+CPU_STREAMING = "AMP_CPU_STREAMING"
 CPU_CAPABILITY = "ATEN_CPU_CAPABILITY"
 RANK = "RANK"
 C_COMPILER = "CC"
@@ -68,25 +67,9 @@ def compiled() -> bool:
     return _flag(COMPILED, default=True)
 
 
-def cpu_tuning(switches: Sequence[str]) -> frozenset[str] | None:
-    """``AMP_CPU_TUNING=prefetch,streaming`` or ``none``: the techniques that the compiled CPU kernels use.
-
-    Args:
-        switches: the valid names.
-
-    Returns:
-        The names given, or ``None`` if the variable is not set; the best choice is then measured.
-    """
-    text = os.environ.get(CPU_TUNING, "").strip().lower()
-    if not text:
-        return None
-    names = frozenset() if text == "none" else frozenset(name.strip() for name in text.split(","))
-    if not names <= frozenset(switches):
-        legal = ", ".join(switches)
-        raise ValueError(
-            f"{CPU_TUNING}={text!r} is not valid; use none, or a comma-separated list of {legal}."
-        )
-    return names
+def cpu_streaming() -> bool | None:
+    """``AMP_CPU_STREAMING=0`` or ``1``: store large casts past the CPU's caches (default: what is faster)."""
+    return _flag(CPU_STREAMING, default=False) if os.environ.get(CPU_STREAMING, "").strip() else None
 
 
 def triton() -> bool:

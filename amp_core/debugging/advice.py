@@ -1,8 +1,10 @@
-"""The result of `advise`: a policy and a loss scale, with the faults that they correct."""
+"""The results of `advise`: a policy, with the faults that it corrects or the times that it saves."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from os import PathLike
 
 from torch import nn
@@ -10,8 +12,9 @@ from torch import nn
 from amp_core.debugging.comparison import Comparison
 from amp_core.debugging.report import Report
 from amp_core.errors import PolicyError
-from amp_core.policy import AppliedPolicy, OpPolicy, apply_policy
+from amp_core.policy import OpPolicy
 from amp_core.policy.toml import ModuleRules, read_value, write, write_modules
+from amp_core.regions.modules import AppliedPolicy, apply_policy
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,7 @@ class Finding:
         mend: a description of the fix; empty if no attempt helped.
         before: the error that the op adds without the fix; inf for inf and NaN.
         after: the same with the fix. For gradient underflow, both are the share of underflowing values.
-        line: ``file:line`` of the program that called the op; empty in a backward pass.
+        line: ``file:line`` of the program that called the op, or the forward op of a backward op.
     """
 
     what: str
@@ -90,3 +93,51 @@ class Advice(Report):
 
     def __repr__(self) -> str:
         return f"<Advice: {len(self.findings)} findings, init_scale={self.init_scale}>"
+
+
+@dataclass
+class OpTime:
+    """The time of one op with arguments of one shape, forward and backward, on the device alone.
+
+    Attributes:
+        op: its full name.
+        shapes: the shapes of its tensors.
+        work: its estimated floating-point operations.
+        modules: the modules that call it.
+        calls: how often the step calls it.
+        float32: seconds of a call in float32.
+        low: seconds in low precision, with casts of all arguments.
+        chained: seconds in low precision if only the parameters have to be cast.
+        rule: its rule in the proposal.
+    """
+
+    op: str
+    shapes: str
+    work: int
+    modules: tuple[str, ...] = ()
+    calls: int = 0
+    float32: float = math.inf
+    low: float = math.inf
+    chained: float = math.inf
+    rule: str = ""
+
+
+@dataclass(frozen=True, repr=False)
+class SpeedAdvice(Advice):
+    """The proposal of ``advise(goal="speed")``: an `Advice` with the times behind it.
+
+    Attributes:
+        enabled: for ``autocast(enabled=...)``: False if float32 is the fastest; `policy` then also runs
+            everything in float32, at the cost of a region.
+        seconds: the time of a step in ``"float32"``, in plain ``"autocast"`` and with this ``"advice"``,
+            measured in turn at the end; the fastest of many runs.
+        ops: the time of each op, by shape, the most expensive first.
+    """
+
+    enabled: bool = True
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    ops: tuple[OpTime, ...] = ()
+
+    def __repr__(self) -> str:
+        times = ", ".join(f"{name} {seconds * 1e3:.3g} ms" for name, seconds in self.seconds.items())
+        return f"<SpeedAdvice: {times}>"

@@ -1,13 +1,14 @@
-"""The report for `Advice`."""
+"""The reports for `Advice` and `SpeedAdvice`."""
 
 from __future__ import annotations
 
-from amp_core.debugging.advice import Advice
+from amp_core.debugging.advice import Advice, SpeedAdvice
 from amp_core.debugging.capture import OP
 from amp_core.debugging.comparison import Comparison
 from amp_core.debugging.comparison_report import number
+from amp_core.debugging.recording_report import short
 from amp_core.debugging.report import content_of
-from amp_core.debugging.tables import Column, Content, Table, as_share
+from amp_core.debugging.tables import Content, Table, Value, as_seconds, as_share, columns
 
 _FILE = "The proposal: autocast(policy=advice.policy), advice.apply(model), GradScaler(init_scale=...)"
 
@@ -42,20 +43,12 @@ def _findings(advice: Advice) -> Table:
         (f.module, f.op, f.what, f.mend or "no attempt helped", f.before, f.after, f.line)
         for f in advice.findings
     ]
-    columns = (
-        Column("module", "module"),
-        Column("op", "op"),
-        Column("what", "fault"),
-        Column("mend", "fixed by"),
-        Column("before", "before", "number"),
-        Column("after", "after", "number"),
-        Column("line", "source line"),
-    )
+    spec = columns("module, op, what=fault, mend=fixed by, before, after, line=source line")
     about = (
         "Before and after: the relative error that the op adds (inf if it produces inf or NaN), or the share "
         "of a gradient's values that underflow."
     )
-    return Table("findings", "Faults", columns, rows, about)
+    return Table("findings", "Faults", spec, rows, about)
 
 
 def _gain(advice: Advice) -> Table:
@@ -67,10 +60,39 @@ def _gain(advice: Advice) -> Table:
         "ops in low precision": [_low_share(c) for c in both],
     }
     rows = [(label, *values) for label, values in measures.items()] if len(both) == 2 else []
-    columns = (Column("measure", "measure"), Column("before", "before"), Column("after", "after"))
-    return Table("gain", "Gain", columns, rows, "The step against float32, without and with the proposal.")
+    about = "The step against float32, without and with the proposal."
+    return Table("gain", "Gain", columns("measure, before, after"), rows, about)
 
 
 def _low_share(comparison: Comparison) -> str:
     ops = comparison.at(OP)
     return as_share(sum(d.dtype == comparison.dtype for d in ops) / len(ops)) if ops else "none"
+
+
+_SPEED_FILE = "The proposal: autocast(enabled=advice.enabled, policy=advice.policy), advice.apply(model)"
+
+
+@content_of.register
+def _(advice: SpeedAdvice) -> Content:
+    seconds = advice.seconds
+    facts = {name: f"{as_seconds(seconds[name])} per step" for name in ("float32", "autocast", "advice")}
+    faster = min(seconds["float32"], seconds["autocast"])
+    facts["gain"] = f"{1 - seconds['advice'] / faster:.1%} over the faster of float32 and autocast"
+    if not advice.enabled:
+        facts["gain"] = "none: float32 is the fastest; use autocast(enabled=advice.enabled), which is False"
+    rows: list[tuple[Value, ...]] = [
+        (short(e.op), e.shapes, e.work, e.calls, e.float32, e.low, e.chained, e.rule) for e in advice.ops
+    ]
+    about = (
+        "Forward and backward of one call on its own. Low precision: with casts of all arguments; chained: "
+        "with casts of parameters only, as when the op before ran in low precision too."
+    )
+    spec = columns("op, shapes, work, calls, float32, low=low precision, chained, rule")
+    notes = ["Measured on this machine, with this batch. Nothing has been changed."]
+    return Content(
+        "Advice for speed",
+        facts,
+        notes,
+        [Table("ops", "Ops that may run in low precision", spec, rows, about)],
+        {_SPEED_FILE: advice.to_toml()} if advice.enabled else {},
+    )

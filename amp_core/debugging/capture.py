@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from amp_core._torch.dispatcher import Overload, dispatcher_name
-from amp_core.common.call_site import place_outside
-from amp_core.debugging.places import Place
-from amp_core.debugging.tap import BACKWARD, FORWARD, Frame, Tap, Where
+from amp_core.debugging.places import Lines, Place
+from amp_core.debugging.tap import BACKWARD, FORWARD, Frame, Tap, Where, floats_in
 
 OP, MODULE, PARAMETER = "op", "module", "parameter"
 
@@ -50,7 +49,7 @@ class Sample:
         not_finite: the number of inf or NaN elements in the tensor.
         parents: the inputs of its op that were computed in the run.
         random: whether the op draws random numbers.
-        line: ``file:line`` of the program that called the op or module; empty in a backward pass.
+        line: ``file:line`` of the program that called the op; for an op of the backward pass, its forward op.
     """
 
     values: Tensor
@@ -86,6 +85,7 @@ class Capture:
         self.tap.places.on_return = self._returned
         self._limit = limit
         self._on_leaf = on_leaf
+        self._lines = Lines()
         self._calls: Counter[tuple[Any, ...]] = Counter()
         self._producers: dict[int, tuple[weakref.ref[Any], Key | None]] = {}
 
@@ -97,8 +97,8 @@ class Capture:
 
     def moved(self, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         """Attribute a copy to its source."""
-        inputs = [*filter(_is_plain, inputs)]
-        self._set_producer([*filter(_is_plain, outputs)], self.producer(inputs[0]) if inputs else None)
+        inputs = [*filter(is_plain, inputs)]
+        self._set_producer([*filter(is_plain, outputs)], self.producer(inputs[0]) if inputs else None)
 
     def ran(self, op: Overload, inputs: list[Tensor], outputs: list[Tensor], where: Where) -> None:
         """Sample the result of an op that autocast does not affect."""
@@ -109,7 +109,7 @@ class Capture:
             return
         # Part of an op that autocast handles. The backward pass may read it, so attribute it to that op.
         whole = OP, where.phase, where.place, where.frames[0].op
-        self._set_producer([*filter(_is_plain, outputs)], Key(*whole, self._calls[whole]))
+        self._set_producer([*filter(is_plain, outputs)], Key(*whole, self._calls[whole]))
 
     def framed(self, frame: Frame, inputs: list[Tensor], outputs: list[Tensor], where: Where) -> None:
         """Sample the result of an op that autocast may have changed."""
@@ -144,7 +144,7 @@ class Capture:
         random: bool = False,
         produces: bool = True,
     ) -> None:
-        inputs, outputs = [*filter(_is_plain, inputs)], [*filter(_is_plain, outputs)]
+        inputs, outputs = [*filter(is_plain, inputs)], [*filter(is_plain, outputs)]
         if not outputs:
             return
         if phase == FORWARD:
@@ -155,7 +155,7 @@ class Capture:
         key = Key(level, phase, place, name, call)
         producers = map(self.producer, inputs)
         parents = tuple(dict.fromkeys(key for key in producers if key is not None))
-        line = place_outside(("torch",)) if phase == FORWARD and level == OP else ""
+        line = self._lines.of_op(phase == BACKWARD) if level == OP else ""
         self.samples[key] = _sample(outputs[0], self._limit, parents, random, line)
         if produces:
             self._set_producer(outputs, key)
@@ -180,10 +180,10 @@ def _sample(tensor: Tensor, limit: int, parents: tuple[Key, ...], random: bool, 
     step = max(1, -(-flat.numel() // limit))
     wide = torch.float64 if tensor.dtype is torch.float64 else torch.float32
     values = flat[::step].to(wide, copy=True)
-    return Sample(values, tensor.dtype, tensor.shape, *_extent(flat), parents, random, line)
+    return Sample(values, tensor.dtype, tensor.shape, *extent(flat), parents, random, line)
 
 
-def _extent(flat: Tensor) -> tuple[float, int]:
+def extent(flat: Tensor) -> tuple[float, int]:
     """Return the largest finite magnitude and the non-finite count; one pass if all are finite."""
     if not flat.numel():
         return 0.0, 0
@@ -197,17 +197,6 @@ def _extent(flat: Tensor) -> tuple[float, int]:
     return float(kept.abs().max()) if kept.numel() else 0.0, flat.numel() - int(finite.sum())
 
 
-def _is_plain(tensor: Tensor) -> bool:
+def is_plain(tensor: Tensor) -> bool:
     """Return whether a tensor can be sampled: strided, neither sparse nor nested."""
     return tensor.layout is torch.strided and not tensor.is_nested
-
-
-def floats_in(value: Any) -> list[Tensor]:
-    """Return the floating-point tensors in a module's arguments or result."""
-    if isinstance(value, Tensor):
-        return [value] if value.is_floating_point() else []
-    if isinstance(value, dict):
-        value = list(value.values())
-    if not isinstance(value, (list, tuple)):
-        return []
-    return [tensor for item in value for tensor in floats_in(item)]

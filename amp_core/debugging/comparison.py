@@ -34,7 +34,7 @@ class Difference:
         random: whether the op draws random numbers, which may differ between dtypes.
         noise: whether the reference is only rounding noise left by canceling larger float32 numbers.
         size: norm of the reference.
-        line: ``file:line`` of the program that called the op; empty in a backward pass.
+        line: ``file:line`` of the program that called the op, or the forward op of a backward op.
     """
 
     key: Key
@@ -203,6 +203,10 @@ def compare(
             `reference` is not supported.
         TypeError: `fn` is not callable, or `model` is not a module.
         ValueError: `scale` or `limit` is out of range.
+
+    Example::
+
+        print(compare(lambda: loss_fn(model(inputs), targets), "cpu", dtype=torch.bfloat16))
     """
     if not 0 < scale < math.inf:
         raise ValueError(f"scale= must be a finite number above 0, not {scale}.")

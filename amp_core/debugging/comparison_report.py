@@ -5,30 +5,26 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import torch
+
 from amp_core.debugging.capture import MODULE, OP, PARAMETER
-from amp_core.debugging.comparison import Comparison, Difference
+from amp_core.debugging.chart import Chart, Point
+from amp_core.debugging.comparison import Comparison, Difference, tolerances
 from amp_core.debugging.recording_report import short
 from amp_core.debugging.report import content_of
-from amp_core.debugging.tables import Column, Content, Table, Value, as_count, as_share, written
+from amp_core.debugging.tables import Content, Table, Value, as_count, as_dtype, as_share, columns, written
 
 _PASS = {"forward": "activation", "backward": "gradient"}
 _FIGURES = (
-    Column("error", "relative error", "number"),
-    Column("added", "added here", "number"),
-    Column("dtype", "dtype"),
-    Column("overflow", "inf or NaN", "share"),
-    Column("underflow", "underflow", "share"),
-    Column("largest", "largest (reference)", "number"),
-    Column("order", "order", "count"),
+    "error=relative error, added=added here, dtype, overflow=inf or NaN, underflow, "
+    "largest=largest (reference), order"
 )
-_LINE = Column("line", "source line")
-_WHERE = (Column("module", "module"), Column("of", "of"))
 
 
 @content_of.register
 def _(comparison: Comparison) -> Content:
     return Content(
-        f"{_name(comparison.dtype)} against {_name(comparison.reference_dtype)}",
+        f"{as_dtype(comparison.dtype)} against {as_dtype(comparison.reference_dtype)}",
         _facts(comparison),
         _notes(comparison),
         [
@@ -36,11 +32,29 @@ def _(comparison: Comparison) -> Content:
             _modules(comparison.at(MODULE)),
             _parameters(comparison.at(PARAMETER)),
         ],
+        charts=_charts(comparison),
     )
 
 
-def _name(dtype: object) -> str:
-    return str(dtype).removeprefix("torch.")
+def _charts(comparison: Comparison) -> list[Chart]:
+    ops = [d for d in comparison.differences if d.key.level == OP and not d.noise]
+    name, info = as_dtype(comparison.dtype), torch.finfo(comparison.dtype)
+    errors = [Point(d.order, d.error, _PASS[d.key.phase], f"{where(d)}: {number(d.error)}") for d in ops]
+    ranges = [Point(d.order, d.largest, _PASS[d.key.phase], f"{where(d)}: {number(d.largest)}") for d in ops]
+    limits = {f"{name}: largest": info.max, f"{name}: smallest normal": info.smallest_normal}
+    order = "order of computation"
+    return [
+        Chart(
+            "Relative error by depth",
+            order,
+            "relative error",
+            errors,
+            {"tolerance of the result": tolerances(comparison.dtype)[1]},
+        ),
+        Chart(
+            "Largest magnitude in float32 against the range of the format", order, "magnitude", ranges, limits
+        ),
+    ]
 
 
 def number(value: float | None) -> str:
@@ -127,7 +141,7 @@ _RANDOM = (
 
 def _figures(d: Difference) -> tuple[Value, ...]:
     added = d.added if d.key.level == OP or d.key.phase == "forward" else None  # gradients come from outside
-    return d.error, added, _name(d.dtype), d.overflow, d.underflow, d.largest, d.order
+    return d.error, added, as_dtype(d.dtype), d.overflow, d.underflow, d.largest, d.order
 
 
 def _ops(differences: Sequence[Difference]) -> Table:
@@ -135,28 +149,23 @@ def _ops(differences: Sequence[Difference]) -> Table:
         (str(d.key.place), _PASS[d.key.phase], short(d.key.name), d.key.call + 1, *_figures(d), d.line)
         for d in differences
     ]
-    columns = (*_WHERE, Column("op", "op"), Column("call", "call", "count"), *_FIGURES, _LINE)
     about = (
         "Ordered by the relative error that the op adds to that of its inputs; infinite if it turns finite "
         "numbers into inf or NaN. Underflow: values that are 0 because they are too small for the dtype. "
         "Sort by order to follow the computation."
     )
-    return Table("ops", "Ops", columns, rows, about)
+    spec = columns(f"module, of, op, call, {_FIGURES}, line=source line")
+    return Table("ops", "Ops", spec, rows, about)
 
 
 def _modules(differences: Sequence[Difference]) -> Table:
     rows = [(str(d.key.place), _PASS[d.key.phase], d.key.call + 1, *_figures(d)) for d in differences]
     about = "The results of modules and their gradients."
-    columns = (*_WHERE, Column("call", "call", "count"), *_FIGURES)
-    return Table("modules", "Modules", columns, rows, about)
+    return Table("modules", "Modules", columns(f"module, of, call, {_FIGURES}"), rows, about)
 
 
 def _parameters(differences: Sequence[Difference]) -> Table:
-    rows = []
-    for d in sorted(differences, key=lambda d: -d.error):
-        error, _, *rest = _figures(d)
-        rows.append((d.key.name, error, *rest))
-    columns = (Column("parameter", "parameter"), _FIGURES[0], *_FIGURES[2:])
-    return Table(
-        "parameters", "Gradients of parameters", columns, rows, "As the optimizer would receive them."
-    )
+    rows = [(d.key.name, d.error, *_figures(d)[2:]) for d in sorted(differences, key=lambda d: -d.error)]
+    spec = columns("parameter, " + _FIGURES.replace(" added=added here,", ""))
+    about = "As the optimizer would receive them."
+    return Table("parameters", "Gradients of parameters", spec, rows, about)

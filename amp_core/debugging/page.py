@@ -6,6 +6,7 @@ import html
 import math
 from collections.abc import Mapping
 
+from amp_core.debugging.chart import Chart, as_svg
 from amp_core.debugging.tables import Content, Table, Value, written
 
 
@@ -21,6 +22,7 @@ def as_page(content: Content) -> str:
         notes="".join(f'<p class="note">{_e(note)}</p>' for note in content.notes),
         links="".join(links),
         texts=_texts(content.texts),
+        charts="".join(_chart(chart) for chart in content.charts),
         sections="".join(sections),
     )
 
@@ -31,6 +33,11 @@ def _e(text: str) -> str:
 
 def _texts(texts: Mapping[str, str]) -> str:
     return "".join(f"<section><h2>{_e(t)}</h2><pre>{_e(body)}</pre></section>" for t, body in texts.items())
+
+
+def _chart(chart: Chart) -> str:
+    svg = as_svg(chart)
+    return f"<section><h2>{_e(chart.title)}</h2>{svg}</section>" if svg else ""
 
 
 def _section(table: Table) -> str:
@@ -98,6 +105,8 @@ tbody tr:hover { background: var(--soft); }
 .count, .bytes, .share, .number { text-align: right; font-variant-numeric: tabular-nums; }
 td.count, td.bytes, td.share, td.number { white-space: nowrap; }
 .bad { color: var(--mark); font-weight: 600; }
+svg { font-size: 12px; max-width: 60rem; width: 100%; }
+svg text { fill: currentColor; }
 pre { background: var(--soft); border-radius: 6px; overflow: auto; padding: .8rem; }
 @media print { .scroll { max-height: none; overflow: visible; } input, nav { display: none; } }
 """
@@ -141,6 +150,7 @@ _PAGE = """<!doctype html>
 {notes}
 <nav>{links}</nav>
 {texts}
+{charts}
 {sections}
 <script>{script}</script>
 </body>

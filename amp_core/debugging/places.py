@@ -14,7 +14,8 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from amp_core._torch import internals as _torch
-from amp_core.policy.modules import runs_in_float32
+from amp_core.common.call_site import place_outside
+from amp_core.regions.modules import runs_in_float32
 
 
 class Place(NamedTuple):
@@ -82,7 +83,7 @@ class Places:
         warnings.filterwarnings("ignore", _HOOKS_FIRE_TWICE)
         self._filters = [f for f in warnings.filters[:1] if f not in before]  # empty inside another recording
         self._hooks = [
-            register_module_forward_pre_hook(self._enter),
+            register_module_forward_pre_hook(self.enter),
             register_module_forward_hook(self._leave, always_call=True),
         ]
         if self._model is not None:
@@ -124,7 +125,8 @@ class Places:
         """Return a parameter's module and name in the model; `NOWHERE` and "" for other tensors."""
         return self._parameters.get(id(tensor), (NOWHERE, ""))
 
-    def _enter(self, module: nn.Module, _args: Any) -> None:
+    def enter(self, module: nn.Module, _args: Any = None) -> None:
+        """Note that a call of `module` begins."""
         if threading.get_ident() == self._thread:
             if not self._stack:
                 if self.on_call is not None:
@@ -163,6 +165,24 @@ class Places:
                 place = Place(model, name.rpartition(".")[0])
                 self._parameters.setdefault(id(parameter), (place, name))
         return self._names[root]
+
+
+class Lines:
+    """Finds the program's line behind each op of the calling thread, also in the backward pass."""
+
+    def __init__(self) -> None:
+        self._ends = array("Q")
+        self._lines: list[str] = []
+
+    def of_op(self, backward: bool) -> str:
+        """Return ``file:line`` for the op that just ran; in the backward pass, for its forward op."""
+        if backward:
+            node = _torch.current_autograd_node()
+            index = bisect.bisect_right(self._ends, _torch.sequence_number(node))
+            return self._lines[index] if index < len(self._lines) else ""
+        self._ends.append(_torch.next_sequence_number())
+        self._lines.append(place_outside(("torch",)))
+        return self._lines[-1]
 
 
 def uncompiled(module: nn.Module) -> nn.Module:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from os import PathLike
 from typing import Any, NamedTuple
 
 import torch
@@ -13,10 +14,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import Self
 
 from amp_core._torch.dispatcher import Overload, dispatcher_name
+from amp_core._torch.internals import version_of
+from amp_core.debugging import saved
 from amp_core.debugging.places import Place, Places
 from amp_core.debugging.report import Report
+from amp_core.debugging.tables import as_dtype
 from amp_core.debugging.tap import BACKWARD, Frame, Tap, Where, dtypes_of, is_low
 from amp_core.errors import AmpError
+from amp_core.policy.coverage import REDUCTION, heavy_ops
 
 _UNRULED = ("", "")
 
@@ -81,12 +86,16 @@ class Recording(Report):
     Attributes:
         ops: the number of calls of each op, by `OpKey`.
         casts: the conversions between floating-point dtypes, by `CastKey`.
+        environment: versions and devices of the run.
+        unruled: the matrix products and custom ops of `ops` that ran in a region without a rule.
     """
 
     def __init__(self, model: nn.Module | None = None) -> None:
         Places.check(model)
         self.ops: Counter[OpKey] = Counter()
         self.casts: defaultdict[CastKey, CastCount] = defaultdict(CastCount)
+        self.environment = saved.environment()
+        self.unruled: Counter[OpKey] = Counter()
         self._model = model
         self._cast_versions: Any = WeakIdKeyDictionary()
         self._tap: Tap | None = None
@@ -95,7 +104,8 @@ class Recording(Report):
     def __enter__(self) -> Self:
         if self._tap is not None:
             raise AmpError("This recording is already active; call amp_core.record() for each block.")
-        self._tap = Tap(self, self._model)
+        self._heavy = {op for op, kind in heavy_ops().items() if kind != REDUCTION}
+        self._tap = Tap(self, self._model, self._heavy)
         self._tap.__enter__()
         self._hook = register_optimizer_step_post_hook(self._after_step)
         return self
@@ -109,8 +119,45 @@ class Recording(Report):
         self._cast_versions.clear()
 
     def diff(self, other: Recording) -> RecordingDiff:
-        """Return the ops that ran in other dtypes or a different number of times in `other`."""
+        """Return the ops that ran in other dtypes or a different number of times in `other`.
+
+        `other` may be loaded: from another process, device or version.
+        """
         return RecordingDiff(self, other)
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write the recording to `path`, for `load`.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        ops = [[*key, calls] for key, calls in self.ops.items()]
+        casts = [[*key, asdict(count)] for key, count in self.casts.items()]
+        data = {
+            "environment": self.environment,
+            "met_compiled": self.met_compiled,
+            "ops": ops,
+            "unruled": [[*key, calls] for key, calls in self.unruled.items()],
+            "casts": casts,
+        }
+        saved.write(path, "recording", data)
+
+    @classmethod
+    def load(cls, path: str | PathLike[str]) -> Self:
+        """Read a file that `save` wrote.
+
+        Raises:
+            AmpError: it is not such a file.
+            OSError: it cannot be read.
+        """
+        data, recording = saved.read(path, "recording"), cls()
+        for counter, entries in ((recording.ops, data["ops"]), (recording.unruled, data["unruled"])):
+            for phase, place, *rest, calls in entries:
+                counter[OpKey(phase, Place(*place), *rest)] = calls
+        for phase, place, *rest, count in data["casts"]:
+            recording.casts[CastKey(phase, Place(*place), *rest)] = CastCount(**count)
+        recording._met_compiled, recording.environment = data["met_compiled"], data["environment"]
+        return recording
 
     @property
     def met_compiled(self) -> bool:
@@ -135,16 +182,18 @@ class Recording(Report):
             kernel,
             _joined(ran_in if frame is None else frame.given or ran_in),
             _joined(ran_in),
-            _short(outputs[0].dtype),
+            as_dtype(outputs[0].dtype),
             *(where.cause or _UNRULED),
         )
         self.ops[key] += 1
+        if not key.rule and where.frames and where.frames[-1].op in self._heavy:
+            self.unruled[key] += 1
 
     def cast(self, source: Tensor, result: Tensor, where: Where) -> None:
         """Count one cast."""
         cause = where.frames[0].op if where.frames else ""
         name = self._weight_name(source)
-        dtypes = _short(source.dtype), _short(result.dtype)
+        dtypes = as_dtype(source.dtype), as_dtype(result.dtype)
         count = self.casts[
             CastKey(where.phase, where.place, cause, *dtypes, name, *(where.cause or _UNRULED))
         ]
@@ -167,7 +216,7 @@ class Recording(Report):
         return name or ("(a parameter)" if isinstance(tensor, nn.Parameter) else "")
 
     def _is_repeat(self, source: Tensor, dtype: torch.dtype) -> bool:
-        version = 0 if source.is_inference() else source._version
+        version = 0 if source.is_inference() else version_of(source)
         known = self._cast_versions.setdefault(source, {})
         repeat = known.get(dtype) == version
         known[dtype] = version
@@ -198,12 +247,15 @@ def record(model: nn.Module | None = None) -> Recording:
 
     Raises:
         TypeError: `model` is not a module.
+
+    Example::
+
+        with record(model) as recording, autocast("cpu"):
+            loss_fn(model(inputs), targets).backward()
+        print(recording)
+        recording.to_html("precision.html")
     """
     return Recording(model)
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -212,7 +264,7 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _joined(dtypes: tuple[torch.dtype, ...]) -> str:
-    return "+".join(map(_short, dtypes))
+    return "+".join(map(as_dtype, dtypes))
 
 
 class RecordingDiff(Report):

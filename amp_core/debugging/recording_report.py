@@ -6,14 +6,12 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from amp_core.debugging import saved
 from amp_core.debugging.places import Place
 from amp_core.debugging.recording import CastCount, CastKey, OpKey, Recording, RecordingDiff
 from amp_core.debugging.report import content_of
-from amp_core.debugging.tables import Column, Content, Table, Value, as_bytes, as_count, as_share
+from amp_core.debugging.tables import Content, Table, Value, as_bytes, as_count, as_share, columns
 
-_MODULE, _PASS = Column("module", "module"), Column("pass", "pass")
-_OP, _CALLS = Column("op", "op"), Column("calls", "calls", "count")
-_RULE, _ORIGIN = Column("rule", "rule"), Column("origin", "from")
 _NO_RULE = "(no rule)"
 
 
@@ -26,6 +24,7 @@ def _(recording: Recording) -> Content:
         [
             _by_op(recording.ops),
             _widened(recording.ops),
+            _unruled(recording.unruled),
             _casts(recording.casts),
             _repeats(recording.casts),
             _by_module(recording),
@@ -79,16 +78,9 @@ def _by_op(ops: Counter[OpKey]) -> Table:
         counts[group] += calls
         passes[group][key.phase] += calls
     rows = [(*g, n, passes[g]["forward"], passes[g]["backward"]) for g, n in counts.most_common()]
-    columns = (
-        _OP,
-        Column("dtypes", "ran in"),
-        Column("result", "result"),
-        _CALLS,
-        Column("forward", "forward", "count"),
-        Column("backward", "backward", "count"),
-    )
     about = "Calls of each op by the dtypes it ran in. Brackets show the kernel if its name differs."
-    return Table("ops", "Ops by dtype", columns, rows, about, shown=30)
+    spec = columns("op, dtypes=ran in, result, calls, forward, backward")
+    return Table("ops", "Ops by dtype", spec, rows, about, shown=30)
 
 
 def _widened(ops: Counter[OpKey]) -> Table:
@@ -102,16 +94,26 @@ def _widened(ops: Counter[OpKey]) -> Table:
             kernels[group][short(key.kernel)] = None
     rows: list[tuple[Value, ...]]
     rows = [(*g[:3], ", ".join(kernels[g]), n, *g[3:]) for g, n in calls.most_common()]
-    columns = (_MODULE, _OP, Column("given", "given"), Column("kernels", "kernels"), _CALLS, _RULE, _ORIGIN)
+    spec = columns("module, op, given, kernels, calls, rule, origin=from")
     about = (
         "The op received low-precision tensors but its kernels returned float32: because of a policy rule, "
         "because other inputs were float32, or because the kernel itself returns float32 "
         "(lower_precision_fp)."
     )
-    return Table("widened", "Ran in float32 though given low precision", columns, rows, about)
+    return Table("widened", "Ran in float32 though given low precision", spec, rows, about)
 
 
 _PROMOTED = "type promotion or the program's own casts"
+
+
+def _unruled(ops: Counter[OpKey]) -> Table:
+    rows = [(str(k.place), k.phase, short(k.kernel), k.given, k.result, n) for k, n in ops.most_common()]
+    spec = columns("module, phase=pass, op, given, result, calls")
+    about = (
+        "Matrix products and custom ops that ran in a region in the dtypes that they were given. "
+        "OpPolicy.override({op: rule}) gives one a rule."
+    )
+    return Table("unruled", "Heavy ops without a rule", spec, rows, about)
 
 
 def _casts(casts: dict[CastKey, CastCount]) -> Table:
@@ -120,39 +122,23 @@ def _casts(casts: dict[CastKey, CastCount]) -> Table:
         kind = "weight" if key.weight else "activation" if key.phase == "forward" else "gradient"
         return str(key.place), key.phase, kind, cause, f"{key.source} to {key.result}", key.rule, key.origin
 
-    columns = (
-        _MODULE,
-        _PASS,
-        Column("of", "of"),
-        Column("cause", "made for"),
-        Column("dtypes", "dtypes"),
-        _RULE,
-        _ORIGIN,
-        *_COUNTS,
-    )
+    spec = columns("module, pass, of, cause=made for, dtypes, rule, origin=from, " + _COUNTS)
     about = "Conversions between floating-point dtypes, the op that needed each, and the rule behind it."
-    return Table("casts", "Casts", columns, _summed(casts.items(), group), about)
+    return Table("casts", "Casts", spec, _summed(casts.items(), group), about)
 
 
 def _own_cast(key: CastKey) -> str:
     return "the gradient of a cast" if key.phase == "backward" else "the program's own code"
 
 
-_COUNTS = (
-    _CALLS,
-    Column("bytes", "bytes", "bytes"),
-    Column("repeats", "repeats", "count"),
-    Column("repeated_bytes", "repeated bytes", "bytes"),
-)
+_COUNTS = "calls, bytes, repeats, repeated_bytes=repeated bytes"
 
 
 def _repeats(casts: dict[CastKey, CastCount]) -> Table:
     repeated = [(k, c) for k, c in casts.items() if k.weight and c.repeats]
-    columns = (Column("weight", "weight"), Column("dtype", "to"), *_COUNTS)
     about = "Unchanged weights that were cast again. amp_core.cached_casts(model) casts each once."
-    return Table(
-        "repeats", "Weights cast again", columns, _summed(repeated, lambda k: (k.weight, k.result)), about
-    )
+    rows = _summed(repeated, lambda key: (key.weight, key.result))
+    return Table("repeats", "Weights cast again", columns("weight, dtype=to, " + _COUNTS), rows, about)
 
 
 def _summed(items: Iterable[tuple[CastKey, CastCount]], group: Callable[[Any], tuple[str, ...]]) -> list[Any]:
@@ -173,28 +159,16 @@ def _by_module(recording: Recording) -> Table:
     for cast, count in recording.casts.items():
         casts[cast.place] += count.calls
         nbytes[cast.place] += count.nbytes
-    rows = [
-        (
-            str(p),
-            sum(ops[p].values()),
-            ", ".join(f"{d} {n}" for d, n in ops[p].most_common()),
-            casts[p],
-            nbytes[p],
-        )
-        for p in dict.fromkeys([*ops, *casts])
-    ]
-    columns = (
-        _MODULE,
-        Column("calls", "ops", "count"),
-        Column("results", "by dtype of the result"),
-        Column("casts", "casts", "count"),
-        Column("bytes", "bytes cast", "bytes"),
-    )
-    return Table("modules", "By module", columns, rows, "In the order in which the modules first ran an op.")
+    rows: list[tuple[Value, ...]] = []
+    for place in dict.fromkeys([*ops, *casts]):
+        results = ", ".join(f"{dtype} {n}" for dtype, n in ops[place].most_common())
+        rows.append((str(place), sum(ops[place].values()), results, casts[place], nbytes[place]))
+    spec = columns("module, calls=ops, results=by dtype of the result, casts, bytes=bytes cast")
+    return Table("modules", "By module", spec, rows, "In the order in which the modules first ran an op.")
 
 
 def _all_ops(ops: Counter[OpKey]) -> Table:
-    rows = [
+    rows: list[tuple[Value, ...]] = [
         (
             str(k.place),
             k.phase,
@@ -209,31 +183,25 @@ def _all_ops(ops: Counter[OpKey]) -> Table:
         )
         for k, n in ops.items()
     ]
-    columns = (
-        _MODULE,
-        _PASS,
-        _OP,
-        Column("kernel", "kernel"),
-        Column("given", "given"),
-        Column("dtypes", "ran in"),
-        Column("result", "result"),
-        _CALLS,
-        _RULE,
-        _ORIGIN,
-    )
-    return Table("calls", "Every op in every module", columns, rows, "In the order of first use.", shown=0)
+    spec = columns("module, pass, op, kernel, given, dtypes=ran in, result, calls, rule, origin=from")
+    return Table("calls", "Every op in every module", spec, rows, "In the order of first use.", shown=0)
 
 
 @content_of.register
 def _(diff: RecordingDiff) -> Content:
     here, there = _facts(diff.here), _facts(diff.there)
-    facts = {k: here[k] if here[k] == there[k] else f"{here[k]}  ->  {there[k]}" for k in here}
-    columns = (_MODULE, _PASS, _OP, Column("here", "first"), Column("there", "second"), Column("why", "rule"))
+    facts = saved.differences(diff.here.environment, diff.there.environment)
+    facts |= {k: here[k] if here[k] == there[k] else f"{here[k]}  ->  {there[k]}" for k in here}
     about = (
         "Ops that ran in other dtypes or a different number of times: the kernel's input dtypes and calls."
     )
-    table = Table("changes", "What changed", columns, _changes(diff), about, shown=50)
-    return Content("Two recordings compared", facts, [], [table])
+    spec = columns("module, pass, op, here=first, there=second, why=rule")
+    return Content(
+        "Two recordings compared",
+        facts,
+        [],
+        [Table("changes", "What changed", spec, _changes(diff), about, 50)],
+    )
 
 
 def _changes(diff: RecordingDiff) -> list[tuple[str, ...]]:
@@ -242,8 +210,7 @@ def _changes(diff: RecordingDiff) -> list[tuple[str, ...]]:
     for key in dict.fromkeys([*here, *there]):
         mine, theirs = here.get(key, Counter()), there.get(key, Counter())
         if mine != theirs:
-            place, phase, op = key
-            rows.append((str(place), phase, op, _counts(mine), _counts(theirs), _rules(mine, theirs)))
+            rows.append((str(key[0]), *key[1:], _counts(mine), _counts(theirs), _rules(mine, theirs)))
     return rows
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,12 +17,13 @@ from amp_core.debugging.advice import Advice, Finding
 from amp_core.debugging.capture import OP, Key
 from amp_core.debugging.comparison import Comparison, Difference, tolerances
 from amp_core.debugging.comparison_report import where
-from amp_core.debugging.progress import progress_line
 from amp_core.debugging.recording_report import short
+from amp_core.debugging.speed import SpeedSearch
 from amp_core.debugging.step import Run, Step
 from amp_core.errors import PolicyError
-from amp_core.policy import OpPolicy, apply_policy, names
+from amp_core.policy import OpPolicy, names
 from amp_core.policy import rules as r
+from amp_core.regions.modules import apply_policy
 
 _LARGEST_SCALE = 2.0**24
 _HEADROOM = 8  # range left above this step's largest gradient, for larger ones in other steps
@@ -60,7 +63,7 @@ class Search:
         proposal, now = self._scaled(proposal, now)
         given_up: set[Key] = set()
         for _ in range(rounds):
-            fault = next((d for d in self._faults(now) if d.key not in given_up), None)
+            fault = next((d for d in now.leads(self._given) if d.key not in given_up), None)
             if fault is None:
                 break
             fixed = self._fix(proposal, now, fault)
@@ -82,13 +85,10 @@ class Search:
             mixed = self._step.mixed(proposal.policy, proposal.scale)
         return Comparison(reference, mixed, self._step.dtype, torch.float32)
 
-    @contextlib.contextmanager
-    def _applied(self, proposal: Proposal) -> Iterator[None]:
+    def _applied(self, proposal: Proposal) -> contextlib.AbstractContextManager[Any]:
         if not proposal.modules:
-            yield
-            return
-        with apply_policy(self._step.roots[0], proposal.modules, device_type=self._step.device_type):
-            yield
+            return contextlib.nullcontext()
+        return apply_policy(self._step.roots[0], proposal.modules, device_type=self._step.device_type)
 
     # The loss scale.
 
@@ -113,22 +113,15 @@ class Search:
 
     # The ops.
 
-    def _faults(self, comparison: Comparison) -> list[Difference]:
-        return comparison.leads(self._given)
-
     def _badness(self, comparison: Comparison) -> tuple[int, int, float]:
-        faults = self._faults(comparison)
+        faults = comparison.leads(self._given)
         not_finite = sum(d.added == math.inf for d in faults)
         return not_finite, len(faults), max(comparison.loss_error, comparison.gradient_error)
 
     def _fix(
         self, proposal: Proposal, now: Comparison, fault: Difference
     ) -> tuple[Proposal, Comparison] | None:
-        what = (
-            f"{where(fault)} produces inf or NaN"
-            if fault.added == math.inf
-            else f"{where(fault)} loses digits"
-        )
+        what = f"{where(fault)} {'produces inf or NaN' if fault.added == math.inf else 'loses digits'}"
         bound = self._badness(now)
         for words, candidate in self._candidates(proposal, now, fault):
             # The rule may not fit this op, or the module may be missing.
@@ -153,7 +146,7 @@ class Search:
             yield from self._of_policy(proposal, fault)
             return
         if fault.key.phase == "forward":
-            for ops in (self._itself(fault), self._leading_to(now, fault)):
+            for ops in ([_full(fault.key.name)], self._leading_to(now, fault)):
                 if ops:
                     yield _words(ops, place.module), _with_ops(proposal, place.module, ops)
         around = place.module
@@ -165,20 +158,17 @@ class Search:
         return len(self._step.roots) == 1 and any(n == module for n, _ in self._step.roots[0].named_modules())
 
     def _of_policy(self, proposal: Proposal, fault: Difference) -> Iterator[tuple[str, Proposal]]:
-        ops = self._itself(fault)
+        ops = [_full(fault.key.name)]
         policy = proposal.policy.override(dict.fromkeys(ops, r.FP32), origin="amp_core.advise")
         yield _words(ops, ""), Proposal(policy, proposal.modules, proposal.scale)
 
-    def _itself(self, fault: Difference) -> list[str]:
-        return [_full(fault.key.name)]
-
     def _leading_to(self, now: Comparison, fault: Difference) -> list[str]:
         """Return the ops in the module that led to the fault, back to those meant for low precision."""
-        ops, pending = self._itself(fault), list(now.parents[fault.key])
+        ops, pending = [_full(fault.key.name)], list(now.parents[fault.key])
         while pending:
             key = pending.pop()
             op = _full(key.name)
-            low = self._step.policy.rules.get(op) == r.LOWER_PRECISION_FP
+            low = r.lowers(self._step.policy.rules.get(op))
             if key.place == fault.key.place and key.phase == fault.key.phase and not low and op not in ops:
                 ops.append(op)
                 pending += now.parents[key]
@@ -224,6 +214,14 @@ def _most_underflow(comparison: Comparison) -> Difference | None:
     return max(comparison.at(OP, "backward"), key=lambda d: d.underflow, default=None)
 
 
+def _progress_line(shown: bool | None) -> Callable[[str], None]:
+    """Return a function that writes numbered lines to stderr; by default only to a terminal."""
+    if not (sys.stderr.isatty() if shown is None else shown):
+        return lambda _words: None
+    numbers = itertools.count(1)
+    return lambda words: print(f"advise: run {next(numbers)}, {words}", file=sys.stderr, flush=True)  # noqa: T201
+
+
 def advise(
     fn: Callable[[], Any],
     device: str | torch.device | Tensor = "auto",
@@ -236,8 +234,9 @@ def advise(
     seed: int = 0,
     limit: int = 16384,
     progress: bool | None = None,
+    goal: str = "accuracy",
 ) -> Advice:
-    """Propose op and module rules and a loss scale that make a step accurate in mixed precision.
+    """Propose op and module rules and a loss scale that make a step accurate, or fast, in mixed precision.
 
     `advise` runs the step in float32 and in mixed precision, and for float16 once more with a loss scale
     that fits its gradients. If the loss and gradients are then within the tolerance, it proposes no rules.
@@ -246,6 +245,11 @@ def advise(
     lead to it in this module, the whole module, and the enclosing modules. It keeps the first change that
     fixes the op and makes nothing else worse. The model is left unchanged; see `compare` for what else is
     restored.
+
+    With ``goal="speed"`` it instead times each op of the step, by shape, in both precisions, casts included.
+    It proposes thresholds on the work of the ops' calls, tries modules in float32, and times whole steps. The
+    result is a `SpeedAdvice`: measured again at the end, the step is no slower with it than in float32 or in
+    plain autocast. For this, `fn` must not enter a region itself.
 
     Args:
         fn: as for `compare`; it must leave the backward pass to `advise` to get a loss scale.
@@ -260,12 +264,26 @@ def advise(
         seed: as for `compare`.
         limit: as for `compare`.
         progress: write progress to stderr; by default only if it is a terminal.
+        goal: ``"accuracy"`` or ``"speed"``. For speed, `rounds` is the maximum number of modules to try, and
+            `tolerance` and `limit` have no effect.
 
     Returns:
         An `Advice` to print, save or apply.
 
     Raises:
         AmpError: as for `compare`.
+        ValueError: `goal` is unknown.
+
+    Example::
+
+        advice = advise(lambda: loss_fn(model(inputs), targets), "cpu", dtype=torch.float16)
+        print(advice)
+        with autocast("cpu", dtype=torch.float16, policy=advice.policy):
+            loss = loss_fn(model(inputs), targets)
     """
+    if goal not in ("accuracy", "speed"):
+        raise ValueError(f'goal= must be "accuracy" or "speed", not {goal!r}.')
     step = Step(fn, device, dtype, policy, model, seed, limit)
-    return Search(step, tolerance, progress_line(progress)).run(rounds)
+    if goal == "speed":
+        return SpeedSearch(step, policy, _progress_line(progress)).run(rounds)
+    return Search(step, tolerance, _progress_line(progress)).run(rounds)

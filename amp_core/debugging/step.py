@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from amp_core.common.device_types import device_type_of
-from amp_core.debugging.capture import Capture, Key
+from amp_core.debugging.capture import Capture, Key, Sample
 from amp_core.debugging.places import Place, Places
 from amp_core.debugging.state_keeper import StateKeeper, seeded
 from amp_core.dispatch.activate import activation, default_policy
@@ -41,11 +41,11 @@ class Step:
         self,
         fn: Callable[[], Any],
         device: str | torch.device | Tensor,
-        dtype: torch.dtype | None,
-        policy: OpPolicy | None,
-        model: nn.Module | None,
-        seed: int,
-        limit: int,
+        dtype: torch.dtype | None = None,
+        policy: OpPolicy | None = None,
+        model: nn.Module | None = None,
+        seed: int = 0,
+        limit: int = 16384,
     ) -> None:
         if not callable(fn):
             raise TypeError(f"fn must be a function without arguments, not {type(fn).__name__}.")
@@ -58,7 +58,7 @@ class Step:
         self.policy = policy or default_policy(backend)
         self.roots: list[nn.Module] = []
         self.leaves_backward = False
-        self._fn, self._model, self._seed, self._limit = fn, model, seed, limit
+        self.fn, self.model, self.seed, self._limit = fn, model, seed, limit
 
     def reference(self, dtype: torch.dtype, scale: float) -> Run:
         """Run the step in `dtype`; for float32, all ops with a rule run in float32."""
@@ -88,34 +88,42 @@ class Step:
     def _run(self, dtype: torch.dtype, policy: OpPolicy, scale: float) -> Run:
         ops = {*OpPolicy.float32(self.device_type).rules, *self.policy.rules}
         keeper = StateKeeper()
-        capture = Capture(self._limit, ops, self._model, keeper.keep_tensor)
+        capture = Capture(self._limit, ops, self.model, keeper.keep_tensor)
         capture.tap.places.on_call = keeper.keep
-        with keeper.restored(), seeded(self._seed, self.device_type):
-            if self._model is not None:
-                keeper.keep(self._model)
+        with keeper.restored(), seeded(self.seed, self.device_type):
+            if self.model is not None:
+                keeper.keep(self.model)
             with contextlib.ExitStack() as stack:
                 stack.enter_context(capture.tap)
                 stack.enter_context(self._in_force(policy))
                 with autocast(self.device_type, dtype=dtype, policy=policy):
-                    result = self._fn()
+                    result = self.fn()
                 self.leaves_backward = _run_backward(result, scale, capture)
-                self.roots = [self._model] if self._model is not None else capture.tap.places.roots
+                self.roots = [self.model] if self.model is not None else capture.tap.places.roots
                 with capture.tap.muted():
                     _keep_gradients(self.roots, capture)
             loss = _number(result)
         producer = capture.producer(result) if loss is not None else None
-        return Run(capture, scale if self.leaves_backward else 1.0, loss, producer)
+        scale = scale if self.leaves_backward else 1.0
+        return Run(capture.samples, capture.went_back, scale, loss, producer)
 
 
-class Run:
-    """The result of a run: its values, the loss scale, the loss and the op that produced it."""
+class Run(NamedTuple):
+    """The result of a run.
 
-    def __init__(self, capture: Capture, scale: float, loss: float | None, loss_producer: Key | None) -> None:
-        self.samples = capture.samples
-        self.went_back = capture.went_back
-        self.scale = scale
-        self.loss = loss
-        self.loss_producer = loss_producer
+    Attributes:
+        samples: its values.
+        went_back: whether a backward pass ran.
+        scale: the loss scale.
+        loss: the loss, if `fn` returned one.
+        loss_producer: the op that produced the loss.
+    """
+
+    samples: dict[Key, Sample]
+    went_back: bool
+    scale: float
+    loss: float | None
+    loss_producer: Key | None
 
 
 def _run_backward(result: Any, scale: float, capture: Capture) -> bool:

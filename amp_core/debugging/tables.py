@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from amp_core.debugging.chart import Chart
+from amp_core.policy.rules import as_work
 
 Value = str | int | float | bool | None
 
@@ -17,12 +22,29 @@ class Column:
         key: its name in JSON.
         title: its heading.
         kind: how its values are formatted and sorted: ``text``, ``count``, ``bytes``, ``share`` (0 to 1,
-            shown as a percentage) or ``number``.
+            shown as a percentage), ``seconds``, ``work`` (floating-point operations) or ``number``.
     """
 
     key: str
     title: str
     kind: str = "text"
+
+
+_KINDS = {
+    "count": "calls call forward backward casts repeats order step",
+    "bytes": "bytes repeated_bytes",
+    "share": "overflow underflow saturation moved",
+    "seconds": "float32 low chained",
+    "work": "work",
+    "number": "error added smallest largest before after",
+}
+_KIND_OF = {key: kind for kind, keys in _KINDS.items() for key in keys.split()}
+
+
+def columns(spec: str) -> tuple[Column, ...]:
+    """Return the columns of ``"key, key=title, ..."``; the key decides the kind."""
+    parts = (part.strip().partition("=") for part in spec.split(","))
+    return tuple(Column(key, title or key, _KIND_OF.get(key, "text")) for key, _, title in parts)
 
 
 @dataclass(frozen=True)
@@ -56,6 +78,7 @@ class Content:
         notes: what a reader needs to know to interpret the figures.
         tables: the figures.
         texts: title to text shown verbatim, such as a file.
+        charts: shown in HTML, above the tables.
     """
 
     title: str
@@ -63,6 +86,7 @@ class Content:
     notes: Sequence[str]
     tables: Sequence[Table]
     texts: Mapping[str, str] = field(default_factory=dict)
+    charts: Sequence[Chart] = ()
 
 
 # Formatting of values.
@@ -91,9 +115,19 @@ def as_share(share: float) -> str:
     return f"{share:.1%}".replace("%", " %") if share else "0 %"
 
 
+def as_dtype(dtype: object) -> str:
+    """Return the dtype's name without ``torch.``."""
+    return str(dtype).removeprefix("torch.")
+
+
 def as_count(count: float) -> str:
     """Format an integer with spaces between groups of three digits."""
     return f"{count:,}".replace(",", " ")
+
+
+def as_seconds(seconds: float) -> str:
+    """Format a time in milliseconds."""
+    return f"{seconds * 1e3:.3g} ms"
 
 
 _WRITERS: dict[str, Callable[[Any], str]] = {
@@ -101,24 +135,35 @@ _WRITERS: dict[str, Callable[[Any], str]] = {
     "count": as_count,
     "bytes": as_bytes,
     "share": as_share,
+    "seconds": as_seconds,
+    "work": as_work,
     "number": lambda x: f"{x:.3g}",
 }
 
 
 # Plain text.
 
+_WIDTH = 80
+
 
 def as_text(content: Content) -> str:
-    """Return `content` as plain text, with only the `shown` rows of each table."""
+    """Return `content` in 80 columns of plain text, with only the `shown` rows of each table."""
     width = max((len(label) for label in content.facts), default=0)
     lines = [content.title, "=" * len(content.title)]
-    lines += [f"{label:<{width}}  {value}" for label, value in content.facts.items()]
+    for label, value in content.facts.items():
+        lines += _wrapped(f"{label:<{width}}  {value}", width + 2)
     for table in content.tables:
         lines += ["", *_table_lines(table)]
     for title, text in content.texts.items():
-        lines += ["", title, "-" * len(title), text.rstrip()]
-    lines += [""] * bool(content.notes) + [f"Note: {note}" for note in content.notes]
-    return "\n".join(lines)
+        lines += ["", *_wrapped(title), "-" * min(len(title), _WIDTH), text.rstrip()]
+    notes = (_wrapped(f"Note: {note}") for note in content.notes)
+    return "\n".join([*lines, *[""] * bool(content.notes), *itertools.chain(*notes)])
+
+
+def _wrapped(text: str, indent: int = 0, width: int = _WIDTH) -> list[str]:
+    return textwrap.wrap(
+        text, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def cells(table: Table) -> list[list[str]]:
@@ -136,17 +181,47 @@ def left_out(table: Table) -> str:
 
 def _table_lines(table: Table) -> list[str]:
     heading = f"{table.title} ({len(table.rows)})"
-    lines = [heading, "-" * len(heading)]
-    if not table.rows or not table.shown:
-        return [*lines, left_out(table) or "none"]
-    rows = cells(table)
-    titles = [column.title for column in table.columns]
-    widths = [max(len(row[i]) for row in [titles, *rows]) for i in range(len(titles))]
-    right = [column.kind != "text" for column in table.columns]
-
-    def line(row: list[str]) -> str:
-        pairs = zip(row, widths, right, strict=True)
-        return "  ".join(c.rjust(w) if r else c.ljust(w) for c, w, r in pairs).rstrip()
-
     rest = left_out(table)
-    return [*lines, line(titles), *map(line, rows), *([rest] if rest else [])]
+    if not table.rows or not table.shown:
+        return [heading, "-" * len(heading), rest or "none"]
+    titles, right = [c.title for c in table.columns], [c.kind != "text" for c in table.columns]
+    return [heading, "-" * len(heading), *_fitting(titles, cells(table), right), *[rest] * bool(rest)]
+
+
+def _fitting(titles: list[str], rows: list[list[str]], right: list[bool]) -> list[str]:
+    """Fit a table into the width: say once what is the same in all rows, then put numbers below texts."""
+    lines = aligned([titles, *rows], right)
+    if max(map(len, lines)) <= _WIDTH:
+        return lines
+    same = [len(rows) > 1 and len(set(column)) == 1 for column in zip(*rows, strict=True)]
+    above = [f"{title} {cell or '-'}" for title, cell, s in zip(titles, rows[0], same, strict=True) if s]
+    lines = _wrapped(f"in all rows: {', '.join(above)}", 2) if above else []
+    others = [i for i, s in enumerate(same) if not s]
+    heads = _heads([titles[i] for i in others])
+    table = aligned([*heads, *([row[i] for i in others] for row in rows)], [right[i] for i in others])
+    if max(map(len, table)) <= _WIDTH:
+        return [*lines, *table]
+    texts, numbers = ([i for i in others if right[i] is kind] for kind in (False, True))
+    heads = _heads([titles[i] for i in numbers])
+    figures = aligned([*heads, *([row[i] for i in numbers] for row in rows)], [True] * len(numbers))
+    lines += _wrapped("; ".join(titles[i] for i in texts), 2)
+    lines += [f"    {line}" for line in figures[: len(heads)]]
+    for row, line in zip(rows, figures[len(heads) :], strict=True):
+        lines += _wrapped("; ".join(row[i] or "-" for i in texts), 2) + [f"    {line}"] * bool(line)
+    return lines
+
+
+def _heads(titles: list[str]) -> list[tuple[str, ...]]:
+    """Return the lines of a heading in which each word of a title has its own."""
+    return [*itertools.zip_longest(*(title.split() for title in titles), fillvalue="")]
+
+
+def aligned(rows: Sequence[Sequence[str]], right: Sequence[bool]) -> list[str]:
+    """Return a line per row, with the cells in columns; `right` says which are aligned to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            c.rjust(w) if r else c.ljust(w) for c, w, r in zip(row, widths, right, strict=True)
+        ).rstrip()
+        for row in rows
+    ]

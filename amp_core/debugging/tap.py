@@ -15,17 +15,20 @@ from typing_extensions import Self
 
 from amp_core._torch import internals as _torch
 from amp_core._torch.dispatcher import Overload, dispatcher_name, is_view
+from amp_core.common.containers import tensors_in
 from amp_core.debugging.places import Place, Places
 from amp_core.dispatch.activate import default_policy
 from amp_core.dispatch.engine import Engine, engine
+from amp_core.dispatch.work import work
 from amp_core.errors import AmpError
 from amp_core.plugin import get_backend
 from amp_core.policy import OpPolicy, names
+from amp_core.policy.rules import as_work, threshold
 
 FORWARD, BACKWARD = "forward", "backward"
 _MODULE_RULE = "fp32", "module rule 'fp32'"
 _aten = torch.ops.aten
-_CASTS = (_aten._to_copy.default, torch.ops.prims.convert_element_type.default)
+_CASTS = (_torch.to_copy, torch.ops.prims.convert_element_type.default)
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,7 @@ class Frame:
     Attributes:
         op: its full name.
         given: the floating-point dtypes of its inputs, before any cast.
-        rule: the rule of the active policy; a key of `amp_core.policy.RULES`.
+        rule: the rule of the active policy; with a threshold, followed by the work of this call.
         origin: the origin of that rule.
     """
 
@@ -139,15 +142,19 @@ class Tap:
     def _frame(self, here: Engine, op: str, call: Callable[[], Any], args: Any, kwargs: Any) -> Any:
         if self._muted:
             return call()
-        inputs = _floats([*args, *kwargs.values()])
-        frame = Frame(op, dtypes_of(inputs), *self._reason(here, op))
+        inputs = floats_in((args, kwargs))
+        rule, origin = self._reason(here, op)
+        overload = names.find(op)
+        if overload is not None and threshold(rule) is not None:
+            rule += f": {as_work(work(overload, args, kwargs))}"
+        frame = Frame(op, dtypes_of(inputs), rule, origin)
         self._frames.append(frame)
         try:
             result = call()
         finally:
             self._frames.pop()
         with self.muted():
-            self._sink.framed(frame, inputs, _floats([result]), self._where())
+            self._sink.framed(frame, inputs, floats_in(result), self._where())
         return result
 
     def _reason(self, here: Engine, op: str) -> tuple[str, str]:
@@ -173,7 +180,7 @@ class Tap:
         for source, copy in _copied(func, args, result):
             if source.dtype is not copy.dtype and source.is_floating_point() and copy.is_floating_point():
                 self._sink.cast(source, copy, self._where())
-        inputs, outputs = _floats([*args, *kwargs.values()]), _floats([result])
+        inputs, outputs = floats_in((args, kwargs)), floats_in(result)
         if _only_moves(func) or not inputs:
             self._sink.moved(inputs, outputs)
         elif outputs:
@@ -201,7 +208,7 @@ def _copied(func: Overload, args: tuple[Any, ...], result: Any) -> Iterable[tupl
         return [(args[0], result)]
     if func is _aten.copy_.default:
         return [(args[1], args[0])]
-    return zip(args[1], args[0], strict=True) if func is _aten._foreach_copy_.default else ()
+    return zip(args[1], args[0], strict=True) if func is _torch.copy_lists else ()
 
 
 _MOVES = {
@@ -248,15 +255,9 @@ def is_low(dtype: torch.dtype) -> bool:
     return dtype.itemsize < 4
 
 
-def _floats(values: Iterable[Any]) -> list[Tensor]:
-    tensors: list[Tensor] = []
-    for value in values:
-        if isinstance(value, Tensor):
-            if value.is_floating_point():
-                tensors.append(value)
-        elif isinstance(value, (list, tuple)):
-            tensors += _floats(value)
-    return tensors
+def floats_in(value: Any) -> list[Tensor]:
+    """Return the floating-point tensors in arguments or results."""
+    return [tensor for tensor in tensors_in(value) if tensor.is_floating_point()]
 
 
 def _device_types() -> list[str]:

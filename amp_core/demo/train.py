@@ -12,6 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from amp_core import GradScaler, autocast
+from amp_core.debugging.advice import SpeedAdvice
+from amp_core.debugging.speed import SpeedSearch
+from amp_core.debugging.step import Step
+from amp_core.debugging.tables import as_dtype
 from amp_core.demo.data import Digits
 from amp_core.demo.model import build_model
 from amp_core.demo.watch import StepWatch
@@ -67,20 +71,25 @@ class History:
 class Trainer:
     """Trains one model on the digits; in `settings.dtype` if `mixed`, else in float32.
 
+    With `advice`, the policy of ``advise(goal="speed")`` decides, which may be float32 for all ops.
+
     Raises:
         NotImplementedError: from `watch` or `run`, if the device lacks an operation.
     """
 
-    def __init__(self, settings: Settings, digits: Digits, mixed: bool) -> None:
+    def __init__(
+        self, settings: Settings, digits: Digits, mixed: bool, advice: SpeedAdvice | None = None
+    ) -> None:
         self.settings = settings
-        self.mixed = mixed
+        self.mixed = mixed and (advice is None or advice.enabled)
+        self.policy = None if advice is None else advice.policy
         self.digits = digits.to(settings.device)
-        name = f"AMP ({str(settings.dtype).removeprefix('torch.')})" if mixed else "float32"
-        self.history = History(name, mixed)
+        name = f"AMP ({as_dtype(settings.dtype)})" if self.mixed else "float32"
+        self.history = History(name if advice is None else f"advised: {name}", self.mixed)
         torch.manual_seed(settings.seed)
         self.model = build_model(settings.model).to(settings.device)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4)
-        self.scaler = GradScaler(settings.device.type, growth_interval=GROWTH_INTERVAL, enabled=mixed)
+        self.scaler = GradScaler(settings.device.type, growth_interval=GROWTH_INTERVAL, enabled=self.mixed)
 
     def step(self, images: Tensor, labels: Tensor) -> Tensor:
         """Run one training step and return its loss."""
@@ -92,9 +101,20 @@ class Trainer:
         return loss.detach()
 
     def _logits(self, images: Tensor) -> Tensor:
-        with autocast(self.settings.device.type, dtype=self.settings.dtype, enabled=self.mixed):
+        device_type, dtype = self.settings.device.type, self.settings.dtype
+        with autocast(device_type, dtype=dtype, enabled=self.mixed, policy=self.policy):
             logits: Tensor = self.model(images)
         return logits.float()
+
+    def advise(self) -> SpeedAdvice:
+        """Ask which ops of a step should run in low precision."""
+        size, device_type = self.settings.batch_size, self.settings.device.type
+        images, labels = self.digits.train_images[:size], self.digits.train_labels[:size]
+
+        def step() -> Tensor:
+            return nn.functional.cross_entropy(self.model(images).float(), labels)
+
+        return SpeedSearch(Step(step, device_type, self.settings.dtype)).run()
 
     def watch(self) -> None:
         """Count casts and memory in one step of a copy, leaving this trainer unchanged."""

@@ -6,10 +6,9 @@ import weakref
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from amp_core._torch.internals import TorchDispatchMode
+from amp_core._torch.internals import TorchDispatchMode, to_copy
 
 
 class StepWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -33,7 +32,7 @@ class StepWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten._to_copy.default:
+        if func is to_copy:
             self.casts += args[0].is_floating_point() and result.dtype != args[0].dtype
         for output in result if isinstance(result, (list, tuple)) else [result]:
             if isinstance(output, Tensor):

@@ -13,23 +13,22 @@ import torch
 
 from amp_core._torch.dispatcher import POLICIES, autocast_key, has_dispatch_key
 from amp_core.common import environment as _env
-from amp_core.dispatch.casting import Runner, make_runner
-from amp_core.dispatch.engine import Engine, Table, engine
+from amp_core.dispatch import functions, weight_casts
+from amp_core.dispatch.casting import Runner, make_runner, once_defined
+from amp_core.dispatch.engine import Prepared, Table, ThreadState, engine, policies_in_force
 from amp_core.errors import AmpWarning, PolicyError
 from amp_core.plugin import get_backend
 from amp_core.plugin.interface import Backend
 from amp_core.policy import OpPolicy, names
 from amp_core.policy import rules as r
-from amp_core.policy.op_policy import native_rules
+from amp_core.policy.op_policy import added_rules, native_rules
 
 
 class _Thread(threading.local):
-    """One thread's policies in force, one per device type, and those that each push replaced."""
-
-    in_force: tuple[tuple[str, Activation], ...] = ()
+    """For each push of this thread: the state that it changed, and what was in force there before."""
 
     def __init__(self) -> None:
-        self.hidden: list[tuple[Engine, tuple[tuple[str, Activation], ...]]] = []
+        self.hidden: list[tuple[ThreadState, Prepared | None]] = []
 
 
 _thread = _Thread()
@@ -41,8 +40,13 @@ class Activation:
     def __init__(self, policy: OpPolicy, table: Table, *, by_default: bool) -> None:
         self.policy = policy
         self.table = table
+        self.has_functions = False
+        for name in filter(names.is_function, policy.rules):
+            self.has_functions = True
+            functions.wrap(name, rule_in_force)
         self.by_default = by_default
         self._engine = engine(policy.device_type)
+        self._installed = False
 
     def push(self) -> None:
         """Put the policy in force in this thread.
@@ -52,21 +56,14 @@ class Activation:
         """
         if torch.compiler.is_exporting():
             raise PolicyError(_NO_EXPORT.format(policy=self.policy))
-        here, before = self._engine, _thread.in_force
+        if not self._installed:
+            self._engine.keep(self.table)
+            self._installed = True
+        local = self._engine.local
+        _thread.hidden.append((local, local.in_force))
         # A region without a policy keeps that of the surrounding region.
-        keep = self.by_default and here.depth
-        _thread.hidden.append((here, before))
-        try:
-            if keep:
-                here.push_again()
-            else:
-                here.push(self.table, self.policy)
-                device = self.policy.device_type
-                others = tuple(entry for entry in before if entry[0] != device) if before else ()
-                _thread.in_force = (*others, (device, self))
-        except BaseException:
-            restore(len(_thread.hidden) - 1)
-            raise
+        if local.in_force is None or not self.by_default:
+            local.in_force = self
 
     def pop(self) -> None:
         """Undo the last push of this thread; never raises."""
@@ -88,20 +85,34 @@ def restore(depth: int) -> None:
     """Pop this thread's policies until `depth` remain, even after an interrupted push or pop."""
     hidden = _thread.hidden
     while len(hidden) > max(depth, 0):
-        here, before = hidden[-1]
-        # The engine's own depth tells whether an interrupt came before or after its push or pop.
-        if here.depth >= sum(entry[0] is here for entry in hidden):
-            here.pop()
-        _thread.in_force = before
+        local, before = hidden[-1]
+        local.in_force = before
         hidden.pop()
+    if not hidden:
+        weight_casts.clear()
 
 
-def policies_in_force() -> tuple[tuple[str, Activation], ...]:
-    """Return this thread's activations in force, each with its device type."""
-    return _thread.in_force
+def take_out(depth: int) -> None:
+    """Undo the push that found `depth` policies pushed before it; later ones stay in force."""
+    hidden = _thread.hidden
+    local, before = hidden.pop(depth)
+    for index in range(depth, len(hidden)):
+        if hidden[index][0] is local:
+            hidden[index] = local, before
+            return
+    local.in_force = before
 
 
-class Changes:
+def rule_in_force(function: str) -> tuple[str, str] | None:
+    """Return the device type and the rule of an autograd function in this thread, if it has one now."""
+    for device_type, active in policies_in_force():
+        rule = active.policy.rules.get(function, r.UNCHANGED)
+        if rule != r.UNCHANGED and torch.is_autocast_enabled(device_type):
+            return device_type, rule
+    return None
+
+
+class RuleOverrides:
     """Rules that override whichever policy is in force when they are pushed, as for a module glob.
 
     Args:
@@ -137,7 +148,7 @@ class Changes:
         self.activated(engine(self.device_type).policy).push()
 
     def __reduce__(self) -> tuple[object, ...]:
-        return Changes, (self.device_type, dict(self.rules), self.origin)
+        return RuleOverrides, (self.device_type, dict(self.rules), self.origin)
 
 
 _POLICIES_PER_CHANGE = 16
@@ -145,7 +156,7 @@ _POLICIES_PER_CHANGE = 16
 
 _NO_EXPORT = (
     "torch.export cannot keep {policy!r}: the exported program would compute by torch's own rules. Export "
-    "without policy=, or write the casts into the model (x.float() before the op)."
+    "what amp_core.materialize(model, args, policy=...) returns, or export without policy=."
 )
 
 
@@ -169,6 +180,7 @@ def activation(backend: Backend, policy: OpPolicy | None) -> Activation | None:
     if policy is None:
         return _of_default(backend, _env.policy_path())
     POLICIES.require()
+    engine(backend.device_type).add_rules()
     if not isinstance(policy, OpPolicy):
         raise PolicyError(f"policy= must be an OpPolicy, not {type(policy).__name__}.")
     if policy.device_type != backend.device_type:
@@ -184,6 +196,7 @@ def _of_default(backend: Backend, path: str | None) -> Activation | None:
         if type(backend).op_policy is not Backend.op_policy:
             POLICIES.warn()
         return None
+    engine(backend.device_type).add_rules()
     default = _default_activation(backend, path)
     if default is None and not native_rules(backend.device_type):
         _warn_no_rules(backend.device_type)
@@ -214,7 +227,7 @@ def _default_policy(backend: Backend, path: str | None) -> OpPolicy:
 @lru_cache(maxsize=64)
 def _default_activation(backend: Backend, path: str | None) -> Activation | None:
     default = _prepared(_default_policy(backend, path), True)
-    return default if default.table else None
+    return default if default.table or default.has_functions else None
 
 
 @lru_cache(maxsize=256)
@@ -231,7 +244,7 @@ def _warn_no_rules(device_type: str) -> None:
 @lru_cache(maxsize=64)
 def in_float32(policy: OpPolicy) -> OpPolicy:
     """Return the equivalent of `policy` in a region whose dtype is float32."""
-    low = [op for op, rule in policy.rules.items() if rule == r.LOWER_PRECISION_FP]
+    low = [op for op, rule in policy.rules.items() if r.lowers(rule)]
     return policy.override(dict.fromkeys(low, r.FP32), origin="dtype=torch.float32")
 
 
@@ -246,13 +259,13 @@ def emulation(policy: OpPolicy) -> Activation:
 
 
 def _prepared(policy: OpPolicy, by_default: bool) -> Activation:
-    return _prepared_once(policy, tuple(policy.origins.items()), by_default)
+    return _prepared_once(policy, policy._origins, by_default)
 
 
 @lru_cache(maxsize=256)
 def _prepared_once(
     policy: OpPolicy,
-    origins: tuple[tuple[str, str], ...],  # noqa: ARG001  # keeps equal policies apart: `record()` names places
+    origins: frozenset[tuple[str, str]],  # noqa: ARG001  # keeps equal policies apart: `record()` names places
     by_default: bool,
 ) -> Activation:
     return Activation(policy, _runners(_changes(policy), policy.device_type), by_default=by_default)
@@ -261,7 +274,7 @@ def _prepared_once(
 def _changes(policy: OpPolicy) -> dict[str, str]:
     """Return the ops that `policy` treats differently from torch, with their rules."""
     _require_autocast(policy.device_type)
-    native = native_rules(policy.device_type)
+    native = {**native_rules(policy.device_type), **added_rules(policy.device_type)}
     wanted = {op: policy.rules.get(op, r.UNCHANGED) for op in sorted({*native, *policy.rules})}
     return {op: rule for op, rule in wanted.items() if rule != native.get(op, r.UNCHANGED)}
 
@@ -272,13 +285,12 @@ def _require_autocast(device_type: str) -> None:
 
 
 def _runners(rules: Mapping[str, str], device_type: str) -> Table:
-    return {op: _runner(op, rule, device_type) for op, rule in rules.items()}
+    return {op: _runner(op, rule, device_type) for op, rule in rules.items() if not names.is_function(op)}
 
 
 def _runner(op: str, rule: str, device_type: str) -> Runner | None:
     if rule == r.NATIVE:
         return None
-    overload = names.find(op)
-    if overload is None:
+    if names.find(op) is None and op.startswith("aten::"):
         raise PolicyError(f"torch {torch.__version__} no longer has the op {op!r}.")
-    return make_runner(overload, rule, device_type)
+    return once_defined(op, lambda overload: make_runner(overload, rule, device_type))

@@ -6,6 +6,7 @@ inspects the schema again.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -21,9 +22,12 @@ from amp_core._torch.dispatcher import (
     is_mutable,
     key_set,
     redispatch_below,
+    run_with_numbers,
 )
 from amp_core.dispatch import weight_casts
-from amp_core.dispatch.target_dtype import TARGET_DTYPES, Args, Kwargs, TargetDtype, eligible, tensors_in
+from amp_core.dispatch.low_in_fp32_out import composed
+from amp_core.dispatch.target_dtype import Args, Kwargs, TargetDtype, eligible, target_dtype, tensors_in
+from amp_core.policy import names
 from amp_core.policy import rules as r
 
 Runner = Callable[[Any, Args, Kwargs], Any]
@@ -38,6 +42,24 @@ _BANNED_BCE = (
 )
 
 
+def once_defined(name: str, make: Callable[[Overload], Callable[..., Any]]) -> Callable[..., Any]:
+    """Return ``make(overload)`` of the op `name`, made at the first call if the op is not defined yet."""
+    overload = names.find(name)
+    if overload is not None:
+        return make(overload)
+
+    @functools.cache
+    def made() -> Callable[..., Any]:
+        defined = names.find(name)
+        assert defined is not None, f"{name} was called but is not defined"
+        return make(defined)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return made()(*args, **kwargs)
+
+    return call
+
+
 def make_runner(op: Overload, rule: str, device_type: str) -> Runner:
     """Return the function that runs `op` under `rule` on `device_type`."""
     if rule == r.BANNED:
@@ -45,11 +67,9 @@ def make_runner(op: Overload, rule: str, device_type: str) -> Runner:
     if rule == r.UNCHANGED:
         return _unchanged(op, device_type)
     call = _below(op, device_type)
-    if rule == r.FP32_SET_OPT_DTYPE:
-        return _set_opt_dtype(op, call, device_type)
-    if rule == r.FP32_APPEND_DTYPE:
-        return _append_dtype(op, device_type)
-    target = TARGET_DTYPES[rule](op, device_type)
+    if rule in _SPECIAL:
+        return _SPECIAL[rule](op, call, device_type)
+    target = target_dtype(rule, op, device_type)
     first_stays = rule == r.MATCH_DESTINATION
     if is_mutable(op):
         return _writing_back(op, call, target, device_type, first_stays)
@@ -63,7 +83,10 @@ def _below(op: Overload, device_type: str) -> Callable[..., Any]:
 
     def call(*args: Any, **kwargs: Any) -> Any:
         with excluded(keys):
-            return run(*args, **kwargs)
+            try:
+                return run(*args, **kwargs)
+            except RuntimeError:
+                return run_with_numbers(op, args, kwargs)
 
     return call
 
@@ -103,21 +126,22 @@ def _casting(
         new, given = list(args), len(args)
         for i in positions:
             if i < given and new[i] is not None:
-                new[i] = _cast(new[i], dtype, device_type)
+                new[i] = cast_to(new[i], dtype, device_type)
         if kwargs:
-            kwargs = {k: _cast(v, dtype, device_type) for k, v in kwargs.items()}
+            kwargs = {k: cast_to(v, dtype, device_type) for k, v in kwargs.items()}
         return call(*new, **kwargs)
 
     return run
 
 
-def _cast(value: Any, dtype: torch.dtype, device_type: str, *, keep: bool = True) -> Any:
+def cast_to(value: Any, dtype: torch.dtype, device_type: str, *, keep: bool = True) -> Any:
+    """Cast the eligible tensors in `value`; `keep` allows the casts of weights to be kept."""
     if isinstance(value, torch.Tensor):
         if value.dtype is dtype or not eligible(value, device_type):
             return value
         return weight_casts.cast(value, dtype, device_type if keep else None)
     if isinstance(value, (list, tuple)) and any(isinstance(item, torch.Tensor) for item in value):
-        return [_cast(item, dtype, device_type, keep=keep) for item in value]
+        return [cast_to(item, dtype, device_type, keep=keep) for item in value]
     return value
 
 
@@ -138,7 +162,7 @@ def _writing_back(
         if dtype is None:
             return call(*args, **kwargs)
         # Bypass the cache: the op must not write to a cached cast.
-        cast = {n: v if n == kept else _cast(v, dtype, device_type, keep=False) for n, v in given.items()}
+        cast = {n: v if n == kept else cast_to(v, dtype, device_type, keep=False) for n, v in given.items()}
         result = call(*(cast[n] for n in names[: len(args)]), **{n: cast[n] for n in kwargs})
         return _put_back(result, [(given[n], cast[n]) for n in given if n in written])
 
@@ -155,6 +179,22 @@ def _put_back(result: Any, pairs: list[tuple[Any, Any]]) -> Any:
     if isinstance(result, (list, tuple)):
         return type(result)(originals.get(id(item), item) for item in result)
     return originals.get(id(result), result)
+
+
+def _low_in_fp32_out(op: Overload, call: Callable[..., Any], device_type: str) -> Runner:
+    keys = key_set(autocast_key(device_type))
+    low, wide = (target_dtype(rule, op, device_type) for rule in (r.LOWER_PRECISION_FP, r.FP32))
+    of_products = composed(op, device_type)
+
+    def on_rounded(*args: Any, **kwargs: Any) -> Any:
+        result = None
+        if of_products is not None:
+            with excluded(keys):
+                result = of_products(*args, **kwargs)
+        return portable(None, args, kwargs) if result is None else result
+
+    portable = _casting(op, call, wide, device_type, False)
+    return _casting(op, on_rounded, low, device_type, False)
 
 
 # Rules that set a dtype argument instead of casting.
@@ -176,7 +216,7 @@ def _set_opt_dtype(op: Overload, call: Callable[..., Any], device_type: str) -> 
     return run
 
 
-def _append_dtype(op: Overload, device_type: str) -> Runner:
+def _append_dtype(op: Overload, _call: Callable[..., Any], device_type: str) -> Runner:
     sibling = r.dtype_overload(op)
     assert sibling is not None, f"{dispatcher_name(op)} was admitted without an overload that takes a dtype"
     call = _below(sibling, device_type)
@@ -189,3 +229,10 @@ def _append_dtype(op: Overload, device_type: str) -> Runner:
         return call(*args, *rest, **{**kwargs, name: dtype})
 
     return run
+
+
+_SPECIAL: dict[str, Callable[[Overload, Callable[..., Any], str], Runner]] = {
+    r.FP32_SET_OPT_DTYPE: _set_opt_dtype,
+    r.FP32_APPEND_DTYPE: _append_dtype,
+    r.LOW_IN_FP32_OUT: _low_in_fp32_out,
+}

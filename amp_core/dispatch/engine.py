@@ -2,17 +2,20 @@
 
 Three things do: a policy that differs from torch's rules (per thread), a scope that caches casts of weights
 (per process), and an observer (per thread). All threads share one dispatcher, so each op gets at most one
-kernel of ours, which checks what applies in its own thread; if nothing does, it runs torch's kernel. Once
-nothing needs our kernel, torch's is restored, unless several threads run regions: one of them may be about to
-call it.
+kernel of ours, which checks what applies in its own thread; if nothing does, it runs torch's kernel.
+
+A kernel that a policy needed stays for good: installing it costs far more than all the rest of a region, and
+removing it would crash a thread that is about to call it. The kernels of scopes and observers are removed if
+no other thread exists.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from amp_core._torch.dispatcher import (
     Overload,
@@ -27,11 +30,10 @@ from amp_core._torch.dispatcher import (
 )
 from amp_core._torch.dynamo import never_compile
 from amp_core.dispatch import weight_casts
-from amp_core.dispatch.casting import Runner
-from amp_core.policy import OpPolicy, names
+from amp_core.dispatch.casting import Runner, make_runner, once_defined
+from amp_core.policy import OpPolicy
 from amp_core.policy import rules as r
-from amp_core.policy.op_policy import native_rules
-from amp_core.states.region_stack import several_threads
+from amp_core.policy.op_policy import added_rules, native_rules
 
 Table = Mapping[str, "Runner | None"]
 """Maps full op names to runners; None means torch's own kernel."""
@@ -40,18 +42,19 @@ Observer = Callable[[str, Callable[[], Any], tuple[Any, ...], dict[str, Any]], A
 """(full op name, function that runs the op, arguments, keyword arguments) -> the op's result. An observer
 must call the function."""
 
-_EMPTY: Table = {}
+
+class Prepared(Protocol):
+    """A policy, and the runners of the ops that it treats differently from torch."""
+
+    policy: OpPolicy
+    table: Table
 
 
-class _ThreadState(threading.local):
-    """One thread's policies on one device: the one in force, and those it hides."""
+class ThreadState(threading.local):
+    """The policy in force and the observer of one thread, on one device type."""
 
-    table: Table = _EMPTY
-    policy: OpPolicy | None = None
+    in_force: Prepared | None = None
     observer: Observer | None = None
-
-    def __init__(self) -> None:
-        self.hidden: list[tuple[Table, OpPolicy | None, Iterable[str]]] = []
 
 
 class Engine:
@@ -60,47 +63,46 @@ class Engine:
     def __init__(self, device_type: str) -> None:
         self.device_type = device_type
         self.key = autocast_key(device_type)
-        self.local = _ThreadState()
+        self.local = ThreadState()
         self._lock = threading.Lock()
         self._installed: dict[str, tuple[int, Callable[[], None]]] = {}
         self._kernels: dict[str, tuple[str, Callable[..., Any]]] = {}
-
-    @property
-    def depth(self) -> int:
-        """How many policies this thread has pushed."""
-        return len(self.local.hidden)
+        self._kept: set[str] = set()
 
     @property
     def policy(self) -> OpPolicy | None:
         """The policy in force in this thread; None for the default."""
-        return self.local.policy
+        in_force = self.local.in_force
+        return None if in_force is None else in_force.policy
 
     @property
     def installed(self) -> frozenset[str]:
-        """The ops that currently run through a kernel of this engine, in any thread."""
+        """The ops that run through a kernel of this engine, in every thread."""
+        with self._lock:
+            return frozenset(self._installed)
+
+    @property
+    def needed(self) -> frozenset[str]:
+        """The ops whose kernels an active scope or observer needs."""
         with self._lock:
             return frozenset(op for op, (count, _) in self._installed.items() if count)
 
-    def push(self, table: Table, policy: OpPolicy | None) -> None:
-        """Put `policy`, prepared as `table`, in force in this thread. A failed install changes nothing."""
-        self._install(table)
-        local = self.local
-        local.hidden.append((local.table, local.policy, tuple(table)))
-        local.table, local.policy = table, policy
+    def add_rules(self) -> None:
+        """Install the rules that amp-core adds to torch's own, for good; they hold in every region.
 
-    def push_again(self) -> None:
-        """Push the policy that is already in force."""
-        self.push(self.local.table, self.local.policy)
+        That includes ``torch.autocast``: torch restores its own state alone when it recomputes a checkpoint.
+        """
+        added = added_rules(self.device_type)
+        if not self._kept.issuperset(added):
+            self.keep(added)
 
-    def pop(self) -> None:
-        """Undo the last push. Does nothing if there was none."""
-        local = self.local
-        if not local.hidden:
-            return
-        local.table, local.policy, ops = local.hidden.pop()
-        if not local.hidden:
-            weight_casts.clear()
-        self._uninstall(ops)
+    def keep(self, ops: Iterable[str]) -> None:
+        """Install the kernels of `ops` for good."""
+        installed = tuple(ops)
+        self._install(installed)
+        with self._lock:
+            self._kept.update(installed)
+        self._uninstall(installed)
 
     @property
     def observer(self) -> Observer | None:
@@ -159,9 +161,9 @@ class Engine:
         for op in ops:
             count, remove = self._installed[op]
             self._installed[op] = (count - 1, remove)
-        if several_threads():
-            return  # the dispatcher may be about to call a kernel in one of them: removing it would crash
-        for op in [op for op, (count, _) in self._installed.items() if count == 0]:
+        if len(sys._current_frames()) > 1:
+            return  # another thread may be about to call a kernel
+        for op in [op for op, (count, _) in self._installed.items() if count == 0 and op not in self._kept]:
             self._installed.pop(op)[1]()
 
     def _install_kernel(self, name: str) -> Callable[[], None]:
@@ -174,15 +176,14 @@ class Engine:
 
     def _make_kernel(self, name: str) -> tuple[str, Callable[..., Any]]:
         install_fallthrough(self.key)
-        overload = names.find(name)
-        assert overload is not None, f"{name} was admitted to a policy but is gone from the dispatcher"
-        native = self._native(overload)
+        native = once_defined(name, functools.partial(self._native, name))
         takes_weights = name in weight_casts.WEIGHT_OPS and self._is_low(name)
         by_torch = _with_weight_casts(native, self.device_type) if takes_weights else native
         local = self.local
 
         def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-            run = local.table.get(name)
+            in_force = local.in_force
+            run = None if in_force is None else in_force.table.get(name)
             if local.observer is not None:
                 call = (
                     functools.partial(by_torch, keyset, *args, **kwargs)
@@ -195,10 +196,14 @@ class Engine:
             return run(keyset, args, kwargs)
 
         never_compile(kernel)
-        return dispatcher_name(overload), kernel
+        return name.removesuffix(".default"), kernel
 
-    def _native(self, overload: Overload) -> Callable[..., Any]:
-        if has_kernel(dispatcher_name(overload), self.key):
+    def _native(self, name: str, overload: Overload) -> Callable[..., Any]:
+        if name in (added := added_rules(self.device_type)):
+            run = make_runner(overload, added[name], self.device_type)
+            return lambda keyset, *args, **kwargs: run(keyset, args, kwargs)
+        # An op that was defined after its kernel has this engine's kernel alone.
+        if name not in self._installed and has_kernel(dispatcher_name(overload), self.key):
             return native_kernel(dispatcher_name(overload), self.key)
         return redispatch_below(overload, self.key)
 
@@ -229,6 +234,15 @@ def engine(device_type: str) -> Engine:
         if device_type not in _engines:
             _engines[device_type] = Engine(device_type)
         return _engines[device_type]
+
+
+def policies_in_force() -> tuple[tuple[str, Prepared], ...]:
+    """Return this thread's policies in force, each with its device type."""
+    return tuple(
+        (each.device_type, each.local.in_force)
+        for each in list(_engines.values())
+        if each.local.in_force is not None
+    )
 
 
 def serve_casts(source: weight_casts.CastSource, device_types: Iterable[str]) -> Callable[[], None]:

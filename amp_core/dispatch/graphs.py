@@ -5,21 +5,21 @@ from __future__ import annotations
 import hashlib
 import threading
 
+from amp_core._torch.context_manager import ContextManager, Step
 from amp_core._torch.dynamo import (
-    ContextManager,
-    Step,
     guard_on,
     tag_caches,
     trace_as_context_manager,
     when_loaded,
 )
-from amp_core.dispatch.activate import Activation, Changes, policies_in_force, pushed, restore
+from amp_core.dispatch.activate import Activation, RuleOverrides, pushed, restore
+from amp_core.dispatch.engine import policies_in_force
 
 
-class InForce:
-    """Context manager that keeps `Changes` in force."""
+class OverridesInForce:
+    """Context manager that keeps `RuleOverrides` in force."""
 
-    def __init__(self, changes: Changes) -> None:
+    def __init__(self, changes: RuleOverrides) -> None:
         self.changes = changes
 
     def __enter__(self) -> None:
@@ -30,11 +30,11 @@ class InForce:
 
 
 # Graphs refer to what they push by its index in this list, which keeps it alive.
-_in_graphs: list[Activation | Changes] = []
+_in_graphs: list[Activation | RuleOverrides] = []
 _graph_lock = threading.Lock()
 
 
-def number_in_graphs(item: Activation | Changes) -> int:
+def number_in_graphs(item: Activation | RuleOverrides) -> int:
     """Return the number that graphs use for `item`, and keep `item` alive from now on."""
     with _graph_lock:
         for number, known in enumerate(_in_graphs):
@@ -49,7 +49,7 @@ def push_number(number: int) -> None:
     _in_graphs[number].push()
 
 
-def item_of_number(number: int) -> Activation | Changes:
+def item_of_number(number: int) -> Activation | RuleOverrides:
     """Return the item to which `number_in_graphs` gave this number."""
     return _in_graphs[number]
 
@@ -64,11 +64,11 @@ def graph_step(number: int) -> Step:
     return Step(push_number, (number,), pop_number)
 
 
-def in_force_by_number(number: int) -> InForce:
-    """Return the `InForce` that code compiled after a graph break re-enters."""
+def overrides_by_number(number: int) -> OverridesInForce:
+    """Return the `OverridesInForce` that code compiled after a graph break re-enters."""
     item = item_of_number(number)
-    assert isinstance(item, Changes)
-    return InForce(item)
+    assert isinstance(item, RuleOverrides)
+    return OverridesInForce(item)
 
 
 def cache_tag() -> str:
@@ -85,9 +85,9 @@ def _register_with_dynamo() -> None:
     how = ContextManager(
         lambda block: (number_in_graphs(block.changes),),
         lambda number: (graph_step(number),),
-        in_force_by_number,
+        overrides_by_number,
     )
-    trace_as_context_manager([InForce], how)
+    trace_as_context_manager([OverridesInForce], how)
 
 
 when_loaded(_register_with_dynamo)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from amp_core._torch.dispatcher import Overload, arguments, dispatcher_name
+from amp_core.dispatch.work import work
 from amp_core.errors import AmpWarning, PolicyError
 from amp_core.plugin.default_manager import get_backend
 from amp_core.policy import rules as r
@@ -99,6 +100,19 @@ def _if_mixed(_op: Overload, device_type: str) -> TargetDtype:
     def choose(args: Args, kwargs: Kwargs) -> torch.dtype | None:
         dtypes = {t.dtype for t in tensors_in((*args, *kwargs.values())) if eligible(t, device_type)}
         return torch.float32 if len(dtypes) > 1 else None
+
+    return choose
+
+
+def target_dtype(rule: str, op: Overload, device_type: str) -> TargetDtype:
+    """Return the function that computes the dtype for `rule`."""
+    limit = r.threshold(rule)
+    if limit is None:
+        return TARGET_DTYPES[rule](op, device_type)
+
+    def choose(args: Args, kwargs: Kwargs) -> torch.dtype:
+        large = work(op, args, kwargs) > limit
+        return torch.get_autocast_dtype(device_type) if large else torch.float32
 
     return choose
 

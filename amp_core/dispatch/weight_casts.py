@@ -38,7 +38,7 @@ class CachedCast(NamedTuple):
 def fingerprint(weight: Tensor) -> _Fingerprint:
     """Return a value that changes when `weight` is written to, replaced, moved, frozen or hooked."""
     return (
-        weight._version,
+        _torch.version_of(weight),
         weight.data_ptr(),
         weight.shape,
         weight.stride(),
@@ -184,7 +184,7 @@ def is_cacheable(weight: Tensor) -> bool:
         and type(weight) in (Parameter, Tensor)
         and weight.is_leaf
         and weight.layout is torch.strided
-        and not (weight._is_view() or weight.is_nested or weight.is_inference())
+        and not (_torch.is_tensor_view(weight) or weight.is_nested or weight.is_inference())
     )
 
 

@@ -21,7 +21,25 @@ from amp_core.integrations.checks import check_scaler
 _DTYPES = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 
 
-class MixedPrecision(TheirPrecision):
+class _Ours:
+    """The constructor of both plugins."""
+
+    def __init__(
+        self,
+        precision: str,
+        device: str,
+        scaler: GradScaler | None = None,
+        policy: OpPolicy | None = None,
+    ) -> None:
+        check_scaler(scaler)
+        if scaler is None and precision == "16-mixed":
+            scaler = GradScaler(device)
+        super().__init__(precision, device, scaler)  # type: ignore[call-arg]
+        self._policy = policy
+        self._unscaled: set[int] = set()  # ids of optimizers with unscaled gradients, until they step
+
+
+class MixedPrecision(_Ours, TheirPrecision):
     """Lightning's precision plugin on amp-core: ``Trainer(plugins=[MixedPrecision("16-mixed", "cpu")])``.
 
     Unlike Lightning's, it also clips gradients of fused optimizers; clipping by norm shares the unscaling
@@ -38,20 +56,6 @@ class MixedPrecision(TheirPrecision):
         MisconfigurationException: a scaler for ``"bf16-mixed"``; Lightning's text.
         TypeError: `scaler` is not amp-core's.
     """
-
-    def __init__(
-        self,
-        precision: str,
-        device: str,
-        scaler: GradScaler | None = None,
-        policy: OpPolicy | None = None,
-    ) -> None:
-        check_scaler(scaler)
-        if scaler is None and precision == "16-mixed":
-            scaler = GradScaler(device)
-        super().__init__(precision, device, scaler)
-        self._policy = policy
-        self._unscaled: set[int] = set()  # ids of optimizers with unscaled gradients, until they step
 
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
@@ -136,7 +140,7 @@ class HoldSchedulers(Callback):
         pl_module.__dict__.pop("lr_scheduler_step", None)
 
 
-class FabricMixedPrecision(TheirFabricPrecision):
+class FabricMixedPrecision(_Ours, TheirFabricPrecision):
     """Fabric's precision plugin on amp-core: ``Fabric(plugins=[FabricMixedPrecision("16-mixed", "cpu")])``.
 
     Args:
@@ -145,19 +149,6 @@ class FabricMixedPrecision(TheirFabricPrecision):
         scaler: as for `MixedPrecision`.
         policy: as for `MixedPrecision`.
     """
-
-    def __init__(
-        self,
-        precision: str,
-        device: str,
-        scaler: GradScaler | None = None,
-        policy: OpPolicy | None = None,
-    ) -> None:
-        check_scaler(scaler)
-        if scaler is None and precision == "16-mixed":
-            scaler = GradScaler(device)
-        super().__init__(precision, device, scaler)
-        self._policy = policy
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Let step records name the parameters of `module`."""

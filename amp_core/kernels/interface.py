@@ -102,6 +102,7 @@ class Kernels(ABC):
             totals: floating-point tensors, no narrower than `grads`; written.
             grads: tensors of the same shapes; only read.
         """
+        check_shapes(grads, totals, "totals", "grads")
         with torch.no_grad():
             for total, grad in zip(totals, grads, strict=True):
                 total.add_(grad)
@@ -138,3 +139,20 @@ class Kernels(ABC):
             found_inf: one element, float32; above zero means that a step was skipped.
             schedule: the loss-scale schedule.
         """
+
+
+def check_shapes(sources: Sequence[Tensor], targets: Sequence[Tensor], written: str, read: str) -> None:
+    """Raise ValueError unless both lists have the same shapes; call it before the first write."""
+    if len(sources) != len(targets):
+        raise ValueError(f"`{read}` has {len(sources)} tensors, but `{written}` has {len(targets)}.")
+    for i, (source, target) in enumerate(zip(sources, targets, strict=True)):
+        if source.shape != target.shape:
+            raise ValueError(
+                f"{written}[{i}] has shape {tuple(target.shape)}, but the tensor {read}[{i}] has "
+                f"{tuple(source.shape)}. Nothing was written; pass tensors of the same shapes."
+            )
+
+
+def as_int32(count: int) -> int:
+    """Return `count`, or the largest int32 if it is larger: the counters on the device are int32."""
+    return min(count, 2**31 - 1)

@@ -1,9 +1,10 @@
-"""Check whether a kernel may use the addresses of tensors. Called at every step."""
+"""Check whether a kernel may use the addresses of tensors, or the host read them. Called at every step."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -23,12 +24,27 @@ def are_real(tensors: Sequence[Tensor], device: torch.device) -> bool:
     return _TYPES.issuperset(map(type, tensors)) and {t.device for t in tensors} <= {device}
 
 
+def on_host(*numbers: Tensor) -> bool:
+    """Whether the host can read these scalars without waiting for a device."""
+    for number in numbers:
+        if type(number) is not Tensor or not number.is_cpu or number.dim():
+            return False
+    return not torch.compiler.is_dynamo_compiling()
+
+
+def read(number: Tensor) -> float:
+    """Return the value of a scalar that is `on_host`."""
+    return cast("float", number.tolist())  # not a torch operation, so nothing counts it as a wait
+
+
 def are_numbers(tensors: Sequence[Tensor], device: torch.device) -> bool:
     """Return whether each of `tensors` is a single float32 in the memory of `device`."""
     for tensor in tensors:
-        if tensor.dtype is not torch.float32 or tensor.numel() != 1 or tensor.is_neg():
+        if type(tensor) not in _TYPES or tensor.device != device or tensor.dtype is not torch.float32:
             return False
-    return are_real(tensors, device)
+        if tensor.numel() != 1 or tensor.is_neg():
+            return False
+    return not (_torch.functorch_is_at_work() or torch.compiler.is_compiling())
 
 
 def are_plain(tensors: Sequence[Tensor], device: torch.device, dtypes: AbstractSet[torch.dtype]) -> bool:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from amp_core._torch import internals as _torch
-from amp_core.kernels.interface import GradStats, Kernels, ScaleTensors
+from amp_core.kernels.interface import GradStats, Kernels, ScaleTensors, as_int32, check_shapes
 from amp_core.states.loss_scale import Hysteresis, LossScaleSchedule
 
 _BUCKET = 1 << 25
@@ -43,13 +44,14 @@ class Portable(Kernels):
         out: Sequence[Tensor] | None = None,
     ) -> list[Tensor]:
         targets = [torch.empty_like(t, dtype=dtype) for t in tensors] if out is None else list(out)
-        _check_shapes(tensors, targets)
+        check_shapes(tensors, targets, "out", "tensors")
+        pairs = zip(tensors, targets, strict=True)
+        sources = [_with_spare_bits(t.detach(), target.dtype) for t, target in pairs]
         if _torch.functorch_is_at_work() or any([t.is_neg() or t.is_conj() for t in targets]):  # noqa: C419
-            for target, tensor in zip(targets, tensors, strict=True):
-                target.detach().copy_(tensor.detach())
+            for target, source in zip(targets, sources, strict=True):
+                # Copied from another dtype, torch would lose the sign of a lazily negated target.
+                target.detach().copy_(source.to(target.dtype))
         elif tensors:
-            pairs = zip(tensors, targets, strict=True)
-            sources = [_with_spare_bits(t.detach(), target.dtype) for t, target in pairs]
             _torch.foreach_copy_([t.detach() for t in targets], sources)
         return targets
 
@@ -59,17 +61,22 @@ class Portable(Kernels):
         if not grads:
             none, zero = torch.zeros(0, dtype=dtype, device="cpu"), torch.zeros((), dtype=dtype, device="cpu")
             return GradStats(zero, none, none.clone(), zero.clone())
-        order = math.inf if math.isinf(norm_type) else norm_type
+        with _outside_autocast(grads[0].device.type):
+            return self._grad_stats(grads, math.inf if math.isinf(norm_type) else norm_type, dtype)
+
+    def _grad_stats(self, grads: Sequence[Tensor], order: float, dtype: torch.dtype) -> GradStats:
         real = [_real(g.detach()) for g in grads]
         norms = torch.stack(self._norms([self._moduli(g, order) for g in grads], order))
         # One pass gives both, unless a sum over finite elements can overflow float64.
-        shows_nonfinite = math.isinf(order) or (not wide and 1.0 <= order <= 7.0 and self._has_float64)
+        shows_nonfinite = math.isinf(order) or (
+            dtype is torch.float32 and 1.0 <= order <= 7.0 and self._has_float64
+        )
         bad = (~torch.isfinite(norms if shows_nonfinite else torch.stack(self._bounds(real)))).float()
-        total = torch.linalg.vector_norm(norms, order)
+        total = self._norms([norms], order)[0]
         return GradStats(total.to(dtype), norms.to(dtype), bad, bad.amax())
 
     def multiply_(self, grads: Sequence[Tensor], factor: Tensor, found_inf: Tensor | None = None) -> None:
-        with torch.no_grad():
+        with torch.no_grad(), _outside_autocast(factor.device.type):
             for bucket in _buckets(grads):
                 _multiply_(bucket, factor.reshape(()))
                 if found_inf is not None:
@@ -88,8 +95,8 @@ class Portable(Kernels):
         grown = self._product(scale, schedule.growth_factor)
         capped = torch.maximum(scale, grown.clamp(max=schedule.max_scale))
         grown = torch.where(torch.isinf(grown), scale, capped)
-        due = tracker + 1 >= schedule.growth_interval
-        full = torch.full_like(left, schedule.hysteresis)
+        due = tracker >= as_int32(schedule.growth_interval) - 1
+        full = torch.full_like(left, as_int32(schedule.hysteresis))
         refill = full if schedule.hysteresis_kind is not Hysteresis.BUDGET else left
         reset = full if schedule.hysteresis_kind is Hysteresis.EVERY else spent.clamp(min=0)
         new_left = torch.where(overflow, torch.where(forgiven, spent, reset), torch.where(due, full, refill))
@@ -129,13 +136,18 @@ class Portable(Kernels):
         return (wide * factor).float()
 
 
-def _check_shapes(tensors: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-    for i, (tensor, target) in enumerate(zip(tensors, targets, strict=True)):
-        if tensor.shape != target.shape:
-            raise ValueError(
-                f"out[{i}] has shape {tuple(target.shape)}, but the tensor to cast into it has "
-                f"{tuple(tensor.shape)}. Nothing was written; pass an `out` of the shapes of `tensors`."
-            )
+@contextmanager
+def _outside_autocast(device_type: str) -> Iterator[None]:
+    """Turn autocast off, which casts norms and refuses to stack float64 with another dtype."""
+    known = not torch.compiler.is_compiling() and torch.amp.is_autocast_available(device_type)
+    if not (known and torch.is_autocast_enabled(device_type)):
+        yield
+        return
+    torch.set_autocast_enabled(device_type, False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled(device_type, True)
 
 
 def _with_spare_bits(tensor: Tensor, dtype: torch.dtype) -> Tensor:

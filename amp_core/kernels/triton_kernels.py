@@ -15,7 +15,7 @@ from torch.autograd.graph import increment_version
 
 from amp_core.kernels import triton_norms
 from amp_core.kernels import triton_programs as programs
-from amp_core.kernels.interface import GradStats, ScaleTensors
+from amp_core.kernels.interface import GradStats, ScaleTensors, as_int32
 from amp_core.kernels.memory import are_numbers, are_plain, are_real
 from amp_core.kernels.portable import Portable
 from amp_core.kernels.triton_tables import Rows, launch, on, rows_of
@@ -112,8 +112,8 @@ class Triton(Portable):
                 *tensors,
                 *[_bits(x) for x in (schedule.growth_factor, schedule.backoff_factor)],
                 *[_bits(x) for x in (schedule.min_scale, schedule.max_scale)],
-                schedule.growth_interval,
-                schedule.hysteresis,
+                as_int32(schedule.growth_interval),
+                as_int32(schedule.hysteresis),
                 schedule.hysteresis_kind is Hysteresis.BUDGET,
                 schedule.hysteresis_kind is Hysteresis.EVERY,
             )

@@ -1,8 +1,6 @@
 """What a backend's hooks and kernels promise: the part of the contract that types cannot express.
 
-The conformance kit (`amp_core.testing`) checks it, and the documentation is generated from it. All hooks and
-kernels must be thread-safe, must leave torch's state (grad mode, autocast, default dtype, random number
-generators, thread count) unchanged, must not print anything, and must not repeat a warning.
+The conformance kit (`amp_core.testing`) checks it, and the documentation is generated from it.
 """
 
 from __future__ import annotations
@@ -27,6 +25,28 @@ class Promise(NamedTuple):
     waits: str = "never"
     errors: str = "none"
 
+
+PROMISES: Mapping[str, str] = MappingProxyType(
+    {
+        "threads": "Any thread may call at any time, also in the middle of another thread's call. The "
+        "result is that of a call alone.",
+        "state": "torch's state (grad and inference mode, autocast and its cache, default dtype and device, "
+        "current device, number of threads), the generators of torch and of Python's `random`, the "
+        "warnings filters and the environment are as before. Nothing is printed, no warning is repeated.",
+        "context": "The result depends on the arguments alone: it is the same in a region, in any grad mode, "
+        "in inference mode (where new tensors are inference tensors) and under any default dtype or device.",
+        "memory": "A kernel keeps neither its arguments nor its results alive after the call, and needs no "
+        "more memory with every call. The result of `prepare` may keep tensors; that of `layout` may not.",
+        "identity": "A kernel reads the values of the moment. The same object, or the same address, may "
+        "contain other values in the next call.",
+        "arguments": "Shapes that do not match raise `ValueError` before anything is written. All "
+        "that is only read stays as it is: values, version counters, `requires_grad`, and the memory around.",
+        "traced tensors": "For FakeTensors the results are fake, with the shapes, dtypes and strides of real "
+        "ones. Under `torch.func`, `cast` follows the transform; other kernels follow it or raise.",
+        "absent device": "Every hook answers where the device or its driver is missing, as on a login node.",
+    }
+)
+"""What every hook and kernel promises."""
 
 HOOKS: Mapping[str, Promise] = MappingProxyType(
     {
@@ -62,18 +82,25 @@ KERNELS: Mapping[str, Promise] = MappingProxyType(
             "new tensors with the strides of `torch.empty_like`, or `out`; rounded to nearest even: one "
             "right answer, bit for bit",
             writes="`out`, if given",
-            errors="`ValueError` where the shapes of `out` differ; nothing is written then",
+            errors="`ValueError` if the shapes of `out` differ",
         ),
-        "add_": Promise("nothing; each sum is rounded once, to the dtype of its total", writes="`totals`"),
+        "add_": Promise(
+            "nothing; each sum is rounded once, to the dtype of its total",
+            writes="`totals`",
+            errors="`ValueError` if the shapes differ",
+        ),
         "grad_stats": Promise(
-            "a `GradStats`: norms agree with a float64 computation to `norm_rtol`, flags are exact, 0 or 1"
+            "a `GradStats`: norms agree with a float64 computation to `norm_rtol` (inf with an inf, NaN with "
+            "a NaN), flags are exact, 0 or 1"
         ),
         "multiply_": Promise(
             "nothing; products are float32's (float64's for float64), rounded once, to `product_ulps` steps",
             writes="`grads`; `found_inf`, to 1.0 only",
         ),
         "update_scale_": Promise(
-            "nothing; follows `amp_core.states.loss_scale.next_scale` bit for bit", writes="`state`"
+            "nothing; follows `amp_core.states.loss_scale.next_scale` bit for bit; counts above 2^31 - 1 "
+            "count as that, and without float64 on the device a scale may be one float32 step off",
+            writes="`state`",
         ),
     }
 )

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from amp_core.policy.modules import AppliedPolicy, apply_policy
 from amp_core.policy.op_policy import Explanation, Explanations, OpPolicy, PolicyDiff
 from amp_core.policy.rules import RULES
 
-__all__ = ["RULES", "AppliedPolicy", "Explanation", "Explanations", "OpPolicy", "PolicyDiff", "apply_policy"]
+__all__ = ["RULES", "Explanation", "Explanations", "OpPolicy", "PolicyDiff"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import re
 
 import torch
 
@@ -52,6 +53,35 @@ def overloads(name: object) -> list[Overload]:
     if _is_exact(name, packet):
         return [packet.default]
     return _castable(packet)
+
+
+_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+
+
+def full_names(name: object) -> list[str]:
+    """Return the full names of all that `name` selects, including what is not imported yet.
+
+    Args:
+        name: as for `overloads`; also ``"package.module:Class"``, a subclass of ``torch.autograd.Function``,
+            and an op in a namespace of which nothing is defined yet.
+
+    Raises:
+        PolicyError: as for `overloads`.
+    """
+    if isinstance(name, str) and is_function(name.strip()):
+        return [name.strip()]
+    if isinstance(name, type) and issubclass(name, torch.autograd.Function):
+        return [f"{name.__module__}:{name.__qualname__}"]
+    text = _text(name)
+    namespace, colons, rest = text.rpartition("::")
+    if colons and not any(n.startswith(f"{namespace}::") for n in all_op_names()):
+        return [text if "." in rest else f"{text}.default"]
+    return [full_name(o) for o in overloads(name)]
+
+
+def is_function(name: str) -> bool:
+    """Return whether `name` has the form ``package.module:Class``, and so names an autograd function."""
+    return _FUNCTION.fullmatch(name) is not None
 
 
 def find(name: str) -> Overload | None:
@@ -103,7 +133,7 @@ def _overload(packet: Packet, overload: str) -> Overload:
 
 def _castable(packet: Packet) -> list[Overload]:
     """Return the functional overloads that take a tensor, or the mutating ones if none is functional."""
-    with_tensor = [o for o in overloads_of(packet).values() if _takes_tensor(o)]
+    with_tensor = [o for o in overloads_of(packet).values() if takes_tensor(o)]
     functional = [o for o in with_tensor if not is_mutable(o)]
     castable = functional or [o for o in with_tensor if not _has_out(o)] or with_tensor
     if not castable:
@@ -111,7 +141,8 @@ def _castable(packet: Packet) -> list[Overload]:
     return castable
 
 
-def _takes_tensor(overload: Overload) -> bool:
+def takes_tensor(overload: Overload) -> bool:
+    """Return whether an argument of the op is a tensor or holds tensors."""
     return any("Tensor" in str(a.real_type) for a in arguments(overload))
 
 
@@ -127,7 +158,7 @@ def _matching(glob: str) -> list[Overload]:
         namespace, _, base = name.partition("::")
         packet = _packet(namespace, base)
         usable = [] if packet is None else overloads_of(packet).values()
-        matches += [o for o in usable if not is_mutable(o) and _takes_tensor(o)]
+        matches += [o for o in usable if not is_mutable(o) and takes_tensor(o)]
     if not matches:
         raise PolicyError(f"The glob {glob!r} matches no op that takes a tensor.")
     return matches
@@ -137,7 +168,7 @@ def _unknown(text: str) -> str:
     near = near_names(text)
     hint = f" Did you mean {' or '.join(repr(n) for n in near)}?" if near else ""
     if "::" in text and not text.startswith("aten::"):
-        hint += " A custom op must be defined (its module imported) before a policy can name it."
+        hint += " Other ops of that namespace are defined: first import the module that defines this one."
     return f"torch {torch.__version__} has no op {text!r}.{hint}"
 
 

@@ -11,7 +11,13 @@ from typing import Any
 
 import torch
 
-from amp_core._torch.dispatcher import autocast_key, has_dispatch_key, registered, value_for_dynamo
+from amp_core._torch.dispatcher import (
+    autocast_key,
+    has_dispatch_key,
+    has_kernel,
+    registered,
+    value_for_dynamo,
+)
 from amp_core.common.call_site import place_outside
 from amp_core.common.op_lists import op_lists
 from amp_core.errors import PolicyError
@@ -28,7 +34,7 @@ class Explanation:
 
     Attributes:
         op: full name of the overload.
-        rule: a key of `amp_core.policy.RULES`.
+        rule: a key of `amp_core.policy.RULES`, perhaps with a threshold.
         origin: where the rule was set: the device's default, an override (file and line) or a policy file.
     """
 
@@ -37,7 +43,7 @@ class Explanation:
     origin: str
 
     def __str__(self) -> str:
-        return f"{self.op}: {self.rule} ({self.origin}); {r.RULES[self.rule]}"
+        return f"{self.op}: {self.rule} ({self.origin}); {r.describe(self.rule)}"
 
 
 class Explanations(tuple[Explanation, ...]):
@@ -71,6 +77,7 @@ class OpPolicy:
         device_type: a device type, such as ``"cuda"``.
         rules: op name to rule. A full name (``"aten::softmax.int"``, ``"aten::mm.default"``) selects one
             overload; ``"softmax"``, ``"aten::softmax"`` or a glob selects every overload autocast can see.
+            ``"mylib::op"`` and ``"package.module:Class"`` (an autograd function) need not be imported yet.
         origins: full op name to the place where its rule was set; defaults to the caller's file and line.
 
     Raises:
@@ -120,6 +127,8 @@ class OpPolicy:
     @classmethod
     def default(cls, device_type: str) -> OpPolicy:
         """Return the rules compiled into torch, or into the device's own C++, for `device_type`.
+
+        amp-core adds a rule for ``_grouped_mm``, which torch leaves in float32.
 
         A device without compiled-in rules gets `uniform`, which amp-core installs from Python.
 
@@ -243,6 +252,12 @@ class OpPolicy:
 
         Returns:
             Text that `from_toml` reads.
+
+        Example::
+
+            text = OpPolicy("cpu").override({"linear": "fp32"}).to_toml()
+            path.write_text(text)
+            policy = OpPolicy.from_toml(path)
         """
         return toml.write(self)
 
@@ -260,7 +275,7 @@ class OpPolicy:
         Raises:
             PolicyError: the op is unknown, or its overloads have different rules.
         """
-        rules = {self.rules.get(names.full_name(o), r.UNCHANGED) for o in names.overloads(op)}
+        rules = {self.rules.get(name, r.UNCHANGED) for name in names.full_names(op)}
         explicit = rules - {r.UNCHANGED} or rules
         if len(explicit) > 1:
             raise PolicyError(f"The overloads of {op!r} have different rules; name one:\n{self.explain(op)}")
@@ -284,7 +299,7 @@ class OpPolicy:
             >>> policy.explain("aten::mm.default")
             aten::mm.default: fp32 (experiment 3); cast eligible arguments to float32
         """
-        return Explanations(self._explain(names.full_name(o)) for o in names.overloads(op))
+        return Explanations(map(self._explain, names.full_names(op)))
 
     def _explain(self, op: str) -> Explanation:
         if op not in self.rules:
@@ -330,6 +345,11 @@ class OpPolicy:
     def _hash(self) -> int:
         return hash((self.device_type, frozenset(self._ruled().items())))
 
+    @cached_property
+    def _origins(self) -> frozenset[tuple[str, str]]:
+        """The origins as a value that keeps its hash, unlike a mapping."""
+        return frozenset(self.origins.items())
+
     def _ruled(self) -> dict[str, str]:
         """Return the ops with a rule; an explicit `UNCHANGED` equals no rule."""
         return {op: rule for op, rule in self.rules.items() if rule != r.UNCHANGED}
@@ -347,13 +367,18 @@ def _from_lists(device_type: str, lists: tuple[tuple[str, str], ...]) -> OpPolic
     if not native:
         return _uniform(device_type)
     origin = f"default of {device_type} in torch {torch.__version__}"
-    return OpPolicy._from_full_names(device_type, native, origin)
+    added = added_rules(device_type)
+    origins = {**dict.fromkeys(native, origin), **dict.fromkeys(added, "amp-core: torch has no rule for it")}
+    return OpPolicy(device_type, {**native, **added}, origins)
 
 
 @lru_cache(maxsize=32)
 def _uniform(device_type: str) -> OpPolicy:
-    rules = {op: rule for op, rule in tables.flatten(tables.UNIFORM).items() if names.find(op) is not None}
-    return OpPolicy._from_full_names(device_type, rules, "OpPolicy.uniform")
+    return OpPolicy._from_full_names(device_type, _existing(tables.UNIFORM), "OpPolicy.uniform")
+
+
+def _existing(lists: tables.Lists) -> dict[str, str]:
+    return {op: rule for op, rule in tables.flatten(lists).items() if names.find(op) is not None}
 
 
 def native_rules(device_type: str) -> Mapping[str, str]:
@@ -366,13 +391,27 @@ def native_rules(device_type: str) -> Mapping[str, str]:
 
 
 @lru_cache(maxsize=32)
+def added_rules(device_type: str) -> Mapping[str, str]:
+    """Map the ops that amp-core adds to the native rules of `device_type` to their rules.
+
+    An op for which torch, or the device, has a kernel of its own is not added, and a device without native
+    rules gets none.
+    """
+    key = autocast_key(device_type)
+    if not has_dispatch_key(key) or not registered(key):
+        return {}
+    rules = _existing(tables.WITHOUT_NATIVE)
+    return {op: rule for op, rule in rules.items() if not has_kernel(op.removesuffix(".default"), key)}
+
+
+@lru_cache(maxsize=32)
 def _native_rules(device_type: str, lists: tuple[tuple[str, str], ...]) -> Mapping[str, str]:
     key = autocast_key(device_type)
     if not has_dispatch_key(key):
         return {}
     known = tables.flatten(dict(lists))
-    full = [n if "." in n.rpartition("::")[2] else f"{n}.default" for n in registered(key)]
-    return {op: known.get(op, r.NATIVE) for op in sorted(full)}
+    full = {n if "." in n.rpartition("::")[2] else f"{n}.default" for n in registered(key)}
+    return {op: known.get(op, r.NATIVE) for op in sorted(full - added_rules(device_type).keys())}
 
 
 def _resolve(changes: Mapping[OpName, str]) -> dict[str, str]:
@@ -386,8 +425,7 @@ def _resolve(changes: Mapping[OpName, str]) -> dict[str, str]:
 
 def _applicable(op: OpName, rule: str) -> list[str]:
     _check_rule(op, rule)
-    overloads = names.overloads(op)
-    reasons = {names.full_name(o): r.refusal(rule, o) for o in overloads}
+    reasons = {name: _refusal(rule, name) for name in names.full_names(op)}
     usable = [name for name, reason in reasons.items() if reason is None]
     if not usable:
         name, reason = next(iter(reasons.items()))
@@ -395,11 +433,22 @@ def _applicable(op: OpName, rule: str) -> list[str]:
     return usable
 
 
+def _refusal(rule: str, name: str) -> str | None:
+    if names.is_function(name):
+        kept = ", ".join(r.FOR_FUNCTIONS)
+        return None if rule in r.FOR_FUNCTIONS else f"an autograd function can have only {kept}"
+    overload = names.find(name)
+    return None if overload is None else r.refusal(rule, overload)
+
+
 def _check_rule(op: OpName, rule: object) -> None:
-    if rule in r.RULES:
+    if r.is_known(rule):
         return
     import difflib
 
     near = difflib.get_close_matches(str(rule), r.RULES, n=2, cutoff=0.5)
     hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
-    raise PolicyError(f"Unknown rule {rule!r} for {op!r}: {hint}the rules are {', '.join(r.RULES)}.")
+    raise PolicyError(
+        f"Unknown rule {rule!r} for {op!r}: {hint}the rules are {', '.join(r.RULES)}, and "
+        f"{r.above(8e6)!r} for calls above some work."
+    )

@@ -6,7 +6,10 @@ The first six are torch's and keep torch's names (``CastPolicy`` in ``ATen/autoc
 
 from __future__ import annotations
 
-from amp_core._torch.dispatcher import Overload, arguments, overloads_of
+import functools
+import re
+
+from amp_core._torch.dispatcher import Overload, arguments, dispatcher_name, overloads_of
 
 LOWER_PRECISION_FP = "lower_precision_fp"
 FP32 = "fp32"
@@ -20,6 +23,7 @@ PROMOTE_TYPES = "promote_types"
 MATCH_DESTINATION = "match_destination"
 FP32_IF_MIXED = "fp32_if_mixed"
 FP32_WITH_HINT = "fp32_with_hint"
+LOW_IN_FP32_OUT = "low_in_fp32_out"
 
 RULES = {
     LOWER_PRECISION_FP: "cast eligible arguments to the dtype of the region",
@@ -36,8 +40,54 @@ RULES = {
     MATCH_DESTINATION: "cast the other eligible arguments to the dtype of the first one, which is left alone",
     FP32_IF_MIXED: "cast eligible arguments to float32 if their dtypes differ, else leave them alone",
     FP32_WITH_HINT: "as fp32, and name once the more stable op to use instead",
+    LOW_IN_FP32_OUT: "round eligible arguments to the dtype of the region, compute and return float32",
 }
-"""Every rule and what it does. The first six are torch's; the others are amp-core's own."""
+"""Every rule and what it does. The first six are torch's; the others are amp-core's own.
+
+``"lower_precision_fp above 8 MFLOP"`` is `LOWER_PRECISION_FP` for calls with more work than that, estimated
+from their shapes, and `FP32` for smaller ones. The units are FLOP, kFLOP, MFLOP, GFLOP and TFLOP.
+"""
+
+
+_THRESHOLD = re.compile(LOWER_PRECISION_FP + r" above (\d+(?:\.\d+)?) ([kMGT]?)FLOP")
+_UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+
+
+@functools.cache
+def threshold(rule: str) -> float | None:
+    """Return the work above which ``"lower_precision_fp above 8 MFLOP"`` casts; None for other rules."""
+    match = _THRESHOLD.fullmatch(rule)
+    return None if match is None else float(match[1]) * _UNITS[match[2]]
+
+
+def above(flop: float) -> str:
+    """Return the rule that casts calls with more work than `flop` to the dtype of the region."""
+    return f"{LOWER_PRECISION_FP} above {as_work(flop)}"
+
+
+def as_work(flop: float) -> str:
+    """Format a number of floating-point operations: ``8.4 MFLOP``."""
+    unit = next((u for u in "TGMk" if flop >= _UNITS[u]), "")
+    return f"{flop / _UNITS[unit]:.4g} {unit}FLOP"
+
+
+def is_known(rule: object) -> bool:
+    """Return whether `rule` is a key of `RULES`, or one with a threshold."""
+    return isinstance(rule, str) and (rule in RULES or threshold(rule) is not None)
+
+
+def lowers(rule: str | None) -> bool:
+    """Return whether an op with `rule` runs in the dtype of the region, always or above a threshold."""
+    return rule == LOWER_PRECISION_FP or (rule is not None and threshold(rule) is not None)
+
+
+def describe(rule: str) -> str:
+    """Say what a rule does."""
+    if threshold(rule) is None:
+        return RULES[rule]
+    size = rule.partition(" above ")[2]
+    low = RULES[LOWER_PRECISION_FP]
+    return f"{low} if the call has more work than {size}, else to float32"
 
 
 def dtype_argument(op: Overload) -> tuple[int, str, bool] | None:
@@ -68,11 +118,17 @@ def _required(type_name: str) -> str:
     return type_name
 
 
+FOR_FUNCTIONS = (LOWER_PRECISION_FP, FP32, LOW_IN_FP32_OUT, UNCHANGED)
+"""The rules that a ``torch.autograd.Function`` can have."""
+
+
 def refusal(rule: str, op: Overload) -> str | None:
     """Return why `op` cannot have `rule`; ``None`` if it can."""
     kinds = [str(a.real_type) for a in arguments(op)]
     if not any("Tensor" in kind for kind in kinds):
         return "it takes no tensor"
+    if dispatcher_name(op) == "aten::detach":
+        return "torch calls it to make tensors of another class, which a kernel in Python would break"
     if rule == FP32_SET_OPT_DTYPE and (dtype_argument(op) is None or kinds[0] != "Tensor"):
         return "it has no optional dtype argument after a first tensor"
     if rule == FP32_APPEND_DTYPE and (kinds[0] != "Tensor" or dtype_overload(op) is None):

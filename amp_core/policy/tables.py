@@ -47,7 +47,9 @@ SHARED: Lists = {
 UNIFORM: Lists = {
     **SHARED,
     r.LOWER_PRECISION_FP: SHARED[r.LOWER_PRECISION_FP]
-    + " conv1d.padding conv2d.padding conv3d.padding _addmm_activation _native_multi_head_attention",
+    + " conv1d.padding conv2d.padding conv3d.padding _addmm_activation _native_multi_head_attention"
+    + " _grouped_mm gru.data gru.input lstm.data lstm.input rnn_relu.data rnn_relu.input rnn_tanh.data"
+    + " rnn_tanh.input",
     r.FP32: SHARED[r.FP32]
     + """
         batch_norm instance_norm cross_entropy_loss ctc_loss.IntList ctc_loss.Tensor
@@ -72,7 +74,12 @@ UNIFORM: Lists = {
 """The same treatment on every device: the shared list plus the ops that only the CPU runs in float32.
 
 amp-core's own rules replace those that torch gets wrong: promotion follows `torch.promote_types`, index and
-scatter ops match their destination, and a hint replaces the ban."""
+scatter ops match their destination, recurrent layers run in low precision as a whole (their cells alone would
+mix dtypes with the float32 state), and a hint replaces the ban."""
+
+
+WITHOUT_NATIVE: Lists = {r.LOWER_PRECISION_FP: "_grouped_mm"}
+"""Rules for ops that torch's autocast ignores; amp-core adds them to the default policy of every device."""
 
 
 def flatten(lists: Lists) -> dict[str, str]:

@@ -7,12 +7,14 @@ is idempotent.
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
 
 from amp_core._torch import internals as _torch
-from amp_core.dispatch.activate import Activation, pushed, restore
+from amp_core.dispatch.activate import Activation, pushed, restore, take_out
+from amp_core.errors import PolicyError
 from amp_core.states.region_stack import Frame, RegionStack
 
 # Bound once: every region calls these.
@@ -33,7 +35,7 @@ def enter(
     region: Any,
     settings: tuple[str, bool, torch.dtype, bool],
     activation: Activation | None,
-) -> bool:
+) -> None:
     """Apply `settings` and the policy, and record the previous state on the stack.
 
     Args:
@@ -42,8 +44,8 @@ def enter(
         settings: device type, enabled, dtype, whether casts are cached.
         activation: the policy to push, if any.
 
-    Returns:
-        Whether a ``TorchFunctionMode`` is active, which may have to be notified.
+    Raises:
+        PolicyError: `torch.export` is tracing, and the exported program could not keep the region.
     """
     if frames and (frames[-1].leaving or not frames[-1].nesting):
         _mend(frames)
@@ -63,13 +65,28 @@ def enter(
         if was_cached is not cached:
             _set_cached(cached)
         frame.nesting = _enter_nesting()
+        if _modes_are_on():
+            if enabled and torch.compiler.is_exporting():
+                _check_that_torch_keeps(region, device, dtype)
+            _torch.record_enter(device, dtype, enabled, cached)
     except BaseException:
         _undo(frames, frame)
         raise
-    return _modes_are_on()
 
 
-def leave(frames: RegionStack, region: Any, settings: tuple[str, bool, torch.dtype, bool]) -> bool:
+def _check_that_torch_keeps(region: Any, device: str, dtype: torch.dtype) -> None:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            _torch.torch_autocast(device, dtype)
+    except (UserWarning, RuntimeError) as error:
+        raise PolicyError(
+            f"torch.export cannot keep {region!r}, because the exported program enters torch's own regions: "
+            f"{error} Write the casts into the model (x.float() before the op)."
+        ) from error
+
+
+def leave(frames: RegionStack, region: Any, settings: tuple[str, bool, torch.dtype, bool]) -> None:
     """Restore the state from before `region` was entered.
 
     Args:
@@ -77,14 +94,12 @@ def leave(frames: RegionStack, region: Any, settings: tuple[str, bool, torch.dty
         region: the region to leave.
         settings: as for `enter`.
 
-    Returns:
-        Whether a ``TorchFunctionMode`` is active.
-
     Raises:
         RuntimeError: the region was not entered in this thread; the state is left unchanged.
     """
     if not frames or (frame := frames[-1]).region is not region:
-        return _leave_out_of_order(frames, region)
+        _leave_out_of_order(frames, region)
+        return
     frame.leaving = True
     try:
         depth = _leave_nesting()
@@ -104,15 +119,19 @@ def leave(frames: RegionStack, region: Any, settings: tuple[str, bool, torch.dty
     except BaseException:
         _undo(frames, frame)
         raise
-    return _modes_are_on()
+    if _modes_are_on():
+        _torch.record_exit()
 
 
-def _leave_out_of_order(frames: RegionStack, region: Any) -> bool:
+def _leave_out_of_order(frames: RegionStack, region: Any) -> None:
     if frames and frames[-1].leaving:
         _mend(frames)
     frame = frames.take_out(region)
+    if frame.policies is not None:
+        take_out(frame.policies)
+        frame.policies = None
     frames.append(frame)
-    return leave(frames, region, (region.device, False, torch.float32, False))
+    leave(frames, region, (region.device, False, torch.float32, False))
 
 
 def _lower_nesting(nesting: int) -> int:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 from typing_extensions import ParamSpec
 
-from amp_core._torch.dynamo import ContextManager, trace_as_context_manager, when_loaded
+from amp_core._torch.context_manager import ContextManager
+from amp_core._torch.dynamo import trace_as_context_manager, when_loaded
 from amp_core.common.device_types import device_type_of
 from amp_core.dispatch.activate import Activation, activation
 from amp_core.plugin.default_manager import get_backend

@@ -112,8 +112,18 @@ def custom_bwd(bwd: Fn | None = None, *, device_type: str) -> Fn | Callable[[Fn]
     Raises:
         ValueError: `device_type` is not a device type.
 
-    Example:
-        See `custom_fwd`.
+    Example::
+
+        class Double(torch.autograd.Function):
+            @staticmethod
+            @custom_fwd(device_type="cpu")
+            def forward(ctx, x):
+                return 2 * x
+
+            @staticmethod
+            @custom_bwd(device_type="cpu")
+            def backward(ctx, grad):
+                return 2 * grad
     """
     device_type = device_type_of(device_type)
     if bwd is None:

@@ -10,6 +10,9 @@ from typing import Any, TypeVar, cast
 
 from typing_extensions import ParamSpec
 
+from amp_core._torch.internals import torch_autocast
+from amp_core._torch.torchscript import copy_marks
+
 P = ParamSpec("P")
 R = TypeVar("R")
 Region = AbstractContextManager[Any]
@@ -44,9 +47,17 @@ def autocast_decorator(autocast_instance: Region, func: Callable[P, R]) -> Calla
         wrapped = _generator(autocast_instance, func)
     else:
         wrapped = _function(autocast_instance, func)
-    # torch.jit.script raises an error with this text.
-    wrapped.__script_unsupported = "@autocast() decorator is not supported in script mode"  # type: ignore[attr-defined]
+    copy_marks(_refused_by_script(), wrapped)
     return cast("Callable[P, R]", wrapped)
+
+
+@functools.cache
+def _refused_by_script() -> Callable[..., Any]:
+    """Return a function that ``torch.jit.script`` refuses, because it would lose the region."""
+    return cast("Callable[..., Any]", torch_autocast("cpu", enabled=False)(_no_op))
+
+
+def _no_op() -> None: ...
 
 
 def _function(region: Region, func: Callable[..., R]) -> Callable[..., R]:

@@ -9,7 +9,8 @@ from typing import TypeVar
 from typing_extensions import ParamSpec
 
 from amp_core._torch import internals as _torch
-from amp_core._torch.dynamo import ContextManager, Step, autocast_step, trace_as_context_manager, when_loaded
+from amp_core._torch.context_manager import ContextManager, Step
+from amp_core._torch.dynamo import autocast_step, trace_as_context_manager, when_loaded
 from amp_core.regions.decorator import autocast_decorator
 from amp_core.regions.region import autocast
 

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 
 import torch
 
+from amp_core._torch.context_manager import Constants, ContextManager, Step
 from amp_core._torch.dynamo import (
-    Constants,
-    ContextManager,
-    Step,
     autocast_step,
+    before_export,
     trace_as_context_manager,
     when_loaded,
 )
+from amp_core.common.call_site import level_outside
 from amp_core.dispatch.activate import Activation, activation, default_policy, in_float32
 from amp_core.dispatch.graphs import graph_step, item_of_number, number_in_graphs
+from amp_core.errors import AmpWarning
 from amp_core.plugin.default_manager import get_backend
 from amp_core.regions.region import autocast
+from amp_core.states.region_stack import thread
 
 
 def region_of_constants(
@@ -54,6 +57,18 @@ def _steps(
     return [region] if number is None else [graph_step(number), region]
 
 
+def _warn_of_regions() -> None:
+    around = [frame.region for frame in thread.regions if frame.region._enabled]
+    if around:
+        warnings.warn(
+            f"torch.export does not keep {around[-1]!r}, inside which it was called: the exported program "
+            f"runs by the regions around its own calls. Enter the region in the forward of the model.",
+            AmpWarning,
+            stacklevel=level_outside(("torch",)),
+        )
+
+
 _how = ContextManager(_describe, _steps, region_of_constants)
 autocast._traced_as = _how  # for subclasses
 when_loaded(lambda: trace_as_context_manager([autocast], _how))
+before_export(_warn_of_regions)

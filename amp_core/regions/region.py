@@ -76,15 +76,13 @@ class autocast(Region):  # noqa: N801  # torch's name
     def __enter__(self) -> Any:
         if _is_scripting():
             return self
-        if enter(thread.regions, self, self._settings, self._activation):
-            _torch.record_enter(self.device, self.fast_dtype, self._enabled, self._keeps_casts)
+        enter(thread.regions, self, self._settings, self._activation)
         return self
 
     def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> Any:
         if _is_scripting():
             return None
-        if leave(thread.regions, self, self._settings):
-            _torch.record_exit()
+        leave(thread.regions, self, self._settings)
         return False
 
 

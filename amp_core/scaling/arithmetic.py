@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import cast
 
 import torch
 from torch import Tensor
 
+from amp_core.kernels.memory import on_host, read
 from amp_core.states.loss_scale import float32
 
 is_tracing = torch.compiler.is_dynamo_compiling
@@ -21,17 +21,6 @@ is_tracing = torch.compiler.is_dynamo_compiling
 def zero(device: torch.device) -> Tensor:
     """Return a cleared overflow flag."""
     return torch.zeros((), dtype=torch.float32, device=device)
-
-
-def on_host(*numbers: Tensor) -> bool:
-    """Whether the host can read these scalars without waiting for a device."""
-    plain = [type(n) is Tensor and n.is_cpu and n.dim() == 0 for n in numbers]  # faster than a generator
-    return not is_tracing() and all(plain)
-
-
-def read(number: Tensor) -> float:
-    """Return the value of a scalar that is `on_host`."""
-    return cast("float", number.tolist())  # not a torch operation, so nothing counts it as a wait
 
 
 def snapshot(number: Tensor) -> Tensor | float:

@@ -37,6 +37,10 @@ def convert_scaler_state(
         ValueError: `state` or `to` is of no known system, an entry is out of range, or something would
             be lost and `lossy` is not set.
         KeyError: an entry is missing.
+
+    Example::
+
+        state = convert_scaler_state(torch.amp.GradScaler("cpu").state_dict(), to="deepspeed")
     """
     read = _system(source) if source is not None else _recognised(state)
     target = _system(to)

@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from amp_core._torch import internals as _torch
 from amp_core.scaling.arithmetic import is_tracing
 from amp_core.scaling.workarounds import clear_momentum, groups_without_momentum
 
@@ -21,11 +22,6 @@ PASSES_ITSELF = (
 """torch's warning."""
 
 
-def is_fused(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether `optimizer` takes ``grad_scale`` and ``found_inf``."""
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
-
-
 def is_traceable(optimizer: torch.optim.Optimizer) -> bool:
     """Whether `torch.compile` can take a step of `optimizer` into a graph.
 
@@ -33,7 +29,7 @@ def is_traceable(optimizer: torch.optim.Optimizer) -> bool:
     (``torch.optim.optimizer._use_grad``), and Dynamo cannot continue after a break this deep.
     """
     own = type(optimizer).__module__.startswith("torch.optim")
-    return not own and is_fused(optimizer)
+    return not own and _torch.is_fused(optimizer)
 
 
 def step_on_device(

@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 
 from amp_core.kernels import GradStats
+from amp_core.kernels.memory import on_host, read
 from amp_core.scaling.arithmetic import (
     any_of,
     clip_on_host,
     inverse_of,
     is_tracing,
-    on_host,
-    read,
     unscale_and_clip,
     zero,
 )
@@ -115,15 +114,14 @@ def multiply_all_(
         found_inf: 0-dim float32; set to 1.0 if a gradient on its device is not finite.
         process_group: as for `read_gradients`.
     """
-    with torch.no_grad():
-        if len(parts) == 1 and parts[0].device == factor.device:  # the usual case, without bookkeeping
-            parts[0].multiply_(factor, found_inf)
-            found = {factor.device: found_inf}
-        else:
-            factors, flags = _MultiDeviceReplicator(factor), _MultiDeviceReplicator(found_inf)
-            for part in parts:
-                part.multiply_(factors.get(part.device), flags.get(part.device))
-            found = flags._per_device_tensors
+    if len(parts) == 1 and parts[0].device == factor.device:  # the usual case, without bookkeeping
+        parts[0].multiply_(factor, found_inf)
+        found = {factor.device: found_inf}
+    else:
+        factors, flags = _MultiDeviceReplicator(factor), _MultiDeviceReplicator(found_inf)
+        for part in parts:
+            part.multiply_(factors.get(part.device), flags.get(part.device))
+        found = flags._per_device_tensors
     if process_group is None and len(parts) == 1 and parts[0].sharding is WHOLE:
         return found
     ranks = ranks_of([part.sharding for part in parts], process_group)
@@ -210,9 +208,8 @@ def _shift_(parts: Sequence[Gradients], exponent: int) -> None:
         step = max(-64, min(exponent, 64))
         exponent -= step
         factors = _MultiDeviceReplicator(torch.full((), 2.0**step, dtype=torch.float32, device="cpu"))
-        with torch.no_grad():
-            for part in parts:
-                part.multiply_(factors.get(part.device), None)
+        for part in parts:
+            part.multiply_(factors.get(part.device), None)
 
 
 def _flag_unusable_norm(stats: GlobalGradStats) -> GlobalGradStats:
@@ -238,8 +235,7 @@ def multiply_and_flag_(
         flags: the flags recorded so far; returned in addition.
     """
     if len(parts) == 1 and not (flags or stats.agreed) and parts[0].device == factor.device:
-        with torch.no_grad():  # the usual case, without bookkeeping
-            parts[0].multiply_(factor, stats.flags[factor.device])
+        parts[0].multiply_(factor, stats.flags[factor.device])  # the usual case, without bookkeeping
         return stats.flags
     factors, unread = _MultiDeviceReplicator(factor), dict(stats.flags)
     if stats.agreed:
@@ -247,15 +243,14 @@ def multiply_and_flag_(
         beyond = _may_overflow(parts, stats.norm * factor)
         unread = {device: torch.maximum(flag, beyond) for device, flag in unread.items()}
     every = list(flags.items())
-    with torch.no_grad():
-        for part in parts:
-            if stats.agreed:
-                part.multiply_(factors.get(part.device), None)
-                continue
-            before = unread.pop(part.device, None)
-            flag = zero(part.device) if before is None else before
-            part.multiply_(factors.get(part.device), flag)
-            every.append((part.device, flag))
+    for part in parts:
+        if stats.agreed:
+            part.multiply_(factors.get(part.device), None)
+            continue
+        before = unread.pop(part.device, None)
+        flag = zero(part.device) if before is None else before
+        part.multiply_(factors.get(part.device), flag)
+        every.append((part.device, flag))
     return by_device([*every, *unread.items()])
 
 

@@ -15,10 +15,11 @@ from amp_core._torch import internals as _torch
 from amp_core.common.containers import map_tensors
 from amp_core.common.device_types import device_type_of
 from amp_core.errors import AmpWarning, BackendNotFoundError
+from amp_core.kernels.memory import on_host, read
 from amp_core.plugin.default_manager import get_backend
 from amp_core.plugin.results import Refusal
 from amp_core.scaling import fused
-from amp_core.scaling.arithmetic import combine, is_tracing, on_host, overflows, read, reciprocal, zero
+from amp_core.scaling.arithmetic import combine, is_tracing, overflows, reciprocal, zero
 from amp_core.scaling.closure import Closure, OverflowedError, Snapshot, evaluate
 from amp_core.scaling.distributed import check_group
 from amp_core.scaling.grad_passes import (
@@ -237,7 +238,7 @@ class GradScaler(torch.amp.GradScaler):
         stage = next_stage(state.stage, "step")
         if self._overlap is not None and not is_tracing():
             self._overlap.watch(optimizer)
-        step = self._step_fused if fused.is_fused(optimizer) else self._step_plain
+        step = self._step_fused if _torch.is_fused(optimizer) else self._step_plain
         result = step(optimizer, loss_scale, state, max_norm, norm_type, args, kwargs)
         state.stage = stage
         return cast("float | None", result)
@@ -488,7 +489,7 @@ class GradScaler(torch.amp.GradScaler):
         norm, factor, stats = clip_factor(parts, stats, divisor, max_norm, norm_type, group)
         state.found_inf_per_device = multiply_and_flag_(parts, factor, stats, state.found_inf_per_device)
         state.stage, state.total_norm = stage, norm
-        if fused.is_fused(optimizer) and not is_tracing():  # its step will not wait to look at gradients
+        if _torch.is_fused(optimizer) and not is_tracing():  # its step will not wait to look at gradients
             state.nonfinite = self._log.describe(optimizer, parts, stats.stats)
         return norm
 
@@ -733,7 +734,12 @@ class GradScaler(torch.amp.GradScaler):
         return self._log.hooks.on_step(hook)
 
     def register_skip_hook(self, hook: StepHook) -> RemovableHandle:
-        """Call ``hook(scaler, record)`` for each skipped step; otherwise like `register_step_hook`."""
+        """Call ``hook(scaler, record)`` for each skipped step; otherwise like `register_step_hook`.
+
+        Example::
+
+            scaler.register_skip_hook(lambda scaler, record: print(record.bad_parameters))
+        """
         return self._log.hooks.on_skip(hook)
 
     def register_scale_change_hook(self, hook: ScaleHook) -> RemovableHandle:
@@ -744,6 +750,10 @@ class GradScaler(torch.amp.GradScaler):
 
         Returns:
             A handle: ``handle.remove()``, or ``with handle:``.
+
+        Example::
+
+            scaler.register_scale_change_hook(lambda scaler, change: print(change.before, change.after))
         """
         return self._log.hooks.on_scale_change(hook)
 

@@ -165,7 +165,7 @@ def _values(param: Tensor) -> Tensor:
     assert grad is not None
     if not grad.is_coalesced():
         grad = param.grad = grad.coalesce()
-    return grad._values()
+    return grad.detach().values()  # a view
 
 
 def _fp16_refused(optimizer: torch.optim.Optimizer) -> str:

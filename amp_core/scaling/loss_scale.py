@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from amp_core.kernels import ScaleTensors
-from amp_core.scaling.arithmetic import combine, on_host, read
+from amp_core.kernels.memory import on_host, read
+from amp_core.scaling.arithmetic import combine
 from amp_core.scaling.gradients import kernels_of
 from amp_core.scaling.optimizer_state import OptimizerStates
 from amp_core.states.loss_scale import (

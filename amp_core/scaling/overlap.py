@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from amp_core._torch.internals import version_of
 from amp_core.kernels import GradStats
 from amp_core.plugin.default_manager import get_backend
 from amp_core.scaling.distributed import WHOLE
@@ -30,7 +31,7 @@ class _Read(NamedTuple):
     place: int
 
     def is_of(self, gradient: Tensor) -> bool:
-        return self.gradient() is gradient and self.version == gradient._version
+        return self.gradient() is gradient and self.version == version_of(gradient)
 
 
 class Overlap:
@@ -85,7 +86,7 @@ class Overlap:
     def _read(self, keys: Sequence[int], grads: Sequence[Tensor]) -> None:
         stats = kernels_of(grads[0].device).grad_stats(grads, 2.0)
         for place, (key, grad) in enumerate(zip(keys, grads, strict=True)):
-            self._reads[key] = _Read(weakref.ref(grad), grad._version, stats, place)
+            self._reads[key] = _Read(weakref.ref(grad), version_of(grad), stats, place)
 
     def grad_stats(self, part: Gradients, norm_type: float) -> GradStats:
         """Return the same as `Gradients.grad_stats`, but read only what changed since it was last read."""

@@ -13,7 +13,8 @@ from torch import Tensor
 from amp_core.common.call_site import level_outside
 from amp_core.errors import ScaleFloorError, ScaleFloorWarning, SkippedStepsWarning
 from amp_core.kernels import GradStats
-from amp_core.scaling.arithmetic import combine, on_host, read, snapshot
+from amp_core.kernels.memory import on_host, read
+from amp_core.scaling.arithmetic import combine, snapshot
 from amp_core.scaling.gradients import Gradients, group_by_device
 from amp_core.scaling.hooks import Hooks, ScaleChange
 from amp_core.scaling.loss_scale import LossScale
@@ -90,6 +91,7 @@ class StepLog:
             snapshot(scale),
             _total_norm=norm,
             key=loss_scale.key,
+            _lost=getattr(optimizer, "_amp_core_lost_updates", None),  # the step fills it
         )
         if state.window is not None:
             record._micro_batches, record._params, record._nonfinite = state.window

@@ -51,6 +51,7 @@ class StepRecord:
     _bad: tuple[BadParameter, ...] | None = None
     _rank: int | None = None
     key: str | None = None
+    _lost: Mapping[str, Tensor] | None = None
 
     @property
     def skipped(self) -> bool:
@@ -94,6 +95,14 @@ class StepRecord:
         return tuple(i for i, flag in enumerate(_values(self._micro_batches)) if flag)
 
     @property
+    def lost_updates(self) -> dict[str, float] | None:
+        """The share of each parameter's elements that the step should have changed but did not.
+
+        ``None`` unless ``amp_core.master_weights`` counts them (``lost_updates=True``).
+        """
+        return None if self._lost is None else {name: float(share) for name, share in self._lost.items()}
+
+    @property
     def rank(self) -> int | None:
         """Rank of this process in ``torch.distributed``; ``None`` if that is not initialised."""
         if self._rank is None:
@@ -113,6 +122,7 @@ class StepRecord:
             "total_norm": self.total_norm,
             "bad_micro_batches": list(self.bad_micro_batches),
             "bad_parameters": [vars(b) for b in self.bad_parameters],
+            "lost_updates": self.lost_updates,
         }
 
     def __str__(self) -> str:

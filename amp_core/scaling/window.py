@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from amp_core._torch.internals import is_tensor_view
 from amp_core.scaling.arithmetic import combine
 from amp_core.scaling.distributed import agree_on_flag, ranks_of
 from amp_core.scaling.grad_scaler import GradScaler
@@ -209,4 +210,4 @@ def _own_memory(gradient: Tensor | None) -> Tensor | None:
     if gradient is None or gradient.layout is not torch.strided:
         return gradient
     whole = gradient.untyped_storage().nbytes() <= gradient.numel() * gradient.element_size()
-    return gradient if whole and not gradient._is_view() else gradient.detach().clone()
+    return gradient if whole and not is_tensor_view(gradient) else gradient.detach().clone()

@@ -58,8 +58,9 @@ def script(fn: F) -> F:
     @functools.lru_cache(maxsize=16)
     def compiled(ambient: Ambient) -> Any:
         with warnings.catch_warnings():
-            # Callers of this function chose TorchScript; the documentation names its replacement.
-            warnings.filterwarnings("ignore", "`torch.jit")
+            # Callers of this function chose TorchScript; the documentation names its replacement. That torch
+            # does not support it on their Python (3.14 and later) is news to them.
+            warnings.filterwarnings("ignore", "`torch.jit.* is deprecated")
             return torch.jit.script(rewrite(fn, ambient) if ambient else plain)
 
     @functools.wraps(plain)

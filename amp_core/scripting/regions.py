@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from amp_core._torch import torchscript as _torch_script
+from amp_core._torch.internals import torch_autocast
 from amp_core.errors import ScriptRegionError
 
 # Order of the positional arguments; the deprecated classes take no device.
@@ -78,7 +79,7 @@ class RegionRewriter(ast.NodeTransformer):
         if not isinstance(expression, ast.Call):
             return None
         kind = self._value(expression.func)
-        if not (isinstance(kind, type) and issubclass(kind, torch.autocast)):
+        if not (isinstance(kind, type) and issubclass(kind, torch_autocast)):
             return None
         region = self._parse_call(expression, kind)
         if isinstance(item.optional_vars, ast.Name):

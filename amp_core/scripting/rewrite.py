@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from amp_core._torch.internals import torch_autocast
 from amp_core.errors import ScriptRegionError
 from amp_core.scripting.regions import REGION, RegionRewriter, dtype_name, region_statement
 from amp_core.scripting.runtime import Region
@@ -57,7 +58,7 @@ def _undecorated(fn: Any) -> tuple[list[tuple[str, torch.dtype, bool]], types.Fu
 def _decorating_region(fn: Any) -> torch.autocast | None:
     cells = getattr(fn, "__closure__", None) or ()
     values = [cell.cell_contents for cell in cells] if hasattr(fn, "__wrapped__") else []
-    return next((value for value in values if isinstance(value, torch.autocast)), None)
+    return next((value for value in values if isinstance(value, torch_autocast)), None)
 
 
 def _parse(fn: types.FunctionType) -> tuple[ast.FunctionDef, str]:
@@ -103,7 +104,7 @@ def _has_regions(fn: types.FunctionType) -> bool:
     values = {**fn.__globals__, **inspect.getclosurevars(fn).nonlocals}
     used = [values.get(name) for name in fn.__code__.co_names]
     return "autocast" in fn.__code__.co_names or any(
-        isinstance(value, type) and issubclass(value, torch.autocast) for value in used
+        isinstance(value, type) and issubclass(value, torch_autocast) for value in used
     )
 
 

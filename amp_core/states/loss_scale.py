@@ -10,9 +10,9 @@ import enum
 import math
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.amp.grad_scaler import OptState
 
@@ -32,7 +32,12 @@ __all__ = [
 
 
 class Hysteresis(str, enum.Enum):
-    """When an overflow lowers the scale, given a count ``h``. Each value follows another system."""
+    """When an overflow lowers the scale, given a count ``h``. Each value follows another system.
+
+    Example::
+
+        schedule = LossScaleSchedule(hysteresis=2, hysteresis_kind=Hysteresis.CONSECUTIVE)
+    """
 
     BUDGET = "budget"
     """Megatron, DeepSpeed: ignore ``h - 1`` overflows, then lower. Growth restores the budget."""
@@ -45,7 +50,12 @@ class Hysteresis(str, enum.Enum):
 
 
 class AtFloor(str, enum.Enum):
-    """What `GradScaler.update` does when gradients overflow while the scale is at its floor."""
+    """What `GradScaler.update` does when gradients overflow while the scale is at its floor.
+
+    Example::
+
+        schedule = LossScaleSchedule(min_scale=1.0, at_floor=AtFloor.RAISE)
+    """
 
     WARN = "warn"
     """Warn once each time the scale reaches the floor."""
@@ -161,8 +171,7 @@ def _check(holds: bool, text: str, error: type[Exception] = ValueError) -> None:
         raise error(text)
 
 
-@dataclass(frozen=True)
-class ScaleState:
+class ScaleState(NamedTuple):
     """The loss scale (a float32 value), its finite steps in a row, and the overflows left before it drops."""
 
     scale: float
@@ -190,7 +199,7 @@ def next_scale(state: ScaleState, found_inf: bool, schedule: LossScaleSchedule) 
     if schedule.hysteresis_kind is not Hysteresis.BUDGET:
         left = schedule.hysteresis
     if state.growth_tracker + 1 < schedule.growth_interval:
-        return replace(state, growth_tracker=state.growth_tracker + 1, hysteresis_left=left)
+        return ScaleState(state.scale, state.growth_tracker + 1, left)
     grown = float32(state.scale * schedule.growth_factor)
     scale = state.scale if math.isinf(grown) else max(state.scale, min(grown, schedule.max_scale))
     return ScaleState(scale, 0, schedule.hysteresis)
@@ -199,7 +208,7 @@ def next_scale(state: ScaleState, found_inf: bool, schedule: LossScaleSchedule) 
 def _overflow(state: ScaleState, schedule: LossScaleSchedule) -> ScaleState:
     left = state.hysteresis_left - 1
     if left > 0:
-        return replace(state, growth_tracker=0, hysteresis_left=left)
+        return ScaleState(state.scale, 0, left)
     lowered = float32(state.scale * schedule.backoff_factor)
     scale = min(state.scale, max(lowered, schedule.min_scale))
     every = schedule.hysteresis_kind is Hysteresis.EVERY
@@ -237,26 +246,22 @@ def float32(value: float) -> float:
         return math.copysign(math.inf, value)
 
 
-_STAGES: dict[tuple[OptState, str], OptState | str] = {
-    (OptState.READY, "unscale_"): OptState.UNSCALED,
-    (OptState.READY, "step"): OptState.STEPPED,
+_REFUSED = {
     (OptState.UNSCALED, "unscale_"): (
         "unscale_() has already been called on this optimizer since the last update()."
     ),
-    (OptState.UNSCALED, "step"): OptState.STEPPED,
     (OptState.STEPPED, "unscale_"): "unscale_() is being called after step().",
     (OptState.STEPPED, "step"): "step() has already been called since the last update().",
 }
-"""(stage, call) -> next stage, or torch's error text. ``update`` resets every stage to READY."""
+"""(stage, call) -> torch's error text, for the calls that are not allowed."""
 
 
 def next_stage(stage: OptState, call: str) -> OptState:
-    """Return the stage after `call` (``"unscale_"`` or ``"step"``).
+    """Return the stage after `call` (``"unscale_"`` or ``"step"``). ``update`` resets every stage to READY.
 
     Raises:
         RuntimeError: the call is not allowed in this stage; with torch's text.
     """
-    outcome = _STAGES[stage, call]
-    if isinstance(outcome, str):
-        raise RuntimeError(outcome)
-    return outcome
+    if stage is OptState.READY or (stage is OptState.UNSCALED and call == "step"):
+        return OptState.STEPPED if call == "step" else OptState.UNSCALED
+    raise RuntimeError(_REFUSED[stage, call])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import weakref
 from typing import Any
 
 
@@ -54,6 +53,8 @@ class RegionStack(list[Frame]):
         later = self[index:]
         for heir in later:
             heir.nesting -= 1
+            if heir.policies is not None and frame.policies is not None:
+                heir.policies -= 1
         for heir in later:
             if heir.region.device == frame.region.device:
                 heir.before = frame.before
@@ -64,18 +65,9 @@ class RegionStack(list[Frame]):
         return frame
 
 
-_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
-
-
-def several_threads() -> bool:
-    """Return whether more than one living thread has entered a region so far."""
-    return sum(each.is_alive() for each in list(_threads)) > 1
-
-
 class _Thread(threading.local):
     def __init__(self) -> None:
         self.regions = RegionStack()
-        _threads.add(threading.current_thread())
 
 
 thread = _Thread()

@@ -1,5 +1,5 @@
-"""The module that pytest collects for `amp_core.testing.check`; not for other use."""
+"""The module that pytest collects for `amp_core.testing.check` and ``--amp-device``; not for other use."""
 
-from amp_core.testing.runner import _SUBJECT
+from amp_core.testing.runner import SUBJECTS
 
-TestBackend = _SUBJECT[-1]
+globals().update(SUBJECTS[-1])

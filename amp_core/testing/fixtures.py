@@ -51,6 +51,9 @@ class BackendFixtures:
     large_numel: int = 2_000_003
     """Size of the tensor in which one bad element must be found. Default: a large odd number."""
 
+    thorough: bool = False
+    """Whether to check every combination instead of a sample. Set by ``--thorough``."""
+
     AREA: ClassVar[str] = ""
 
     # The objects under test.
@@ -86,6 +89,14 @@ class BackendFixtures:
     def supports_float8(self) -> bool:
         """Whether to check casts to and from 8-bit floats. Default: detected."""
         return self._can_hold(torch.float8_e4m3fn) and self._can_hold(torch.float8_e5m2)
+
+    @property
+    def supports_lazy_signs(self) -> bool:
+        """Whether the device takes lazily negated and conjugated tensors.
+
+        Default: yes, except for PrivateUse1, where trying can crash the process.
+        """
+        return self.default_dtype_is_torchs
 
     @property
     def keeps_subnormals(self) -> bool:

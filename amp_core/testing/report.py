@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import platform
 from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
+from os import PathLike
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,7 @@ class Report:
     backend: str
     availability: str
     results: tuple[CheckResult, ...]
+    capabilities: dict[str, str] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=lambda: dict(versions()))
 
     @property
@@ -61,6 +65,36 @@ class Report:
             areas.setdefault(result.area, Counter())[result.outcome] += 1
         return areas
 
+    def summary(self) -> str:
+        """Return the verdict with the number of checks."""
+        counts = [f"{self.count(o)} {o}" for o in ("passed", "failed", "known", "skipped") if self.count(o)]
+        return f"{'passes' if self.ok else 'does not pass'}: {', '.join(counts)}"
+
+    def write(self, path: str | PathLike[str]) -> None:
+        """Write the report: JSON, a page in Markdown or a badge in SVG, by the suffix of `path`.
+
+        Raises:
+            ValueError: the suffix is another one.
+        """
+        require_suffixes([path])
+        text = _WRITERS[Path(path).suffix](self)
+        Path(path).write_text(text, encoding="utf-8")
+
+    def to_svg(self) -> str:
+        """Return a badge with the verdict."""
+        color = "#3a7d2c" if self.ok else "#b3261e"
+        texts = f"amp-core {self.device_type}", self.summary().partition(",")[0]
+        left, right = (round(6.3 * len(text)) + 12 for text in texts)
+        half = 'fill="#fff" font-family="Verdana,sans-serif" font-size="11" text-anchor="middle" y="14"'
+        return (
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + right}" height="20" role="img" '
+            f'aria-label="{texts[0]}: {texts[1]}">'
+            f'<rect width="{left}" height="20" fill="#444"/>'
+            f'<rect x="{left}" width="{right}" height="20" fill="{color}"/>'
+            f'<text {half} x="{left / 2}">{texts[0]}</text>'
+            f'<text {half} x="{left + right / 2}">{texts[1]}</text></svg>\n'
+        )
+
     def to_json(self) -> str:
         """Return the report as JSON."""
         return json.dumps({"ok": self.ok, **asdict(self)}, indent=2)
@@ -74,6 +108,9 @@ class Report:
         lines += ["| area | passed | failed | known failures | skipped |", "|---|---|---|---|---|"]
         for area, c in self.by_area().items():
             lines.append(f"| {area} | {c['passed']} | {c['failed']} | {c['known']} | {c['skipped']} |")
+        if self.capabilities:
+            lines += ["", "| capability | |", "|---|---|"]
+            lines += [f"| {name} | {_cell(text)} |" for name, text in self.capabilities.items()]
         notes = [r for r in self.results if r.outcome != "passed"]
         if notes:
             lines += ["", "| check | outcome | why |", "|---|---|---|"]
@@ -81,15 +118,33 @@ class Report:
         return "\n".join(lines) + "\n"
 
 
+_WRITERS: dict[str, Callable[[Report], str]] = {
+    ".json": Report.to_json,
+    ".md": Report.to_markdown,
+    ".svg": Report.to_svg,
+}
+
+
+def require_suffixes(paths: Iterable[str | PathLike[str]]) -> None:
+    """Raise ValueError for a path that `Report.write` cannot write, before any check runs."""
+    for path in paths:
+        if Path(path).suffix not in _WRITERS:
+            raise ValueError(f"{path} is no report: its suffix must be one of {', '.join(_WRITERS)}.")
+
+
 def versions() -> dict[str, str]:
     """Return the versions that a result depends on."""
-    result = {"python": platform.python_version(), "platform": platform.platform()}
+    result = {"python": platform.python_version(), "platform": _platform()}
     for name in ("amp-core", "torch", "numpy", "pytest"):
         try:
             result[name] = version(name)
         except PackageNotFoundError:
             continue
     return result
+
+
+def _platform() -> str:
+    return " ".join(filter(None, (platform.system(), platform.machine(), *platform.libc_ver())))
 
 
 def _cell(text: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +16,10 @@ from amp_core.testing.report import CheckResult, Report
 if TYPE_CHECKING:
     import pytest
 
-_SUBJECT: list[type] = []
+SUBJECTS: list[dict[str, type]] = []
+"""What `amp_core.testing.collected` defines, for each run in progress."""
+
+COLLECTED = Path(__file__).with_name("collected.py")
 
 
 def check(
@@ -25,6 +29,7 @@ def check(
     keyword: str = "",
     fixtures: type | None = None,
     junit: str | None = None,
+    thorough: bool = False,
 ) -> Report:
     """Run the kit on a backend and return the report.
 
@@ -34,6 +39,7 @@ def check(
         keyword: a pytest ``-k`` expression over the names of the checks.
         fixtures: a `BackendFixtures` subclass that describes the device.
         junit: where to write a JUnit XML file.
+        thorough: whether to check every combination instead of a sample, which takes minutes.
 
     Raises:
         BackendNotFoundError: no backend exists for `device_type`.
@@ -42,23 +48,33 @@ def check(
     import pytest
 
     backend = get_backend(device_type) if isinstance(device_type, str) else device_type
-    collector = _Collector(lambda: _subject(backend, areas, fixtures))
-    arguments = [*_ARGUMENTS, str(Path(__file__).with_name("collected.py"))]
+    collector = Collector(backend, areas, fixtures, thorough=thorough)
+    arguments = [*_ARGUMENTS, str(COLLECTED)]
     arguments += ["-k", keyword] if keyword else []
     arguments += [f"--junit-xml={junit}"] if junit else []
     with _on_its_own(), _collected_anew():
         pytest.main(arguments, plugins=[collector])
     if collector.error is not None:
         raise collector.error
-    name = f"{type(backend).__module__}.{type(backend).__qualname__}"
-    return Report(backend.device_type, name, _reason(backend), tuple(collector.results))
+    return collector.report()
 
 
-def _reason(backend: Backend) -> str:
+def load_fixtures(name: str | None) -> type | None:
+    """Return the class that ``package.module:Class`` names.
+
+    Raises:
+        ValueError: there is no such class.
+    """
+    if name is None:
+        return None
+    module, _, attribute = name.partition(":")
     try:
-        return backend.availability().reason
-    except Exception as error:  # a broken backend; the checks report it
-        return f"availability() is wrong: {type(error).__name__}: {error}"
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"{name} names no fixtures, as package.module:Class does: {error}") from error
+    if not isinstance(found, type):
+        raise ValueError(f"{name} is a {type(found).__name__}, not a subclass of BackendFixtures.")
+    return found
 
 
 _ARGUMENTS = [
@@ -68,27 +84,16 @@ _ARGUMENTS = [
 ]  # fmt: skip
 
 
-def _subject(backend: Backend, areas: Sequence[str], fixtures: type | None) -> type:
-    from amp_core.testing.suite import AREAS
-
-    unknown = set(areas) - set(AREAS)
-    if unknown:
-        raise ValueError(f"unknown areas {sorted(unknown)}; there are {', '.join(AREAS)}")
-    bases = [AREAS[name] for name in AREAS if not areas or name in areas]
-    given = {"device_type": backend.device_type, "backend": property(lambda _: backend)}
-    return type("TestBackend", ((fixtures,) if fixtures else ()) + tuple(bases), given)
-
-
 @contextmanager
 def _collected_anew() -> Iterator[None]:
     """Make pytest reload the module with the subject instead of reusing that of an earlier run."""
     for name in [n for n in sys.modules if n.rpartition(".")[2] == "collected"]:
         del sys.modules[name]
-    subjects = list(_SUBJECT)
+    subjects = list(SUBJECTS)
     try:
         yield
     finally:
-        _SUBJECT[:] = subjects
+        SUBJECTS[:] = subjects
 
 
 @contextmanager
@@ -108,56 +113,113 @@ def _on_its_own() -> Iterator[None]:
                 os.environ[name] = value
 
 
-class _Collector:
-    """A pytest plugin that builds the subject and keeps the outcome of every check."""
+class Collector:
+    """A pytest plugin that defines the checks of a backend and keeps the outcome of each."""
 
-    def __init__(self, build: Callable[[], type]) -> None:
+    def __init__(
+        self, backend: Backend, areas: Sequence[str], fixtures: type | None, *, thorough: bool
+    ) -> None:
         self.results: list[CheckResult] = []
         self.error: ValueError | None = None
-        self._build = build
+        self._backend, self._chosen, self._fixtures, self._thorough = backend, areas, fixtures, thorough
         self._areas: dict[str, str] = {}
+        self._subject: type = object
+
+    def report(self) -> Report:
+        """Return the results so far."""
+        kind = type(self._backend)
+        name, reason = f"{kind.__module__}.{kind.__qualname__}", _reason(self._backend)
+        capabilities = _capabilities(self._subject())
+        return Report(self._backend.device_type, name, reason, tuple(self.results), capabilities)
 
     def pytest_configure(self) -> None:
+        """Define the class of checks."""
         import pytest
 
         # pytest can rewrite asserts only from here on, and only in modules that are not loaded yet.
         if "amp_core.testing.suite" not in sys.modules:
             pytest.register_assert_rewrite("amp_core.testing.suite")
         try:
-            _SUBJECT.append(self._build())
+            self._subject = self._build()
         except ValueError as error:
             self.error = error
-            _SUBJECT.append(object)
+        name = "Test" + "".join(part.capitalize() for part in self._backend.device_type.split("_"))
+        SUBJECTS.append({name: self._subject})
 
-    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+    def _build(self) -> type:
         from amp_core.testing.suite import AREAS
 
-        for item in items:
+        backend = self._backend
+        unknown = set(self._chosen) - set(AREAS)
+        if unknown:
+            raise ValueError(f"unknown areas {sorted(unknown)}; there are {', '.join(AREAS)}")
+        bases = [AREAS[name] for name in AREAS if not self._chosen or name in self._chosen]
+        given = {
+            "device_type": backend.device_type,
+            "backend": property(lambda _: backend),
+            "thorough": self._thorough,
+        }
+        return type("TestBackend", ((self._fixtures,) if self._fixtures else ()) + tuple(bases), given)
+
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        """Put the kit's checks last, in the order of the areas."""
+        from amp_core.testing.suite import AREAS
+
+        mine = [item for item in items if getattr(item, "cls", None) is self._subject]
+        for item in mine:
             owner = next((a for a, c in AREAS.items() if item.originalname in vars(c)), "own")
             self._areas[item.nodeid] = owner
         order = [*AREAS, "own"]
-        items.sort(key=lambda item: order.index(self._areas[item.nodeid]))
+        mine.sort(key=lambda item: order.index(self._areas[item.nodeid]))
+        items[:] = [item for item in items if item.nodeid not in self._areas] + mine
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        if report.failed:
+        """Keep a failure to define the checks."""
+        if report.failed and COLLECTED.name in report.nodeid:
             self.results.append(
                 CheckResult("collection", "collection", "failed", _line(report), str(report.longrepr))
             )
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.when != "call" and report.passed:
+        """Keep the outcome of a check."""
+        if report.nodeid not in self._areas or (report.when != "call" and report.passed):
             return
         name = report.nodeid.rpartition("::")[2].removeprefix("test_")
         details = str(report.longrepr) if report.failed else ""
-        result = CheckResult(
-            self._areas.get(report.nodeid, "own"),
-            name,
-            _outcome(report),
-            _line(report),
-            details,
-            report.duration,
+        area = self._areas[report.nodeid]
+        self.results.append(
+            CheckResult(area, name, _outcome(report), _line(report), details, report.duration)
         )
-        self.results.append(result)
+
+
+def _reason(backend: Backend) -> str:
+    try:
+        return backend.availability().reason
+    except Exception as error:  # a broken backend; the checks report it
+        return f"availability() is wrong: {type(error).__name__}: {error}"
+
+
+def _capabilities(subject: Any) -> dict[str, str]:
+    """Return what the device can do, as the fixtures and the backend say."""
+    queries: dict[str, Callable[[], object]] = {
+        "default dtype": subject.backend.default_dtype,
+        "region dtypes": lambda: ", ".join(map(str, subject.backend.supported_dtypes())),
+        "gradient dtypes": lambda: ", ".join(map(str, subject.dtypes())),
+        "kernels": lambda: subject.kernels.name,
+        "op rules": lambda: len(subject.backend.op_policy()),
+    }
+    for name in ("complex", "float8", "compile", "export"):
+        queries[name] = lambda name=name: getattr(subject, f"supports_{name}")  # type: ignore[misc]
+    queries["subnormals"] = lambda: subject.keeps_subnormals
+    answers = {}
+    for name, query in queries.items():
+        try:
+            answer = query()
+        except Exception as error:  # a broken backend, or no subject; the checks report it
+            answer = f"unknown: {type(error).__name__}"
+        text = {True: "yes", False: "no"}.get(answer) if isinstance(answer, bool) else None
+        answers[name] = text or str(answer).replace("torch.", "")
+    return answers
 
 
 def _outcome(report: pytest.TestReport) -> str:

@@ -38,3 +38,11 @@ def test_gradients_are_reduced(scope: str, unused: str) -> None:
 def test_sharded_weights_are_left_alone(scope: str, how: str) -> None:
     """A stale cast of a gathered weight is used, freed memory is read, or DTensors meet tensors."""
     assert "same" in torchrun(1, "sharded.py", how, scope)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("storage", ["remainder", "stochastic", "kahan"])
+@pytest.mark.parametrize("how", ["fused", "plain"])
+def test_stored_weights_do_not_depend_on_the_number_of_ranks(storage: str, how: str) -> None:
+    """A shard draws other random bits than the whole, or an optimizer meets tensors beside DTensors."""
+    assert torchrun(1, "stored.py", storage, how) == torchrun(2, "stored.py", storage, how) != ""

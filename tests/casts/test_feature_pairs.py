@@ -18,10 +18,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.exc import TorchRuntimeError
 from torch.utils.checkpoint import checkpoint
 
 import amp_core
 from amp_core import OpPolicy, apply_policy, autocast, cached_casts, master_weights
+from amp_core.dispatch.activate import pushed
 from amp_core.dispatch.engine import engine
 
 LOW, HIGH = torch.bfloat16, torch.float32
@@ -138,10 +140,15 @@ def run(
     observer: str = "none",
     again: bool = False,
     thread: str = "none",
+    compiled: bool = False,
     steps: int = 2,
 ) -> None:
     """Run one step of a model `steps` times in the features named, and compare with `by_hand`."""
     net = Net()
+    if compiled:
+        torch._dynamo.reset()
+        again = False  # Dynamo does not trace the contexts of a checkpoint
+    call = torch.compile(net, backend="eager") if compiled else net
     with ExitStack() as around:
         if HEADS[head] is not None:
             around.enter_context(apply_policy(net, {"head": HEADS[head]}))
@@ -155,7 +162,7 @@ def run(
                 SCOPES[scope](net) if inside else nullcontext(),
                 beside(thread, net),
             ):
-                got = attempt(net, autocast("cpu", dtype=LOW, policy=_policy(policy)) if again else None)
+                got = attempt(call, autocast("cpu", dtype=LOW, policy=_policy(policy)) if again else None)
             wanted = EXPECTED[policy, head]
             assert (got is None) == (not wanted)
             if got is not None:
@@ -167,11 +174,11 @@ def _policy(name: str) -> OpPolicy | None:
     return CPU.override(POLICIES[name]) if POLICIES[name] else None
 
 
-def attempt(net: Net, recompute_in: AbstractContextManager[Any] | None) -> Tensor | None:
+def attempt(call: Callable[..., Tensor], recompute_in: AbstractContextManager[Any] | None) -> Tensor | None:
     """Return the output, or None where dtypes do not go together."""
     try:
-        return net(X, recompute_in)
-    except RuntimeError as error:
+        return call(X) if recompute_in is None else call(X, recompute_in)
+    except (RuntimeError, TorchRuntimeError) as error:
         if "type" in str(error):
             return None
         raise
@@ -243,14 +250,15 @@ FEATURES: dict[str, list[dict[str, Any]]] = {
     "observer": [{"observer": "record"}],
     "checkpoint": [{"again": True}],
     "thread": [{"thread": name} for name in THREADS if name != "none"],
+    "compile": [{"compiled": True}],
 }
 
 
 @pytest.fixture(autouse=True)
 def _nothing_left() -> Iterator[None]:
     yield
-    assert not engine("cpu").installed
-    assert engine("cpu").depth == 0
+    assert not engine("cpu").needed
+    assert pushed() == 0
 
 
 @pytest.mark.parametrize(("one", "other"), list(itertools.combinations_with_replacement(FEATURES, 2)))

@@ -63,7 +63,7 @@ def jagged(model: nn.Module) -> Tensor:
 
 
 @SCOPES
-@pytest.mark.filterwarnings("ignore:.torch.jit.*deprecated")  # torch's own forward mode
+@pytest.mark.filterwarnings("ignore:.torch.jit")  # torch's own forward mode
 @pytest.mark.parametrize(
     "compute", [vmapped, vmapped_over_weights, gradient_of_input, tangent, forward_mode, jagged]
 )
@@ -95,7 +95,7 @@ class Inside(nn.Module):
 
 
 @SCOPES
-@pytest.mark.filterwarnings("ignore:.torch.jit.*deprecated")
+@pytest.mark.filterwarnings("ignore:.torch.jit")
 @pytest.mark.parametrize(
     "trace",
     [lambda f: torch.jit.trace(f, (X,)), lambda f: torch.fx.experimental.proxy_tensor.make_fx(f)(X)],

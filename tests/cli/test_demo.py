@@ -32,7 +32,9 @@ def test_it_trains_compares_and_leaves_a_picture(tmp_path, capsys):
     full, mixed = (float(cell.strip().rstrip("%")) for cell in rows["test accuracy"])
     assert full > 95
     assert abs(full - mixed) < 1
-    casts, more_casts = (int(cell) for cell in rows["casts per step"])
+    assert "advised: " in out
+    assert "with its policy a step took" in " ".join(out.split())
+    casts, more_casts = (int(cell) for cell in rows["casts per step"][:2])
     assert (casts, more_casts > 0) == (0, True)
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert re.search(r"SGD skipped step 0: inf or NaN at scale 65536 in .*5\.weight", out)
@@ -79,7 +81,7 @@ def test_watching_a_step_does_not_change_the_training():
 )
 def test_what_cannot_work_is_one_line_before_the_training(options, words, capsys, monkeypatch):
     """A user would wait for a training only to get a traceback."""
-    monkeypatch.setattr(demo, "_train_both", lambda *_: pytest.fail("the training began"))
+    monkeypatch.setattr(demo, "_train", lambda *_: pytest.fail("the training began"))
     code, out, err = amp_demo(capsys, *options)
     assert code == 2
     assert words in err

@@ -90,3 +90,30 @@ def test_bad_input(arguments: list[str], text: str, capsys: pytest.CaptureFixtur
     message = capsys.readouterr().err
     assert text in message
     assert "Errno" not in message
+
+
+def test_missing_rules(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A heavy op without a rule is left out, or one with a rule is listed."""
+    monkeypatch.setenv("COLUMNS", "80")
+    kinds = json.loads(output(capsys, "cpu", "--missing", "--json"))
+    assert kinds["aten::mv.default"] == "matrix product"
+    assert kinds["aten::_softmax.default"] == "reduction"
+    assert not kinds.keys() & {op for op, _ in OpPolicy.default("cpu")}
+    lines = output(capsys, "cpu", "--missing").splitlines()
+    assert lines[-1].startswith(f"{len(kinds)} heavy ops have no rule for cpu in torch")
+    assert "mv" in " ".join(lines).split()
+    assert max(map(len, lines)) <= 80
+    assert "aten::mv.default" not in json.loads(output(capsys, "cuda", "--missing", "--json"))
+
+
+def test_rules_that_only_another_device_has(capsys: pytest.CaptureFixture[str]) -> None:
+    """A maker of a device would compare two lists by hand to see which rules his own lacks."""
+    missing = json.loads(output(capsys, "cpu", "--missing", "--like", "cuda", "--json"))
+    assert missing["aten::sum.default"] == "fp32_set_opt_dtype"
+    cpu, cuda = OpPolicy.default("cpu"), OpPolicy.default("cuda")
+    assert missing == {op: rule for op, rule in cuda if op not in cpu.rules}
+    text = output(capsys, "cpu", "--missing", "--like", "cuda")
+    assert f"{len(missing)} ops have a rule on cuda and none on cpu" in text
+    line = text.splitlines()[-1].partition(": ")[2]
+    assert eval(line, {"OpPolicy": OpPolicy}) == OpPolicy("cpu", cuda.rules)
+    assert main(["policy", "cpu", "--like", "cuda"]) == 2

@@ -12,7 +12,7 @@ def test_the_skeleton_is_whole_and_says_what_is_left(tmp_path, capsys):
     assert main(["new-backend", "my_npu", "--directory", str(tmp_path)]) == 0
     assert "amp check my_npu" in capsys.readouterr().out
     files = [p for p in (tmp_path / "amp-backend-my-npu").rglob("*") if p.is_file()]
-    assert len(files) == 7
+    assert len(files) == 8
     for path in files:
         text = path.read_text()
         assert "$" not in text, path

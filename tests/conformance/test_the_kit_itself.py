@@ -30,7 +30,7 @@ def test_the_command_checks_the_cpu_and_writes_every_report(tmp_path, capsys):
     assert {r["area"] for r in found["results"]} == {"update", "dtypes"}
     assert {"torch", "amp-core", "python"} <= set(found["versions"])
     assert len(ET.parse(junit).findall(".//testcase")) == len(found["results"])
-    assert "| update | 7 | 0 | 0 | 0 |" in page.read_text()
+    assert "| update | 6 | 0 | 0 | 0 |" in page.read_text()
 
 
 def test_no_two_areas_define_the_same_name():
@@ -61,6 +61,8 @@ def test_the_command_shows_a_table_and_fails_with_the_kit(capsys):
         (["nosuch"], "No backend serves"),
         (["cpu", "--area", "nosuch"], "unknown areas"),
         (["xpu"], "cannot be"),
+        (["cpu", "--fixtures", "nosuch:Npu"], "nosuch:Npu names no fixtures"),
+        (["cpu", "--fixtures", "json:dumps"], "not a subclass"),
     ],
 )
 def test_the_command_explains_what_it_cannot_check(args, text, capsys):
@@ -150,3 +152,40 @@ assert any("assert " in result.message and "==" in result.message for result in 
 def test_a_failed_check_shows_values():
     """A maker of a device reads "AssertionError" and nothing else."""
     subprocess.run([sys.executable, "-W", "ignore", "-c", SHOWN], check=True)
+
+
+def run_pytest(folder, *args):
+    words = ["-q", "-p", "no:cacheprovider", "-p", "amp_core.testing.pytest_plugin", *args]
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", *words],
+        cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+def test_the_kit_as_a_pytest_plugin(tmp_path):
+    """A project's own pytest run could not check its device, or would lose its own tests."""
+    (tmp_path / "test_own.py").write_text("def test_own_update():\n    pass\n")
+    files = {name: tmp_path / name for name in ("r.json", "r.md", "r.svg")}
+    reports = [f"--amp-report={path}" for path in files.values()]
+    done = run_pytest(tmp_path, "--amp-device=cpu", "-k", "update", *reports)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(files["r.json"].read_text())
+    assert {r["area"] for r in found["results"]} == {"update"}
+    assert f"{len(found['results']) + 1} passed" in done.stdout
+    assert "amp-core conformance kit: cpu passes" in done.stdout
+    assert found["capabilities"]["default dtype"] == "bfloat16"
+    assert "cpu: passes" in files["r.md"].read_text()
+    badge = ET.parse(files["r.svg"]).getroot()
+    assert f"passes: {len(found['results'])} passed" in {text.text for text in badge.iter() if text.text}
+    assert "conformance kit" not in run_pytest(tmp_path).stdout
+
+
+@pytest.mark.parametrize(
+    ("option", "text"), [("--amp-device=nosuch", "No backend"), ("--amp-report=r.txt", "r.txt")]
+)
+def test_the_plugin_refuses_what_it_cannot_do_before_it_runs(tmp_path, option, text):
+    """A mistyped name would end in a traceback, or after minutes without a report."""
+    done = run_pytest(tmp_path, "--amp-device=cpu", option)
+    assert done.returncode == 4
+    assert text in done.stderr
+    assert "Traceback" not in done.stderr

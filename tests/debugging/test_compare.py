@@ -20,7 +20,7 @@ from amp_core.dispatch.engine import engine
 @pytest.fixture(autouse=True)
 def nothing_stays():
     yield
-    assert not engine("cpu").installed
+    assert not engine("cpu").needed
     assert engine("cpu").observer is None
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from xml.etree import ElementTree
 
 import pytest
 import torch
 from torch import nn
 
 import amp_core
+from amp_core.debugging.chart import Chart, Point, as_svg
 
 FP16, BF16 = torch.float16, torch.bfloat16
 
@@ -73,7 +76,22 @@ def test_reports_name_the_line(attention, step):
     with open(file, encoding="utf-8") as source:
         assert "torch.matmul(q * self.gain" in source.readlines()[int(number) - 1]
     assert advice.findings[0].line in str(advice)
-    assert f"matmul in blocks.2.attn ({advice.findings[0].line}), adds inf" in str(advice.before)
+    assert f"matmul in blocks.2.attn ({advice.findings[0].line}), adds inf" in " ".join(
+        str(advice.before).split()
+    )
+
+
+def test_an_op_of_the_backward_pass_has_the_line_of_its_forward_op(attention, step):
+    """The source of a gradient that underflows has to be searched for."""
+    comparison = amp_core.compare(step(attention), "cpu", dtype=FP16)
+    lines = {}
+    for difference in comparison.at("op"):
+        key = difference.key
+        if str(key.place) == "blocks.0.attn" and "softmax" in key.name:
+            lines[key.phase] = difference.line
+    assert lines["forward"] == lines["backward"]
+    without = [d.key.name for d in comparison.at("op", "backward") if not d.line]
+    assert without == ["aten::mul.Tensor"]  # compare's own loss scale
 
 
 def test_a_right_result_is_said_to_be_right(step):
@@ -99,3 +117,37 @@ def test_a_notebook_shows_the_page(step):
     assert frame.startswith('<iframe srcdoc="&lt;!doctype html&gt;')
     assert frame.count('"') == 4  # what the page quotes is escaped
     assert "bfloat16 against float32" in frame
+
+
+def test_charts(attention, step):
+    """The page shows no chart, or one that leaves its frame, or says other numbers than the table."""
+    comparison = amp_core.compare(step(attention), "cpu", dtype=FP16)
+    charts = [*comparison.content().charts]
+    errors = {(d.order, d.error) for d in comparison.at("op") if not d.noise}
+    assert {(p.x, p.y) for p in charts[0].points} == errors
+    with amp_core.watch(attention, every=1, format=FP16) as ranges:
+        step(attention)().backward()
+    charts += ranges.content().charts
+    assert [round(sum(p.y for p in c.points), 6) for c in charts[2:]] == [1.0] * 4
+    for chart in charts:
+        root = ElementTree.fromstring(as_svg(chart))
+        _, _, width, height = map(float, root.attrib["viewBox"].split())
+        marks = [*root.iter("circle"), *root.iter("rect")]
+        assert len(marks) == len(chart.points)
+        for mark in marks:
+            assert 0 <= float(mark.get("cx", mark.get("x"))) <= width
+            assert 0 <= float(mark.get("cy", mark.get("y"))) <= height
+        assert all(label in "".join(root.itertext()) for label in chart.limits)
+    assert as_svg(dataclasses.replace(charts[0], points=[])) == ""
+
+
+@pytest.mark.parametrize(
+    "points", [[(0, 0.0)], [(3, math.inf)], [(0, math.nan), (1, 1.0)], [(0, 1e-300), (9, 1e300)]]
+)
+@pytest.mark.parametrize("bars", [False, True])
+def test_charts_of_odd_values(points, bars):
+    """A single point, 0, inf or NaN stops the report."""
+    svg = as_svg(
+        Chart("title", "x", "y", [Point(x, y, "<a>", '"&') for x, y in points], {"limit": 1.0}, bars)
+    )
+    assert len([*ElementTree.fromstring(svg).iter("title")]) == len(points)

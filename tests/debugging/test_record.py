@@ -44,7 +44,7 @@ def x():
 @pytest.fixture(autouse=True)
 def nothing_stays():
     yield
-    assert not engine("cpu").installed
+    assert not engine("cpu").needed
     assert engine("cpu").observer is None
 
 

@@ -35,6 +35,7 @@ def ranks(scene: str, count: int) -> subprocess.CompletedProcess[str]:
         pytest.param("fsdp1", 2, marks=pytest.mark.slow),
         pytest.param("overlap", 2, marks=pytest.mark.slow),
         pytest.param("fsdp", 2, marks=pytest.mark.slow),
+        pytest.param("reduced", 2, marks=pytest.mark.slow),
         pytest.param("groups", 3, marks=pytest.mark.slow),
         pytest.param("mesh", 4, marks=pytest.mark.slow),
         pytest.param("slices", 4, marks=pytest.mark.slow),

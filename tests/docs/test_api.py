@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import os
 import re
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -106,47 +105,3 @@ def test_long_signatures_are_wrapped(site: Path) -> None:
     lines = signature.splitlines()
     assert len(lines) > 5
     assert max(map(len, lines)) < 120
-
-
-# What most scripts use: each has an example that the tests of the pages run.
-MOST_USED = [
-    "AccumulationWindow",
-    "AtFloor",
-    "GradScaler",
-    "Hysteresis",
-    "LossScaleSchedule",
-    "OpPolicy",
-    "advise",
-    "apply_policy",
-    "autocast",
-    "autocast_decorator",
-    "backends",
-    "cached_casts",
-    "compare",
-    "convert_scaler_state",
-    "custom_bwd",
-    "custom_fwd",
-    "disable",
-    "get_backend",
-    "master_weights",
-    "record",
-    "script",
-    "register_step_hook",
-    "register_skip_hook",
-    "clip_grad_norm_",
-    "step_closure",
-    "to_html",
-    "to_toml",
-    "history",
-    "last_step",
-    "override",
-]
-
-
-@pytest.mark.parametrize("name", MOST_USED)
-def test_the_names_most_used_have_an_example(name: str) -> None:
-    """A user learns a name's arguments but not what a call looks like."""
-    examples = runpy.run_path(str(Path(__file__).with_name("page.py")))["blocks"]
-    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
-    code = "\n".join(str(block.lexemes["source"]) for page in pages for block in examples(page))
-    assert re.search(rf"\b{name}\b", code), f"no Python block of the documentation uses {name}"

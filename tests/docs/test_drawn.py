@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
 from types import ModuleType
 
@@ -40,3 +41,14 @@ def test_the_table_of_ops_holds_every_rule(device: str, pictures: ModuleType) ->
                 found[op.strip("`")] = rule.strip("`")
     wanted = {op.removesuffix(".default"): rule for op, rule in OpPolicy.default(device)}
     assert found == wanted
+
+
+@pytest.mark.parametrize("path", sorted((DOCS / "reports").glob("*.json")), ids=lambda path: path.stem)
+def test_reports_are_of_the_present_kit(path):
+    """The table of capabilities would show devices that were never checked by what the kit checks now."""
+    from amp_core.testing.suite import BackendConformance
+
+    report = json.loads(path.read_text())
+    names = {name.removeprefix("test_") for name in dir(BackendConformance) if name.startswith("test_")}
+    assert {result["check"] for result in report["results"]} == names
+    assert report["ok"]

@@ -37,6 +37,19 @@ SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1, "decoder_sta
 MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Tensor]]] = {
     "bert": (lambda: hf.BertModel(hf.BertConfig(vocab_size=64, **WIDTHS)), TEXT),
     "gpt2": (lambda: hf.GPT2Model(hf.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4)), TEXT),
+    "gpt_neo": (
+        lambda: hf.GPTNeoModel(
+            hf.GPTNeoConfig(
+                vocab_size=64,
+                hidden_size=32,
+                num_layers=2,
+                num_heads=4,
+                attention_types=[[["global", "local"], 1]],
+                window_size=8,
+            )
+        ),
+        TEXT,
+    ),
     "llama": (lambda: hf.LlamaModel(hf.LlamaConfig(**CAUSAL)), TEXT),
     "mixtral": (lambda: hf.MixtralModel(hf.MixtralConfig(num_local_experts=4, **CAUSAL)), TEXT),
     "mamba": (

@@ -176,6 +176,24 @@ def test_cast_refuses_other_shapes(kernels: Kernels) -> None:
 
 
 @each_kernel
+def test_add_refuses_other_shapes(kernels: Kernels) -> None:
+    """A gradient is broadcast into a total of another shape, or some totals are written before the error."""
+    totals = [torch.zeros(3), torch.zeros(3)]
+    with pytest.raises(ValueError, match=r"totals\[1\] has shape \(3,\), but the tensor .* has \(1,\)"):
+        kernels.add_(totals, [torch.ones(3), torch.ones(1)])
+    assert totals[0].sum().item() == totals[1].sum().item() == 0.0
+
+
+@each_kernel
+def test_grad_stats_of_float64_in_a_region(kernels: Kernels) -> None:
+    """Autocast refuses to stack float64 norms, so that clipping in a region raises."""
+    with torch.autocast("cpu", dtype=torch.float16):
+        stats = kernels.grad_stats([torch.full((4,), 2.0, dtype=torch.float64), torch.ones(1)], 3.0)
+        assert torch.is_autocast_enabled("cpu")
+    assert stats.norms.dtype is torch.float64
+
+
+@each_kernel
 def test_cast_keeps_layout_and_marks_what_it_wrote(kernels: Kernels) -> None:
     """A cast loses its strides, an empty list fails, or a target's version stands still."""
     source = numbers(4, 6).t()

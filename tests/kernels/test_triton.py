@@ -32,29 +32,27 @@ def run(*words: str, **environment: str) -> str:
     return done.stdout
 
 
-QUICK = "agrees or layout or dtype_pair or rounds or promised or overflow_groups or dtype_groups or surround"
+QUICK = "dtype_pair or mixed_lists or not_finite or sets_the_flag or views_of_one_storage"
 
 
 @needs_triton
 def test_the_kit_on_interpreted_kernels() -> None:
     """A kernel rounds, skips an element or misses a bad one, on any GPU."""
-    passed = run(str(DATA / "interpreted.py"), f"({QUICK}) and not update", TRITON_INTERPRET="1")
-    assert passed.count("passed") >= 10, passed
+    passed = run(str(DATA / "interpreted.py"), QUICK, TRITON_INTERPRET="1")
+    assert passed.count("passed") == 5, passed
 
 
 @needs_triton
 @pytest.mark.slow
 def test_the_whole_kit_on_interpreted_kernels() -> None:
-    """What only the longer checks see: thousands of tensors, threads, long histories.
+    """What only the longer checks see: orders of the norm, special numbers, long histories.
 
-    Without two that take a minute of an interpreter and see no other code of the programs.
+    Without those that take minutes of an interpreter and see no other code of the programs.
     """
-    longest = (
-        "grad_stats_finds_a_bad_tensor_among_thousands or grad_stats_flags_a_bad_element_at_every_position"
-    )
+    longest = "memory_layout or among or every_position or many_threads or kernels_"
     passed = run(str(DATA / "interpreted.py"), f"not ({longest})", TRITON_INTERPRET="1")
     assert "failed" not in passed
-    assert passed.count("passed") >= 75, passed
+    assert passed.count("passed") >= 25, passed
 
 
 @needs_triton

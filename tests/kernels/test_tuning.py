@@ -33,43 +33,36 @@ def reason(**variables: str) -> str:
 )
 def test_the_capability_of_torch_limits_ours(capability: str, name: str) -> None:
     """Our side of a comparison runs on more than torch's, or the listing does not say so."""
-    shown = reason(ATEN_CPU_CAPABILITY=capability, AMP_CPU_TUNING="none")
+    shown = reason(ATEN_CPU_CAPABILITY=capability, AMP_CPU_STREAMING="0")
     if KERNELS._library.amp_instruction_set().decode() != "AVX-512":
         pytest.skip("this processor has no AVX-512")
-    assert (
-        shown
-        == f"{name} (ATEN_CPU_CAPABILITY={capability}), OpenMP; prefetch off, streaming off (AMP_CPU_TUNING)"
-    )
+    assert shown == f"{name} (ATEN_CPU_CAPABILITY={capability}), OpenMP; streaming off (AMP_CPU_STREAMING)"
 
 
 @needs_library
-@pytest.mark.parametrize("pinned", ["prefetch", "streaming", "prefetch, streaming", "none"])
-def test_what_is_pinned_is_in_force(pinned: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("pinned", "state"), [("1", "on"), ("0", "off")])
+def test_what_is_pinned_is_in_force(pinned: str, state: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The variable is read but something else is used."""
-    monkeypatch.setenv("AMP_CPU_TUNING", pinned)
-    before = KERNELS._library.amp_tune(-1, -1)
+    monkeypatch.setenv("AMP_CPU_STREAMING", pinned)
+    before = KERNELS._library.amp_stream(-1)
     try:
-        tuning = library.Tuning(KERNELS._library)
-        states = ["on" if name in pinned else "off" for name in ("prefetch", "streaming")]
-        assert str(tuning) == f"prefetch {states[0]}, streaming {states[1]} (AMP_CPU_TUNING)"
-        assert KERNELS._library.amp_tune(-1, -1) == ("prefetch" in pinned) + 2 * ("streaming" in pinned)
+        assert str(library.Tuning(KERNELS._library)) == f"streaming {state} (AMP_CPU_STREAMING)"
+        assert KERNELS._library.amp_stream(-1) == int(pinned)
     finally:
-        KERNELS._library.amp_tune(before & 1, before >> 1)
+        KERNELS._library.amp_stream(before)
 
 
 def test_a_misspelt_pin(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A name that is not known is taken for none."""
-    monkeypatch.setenv("AMP_CPU_TUNING", "prefetching")
-    with pytest.raises(
-        ValueError, match="'prefetching' is not valid; use none, or a comma-separated list of"
-    ):
-        library._env.cpu_tuning(("prefetch", "streaming"))
+    """A value that is no switch is taken for one."""
+    monkeypatch.setenv("AMP_CPU_STREAMING", "fast")
+    with pytest.raises(ValueError, match="AMP_CPU_STREAMING='fast' is not a switch"):
+        library._env.cpu_streaming()
 
 
 @needs_library
 def test_what_is_measured_is_shown() -> None:
     """The calibration leaves nothing that can be read."""
-    assert reason(AMP_CPU_TUNING="").endswith("(measured)")
+    assert reason(AMP_CPU_STREAMING="").endswith("(measured)")
 
 
 def test_a_missing_library_is_mentioned_once(

@@ -8,8 +8,7 @@ from torch.testing._internal.autocast_test_lists import AutocastCPUTestLists
 
 from amp_core import OpPolicy
 from amp_core._torch.dispatcher import registered
-from amp_core.dispatch.activate import emulation
-from amp_core.dispatch.engine import engine
+from amp_core.dispatch.activate import emulation, pushed
 
 torch.manual_seed(0)
 LISTS = AutocastCPUTestLists(torch.device("cpu"))
@@ -27,7 +26,7 @@ def routed():
     active = emulation(OpPolicy.default("cpu"))
     yield active
     assert registered("AutocastCPU") == before
-    assert engine("cpu").depth == 0
+    assert pushed() == 0
 
 
 def run_native(f, *args, dtype=torch.bfloat16, **kwargs):

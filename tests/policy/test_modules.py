@@ -161,10 +161,70 @@ def test_export_refuses_rather_than_dropping_the_rules(model: Encoder, strict: b
         torch.export.export(Inside(), (X,), strict=strict)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+@pytest.mark.filterwarnings("ignore:.torch.jit")
 def test_scripting_is_refused_with_file_and_line(model: Encoder) -> None:
     """TorchScript has op rules of its own and would drop these."""
     with apply_policy(model, {"head": {"linear": "fp32"}}):
         with pytest.raises(Exception, match=r"(?s)modules\.py.*op policy of its own") as caught:
             torch.jit.script(model.head)
         assert "line" in str(caught.value)
+
+
+class Norm(nn.LayerNorm):
+    """A subclass, which a rule for its base covers."""
+
+
+def layers() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, 8), Norm(8), nn.Linear(8, 8))
+
+
+@pytest.mark.parametrize(
+    ("select", "text", "selected"),
+    [
+        (lambda _model: nn.LayerNorm, "torch.nn.modules.normalization:LayerNorm", ("1",)),
+        (lambda _model: "torch.nn.modules.linear:Linear", "torch.nn.modules.linear:Linear", ("0", "2")),
+        (lambda model: model[2], "2", ("2",)),
+        (lambda model: model, "", ("",)),
+    ],
+    ids=["class", "name of a class", "module", "the model"],
+)
+def test_rules_by_class_and_by_module(select, text, selected, tmp_path) -> None:
+    """A rule for a class or a module misses it, or is lost on the way through a file."""
+    model = layers()
+    path = tmp_path / "rules.toml"
+    with apply_policy(model, {select(model): "fp32"}) as applied:
+        assert applied.modules == selected
+        path.write_text(applied.to_toml())
+        assert f'"{text}" = "fp32"' in applied.to_toml()
+        with autocast("cpu"):
+            for name in selected:
+                assert model.get_submodule(name)(torch.ones(2, 8)).dtype is HIGH
+    with apply_policy(layers(), path) as again:
+        assert again.modules == selected
+
+
+def test_a_later_rule_wins_whatever_selects_the_module() -> None:
+    """A rule for one module does not refine the rule of its class."""
+    model = layers()
+    linear = {"linear": "fp32"}
+    with apply_policy(model, {nn.Linear: linear, model[2]: {"linear": "lower_precision_fp"}}) as applied:
+        assert applied.explain("0", "linear")[0].rule == "fp32"
+        assert applied.explain("0", "linear")[0].origin == "module class 'torch.nn.modules.linear:Linear'"
+        assert applied.explain("2", "linear")[0].rule == "lower_precision_fp"
+
+
+@pytest.mark.parametrize(
+    ("selector", "message"),
+    [
+        (nn.Conv2d, "'torch.nn.modules.conv:Conv2d' matches no module of Sequential"),
+        (nn.Linear(1, 1), "The Linear is not a module of this Sequential"),
+        (3, "3 does not select modules; use a glob, a module or a module class"),
+    ],
+    ids=["class", "module", "number"],
+)
+def test_selections_without_a_module_are_refused(selector, message) -> None:
+    """A rule that applies to nothing is ignored."""
+    model = layers()
+    with pytest.raises(PolicyError, match=message):
+        apply_policy(model, {"0": "fp32", selector: "fp32"})
+    assert "forward" not in model[0].__dict__

@@ -280,3 +280,22 @@ def test_disable_without_naming_a_device() -> None:
         assert dtype() is torch.bfloat16
         assert amp_core.disable()(dtype)() is torch.float32
         assert torch.is_autocast_enabled("xpu")
+
+
+def test_a_rule_of_torch_library_loses_the_write_but_a_policy_keeps_it() -> None:
+    """The table of differences says so of the plain region; a policy is the way out."""
+
+    @torch.library.custom_op("amp_region_test::add_two_", mutates_args=("x",))
+    def add_two_(x: torch.Tensor) -> None:
+        x.add_(2)
+
+    torch.library.register_autocast("amp_region_test::add_two_", "cpu", torch.bfloat16)
+    ruled = amp_core.OpPolicy.default("cpu").override({add_two_: "lower_precision_fp"})
+    policies = {"plain": None, "rule": ruled}
+    results = {}
+    for name, policy in policies.items():
+        x = torch.zeros(1)
+        with amp_core.autocast("cpu", policy=policy):
+            add_two_(x)
+        results[name] = x.item()
+    assert results == {"plain": 0, "rule": 2}

@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
+from torch._functorch import config as functorch_config
+from torch._inductor.utils import fresh_cache
 
 import amp_core
 from amp_core.dispatch.activate import pushed
@@ -200,6 +203,59 @@ def test_the_policy_around_a_compiled_function_counts(backend: str) -> None:
         with amp_core.autocast("cpu", policy=policy):
             assert compiled(X).dtype is function(X).dtype
     assert compiled(X).dtype is torch.float32
+
+
+def test_the_policy_is_part_of_the_cache_key() -> None:
+    """Code that was cached under one policy is loaded under another, also after torch._dynamo.reset()."""
+
+    def function(x):
+        return (x @ x).tan()
+
+    exact = amp_core.OpPolicy.default("cpu").override({"matmul": "fp32"})
+    hits = []
+    with fresh_cache(), functorch_config.patch(enable_autograd_cache=True):
+        for policy in (None, exact, None, exact):
+            counters.clear()
+            torch._dynamo.reset()
+            with amp_core.autocast("cpu", policy=policy):
+                assert torch.compile(function)(X).dtype is function(X).dtype
+            hits.append(counters["aot_autograd"]["autograd_cache_hit"])
+    assert hits == [0, 0, 1, 1]
+
+
+@torch.library.custom_op("amp_graph_break_test::fail", mutates_args=())
+def fail(x: torch.Tensor) -> torch.Tensor:
+    raise PlannedError
+
+
+class PlannedError(Exception):
+    """What a compiled function raises at run time, inside a region."""
+
+
+fail.register_fake(torch.empty_like)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("kind", REGIONS)
+def test_an_exception_in_compiled_code_keeps_the_outer_state(kind: str, backend: str) -> None:
+    """A compiled function that raises in a region leaves that region's dtype, policy or depth in force."""
+
+    def function(x):
+        with REGIONS[kind]("cpu", dtype=torch.float16):
+            return fail(x @ x)
+
+    def state() -> tuple[object, ...]:
+        depth = torch.autocast_increment_nesting(), torch.autocast_decrement_nesting()
+        return torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), pushed(), depth
+
+    torch._dynamo.reset()
+    compiled = torch.compile(function, backend=backend)
+    with amp_core.autocast("cpu", policy=EXACT):
+        before = state()
+        for _ in range(2):
+            with pytest.raises(PlannedError):
+                compiled(X)
+            assert state() == before
 
 
 def test_the_graph_of_a_region_is_that_of_torch() -> None:

@@ -26,7 +26,7 @@ class Interrupt(BaseException):
 
 
 def state() -> tuple[object, ...]:
-    thread = activate.policies_in_force(), activate.pushed(), len(region_stack.thread.regions)
+    thread = engine.policies_in_force(), activate.pushed(), len(region_stack.thread.regions)
     return (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), (X @ X).dtype, *thread)
 
 
@@ -46,6 +46,7 @@ def interrupted_at(number: int, function: Callable[[], None]) -> bool:
                 raise Interrupt
         return tracer
 
+    sys._getframe().f_trace_opcodes = True  # Python 3.12 traces opcodes if a frame wants them by now
     sys.settrace(tracer)
     try:
         function()

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import amp_core
+from amp_core.dispatch.activate import pushed
 
 X = torch.eye(2)
 HALF = X.half()
@@ -139,6 +140,33 @@ def test_eager_programs() -> None:
     failures: list[Any] = []
     assert check_eager(0, 4.0, failures) > 50
     assert not failures
+
+
+def test_regions_left_in_any_order() -> None:
+    """A region that is left before a later one takes the policy or dtype of the later one with it."""
+    choose, end, count = random.Random(4), time.monotonic() + 4, 0
+    while time.monotonic() < end:
+        entered: list[tuple[Any, State]] = []
+        for _ in range(choose.randint(2, 12)):
+            if entered and choose.random() < 0.5:
+                region, _ = entered.pop(choose.randrange(len(entered)))
+                region.__exit__(None, None, None)
+            else:
+                policy = choose.choice(["exact", "as given"])
+                settings = choose.choice(DTYPES[1:]), choose.random() < 0.8, policy
+                region = amp_core.autocast("cpu", settings[0], settings[1], policy=POLICIES[policy])
+                region.__enter__()
+                below = entered[-1][1] if entered else State()
+                entered.append((region, below.inside(*settings)))
+            state = entered[-1][1] if entered else State()
+            if all(each.enabled for _, each in entered):  # a disabled region pushes no policy
+                assert torch.mm(HALF, HALF).dtype is state.result(torch.float16)
+            assert torch.is_autocast_enabled("cpu") is state.enabled
+        while entered:
+            entered.pop(choose.randrange(len(entered)))[0].__exit__(None, None, None)
+        assert (torch.is_autocast_enabled("cpu"), pushed()) == (False, 0)
+        count += 1
+    assert count > 50
 
 
 def test_programs_in_threads() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import sys
+import warnings
 
 import pytest
 import torch
@@ -290,3 +292,15 @@ def test_other_things_are_refused() -> None:
         script(torch.nn.Linear(1, 1))
     with pytest.raises(ScriptRegionError, match="defined by `def`"):
         script(lambda a: a)
+
+
+def test_only_the_deprecation_is_hidden() -> None:
+    """A user of Python 3.14 does not learn that torch no longer supports TorchScript there."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        script(plain)
+    texts = [str(warning.message) for warning in caught]
+    expected = "`torch.jit.script` is not supported in Python 3.14+"
+    assert [text.partition(" and")[0] for text in texts] == (
+        [expected] if sys.version_info >= (3, 14) else []
+    )

@@ -10,7 +10,7 @@ import torch
 import amp_core
 
 X = torch.ones(3, 3)
-pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated")
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit")
 
 
 def inside(a: torch.Tensor) -> torch.Tensor:

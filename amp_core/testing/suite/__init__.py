@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from amp_core.testing.suite.add import AddConformance
 from amp_core.testing.suite.cast import CastConformance
-from amp_core.testing.suite.contract import (
-    AvailabilityConformance,
-    DtypeConformance,
-    PolicyConformance,
-)
+from amp_core.testing.suite.contexts import ContextConformance, MemoryConformance
+from amp_core.testing.suite.contract import AvailabilityConformance, DtypeConformance, PolicyConformance
 from amp_core.testing.suite.effects import EffectsConformance
 from amp_core.testing.suite.grad_stats import GradStatsConformance
+from amp_core.testing.suite.layouts import LayoutConformance
 from amp_core.testing.suite.multiply import MultiplyConformance
-from amp_core.testing.suite.prepare import PrepareConformance
 from amp_core.testing.suite.regions import FunctionConformance, RegionConformance
 from amp_core.testing.suite.scaler import ScalerConformance
 from amp_core.testing.suite.update import UpdateConformance
@@ -24,7 +21,9 @@ class BackendConformance(
     PolicyConformance,
     RegionConformance,
     FunctionConformance,
-    PrepareConformance,
+    LayoutConformance,
+    ContextConformance,
+    MemoryConformance,
     CastConformance,
     AddConformance,
     GradStatsConformance,

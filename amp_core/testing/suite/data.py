@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from amp_core._torch.dispatcher import dispatcher_name
 from amp_core._torch.internals import TorchDispatchMode
-
-GUARD = 8
-"""Elements of a guarded tensor's base before and after it."""
-
-# Around the widths of vector registers and blocks, where tails are cut.
-LENGTHS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 129)
+from amp_core.plugin import Backend
 
 MANY = 5000
 """Tensors in a long list: more than fit into the argument of a launch, or into a page of pointers."""
@@ -28,8 +23,8 @@ _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def bits(tensor: Tensor) -> Tensor:
     """Return the bits of `tensor` as integers on the CPU, flat."""
-    here = tensor.detach().cpu()
-    real = torch.view_as_real(here.resolve_conj()) if here.is_complex() else here
+    here = tensor.detach().cpu().resolve_conj().resolve_neg()
+    real = torch.view_as_real(here) if here.is_complex() else here
     return real.contiguous().view(_INTEGER[real.element_size()]).reshape(-1).clone()
 
 
@@ -51,40 +46,6 @@ def same_values(one: Tensor, other: Tensor) -> bool:
     return torch.equal(nan, other_nan) and torch.equal(bits(a)[keep], bits(b)[keep])
 
 
-@dataclass
-class Guarded:
-    """A tensor inside a larger one whose other elements must neither be read nor written."""
-
-    tensor: Tensor
-    base: Tensor
-    before: Tensor
-
-    def untouched(self) -> bool:
-        """Whether the whole base has the bits it was made with."""
-        return torch.equal(bits(self.base), self.before)
-
-    def surroundings_untouched(self) -> bool:
-        """Whether everything around the tensor has the bits it was made with."""
-        now = bits(self.base)
-        around = torch.ones(self.base.shape, dtype=torch.bool)
-        torch.as_strided(around, self.tensor.shape, self.tensor.stride(), self.tensor.storage_offset()).fill_(
-            False
-        )
-        per = now.numel() // max(1, around.numel())
-        mask = around.repeat_interleave(per)
-        return torch.equal(now[mask], self.before[mask])
-
-
-def guarded(values: Tensor, device: torch.device, step: int = 1, fill: float = math.inf) -> Guarded:
-    """Put `values` on `device`, every `step`-th element of a base that else holds `fill`."""
-    base = torch.full((values.numel() * step + 2 * GUARD,), fill, dtype=values.dtype)
-    strides = [s * step for s in torch.empty(values.shape, device="meta").stride()]
-    torch.as_strided(base, values.shape, strides, GUARD).copy_(values)
-    there = base.to(device, copy=True)
-    view = torch.as_strided(there, values.shape, strides, GUARD)
-    return Guarded(view, there, bits(there))
-
-
 def random(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
     """Return normal values on the CPU."""
     generator = torch.Generator().manual_seed(seed)
@@ -92,36 +53,23 @@ def random(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
     return torch.randn(shape, dtype=wide, generator=generator).to(dtype)
 
 
-def layouts(dtype: torch.dtype, device: torch.device) -> list[tuple[str, Tensor]]:
-    """Return tensors of every memory layout, with their names."""
-    plain = random((6, 10), dtype).to(device)
-    return [
-        ("contiguous", plain.clone()),
-        ("transposed", plain.clone().t()),
-        ("every second element", plain.clone().reshape(-1)[::2]),
-        ("a column", plain.clone()[:, 3]),
-        ("a view at an odd offset", plain.clone().reshape(-1)[3:18]),
-        ("three dimensions, permuted", plain.clone().reshape(3, 4, 5).permute(2, 0, 1)),
-        ("no dimensions", plain.clone()[2, 2].clone()),
-        ("one element", plain.clone().reshape(-1)[:1]),
-        ("no elements", torch.empty(0, dtype=dtype, device=device)),
-        ("no elements, two dimensions", torch.empty((3, 0), dtype=dtype, device=device)),
-    ]
-
-
-def index(tensor: Tensor, place: int) -> tuple[int, ...]:
-    """Return the index of the first (0) or last (-1) element."""
-    return (place,) * tensor.dim()
-
-
-def versions(*tensors: Tensor) -> list[int]:
-    """Return the version counters."""
-    return [t._version for t in tensors]
-
-
 def scalar(value: float, device: torch.device, shape: tuple[int, ...] = ()) -> Tensor:
     """Return one float32 element on `device`."""
     return torch.full(shape, value, dtype=torch.float32).to(device)
+
+
+def queries(backend: Backend) -> dict[str, Callable[[], Any]]:
+    """Return a call of each hook of `backend`."""
+    return {
+        "availability": backend.availability,
+        "default_dtype": backend.default_dtype,
+        "supported_dtypes": backend.supported_dtypes,
+        "dtype_reason": lambda: backend.dtype_reason(torch.int32),
+        "autocast_refusal": lambda: backend.autocast_refusal(torch.int32),
+        "scaler_refusal": backend.scaler_refusal,
+        "op_policy": backend.op_policy,
+        "kernels": backend.kernels,
+    }
 
 
 # Waiting for the device.
@@ -138,7 +86,7 @@ class _Dispatched(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untype
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        name = func._schema.name.partition("::")[2]
+        name = dispatcher_name(func).rpartition("::")[2].partition(".")[0]
         result = func(*args, **(kwargs or {}))
         if name in _WAITS or (name in ("_to_copy", "copy_") and self._leaves(args, result)):
             self._seen.append(str(func))

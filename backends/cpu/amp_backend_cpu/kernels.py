@@ -13,12 +13,13 @@ from torch.autograd.graph import increment_version
 
 from amp_backend_cpu import library as _library
 from amp_core.kernels import GradStats, Kernels, Portable, ScaleTensors
+from amp_core.kernels.interface import as_int32
 from amp_core.kernels.memory import are_numbers, are_plain, are_real
 from amp_core.states.loss_scale import Hysteresis, LossScaleSchedule
 
 _CODES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 _CPU = torch.device("cpu")
-_LARGE = 1 << 22  # elements: above this, prefetch and streaming stores matter
+_LARGE = 1 << 22  # elements: above this, streaming stores matter
 _STATE = [torch.float32, torch.int32, torch.int32, torch.float32]
 _ADDRESS = "L" if array("L").itemsize == 8 else "Q"  # filling "L" takes half the time
 _KINDS = (Hysteresis.BUDGET, Hysteresis.CONSECUTIVE, Hysteresis.EVERY)
@@ -42,10 +43,6 @@ class Compiled(Portable):
     def reason(self) -> str:  # type: ignore[override]  # measured on first use
         return f"{_library.instruction_set(self._library)}, OpenMP; {self._tuning}"
 
-    def _settle(self, table: _Table) -> None:
-        if not self._tuning.settled and table.elements >= _LARGE:
-            self._tuning.settle()
-
     def layout(self, tensors: Sequence[Tensor]) -> object:
         return _Layout(tensors)
 
@@ -56,7 +53,6 @@ class Compiled(Portable):
         table = _table_of(grads) if norm_type == 2.0 else None
         if table is None:
             return super().grad_stats(grads, norm_type)
-        self._settle(table)
         dtype = torch.float64 if table.wide else torch.float32
         norms, norm = _empty(len(grads), dtype), _empty((), dtype)
         nonfinite, found_inf = _empty(len(grads), torch.float32), _empty((), torch.float32)
@@ -69,7 +65,6 @@ class Compiled(Portable):
         table = _table_of(grads) if are_numbers(flags, _CPU) else None
         if table is None:
             return super().multiply_(grads, factor, found_inf)
-        self._settle(table)
         flag = None if found_inf is None else found_inf.data_ptr()
         _check(self._library.amp_multiply(*table.arguments, factor.data_ptr(), flag, table.threads()))
         increment_version([*grads, *flags[1:]])
@@ -82,7 +77,8 @@ class Compiled(Portable):
         source, target = _table_of(tensors), _table_of(targets)
         if source is None or target is None or not _to_others(tensors, targets):
             return super().cast(tensors, dtype, targets)
-        self._settle(source)
+        if not self._tuning.settled and source.elements >= _LARGE:
+            self._tuning.settle()
         _, to, _, codes = target.arguments
         _check(self._library.amp_cast(*source.arguments, to, codes, source.threads()))
         increment_version(targets)
@@ -104,10 +100,10 @@ class Compiled(Portable):
             *[t.data_ptr() for t in tensors],
             schedule.growth_factor,
             schedule.backoff_factor,
-            schedule.growth_interval,
+            as_int32(schedule.growth_interval),
             schedule.min_scale,
             schedule.max_scale,
-            schedule.hysteresis,
+            as_int32(schedule.hysteresis),
             _KINDS.index(schedule.hysteresis_kind),
         )
         increment_version(tensors[:3])

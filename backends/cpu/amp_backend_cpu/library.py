@@ -13,14 +13,11 @@ import torch
 
 from amp_core.common import environment as _env
 
-_ABI = 5
+_ABI = 6
 """The ABI version in `native/kernels.c`; a library with another version must not be called."""
 
 _LIMITS = {"NO AVX": 0, "DEFAULT": 0, "AVX2": 1}
 _AVX512 = 2
-
-PREFETCH, STREAMING = "prefetch", "streaming"
-_SWITCHES = (PREFETCH, STREAMING)
 
 _NOT_BUILT = "the compiled kernels were not built: no C compiler at install time"
 
@@ -63,10 +60,10 @@ def load() -> ctypes.CDLL:
 
 
 class Tuning:
-    """Whether the library prefetches, and whether large casts use streaming stores.
+    """Whether large casts use streaming stores, which bypass the caches.
 
-    Either makes some CPUs a quarter faster and others as much slower. ``AMP_CPU_TUNING`` decides; otherwise,
-    the first large call runs a calibration of about 50 ms.
+    They make some CPUs twice as fast and others slower. ``AMP_CPU_STREAMING`` decides; otherwise, the first
+    large cast runs a calibration of about 30 ms.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -75,23 +72,21 @@ class Tuning:
         self.settled = False
 
     def settle(self) -> None:
-        """Choose the settings, once."""
+        """Choose the setting, once."""
         with self._lock:
             if self.settled:
                 return
-            pinned = _env.cpu_tuning(_SWITCHES)
+            pinned = _env.cpu_streaming()
             if pinned is None:
                 self._library.amp_calibrate()
             else:
-                self._library.amp_tune(*[int(switch in pinned) for switch in _SWITCHES])
+                self._library.amp_stream(int(pinned))
             self.settled = True
 
     def __str__(self) -> str:
         self.settle()
-        bits = self._library.amp_tune(-1, -1)
-        states = [f"{name} {'on' if bits >> i & 1 else 'off'}" for i, name in enumerate(_SWITCHES)]
-        how = "measured" if _env.cpu_tuning(_SWITCHES) is None else _env.CPU_TUNING
-        return f"{', '.join(states)} ({how})"
+        state = "on" if self._library.amp_stream(-1) else "off"
+        return f"streaming {state} ({'measured' if _env.cpu_streaming() is None else _env.CPU_STREAMING})"
 
 
 def instruction_set(library: ctypes.CDLL) -> str:
@@ -120,6 +115,5 @@ def _declare(library: ctypes.CDLL) -> None:
     )
     library.amp_update_scale.restype = None
     library.amp_instruction_set.restype = library.amp_compiler.restype = ctypes.c_char_p
-    library.amp_tune.argtypes = (integer, integer)
-    library.amp_limit.argtypes = (integer,)
+    library.amp_stream.argtypes = library.amp_limit.argtypes = (integer,)
     library.amp_calibrate.argtypes = library.amp_start.argtypes = ()

@@ -10,7 +10,7 @@ from amp_core.kernels import Portable
 
 
 class AddTakesTheFirstOnly(Portable):
-    fails = ("add_of_thousands_of_tensors", "add_of_mixed_lists")
+    fails = ("kernels_of_thousands_of_tensors", "add_of_every_memory_layout")
 
     def add_(self, totals, grads):
         with torch.no_grad():
@@ -18,7 +18,7 @@ class AddTakesTheFirstOnly(Portable):
 
 
 class AddSumsInTheDtypeOfTheGradient(Portable):
-    fails = ("add_rounds_every_sum_once",)
+    fails = ("add_of_every_memory_layout",)
 
     def add_(self, totals, grads):
         with torch.no_grad():
@@ -27,7 +27,7 @@ class AddSumsInTheDtypeOfTheGradient(Portable):
 
 
 class AddLeavesTheSumInTheGradient(Portable):
-    fails = ("add_writes_the_totals_alone",)
+    fails = ("add_of_every_memory_layout",)
 
     def add_(self, totals, grads):
         super().add_(totals, grads)
@@ -51,7 +51,7 @@ class AddDropsWhatIsNotFinite(Portable):
 
 
 class AddZipsShort(Portable):
-    fails = ("add_refuses_lists_of_different_lengths",)
+    fails = ("add_refuses_other_shapes_before_it_writes",)
 
     def add_(self, totals, grads):
         with torch.no_grad():
@@ -60,7 +60,7 @@ class AddZipsShort(Portable):
 
 
 class AddLooksAtTheFirst(Portable):
-    fails = ("add_does_not_wait_for_the_device",)
+    fails = ("kernels_do_not_wait_for_the_device",)
 
     def add_(self, totals, grads):
         if grads and grads[0].numel() and grads[0].flatten()[0].isnan():

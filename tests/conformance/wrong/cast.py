@@ -10,7 +10,7 @@ from amp_core.kernels import Portable
 
 
 class CastCutsTheVectorTail(Portable):
-    fails = ("cast_treats_every_element_of_every_length",)
+    fails = ("cast_of_every_memory_layout",)
 
     def cast(self, tensors, dtype, out=None):
         results = super().cast(tensors, dtype, out)
@@ -80,7 +80,7 @@ class CastIgnoresStrides(Portable):
 
 
 class CastReordersByDtype(Portable):
-    fails = ("cast_of_mixed_lists_keeps_their_order",)
+    fails = ("cast_of_every_memory_layout",)
 
     def cast(self, tensors, dtype, out=None):
         if out is not None:
@@ -89,14 +89,14 @@ class CastReordersByDtype(Portable):
 
 
 class CastReturnsCopiesOfOut(Portable):
-    fails = ("cast_writes_into_out_and_nowhere_else",)
+    fails = ("cast_into_every_memory_layout",)
 
     def cast(self, tensors, dtype, out=None):
         return [r.clone() for r in super().cast(tensors, dtype, out)]
 
 
 class CastWritesPastOut(Portable):
-    fails = ("cast_writes_into_out_and_nowhere_else",)
+    fails = ("cast_into_every_memory_layout",)
 
     def cast(self, tensors, dtype, out=None):
         results = super().cast(tensors, dtype, out)
@@ -108,7 +108,7 @@ class CastWritesPastOut(Portable):
 
 
 class CastWritesBehindAutograd(Portable):
-    fails = ("cast_into_out_moves_its_version_counter",)
+    fails = ("cast_into_every_memory_layout",)
 
     def cast(self, tensors, dtype, out=None):
         if out is None:
@@ -119,7 +119,7 @@ class CastWritesBehindAutograd(Portable):
 
 
 class CastReturnsTheInput(Portable):
-    fails = ("cast_returns_new_memory",)
+    fails = ("cast_of_every_memory_layout",)
 
     def cast(self, tensors, dtype, out=None):
         if out is None:
@@ -128,7 +128,7 @@ class CastReturnsTheInput(Portable):
 
 
 class CastRecordsAGraph(Portable):
-    fails = ("cast_is_outside_of_autograd",)
+    fails = ("cast_of_every_memory_layout",)
 
     def cast(self, tensors, dtype, out=None):
         return (
@@ -139,21 +139,21 @@ class CastRecordsAGraph(Portable):
 
 
 class CastZipsShort(Portable):
-    fails = ("cast_refuses_lists_of_different_lengths",)
+    fails = ("cast_refuses_an_out_of_other_shapes_before_it_writes",)
 
     def cast(self, tensors, dtype, out=None):
         return super().cast(tensors if out is None else tensors[: len(out)], dtype, out)
 
 
 class CastRoundsOnTheWayToOut(Portable):
-    fails = ("cast_into_out_ignores_the_dtype_argument",)
+    fails = ("cast_into_every_memory_layout",)
 
     def cast(self, tensors, dtype, out=None):
         return super().cast(tensors if out is None else super().cast(tensors, dtype), dtype, out)
 
 
 class CastLosesTheSecondChunk(Portable):
-    fails = ("cast_of_thousands_of_tensors",)
+    fails = ("kernels_of_thousands_of_tensors",)
 
     def cast(self, tensors, dtype, out=None):
         results = super().cast(tensors, dtype, out)
@@ -163,7 +163,7 @@ class CastLosesTheSecondChunk(Portable):
 
 
 class CastForgetsTheMemoryFormat(Portable):
-    fails = ("cast_keeps_the_order_of_dimensions_in_memory",)
+    fails = ("cast_of_every_memory_layout",)
 
     def cast(self, tensors, dtype, out=None):
         if out is not None:
@@ -172,14 +172,14 @@ class CastForgetsTheMemoryFormat(Portable):
 
 
 class CastHasRoomForFourThousand(Portable):
-    fails = ("cast_of_thousands_of_tensors",)
+    fails = ("kernels_of_thousands_of_tensors",)
 
     def cast(self, tensors, dtype, out=None):
         return super().cast(tensors[:4096], dtype, out)
 
 
 class CastMakesParameters(Portable):
-    fails = ("cast_is_outside_of_autograd",)
+    fails = ("cast_of_every_memory_layout",)
 
     def cast(self, tensors, dtype, out=None):
         results = super().cast(tensors, dtype, out)
@@ -190,7 +190,7 @@ class CastMakesParameters(Portable):
 
 
 class CastAsksForVersions(Portable):
-    fails = ("cast_serves_inference_mode",)
+    fails = ("kernels_in_inference_mode",)
 
     def cast(self, tensors, dtype, out=None):
         self.seen = [t._version for t in tensors]
@@ -198,7 +198,7 @@ class CastAsksForVersions(Portable):
 
 
 class CastOverlapsItsResults(Portable):
-    fails = ("cast_treats_every_element_of_every_length",)
+    fails = ("cast_of_every_memory_layout",)
 
     def cast(self, tensors, dtype, out=None):
         if out is not None or not all(t.dim() == 1 for t in tensors):

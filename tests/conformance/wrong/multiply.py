@@ -8,7 +8,7 @@ from amp_core.kernels import Portable
 
 
 class ScaleChecksBeforeTheMultiplyOnly(Portable):
-    fails = ("multiply_flags_a_product_that_overflows",)
+    fails = ("multiply_flags_a_bad_element_at_every_position",)
 
     def multiply_(self, grads, factor, found_inf=None):
         bad = super().grad_stats(grads).found_inf if grads else torch.zeros(())
@@ -18,7 +18,7 @@ class ScaleChecksBeforeTheMultiplyOnly(Portable):
 
 
 class ScaleClearsTheFlag(Portable):
-    fails = ("multiply_leaves_a_set_flag_set",)
+    fails = ("multiply_sets_the_flag_of_a_list",)
 
     def multiply_(self, grads, factor, found_inf=None):
         if found_inf is not None:
@@ -28,8 +28,8 @@ class ScaleClearsTheFlag(Portable):
 
 class ScaleCountsUp(Portable):
     fails = (
-        "multiply_leaves_a_set_flag_set",
-        "multiply_found_inf_is_zero_or_one",
+        "multiply_sets_the_flag_of_a_list",
+        "multiply_sets_the_flag_of_a_list",
     )
 
     def multiply_(self, grads, factor, found_inf=None):
@@ -41,7 +41,7 @@ class ScaleCountsUp(Portable):
 
 
 class ScaleStopsAtABadElement(Portable):
-    fails = ("multiply_works_although_something_is_bad",)
+    fails = ("multiply_of_special_numbers",)
 
     def multiply_(self, grads, factor, found_inf=None):
         if any(not torch.isfinite(g).all() for g in grads):
@@ -71,14 +71,14 @@ class ScaleForgetsTheLastElement(Portable):
 
 
 class ScaleWritesBehindAutograd(Portable):
-    fails = ("multiply_writes_the_gradients_and_the_flag_alone",)
+    fails = ("multiply_of_every_memory_layout",)
 
     def multiply_(self, grads, factor, found_inf=None):
         super().multiply_([g.data for g in grads], factor, found_inf)
 
 
 class ScaleInvertsTheFactorInPlace(Portable):
-    fails = ("multiply_writes_the_gradients_and_the_flag_alone",)
+    fails = ("multiply_of_every_memory_layout",)
 
     def multiply_(self, grads, factor, found_inf=None):
         super().multiply_(grads, factor, found_inf)
@@ -86,7 +86,7 @@ class ScaleInvertsTheFactorInPlace(Portable):
 
 
 class ScaleBranchesOnTheHost(Portable):
-    fails = ("multiply_does_not_wait_for_the_device",)
+    fails = ("kernels_do_not_wait_for_the_device",)
 
     def multiply_(self, grads, factor, found_inf=None):
         if float(factor) != 1.0:
@@ -94,14 +94,14 @@ class ScaleBranchesOnTheHost(Portable):
 
 
 class ScaleLosesTheSecondChunk(Portable):
-    fails = ("multiply_of_thousands_of_tensors",)
+    fails = ("kernels_of_thousands_of_tensors",)
 
     def multiply_(self, grads, factor, found_inf=None):
         super().multiply_(list(grads)[:512], factor, found_inf)
 
 
 class ScaleRepairsNan(Portable):
-    fails = ("multiply_keeps_what_is_not_finite",)
+    fails = ("multiply_of_special_numbers",)
 
     def multiply_(self, grads, factor, found_inf=None):
         super().multiply_(grads, factor, found_inf)
@@ -111,7 +111,7 @@ class ScaleRepairsNan(Portable):
 
 
 class ScaleFlushesSubnormals(Portable):
-    fails = ("multiply_keeps_subnormals",)
+    fails = ("multiply_of_special_numbers",)
 
     def multiply_(self, grads, factor, found_inf=None):
         super().multiply_(grads, factor, found_inf)
@@ -128,7 +128,7 @@ class ScaleDividesByTheReciprocal(Portable):
 
 
 class ScaleStopsWhereTheFlagIsSet(Portable):
-    fails = ("multiply_leaves_a_set_flag_set",)
+    fails = ("multiply_sets_the_flag_of_a_list",)
 
     def multiply_(self, grads, factor, found_inf=None):
         if found_inf is not None:
@@ -137,7 +137,7 @@ class ScaleStopsWhereTheFlagIsSet(Portable):
 
 
 class ScaleLooksAtDoublesAsFloats(Portable):
-    fails = ("multiply_does_not_flag_what_is_finite",)
+    fails = ("multiply_of_special_numbers",)
 
     def multiply_(self, grads, factor, found_inf=None):
         super().multiply_(grads, factor, found_inf)

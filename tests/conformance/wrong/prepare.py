@@ -6,28 +6,28 @@ from amp_core.kernels import Portable
 
 
 class PrepareCopies(Portable):
-    fails = ("prepared_gradients_are_scaled_in_place",)
+    fails = ("multiply_of_every_memory_layout",)
 
     def prepare(self, tensors, layout=None):
         return [t.detach().clone() for t in tensors]
 
 
 class PrepareDropsWhatIsEmpty(Portable):
-    fails = ("prepared_tensors_are_cast",)
+    fails = ("cast_of_every_memory_layout",)
 
     def prepare(self, tensors, layout=None):
         return [t for t in tensors if t.numel()]
 
 
 class PrepareSortsByDtype(Portable):
-    fails = ("prepared_gradients_are_measured_alike", "prepared_gradients_are_added")
+    fails = ("grad_stats_of_every_memory_layout", "add_of_every_memory_layout")
 
     def prepare(self, tensors, layout=None):
         return sorted(tensors, key=lambda t: str(t.dtype))
 
 
 class LayoutKeepsTheTensors(Portable):
-    fails = ("layout_keeps_no_tensor_alive", "prepared_gradients_are_scaled_in_place")
+    fails = ("kernels_keep_nothing_alive", "multiply_of_every_memory_layout")
 
     def layout(self, tensors):
         return list(tensors)
@@ -37,7 +37,7 @@ class LayoutKeepsTheTensors(Portable):
 
 
 class LayoutForgetsTheStrides(Portable):
-    fails = ("layouts_of_other_strides_are_kept_apart",)
+    fails = ("layout_is_of_the_tensors_strides",)
 
     def __init__(self):
         self.known = {}
@@ -50,4 +50,4 @@ class LayoutForgetsTheStrides(Portable):
         if layout is None:
             return tensors
         pairs = zip(tensors, layout, strict=True)
-        return [t if t.storage_offset() else t.as_strided(t.shape, stride) for t, stride in pairs]
+        return [t.as_strided(t.shape, stride) for t, stride in pairs]

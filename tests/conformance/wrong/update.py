@@ -51,7 +51,7 @@ class UpdateForgetsTheFloor(Portable):
 
 
 class UpdateResetsTheFlag(Portable):
-    fails = ("update_writes_the_state_alone",)
+    fails = ("update_follows_the_schedule_through_long_histories",)
 
     def update_scale_(self, state, found_inf, schedule):
         super().update_scale_(state, found_inf, schedule)

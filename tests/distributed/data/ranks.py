@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -90,6 +90,47 @@ def fsdp() -> None:
                     assert math.isclose(norm, wanted, rel_tol=1e-5), (norm, wanted)
             for ours, theirs in zip(net.parameters(), alone.parameters(), strict=True):
                 torch.testing.assert_close(full(ours), theirs, rtol=1e-5, atol=1e-6)
+
+
+def reduced() -> None:
+    """FSDP2 that reduces and keeps gradients in other dtypes: as unscaling and clipping by hand."""
+    low, high = torch.bfloat16, torch.float32
+    cases = [(high, high, low, reduce) for reduce in (None, high, low)] + [(low, low, None, high)]
+    if torch.__version__ >= "2.15":  # the first that can keep wider gradients of sharded weights
+        cases += [(low, high, None, None), (low, high, low, high), (low, high, None, low)]
+    for weights, kept, computed, reduce in cases:
+        policy = MixedPrecisionPolicy(param_dtype=computed, reduce_dtype=reduce)
+        (ours, norm), (theirs, wanted) = (reduced_run(weights, kept, policy, hand) for hand in (False, True))
+        assert math.isclose(norm, wanted, rel_tol=1e-2 if kept is low else 1e-5), (norm, wanted)
+        torch.testing.assert_close(ours, theirs)
+
+
+def reduced_run(
+    weights: torch.dtype, kept: torch.dtype, policy: MixedPrecisionPolicy, by_hand: bool
+) -> tuple[list[torch.Tensor], float]:
+    """Take three clipped steps; return the parameters and the last norm."""
+    net = fully_shard(model().to(weights), mp_policy=policy)
+    for param in net.parameters():
+        if kept is not weights:
+            param.grad_dtype = kept
+    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+    scaler = amp_core.GradScaler("cpu", 1024.0)
+    for batch in INPUTS[:3]:
+        optimizer.zero_grad()
+        loss = net(batch.to(weights)).float().square().mean()
+        (loss * 1024 if by_hand else scaler.scale(loss)).backward()
+        assert {p.grad.dtype for p in net.parameters()} == {kept}
+        if by_hand:
+            for param in net.parameters():
+                param.grad.div_(1024)
+            norm = float(nn.utils.clip_grad_norm_(net.parameters(), 0.5).full_tensor())
+            optimizer.step()
+        else:
+            scaler.step(optimizer, max_norm=0.5)
+            scaler.update()
+            assert not scaler.last_step[optimizer].skipped
+            norm = scaler.history[-1].total_norm
+    return [full(p) for p in net.parameters()], norm
 
 
 def fsdp1() -> None:

@@ -53,7 +53,7 @@ class Interpreted(BackendFixtures):
 
 def main() -> int:
     """Print what the kit found; fail with it."""
-    areas = ["cast", "grad_stats", "multiply", "update", "effects"]
+    areas = ["layouts", "cast", "add", "grad_stats", "multiply", "update", "effects"]
     keyword = " ".join(sys.argv[1:])
     report = check(Loopback(kernels=KERNELS), areas=areas, keyword=keyword, fixtures=Interpreted)
     for result in report.results:

@@ -14,10 +14,9 @@
 #include <pthread.h>
 #endif
 
-#define ABI 5 /* increases when a function's arguments change; library.py checks it */
+#define ABI 6 /* increases when a function's arguments change; library.py checks it */
 
 #define CHUNK 32768 /* elements: two or more chunks of a large weight stay in the second-level cache */
-#define AHEAD 6144  /* bytes to fetch in advance into the second-level cache, which has more reads in flight */
 #define EXPONENT 0x7f800000u
 
 #define SCALAR 0
@@ -41,11 +40,9 @@
 #ifdef __GNUC__
 #define INLINE static inline __attribute__((always_inline))
 #define NOINLINE __attribute__((noinline))
-#define PREFETCH(address) __builtin_prefetch((address), 0, 2)
 #else
 #define INLINE static __forceinline
 #define NOINLINE __declspec(noinline)
-#define PREFETCH(address) (void)(address)
 #endif
 #ifdef _MSC_VER
 #define OMP(...) __pragma(omp __VA_ARGS__)
@@ -84,7 +81,7 @@ struct loops {
     add_loop *add[4];           /* by dtype code; only 16-bit dtypes */
 };
 
-static int prefetch, streaming; /* whether they speed up this CPU: amp_calibrate, amp_tune */
+static int streaming; /* whether large casts store past the caches: amp_calibrate, amp_stream */
 
 #ifdef X86
 #define IN(name) name##_sse2
@@ -364,14 +361,11 @@ EXPORT int amp_add(int64_t count_, const void *const *from, const int64_t *sizes
 
 /* ---- tuning ---- */
 
-/* Say whether to prefetch and to store past the caches: 1 yes, 0 no, -1 unchanged. Returns the settings,
- * prefetch in bit 0, streaming in bit 1. */
-EXPORT int amp_tune(int prefetch_, int streaming_) {
-    if (prefetch_ >= 0)
-        prefetch = prefetch_;
+/* Say whether large casts store past the caches: 1 yes, 0 no, -1 unchanged. Returns the setting. */
+EXPORT int amp_stream(int streaming_) {
     if (streaming_ >= 0)
         streaming = streaming_;
-    return prefetch | streaming << 1;
+    return streaming;
 }
 
 static double now(void) {
@@ -381,45 +375,35 @@ static double now(void) {
 }
 
 #define TRIALS 6
-#define PATIENCE 0.03 /* seconds per measurement; on a busy machine there are fewer trials */
-#define GAIN 0.97     /* what is switched on takes at most this part of the time without it */
+#define PATIENCE 0.03 /* seconds; on a busy machine there are fewer trials */
+#define GAIN 0.97     /* streaming is switched on if it takes at most this part of the time without it */
 
-/* Time reads with and without prefetch, then casts with and without streaming stores, each the best of some
- * trials in turns, over more memory than a core's own caches hold; switch on what is faster. One thread does
- * it: with more, a busy machine would be measured. */
+/* Time casts with and without streaming stores, each the best of some trials in turns, over more memory than a
+ * core's own caches hold. One thread does it: with more, a busy machine would be measured. */
 EXPORT int amp_calibrate(void) {
     const int64_t elements = 1 << 22;
     const int32_t from = 0, to = 2;
-    float *data = malloc((size_t)elements * sizeof *data), norms[1], bad[1], norm, found;
+    float *data = malloc((size_t)elements * sizeof *data);
     char *room = malloc((size_t)elements * 2 + 64);
-    if (data == NULL || room == NULL) {
-        free(data);
-        free(room);
-        return -1;
-    }
-    for (int64_t i = 0; i < elements; i++)
-        data[i] = 1.0f;
-    const void *source = data;
-    void *target = room + (64 - (uintptr_t)room % 64) % 64;
-    memset(target, 0, (size_t)elements * 2);
-    for (int question = 0; question < 2; question++) {
-        int *option = question ? &streaming : &prefetch;
-        double best[2] = {INFINITY, INFINITY}, begun = now();
+    double best[2] = {INFINITY, INFINITY}, begun = now();
+    if (data != NULL && room != NULL) {
+        const void *source = data;
+        void *target = room + (64 - (uintptr_t)room % 64) % 64;
+        memset(target, 0, (size_t)elements * 2);
+        for (int64_t i = 0; i < elements; i++)
+            data[i] = 1.0f;
         for (int trial = 0; trial < 2 * TRIALS && (trial < 4 || now() - begun < PATIENCE); trial++) {
-            *option = trial % 2;
+            streaming = trial % 2;
             double start = now(), taken;
-            if (question)
-                amp_cast(1, &source, &elements, &from, &target, &to, 1);
-            else
-                amp_grad_stats(1, &source, &elements, &from, norms, bad, &norm, &found, 0, 1);
+            amp_cast(1, &source, &elements, &from, &target, &to, 1);
             taken = now() - start;
-            best[*option] = taken < best[*option] ? taken : best[*option];
+            best[streaming] = taken < best[streaming] ? taken : best[streaming];
         }
-        *option = best[1] < GAIN * best[0];
+        streaming = best[1] < GAIN * best[0];
     }
     free(data);
     free(room);
-    return amp_tune(-1, -1);
+    return streaming;
 }
 
 /* amp_core.states.loss_scale.next_scale, in place. kind: 0 budget, 1 consecutive, 2 every. */

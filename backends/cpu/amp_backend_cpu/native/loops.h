@@ -2,23 +2,14 @@
  * bytes of a register) and IN(name), which adds the set's suffix. */
 #include "vectors.h"
 
-#define GROUP (8 * LANES)    /* elements that the eight accumulators of a sum take at once */
-#define BLOCK (16 * GROUP)   /* elements of a sum in float32: 16 in each accumulator */
+/* Each loop goes through four parts of its chunk at once, `apart` elements from each other. A core has more
+ * reads in flight then; along one line of addresses, narrow registers took up to five times as long. */
+#define PARTS 4
+#define GROUP (PARTS * PAIR)  /* elements that a loop takes at once */
+#define PIECE (16 * PAIR)     /* elements of one part that a sum in float32 takes: 16 in each accumulator */
+#define BLOCK (PARTS * PIECE) /* elements of a sum in float32 */
 #define LEAST 1e-26          /* a block's sum below this may have lost squares that left float32 */
 #define MOST 1e38
-
-/* Call BODY with a constant in place of a switch that does not change within the loop. */
-#define WITH_CONSTANT(SWITCH, BODY, ...)                                                               \
-    if (SWITCH)                                                                                        \
-        BODY(__VA_ARGS__, 1);                                                                          \
-    else                                                                                               \
-        BODY(__VA_ARGS__, 0)
-
-INLINE void IN(fetch)(const void *from, size_t bytes, int ahead) {
-    if (ahead)
-        for (size_t k = 0; k < bytes; k += 64)
-            PREFETCH((const char *)from + AHEAD + k);
-}
 
 INLINE double IN(total)(floats v) {
     double sum = 0.0;
@@ -54,61 +45,55 @@ static double IN(careful)(const float *x, size_t n, uint32_t *bad) {
  * small that squares below the least normal float may be missing in it is done again in doubles. So no
  * element is tested for inf and NaN by itself: none is there where the sum is finite. */
 #define STATS(NAME, TYPE, SPLIT, LOAD)                                                                 \
-    static NOINLINE double IN(NAME##_again)(const TYPE *x, size_t n, uint32_t *bad) {                  \
-        float wide[BLOCK + PAIR];                                                                      \
-        TYPE rest[PAIR] = {0};                                                                         \
-        size_t i = 0;                                                                                  \
-        for (; i + PAIR <= n; i += PAIR)                                                               \
-            IN(store_f32)(wide + i, LOAD(x + i), 0);                                                   \
-        memcpy(rest, x + i, (n - i) * sizeof *x);                                                      \
-        IN(store_f32)(wide + i, LOAD(rest), 0);                                                        \
-        return IN(careful)(wide, n, bad);                                                              \
-    }                                                                                                  \
-    INLINE void IN(NAME##_body)(const TYPE *data, size_t all, double *sum, uint32_t *bad, int ahead) { \
-        for (size_t start = 0; start < all; start += BLOCK) {                                          \
-            const TYPE *x = data + start;                                                              \
-            size_t n = all - start < BLOCK ? all - start : BLOCK, i = 0;                               \
-            floats s0 = {0}, s1 = {0}, s2 = {0}, s3 = {0}, s4 = {0}, s5 = {0}, s6 = {0}, s7 = {0};     \
-            for (; i + GROUP <= n; i += GROUP) {                                                       \
-                IN(fetch)(x + i, GROUP * sizeof *x, ahead);                                            \
-                pair v = SPLIT(x + i);                                                                 \
-                s0 += v.a * v.a;                                                                       \
-                s1 += v.b * v.b;                                                                       \
-                v = SPLIT(x + i + PAIR);                                                               \
-                s2 += v.a * v.a;                                                                       \
-                s3 += v.b * v.b;                                                                       \
-                v = SPLIT(x + i + 2 * PAIR);                                                           \
-                s4 += v.a * v.a;                                                                       \
-                s5 += v.b * v.b;                                                                       \
-                v = SPLIT(x + i + 3 * PAIR);                                                           \
-                s6 += v.a * v.a;                                                                       \
-                s7 += v.b * v.b;                                                                       \
-            }                                                                                          \
-            for (; i + PAIR <= n; i += PAIR) {                                                         \
-                pair v = SPLIT(x + i);                                                                 \
-                s0 += v.a * v.a;                                                                       \
-                s1 += v.b * v.b;                                                                       \
-            }                                                                                          \
-            if (i < n) {                                                                               \
-                TYPE rest[PAIR] = {0};                                                                 \
-                memcpy(rest, x + i, (n - i) * sizeof *x);                                              \
-                pair v = SPLIT(rest);                                                                  \
-                s2 += v.a * v.a;                                                                       \
-                s3 += v.b * v.b;                                                                       \
-            }                                                                                          \
-            double block = IN(total)(((s0 + s1) + (s2 + s3)) + ((s4 + s5) + (s6 + s7)));               \
-            if (!(block > LEAST && block < MOST)) {                                                    \
-                KEEP_SUBNORMALS();                                                                     \
-                block = IN(NAME##_again)(x, n, bad);                                                   \
-                FLUSH_SUBNORMALS();                                                                    \
-            }                                                                                          \
-            *sum += block;                                                                             \
+    static NOINLINE double IN(NAME##_again)(const TYPE *x, size_t apart, size_t n, uint32_t *bad) {    \
+        float wide[PIECE];                                                                             \
+        double sum = 0.0;                                                                              \
+        for (size_t part = 0; part < PARTS; part++) {                                                  \
+            for (size_t i = 0; i < n; i += PAIR)                                                       \
+                IN(store_f32)(wide + i, LOAD(x + part * apart + i), 0);                                \
+            sum += IN(careful)(wide, n, bad);                                                          \
         }                                                                                              \
+        return sum;                                                                                    \
+    }                                                                                                  \
+    static double IN(NAME##_block)(const TYPE *x, size_t apart, size_t n, uint32_t *bad) {             \
+        floats s0 = {0}, s1 = {0}, s2 = {0}, s3 = {0}, s4 = {0}, s5 = {0}, s6 = {0}, s7 = {0};         \
+        for (size_t i = 0; i < n; i += PAIR) {                                                         \
+            pair v = SPLIT(x + i);                                                                     \
+            s0 += v.a * v.a;                                                                           \
+            s1 += v.b * v.b;                                                                           \
+            v = SPLIT(x + i + apart);                                                                  \
+            s2 += v.a * v.a;                                                                           \
+            s3 += v.b * v.b;                                                                           \
+            v = SPLIT(x + i + 2 * apart);                                                              \
+            s4 += v.a * v.a;                                                                           \
+            s5 += v.b * v.b;                                                                           \
+            v = SPLIT(x + i + 3 * apart);                                                              \
+            s6 += v.a * v.a;                                                                           \
+            s7 += v.b * v.b;                                                                           \
+        }                                                                                              \
+        double sum = IN(total)(((s0 + s1) + (s2 + s3)) + ((s4 + s5) + (s6 + s7)));                     \
+        if (!(sum > LEAST && sum < MOST)) {                                                            \
+            KEEP_SUBNORMALS();                                                                         \
+            sum = IN(NAME##_again)(x, apart, n, bad);                                                  \
+            FLUSH_SUBNORMALS();                                                                        \
+        }                                                                                              \
+        return sum;                                                                                    \
     }                                                                                                  \
     static void IN(NAME)(const void *data, size_t n, double *sum, uint32_t *bad) {                     \
+        const TYPE *x = data;                                                                          \
+        size_t apart = n / BLOCK * PIECE, end = PARTS * apart, few = (n - end) / GROUP * PAIR;         \
         unsigned mode = fp_mode();                                                                     \
         FLUSH_SUBNORMALS();                                                                            \
-        WITH_CONSTANT(prefetch, IN(NAME##_body), data, n, sum, bad);                                   \
+        for (size_t i = 0; i < apart; i += PIECE)                                                      \
+            *sum += IN(NAME##_block)(x + i, apart, PIECE, bad);                                        \
+        if (few > 0)                                                                                   \
+            *sum += IN(NAME##_block)(x + end, few, few, bad);                                          \
+        end += PARTS * few;                                                                            \
+        if (end < n) {                                                                                 \
+            TYPE last[GROUP] = {0};                                                                    \
+            memcpy(last, x + end, (n - end) * sizeof *x);                                              \
+            *sum += IN(NAME##_block)(last, PAIR, PAIR, bad);                                           \
+        }                                                                                              \
         set_fp_mode(mode);                                                                             \
     }
 
@@ -154,20 +139,19 @@ static void IN(multiply_f32)(void *data, size_t n, float factor, uint32_t *bad) 
     float *x = data;
     floats z0 = {0}, z1 = {0};
     double zeros = 0.0;
-    int ahead = prefetch;
-    size_t i = 0;
-    for (; i + GROUP <= n; i += GROUP) {
-        IN(fetch)(x + i, GROUP * sizeof *x, ahead);
-        for (size_t k = i; k < i + GROUP; k += PAIR) {
-            pair v = IN(load_f32)(x + k);
+    size_t i = 0, apart = n / GROUP * PAIR;
+    for (; i < apart; i += PAIR) {
+        for (size_t part = 0; part < PARTS; part++) {
+            float *y = x + part * apart + i;
+            pair v = IN(load_f32)(y);
             v.a *= factor;
             v.b *= factor;
             z0 += v.a * 0.0f;
             z1 += v.b * 0.0f;
-            IN(store_f32)(x + k, v, 0);
+            IN(store_f32)(y, v, 0);
         }
     }
-    for (; i < n; i++) {
+    for (i = PARTS * apart; i < n; i++) {
         x[i] *= factor;
         zeros += (double)(x[i] * 0.0f);
     }
@@ -223,26 +207,26 @@ static void IN(multiply_f64)(void *data, size_t n, float factor, uint32_t *bad) 
     }
 #else
 #define MULTIPLY(NAME, LOAD, JOIN, STORE_PAIR, INFINITE)                                               \
+    /* The highest bit of an element of the result is set if its product is infinite or NaN. */        \
     INLINE halves IN(NAME##_pair)(uint16_t *x, float factor) {                                         \
         pair v = LOAD(x);                                                                              \
         v.a *= factor;                                                                                 \
         v.b *= factor;                                                                                 \
         halves after = JOIN(v);                                                                        \
         memcpy(x, &after, sizeof after);                                                               \
-        return (halves)((after & INFINITE) == INFINITE);                                               \
+        return (after & 0x7fff) + (0x8000 - INFINITE);                                                 \
     }                                                                                                  \
-    INLINE void IN(NAME##_body)(uint16_t *x, size_t n, float factor, uint32_t *bad, int ahead) {       \
+    static void IN(NAME)(void *data, size_t n, float factor, uint32_t *bad) {                          \
+        uint16_t *x = data;                                                                            \
         halves infinite = {0};                                                                         \
-        size_t i = 0;                                                                                  \
-        for (; i + GROUP <= n; i += GROUP) {                                                           \
-            IN(fetch)(x + i, GROUP * sizeof *x, ahead);                                                \
-            for (size_t k = i; k < i + GROUP; k += PAIR)                                               \
-                infinite |= IN(NAME##_pair)(x + k, factor);                                            \
-        }                                                                                              \
-        for (; i + PAIR <= n; i += PAIR)                                                               \
+        size_t i = 0, apart = n / GROUP * PAIR;                                                        \
+        for (; i < apart; i += PAIR)                                                                   \
+            for (size_t part = 0; part < PARTS; part++)                                                \
+                infinite |= IN(NAME##_pair)(x + part * apart + i, factor);                             \
+        for (i = PARTS * apart; i + PAIR <= n; i += PAIR)                                              \
             infinite |= IN(NAME##_pair)(x + i, factor);                                                \
         for (int k = 0; k < PAIR; k++)                                                                 \
-            *bad |= infinite[k] != 0;                                                                  \
+            *bad |= infinite[k] >> 15;                                                                 \
         if (i < n) {                                                                                   \
             uint16_t rest[PAIR] = {0};                                                                 \
             memcpy(rest, x + i, (n - i) * sizeof *x);                                                  \
@@ -251,9 +235,6 @@ static void IN(multiply_f64)(void *data, size_t n, float factor, uint32_t *bad) 
             for (; i < n; i++)                                                                         \
                 *bad |= (x[i] & INFINITE) == INFINITE;                                                 \
         }                                                                                              \
-    }                                                                                                  \
-    static void IN(NAME)(void *data, size_t n, float factor, uint32_t *bad) {                          \
-        WITH_CONSTANT(prefetch, IN(NAME##_body), data, n, factor, bad);                                \
     }
 #endif
 
@@ -262,15 +243,13 @@ MULTIPLY(multiply_f16, IN(load_f16), IN(join_f16), IN(store_f16), 0x7c00)
 
 /* ---- casts ---- */
 
-#define CAST_BODY(NAME, FROM, LOAD, TO, STORE_PAIR)                                                    \
-    INLINE void IN(NAME##_body)(const FROM *from, TO *to, size_t n, int ahead, int stream) {           \
-        size_t i = 0;                                                                                  \
-        for (; i + GROUP <= n; i += GROUP) {                                                           \
-            IN(fetch)(from + i, GROUP * sizeof *from, ahead);                                          \
-            for (size_t k = i; k < i + GROUP; k += PAIR)                                               \
-                STORE_PAIR(to + k, LOAD(from + k), stream);                                            \
-        }                                                                                              \
-        for (; i + PAIR <= n; i += PAIR)                                                               \
+#define CAST(NAME, FROM, LOAD, TO, STORE_PAIR)                                                         \
+    INLINE void IN(NAME##_body)(const FROM *from, TO *to, size_t n, int stream) {                      \
+        size_t i = 0, apart = n / GROUP * PAIR;                                                        \
+        for (; i < apart; i += PAIR)                                                                   \
+            for (size_t part = 0; part < PARTS; part++)                                                \
+                STORE_PAIR(to + part * apart + i, LOAD(from + part * apart + i), stream);              \
+        for (i = PARTS * apart; i + PAIR <= n; i += PAIR)                                              \
             STORE_PAIR(to + i, LOAD(from + i), stream);                                                \
         if (i < n) {                                                                                   \
             FROM rest[PAIR] = {0};                                                                     \
@@ -281,13 +260,12 @@ MULTIPLY(multiply_f16, IN(load_f16), IN(join_f16), IN(store_f16), 0x7c00)
         }                                                                                              \
         if (stream)                                                                                    \
             STREAM_END();                                                                              \
-    }
-
-#define CAST(NAME, FROM, LOAD, TO, STORE_PAIR)                                                         \
-    CAST_BODY(NAME, FROM, LOAD, TO, STORE_PAIR)                                                        \
+    }                                                                                                  \
     static void IN(NAME)(const void *from, void *to, size_t n, int stream) {                           \
-        int ahead = prefetch;                                                                          \
-        WITH_CONSTANT(stream, IN(NAME##_body), from, to, n, ahead);                                    \
+        if (stream)                                                                                    \
+            IN(NAME##_body)(from, to, n, 1);                                                           \
+        else                                                                                           \
+            IN(NAME##_body)(from, to, n, 0);                                                           \
     }
 
 CAST(cast_f32_bf16, float, IN(load_f32), uint16_t, IN(store_bf16))
@@ -403,15 +381,15 @@ static const struct loops IN(loops) = {
 #undef PAIR
 #undef STREAM
 #undef STORE
+#undef PARTS
 #undef GROUP
+#undef PIECE
 #undef BLOCK
 #undef LEAST
 #undef MOST
-#undef WITH_CONSTANT
 #undef STATS
 #undef WIDE
 #undef MULTIPLY
-#undef CAST_BODY
 #undef CAST
 #undef CAST_FROM_F64
 #undef STAGE

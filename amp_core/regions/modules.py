@@ -1,23 +1,31 @@
-"""Op rules for parts of a model, selected by glob: applied and removed without editing its code."""
+"""Op rules for some modules of a model: applied and removed without editing its code."""
 
 from __future__ import annotations
 
 import difflib
 import fnmatch
+import re
 import types
 from collections.abc import Iterator, Mapping
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from amp_core._torch import internals as _torch
+from amp_core.dispatch.activate import RuleOverrides
+from amp_core.dispatch.graphs import OverridesInForce
+from amp_core.dispatch.target_dtype import eligible
 from amp_core.errors import PolicyError
 from amp_core.policy.op_policy import Explanations, OpName, OpPolicy
+from amp_core.policy.toml import read_modules, write_modules
 
-if TYPE_CHECKING:
-    from amp_core.dispatch.activate import Changes
+Selector = Any
+"""A glob over names, a class of modules or its name, or a module."""
+
+Rules = Any
+"""A mapping from op to rule, or ``"fp32"``."""
 
 _REGION = "_amp_policy_region"
 _FLOAT32 = "fp32"
@@ -25,7 +33,7 @@ _FLOAT32 = "fp32"
 
 def apply_policy(
     model: nn.Module,
-    rules: Mapping[str, Mapping[OpName, str] | str] | PathLike[str],
+    rules: Mapping[Selector, Rules] | PathLike[str],
     *,
     device_type: str | None = None,
 ) -> AppliedPolicy:
@@ -36,19 +44,21 @@ def apply_policy(
 
     Args:
         model: the model; modified in place. `AppliedPolicy.remove` restores it.
-        rules: a mapping from glob over the names in ``model.named_modules()`` to either op rules, as for
-            `OpPolicy.override`, or ``"fp32"``, which runs the module without autocast and casts its
-            floating-point tensor arguments to float32. ``*`` matches one part of a name, ``**`` any number
-            of parts, ``""`` the model itself. If several globs match a module, later ones take precedence.
-            Alternatively, the path of a TOML file with such rules in its ``modules`` table.
+        rules: a mapping from a selection of modules to either op rules, as for `OpPolicy.override`, or
+            ``"fp32"``, which runs the module without autocast and casts its floating-point tensor arguments
+            to float32. A selection is a module of the model, a class (with its subclasses; in a file
+            ``"torch.nn.modules.normalization:LayerNorm"``), or a glob over the names in
+            ``model.named_modules()``: ``*`` matches one part of a name, ``**`` any number of parts, ``""``
+            the model itself. If several select a module, later ones take precedence. Alternatively, the path
+            of a TOML file with such rules in its ``modules`` table.
         device_type: defaults to the device type of the model's first parameter or buffer.
 
     Returns:
         A handle that removes the rules again; also a context manager.
 
     Raises:
-        PolicyError: a glob matches no module, or an op or rule is unknown or cannot be applied. For a file,
-            the message gives the line. The model is left unchanged.
+        PolicyError: a selection contains no module, or an op or rule is unknown or cannot be applied; for a
+            file, with its line. The model is left unchanged.
         OSError: the file cannot be read.
 
     Example:
@@ -57,24 +67,28 @@ def apply_policy(
         >>> with amp_core.apply_policy(model, {"1": "fp32"}), amp_core.autocast("cpu"):
         ...     model(torch.ones(1, 2)).dtype
         torch.float32
+        >>> amp_core.apply_policy(model, {torch.nn.Linear: "fp32"}).modules
+        ('0', '1')
     """
     device_type = device_type or _device_type(model)
     places: Mapping[str, str] = {}
     if isinstance(rules, PathLike):
-        from amp_core.policy.toml import read_modules
-
         rules, places = read_modules(rules)
     planned: dict[str, _Region] = {}
-    for glob, what in rules.items():
+    written: dict[str, Rules] = {}
+    for selector, what in rules.items():
         try:
-            region = _region(device_type, glob, what)
-            for name in _matches(model, glob):
+            names, text = _select(model, selector)
+            region = _region(device_type, text, what)
+            for name in names:
                 planned[name] = region.on_top_of(planned.get(name))
         except PolicyError as error:
-            if glob not in places:
+            if selector not in places:
                 raise
-            raise PolicyError(f"{places[glob]}: {error}") from error
-    return AppliedPolicy(model, device_type, planned, rules)
+            raise PolicyError(f"{places[selector]}: {error}") from error
+        written.pop(text, None)
+        written[text] = what
+    return AppliedPolicy(model, device_type, planned, written)
 
 
 class AppliedPolicy:
@@ -89,7 +103,7 @@ class AppliedPolicy:
         model: nn.Module,
         device_type: str,
         regions: Mapping[str, _Region],
-        rules: Mapping[str, Mapping[OpName, str] | str],
+        rules: Mapping[str, Rules],
     ) -> None:
         self.modules = tuple(regions)
         self._rules = rules
@@ -111,8 +125,6 @@ class AppliedPolicy:
 
     def to_toml(self) -> str:
         """Return the rules as TOML that `apply_policy` can read from a file."""
-        from amp_core.policy.toml import write_modules
-
         return write_modules(
             {g: what if isinstance(what, str) else _named(what) for g, what in self._rules.items()}
         )
@@ -147,19 +159,17 @@ class AppliedPolicy:
 class _Region:
     """The context in which one module's forward runs: changed op rules, or no autocast."""
 
-    def __init__(self, device_type: str, changes: Changes | None) -> None:
+    def __init__(self, device_type: str, changes: RuleOverrides | None) -> None:
         self.device_type = device_type
         self.changes = changes
 
     def on_top_of(self, other: _Region | None) -> _Region:
-        from amp_core.dispatch.activate import Changes
-
         if other is None or other.changes is None or self.changes is None:
             return self
         origin = f"{other.changes.origin}, {self.changes.origin}"
         return _Region(
             self.device_type,
-            Changes(self.device_type, {**other.changes.rules, **self.changes.rules}, origin),
+            RuleOverrides(self.device_type, {**other.changes.rules, **self.changes.rules}, origin),
         )
 
     def on(self, policy: OpPolicy) -> OpPolicy:
@@ -169,19 +179,15 @@ class _Region:
 
     def run(self, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.changes is not None:
-            from amp_core.dispatch.graphs import InForce
-
-            with InForce(self.changes):
+            with OverridesInForce(self.changes):
                 return call(*args, **kwargs)
         if not torch.is_autocast_enabled(self.device_type):
             return call(*args, **kwargs)
         args, kwargs = _torch.tree_map_only(torch.Tensor, self._float32, (args, kwargs))
-        with torch.autocast(self.device_type, enabled=False):
+        with _torch.torch_autocast(self.device_type, enabled=False):
             return call(*args, **kwargs)
 
     def _float32(self, tensor: torch.Tensor) -> torch.Tensor:
-        from amp_core.dispatch.target_dtype import eligible
-
         return tensor.float() if eligible(tensor, self.device_type) else tensor
 
 
@@ -234,18 +240,17 @@ def _nothing(_module: nn.Module, _args: object) -> None:
     return None
 
 
-def _region(device_type: str, glob: str, what: Mapping[OpName, str] | str) -> _Region:
-    from amp_core.dispatch.activate import Changes
-
+def _region(device_type: str, selector: str, what: Rules) -> _Region:
     if isinstance(what, str):
         if what != _FLOAT32:
-            raise PolicyError(f"{glob!r}: {what!r} is not a rule for a module; use 'fp32' or op rules.")
+            raise PolicyError(f"{selector!r}: {what!r} is not a rule for a module; use 'fp32' or op rules.")
         return _Region(device_type, None)
     try:
         rules = OpPolicy(device_type, what).rules
     except PolicyError as error:
-        raise PolicyError(f"{glob!r}: {error}") from error
-    return _Region(device_type, Changes(device_type, rules, f"module glob {glob!r}"))
+        raise PolicyError(f"{selector!r}: {error}") from error
+    kind = "class" if _CLASS.fullmatch(selector) else "glob"
+    return _Region(device_type, RuleOverrides(device_type, rules, f"module {kind} {selector!r}"))
 
 
 def _named(rules: Mapping[OpName, str]) -> dict[str, str]:
@@ -258,14 +263,40 @@ def _device_type(model: nn.Module) -> str:
     raise PolicyError("The model has no parameter or buffer to infer the device from; pass device_type=.")
 
 
-def _matches(model: nn.Module, glob: str) -> list[str]:
-    known = [name for name, _ in model.named_modules()]
-    matches = [name for name in known if _is_match(name.split("."), glob.split("."))]
-    if not matches:
-        near = difflib.get_close_matches(glob, known, n=3, cutoff=0.5)
-        hint = f"near names are {', '.join(map(repr, near))}" if near else _listed(tuple(known))
-        raise PolicyError(f"The glob {glob!r} matches no module of {type(model).__name__}; {hint}.")
-    return matches
+_CLASS = re.compile(r"[\w.]+:[\w.<>]+")
+"""Matches ``package.module:Class``."""
+
+
+def _class_name(cls: type) -> str:
+    return f"{cls.__module__}:{cls.__qualname__}"
+
+
+def _select(model: nn.Module, selector: Selector) -> tuple[list[str], str]:
+    """Return the names of the modules that `selector` selects, and the selector as text."""
+    modules = dict(model.named_modules())
+    if isinstance(selector, nn.Module):
+        names = [name for name, module in modules.items() if module is selector]
+        if not names:
+            raise PolicyError(
+                f"The {type(selector).__name__} is not a module of this {type(model).__name__}."
+            )
+        return names, re.sub(r"([*?\[])", r"[\1]", names[0])
+    if isinstance(selector, type):
+        selector = _class_name(selector)
+    if not isinstance(selector, str):
+        raise PolicyError(f"{selector!r} does not select modules; use a glob, a module or a module class.")
+    if _CLASS.fullmatch(selector):
+        kinds = {name: [*map(_class_name, type(module).__mro__)] for name, module in modules.items()}
+        names = [name for name in modules if selector in kinds[name]]
+        near = sorted({classes[0] for classes in kinds.values()})
+    else:
+        names = [name for name in modules if _is_match(name.split("."), selector.split("."))]
+        near = list(modules)
+    if not names:
+        close = difflib.get_close_matches(selector, near, n=3, cutoff=0.5)
+        hint = f"near names are {', '.join(map(repr, close))}" if close else _listed(tuple(near))
+        raise PolicyError(f"{selector!r} matches no module of {type(model).__name__}; {hint}.")
+    return names, selector
 
 
 def _is_match(name: list[str], glob: list[str]) -> bool:

@@ -1,0 +1,71 @@
+"""The part of a tensor that this rank holds; a plain tensor is its own only part."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from torch import Tensor
+
+from amp_core.casts.rounding import element_numbers
+
+
+def _is_dtensor(tensor: Tensor) -> bool:
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return the part of `tensor` on this rank; shares its memory."""
+    return tensor.to_local() if _is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def like(tensor: Tensor, part: Tensor) -> Tensor:
+    """Return `part` as the part on this rank of a tensor that is distributed as `tensor` is."""
+    if not _is_dtensor(tensor):
+        return part
+    from torch.distributed.tensor import DTensor
+
+    whole: Tensor = DTensor.from_local(
+        part,
+        tensor.device_mesh,  # type: ignore[attr-defined]
+        tensor.placements,  # type: ignore[attr-defined]
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
+    return whole
+
+
+def elements(tensor: Tensor) -> Tensor:
+    """Return the number of each element of this rank's part in the whole tensor.
+
+    Raises:
+        ValueError: the placement of a DTensor is other than even shards and replicas.
+    """
+    part = local(tensor)
+    offset = [0] * tensor.dim()
+    if part is not tensor:
+        offset = _offset(tensor, part)
+    return element_numbers(part.shape, offset, tensor.shape, part.device)
+
+
+def _offset(tensor: Any, part: Tensor) -> list[int]:
+    from torch.distributed.tensor import Replicate, Shard
+
+    offset, shape = [0] * tensor.dim(), list(tensor.shape)
+    kinds = {type(placement) for placement in tensor.placements}
+    for ranks, rank, placement in zip(
+        tensor.device_mesh.shape, tensor.device_mesh.get_coordinate(), tensor.placements, strict=True
+    ):
+        if type(placement) is Shard:  # as torch.chunk cuts
+            size = -(-shape[placement.dim] // ranks)
+            start = min(rank * size, shape[placement.dim])
+            offset[placement.dim] += start
+            shape[placement.dim] = min(size, shape[placement.dim] - start)
+    if not kinds <= {Shard, Replicate} or tuple(shape) != tuple(part.shape):
+        raise ValueError(
+            f"The elements of a tensor placed as {tensor.placements} cannot be numbered, so stochastic "
+            f"rounding would depend on the number of ranks. Use storage='remainder' with float32 states."
+        )
+    return offset

@@ -1,0 +1,68 @@
+"""Base of the tools that stay on a model while it trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from typing_extensions import Self
+
+from amp_core.debugging.places import Places
+
+
+class Attached:
+    """Hooks on a model and on the optimizers that step its parameters, until `remove`.
+
+    Attributes:
+        step: the number of the model's current training step, from 0: its calls with gradients enabled.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        if model is None:
+            raise TypeError("model must be a torch.nn.Module, not None.")
+        Places.check(model)
+        self.model, self.step = model, -1
+        self._removers: list[Callable[[], None]] = [
+            model.register_forward_pre_hook(self._enter, with_kwargs=True).remove,
+            model.register_forward_hook(self._leave, with_kwargs=True).remove,
+            register_optimizer_step_pre_hook(self._step).remove,
+        ]
+
+    def remove(self) -> None:
+        """Detach from the model. Calling it again has no effect."""
+        while self._removers:
+            self._removers.pop()()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+    def _before(self) -> None:
+        """Handle the start of a training step."""
+
+    def _after(self, args: Any, kwargs: Any, result: Any) -> None:
+        """Handle the end of its forward pass."""
+
+    def _optimize(self, optimizer: Optimizer, parameters: list[nn.Parameter]) -> None:
+        """Handle an optimizer that is about to step some of the model's `parameters`."""
+
+    def _enter(self, _module: nn.Module, _args: Any, _kwargs: Any) -> None:
+        if torch.is_grad_enabled():
+            self.step += 1
+            self._before()
+
+    def _leave(self, _module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+        if torch.is_grad_enabled():
+            self._after(args, kwargs, result)
+
+    def _step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        mine = {id(parameter) for parameter in self.model.parameters()}
+        groups = optimizer.param_groups
+        parameters = [p for g in groups for p in g["params"] if p.grad is not None and id(p) in mine]
+        if parameters:
+            self._optimize(optimizer, parameters)

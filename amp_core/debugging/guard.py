@@ -1,0 +1,256 @@
+"""`guard`: stop training at the first op that makes inf or NaN."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Container
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
+
+from amp_core._torch.dispatcher import Overload, dispatcher_name
+from amp_core.debugging.attached import Attached
+from amp_core.debugging.capture import extent, is_plain
+from amp_core.debugging.places import Lines, Place
+from amp_core.debugging.ranges import Extent
+from amp_core.debugging.tables import as_dtype
+from amp_core.debugging.tap import BACKWARD, Frame, Tap, Where, floats_in, short_name
+from amp_core.errors import NonFiniteError
+from amp_core.plugin import get_backend, hookimpl, register, unregister
+
+_FILLS = {"masked_fill", "masked_fill_", "where", "masked_scatter", "index_fill", "index_fill_"}
+
+
+@dataclass(frozen=True)
+class OpFault:
+    """The op at which `guard` stopped.
+
+    Attributes:
+        step: the training step, from 0.
+        phase: ``forward`` or ``backward``.
+        place: the model and module.
+        op: the op as autocast received it, or the cast.
+        kernel: the op that ran.
+        line: ``file:line`` of the program that called the op; of a backward op, the line of its forward op.
+        rule: the policy rule that decided its dtype, with its origin; empty if none did.
+        inputs: the ranges of its floating-point inputs.
+        result: the range of its result.
+    """
+
+    step: int
+    phase: str
+    place: Place
+    op: str
+    kernel: str
+    line: str
+    rule: str
+    inputs: tuple[Extent, ...]
+    result: Extent
+
+    def __str__(self) -> str:
+        op = self.op.removeprefix("aten::").removesuffix(".default")
+        return "\n".join(
+            [
+                f"{op} in {self.place} makes inf or NaN ({self.phase} pass of step {self.step}).",
+                f"  line    {self.line or 'unknown'}",
+                f"  rule    {self.rule or 'none: the op ran in the dtypes that it was given'}",
+                *(f"  input   {tensor}" for tensor in self.inputs),
+                f"  result  {self.result}",
+            ]
+        )
+
+
+class Guard(Attached):
+    """Watches a model until `remove`; see `guard`.
+
+    Attributes:
+        step: the number of the model's current training step, from 0.
+        fault: the op at which it stopped.
+    """
+
+    def __init__(
+        self, model: nn.Module, steps: Container[int] | Callable[[int], bool] | None, patience: int
+    ) -> None:
+        if patience < 1:
+            raise ValueError(f"patience= must be at least 1 skipped step, not {patience}.")
+        self._chosen = steps if callable(steps) else (steps or ()).__contains__
+        super().__init__(model)
+        self.fault: OpFault | None = None
+        self._patience, self._skips = patience, 0
+        self._scaled: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._tap: Tap | None = None
+        register(self)
+        self._removers += [lambda: unregister(self), self._stop]
+
+    # Steps that are only watched.
+
+    def _before(self) -> None:
+        self._stop()
+        if self._chosen(self.step) or self._skips >= self._patience:
+            self._observe().places.enter(self.model)
+
+    def _after(self, args: Any, kwargs: Any, result: Any) -> None:
+        if self._all_finite(floats_in(result)):
+            return
+        if self._tap is None:
+            self._replay(args, kwargs)
+        names = [n for n, p in self.model.named_parameters() if not bool(p.isfinite().all())]
+        reason = f"these parameters do: {', '.join(names)}" if names else "perhaps its inputs do"
+        raise NonFiniteError(f"The result of step {self.step} has inf or NaN, but no op made them; {reason}.")
+
+    def _replay(self, args: Any, kwargs: Any) -> None:
+        self._observe()
+        try:
+            with torch.no_grad():
+                self.model(*args, **kwargs)
+        finally:
+            self._stop()
+
+    def _optimize(self, optimizer: Optimizer, parameters: list[nn.Parameter]) -> None:
+        if optimizer in self._scaled or getattr(optimizer, "found_inf", None) is not None:
+            return  # the scaler checks the gradients and skips the step
+        if self._all_finite([p.grad for p in parameters if p.grad is not None]):
+            return
+        mine = [(n, p.grad) for n, p in self.model.named_parameters() if p.grad is not None]
+        names = [name for name, grad in mine if not bool(grad.isfinite().all())]
+        raise NonFiniteError(
+            f"These gradients of step {self.step} have inf or NaN: {', '.join(names)}. To find the op, run "
+            f"the program again with amp_core.guard(model, steps=[{self.step}])."
+        )
+
+    def _all_finite(self, tensors: list[Tensor]) -> bool:
+        by_device: dict[torch.device, list[Tensor]] = {}
+        for tensor in filter(is_plain, tensors):
+            by_device.setdefault(tensor.device, []).append(tensor.detach())
+        with self._tap.muted() if self._tap is not None else contextlib.nullcontext():
+            kernels = ((get_backend(device.type).kernels(), group) for device, group in by_device.items())
+            return not any(bool(k.grad_stats(group).found_inf) for k, group in kernels)
+
+    @hookimpl
+    def amp_step(self, scaler: Any, record: Any) -> None:
+        """Count skipped steps in a row."""
+        self._scaled.update(scaler.last_step)
+        self._skips = self._skips + 1 if record.skipped else 0
+
+    # Steps in which every op is observed.
+
+    def _observe(self) -> Tap:
+        self._tap = Tap(self, self.model)
+        self._not_finite: dict[int, weakref.ref[Any]] = {}
+        self._lines = Lines()
+        return self._tap.__enter__()
+
+    def _stop(self) -> None:
+        tap, self._tap = self._tap, None
+        if tap is not None:
+            tap.__exit__(None, None, None)
+
+    def cast(self, source: Tensor, result: Tensor, where: Where) -> None:
+        """Check a cast."""
+        line = self._lines.of_op(where.phase == BACKWARD)
+        op = f"the cast to {as_dtype(result.dtype)}"
+        self._check(op, "aten::_to_copy", [source], [result], where, line)
+
+    def moved(self, inputs: list[Tensor], outputs: list[Tensor]) -> None:  # noqa: ARG002
+        """Note which copies and fills have inf or NaN."""
+        self._note(outputs)
+
+    def ran(self, op: Overload, inputs: list[Tensor], outputs: list[Tensor], where: Where) -> None:
+        """Check an op."""
+        line = self._lines.of_op(where.phase == BACKWARD)
+        if short_name(op) in _FILLS:  # a mask of -inf is meant
+            self._note(outputs)
+            return
+        kernel = dispatcher_name(op)
+        self._check(where.frames[0].op if where.frames else kernel, kernel, inputs, outputs, where, line)
+
+    def framed(self, frame: Frame, inputs: list[Tensor], outputs: list[Tensor], where: Where) -> None:
+        """Ignore frames: kernels are checked."""
+
+    def _note(self, tensors: list[Tensor]) -> list[Tensor]:
+        bad = [t for t in filter(is_plain, tensors) if extent(t.detach().reshape(-1))[1]]
+        for tensor in bad:
+            storage = tensor.untyped_storage()
+            self._not_finite[id(storage)] = weakref.ref(storage)
+        return bad
+
+    def _is_noted(self, tensor: Tensor) -> bool:
+        storage = tensor.untyped_storage()
+        known = self._not_finite.get(id(storage))
+        return known is not None and known() is storage
+
+    def _check(
+        self, op: str, kernel: str, inputs: list[Tensor], outputs: list[Tensor], where: Where, line: str
+    ) -> None:
+        assert self._tap is not None
+        with self._tap.muted():
+            inputs = [*filter(is_plain, inputs)]
+            written = [t for t in inputs if any(t is output for output in outputs)]
+            given = any(map(self._is_noted, written))
+            bad = self._note(outputs[:1])
+            if not bad or given or not self._is_new(inputs, written, bad[0]):
+                return
+            rule, origin = where.cause or ("", "")
+            self.fault = OpFault(
+                self.step,
+                where.phase,
+                where.place,
+                op,
+                kernel,
+                line,
+                f"{rule} ({origin})" if rule else "",
+                tuple(map(Extent.of, inputs)),
+                Extent.of(bad[0]),
+            )
+        raise NonFiniteError(str(self.fault), self.fault)
+
+    @staticmethod
+    def _is_new(inputs: list[Tensor], written: list[Tensor], result: Tensor) -> bool:
+        """Return whether the op made inf of finite numbers, or NaN of numbers."""
+        others = [t for t in inputs if not any(t is one for one in written)]
+        nan = bool(result.isnan().any())
+        return not any(bool(t.isnan().any()) if nan else not bool(t.isfinite().all()) for t in others)
+
+
+def guard(
+    model: nn.Module, *, steps: Container[int] | Callable[[int], bool] | None = None, patience: int = 10
+) -> Guard:
+    """Stop training at the first op that makes inf or NaN, and name its module, line, ranges and rule.
+
+    The guard stays on the model until ``remove()``, or to the end of a ``with`` block. In most steps it only
+    checks the model's result and, before an optimizer without a scaler steps, the gradients: one pass over
+    each. If the result is not finite, it runs the forward pass again and stops at the op. In the chosen
+    steps it checks every op, forward and backward; they take several times as long.
+
+    amp-core's `GradScaler` may skip steps: the guard stops only after `patience` of them in a row, at the op
+    of the next backward pass; each ``update`` of the scaler then waits for the device. Values that a mask
+    sets to inf are no fault. Functions compiled by `torch.compile` run eagerly while every op is checked.
+
+    Args:
+        model: the model to guard, as it is called in training.
+        steps: the steps in which to check every op, such as ``range(100, 110)``, or a function of the
+            number. In these steps a loss scale that is too large also counts as a fault.
+        patience: the number of steps that a `GradScaler` may skip in a row.
+
+    Returns:
+        The guard, which is active already.
+
+    Raises:
+        TypeError: `model` is not a module.
+        ValueError: `patience` is below 1.
+
+    Example:
+        >>> import torch, amp_core
+        >>> model = torch.nn.Linear(2, 2)
+        >>> _ = torch.nn.init.constant_(model.weight, 1e38)
+        >>> guard = amp_core.guard(model)
+        >>> model(torch.full((1, 2), 10.0))
+        Traceback (most recent call last):
+        amp_core.NonFiniteError: ...
+        >>> guard.remove()
+    """
+    return Guard(model, steps, patience)

@@ -1,0 +1,116 @@
+"""The ranges of tensors, and of floating-point formats."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from amp_core.debugging.capture import extent
+from amp_core.debugging.tables import as_dtype
+
+KINDS = ("activation", "gradient", "weight", "weight gradient")
+
+
+@dataclass(frozen=True)
+class Extent:
+    """The range of a tensor.
+
+    Attributes:
+        dtype: its dtype.
+        shape: its shape.
+        smallest: the smallest nonzero magnitude.
+        largest: the largest finite magnitude.
+        not_finite: the share of its elements that are inf or NaN.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    smallest: float
+    largest: float
+    not_finite: float
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Extent:
+        """Measure a tensor."""
+        flat = tensor.detach().reshape(-1).float().abs()
+        largest, count = extent(flat)
+        nonzero = flat[(flat > 0) & flat.isfinite()]
+        smallest = float(nonzero.min()) if nonzero.numel() else 0.0
+        return cls(tensor.dtype, tuple(tensor.shape), smallest, largest, count / max(1, flat.numel()))
+
+    def __str__(self) -> str:
+        bad = f", {self.not_finite:.1%} inf or NaN" if self.not_finite else ""
+        span = f"magnitudes {self.smallest:.3g} to {self.largest:.3g}"
+        return f"{as_dtype(self.dtype)} {[*self.shape]}, {span}{bad}"
+
+
+@dataclass(frozen=True)
+class Format:
+    """The range of a floating-point format, in exponents of 2.
+
+    Attributes:
+        name: its name.
+        subnormal: the exponent of its smallest number.
+        normal: the exponent of its smallest normal number.
+        largest: the exponent of its largest number.
+    """
+
+    name: str
+    subnormal: int
+    normal: int
+    largest: int
+
+    @classmethod
+    def of(cls, what: torch.dtype | tuple[int, int]) -> Format:
+        """Return the format of a dtype, or of (bits of the exponent, bits of the mantissa) as in IEEE 754."""
+        if isinstance(what, torch.dtype):
+            info = torch.finfo(what)
+            normal, subnormal = math.log2(info.smallest_normal), math.log2(info.smallest_normal * info.eps)
+            return cls(as_dtype(what), round(subnormal), round(normal), math.frexp(info.max)[1] - 1)
+        bits, mantissa = what
+        bias = 2 ** (bits - 1) - 1
+        return cls(f"e{bits}m{mantissa}", 1 - bias - mantissa, 1 - bias, bias)
+
+    def underflow(self, entry: Entry) -> float:
+        """Return the share of nonzero values that would round to 0."""
+        return entry.share(lambda exponent: exponent < self.subnormal - 1)
+
+    def saturation(self, entry: Entry) -> float:
+        """Return the share of nonzero values that are too large, and of inf and NaN."""
+        return entry.share(lambda exponent: exponent > self.largest)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor in one step.
+
+    Attributes:
+        step: the training step, from 0.
+        kind: ``activation``, ``gradient`` (of an activation, with the loss scale), ``weight`` or
+            ``weight gradient``.
+        name: the module, as in ``named_modules()``, or the parameter.
+        dtype: the tensor's dtype.
+        exponents: how many sampled values have each exponent of 2; without 0, inf and NaN.
+        zeros: how many sampled values are 0.
+        not_finite: how many sampled values are inf or NaN.
+        largest: the largest finite magnitude of the whole tensor.
+    """
+
+    step: int
+    kind: str
+    name: str
+    dtype: str
+    exponents: dict[int, int]
+    zeros: int
+    not_finite: int
+    largest: float
+
+    def share(self, counts: Callable[[float], bool]) -> float:
+        """Return the share of the values whose exponent counts; inf and NaN have the exponent infinity."""
+        chosen = sum(n for exponent, n in self.exponents.items() if counts(exponent))
+        chosen += self.not_finite if counts(math.inf) else 0
+        return chosen / max(1, sum(self.exponents.values()) + self.not_finite)

@@ -1,0 +1,62 @@
+"""Save what was recorded to a file, and read it in another process, on another device or version."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Mapping
+from importlib.metadata import version
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from amp_core.errors import AmpError
+
+_FORMAT = 1
+
+
+def environment() -> dict[str, str]:
+    """Return the versions and devices that can make two runs differ."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return {
+        "amp-core": version("amp-core"),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "accelerator": "none" if accelerator is None else _device_name(accelerator),
+    }
+
+
+def _device_name(device: torch.device) -> str:
+    module = torch.get_device_module(device)  # a plugin's module need not have names
+    return str(module.get_device_name()) if hasattr(module, "get_device_name") else device.type
+
+
+def write(path: str | PathLike[str], kind: str, data: Mapping[str, Any]) -> None:
+    """Write `data` as JSON, marked as `kind`."""
+    Path(path).write_text(json.dumps({"kind": kind, "format": _FORMAT, **data}), encoding="utf-8")
+
+
+def read(path: str | PathLike[str], kind: str) -> dict[str, Any]:
+    """Read a file of `write`.
+
+    Raises:
+        AmpError: the file is not a saved `kind`, or comes from a newer amp-core.
+    """
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise AmpError(f"{path} is not a saved {kind}: {error}") from error
+    if not isinstance(data, dict) or data.get("kind") != kind:
+        raise AmpError(f"{path} is not a saved {kind}; save() writes one.")
+    if data["format"] != _FORMAT:
+        raise AmpError(f"{path} has format {data['format']}, and this amp-core reads format {_FORMAT}.")
+    return data
+
+
+def differences(here: Mapping[str, str], there: Mapping[str, str]) -> dict[str, str]:
+    """Return what differs between two environments, as facts of a report."""
+    names = [name for name in {**here, **there} if here.get(name) != there.get(name)]
+    return {name: f"{here.get(name, 'none')}  ->  {there.get(name, 'none')}" for name in names}

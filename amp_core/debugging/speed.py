@@ -1,0 +1,259 @@
+"""``advise(goal="speed")``: find where low precision pays, op by op and size by size, and measure it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from amp_core._torch import internals as _torch
+from amp_core.common.containers import map_tensors, tensors_in
+from amp_core.debugging.advice import OpTime, SpeedAdvice
+from amp_core.debugging.places import Places
+from amp_core.debugging.state_keeper import StateKeeper, seeded
+from amp_core.debugging.step import Step
+from amp_core.dispatch.engine import engine
+from amp_core.dispatch.work import work
+from amp_core.policy import OpPolicy, names
+from amp_core.policy import rules as r
+from amp_core.regions.modules import apply_policy
+from amp_core.regions.region import autocast
+
+_ORIGIN = "amp_core.advise"
+_GAIN = 0.98  # a module's rule must save 2 % of the step
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """One way to run the step."""
+
+    name: str
+    policy: OpPolicy | None = None
+    enabled: bool = True
+    modules: Mapping[str, str] = field(default_factory=dict)
+
+
+class SpeedSearch:
+    """The search behind one call of ``advise(goal="speed")``.
+
+    Args:
+        step: the step to time.
+        policy: the policy to start from; None for the device's.
+        progress: called with a description of each measurement.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        policy: OpPolicy | None = None,
+        progress: Callable[[str], None] = lambda _words: None,
+    ) -> None:
+        self._step, self._policy, self._progress = step, policy, progress
+        self._roots: list[nn.Module] = []
+        self._calls: dict[Any, tuple[OpTime, tuple[Any, ...], dict[str, Any]]] = {}
+        self._runs_backward = False
+
+    def run(self, rounds: int = 8) -> SpeedAdvice:
+        """Return the fastest setting, after trying at most `rounds` modules in float32."""
+        keeper = StateKeeper()
+        with keeper.restored(), seeded(self._step.seed, self._step.device_type):
+            self._observe(keeper)
+            self._progress(f"{len(self._calls)} ops in two precisions")
+            for entry, args, kwargs in self._calls.values():
+                self._time_op(entry, args, kwargs)
+            plain = [_Setting("float32", enabled=False), _Setting("autocast", self._policy)]
+            policies = {self._by_size(cost): None for cost in ("low", "chained")}
+            settings = plain + [_Setting("advice", policy) for policy in policies]
+            best = _fastest(settings, self._measure(settings, f"{len(settings)} policies"))
+            best = self._with_modules(best, rounds) if best.enabled else best
+            # Measure again: the search has chosen among noisy figures.
+            final = [*plain, replace(best, name="advice")]
+            seconds = self._measure(final, "the proposal again")
+        return self._advice(
+            _fastest(final, seconds), dict(zip([s.name for s in final], seconds, strict=True))
+        )
+
+    def _advice(self, chosen: _Setting, seconds: dict[str, float]) -> SpeedAdvice:
+        start = self._step.policy
+        unchanged = start.override(dict.fromkeys(start.rules, r.UNCHANGED), origin=_ORIGIN)
+        policy = (chosen.policy or start) if chosen.enabled else unchanged
+        seconds["advice"] = seconds[chosen.name]
+        ops = sorted((entry for entry, *_ in self._calls.values()), key=lambda e: -e.calls * e.float32)
+        for entry in ops:
+            entry.rule = policy.rules.get(entry.op, r.UNCHANGED)
+        return SpeedAdvice(
+            policy, chosen.modules, None, enabled=chosen.enabled, seconds=seconds, ops=tuple(ops)
+        )
+
+    # What the step calls.
+
+    def _observe(self, keeper: StateKeeper) -> None:
+        """Run the step once, and keep the arguments of each op that may run in low precision."""
+        step, places = self._step, Places(self._step.model)
+        if step.model is not None:
+            keeper.keep(step.model)
+        low = [op for op, rule in step.policy.rules.items() if r.lowers(rule)]
+
+        def observe(op: str, call: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if op in low and _torch.current_autograd_node() is None:
+                self._note(op, args, kwargs, str(places.here))
+            return call()
+
+        places.on_call = keeper.keep
+        places.attach()
+        end = engine(step.device_type).watch(low, observe)
+        try:
+            with autocast(step.device_type, dtype=step.dtype, policy=step.policy):
+                result = step.fn()
+        finally:
+            end()
+            places.detach()
+        self._roots = [step.model] if step.model is not None else places.roots
+        self._runs_backward = not any(p.grad is not None for root in self._roots for p in root.parameters())
+        self._backward(result)
+
+    def _note(self, op: str, args: tuple[Any, ...], kwargs: dict[str, Any], module: str) -> None:
+        overload = names.find(op)
+        assert overload is not None, f"{op} just ran"
+        tensors = [*tensors_in((args, kwargs))]
+        shapes = ", ".join("x".join(map(str, t.shape)) or "scalar" for t in tensors)
+        key = op, shapes, tuple(t.requires_grad for t in tensors)
+        if key not in self._calls:
+            entry = OpTime(op, shapes, work(overload, args, kwargs))
+            self._calls[key] = entry, *map_tensors((args, kwargs), _detached)
+        entry = self._calls[key][0]
+        entry.calls += 1
+        entry.modules = tuple(dict.fromkeys([*entry.modules, module]))
+
+    # One op.
+
+    def _time_op(self, entry: OpTime, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        step, op = self._step, names.find(entry.op)
+        assert op is not None, f"{entry.op} just ran"
+
+        def prepared(dtype: torch.dtype, enabled: bool) -> Callable[[], None]:
+            def as_argument(t: Tensor) -> Tensor:
+                wide = torch.float32 if isinstance(t, nn.Parameter) else dtype
+                return t.detach().to(wide).requires_grad_(t.requires_grad) if t.is_floating_point() else t
+
+            mine = map_tensors((args, kwargs), as_argument)
+            leaves = [t for t in tensors_in(mine) if t.requires_grad]
+
+            def run() -> None:
+                with autocast(step.device_type, dtype=step.dtype, enabled=enabled, policy=self._policy):
+                    result = op(*mine[0], **mine[1])
+                if isinstance(result, Tensor) and result.requires_grad:
+                    torch.autograd.grad(result, leaves, torch.ones_like(result), allow_unused=True)
+
+            return run
+
+        runs = [prepared(torch.float32, False), prepared(torch.float32, True), prepared(step.dtype, True)]
+        entry.float32, entry.low, entry.chained = self._interleaved(runs, seconds=0.02, at_most=30)
+
+    def _by_size(self, cost: str) -> OpPolicy:
+        """Return the policy with the threshold for each op that costs the least by its timed calls."""
+        changes = {}
+        for op in dict.fromkeys(entry.op for entry, *_ in self._calls.values()):
+            entries = sorted((e for e, *_ in self._calls.values() if e.op == op), key=lambda e: e.work)
+            changes[op] = _threshold(entries, cost)
+        return self._step.policy.override(changes, origin=_ORIGIN)
+
+    # The whole step.
+
+    def _measure(self, settings: Sequence[_Setting], words: str) -> list[float]:
+        self._progress(words)
+        return self._interleaved([functools.partial(self._run, s) for s in settings], seconds=1.5, at_most=30)
+
+    def _with_modules(self, best: _Setting, rounds: int) -> _Setting:
+        """Run children of the model in float32, one after the other, where the step becomes faster."""
+        root = self._roots[0] if len(self._roots) == 1 else nn.Module()
+        losing = (e for e, *_ in self._calls.values() if e.low > e.float32)
+        users = {module for entry in losing for module in entry.modules}
+        children = [n for n, _ in root.named_children() if any(f"{u}.".startswith(f"{n}.") for u in users)]
+        for name in children[:rounds] if len(children) > 1 else ():
+            tried = replace(best, name="advice", modules={**best.modules, name: "fp32"})
+            now, then = self._measure([best, tried], f"{name} in float32")
+            best = tried if then < _GAIN * now else best
+        return best
+
+    def _run(self, setting: _Setting) -> None:
+        device_type = self._step.device_type
+        for root in self._roots:
+            root.zero_grad(set_to_none=True)
+        rules = contextlib.nullcontext()
+        if setting.modules:
+            rules = apply_policy(self._roots[0], setting.modules, device_type=device_type)  # type: ignore[assignment]
+        with rules:
+            with autocast(
+                device_type, dtype=self._step.dtype, enabled=setting.enabled, policy=setting.policy
+            ):
+                result = self._step.fn()
+            self._backward(result)
+
+    def _backward(self, result: Any) -> None:
+        if self._runs_backward and isinstance(result, Tensor) and result.requires_grad:
+            result.float().sum().backward()  # type: ignore[no-untyped-call]
+
+    def _interleaved(self, runs: Sequence[Callable[[], None]], seconds: float, at_most: int) -> list[float]:
+        """Return the shortest time of each function, all run in turn."""
+        best = [math.inf] * len(runs)
+        end = time.perf_counter() + seconds * len(runs)
+        for count in range(at_most):
+            for index, run in enumerate(runs):
+                took = self._time(run)
+                if count:  # the first run is slower
+                    best[index] = min(best[index], took)
+            if count >= 5 and time.perf_counter() > end:
+                break
+        return best
+
+    def _time(self, run: Callable[[], None]) -> float:
+        self._wait()
+        start = time.perf_counter()
+        run()
+        self._wait()
+        return time.perf_counter() - start
+
+    def _wait(self) -> None:
+        accelerator = torch.accelerator.current_accelerator()
+        if accelerator is not None and accelerator.type == self._step.device_type:
+            # Every device can be read, which waits; not every one has streams to synchronize.
+            torch.zeros((), device=self._step.device_type).item()
+
+
+def _detached(tensor: Tensor) -> Tensor:
+    copy = tensor.detach()
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(copy, tensor.requires_grad)
+    return copy.requires_grad_(tensor.requires_grad)
+
+
+def _fastest(settings: Sequence[_Setting], seconds: Sequence[float]) -> _Setting:
+    return settings[seconds.index(min(seconds))]
+
+
+def _threshold(entries: list[OpTime], cost: str) -> str:
+    """Return the rule of one op whose calls, ordered by work, cost the least."""
+    costs = [
+        sum(e.calls * e.float32 for e in entries[:split])
+        + sum(e.calls * getattr(e, cost) for e in entries[split:])
+        for split in range(len(entries) + 1)
+    ]
+    split = costs.index(min(costs))
+    if split == 0:
+        return r.LOWER_PRECISION_FP
+    if split == len(entries):
+        return r.FP32
+    below, above = entries[split - 1].work, entries[split].work
+    rule = r.above(math.sqrt(below * above))
+    limit = r.threshold(rule)
+    return (
+        rule if limit is not None and below <= limit < above else f"{r.LOWER_PRECISION_FP} above {below} FLOP"
+    )

@@ -1,0 +1,244 @@
+"""`watch`: how the ranges of a model's tensors move while it trains, and what a format would lose of them."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from amp_core.debugging import saved
+from amp_core.debugging.attached import Attached
+from amp_core.debugging.capture import extent, is_plain
+from amp_core.debugging.places import uncompiled
+from amp_core.debugging.ranges import KINDS, Entry, Format
+from amp_core.debugging.report import Report
+from amp_core.debugging.tables import as_dtype
+from amp_core.debugging.tap import floats_in
+from amp_core.plugin import get_backend
+from amp_core.scaling.plot import new_figure, plain
+
+
+class Watch(Attached, Report):
+    """The ranges that `watch` collects; `print` it, or save it with `to_json`, `to_html` and `save`.
+
+    Attributes:
+        step: the number of the model's current training step, from 0.
+        entries: one `Entry` per tensor and watched step.
+        format: the `Format` against which the report measures.
+        environment: versions and devices of the run.
+    """
+
+    def __init__(self, model: nn.Module, every: int, dtype: Any, limit: int) -> None:
+        if every < 1 or limit < 1:
+            raise ValueError(f"every= and limit= must be at least 1, not {every} and {limit}.")
+        if isinstance(model, nn.Module) and uncompiled(model) is not model:
+            raise TypeError(
+                "watch() cannot see the modules of a compiled model: watch it before torch.compile()."
+            )
+        super().__init__(model)
+        self.entries: list[Entry] = []
+        self.format = Format.of(dtype or _default_dtype(model))
+        self.environment = saved.environment()
+        self._every, self._limit = every, limit
+        self._hooks: list[Any] = []
+        self._seen: Any = WeakIdKeyDictionary()
+        self._removers.append(self._end)
+
+    def _before(self) -> None:
+        self._end()
+        if self.step % self._every:
+            return
+        for name, module in self.model.named_modules():
+            self._hooks.append(module.register_forward_hook(self._of_module(name)))
+        for name, parameter in self.model.named_parameters():
+            self._add("weight", name, parameter)
+            if parameter.requires_grad:
+                hook = self._of_parameter(name)
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+
+    def _end(self) -> None:
+        while self._hooks:
+            self._hooks.pop().remove()
+        self._seen.clear()
+
+    def _of_module(self, name: str) -> Callable[..., None]:
+        def hook(_module: nn.Module, _args: Any, result: Any) -> None:
+            tensors = floats_in(result)[:1]
+            for tensor in tensors:
+                if tensor not in self._seen:  # else it is the result of an inner module
+                    self._seen[tensor] = True
+                    self._add("activation", name, tensor)
+                    if tensor.requires_grad:
+                        tensor.register_hook(lambda grad: self._add("gradient", name, grad))  # type: ignore[no-untyped-call]
+
+        return hook
+
+    def _of_parameter(self, name: str) -> Callable[[Tensor], None]:
+        def hook(parameter: Tensor) -> None:
+            if parameter.grad is not None:
+                self._add("weight gradient", name, parameter.grad)
+
+        return hook
+
+    @torch.no_grad()
+    def _add(self, kind: str, name: str, tensor: Tensor) -> None:
+        if not is_plain(tensor) or not tensor.numel():
+            return
+        flat = tensor.detach().reshape(-1)
+        largest, _ = extent(flat)
+        values = flat[:: -(-flat.numel() // self._limit)]
+        values = values if values.dtype is torch.float64 else values.float()
+        finite = values[values.isfinite()]
+        exponents, counts = torch.unique(torch.frexp(finite[finite != 0])[1], return_counts=True)
+        pairs = zip((exponents - 1).tolist(), counts.tolist(), strict=True)
+        zeros, not_finite = int((values == 0).sum()), values.numel() - finite.numel()
+        self.entries.append(
+            Entry(self.step, kind, name, as_dtype(tensor.dtype), dict(pairs), zeros, not_finite, largest)
+        )
+
+    def __repr__(self) -> str:
+        return f"<Watch of {len({e.step for e in self.entries})} steps, {len(self.entries)} ranges>"
+
+    def measured_in(self, format: torch.dtype | tuple[int, int]) -> Watch:  # noqa: A002
+        """Return the same ranges, measured against another format.
+
+        Args:
+            format: a dtype, or the bits of the exponent and of the mantissa, such as ``(4, 3)``.
+        """
+        other = Watch.__new__(Watch)
+        other.__dict__.update(self.__dict__, format=Format.of(format), _removers=[])
+        return other
+
+    def diff(self, other: Watch) -> WatchDiff:
+        """Return the tensors whose ranges differ in `other`, perhaps from another device or version."""
+        return WatchDiff(self, other)
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write the ranges to `path`, for `load`.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        entries = [asdict(entry) for entry in self.entries]
+        saved.write(
+            path, "watch", {"of": asdict(self.format), "environment": self.environment, "entries": entries}
+        )
+
+    @staticmethod
+    def load(path: str | PathLike[str]) -> Watch:
+        """Read a file that `save` wrote.
+
+        Raises:
+            AmpError: it is not such a file.
+            OSError: it cannot be read.
+        """
+        data = saved.read(path, "watch")
+        watch = Watch.__new__(Watch)
+        watch.environment, watch.format, watch._removers = data["environment"], Format(**data["of"]), []
+        watch.entries = [
+            Entry(**{**entry, "exponents": {int(e): n for e, n in entry["exponents"].items()}})
+            for entry in data["entries"]
+        ]
+        watch.step = max((entry.step for entry in watch.entries), default=-1)
+        return watch
+
+    def save_picture(self, path: str | PathLike[str], names: str = "*") -> None:
+        """Draw the distribution of exponents over the steps, with the limits of the format.
+
+        Args:
+            path: the file; its suffix selects the format.
+            names: a glob over the names of modules and parameters.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        chosen = [e for e in self.entries if fnmatch.fnmatchcase(e.name, names) and e.exponents]
+        kinds = [kind for kind in KINDS if any(e.kind == kind for e in chosen)]
+        figure = new_figure(8, 2.2 * max(1, len(kinds)))
+        panels = figure.subplots(max(1, len(kinds)), 1, sharex=True, squeeze=False)[:, 0]
+        for axes, kind in zip(panels, kinds, strict=False):
+            points = [*_density([e for e in chosen if e.kind == kind])]
+            steps, exponents, shares = zip(*points, strict=True)
+            axes.scatter(steps, exponents, c=shares, cmap="viridis", marker="s", s=14, vmin=0)
+            for value in (self.format.subnormal, self.format.largest):
+                axes.axhline(value, color="#D55E00", linewidth=1)
+            axes.set_ylabel("exponent of 2")
+            axes.set_title(f"{kind}s; the lines are the limits of {self.format.name}", loc="left", fontsize=9)
+            plain(axes)
+        panels[-1].set_xlabel("step")
+        figure.savefig(path)
+
+
+def _density(entries: list[Entry]) -> Iterator[tuple[int, int, float]]:
+    """Yield (step, exponent, share of the step's values)."""
+    counts: dict[int, dict[int, int]] = {}
+    for entry in entries:
+        step = counts.setdefault(entry.step, {})
+        for exponent, n in entry.exponents.items():
+            step[exponent] = step.get(exponent, 0) + n
+    for number, step in counts.items():
+        for exponent, n in step.items():
+            yield number, exponent, n / sum(step.values())
+
+
+class WatchDiff(Report):
+    """The differences between two watched runs.
+
+    Attributes:
+        here: the first run.
+        there: the second run.
+    """
+
+    def __init__(self, here: Watch, there: Watch) -> None:
+        self.here, self.there = here, there
+
+
+def _default_dtype(model: nn.Module) -> torch.dtype:
+    tensor = next(iter(model.parameters()), torch.empty(0))
+    return get_backend(tensor.device.type).default_dtype()
+
+
+def watch(
+    model: nn.Module,
+    *,
+    every: int = 100,
+    format: torch.dtype | tuple[int, int] | None = None,  # noqa: A002
+    limit: int = 65536,
+) -> Watch:
+    """Collect the ranges of a model's tensors in every `every`-th training step.
+
+    It measures the results of modules and their gradients, the parameters and theirs: how many values have
+    each exponent of 2. The report says what share of them a format would lose to underflow and saturation.
+    Gradients are measured as they flow, with the loss scale. The watch stays on the model until
+    ``remove()``, or to the end of a ``with`` block; other steps only call one hook.
+
+    Args:
+        model: the model, as it is called in training; not compiled by `torch.compile`.
+        every: the number of training steps from one watched step to the next.
+        format: the format to measure against: a dtype, or the bits of exponent and mantissa, such as
+            ``(4, 3)``; by default the low-precision dtype of the model's device. `Watch.measured_in`
+            measures the same ranges against another.
+        limit: the maximum number of evenly spaced values to count per tensor.
+
+    Returns:
+        A `Watch` to print, save, draw or compare.
+
+    Raises:
+        TypeError: `model` is not a module, or is compiled.
+        ValueError: `every` or `limit` is below 1.
+
+    Example:
+        >>> import torch, amp_core
+        >>> model = torch.nn.Linear(2, 2)
+        >>> with amp_core.watch(model, every=1, format=torch.float16) as ranges:
+        ...     model(torch.ones(1, 2)).sum().backward()
+        >>> ranges
+        <Watch of 1 steps, 6 ranges>
+    """
+    return Watch(model, every, format, limit)

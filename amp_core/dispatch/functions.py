@@ -1,0 +1,86 @@
+"""Apply rules to the ``torch.autograd.Function``s of other packages, which the dispatcher does not see.
+
+A rule wraps ``forward``, where torch has recorded the function's inputs already: it casts what the function
+computes with and saves, and autograd casts the gradients back to the dtypes of the inputs. Outside regions
+whose policy has the rule, ``forward`` runs as it is.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd import Function
+
+from amp_core._torch.internals import torch_autocast
+from amp_core.dispatch.casting import cast_to
+from amp_core.policy import rules as r
+
+Rule = Callable[[str], "tuple[str, str] | None"]
+"""Maps the name of a function to the device type and rule in force; None if no policy has one."""
+
+_lock = threading.Lock()
+_wrapped: set[str] = set()
+_awaited: dict[str, Rule] = {}
+
+
+def wrap(name: str, rule: Rule) -> None:
+    """Let `rule` decide how the function ``package.module:Class`` runs, from its definition on."""
+    with _lock:
+        if name in _wrapped:
+            return
+        _wrapped.add(name)
+        cls = _imported(name)
+        if cls is not None:
+            _wrap_class(cls, name, rule)
+        else:
+            _awaited[name] = rule
+            _watch_definitions()
+
+
+def _imported(name: str) -> Any:
+    module, _, qualname = name.partition(":")
+    try:
+        return functools.reduce(getattr, qualname.split("."), sys.modules[module])
+    except (KeyError, AttributeError):
+        return None
+
+
+@functools.cache
+def _watch_definitions() -> None:
+    """Have every new subclass of ``Function`` report itself, once for the process."""
+
+    def defined(cls: Any, /, **kwargs: Any) -> None:
+        super(Function, cls).__init_subclass__(**kwargs)
+        name = f"{cls.__module__}:{cls.__qualname__}"
+        rule = _awaited.pop(name, None)
+        if rule is not None:
+            _wrap_class(cls, name, rule)
+
+    Function.__init_subclass__ = classmethod(defined)  # type: ignore[assignment]
+
+
+def _wrap_class(cls: Any, name: str, rule: Rule) -> None:
+    cls.forward = staticmethod(_casting(cls.forward, name, rule))
+
+
+def _casting(forward: Callable[..., Any], name: str, rule: Rule) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        ruled = rule(name)
+        if ruled is None:
+            return forward(*args, **kwargs)
+        device_type, how = ruled
+        low = torch.get_autocast_dtype(device_type)
+        wide = torch.float32
+        for dtype in {r.LOWER_PRECISION_FP: [low], r.FP32: [wide], r.LOW_IN_FP32_OUT: [low, wide]}[how]:
+            args = tuple(cast_to(a, dtype, device_type, keep=False) for a in args)
+            kwargs = {k: cast_to(v, dtype, device_type, keep=False) for k, v in kwargs.items()}
+        with torch_autocast(device_type, enabled=False):
+            return forward(*args, **kwargs)
+
+    return run

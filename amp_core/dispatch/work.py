@@ -1,0 +1,92 @@
+"""Estimate the work of an op from the shapes of its arguments, for rules with a threshold."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from amp_core._torch.dispatcher import Overload, arguments, dispatcher_name
+from amp_core.common.containers import tensors_in
+
+_FACTORS = (
+    ("self", "other"),
+    ("mat1", "mat2"),
+    ("batch1", "batch2"),
+    ("self", "mat2"),
+    ("self", "vec"),
+    ("mat", "vec"),
+)
+
+
+def work(op: Overload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """Return the floating-point operations of a call, estimated from its shapes.
+
+    Matrix products, convolutions and attention count two per multiplication; other ops count one per element
+    of their largest tensor.
+    """
+    kind, names = _kind(op)
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    if kind == "product":
+        left, right = next((given[a], given[b]) for a, b in _FACTORS if a in given and b in given)
+        return _product(left, right)
+    if kind == "linear":
+        weight = given["weight"]
+        rows = given["input"].numel()
+        return int(2 * rows * (weight.shape[0] if weight.dim() > 1 else 1))
+    if kind == "convolution":
+        return _convolution("transpose" in dispatcher_name(op), **given)
+    if kind == "attention":
+        query, key, value = given["query"], given["key"], given["value"]
+        per_row = key.shape[-2] * (query.shape[-1] + value.shape[-1])
+        return int(2 * math.prod(query.shape[:-1]) * per_row)
+    return max((t.numel() for t in tensors_in((args, kwargs))), default=0)
+
+
+@functools.cache
+def _kind(op: Overload) -> tuple[str, tuple[str, ...]]:
+    name = dispatcher_name(op).rpartition("::")[2].partition(".")[0]
+    names = tuple(argument.name for argument in arguments(op))
+    if name in {"mm", "bmm", "matmul", "mv", "dot", "vdot", "addmm", "baddbmm", "addbmm", "addmv"}:
+        return "product", names
+    if "conv" in name and {"input", "weight"} <= {*names} and name != "conv_tbc":
+        return "convolution", names
+    return {"linear": "linear", "scaled_dot_product_attention": "attention"}.get(name, ""), names
+
+
+def _product(left: Tensor, right: Tensor) -> int:
+    """Count ``left @ right``, whose batch dimensions may broadcast."""
+    columns = right.shape[-1] if right.dim() > 1 else 1
+    rows = left.shape[-2] if left.dim() > 1 else 1
+    return 2 * max(left.numel() * columns, right.numel() * rows)
+
+
+def _convolution(
+    transpose: bool,
+    input: Tensor,  # noqa: A002
+    weight: Tensor,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    transposed: bool = False,
+    **_: Any,
+) -> int:
+    """Count a convolution: each position of its output (its input, if transposed) uses each weight once."""
+    spatial = weight.dim() - 2
+    batch = input.shape[0] if input.dim() > spatial + 1 else 1
+    sizes = input.shape[-spatial:]
+    if transpose or transposed:
+        return 2 * batch * math.prod(sizes) * weight.numel()
+    same = padding == "same"
+    pads = [0] * spatial if isinstance(padding, str) else _each(padding, spatial)
+    parts = zip(sizes, weight.shape[2:], _each(stride, spatial), pads, _each(dilation, spatial), strict=True)
+    positions = [n if same else (n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in parts]
+    return 2 * batch * math.prod(positions) * weight.numel()
+
+
+def _each(value: Any, spatial: int) -> list[int]:
+    values = [value] if isinstance(value, int) else [*value]
+    return values * spatial if len(values) == 1 else values

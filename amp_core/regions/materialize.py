@@ -1,0 +1,212 @@
+"""`materialize`: write the casts of a region into a model, so that it runs without one."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from amp_core._torch import internals as _torch
+from amp_core._torch.dispatcher import (
+    Overload,
+    autograd_key,
+    dispatcher_name,
+    has_kernel,
+    is_view,
+    key_set,
+    native_kernel,
+)
+from amp_core.dispatch.activate import default_policy
+from amp_core.errors import AmpWarning, MaterializeError, PolicyError
+from amp_core.plugin import get_backend
+from amp_core.policy import OpPolicy, names
+from amp_core.policy.coverage import PRODUCT, heavy_ops
+from amp_core.policy.rules import UNCHANGED
+from amp_core.regions.region import autocast
+
+
+def materialize(
+    model: nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    policy: OpPolicy | None = None,
+    dtype: torch.dtype | None = None,
+    device_type: str | None = None,
+    dynamic_shapes: Any = None,
+    check: bool = True,
+) -> fx.GraphModule:
+    """Return a model for inference that computes what `model` computes in a region, without a region.
+
+    The casts of the region are part of the returned graph. A weight that the region uses only in low
+    precision is stored in that dtype; other weights are shared with `model`. The graph consists of torch's
+    own ops: ``torch.compile``, ``torch.export``, AOTInductor and ONNX need no amp-core.
+
+    Results are bit-equal to ``model(*args, **kwargs)`` in ``autocast(device_type, dtype, policy=policy)``
+    under ``torch.no_grad()``. Regions inside the model keep their effect.
+
+    Args:
+        model: the model, in the mode (``eval()``) to be written down.
+        args: example positional arguments; other shapes are accepted only as `dynamic_shapes` says.
+        kwargs: example keyword arguments.
+        policy: the op policy of the region; defaults to the device's own.
+        dtype: the dtype of low-precision ops; defaults to the device's own.
+        device_type: the region's device type; defaults to that of the first parameter.
+        dynamic_shapes: as for ``torch.export.export``.
+        check: run both models on the example arguments and compare the results bit for bit. Switch it off for
+            models with random results or on devices whose kernels are not deterministic.
+
+    Returns:
+        The model as a ``torch.fx.GraphModule``, with frozen weights.
+
+    Raises:
+        MaterializeError: the model cannot be written as one graph (the message names the line), or the check
+            failed.
+        PolicyError: `policy` is for another device, or a region inside the model has a policy of its own.
+
+    Example:
+        >>> import torch, amp_core
+        >>> model = torch.nn.Linear(2, 2).eval()
+        >>> low = amp_core.materialize(model, (torch.ones(1, 2),), dtype=torch.bfloat16)
+        >>> low.weight.dtype, low(torch.ones(1, 2)).dtype
+        (torch.bfloat16, torch.bfloat16)
+    """
+    if device_type is None:
+        first = next(model.parameters(), None)
+        device_type = "cpu" if first is None else first.device.type
+    # The cast cache would hand tensors of one trace to the next.
+    region = autocast(device_type, dtype, cache_enabled=False, policy=policy)
+    in_force = policy or default_policy(get_backend(region.device))
+    try:
+        with torch.no_grad(), region, warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)  # torch's own use of it
+            warnings.filterwarnings("ignore", "torch.export does not keep", AmpWarning)  # this region it does
+            # The first trace keeps the ops above autocast, with the dtypes of the region; the second one
+            # runs them through it, and so records its casts.
+            program = torch.export.export(
+                model, tuple(args), dict(kwargs or {}), dynamic_shapes=dynamic_shapes, strict=False
+            )
+            _decompose_unruled(program, in_force)
+            graph_module: Any = program.run_decompositions({}).module()
+    except PolicyError:
+        raise
+    except Exception as error:
+        raise MaterializeError(
+            f"{_place(error, model)}{type(model).__name__} cannot be one graph: {_first_line(error)}\n"
+            f"Replace control flow on values by torch.cond or torch.where, or materialize a submodule."
+        ) from error
+    for name, weight in list(graph_module.named_parameters()):
+        _replace(graph_module, name, weight.detach())  # the model keeps its own, which may train
+    _share_casts(graph_module.graph)
+    _store_low(graph_module)
+    graph_module.recompile()
+    for name in ("train", "eval"):  # torch.export forbids both; this graph has one mode
+        graph_module.__dict__.pop(name, None)
+    graph_module.eval()
+    if check:
+        with torch.no_grad():
+            result = graph_module(*args, **(kwargs or {}))
+            with region:
+                wanted = model(*args, **(kwargs or {}))
+        _compare(result, wanted, type(model).__name__, graph_module.graph)
+    return graph_module  # type: ignore[no-any-return]
+
+
+def _compare(result: Any, wanted: Any, model: str, graph: fx.Graph) -> None:
+    if all(_same(a, b) for a, b in zip(_tensors(result), _tensors(wanted), strict=True)):
+        return
+    ops = {names.full_name(n.target) for n in graph.nodes if isinstance(n.target, Overload)}
+    unruled = [op for op, kind in heavy_ops().items() if kind == PRODUCT and op in ops]
+    raise MaterializeError(
+        f"The graph of {model} does not give the bits of the region on the example arguments. Ops whose "
+        f"inner ops autocast may cast: {', '.join(sorted(unruled)) or 'none known'}; give each a rule "
+        f"(OpPolicy.override). If the results are random or the kernels not deterministic, pass check=False."
+    )
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (Mapping, list, tuple)):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors(item)
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.dtype is b.dtype and a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+def _decompose_unruled(program: torch.export.ExportedProgram, policy: OpPolicy) -> None:
+    """Have each op without a rule that torch composes of others run its parts above autocast."""
+    for part in program.graph_module.modules():
+        for node in part.graph.nodes if isinstance(part, fx.GraphModule) else ():
+            if isinstance(node.target, Overload) and not is_view(node.target):
+                name = dispatcher_name(node.target)
+                ruled = policy.rules.get(names.full_name(node.target), UNCHANGED) != UNCHANGED
+                if not ruled and has_kernel(name, "CompositeImplicitAutograd"):
+                    node.target = _parts(name, autograd_key(policy.device_type))
+
+
+def _parts(name: str, key: str) -> Callable[..., Any]:
+    kernel, keys = native_kernel(name, key), key_set(key)
+
+    def parts(*args: Any, **kwargs: Any) -> Any:
+        return kernel(keys, *args, **kwargs)
+
+    parts.__name__ = f"parts_of_{name.replace('::', '_').replace('.', '_')}"
+    return parts
+
+
+def _share_casts(graph: fx.Graph) -> None:
+    """Cast each value to each dtype once, and drop the checks of dtypes that tracing added."""
+    casts: dict[tuple[fx.Node, Any], fx.Node] = {}
+    for node in list(graph.nodes):
+        if _torch.checks_dtype(node.target):
+            graph.erase_node(node)
+        elif _is_cast(node):
+            earlier = casts.setdefault((node.args[0], node.kwargs["dtype"]), node)
+            if earlier is not node:
+                node.replace_all_uses_with(earlier)
+                graph.erase_node(node)
+
+
+def _is_cast(node: fx.Node) -> bool:
+    return node.target is _torch.to_copy and set(node.kwargs) == {"dtype"}
+
+
+def _store_low(module: fx.GraphModule) -> None:
+    """Store each weight whose only use is one cast in the dtype of that cast."""
+    for node in list(module.graph.find_nodes(op="get_attr")):
+        owner, _, name = node.target.rpartition(".")
+        weight, users = getattr(module.get_submodule(owner), name), list(node.users)
+        if isinstance(weight, Tensor) and len(users) == 1 and _is_cast(users[0]):
+            _replace(module, node.target, weight.detach().to(users[0].kwargs["dtype"]))
+            node.meta = users[0].meta
+            users[0].replace_all_uses_with(node)
+            module.graph.erase_node(users[0])
+
+
+def _replace(module: nn.Module, path: str, weight: Tensor) -> None:
+    owner, _, name = path.rpartition(".")
+    parent = module.get_submodule(owner)
+    delattr(parent, name)
+    parent.register_parameter(name, nn.Parameter(weight, requires_grad=False))
+
+
+def _place(error: BaseException, model: nn.Module) -> str:
+    """Return the innermost line, in a file that defines a module of `model`, from which `error` came."""
+    classes = {type(module) for module in model.modules()}
+    files = {sys.modules[c.__module__].__file__ for c in classes if not c.__module__.startswith("torch.")}
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if frame.filename in files:
+            return f'{frame.filename}:{frame.lineno} in {frame.name}: "{frame.line}": '
+    return ""
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -1,0 +1,238 @@
+"""Kernels in every context of torch, and what they must not remember from call to call."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from amp_core._torch import internals as _torch
+from amp_core.kernels import GradStats
+from amp_core.regions.region import autocast
+from amp_core.states.loss_scale import LossScaleSchedule, ScaleState
+from amp_core.testing.suite import data
+from amp_core.testing.suite import tensors as space
+from amp_core.testing.suite.judge import Judge
+
+
+class ContextConformance(Judge):
+    """A kernel gives the same result in every context of torch."""
+
+    AREA = "contexts"
+
+    def _samples(self) -> Iterator[Callable[[], list[Tensor]]]:
+        """Yield functions that build lists of tensors: dense and alike, and of every kind."""
+        dtypes = self.dtypes()
+        for specs in (
+            space.specs([torch.float32], space.DENSE, [(17,), (6, 10), (2, 3, 4, 5)]),
+            space.specs(dtypes, space.DENSE, [(5,), (2, 3, 4, 5)]),
+            space.rotated(dtypes, self._layouts()),
+        ):
+            yield lambda specs=specs: [spec.build(self.device) for spec in specs]  # type: ignore[misc]
+
+    def _judge_in(self, context: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._context = context
+        try:
+            for sample in self._samples():
+                self._judge_every_method(sample)
+                for i in range(3):
+                    self._judge_every_method(lambda i=i, sample=sample: sample()[i : i + 1])  # type: ignore[misc]
+            for bad in (0.0, 1.0):
+                self._judge_update(ScaleState(8.0, 1), bad, LossScaleSchedule(growth_interval=2))
+        finally:
+            del self._context
+
+    def test_kernels_in_a_region(self) -> None:
+        """Autocast would compute norms and products in low precision."""
+        for dtype in self.backend.supported_dtypes():
+            self._judge_in(lambda dtype=dtype: autocast(self.device_type, dtype=dtype))  # type: ignore[misc]
+
+    def test_kernels_with_and_without_grad_mode(self) -> None:
+        """``create_graph=True`` runs them with gradients enabled, on gradients that carry a graph."""
+        self._judge_in(torch.enable_grad)
+        self._judge_in(torch.no_grad)
+
+    def test_kernels_in_inference_mode(self) -> None:
+        """Tensors made there have no version counter; those made outside are written as before."""
+        self._judge_in(torch.inference_mode)
+
+        def inside() -> list[Tensor]:
+            with torch.inference_mode():
+                return [spec.build(self.device) for spec in space.specs(self.dtypes(), space.DENSE[:3])]
+
+        self._judge_every_method(inside)
+        self._context = torch.inference_mode
+        try:
+            self._judge_every_method(inside)
+        finally:
+            del self._context
+
+    def test_kernels_under_other_defaults(self) -> None:
+        """Of dtype, and of device: what a kernel allocates follows its arguments alone."""
+        for dtype in (torch.float64, torch.float16):
+            self._judge_in(lambda dtype=dtype: _default_dtype(dtype))  # type: ignore[misc]
+        self._judge_in(lambda: torch.device("meta"))
+
+    def test_kernels_on_fake_tensors(self) -> None:
+        """Tracing asks for shapes, dtypes and strides alone; nothing may be read or written."""
+        real = [spec.build(self.device).detach() for spec in space.specs(self.dtypes(), space.DENSE[:3])]
+        with _torch.fake_tensor_mode() as mode:
+            fake = [mode.from_tensor(t) for t in real]
+            expected = [(t.shape, torch.empty_like(t).stride(), torch.bfloat16) for t in fake]
+            one, flag = (mode.from_tensor(data.scalar(v, self.device)) for v in (1.0, 0.0))
+            for given in (fake, self.kernels.prepare(fake, self.kernels.layout(fake))):
+                casts, stats = self.kernels.cast(given, torch.bfloat16), self.kernels.grad_stats(given)
+                self.kernels.multiply_(given, one, flag)
+                self.kernels.add_(fake, given)
+                results = [*casts, *vars(stats).values()]
+                assert all(isinstance(r, type(fake[0])) for r in results), "a result is not fake"
+                assert [(c.shape, c.stride(), c.dtype) for c in casts] == expected
+                assert [tuple(v.shape) for v in vars(stats).values()] == [(), (len(real),), (len(real),), ()]
+
+    def test_kernels_under_function_transforms(self) -> None:
+        """A kernel follows ``torch.func``, or raises; only `cast` may not raise."""
+        x = data.random((3, 5), torch.float32).to(self.device)
+        x[1, 2] = torch.inf
+        try:
+            torch.func.vmap(lambda row: row.clone().mul_(2.0))(x)
+        except (RuntimeError, NotImplementedError) as error:
+            pytest.skip(f"torch.func.vmap does not work on {self.device_type}: {error}")
+
+        def written(call: Callable[[list[Tensor]], None]) -> Callable[[Tensor], Tensor]:
+            def run(row: Tensor) -> Tensor:
+                copy = row.clone()
+                call([copy])
+                return copy
+
+            return run
+
+        half = data.scalar(0.5, self.device)
+        cases = {
+            "add_": (written(lambda rows: self.kernels.add_(rows, rows)), x + x),
+            "multiply_": (written(lambda rows: self.kernels.multiply_(rows, half)), x * 0.5),
+            "grad_stats": (
+                lambda row: self.kernels.grad_stats([row]).found_inf,
+                (~x.isfinite()).any(1).float(),
+            ),
+            "cast": (lambda row: self.kernels.cast([row], torch.bfloat16)[0], x.bfloat16()),
+        }
+        for name, (call, expected) in cases.items():
+            try:
+                result = torch.func.vmap(call)(x)
+            except (RuntimeError, NotImplementedError):
+                assert name != "cast", "cast raised under torch.func.vmap; custom_fwd needs it there"
+            else:
+                assert data.same_values(result, expected), f"{name} under torch.func.vmap: {result}"
+
+
+class MemoryConformance(Judge):
+    """Kernels keep no tensor and no result, and each call reads the values of its moment."""
+
+    AREA = "memory"
+
+    def _gradients(self, seed: int = 0) -> list[Tensor]:
+        return [spec._replace(seed=seed + i).build(self.device) for i, spec in enumerate(self._specs())]
+
+    def _specs(self) -> list[space.Spec]:
+        return space.specs(self.dtypes(), ("contiguous", "reversed"), [(17,), (6, 10), (0,)])
+
+    def test_kernels_read_the_values_of_the_moment(self) -> None:
+        """A result kept for a tensor, a list or a prepared list is stale once the tensor is written."""
+        tensors, others = self._gradients(), self._gradients(seed=50)
+        layout = self.kernels.layout(others)
+        forms = [tensors, self.kernels.prepare(tensors), self.kernels.prepare(tensors, layout)]
+        for change in ("nothing", "copy_", "data", "multiply_"):
+            for tensor, other in zip(tensors, others, strict=True):
+                # A write through `data` moves no version counter, as optimizers and DDP do.
+                target = {"copy_": tensor, "data": tensor.data}.get(change)
+                if target is not None:
+                    target.copy_(other + len(change))
+            for form in forms:
+                what = f"after {change}:"
+                if change == "multiply_":
+                    self._judge_multiply(tensors, what=what, given=form)
+                self._judge_cast(tensors, self.backend.default_dtype(), None, what, form)
+                self._judge_stats(tensors, 2.0, what, form)
+                self._judge_stats(tensors, torch.inf, what, form)
+                self._judge_add([o.clone() for o in others], tensors, what, form)
+
+    def test_multiply_reads_the_factor_of_the_moment(self) -> None:
+        """The scaler writes the factor of each step into the same tensor."""
+        grad, factor = torch.ones(3, device=self.device), data.scalar(0.5, self.device)
+        for value, expected in ((0.5, 0.5), (4.0, 2.0), (0.25, 0.5)):
+            factor.data.fill_(value)
+            self.kernels.multiply_([grad], factor)
+            assert grad.cpu().tolist() == [expected] * 3, f"times {value}"
+
+    def test_kernels_keep_nothing_alive(self) -> None:
+        """Arguments, results and layouts are the caller's: their memory is free once he drops them."""
+        for name in self._kernel_calls([]):
+            tensors = self._gradients()
+            result = self._kernel_calls(tensors)[name]()
+            results = list(vars(result).values()) if isinstance(result, GradStats) else result
+            tracked = [*tensors, *(results if isinstance(results, list) else ())]
+            objects = [weakref.ref(t) for t in tracked]
+            memory = [StorageWeakRef(t.untyped_storage()) for t in tracked if t.numel()]  # type: ignore[no-untyped-call]
+            kept = result if name == "layout" else None
+            del tensors, result, results, tracked
+            gc.collect(0)
+            alive = (
+                sum(ref() is not None for ref in objects),
+                sum(not m.expired() for m in memory),  # type: ignore[no-untyped-call]
+            )
+            assert alive == (0, 0), (
+                f"{name} keeps {alive[0]} tensors and {alive[1]} storages alive ({kept!r:.60})"
+            )
+
+    def test_kernels_need_no_more_memory_with_every_call(self) -> None:
+        """What is kept per call fills the memory of a long training run."""
+        gc.collect()
+        gc.freeze()  # garbage of others that a collection frees in the meantime would hide growth
+        try:
+            unavoidable = self._growth("nothing")  # of a device in Python, for the tensors themselves
+            growth = {name: self._growth(name) - unavoidable for name in self._kernel_calls([])}
+        finally:
+            gc.unfreeze()
+        grown = {name: blocks for name, blocks in growth.items() if blocks >= 25}
+        assert not grown, f"blocks of Python's memory that 50 calls leave in use: {grown}"
+
+    def _growth(self, name: str) -> int:
+        """Return by how many blocks of memory 50 calls grow, at least: other growth happens once."""
+        blocks = []
+        for _ in range(4):
+            for _ in range(50):
+                self._kernel_calls([torch.ones(5, device=self.device)]).get(name, list)()
+            gc.collect()  # of all generations, which also empties Python's free lists
+            blocks.append(sys.getallocatedblocks())
+        return min(after - before for before, after in pairwise(blocks))
+
+    def test_layout_is_of_the_tensors_strides(self) -> None:
+        """The gradients of the next step may have the same shapes, but lie otherwise."""
+        for dtype in self.dtypes():
+            specs = [
+                space.Spec((6, 4), layout, dtype)
+                for layout in ("contiguous", "reversed", "gaps", "padded rows")
+            ]
+            layouts = [self.kernels.layout([spec.build(self.device)]) for spec in specs]
+            for spec, layout in zip(specs, layouts, strict=True):
+                tensor = spec.build(self.device)
+                self._judge_stats([tensor], 2.0, spec.layout, self.kernels.prepare([tensor], layout))
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

@@ -1,0 +1,301 @@
+"""Call a kernel and compare everything that the contract promises of the call with the reference."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amp_core._torch.internals import version_of
+from amp_core.kernels import GradStats, ScaleTensors
+from amp_core.states.loss_scale import LossScaleSchedule, ScaleState, next_scale
+from amp_core.testing.fixtures import BackendFixtures
+from amp_core.testing.suite import data
+from amp_core.testing.suite.tensors import LAYOUTS, Memory, host
+
+Tensors = Sequence[Tensor]
+
+
+def reference_norm(values: Tensor, order: float) -> float:
+    """Return the norm in float64; NaN if an element is NaN, else inf if one is infinite."""
+    wide = values.to(torch.complex128 if values.is_complex() else torch.float64).abs().reshape(-1)
+    top = float(wide.amax()) if wide.numel() else 0.0
+    if math.isinf(order) or top == 0 or not math.isfinite(top):
+        return top
+    return float(top * ((wide / top) ** order).sum() ** (1 / order))
+
+
+def rounded_sum(total: Tensor, grad: Tensor) -> Tensor:
+    """Return the sum, rounded once to the dtype of `total`.
+
+    Twice the digits and two more make the first of two roundings harmless (Figueroa, "When is double
+    rounding innocuous?", 1995): float32 is enough for 16 bits, float64 for float32.
+    """
+    wide = torch.float32 if total.dtype.itemsize == 2 and grad.dtype.itemsize == 2 else torch.float64
+    return (total.to(wide) + grad.to(wide)).to(total.dtype)
+
+
+def product(values: Tensor, factor: float) -> Tensor:
+    """Return the float32 product (float64 for float64), rounded once to the dtype of `values`."""
+    if values.is_complex():
+        return torch.view_as_complex(product(torch.view_as_real(values), factor))
+    wide = torch.promote_types(values.dtype, torch.float32)
+    return (values.to(wide) * torch.tensor(factor, dtype=torch.float32).to(wide)).to(values.dtype)
+
+
+def nonfinite(values: Tensor) -> bool:
+    """Whether `values` contain inf or NaN."""
+    return not bool(torch.isfinite(values).all())
+
+
+class Judge(BackendFixtures):
+    """The judged calls that the areas of kernels share."""
+
+    def _gradient_dtypes(self) -> list[torch.dtype]:
+        wide = [torch.complex128] if self.supports_float64 else []
+        return [*self.dtypes(), *([torch.complex64, *wide] if self.supports_complex else [])]
+
+    def _layouts(self) -> list[str]:
+        lazy = () if self.supports_lazy_signs else ("negated", "conjugated")
+        return [layout for layout in LAYOUTS if layout not in lazy]
+
+    def _summed_dtypes(self) -> list[tuple[torch.dtype, torch.dtype]]:
+        """Return pairs of dtypes: of totals and of gradients that are no wider."""
+        dtypes = self.dtypes()
+        return [(a, b) for a in dtypes for b in dtypes if a is b or a.itemsize > b.itemsize]
+
+    def _around(self) -> AbstractContextManager[Any]:
+        """Return the context in which kernels are called."""
+        return getattr(self, "_context", nullcontext)()
+
+    def _call(self, call: Callable[[], Any], read: Tensors, written: Tensors, *, wrote: bool = True) -> Any:
+        memory = Memory(read, written)
+        with self._around():
+            inference = torch.is_inference_mode_enabled()
+            result = call()
+        results = list(vars(result).values()) if isinstance(result, GradStats) else result or []
+        if not (written and results):
+            # Without a tensor, a kernel does not know the device.
+            self._assert_own(results, inference, self.device_type if read else None)
+        memory.check(wrote=wrote)
+        return result
+
+    def _assert_own(self, results: Tensors, inference: bool, device_type: str | None) -> None:
+        """Check that results are plain tensors that share memory with nothing else, and keep their values."""
+        values = [host(r) for r in results]
+        for i, result in enumerate(results):
+            assert type(result) is Tensor, f"a result is a {type(result).__name__}"
+            assert device_type in (None, result.device.type), f"a result is on {result.device}"
+            assert not result.requires_grad, "autograd recorded the call"
+            assert result.is_inference() == inference, "inference tensors come from inference mode alone"
+            with torch.inference_mode(inference):
+                result.fill_(i % 5 + 1)
+        for i, (result, kept) in enumerate(zip(results, values, strict=True)):
+            overwritten = bool((host(result).float() != i % 5 + 1).any())
+            assert not overwritten, f"result {i} shares memory with another one"
+            with torch.inference_mode(inference):
+                result.copy_(kept)
+
+    def _judge_cast(
+        self,
+        tensors: Tensors,
+        dtype: torch.dtype,
+        out: Tensors | None = None,
+        what: str = "",
+        given: Tensors | None = None,
+    ) -> list[Tensor]:
+        """Cast `tensors`, which the kernel may be `given` in another form, and check the results."""
+        given = tensors if given is None else given
+        sources = [host(t) for t in tensors]
+        results: list[Tensor] = self._call(lambda: self.kernels.cast(given, dtype, out), tensors, out or ())
+        assert len(results) == len(tensors), f"{len(results)} results for {len(tensors)} tensors {what}"
+        for i, (result, source, tensor) in enumerate(zip(results, sources, tensors, strict=True)):
+            where = f"{what} tensor {i} of {len(tensors)}, {source.dtype} of shape {tuple(source.shape)}, "
+            if out is None:
+                assert result.dtype is dtype, where + f"became {result.dtype}"
+                strides = torch.empty_like(tensor.detach()).stride()
+                assert result.stride() == strides, where + f"got the strides {result.stride()}, not {strides}"
+            else:
+                assert result is out[i], where + "is not the tensor of out="
+            self._assert_values(result, data.rounded_once(source, result.dtype), where + f"to {result.dtype}")
+        return results
+
+    def _judge_add(
+        self, totals: Tensors, grads: Tensors, what: str = "", given: Tensors | None = None
+    ) -> None:
+        given = grads if given is None else given
+        expected = [rounded_sum(host(t), host(g)) for t, g in zip(totals, grads, strict=True)]
+        result = self._call(lambda: self.kernels.add_(totals, given), grads, totals)
+        assert result is None
+        for i, (total, grad, values) in enumerate(zip(totals, grads, expected, strict=True)):
+            where = f"{what} total {i} of {len(totals)}, {grad.dtype} onto {total.dtype}"
+            self._assert_values(total, values, where)
+
+    def _judge_multiply(
+        self,
+        grads: Tensors,
+        factor: float = 0.5,
+        flag: float | None = 0.0,
+        shape: tuple[int, ...] = (),
+        what: str = "",
+        given: Tensors | None = None,
+    ) -> None:
+        given = grads if given is None else given
+        before = [host(g) for g in grads]
+        expected = [product(v, factor) for v in before]
+        number = data.scalar(factor, self.device, shape)
+        flags = [] if flag is None else [data.scalar(flag, self.device, shape)]
+        bad = any(map(nonfinite, (*before, *expected)))
+        result = self._call(
+            lambda: self.kernels.multiply_(given, number, *flags), [number], [*grads], wrote=True
+        )
+        assert result is None
+        for i, (grad, values) in enumerate(zip(grads, expected, strict=True)):
+            where = (
+                f"{what} tensor {i} of {len(grads)}, {grad.dtype} of shape {tuple(grad.shape)} times {factor}"
+            )
+            self._assert_product(grad, values, where)
+        for tensor in flags:
+            assert (tensor.shape, tensor.dtype) == (shape, torch.float32)
+            assert float(tensor) == (1.0 if bad else flag), (
+                f"{what} found_inf: {float(tensor)} after {flag}, {factor}"
+            )
+            assert not bad or flag or version_of(tensor) > 0, "found_inf was set behind autograd"
+
+    def _judge_stats(
+        self, grads: Tensors, order: float = 2.0, what: str = "", given: Tensors | None = None
+    ) -> GradStats:
+        given = grads if given is None else given
+        values = [host(g) for g in grads]
+        stats: GradStats = self._call(lambda: self.kernels.grad_stats(given, order), grads, ())
+        wide = any(v.dtype in (torch.float64, torch.complex128) for v in values)
+        dtype, n = torch.float64 if wide else torch.float32, len(grads)
+        for name, shape, kind in (
+            ("norm", (), dtype),
+            ("norms", (n,), dtype),
+            ("nonfinite", (n,), torch.float32),
+            ("found_inf", (), torch.float32),
+        ):
+            part = getattr(stats, name)
+            assert (tuple(part.shape), part.dtype) == (shape, kind), (
+                f"{what} {name} is {part.dtype} {part.shape}"
+            )
+        expected = [reference_norm(v, order) for v in values]
+        flags = [float(nonfinite(v)) for v in values]
+        assert stats.nonfinite.tolist() == flags, (
+            f"{what} nonfinite is wrong for {wrong_at(stats.nonfinite, flags)}"
+        )
+        assert float(stats.found_inf) == max(flags, default=0.0), (
+            f"{what} found_inf is {float(stats.found_inf)}"
+        )
+        self._assert_norms_close(stats.norms, expected, f"{what} norms of order {order}")
+        whole = [reference_norm(torch.tensor(expected, dtype=torch.float64), order)]
+        self._assert_norms_close(stats.norm.reshape(1), whole, f"{what} total norm of order {order}")
+        return stats
+
+    def _scale_tensors(self, state: ScaleState) -> ScaleTensors:
+        counts = [torch.tensor(c, dtype=torch.int32) for c in (state.growth_tracker, state.hysteresis_left)]
+        return ScaleTensors(data.scalar(state.scale, self.device), *(c.to(self.device) for c in counts))
+
+    def _judge_update(
+        self,
+        state: ScaleState,
+        found: float,
+        schedule: LossScaleSchedule,
+        shape: tuple[int, ...] = (),
+        tensors: ScaleTensors | None = None,
+        flag: Tensor | None = None,
+    ) -> ScaleState:
+        tensors = self._scale_tensors(state) if tensors is None else tensors
+        flag = data.scalar(found, self.device, shape) if flag is None else flag.fill_(found)
+        written = list(vars(tensors).values())
+        self._call(lambda: self.kernels.update_scale_(tensors, flag, schedule), [flag], written, wrote=False)
+        after = ScaleState(float(tensors.scale), int(tensors.growth_tracker), int(tensors.hysteresis_left))
+        expected = next_scale(state, found > 0, schedule)
+        if not self.supports_float64 and abs(after.scale - expected.scale) <= expected.scale * 2.0**-23:
+            expected = expected._replace(scale=after.scale)  # the product was one of float32 numbers
+        assert after == expected, f"from {state}, found_inf={found}"
+        moved = after.scale == state.scale or version_of(tensors.scale) > 0
+        assert moved, "the scale changed behind autograd, without its version counter"
+        return after
+
+    def _kernel_calls(self, tensors: Tensors) -> dict[str, Callable[[], Any]]:
+        """Return a call of each kernel on `tensors`."""
+        one, flag = data.scalar(1.0, self.device), data.scalar(0.0, self.device)
+        totals = [t.to(torch.promote_types(t.dtype, torch.float32), copy=True) for t in tensors]
+        counts = (torch.tensor(1, dtype=torch.int32).to(self.device) for _ in range(2))
+        state = ScaleTensors(one.clone(), *counts)
+        return {
+            "layout": lambda: self.kernels.layout(tensors),
+            "prepare": lambda: self.kernels.prepare(tensors),
+            "cast": lambda: self.kernels.cast(tensors, torch.bfloat16),
+            "cast(out=)": lambda: self.kernels.cast(tensors, torch.float32, totals),
+            "add_": lambda: self.kernels.add_(totals, tensors),
+            "grad_stats": lambda: self.kernels.grad_stats(tensors),
+            "grad_stats of order 3": lambda: self.kernels.grad_stats(tensors, 3.0),
+            "multiply_": lambda: self.kernels.multiply_(tensors, one, flag),
+            "update_scale_": lambda: self.kernels.update_scale_(state, flag, LossScaleSchedule()),
+        }
+
+    def _judge_every_method(self, tensors: Callable[[], list[Tensor]], what: str = "") -> None:
+        """Judge each kernel on fresh tensors."""
+        low = self.backend.supported_dtypes()[0]
+        self._judge_cast(tensors(), low, what=what)
+        self._judge_stats(tensors(), what=what)
+        with torch.no_grad():
+            written = [t.detach() for t in tensors()]
+        self._judge_multiply(written, what=what)
+        self._judge_add([t.detach() for t in tensors()], tensors(), what=what)
+
+    def _assert_values(self, result: Tensor, expected: Tensor, what: str) -> None:
+        found, wanted = self._flushed(host(result), expected)
+        if not data.same_values(found, wanted):
+            raise AssertionError(f"{what}: {difference(found, wanted)}")
+
+    def _assert_product(self, result: Tensor, expected: Tensor, what: str) -> None:
+        if not self.product_ulps or result.is_complex():
+            self._assert_values(result, expected, what)
+            return
+        step = torch.finfo(result.dtype).eps * self.product_ulps
+        found, wanted = self._flushed(host(result), expected)
+        torch.testing.assert_close(found, wanted, rtol=step, atol=0.0, equal_nan=True, msg=what)
+
+    def _assert_norms_close(self, norms: Tensor, expected: list[float], what: str) -> None:
+        wanted = torch.tensor(expected, dtype=torch.float64).to(norms.dtype)
+        smallest = 1e-44 if self.keeps_subnormals else torch.finfo(norms.dtype).tiny
+        close = torch.isclose(
+            norms.detach().cpu(), wanted, rtol=self.norm_rtol, atol=smallest, equal_nan=True
+        )
+        assert bool(close.all()), f"{what}: {difference(norms.cpu(), wanted, ~close)}"
+
+    def _flushed(self, found: Tensor, expected: Tensor) -> tuple[Tensor, Tensor]:
+        """On a device that flushes, a subnormal result may also be zero; nothing else may."""
+        if self.keeps_subnormals or found.shape != expected.shape or found.dtype is not expected.dtype:
+            return found, expected
+        parts = [torch.view_as_real(t) if t.is_complex() else t for t in (found, expected)]
+        tiny = torch.finfo(expected.dtype).tiny
+        zero = (parts[0] == 0) & (parts[1].to(torch.float64).abs() < tiny)
+        return torch.where(zero, 0.0, parts[0]), torch.where(zero, 0.0, parts[1])
+
+
+def wrong_at(result: Tensor, expected: list[float]) -> list[int]:
+    """Return the first places at which the two differ."""
+    return [i for i, (a, b) in enumerate(zip(result.tolist(), expected, strict=True)) if a != b][:5]
+
+
+def difference(found: Tensor, expected: Tensor, where: Tensor | None = None) -> str:
+    """Say how two tensors differ: in kind, or in their first elements that do."""
+    if (found.dtype, found.shape) != (expected.dtype, expected.shape):
+        return f"{found.dtype} of shape {tuple(found.shape)}, not {expected.dtype} of {tuple(expected.shape)}"
+    if where is None:
+        # Not by value: zeros differ by sign.
+        pairs = zip(found.reshape(-1), expected.reshape(-1), strict=True)
+        where = torch.tensor([not data.same_values(a, b) for a, b in pairs])
+    at = [int(i) for i in where.reshape(-1).nonzero()[:3]]
+    flat, wanted = found.reshape(-1), expected.reshape(-1)
+    texts = [f"{flat[i].item()!r} instead of {wanted[i].item()!r} at {i}" for i in at]
+    return f"{', '.join(texts)} (of {int(where.sum())} wrong elements)"

@@ -1,0 +1,171 @@
+"""Every kernel on every memory layout: generated lists, judged against the reference."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from amp_core.testing.suite import data
+from amp_core.testing.suite import tensors as space
+from amp_core.testing.suite.judge import Judge
+
+
+class LayoutConformance(Judge):
+    """Each kernel gives the reference's values for tensors that lie in memory in any way."""
+
+    AREA = "layouts"
+
+    def _lists(self, dtypes: Sequence[torch.dtype], extra: Sequence[str] = ()) -> Iterator[list[space.Spec]]:
+        """Yield each layout alone, all and only the dense ones of each dtype, and all of all dtypes."""
+        layouts = [*self._layouts(), *extra]
+        for spec in space.specs(dtypes, layouts) if self.thorough else space.rotated(dtypes, layouts):
+            yield [spec]
+        for dtype in dtypes:
+            yield space.specs([dtype], layouts)
+            yield space.specs([dtype], space.DENSE, [*space.SHAPES, *((n,) for n in space.LENGTHS)])
+        everything = space.specs(dtypes, layouts)
+        yield everything
+        yield everything[::-1]
+
+    def _build(self, specs: Sequence[space.Spec]) -> list[Tensor]:
+        return [spec.build(self.device) for spec in specs]
+
+    def _form(self, tensors: list[Tensor], specs: Sequence[space.Spec], number: int) -> Sequence[Tensor]:
+        """Return a list, a tuple, a prepared list, or one prepared with the layout of its like."""
+        if number % 4 < 2:
+            return tuple(tensors) if number % 4 else tensors
+        like = self._build([spec._replace(seed=spec.seed + 1) for spec in specs])
+        return self.kernels.prepare(tensors, self.kernels.layout(like) if number % 4 == 3 else None)
+
+    def _bad(self, specs: list[space.Spec]) -> Iterator[tuple[str, list[Tensor]]]:
+        """Yield the tensors as they are and, of a list of one, with a bad first or last element."""
+        yield "", self._build(specs)
+        if len(specs) == 1 and 0 not in specs[0].shape:
+            for place, value in ((0, torch.nan), (-1, torch.inf)):
+                (tensor,) = self._build(specs)
+                tensor.detach()[(place,) * tensor.dim()] = value
+                yield f"with {value} at {place},", [tensor]
+
+    def test_cast_of_every_memory_layout(self) -> None:
+        """The cast has the values, dtype, strides, and nothing else is written."""
+        targets = itertools.cycle(self.dtypes())
+        for number, specs in enumerate(self._lists(self.dtypes(), space.READ_ONLY)):
+            for target in (next(targets),) if len(specs) == 1 else self.dtypes():
+                tensors = self._build(specs)
+                self._judge_cast(tensors, target, None, _name(specs), self._form(tensors, specs, number))
+
+    def test_cast_into_every_memory_layout(self) -> None:
+        """Source and target lie differently; ``out`` is what is written, and all that is."""
+        dtypes, layouts = self.dtypes(), self._layouts()
+        for number, specs in enumerate(self._lists(dtypes, space.READ_ONLY)):
+            for shift in range(0, len(layouts), 2 if len(specs) == 1 else 4):
+                outs = [
+                    spec.moved(
+                        layouts[(i + number + shift) % len(layouts)], dtypes[(i + shift) % len(dtypes)]
+                    )
+                    for i, spec in enumerate(specs)
+                ]
+                what = f"{_name(specs)} into {_name(outs)}"
+                self._judge_cast(self._build(specs), dtypes[shift % len(dtypes)], self._build(outs), what)
+
+    def test_add_of_every_memory_layout(self) -> None:
+        """Totals and gradients lie differently and differ in dtype."""
+        layouts, pairs = self._layouts(), itertools.cycle(self._summed_dtypes())
+        for number, specs in enumerate(self._lists(self.dtypes(), space.READ_ONLY)):
+            for shift in (None, 0, number):
+                kinds = [(spec, *next(pairs)) for spec in specs]
+                grads = [spec._replace(dtype=grad) for spec, _, grad in kinds]
+                totals = [
+                    spec.moved(spec.layout if shift is None else layouts[(i + shift) % len(layouts)], total)
+                    for i, (spec, total, _) in enumerate(kinds)
+                ]
+                tensors, what = self._build(grads), f"{_name(grads)} onto {_name(totals)}"
+                self._judge_add(self._build(totals), tensors, what, self._form(tensors, grads, number))
+
+    def test_multiply_of_every_memory_layout(self) -> None:
+        """Each element once, and a bad one is flagged wherever it lies."""
+        for number, specs in enumerate(self._lists(self._gradient_dtypes())):
+            for bad, tensors in self._bad(specs):
+                shape, flag = ((), (1,))[number % 2], (0.0, 0.0, 1.0, None)[number // 4 % 4]
+                factor, form = (0.25, 1.0, 1 / 3)[number % 3], self._form(tensors, specs, number)
+                self._judge_multiply(tensors, factor, flag, shape, _name(specs) + bad, form)
+
+    def test_grad_stats_of_every_memory_layout(self) -> None:
+        """Each element once, and a bad one is flagged wherever it lies."""
+        orders = itertools.cycle((2.0, 1.0, 2.5, torch.inf))
+        for number, specs in enumerate(self._lists(self._gradient_dtypes(), space.READ_ONLY)):
+            for bad, tensors in self._bad(specs):
+                for order in (2.0, next(orders)):
+                    form = self._form(tensors, specs, number)
+                    self._judge_stats(tensors, order, _name(specs) + bad, form)
+
+    def test_kernels_tell_views_of_one_storage_apart(self) -> None:
+        """Views with one address, one storage or one object are still tensors of their own."""
+        for dtype in self.dtypes():
+            for view in (space.overlapping, space.bucket):
+                self._judge_cast(view(dtype, self.device), self.backend.default_dtype())
+                for order in (2.0, torch.inf):
+                    self._judge_stats(view(dtype, self.device), order)
+            self._judge_multiply(space.bucket(dtype, self.device))
+            self._judge_add(space.bucket(dtype, self.device), space.bucket(dtype, self.device, seed=1))
+            for total in self.dtypes():
+                self._judge_cast(
+                    space.bucket(dtype, self.device), dtype, space.bucket(total, self.device, seed=1)
+                )
+
+    def test_kernels_of_no_tensors(self) -> None:
+        """A model without parameters, or without gradients."""
+        for given in ([], (), self.kernels.prepare([], self.kernels.layout([]))):
+            self._judge_cast([], torch.bfloat16, None, given=given)
+            self._judge_cast([], torch.bfloat16, [], given=given)
+            self._judge_stats([], given=given)
+            self._judge_multiply([], given=given)
+            self._judge_add([], [], given=given)
+
+    def test_kernels_of_thousands_of_tensors(self) -> None:
+        """Lists are cut into chunks; none may be lost, and each bad tensor counts."""
+        values = data.random((3 * data.MANY,), torch.float32).to(self.device)
+        low, sums, product = torch.zeros_like(values).bfloat16(), values.clone(), values.clone()
+
+        def parts(whole: Tensor) -> list[Tensor]:
+            return list(torch.split(whole, 3))
+
+        casts = torch.cat(self.kernels.cast(parts(values), torch.bfloat16))
+        self.kernels.cast(parts(values), torch.bfloat16, parts(low))
+        self.kernels.add_(parts(sums), parts(low))
+        self.kernels.multiply_(parts(product), data.scalar(0.5, self.device))
+        for name, result, expected in (
+            ("cast", casts, values.bfloat16()),
+            ("cast(out=)", low, values.bfloat16()),
+            ("add_", sums, values + low),
+            ("multiply_", product, values * 0.5),
+        ):
+            self._assert_values(result, expected.cpu(), f"{name} of {data.MANY} tensors")
+        one, flag = data.scalar(1.0, self.device), data.scalar(0.0, self.device)
+        for bad in (0, 749, 1499, data.MANY - 1):
+            tensors = parts(values.clone())
+            tensors[bad][1] = torch.nan
+            stats = self.kernels.grad_stats(tensors)
+            assert float(stats.found_inf) == 1.0, f"tensor {bad} of {data.MANY}"
+            assert stats.nonfinite.cpu().nonzero().flatten().tolist() == [bad]
+            self.kernels.multiply_(tensors, one, flag.zero_())
+            assert float(flag) == 1.0, f"tensor {bad} of {data.MANY}"
+
+    def test_kernels_of_a_large_tensor(self) -> None:
+        """The last elements of millions."""
+        values = data.random((self.large_numel,), torch.float32).to(self.device)
+        self._judge_every_method(lambda: [values.clone()])
+
+    def test_prepare_only_reads(self) -> None:
+        """Preparing a list, or taking its layout, writes nothing."""
+        tensors = self._build(space.specs(self._gradient_dtypes(), self._layouts()))
+        memory = space.Memory(tensors)
+        self.kernels.prepare(tensors, self.kernels.layout(tensors))
+        memory.check()
+
+
+def _name(specs: Sequence[space.Spec]) -> str:
+    return specs[0].layout if len(specs) == 1 else f"{len({s.layout for s in specs})} layouts,"

@@ -1,0 +1,206 @@
+"""Generated tensors: every shape in every memory layout, and a record of the memory around a call."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from amp_core._torch import internals as _torch
+from amp_core.testing.suite import data
+
+GUARD = 8
+"""Elements of a tensor's storage before and after it. They hold NaN and are nobody else's business."""
+
+# Sizes around the widths of vector registers and blocks, where tails are cut; more dimensions than any
+# fixed array of strides may have.
+LENGTHS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 129)
+SHAPES = (
+    (),
+    (1,),
+    (0,),
+    (3, 0),
+    (17,),
+    (6, 10),
+    (3, 4, 5),
+    (2, 3, 4, 5),
+    (2, 3, 2, 3, 4),
+    (2, 1) * 4 + (3, 2),
+)
+
+LAYOUTS = (
+    "contiguous", "channels_last", "reversed", "odd offset", "gaps", "padded rows", "negated", "conjugated",
+    "parameter", "leaf", "graph",
+)  # fmt: skip
+DENSE = ("contiguous", "channels_last", "odd offset", "parameter")
+READ_ONLY = ("expanded", "expanded inside")
+
+
+class Spec(NamedTuple):
+    """A tensor to build."""
+
+    shape: tuple[int, ...]
+    layout: str
+    dtype: torch.dtype
+    seed: int = 0
+
+    def applies(self) -> bool:
+        """Whether the layout differs from a contiguous one for this shape and dtype."""
+        if self.layout == "conjugated":
+            return self.dtype.is_complex
+        needed = {"channels_last": 3, "reversed": 2, "padded rows": 2, "expanded": 1, "expanded inside": 1}
+        return len(self.shape) >= needed.get(self.layout, 0)
+
+    def moved(self, layout: str, dtype: torch.dtype) -> Spec:
+        """Return a tensor of this shape in another layout, or a contiguous one where it does not apply."""
+        other = Spec(self.shape, layout, dtype, self.seed + 7)
+        writable = other.applies() and layout not in READ_ONLY
+        return other if writable else other._replace(layout="contiguous")
+
+    def build(self, device: torch.device) -> Tensor:
+        """Return normal numbers on `device`, in this layout."""
+        return place(data.random(self.shape, self.dtype, self.seed), self.layout, device)
+
+
+def specs(
+    dtypes: Sequence[torch.dtype],
+    layouts: Sequence[str] = LAYOUTS,
+    shapes: Sequence[tuple[int, ...]] = SHAPES,
+) -> list[Spec]:
+    """Return the whole space of `dtypes`, `layouts` and `shapes`, in which neighbours differ in dtype."""
+    space = [(shape, layout, dtype) for layout in layouts for shape in shapes for dtype in dtypes]
+    return [spec for i, point in enumerate(space) if (spec := Spec(*point, seed=i)).applies()]
+
+
+def rotated(dtypes: Sequence[torch.dtype], layouts: Sequence[str] = LAYOUTS) -> list[Spec]:
+    """Return every layout of every shape once, with the dtypes in turn."""
+    places = [(shape, layout) for layout in layouts for shape in SHAPES]
+    return [
+        spec
+        for i, (shape, layout) in enumerate(places)
+        if (spec := Spec(shape, layout, dtypes[(i + i // len(dtypes)) % len(dtypes)], i)).applies()
+    ]
+
+
+def _strides(shape: tuple[int, ...], layout: str) -> list[int]:
+    order = list(range(len(shape)))
+    if layout == "reversed":
+        order.reverse()
+    elif layout == "channels_last" and len(shape) > 2:
+        order = [0, *order[2:], 1]
+    strides, width = [0] * len(shape), 2 if layout == "gaps" else 1
+    for dim in reversed(order):
+        strides[dim] = width
+        width *= max(1, shape[dim]) + (3 if layout == "padded rows" and width == 1 else 0)
+    return strides
+
+
+def place(values: Tensor, layout: str, device: torch.device) -> Tensor:
+    """Return `values` on `device` in a layout; whatever else is in its storage is NaN."""
+    if layout.startswith("expanded") and values.dim():
+        dim = 0 if layout == "expanded" else -1
+        return place(values.narrow(dim, 0, min(1, values.shape[dim])), "contiguous", device).expand(
+            values.shape
+        )
+    strides = _strides(tuple(values.shape), layout)
+    extent = sum((n - 1) * s for n, s in zip(values.shape, strides, strict=True)) + 1 if values.numel() else 0
+    offset = GUARD + (1 if layout == "odd offset" else 0)
+    base = torch.full((extent + offset + GUARD,), math.nan, dtype=values.dtype)
+    stored = -values if layout == "negated" else values.conj() if layout == "conjugated" else values
+    torch.as_strided(base, values.shape, strides, offset).copy_(stored)
+    tensor = torch.as_strided(base.to(device, copy=True), values.shape, strides, offset)
+    if layout == "negated":
+        tensor = _torch.neg_view(tensor)
+    if layout == "conjugated":
+        return tensor.conj()
+    if layout == "parameter":
+        return torch.nn.Parameter(tensor)
+    if layout in ("leaf", "graph"):
+        tensor.requires_grad_()
+    return tensor * 1 if layout == "graph" else tensor
+
+
+def bucket(dtype: torch.dtype, device: torch.device, seed: int = 0) -> list[Tensor]:
+    """Return views that fill one storage: neighbours, every other element, columns of a matrix."""
+    room = sum(LENGTHS)
+    base = data.random((room + 40 + 60,), dtype, seed).to(device)
+    parts, even = list(torch.split(base[:room], list(LENGTHS))), base[room : room + 40]
+    matrix = base[room + 40 :].view(6, 10)
+    return [*parts, even[::2], even[1::2], matrix[:, :3], matrix[:, 3:], base[:0]]
+
+
+def overlapping(dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """Return views of one storage that share addresses, lengths or elements; two are the same object."""
+    base = data.random((36,), dtype).to(device)
+    square = base.view(6, 6)
+    return [base, square, square.t(), base[:6], base[::6], base[:7], square[0], base, base[6:12]]
+
+
+def host(tensor: Tensor) -> Tensor:
+    """Return the values on the CPU, contiguous, in memory of their own."""
+    values = tensor.detach().cpu().resolve_conj().resolve_neg()
+    return values.clone(memory_format=torch.contiguous_format)
+
+
+def versions(*tensors: Tensor) -> list[int]:
+    """Return the version counters."""
+    return [0 if t.is_inference() else _torch.version_of(t) for t in tensors]
+
+
+class Memory:
+    """What a call must leave as it is: everything in the storages of its arguments that it does not write.
+
+    Args:
+        read: the arguments that are only read.
+        written: the arguments that are written.
+    """
+
+    def __init__(self, read: Sequence[Tensor], written: Sequence[Tensor] = ()) -> None:
+        self._read, self._written = list(read), list(written)
+        self._attributes = [_attributes(t) for t in (*self._read, *self._written)]
+        self._versions = versions(*self._read), versions(*self._written)
+        self._storages: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+        for tensor in (*self._read, *self._written):
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in self._storages and storage.nbytes():
+                whole = tensor.detach().as_strided((storage.nbytes() // tensor.element_size(),), (1,), 0)
+                kept = torch.ones(whole.shape, dtype=torch.bool)
+                self._storages[storage.data_ptr()] = whole, data.bits(whole), kept
+        for tensor in self._written:
+            if tensor.numel():
+                _, _, kept = self._storages[tensor.untyped_storage().data_ptr()]
+                kept.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).fill_(False)
+
+    def check(self, *, wrote: bool = True) -> None:
+        """Compare; `wrote` says that the written arguments must have changed versions."""
+        for whole, before, kept in self._storages.values():
+            mask = kept.repeat_interleave(before.numel() // max(1, kept.numel()))
+            changed = (data.bits(whole) != before) & mask
+            assert not changed.any(), (
+                f"the call wrote to what it must only read: element {int(changed.nonzero()[0])} of the "
+                f"{whole.numel()} in a storage of {whole.dtype}"
+            )
+        attributes = [_attributes(t) for t in (*self._read, *self._written)]
+        for now, then in zip(attributes, self._attributes, strict=True):
+            assert now == then, f"the call changed an argument from {then} to {now}"
+        assert versions(*self._read) == self._versions[0], "it moved a version counter of what it only reads"
+        pairs = zip(self._written, versions(*self._written), self._versions[1], strict=True)
+        stale = [
+            t.shape for t, now, then in pairs if wrote and t.numel() and not t.is_inference() and now <= then
+        ]
+        assert not stale, f"it wrote behind autograd, without moving the version counters of {stale}"
+
+
+def _attributes(tensor: Tensor) -> dict[str, object]:
+    names = ("shape", "dtype", "requires_grad", "is_leaf", "grad_fn", "grad")
+    place = {"address": tensor.data_ptr(), "strides": tensor.stride()}
+    return {name: getattr(tensor, name) for name in names if name != "grad" or tensor.is_leaf} | place
+
+
+def chunk_edges(numel: int) -> Iterator[int]:
+    """Yield the places in `numel` elements where kernels cut: around powers of two, first and last."""
+    yield from (0, numel // 2 + 1, numel - 1)
+    yield from (2**k for k in range(3, numel.bit_length() - 1))

@@ -1,0 +1,90 @@
+"""Run one call in the middle of another one, at every point where Python can switch threads."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+Judged = Callable[[Callable[[], AbstractContextManager[Any]]], None]
+"""Runs a call inside the context that its argument returns, and raises if the outcome is wrong."""
+
+
+def interleave(make: Callable[[int], Judged], most: int) -> None:
+    """Run the call `make` (0) with another one at up to `most` of its points; raise what either raises."""
+    points = _run(make(0))
+    wait = 1.0
+    for number, point in enumerate(range(0, points, points // most + 1)):
+        called, done = threading.Event(), threading.Event()
+
+        @contextmanager
+        def until_done(called: threading.Event = called, done: threading.Event = done) -> Iterator[None]:
+            try:
+                yield
+            finally:
+                called.set()
+                done.wait()  # the outcome is judged after the call that it interrupts
+
+        other = _Thread(make(1 + number % 3), until_done)
+
+        def meanwhile(other: _Thread = other, called: threading.Event = called) -> None:
+            nonlocal wait
+            other.start()
+            # A call that waits for a lock ends only after the one that it interrupts.
+            wait = wait if called.wait(wait) else 0.01
+
+        try:
+            _run(make(0), meanwhile, point)
+        finally:
+            done.set()
+            if other.ident is not None:
+                other.join()
+        if other.outcomes:
+            raise other.outcomes[0]
+
+
+class _Thread(threading.Thread):
+    def __init__(self, judged: Judged, context: Callable[[], AbstractContextManager[Any]]) -> None:
+        super().__init__()
+        self.outcomes: list[BaseException] = []
+        self._judged, self._context = judged, context
+
+    def run(self) -> None:
+        try:
+            self._judged(self._context)
+        except BaseException as error:  # an AssertionError, or whatever the call raised
+            self.outcomes.append(error)
+
+
+def _run(judged: Judged, meanwhile: Callable[[], None] | None = None, point: int = 0) -> int:
+    """Run a call in a new thread, with `meanwhile` at a point of it; return the number of its points."""
+    count = 0
+
+    def trace(frame: Any, event: str, _argument: Any) -> Any:
+        nonlocal count
+        if "/torch/" in frame.f_code.co_filename:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            if meanwhile is not None and count == point:
+                sys.settrace(None)
+                meanwhile()
+            count += 1
+        return trace
+
+    @contextmanager
+    def traced() -> Iterator[None]:
+        sys.settrace(trace)
+        try:
+            yield
+        finally:
+            sys.settrace(None)
+
+    thread = _Thread(judged, traced)
+    thread.start()
+    thread.join()
+    if thread.outcomes:
+        raise thread.outcomes[0]
+    return count

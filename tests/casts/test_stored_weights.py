@@ -1,0 +1,365 @@
+"""master_weights with bfloat16 storage: no update is lost, and float32 is not kept."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from amp_core import GradScaler, StoredWeights, autocast, master_weights
+from amp_core.casts import rounding, storage
+
+STORAGES = ["remainder", "stochastic", "kahan"]
+LOW, WIDE = torch.bfloat16, torch.float32
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "SGD fused": lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9, fused=True),
+    "Adam": lambda p: torch.optim.Adam(p, lr=1e-3, amsgrad=True),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-3, foreach=True),
+    "AdamW fused": lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True),
+    "Adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-3),
+    "Muon": lambda p: torch.optim.Muon(p, lr=1e-3),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=1e-3, momentum=0.9),
+    "NAdam": lambda p: torch.optim.NAdam(p, lr=1e-3),
+}
+
+
+def make(matrices: bool = False) -> nn.Sequential:
+    torch.manual_seed(0)
+    if matrices:  # all that Muon takes
+        return nn.Sequential(nn.Linear(6, 5, bias=False), nn.ReLU(), nn.Linear(5, 3, bias=False))
+    return nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.ReLU(), nn.Linear(5, 3))
+
+
+def set_grads(model: nn.Module, step: int) -> None:
+    """Give every parameter a gradient that bfloat16 holds exactly."""
+    generator = torch.Generator().manual_seed(step)
+    for p in model.parameters():
+        p.grad = torch.randn(p.shape, generator=generator).to(LOW).to(p.dtype)
+
+
+def bits(tensors: dict[str, Tensor]) -> dict[str, list[int]]:
+    return {
+        k: t.detach().contiguous().view(torch.int16 if t.dtype is LOW else torch.int32).flatten().tolist()
+        for k, t in tensors.items()
+    }
+
+
+# The bits.
+
+
+@given(st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=64))
+def test_split_and_join_are_inverse(patterns: list[int]) -> None:
+    """One float32 value that does not come back breaks the promise of the exact trajectory."""
+    wide = torch.tensor(patterns, dtype=torch.int32).view(WIDE)
+    low, kept = rounding.split(wide)
+    back = rounding.join(low, kept)
+    nan = wide.isnan()
+    assert torch.equal(back.isnan(), nan)
+    assert torch.equal(low.isnan(), nan)
+    assert torch.equal(back.view(torch.int32)[~nan], wide.view(torch.int32)[~nan])
+    assert ((low.float() - wide).abs() <= (wide.to(LOW).float() - wide).abs())[wide.isfinite()].all()
+
+
+def test_stochastic_rounding_is_unbiased_and_leaves_exact_values() -> None:
+    """A biased rounding drifts; one that moves exact values changes weights without an update."""
+    numbers = torch.arange(40000, dtype=torch.int32)
+    value = 1 + 0.3 * 2**-7
+    rounded = rounding.stochastic(torch.full((40000,), value), numbers, rounding.key_of(0, 1))
+    assert set(rounded.tolist()) == {1.0, 1 + 2**-7}
+    assert abs(rounded.float().mean().item() - value) < 5e-5
+    exact = torch.randn(40000).to(LOW)
+    assert torch.equal(rounding.stochastic(exact.float(), numbers, 7), exact)
+    special = torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0])
+    assert torch.equal(
+        rounding.stochastic(special, numbers[:4], 7).float().nan_to_num(5), special.nan_to_num(5)
+    )
+
+
+def test_chunks_change_no_bits() -> None:
+    """Large tensors are computed in chunks on the CPU: a chunk that is out of place mixes up weights."""
+    wide = torch.randn(300, 257)
+    numbers = torch.arange(wide.numel(), dtype=torch.int32).view(wide.shape)
+    low, kept = rounding.split(wide)
+    rows = [rounding.split(row) for row in wide]
+    assert torch.equal(low, torch.stack([a for a, _ in rows]))
+    assert torch.equal(kept, torch.stack([b for _, b in rows]))
+    assert torch.equal(rounding.join(low, kept), wide)
+    rounded = [rounding.stochastic(w, n, 5) for w, n in zip(wide, numbers, strict=True)]
+    assert torch.equal(rounding.stochastic(wide, numbers, 5), torch.stack(rounded))
+
+
+def test_random_bits_are_pinned() -> None:
+    """Other bits on another device, or in the next release, and a run cannot be resumed bit for bit."""
+    key = rounding.key_of(0, 1, 2)
+    assert key == 17650578182555822980
+
+    def mix(x: int) -> int:
+        x ^= x >> 16
+        x = x * 0x7FEB352D & 0xFFFFFFFF
+        x ^= x >> 15
+        x = x * 0x846CA68B & 0xFFFFFFFF
+        return x ^ x >> 16
+
+    wanted = [mix(mix((i + key) & 0xFFFFFFFF) ^ key >> 32) & 0xFFFF for i in range(1000)]
+    assert rounding.random_16_bits(torch.arange(1000, dtype=torch.int32), key).tolist() == wanted
+
+
+def test_a_shard_draws_the_numbers_of_its_elements() -> None:
+    """With another number of ranks, each element would be rounded otherwise."""
+    whole = rounding.element_numbers((6, 4), (0, 0), (6, 4), torch.device("cpu"))
+    part = rounding.element_numbers((2, 3), (3, 1), (6, 4), torch.device("cpu"))
+    assert torch.equal(part, whole[3:5, 1:4])
+
+
+# Steps.
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("bucket", [1, 2**30])
+def test_remainder_follows_float32_bit_for_bit(
+    name: str, bucket: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights, and so every later step, differ from those of the float32 optimizer."""
+    monkeypatch.setattr(storage, "_BUCKET_BYTES", bucket)
+    exact, model = make(name == "Muon"), make(name == "Muon")
+    groups = lambda m: [{"params": [p]} for p in m.parameters()]
+    reference, optimizer = OPTIMIZERS[name](groups(exact)), OPTIMIZERS[name](groups(model))
+    masters = master_weights(model, optimizer, "remainder")
+    for step in range(12):
+        set_grads(exact, step)
+        set_grads(model, step)
+        reference.step()
+        optimizer.step()
+    assert {p.dtype for p in model.parameters()} == {LOW}
+    assert bits(masters.float32_weights()) == bits(dict(exact.named_parameters()))
+
+
+@pytest.mark.parametrize(
+    ("how", "expected", "tolerance"),
+    [
+        ("nearest", 1.0, 0),
+        ("remainder", 0.9, 2e-3),
+        ("stochastic", 0.9, 2e-3),
+        ("kahan", 0.9, 2e-3),
+    ],
+)
+def test_small_updates_arrive(how: str, expected: float, tolerance: float) -> None:
+    """100 updates of -0.001 on 1.0: plain bfloat16 loses them all."""
+    model = nn.ParameterDict({"w": nn.Parameter(torch.ones(4000, dtype=LOW))})
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    if how != "nearest":
+        master_weights(model, optimizer, how)  # type: ignore[call-overload]
+    for _ in range(100):
+        model["w"].grad = torch.full((4000,), 0.001, dtype=LOW)
+        optimizer.step()
+    assert abs(model["w"].float().mean().item() - expected) <= tolerance
+
+
+@pytest.mark.parametrize("how", STORAGES)
+@pytest.mark.parametrize("state_dtype", [WIDE, LOW])
+@pytest.mark.parametrize("name", ["SGD", "AdamW", "AdamW fused", "Adafactor"])
+def test_resumes_bit_for_bit(how: str, state_dtype: torch.dtype, name: str) -> None:
+    """Torch casts loaded states to the dtype of the parameter, which would round them."""
+
+    def start() -> tuple[nn.Module, torch.optim.Optimizer, StoredWeights]:
+        model = make()
+        optimizer = OPTIMIZERS[name](model.parameters())
+        return model, optimizer, master_weights(model, optimizer, how, state_dtype=state_dtype)  # type: ignore[call-overload]
+
+    def run(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+        for step in steps:
+            set_grads(model, step)
+            optimizer.step()
+
+    model, optimizer, masters = start()
+    run(model, optimizer, range(5))
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    run(model, optimizer, range(5, 10))
+    again, other, theirs = start()
+    again.load_state_dict(saved[0])
+    other.load_state_dict(saved[1])
+    run(again, other, range(5, 10))
+    assert bits(dict(model.named_parameters())) == bits(dict(again.named_parameters()))
+    assert bits(masters.float32_weights()) == bits(theirs.float32_weights())
+    moments = [s[k] for s in optimizer.state.values() for k in ("exp_avg", "exp_avg_sq") if k in s]
+    assert {t.dtype for t in moments} <= {state_dtype}
+
+
+@pytest.mark.parametrize("how", STORAGES)
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_skipped_step_changes_nothing(how: str, fused: bool) -> None:
+    """An overflow must leave weights and what is kept, whether the device decides or the host."""
+    model = make()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
+    masters = master_weights(model, optimizer, how)  # type: ignore[call-overload]
+    scaler = GradScaler("cpu", init_scale=8.0)
+    before = {}
+    for poison in (False, True, False):
+        optimizer.zero_grad()
+        with autocast("cpu"):
+            loss = model(torch.ones(2, 6)).float().square().mean()
+        scaler.scale(loss).backward()
+        if poison:
+            before = bits(masters.float32_weights())
+            next(model.parameters()).grad.fill_(torch.inf)  # type: ignore[union-attr]
+        scaler.step(optimizer)
+        scaler.update()
+        if poison:
+            assert bits(masters.float32_weights()) == before
+    assert bits(masters.float32_weights()) != before
+
+
+@pytest.mark.parametrize(("how", "beside"), [("remainder", 2), ("stochastic", 0), ("kahan", 2)])
+@pytest.mark.parametrize("state_dtype", [WIDE, LOW])
+def test_bytes_per_parameter(how: str, beside: int, state_dtype: torch.dtype) -> None:
+    """The point of the storages: what stays between two steps, counted."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    count = sum(p.numel() for p in model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters())
+    masters = master_weights(model, optimizer, how, state_dtype=state_dtype)  # type: ignore[call-overload]
+    set_grads(model, 0)
+    optimizer.step()
+    states = [v for s in optimizer.state.values() for k, v in s.items() if k != "step"]
+    stored = sum(t.nbytes for t in [*model.parameters(), *states])
+    assert stored == count * (2 + beside + 2 * state_dtype.itemsize)
+    assert masters.nbytes() == count * beside
+
+
+def test_hooks_closures_and_schedulers_see_one_step() -> None:
+    """Buckets are an inner matter: a hook that ran per bucket would count wrong."""
+    model = make()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    master_weights(model, optimizer, "kahan")
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1 / (1 + epoch))
+    seen: list[int] = []
+    optimizer.register_step_post_hook(lambda o, *_: seen.append(len(o.param_groups[0]["params"])))
+
+    def closure() -> float:
+        set_grads(model, 0)
+        assert torch.is_grad_enabled()
+        return 4.0
+
+    assert optimizer.step(closure) == 4.0
+    scheduler.step()
+    assert seen == [6]
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_what_is_kept_as_it_is() -> None:
+    """Norms may stay in float32, and parameters without a gradient are not touched."""
+    model = make()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    masters = master_weights(model, optimizer, "remainder", keep=["1.*"])
+    assert model[1].weight.dtype is WIDE
+    set_grads(model, 0)
+    model[3].bias.grad = None
+    before = bits(dict(model.named_parameters()))
+    optimizer.step()
+    after = bits(dict(model.named_parameters()))
+    assert after["3.bias"] == before["3.bias"]
+    assert after["1.weight"] != before["1.weight"]
+    assert "1.weight" not in masters.float32_weights()
+
+
+def test_lost_updates() -> None:
+    """The count must find what bfloat16 alone would lose, and nothing where the storage keeps it."""
+    model = nn.ParameterDict({"w": nn.Parameter(torch.ones(1000, dtype=LOW))})
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    masters = master_weights(model, optimizer, "remainder", lost_updates=True)
+    grad = torch.zeros(1000, dtype=LOW)
+    grad[:500] = 0.001
+    grad[:250] = 1e-9  # below float32's own precision at 1.0: the optimizer itself loses these
+    model["w"].grad = grad
+    optimizer.step()
+    assert masters.lost_updates() == {"w": 0.0}
+    masters.remove()
+    masters = master_weights(model, optimizer, "stochastic", lost_updates=True)
+    model["w"].grad = grad
+    optimizer.step()
+    # 0.001 is 0.256 of the gap below 1.0: so many are rounded down, and 250 of 1000 had an update.
+    assert abs(masters.lost_updates()["w"] - 0.25 * 0.744) < 0.03
+
+
+def test_the_step_record_has_the_lost_updates() -> None:
+    """Each record must keep the counts of its own step, and none if nobody counts."""
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scaler = GradScaler("cpu", init_scale=1.0)
+    for lr, lost_updates in ((1e-12, True), (0.5, True), (0.5, False)):
+        optimizer.param_groups[0]["lr"] = lr
+        with master_weights(model, optimizer, "stochastic", lost_updates=lost_updates):
+            scaler.scale(torch.zeros(1, requires_grad=True))
+            set_grads(model, 0)
+            scaler.step(optimizer)
+            scaler.update()
+    first, second, third = scaler.history
+    assert set(first.lost_updates) == {name for name, _ in model.named_parameters()}
+    assert sum(first.lost_updates.values()) == 0  # below float32's own precision
+    assert max(second.lost_updates.values()) < 0.2
+    assert third.lost_updates is None
+    assert second.as_dict()["lost_updates"] == second.lost_updates
+
+
+def test_remove_returns_to_the_plain_optimizer() -> None:
+    """After it, the step is torch's own on the bfloat16 weights."""
+    model, plain = make().to(LOW), make().to(LOW)
+    optimizer, reference = (torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, plain))
+    with master_weights(model, optimizer, "kahan"):
+        pass
+    for m, o in ((model, optimizer), (plain, reference)):
+        set_grads(m, 0)
+        o.step()
+    assert bits(dict(model.named_parameters())) == bits(dict(plain.named_parameters()))
+
+
+def test_a_compiled_model_trains() -> None:
+    """A graph must read the bfloat16 weights that the last step wrote."""
+    model, eager = make(), make()
+    losses = []
+    for m, call in ((model, torch.compile(model, backend="aot_eager")), (eager, eager)):
+        optimizer = torch.optim.AdamW(m.parameters(), lr=1e-2)
+        with master_weights(m, optimizer, "stochastic"):
+            for _ in range(3):
+                optimizer.zero_grad()
+                with autocast("cpu"):
+                    loss = call(torch.ones(2, 6)).float().square().mean()
+                loss.backward()
+                optimizer.step()
+        losses.append(loss.item())
+    assert losses[0] == losses[1]
+
+
+def test_bad_calls_say_what_is_wrong() -> None:
+    """A wrong argument must not end in training of another precision."""
+    model = make()
+    optimizer = torch.optim.AdamW(model.parameters())
+    other = nn.Linear(2, 2)
+    for call, error, text in (
+        (lambda: master_weights(model, optimizer, "fp8"), ValueError, "storages are fp32, remainder"),
+        (lambda: master_weights(model, None, "kahan"), TypeError, "needs the optimizer, not NoneType"),
+        (lambda: master_weights(other, optimizer, "kahan"), ValueError, "No float32 or bfloat16 parameter"),
+        (
+            lambda: master_weights(model, optimizer, "kahan", state_dtype=torch.float16),
+            ValueError,
+            "state_dtype must be",
+        ),
+        (
+            lambda: master_weights(model, torch.optim.LBFGS(model.parameters()), "kahan"),
+            ValueError,
+            "LBFGS",
+        ),
+    ):
+        with pytest.raises(error, match=text):
+            call()  # type: ignore[no-untyped-call]
+    assert {p.dtype for p in model.parameters()} == {WIDE}
+    master_weights(model, optimizer, "kahan")
+    with pytest.raises(RuntimeError, match="has replaced optimizer"):
+        master_weights(model, optimizer, "kahan")

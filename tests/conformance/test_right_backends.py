@@ -1,0 +1,127 @@
+"""Right but unusual backends: each passes the kit, with its departures declared."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+
+import pytest
+import torch
+
+from amp_core.kernels import GradStats, Portable
+from amp_core.plugin import Availability
+from amp_core.policy import OpPolicy
+from amp_core.testing import BackendFixtures, Loopback, check
+
+
+class Flushing(Portable):
+    """Flushes subnormal results, and reads subnormal gradients as zeros."""
+
+    def cast(self, tensors, dtype, out=None):
+        return [_flush(r) for r in super().cast(tensors, dtype, out)]
+
+    def add_(self, totals, grads):
+        super().add_(totals, grads)
+        for total in totals:
+            _flush(total)
+
+    def multiply_(self, grads, factor, found_inf=None):
+        super().multiply_(grads, factor, found_inf)
+        for grad in grads:
+            _flush(grad)
+
+
+def _flush(tensor):
+    real = torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor.detach()
+    if real.numel() and not real.is_neg() and real.itemsize > 1:
+        real.masked_fill_((real.double().abs() < torch.finfo(real.dtype).tiny) & (real != 0), 0.0)
+    return tensor
+
+
+class Flushes(BackendFixtures):
+    keeps_subnormals = False
+
+
+class LiveReason(Loopback):
+    """Tells how many bytes are free, which no two calls agree on."""
+
+    calls = itertools.count()
+
+    def availability(self):
+        return Availability(True, f"{10**9 - next(self.calls)} bytes free")
+
+
+class Locking(Portable):
+    """Serves one call at a time."""
+
+    def __init__(self):
+        super().__init__()
+        self.lock = threading.RLock()
+
+    def cast(self, tensors, dtype, out=None):
+        with self.lock:
+            return super().cast(tensors, dtype, out)
+
+    def multiply_(self, grads, factor, found_inf=None):
+        with self.lock:
+            super().multiply_(grads, factor, found_inf)
+
+
+class OneAllocation(Portable):
+    """Puts its results into one piece of memory each."""
+
+    def grad_stats(self, grads, norm_type=2.0):
+        stats = super().grad_stats(grads, norm_type)
+        norms = torch.cat([stats.norm.reshape(1), stats.norms])
+        flags = torch.cat([stats.found_inf.reshape(1), stats.nonfinite])
+        return GradStats(norms[0], norms[1:], flags[1:], flags[0])
+
+
+class CachesByLayout(Portable):
+    """Keeps what it computed of the shapes, for a bounded number of lists."""
+
+    def __init__(self):
+        super().__init__()
+        self.known = {}
+
+    def layout(self, tensors):
+        key = tuple((t.shape, t.stride(), t.dtype) for t in tensors)
+        if len(self.known) > 8:
+            self.known.clear()
+        return self.known.setdefault(key, len(self.known))
+
+
+POLICY = OpPolicy.default("cpu").override({"exp": "fp32", "relu": "lower_precision_fp"})
+
+
+class Departs(BackendFixtures):
+    policy_departures = dict.fromkeys(OpPolicy.default("cpu").diff(POLICY), "faster so")
+
+
+class Narrow(BackendFixtures):
+    """A device without float64, complex numbers and 8-bit floats."""
+
+    supports_float64 = supports_complex = supports_float8 = supports_lazy_signs = False
+    norm_rtol = 1e-4  # sums in float32
+
+
+NUMBERS = ("layouts", "cast", "add", "grad_stats", "multiply", "update")
+RIGHT = {
+    "flushes subnormal results": (Loopback(kernels=Flushing()), Flushes, NUMBERS),
+    "tells live data": (LiveReason(), None, ("availability", "effects")),
+    "locks": (Loopback(kernels=Locking()), None, ("memory", "effects")),
+    "allocates once": (Loopback(kernels=OneAllocation()), None, ("layouts", "grad_stats", "memory")),
+    "caches by layout": (Loopback(kernels=CachesByLayout()), None, ("layouts", "memory")),
+    "departs from torch's policy": (Loopback(policy=POLICY), Departs, ("policy", "regions", "functions")),
+    "has no float64": (Loopback(kernels=Portable(has_float64=False)), Narrow, NUMBERS),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_backend_passes(name):
+    """A maker of an unusual device would have to make it wrong to pass."""
+    backend, fixtures, areas = RIGHT[name]
+    report = check(backend, fixtures=fixtures, areas=areas)
+    failed = [(r.check, r.message) for r in report.results if r.outcome == "failed"]
+    assert not failed
+    assert {r.area for r in report.results if r.outcome == "passed"} == set(areas)

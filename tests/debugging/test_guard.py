@@ -1,0 +1,197 @@
+"""`guard`: stops at the op that makes inf or NaN, and at nothing else."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import amp_core
+from amp_core import GradScaler, NonFiniteError, autocast
+
+FP16 = torch.float16
+
+
+class Root(torch.autograd.Function):
+    """An op whose backward pass divides by its result, which is 0."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * 0
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad / (ctx.saved_tensors[0] * 0)
+
+
+class Faulty(nn.Module):
+    """Correct until `broken` is set."""
+
+    def __init__(self, phase):
+        super().__init__()
+        self.first, self.last, self.phase, self.broken = nn.Linear(4, 4), nn.Linear(4, 4), phase, False
+
+    def forward(self, x):
+        x = self.first(x)
+        if self.broken:
+            x = torch.exp(x.abs() + 1000) if self.phase == "forward" else Root.apply(x)  # the fault
+        return self.last(x)
+
+
+def line_of(fault):
+    file, _, number = fault.line.rpartition(":")
+    with open(file, encoding="utf-8") as source:
+        return source.readlines()[int(number) - 1]
+
+
+def train(model, steps, broken_at, scaler=None):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for number in range(steps):
+        model.broken = number >= broken_at
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 4)).sum()
+        if scaler is None:
+            loss.backward()
+            optimizer.step()
+        else:
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+
+@pytest.mark.parametrize(
+    "steps", [None, [3], lambda number: number == 3], ids=["watched", "list", "function"]
+)
+def test_a_forward_fault_is_named(steps):
+    """Training goes on with NaN, or the message names a later op."""
+    model = Faulty("forward")
+    with amp_core.guard(model, steps=steps) as guard, pytest.raises(NonFiniteError) as caught:
+        train(model, 6, broken_at=3)
+    fault = caught.value.fault
+    assert fault is guard.fault
+    assert (fault.step, fault.phase, fault.kernel, str(fault.place)) == (
+        3,
+        "forward",
+        "aten::exp",
+        "(Faulty)",
+    )
+    assert "the fault" in line_of(fault)
+    assert fault.result.not_finite == 1
+    assert 1000 < fault.inputs[0].largest < 1010
+    assert "float32 [2, 4], magnitudes 1e+03 to 1e+03" in str(caught.value)
+
+
+def test_the_rule_that_chose_the_dtype():
+    """An overflow in float16 does not say that autocast chose float16."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    nn.init.constant_(model[1].weight, 6e4)
+    nn.init.constant_(model[0].weight, 1.0)
+    with amp_core.guard(model), autocast("cpu", dtype=FP16), pytest.raises(NonFiniteError) as caught:
+        model(torch.ones(2, 4))
+    fault = caught.value.fault
+    assert (fault.op, str(fault.place)) == ("aten::linear.default", "1")
+    assert fault.rule.startswith("lower_precision_fp (default of cpu")
+    assert {tensor.dtype for tensor in fault.inputs} == {FP16}
+
+
+def test_a_cast_that_overflows():
+    """A number above 65504 is cast to float16, and the linear layer is blamed for its inf."""
+    model = nn.Sequential(nn.Linear(4, 4))
+    with amp_core.guard(model), autocast("cpu", dtype=FP16), pytest.raises(NonFiniteError) as caught:
+        model(torch.full((2, 4), 1e5))
+    assert caught.value.fault.op == "the cast to float16"
+    assert caught.value.fault.inputs[0].largest == 1e5
+
+
+def test_a_backward_fault_without_a_scaler():
+    """NaN reaches the weights; or the op and the line of its forward op are not named in a chosen step."""
+    model = Faulty("backward")
+    with amp_core.guard(model), pytest.raises(NonFiniteError, match=r"first\.weight.*steps=\[2\]"):
+        train(model, 6, broken_at=2)
+    assert all(bool(p.isfinite().all()) for p in model.parameters())
+    with amp_core.guard(model, steps=[2]), pytest.raises(NonFiniteError) as caught:
+        train(model, 6, broken_at=2)
+    fault = caught.value.fault
+    assert (fault.phase, fault.kernel) == ("backward", "aten::div.Tensor")
+    assert "Root.apply" in line_of(fault) or "x * 0" in line_of(fault)
+
+
+def test_skipped_steps_stop_after_patience():
+    """The guard stops at the first skip, which the scaler handles, or never."""
+    model, scaler = Faulty("backward"), GradScaler("cpu")
+    with amp_core.guard(model, patience=3) as guard, pytest.raises(NonFiniteError) as caught:
+        train(model, 9, broken_at=2, scaler=scaler)
+    assert guard.step == 5
+    assert caught.value.fault.kernel == "aten::div.Tensor"
+    with amp_core.guard(Faulty("backward"), patience=3):
+        train(model, 4, broken_at=2, scaler=scaler)  # two skips: not enough
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_masks_are_no_fault(inplace):
+    """An attention mask of -inf is taken for an overflow."""
+
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q = nn.Linear(4, 4)
+
+        def forward(self, x):
+            scores = self.q(x) @ x.T
+            mask = torch.full((8, 8), -math.inf).triu_(1)
+            hidden = torch.ones(8, 8).triu(1).bool()
+            scores = scores.masked_fill_(hidden, -math.inf) if inplace else scores + mask
+            return torch.softmax(scores * 0.5, -1)
+
+    model = Masked()
+    with amp_core.guard(model, steps=range(2)):
+        model(torch.randn(8, 4)).sum().backward()
+
+
+def test_broken_parameters_are_named():
+    """A checkpoint with NaN in it is blamed on the op that uses it."""
+    model = nn.Sequential(nn.Linear(4, 4))
+    model[0].bias.data[1] = math.nan
+    with (
+        amp_core.guard(model),
+        pytest.raises(NonFiniteError, match=r"step 0 has inf or NaN.*0\.bias") as caught,
+    ):
+        model(torch.ones(2, 4))
+    assert caught.value.fault is None
+
+
+def test_nothing_remains():
+    """A removed guard still stops the program, or slows it down."""
+    model = Faulty("forward")
+    guard = amp_core.guard(model, steps=[0])
+    model(torch.ones(2, 4))
+    guard.remove()
+    guard.remove()
+    model.broken = True
+    model(torch.ones(2, 4))
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+    assert guard.step == 0
+
+
+@pytest.mark.parametrize("bad", [{"model": None}, {"model": 1}, {"model": nn.Linear(1, 1), "patience": 0}])
+def test_bad_arguments_attach_nothing(bad):
+    """A wrong argument surfaces inside a forward pass."""
+    with pytest.raises((TypeError, ValueError), match=r"model|patience"):
+        amp_core.guard(**bad)
+
+
+def test_a_compiled_model():
+    """Dynamo traces the guard's hooks, or a fault in compiled code is not named."""
+    torch.compiler.reset()
+    model = Faulty("forward")
+    compiled = torch.compile(model, backend="eager")
+    with amp_core.guard(compiled):
+        train(compiled, 2, broken_at=9)
+        model.broken = True
+        with pytest.raises(NonFiniteError) as caught:
+            compiled(torch.ones(2, 4))
+    assert caught.value.fault.kernel == "aten::exp"

@@ -1,0 +1,187 @@
+"""`watch`: the ranges of tensors over time, what a format would lose of them, and saved runs."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import amp_core
+from amp_core import AmpError, OpPolicy, autocast
+from amp_core.debugging.ranges import Format
+from amp_core.debugging.watching import Watch
+
+FP16, FP8 = torch.float16, torch.float8_e4m3fn
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+
+
+def train(model, steps=3, scale=1.0):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    torch.manual_seed(1)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        (model(torch.randn(4, 8)).sum() * scale).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, FP16, FP8, torch.float8_e5m2])
+def test_shares_are_what_the_dtype_loses(dtype):
+    """The report says that a format keeps values that a cast to it turns into 0 or inf, or the reverse."""
+    values = torch.randn(20_000).double() * torch.logspace(-48, 36, 20_000, dtype=torch.float64)
+    values = values[values.abs().log2().floor() != Format.of(dtype).largest]
+    model = nn.Module()
+    model.weight = nn.Parameter(values)
+    model.forward = lambda: model.weight.sum()
+    with amp_core.watch(model, every=1, format=dtype, limit=10**6) as ranges:
+        model()
+    (entry,) = (e for e in ranges.entries if e.kind == "weight")
+    cast = values.to(dtype).double()
+    limit = torch.finfo(dtype).max
+    assert ranges.format.underflow(entry) == pytest.approx(float((cast == 0).double().mean()), abs=2e-3)
+    assert ranges.format.saturation(entry) == pytest.approx(
+        float((values.abs() > limit).double().mean()), abs=1e-9
+    )
+
+
+def test_a_format_by_its_bits():
+    """A format that torch has no dtype for cannot be asked about."""
+    assert Format.of((5, 10)) == Format(
+        "e5m10", *[getattr(Format.of(FP16), n) for n in ("subnormal", "normal", "largest")]
+    )
+    assert Format.of((8, 7)).largest == Format.of(torch.bfloat16).largest
+
+
+def test_what_is_watched_and_when():
+    """A tensor or a step is missing, or twice there."""
+    model = net()
+    with amp_core.watch(model, every=2) as ranges:
+        train(model, 4)
+    parameters = [name for name, _ in model.named_parameters()]
+    for step in (0, 2):
+        names = {
+            kind: [e.name for e in ranges.entries if (e.step, e.kind) == (step, kind)]
+            for kind in ("activation", "gradient", "weight", "weight gradient")
+        }
+        assert names["activation"] == ["0", "1", "2"]  # the result of the model is that of its last layer
+        assert sorted(names["gradient"]) == ["0", "1", "2"]
+        assert sorted(names["weight gradient"]) == sorted(names["weight"]) == sorted(parameters)
+    assert {e.step for e in ranges.entries} == {0, 2}
+    count = len(ranges.entries)
+    train(model)
+    assert len(ranges.entries) == count
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_the_report_names_the_tensor_that_does_not_fit():
+    """Gradients of 1e-9 vanish in float16, and the report does not say so, or says it of all formats."""
+    model = net()
+    with amp_core.watch(model, every=1, format=FP16) as ranges:
+        train(model, 1, scale=1e-9)
+    facts = ranges.content().facts
+    assert facts["worst underflow"].startswith("100.0 % of gradient")
+    assert facts["worst saturation"] == "none"
+    wide = ranges.measured_in(torch.bfloat16)
+    assert wide.content().facts["worst underflow"] == "none"
+    rows = json.loads(ranges.to_json())["tensors"]
+    assert rows[0]["underflow"] == 1.0
+    assert max(map(len, str(ranges).splitlines())) <= 80
+
+
+def test_results_in_low_precision_and_inf():
+    """What autocast computed is measured as float32, or inf is counted as a number."""
+    model = net()
+    with amp_core.watch(model, every=1) as ranges, autocast("cpu", dtype=FP16):
+        model(torch.full((1, 8), math.inf))
+    (first,) = (e for e in ranges.entries if (e.kind, e.name) == ("activation", "0"))
+    assert first.dtype == "float16"
+    assert first.not_finite == 16
+    assert ranges.format.saturation(first) == 1.0
+
+
+def test_the_picture(tmp_path):
+    """The picture is empty, or the glob has no effect."""
+    pytest.importorskip("matplotlib")
+    model = net()
+    with amp_core.watch(model, every=1, format=FP16) as ranges:
+        train(model)
+    for name, glob in (("all.png", "*"), ("one.png", "0*"), ("none.png", "nothing")):
+        ranges.save_picture(tmp_path / name, glob)
+    sizes = {path.name: path.stat().st_size for path in tmp_path.iterdir()}
+    assert sizes["all.png"] > sizes["one.png"] > sizes["none.png"]
+
+
+def test_ranges_from_another_process(tmp_path):
+    """A saved run cannot be read elsewhere, or the comparison misses what moved."""
+    path = tmp_path / "ranges.json"
+    code = (
+        "import sys, torch, amp_core; sys.path.insert(0, sys.argv[1]); from test_watch import net, train\n"
+        "model = net()\n"
+        "with amp_core.watch(model, every=1, format=torch.float16) as r: train(model)\n"
+        "r.save(sys.argv[2])"
+    )
+    folder = __file__.rpartition("/")[0]
+    subprocess.run([sys.executable, "-c", code, folder, str(path)], check=True)
+    there, model = Watch.load(path), net()
+    with amp_core.watch(model, every=1, format=FP16) as here:
+        train(model)
+    assert there.entries == here.entries
+    assert json.loads(here.diff(there).to_json())["changes"] == []
+    with amp_core.watch(model, every=1, format=FP16) as scaled:
+        train(model, 3, scale=64.0)
+    changes = json.loads(here.diff(scaled).to_json())["changes"]
+    assert {row["kind"] for row in changes} >= {"gradient", "weight gradient"}
+
+
+def test_a_recording_from_another_process(tmp_path):
+    """A recording cannot be saved, or loses a key; another version of torch is not named."""
+    model, path = net(), tmp_path / "recording.json"
+    with amp_core.record() as here, autocast("cpu"):
+        model(torch.ones(4, 8)).sum().backward()
+    here.save(path)
+    there = amp_core.Recording.load(path)
+    assert (there.ops, there.casts, there.environment) == (here.ops, here.casts, here.environment)
+    assert str(there) == str(here)
+    there.environment["torch"] = "2.11.0"
+    diff = here.diff(there).content()
+    assert diff.facts["torch"] == f"{torch.__version__}  ->  2.11.0"
+    policy = OpPolicy.default("cpu").override({"linear": "fp32"})
+    with amp_core.record() as exact, autocast("cpu", policy=policy):
+        model(torch.ones(4, 8))
+    exact.save(path)
+    assert any(
+        row["there"] == "float32 x 1"
+        for row in json.loads(here.diff(amp_core.Recording.load(path)).to_json())["changes"]
+    )
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"kind": "watch"}', "{}"])
+def test_other_files_are_refused(text, tmp_path):
+    """A wrong file is read as an empty recording."""
+    path = tmp_path / "file.json"
+    path.write_text(text)
+    with pytest.raises(AmpError, match="is not a saved recording"):
+        amp_core.Recording.load(path)
+    path.write_text('{"kind": "recording", "format": 99}')
+    with pytest.raises(AmpError, match="has format 99"):
+        amp_core.Recording.load(path)
+
+
+def test_bad_arguments():
+    """A wrong argument surfaces inside a forward pass."""
+    model = net()
+    with pytest.raises(ValueError, match="every="):
+        amp_core.watch(model, every=0)
+    with pytest.raises(TypeError, match="model"):
+        amp_core.watch(None)
+    with pytest.raises(TypeError, match=r"before torch\.compile"):
+        amp_core.watch(torch.compile(model))
+    assert not model._forward_pre_hooks

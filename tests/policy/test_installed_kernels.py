@@ -1,0 +1,56 @@
+"""What the kernels of a policy do to programs that use numbers, other threads or no policy at all."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from amp_core import OpPolicy, autocast
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
+
+X = torch.ones(4)
+
+
+def run_script(name: str) -> None:
+    script = Path(__file__).parent / "data" / name
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_numbers_where_the_schema_has_a_tensor() -> None:
+    """``x % 2`` raises under a policy with a rule for it, or in a plain region after that policy."""
+    run_script("number_arguments.py")
+
+
+def test_an_exception_while_installing_leaves_nothing() -> None:
+    """Half of a policy stays on the dispatcher."""
+    run_script("failing_install.py")
+
+
+def test_a_policy_is_installed_once(region, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each region with a policy installs and removes its kernels, which takes up to a millisecond."""
+    policy = OpPolicy.default("cpu").override({"softmax": "fp32"})
+    with region(policy):
+        pass
+    monkeypatch.delattr("amp_core.dispatch.engine.install")
+    with region(policy):
+        assert torch.softmax(X.bfloat16(), -1).dtype is torch.float32
+    assert torch.softmax(X.bfloat16(), -1).dtype is torch.bfloat16
+
+
+def test_threads_that_know_only_torch() -> None:
+    """A kernel is removed while a thread that uses only torch.autocast dispatches to it: the process dies."""
+    run_script("foreign_threads.py")
+
+
+def test_a_rule_for_add_and_for_another_op() -> None:
+    """A policy with a rule for add raises, because add was the sample of an op without a kernel."""
+    with autocast("cpu", policy=OpPolicy.default("cpu").override({"add": "fp32", "hypot": "fp32"})):
+        assert (X.bfloat16() + 1).dtype is torch.float32

@@ -1,0 +1,121 @@
+"""Rules with a threshold on work: what they cast, how they read, and the estimate of work."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+import amp_core
+from amp_core import OpPolicy, PolicyError, autocast
+from amp_core.dispatch.work import work
+from amp_core.policy import rules
+
+aten = torch.ops.aten
+R = torch.randn
+RULE = "lower_precision_fp above 10 kFLOP"  # linear of 8 x 8 features and n rows has 128 n FLOP
+
+
+@pytest.mark.parametrize(
+    ("op", "args", "kwargs"),
+    [
+        (aten.mm.default, (R(3, 4), R(4, 5)), {}),
+        (aten.addmm.default, (R(5), R(3, 4), R(4, 5)), {"beta": 1}),
+        (aten.bmm.default, (R(2, 3, 4), R(2, 4, 5)), {}),
+        (aten.baddbmm.default, (R(2, 3, 5), R(2, 3, 4), R(2, 4, 5)), {}),
+        (aten.matmul.default, (R(2, 3, 4), R(4, 5)), {}),
+        (aten.matmul.default, (R(3, 4), R(7, 4, 5)), {}),
+        (aten.linear.default, (R(2, 3, 4), R(5, 4), R(5)), {}),
+        (aten.conv1d.default, (R(2, 4, 9), R(6, 4, 3), None, [2], [1], [1], 1), {}),
+        (aten.conv2d.default, (R(2, 4, 9, 8), R(6, 2, 3, 2), None, [2, 1], [1, 0], [2, 1], 2), {}),
+        (aten.conv2d.default, (R(2, 4, 9, 8), R(6, 4, 3, 2)), {}),
+        (aten.conv2d.padding, (R(2, 4, 9, 8), R(6, 4, 3, 3), None, [1, 1], "same"), {}),
+        (aten.conv2d.padding, (R(2, 4, 9, 8), R(6, 4, 3, 3), None, [2, 2], "valid"), {}),
+        (aten.conv3d.default, (R(1, 2, 5, 5, 5), R(3, 2, 3, 3, 3), None, [1]), {}),
+        (aten.convolution.default, (R(2, 4, 9), R(6, 4, 3), None, [1], [0], [1], False, [0], 1), {}),
+        (aten.conv_transpose2d.input, (R(2, 4, 5, 5), R(4, 6, 3, 3), None, [2, 2]), {}),
+        (aten.scaled_dot_product_attention.default, (R(2, 3, 7, 4), R(2, 3, 5, 4), R(2, 3, 5, 6)), {}),
+    ],
+)
+def test_the_estimate_is_that_of_torch(op, args, kwargs):
+    """A threshold would mean another amount of work for another op."""
+    with FlopCounterMode(display=False) as counter:
+        op(*args, **kwargs)
+    assert work(op, args, kwargs) == counter.get_total_flops()
+
+
+def test_other_ops_count_elements():
+    """An op without a formula has no work, or fails."""
+    assert work(aten.prelu.default, (R(3, 4), R(1)), {}) == 12
+    assert work(aten.cat.default, ([R(2), R(3)],), {}) == 3
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_large_calls_are_cast_and_small_ones_widened(backward):
+    """The threshold decides the wrong way, or a small call gets operands of two dtypes."""
+    policy = OpPolicy.default("cpu").override({"linear": RULE})
+    layer = nn.Linear(8, 8)
+    with autocast("cpu", policy=policy):
+        large, small = layer(R(100, 8)), layer(R(50, 8).bfloat16())
+    assert (large.dtype, small.dtype) == (torch.bfloat16, torch.float32)
+    if backward:
+        (large.float().sum() + small.sum()).backward()
+        assert layer.weight.grad.dtype == torch.float32
+
+
+def test_record_and_explain_show_the_number():
+    """A user cannot see why one call of an op ran in float32 and another did not."""
+    policy = OpPolicy.default("cpu").override({"linear": RULE}, origin="here")
+    assert str(policy.explain("linear")).endswith(
+        "lower_precision_fp above 10 kFLOP (here); cast eligible arguments to the dtype of the region if the "
+        "call has more work than 10 kFLOP, else to float32"
+    )
+    layer = nn.Linear(8, 8)
+    with amp_core.record() as r, autocast("cpu", policy=policy):
+        layer(R(100, 8)), layer(R(50, 8))
+    assert {key.rule: key.dtypes for key in r.ops} == {
+        f"{RULE}: 12.8 kFLOP": "bfloat16",
+        f"{RULE}: 6.4 kFLOP": "float32",
+    }
+
+
+def test_files_regions_and_modules():
+    """A threshold is lost in TOML, in a float32 region or in a module's rules."""
+    policy = OpPolicy.default("cpu").override({"linear": RULE})
+    assert OpPolicy.from_toml(policy.to_toml()) == policy
+    model = nn.Sequential(nn.Linear(8, 8))
+    with autocast("cpu", dtype=torch.float32, policy=policy):
+        assert model(R(100, 8)).dtype == torch.float32
+    with amp_core.apply_policy(model, {"0": {"linear": RULE}}), autocast("cpu"):
+        assert (model(R(100, 8)).dtype, model(R(10, 8)).dtype) == (torch.bfloat16, torch.float32)
+
+
+def test_compiled_regions():
+    """A compiled region forgets the threshold."""
+    policy = OpPolicy.default("cpu").override({"linear": RULE})
+    torch.compiler.reset()
+
+    @torch.compile(backend="aot_eager", dynamic=False)
+    def run(x, weight):
+        with autocast("cpu", policy=policy):
+            return F.linear(x, weight)
+
+    assert run(R(100, 8), R(8, 8)).dtype == torch.bfloat16
+    assert run(R(10, 8), R(8, 8)).dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    "rule", ["fp32 above 8 MFLOP", "lower_precision_fp above", "lower_precision_fp above -1 MFLOP", 8]
+)
+def test_other_thresholds_are_refused(rule):
+    """A rule that means nothing is taken as one without a threshold."""
+    with pytest.raises(PolicyError, match="'lower_precision_fp above 8 MFLOP' for calls above some work"):
+        OpPolicy("cpu", {"linear": rule})
+
+
+@pytest.mark.parametrize("flop", [0, 999, 12_800, 8.4e6, 3e9, 2e13])
+def test_a_threshold_reads_back(flop):
+    """`advise` writes a rule that cannot be read."""
+    assert rules.threshold(rules.above(flop)) == pytest.approx(flop, rel=1e-3)

@@ -1,0 +1,300 @@
+"""materialize: a model with the casts of a region written into it."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import amp_core
+from amp_core import MaterializeError, OpPolicy, PolicyError, autocast, materialize
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch copies its own graphs
+
+LOW = torch.bfloat16
+DEFAULT = OpPolicy.default("cpu")
+POLICIES = {
+    "default": None,
+    "uniform": OpPolicy.uniform("cpu"),
+    "exact": DEFAULT.override({"softmax": "fp32", "gelu": "fp32", "linear": "low_in_fp32_out"}),
+}
+
+
+class Norm(nn.Module):
+    """As in many language models: it goes back to the dtype that it was given."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.float32)
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)
+        return self.weight * wide.to(x.dtype)
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward part, with an island of float32 and a branch on a dtype."""
+
+    def __init__(self, size: int = 16) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = Norm(size), nn.Linear(size, 3 * size), nn.Linear(size, size)
+        self.mlp = nn.Sequential(nn.LayerNorm(size), nn.Linear(size, 32), nn.GELU(), nn.Linear(32, size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
+        if q.dtype is LOW:
+            q = q * 1.5
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v))
+        with torch.autocast("cpu", enabled=False):
+            x = x.float() * 1.001
+        return torch.softmax(self.mlp(x), -1)
+
+
+def in_region(model: nn.Module, *args: Any, policy: OpPolicy | None = None, dtype: torch.dtype = LOW) -> Any:
+    with torch.no_grad(), autocast("cpu", dtype, policy=policy):
+        return model(*args)
+
+
+def block() -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    return Block().eval(), torch.randn(2, 5, 16)
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_bit_equal_to_the_region(policy: OpPolicy | None, dtype: torch.dtype) -> None:
+    """A cast in another place gives other results in production than in the tests."""
+    model, x = block()
+    low = materialize(model, (x,), policy=policy, dtype=dtype)
+    wanted = in_region(model, x, policy=policy, dtype=dtype)
+    assert low(x).dtype is wanted.dtype
+    assert torch.equal(low(x), wanted)
+    with autocast("cpu", torch.float16, enabled=False):
+        assert torch.equal(low(x), wanted)
+
+
+LAYERS = [
+    lambda: nn.Linear(8, 8),
+    lambda: nn.LayerNorm(8),
+    nn.GELU,
+    lambda: nn.Softmax(-1),
+    lambda: Norm(8),
+    lambda: nn.BatchNorm1d(8),
+]
+
+
+class Program(nn.Module):
+    """A generated program: layers, skips, casts of its own and nested regions."""
+
+    def __init__(self, steps: list[tuple[int, str]]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(LAYERS[kind]() for kind, _ in steps)
+        self.steps = steps
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, (_, around) in zip(self.layers, self.steps, strict=True):
+            if around == "float":
+                x = x.float()
+            if around == "off":
+                with torch.autocast("cpu", enabled=False):
+                    x = layer(x.float())
+            elif around == "fp16":
+                with amp_core.autocast("cpu", torch.float16):
+                    x = layer(x.float())
+            else:
+                x = x + layer(x) if around == "skip" else layer(x)
+        return x
+
+
+@settings(max_examples=12, deadline=None, phases=[Phase.explicit, Phase.generate])
+@given(
+    st.lists(
+        st.tuples(st.integers(0, len(LAYERS) - 1), st.sampled_from(["", "", "skip", "float", "off", "fp16"])),
+        min_size=1,
+        max_size=6,
+    ),
+    st.sampled_from(list(POLICIES)),
+)
+def test_random_programs_are_bit_equal(steps: list[tuple[int, str]], policy: str) -> None:
+    """Casts of the program's own, nested regions and mixed inputs, in every order."""
+    torch.manual_seed(0)
+    model, x = Program(steps).eval(), torch.randn(4, 8)
+    try:
+        wanted = in_region(model, x, policy=POLICIES[policy])
+    except RuntimeError:  # torch's own kernel refuses mixed dtypes
+        with pytest.raises((MaterializeError, RuntimeError)):
+            materialize(model, (x,), policy=POLICIES[policy], dtype=LOW)
+        return
+    got = materialize(model, (x,), policy=POLICIES[policy], dtype=LOW)(x)
+    assert got.dtype is wanted.dtype
+    assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+def test_ops_without_a_rule_that_torch_composes_of_others(policy: OpPolicy | None) -> None:
+    """Their parts have rules: kept whole in the graph, they would run in float32."""
+
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = torch.inner(x, x).sum() + torch.einsum("bij,bkj->bik", x, x).sum()
+            return y + torch.tensordot(x, x.transpose(0, 2), 1).sum()
+
+    torch.manual_seed(0)
+    model, x = Model(), torch.randn(3, 3, 8)
+    wanted = in_region(model, x, policy=policy)
+    assert torch.equal(materialize(model, (x,), policy=policy, dtype=LOW)(x), wanted)
+
+
+@pytest.mark.filterwarnings("ignore:The tensor attributes")  # by torch.export, on every RNN
+@pytest.mark.parametrize("rnn", [nn.LSTM, nn.GRU])
+def test_what_is_not_bit_equal_is_refused(rnn: Any) -> None:
+    """Torch traces its recurrent layers with other kernels than it runs: no silent difference."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(rnn(8, 8)).eval(), torch.randn(2, 3, 8)
+    try:
+        low = materialize(model, (x,), dtype=LOW)
+    except MaterializeError:
+        return
+    assert torch.equal(low(x)[0], in_region(model, x)[0])
+
+
+def test_weights_are_stored_once_in_their_dtype() -> None:
+    """Casts at each call cost time, a second copy costs memory."""
+    model, x = block()
+    before = copy.deepcopy(model.state_dict())
+    low = materialize(model, (x,), dtype=LOW)
+    dtypes = {name: weight.dtype for name, weight in low.named_parameters()}
+    assert dtypes.keys() == dict(model.named_parameters()).keys()
+    assert dtypes["qkv.weight"] is dtypes["mlp.3.bias"] is LOW
+    assert dtypes["norm.weight"] is dtypes["mlp.0.weight"] is torch.float32
+    assert not any(p.requires_grad for p in low.parameters())
+    weights = [n for n in low.graph.nodes if n.op == "get_attr"]
+    assert not [user for n in weights for user in n.users if "_to_copy" in str(user.target)]
+    after = model.state_dict()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    assert all(p.requires_grad for p in model.parameters())
+
+
+def test_a_weight_of_both_precisions_keeps_float32() -> None:
+    """A tied embedding is read in float32 and multiplied in low precision: neither may change."""
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(10, 8)
+            self.head = nn.Linear(8, 10, bias=False)
+            self.head.weight = self.embed.weight
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.head(self.embed(ids))
+
+    model, ids = Tied().eval(), torch.arange(4)
+    low = materialize(model, (ids,), dtype=LOW)
+    assert torch.equal(low(ids), in_region(model, ids))
+    assert {p.dtype for p in low.parameters()} == {torch.float32}
+
+
+def test_memory_and_nodes_of_a_deep_model() -> None:
+    """The figure that users measure: half of float32, and one op per op."""
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8))).eval()
+    low = materialize(model, (torch.randn(2, 64),), dtype=LOW)
+    nbytes = sum(p.nbytes for p in low.parameters())
+    assert nbytes == sum(p.nbytes for p in model.parameters()) // 2
+    calls = [n.target for n in low.graph.nodes if n.op == "call_function"]
+    assert calls == [torch.ops.aten._to_copy.default] + 8 * [torch.ops.aten.linear.default]
+
+
+def test_dynamic_shapes_and_keyword_arguments() -> None:
+    """A server sees batches of every size."""
+    model, x = block()
+    auto = torch.export.Dim.AUTO
+    low = materialize(model, (), {"x": x}, dtype=LOW, dynamic_shapes={"x": {0: auto, 1: auto}})
+    other = torch.randn(3, 9, 16)
+    assert torch.equal(low(x=other), in_region(model, other))
+
+
+def test_the_result_needs_no_amp_core_to_export_and_compile() -> None:
+    """What torch.export refuses under a policy goes through materialize."""
+    model, x = block()
+    policy = POLICIES["exact"]
+    low = materialize(model, (x,), policy=policy, dtype=LOW)
+    wanted = in_region(model, x, policy=policy)
+    exported = torch.export.export(low, (x,))
+    assert not [n for n in exported.graph.nodes if "autocast" in str(n.target) or "amp_core" in str(n.target)]
+    assert torch.equal(exported.module()(x), wanted)
+    assert torch.equal(torch.compile(low, backend="aot_eager", fullgraph=True)(x), wanted)
+    assert torch.equal(copy.deepcopy(low).eval()(x), wanted)
+
+
+@pytest.mark.slow
+def test_ahead_of_time_compiled(tmp_path: Path) -> None:
+    """AOTInductor writes a library that is loaded without Python code of the model."""
+    model, x = block()
+    low = materialize(model, (x,), dtype=LOW)
+    package = torch._inductor.aoti_compile_and_package(
+        torch.export.export(low, (x,)), package_path=str(tmp_path / "model.pt2")
+    )
+    result = torch._inductor.aoti_load_package(package)(x)
+    torch.testing.assert_close(result, low(x), rtol=0.02, atol=0.01)
+
+
+@pytest.mark.filterwarnings("ignore")  # of the exporter
+def test_onnx(tmp_path: Path) -> None:
+    """Another runtime runs the same casts."""
+    pytest.importorskip("onnxscript", reason="onnxscript is not installed")
+    runtime = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
+    model, x = Block().mlp.eval(), torch.randn(3, 16)
+    low = materialize(model, (x,), policy=OpPolicy.uniform("cpu"), dtype=torch.float16)
+    path = tmp_path / "model.onnx"
+    torch.onnx.export(low, (x,), dynamo=True, verbose=False).save(str(path))
+    session = runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    (result,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    torch.testing.assert_close(torch.from_numpy(result), low(x), rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_control_flow_on_values_is_refused_with_its_place() -> None:
+    """An error from the depth of torch does not say which line of the model to change."""
+
+    class Gated(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if x.sum() > 0:  # this line
+                return x
+            return -x
+
+    with pytest.raises(
+        MaterializeError, match=r'test_materialize\.py:\d+ in forward: "if x\.sum\(\) > 0:'
+    ) as caught:
+        materialize(nn.Sequential(Gated()), (torch.randn(3),))
+    assert "torch.cond" in str(caught.value)
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_an_op_whose_inner_ops_are_cast_is_named() -> None:
+    """`_trilinear` calls `bmm`, which autocast casts: the graph cannot say so."""
+    model, x = nn.Bilinear(8, 8, 8).eval(), torch.randn(4, 8)
+    with pytest.raises(MaterializeError, match=r"aten::_trilinear\.default"):
+        materialize(model, (x, x), dtype=LOW)
+    policy = DEFAULT.override({"_trilinear": "lower_precision_fp"})
+    low = materialize(model, (x, x), policy=policy, dtype=LOW)
+    assert torch.equal(low(x, x), in_region(model, x, x, policy=policy))
+
+
+def test_a_policy_inside_the_model_is_refused() -> None:
+    """The graph would keep the region, but not its policy."""
+
+    class Inner(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            with autocast("cpu", policy=POLICIES["exact"]):
+                return torch.softmax(x, -1)
+
+    with pytest.raises(PolicyError, match=r"torch\.export cannot keep"):
+        materialize(Inner(), (torch.randn(3),))

@@ -1,0 +1,161 @@
+"""A compiled function never runs a graph that was traced under another policy.
+
+Since torch 2.15 Dynamo guards autocast objects by device, dtype and switches, which regions with different
+policies have in common. Every program below is one code object that sees its policy change.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from amp_core import OpPolicy, apply_policy, autocast
+
+X = torch.linspace(-1, 1, 16).reshape(4, 4)
+DEFAULT = OpPolicy.default("cpu")
+POLICIES: list[OpPolicy | None] = [
+    None,
+    DEFAULT.override({"mm": "fp32"}),
+    DEFAULT.override({"add.Tensor": "lower_precision_fp"}),
+    DEFAULT.override({"mm": "fp32", "add.Tensor": "lower_precision_fp"}),
+    DEFAULT.override({"mm": "fp32"}),  # equal to an earlier one
+]
+in_force: Any = None
+
+
+def ops(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    product = torch.mm(x, x)
+    return product, x + x, product.exp()
+
+
+class Holder:
+    value: Any = None
+
+
+def program(source: str, built_inside: bool, compiler: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return a function of a policy that runs one compiled function under it."""
+
+    def body(value: Any, x: Tensor) -> Any:
+        with autocast("cpu", policy=value) if built_inside else value:
+            return ops(x)
+
+    cell, holder = None, Holder()
+
+    def of_closure(x: Tensor) -> Any:
+        return body(cell, x)
+
+    def of_global(x: Tensor) -> Any:
+        return body(in_force, x)
+
+    def of_attribute(x: Tensor) -> Any:
+        return body(holder.value, x)
+
+    readers: dict[str, Any] = {"closure": of_closure, "global": of_global, "attribute": of_attribute}
+    compiled = compiler(readers.get(source, body))
+
+    def run(value: Any) -> Any:
+        nonlocal cell
+        global in_force
+        cell = in_force = holder.value = value
+        return compiled(value, X) if source == "argument" else compiled(X)
+
+    return run
+
+
+def dtypes(outputs: Any) -> list[torch.dtype]:
+    return [output.dtype for output in outputs]
+
+
+def check(source: str, built_inside: bool, backend: str, order: list[int], fullgraph: bool = True) -> None:
+    torch._dynamo.reset()
+    run = program(source, built_inside, lambda f: torch.compile(f, backend=backend, fullgraph=fullgraph))
+    eager = program(source, built_inside, lambda f: f)
+    for number in order:
+        policy = POLICIES[number]
+        values = [policy if built_inside else autocast("cpu", policy=policy) for _ in range(2)]
+        assert dtypes(run(values[0])) == dtypes(eager(values[1])), (number, order)
+    assert dtypes(ops(X)) == [torch.float32] * 3
+
+
+SOURCES = ["argument", "global", "closure", "attribute"]
+
+
+@pytest.mark.parametrize("built_inside", [True, False], ids=["policy", "region"])
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_policy_that_changes_between_calls(backend: str, source: str, built_inside: bool) -> None:
+    """A compiled function computes by the policy of an earlier call."""
+    check(source, built_inside, backend, [1, 0, 2, 1, 3, 4, 0, 2, 3])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_policy_that_changes_between_calls_with_inductor(source: str) -> None:
+    """As above, through the caches of inductor, which outlive a graph."""
+    for built_inside in (True, False):
+        check(source, built_inside, "inductor", [1, 0, 2, 1, 3, 4, 0, 2, 3])
+
+
+@pytest.mark.slow
+def test_random_orders() -> None:
+    """An order of policies that no example has: a guard that holds for a pair but not for its reverse."""
+    rng = random.Random(0)
+    for source, inside in itertools.product(SOURCES, (True, False)):
+        for _ in range(3):
+            check(
+                source, inside, "eager", [rng.randrange(len(POLICIES)) for _ in range(8)], rng.random() < 0.5
+            )
+
+
+def test_two_regions_in_one_graph() -> None:
+    """Two regions that differ in their policies alone are taken for one."""
+
+    def function(first: Any, second: Any, x: Tensor) -> Any:
+        with first:
+            one = ops(x)
+        with second:
+            return *one, *ops(x)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    for first, second in [(0, 1), (1, 0), (1, 2), (2, 1), (3, 1), (0, 3)]:
+        regions = [autocast("cpu", policy=POLICIES[n]) for n in (first, second)]
+        assert dtypes(compiled(*regions, X)) == dtypes(function(*regions, X)), (first, second)
+
+
+def test_module_policies_that_change() -> None:
+    """A compiled model keeps the policy that `apply_policy` gave a module before."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager")
+    for rules in ({"0": "fp32"}, {"1": "fp32"}, {"0": "fp32", "1": "fp32"}, {"0": "fp32"}):
+        with apply_policy(model, rules), autocast("cpu"):
+            assert compiled(X).dtype is model(X).dtype, rules
+        with autocast("cpu"):
+            assert compiled(X).dtype is model(X).dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("policy", [None, POLICIES[1]], ids=["torch's rules", "policy"])
+def test_equal_regions_share_a_graph(policy: OpPolicy | None) -> None:
+    """A region that is built anew for every step compiles the model anew, up to torch's limit."""
+
+    def function(region: autocast, x: Tensor) -> Tensor:
+        with region:
+            return torch.mm(x, x)
+
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounter()
+    compiled = torch.compile(function, backend=counter, fullgraph=True)
+    for _ in range(3):
+        compiled(autocast("cpu", policy=policy), X)
+    assert counter.frame_count == 1
+    assert compiled(autocast("cpu", torch.float16, policy=policy), X).dtype is not torch.bfloat16
+    assert compiled(autocast("cpu", enabled=False), X).dtype is torch.float32
+    assert counter.frame_count == 3
