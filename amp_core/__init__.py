@@ -43,6 +43,7 @@ if TYPE_CHECKING:
         TorchFeatureError,
         TorchFeatureWarning,
     )
+    from amp_core.formats import Delayed, Quantization, Quantized, Recipe, quantize
     from amp_core.plugin import backends, get_backend
     from amp_core.policy import OpPolicy
     from amp_core.regions.custom_functions import _cast, custom_bwd, custom_fwd
@@ -76,6 +77,7 @@ __all__ = [
     "BadParameter",
     "CachedCasts",
     "Comparison",
+    "Delayed",
     "GradScaler",
     "History",
     "Hysteresis",
@@ -88,6 +90,9 @@ __all__ = [
     "OptState",
     "PluginWarning",
     "PolicyError",
+    "Quantization",
+    "Quantized",
+    "Recipe",
     "Recording",
     "ScaleChange",
     "ScaleFloorError",
@@ -121,6 +126,7 @@ __all__ = [
     "is_autocast_available",
     "master_weights",
     "materialize",
+    "quantize",
     "record",
     "script",
     "watch",
@@ -141,6 +147,7 @@ _NAMES = {
         "PluginWarning PolicyError ScaleFloorError ScaleFloorWarning ScriptRegionError "
         "SkippedStepsWarning StaleCastError TorchFeatureError TorchFeatureWarning"
     ),
+    "formats": "Delayed Quantization Quantized Recipe quantize",
     "plugin": "backends get_backend",
     "policy": "OpPolicy",
     "regions.materialize": "materialize",
@@ -158,7 +165,17 @@ _NAMES = {
     "scripting": "script",
     "states.loss_scale": "AtFloor Hysteresis LossScaleSchedule",
 }
-_SUBMODULES = {"callbacks", "debugging", "errors", "integrations", "kernels", "plugin", "policy", "testing"}
+_SUBMODULES = {
+    "callbacks",
+    "debugging",
+    "errors",
+    "formats",
+    "integrations",
+    "kernels",
+    "plugin",
+    "policy",
+    "testing",
+}
 
 
 def _homes() -> dict[str, tuple[str, str]]:

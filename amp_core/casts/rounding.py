@@ -1,70 +1,16 @@
 """Split float32 values into bfloat16 weights and what is kept beside them, by arithmetic on their bits.
 
-The same bits come out on every device. Random numbers are a hash of seed, step, parameter and element, so
-they depend on neither the device nor the number of ranks, and a resumed run draws them again.
+The same bits come out on every device; the key of the random ones is a hash of seed, step and parameter.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-_32_BITS = 0xFFFFFFFF
-
-
-def key_of(*numbers: int) -> int:
-    """Return 64 well-mixed bits of some integers (SplitMix64)."""
-    key = 0
-    for number in numbers:
-        key = (key + number + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
-        key = ((key ^ (key >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
-        key = ((key ^ (key >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
-        key ^= key >> 31
-    return key
-
-
-def element_numbers(
-    shape: Sequence[int], offset: Sequence[int], whole: Sequence[int], device: torch.device
-) -> Tensor:
-    """Return the int32 number of each element of a shard: its index in the flattened whole, modulo 2**32.
-
-    Args:
-        shape: the shape of the shard.
-        offset: where the shard begins in the whole tensor.
-        whole: the shape of the whole tensor.
-        device: where the result is needed.
-    """
-    if tuple(shape) == tuple(whole) and math.prod(whole) < 2**31:
-        return torch.arange(math.prod(whole), dtype=torch.int32, device=device).view(*whole)
-    numbers = torch.zeros((), dtype=torch.int64, device=device)
-    for size, start, length in zip(shape, offset, whole, strict=True):
-        numbers = numbers.unsqueeze(-1) * length + torch.arange(start, start + size, device=device)
-    return numbers.to(torch.int32)
-
-
-def _signed(value: int) -> int:
-    value &= _32_BITS
-    return value - (1 << 32) if value >> 31 else value
-
-
-def _mix(x: Tensor) -> Tensor:
-    """Hash int32 values in place (lowbias32)."""
-    x ^= (x >> 16) & 0xFFFF
-    x *= 0x7FEB352D
-    x ^= (x >> 15) & 0x1FFFF
-    x *= _signed(0x846CA68B)
-    x ^= (x >> 16) & 0xFFFF
-    return x
-
-
-def random_16_bits(numbers: Tensor, key: int) -> Tensor:
-    """Return 16 random bits for each element number, in int32."""
-    x = _mix(numbers + _signed(key))
-    x ^= _signed(key >> 32)
-    return _mix(x) & 0xFFFF
+from amp_core.common.counter_random import random_bits
 
 
 def _bits(wide: Tensor) -> Tensor:
@@ -91,7 +37,7 @@ def _in_chunks(function: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) ->
 
 def stochastic(wide: Tensor, numbers: Tensor, key: int) -> Tensor:
     """Round float32 to bfloat16 up or down at random, so that the expected value is the exact one."""
-    return _in_chunks(lambda w, n: (_from_upper(_bits(w) + random_16_bits(n, key)),), wide, numbers)[0]
+    return _in_chunks(lambda w, n: (_from_upper(_bits(w) + random_bits(n, key, 16)),), wide, numbers)[0]
 
 
 def split(wide: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from amp_core.casts.rounding import element_numbers
+from amp_core.common.counter_random import element_numbers
 
 
 def _is_dtensor(tensor: Tensor) -> bool:

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from amp_core.casts import rounding
 from amp_core.casts.shards import elements, like, local
+from amp_core.common.counter_random import key_of
 
 KEPT = "amp_core_kept"
 """The entry of the optimizer's state, per parameter, that holds what its weight lacks."""
@@ -38,7 +39,7 @@ class Draw(NamedTuple):
 
     def key(self, purpose: int = 0) -> int:
         """Return the key of these random bits."""
-        return rounding.key_of(self.seed, self.step, self.number, purpose)
+        return key_of(self.seed, self.step, self.number, purpose)
 
 
 class Storage(NamedTuple):

@@ -1,20 +1,15 @@
-"""Policies as TOML files.
-
-The format is simple enough to write without a TOML package. Strings are quoted as JSON, whose escapes are
-valid TOML.
-"""
+"""Policies as TOML files."""
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Mapping
-from os import PathLike, fspath
+from os import PathLike
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from typing_extensions import Self
 
+from amp_core.common import toml
 from amp_core.errors import PolicyError
 
 
@@ -50,17 +45,13 @@ ModuleRules = Mapping[str, "Mapping[str, str] | str"]
 
 def write_modules(rules: ModuleRules) -> str:
     """Return module rules as TOML, in the table ``modules``."""
-    whole = [f"{_quoted(g)} = {_quoted(what)}" for g, what in rules.items() if isinstance(what, str)]
+    whole = [f"{toml.quoted(g)} = {toml.quoted(what)}" for g, what in rules.items() if isinstance(what, str)]
     lines = ["[modules]", *whole] if whole else []
     for glob, what in rules.items():  # comes last: a key belongs to the table header above it
         if not isinstance(what, str):
-            lines.append(f"[modules.{_quoted(glob)}]")
-            lines += [f"{_quoted(op)} = {_quoted(rule)}" for op, rule in what.items()]
+            lines.append(f"[modules.{toml.quoted(glob)}]")
+            lines += [f"{toml.quoted(op)} = {toml.quoted(rule)}" for op, rule in what.items()]
     return "\n".join(lines) + "\n"
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
 
 
 def read_modules(source: str | PathLike[str]) -> tuple[dict[str, Any], dict[str, str]]:
@@ -69,22 +60,22 @@ def read_modules(source: str | PathLike[str]) -> tuple[dict[str, Any], dict[str,
     Raises:
         PolicyError: `source` is not TOML, or has no ``modules`` table.
     """
-    text, where = _load(source)
+    text, where = toml.load(source)
     rules = _parse(text, where).get("modules")
     if not rules:
         raise PolicyError(f"{where}: has no rules for modules; add them in a table [modules].")
-    return rules, {glob: f"{where}:{_line(text, glob, 'modules')}" for glob in rules}
+    return rules, {glob: f"{where}:{toml.line_of(text, glob, 'modules')}" for glob in rules}
 
 
 def read_value(source: str | PathLike[str], key: str) -> tuple[Any, str]:
     """Return the value of a top-level key in `source` (None if missing), and its place as ``file:line``."""
-    text, where = _load(source)
-    return _parse(text, where).get(key), f"{where}:{_line(text, key)}"
+    text, where = toml.load(source)
+    return _parse(text, where).get(key), f"{where}:{toml.line_of(text, key)}"
 
 
 def read(kind: type[P], source: str | PathLike[str], device_type: str | None) -> P:
     """Read a policy of class `kind` from `source`, a path or the TOML text itself."""
-    text, where = _load(source)
+    text, where = toml.load(source)
     data = _parse(text, where)
     named = data.get("device_type", device_type)
     if named is None:
@@ -99,7 +90,7 @@ def read_changes(path: str, policy: P) -> P:
 
     A file that names a base replaces the policy; any other file overrides some of its rules.
     """
-    text, where = _load(Path(path))
+    text, where = toml.load(Path(path))
     data = _parse(text, where)
     if data.get("device_type", policy.device_type) != policy.device_type:
         return policy
@@ -108,39 +99,22 @@ def read_changes(path: str, policy: P) -> P:
     return _override(policy, data, text, where)
 
 
-def _load(source: str | PathLike[str]) -> tuple[str, str]:
-    if isinstance(source, str) and "\n" in source:
-        return source, "<toml>"
-    path = fspath(source)
-    return Path(path).read_text(encoding="utf-8"), path
-
-
 def _parse(text: str, where: str) -> dict[str, Any]:
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        import tomli as tomllib  # type: ignore[import-not-found,unused-ignore]
-
-    try:
-        data: dict[str, Any] = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise PolicyError(f"{where}: not TOML: {error}") from error
-    for key in data:
-        if key not in _KEYS:
-            line = _line(text, key)
-            raise PolicyError(f"{where}:{line}: unknown key {key!r}; the keys are {', '.join(_KEYS)}.")
+    data = toml.parse(text, where, _KEYS)
     if not isinstance(data.get("rules", {}), dict):
-        raise PolicyError(f"{where}:{_line(text, 'rules')}: rules must be a table, [rules], of op = rule.")
+        raise PolicyError(
+            f"{where}:{toml.line_of(text, 'rules')}: rules must be a table, [rules], of op = rule."
+        )
     if not isinstance(data.get("modules", {}), dict):
         raise PolicyError(
-            f"{where}:{_line(text, 'modules')}: modules must be a table, [modules], of glob = rules."
+            f"{where}:{toml.line_of(text, 'modules')}: modules must be a table, [modules], of glob = rules."
         )
     return data
 
 
 def _base(kind: type[P], name: object, device_type: str, text: str = "", where: str = "") -> P:
     if name not in _BASES:
-        line = _line(text, "base")
+        line = toml.line_of(text, "base")
         raise PolicyError(f"{where}:{line}: unknown base {name!r}; the bases are {', '.join(_BASES)}.")
     make: Any = kind
     policy: P = make(device_type) if name == "none" else getattr(make, str(name))(device_type)
@@ -149,19 +123,9 @@ def _base(kind: type[P], name: object, device_type: str, text: str = "", where: 
 
 def _override(policy: P, data: dict[str, Any], text: str, where: str) -> P:
     for op, rule in data.get("rules", {}).items():
-        line = _line(text, op)
+        line = toml.line_of(text, op)
         try:
             policy = policy.override({op: rule}, origin=f"{where}:{line}")
         except PolicyError as error:
             raise PolicyError(f"{where}:{line}: {error}") from error
     return policy
-
-
-def _line(text: str, key: str, table: str | None = None) -> int:
-    """Return the number of the first line that sets `key`, quoted or not, or opens its table."""
-    heads = {key} if table is None else {key, f'{table}."{key}"', f"{table}.{key}", f"{table}.'{key}'"}
-    for number, line in enumerate(text.splitlines(), 1):
-        head = line.partition("=")[0].strip().strip("[]").strip()
-        if head in heads or head.strip("\"'") in heads:
-            return number
-    return 1

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from amp_core import GradScaler, StoredWeights, autocast, master_weights
 from amp_core.casts import rounding, storage
+from amp_core.common import counter_random
 
 STORAGES = ["remainder", "stochastic", "kahan"]
 LOW, WIDE = torch.bfloat16, torch.float32
@@ -72,7 +73,7 @@ def test_stochastic_rounding_is_unbiased_and_leaves_exact_values() -> None:
     """A biased rounding drifts; one that moves exact values changes weights without an update."""
     numbers = torch.arange(40000, dtype=torch.int32)
     value = 1 + 0.3 * 2**-7
-    rounded = rounding.stochastic(torch.full((40000,), value), numbers, rounding.key_of(0, 1))
+    rounded = rounding.stochastic(torch.full((40000,), value), numbers, counter_random.key_of(0, 1))
     assert set(rounded.tolist()) == {1.0, 1 + 2**-7}
     assert abs(rounded.float().mean().item() - value) < 5e-5
     exact = torch.randn(40000).to(LOW)
@@ -98,7 +99,7 @@ def test_chunks_change_no_bits() -> None:
 
 def test_random_bits_are_pinned() -> None:
     """Other bits on another device, or in the next release, and a run cannot be resumed bit for bit."""
-    key = rounding.key_of(0, 1, 2)
+    key = counter_random.key_of(0, 1, 2)
     assert key == 17650578182555822980
 
     def mix(x: int) -> int:
@@ -109,13 +110,13 @@ def test_random_bits_are_pinned() -> None:
         return x ^ x >> 16
 
     wanted = [mix(mix((i + key) & 0xFFFFFFFF) ^ key >> 32) & 0xFFFF for i in range(1000)]
-    assert rounding.random_16_bits(torch.arange(1000, dtype=torch.int32), key).tolist() == wanted
+    assert counter_random.random_bits(torch.arange(1000, dtype=torch.int32), key, 16).tolist() == wanted
 
 
 def test_a_shard_draws_the_numbers_of_its_elements() -> None:
     """With another number of ranks, each element would be rounded otherwise."""
-    whole = rounding.element_numbers((6, 4), (0, 0), (6, 4), torch.device("cpu"))
-    part = rounding.element_numbers((2, 3), (3, 1), (6, 4), torch.device("cpu"))
+    whole = counter_random.element_numbers((6, 4), (0, 0), (6, 4), torch.device("cpu"))
+    part = counter_random.element_numbers((2, 3), (3, 1), (6, 4), torch.device("cpu"))
     assert torch.equal(part, whole[3:5, 1:4])
 
 

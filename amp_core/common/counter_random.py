@@ -1,0 +1,66 @@
+"""Random bits that are a hash of a key and an element's number.
+
+The same numbers come out on every device and on any number of ranks, and a resumed run draws them again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_32_BITS = 0xFFFFFFFF
+
+
+def key_of(*numbers: int) -> int:
+    """Return 64 well-mixed bits of some integers (SplitMix64)."""
+    key = 0
+    for number in numbers:
+        key = (key + number + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+        key = ((key ^ (key >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+        key = ((key ^ (key >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+        key ^= key >> 31
+    return key
+
+
+def element_numbers(
+    shape: Sequence[int], offset: Sequence[int], whole: Sequence[int], device: torch.device
+) -> Tensor:
+    """Return the int32 number of each element of a shard: its index in the flattened whole, modulo 2**32.
+
+    Args:
+        shape: the shape of the shard.
+        offset: where the shard begins in the whole tensor.
+        whole: the shape of the whole tensor.
+        device: where the result is needed.
+    """
+    if tuple(shape) == tuple(whole) and math.prod(whole) < 2**31:
+        return torch.arange(math.prod(whole), dtype=torch.int32, device=device).view(*whole)
+    numbers = torch.zeros((), dtype=torch.int64, device=device)
+    for size, start, length in zip(shape, offset, whole, strict=True):
+        numbers = numbers.unsqueeze(-1) * length + torch.arange(start, start + size, device=device)
+    return numbers.to(torch.int32)
+
+
+def _signed(value: int) -> int:
+    value &= _32_BITS
+    return value - (1 << 32) if value >> 31 else value
+
+
+def _mix(x: Tensor) -> Tensor:
+    """Hash int32 values in place (lowbias32)."""
+    x ^= (x >> 16) & 0xFFFF
+    x *= 0x7FEB352D
+    x ^= (x >> 15) & 0x1FFFF
+    x *= _signed(0x846CA68B)
+    x ^= (x >> 16) & 0xFFFF
+    return x
+
+
+def random_bits(numbers: Tensor, key: int, count: int) -> Tensor:
+    """Return `count` random bits, at most 31, for each int32 element number, in int32."""
+    x = _mix(numbers + _signed(key))
+    x ^= _signed(key >> 32)
+    return _mix(x) & ((1 << count) - 1)

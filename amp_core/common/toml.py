@@ -1,0 +1,60 @@
+"""Reading TOML files with errors that name file and line, and writing their strings.
+
+The files of amp-core are simple enough to write without a TOML package. Strings are quoted as JSON, whose
+escapes are valid TOML.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any
+
+from amp_core.errors import PolicyError
+
+
+def quoted(text: str) -> str:
+    """Return `text` as a TOML string."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def load(source: str | PathLike[str]) -> tuple[str, str]:
+    """Return the text of `source`, a path or the text itself, and how errors refer to it."""
+    if isinstance(source, str) and "\n" in source:
+        return source, "<toml>"
+    path = fspath(source)
+    return Path(path).read_text(encoding="utf-8"), path
+
+
+def parse(text: str, where: str, keys: tuple[str, ...]) -> dict[str, Any]:
+    """Return the data in `text`.
+
+    Raises:
+        PolicyError: `text` is not TOML, or has another top-level key than `keys`.
+    """
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib  # type: ignore[import-not-found,unused-ignore]
+
+    try:
+        data: dict[str, Any] = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise PolicyError(f"{where}: not TOML: {error}") from error
+    for key in data:
+        if key not in keys:
+            line = line_of(text, key)
+            raise PolicyError(f"{where}:{line}: unknown key {key!r}; the keys are {', '.join(keys)}.")
+    return data
+
+
+def line_of(text: str, key: str, table: str | None = None) -> int:
+    """Return the number of the first line that sets `key`, quoted or not, or opens its table."""
+    heads = {key} if table is None else {key, f'{table}."{key}"', f"{table}.{key}", f"{table}.'{key}'"}
+    for number, line in enumerate(text.splitlines(), 1):
+        head = line.partition("=")[0].strip().strip("[]").strip()
+        if head in heads or head.strip("\"'") in heads:
+            return number
+    return 1

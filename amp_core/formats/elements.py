@@ -1,0 +1,112 @@
+"""Element formats of 8, 6 and 4 bits, and how float32 is rounded to them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_EXPONENT = 0x7F800000
+"""The exponent bits of a float32: a value with the others cleared is the power of two below it."""
+
+_RANDOM_BITS = 24
+"""A float32 holds each multiple of 2**-24 below 1."""
+
+
+@dataclass(frozen=True)
+class ElementFormat:
+    """A narrow floating-point format: a sign, `exponent_bits` and `mantissa_bits`.
+
+    Attributes:
+        name: as in ``"e4m3"``.
+        exponent_bits: the number of exponent bits.
+        mantissa_bits: the number of mantissa bits, the implicit one not counted.
+        bias: what is subtracted from the stored exponent.
+        max: the largest finite value.
+        has_inf: whether it represents inf.
+        has_nan: whether it represents NaN.
+        dtype: torch's dtype; None for the formats of 6 bits, for which torch has none.
+    """
+
+    name: str
+    exponent_bits: int
+    mantissa_bits: int
+    bias: int
+    max: float
+    has_inf: bool
+    has_nan: bool
+    dtype: torch.dtype | None
+
+    @property
+    def bits(self) -> int:
+        """The number of bits of one element."""
+        return 1 + self.exponent_bits + self.mantissa_bits
+
+    @property
+    def max_exponent(self) -> int:
+        """The exponent of `max`; ``emax`` in the OCP MX specification."""
+        return math.frexp(self.max)[1] - 1
+
+    @property
+    def smallest_normal(self) -> float:
+        """The smallest normal value."""
+        return 2.0 ** (1 - self.bias)
+
+    @property
+    def smallest_subnormal(self) -> float:
+        """The smallest value above 0."""
+        return 2.0 ** (1 - self.bias - self.mantissa_bits)
+
+    def round(self, x: Tensor, random: Tensor | None = None) -> Tensor:
+        """Round to values of this format. Larger finite values become `max`.
+
+        Args:
+            x: float32; not written.
+            random: integers from 0 to 2**24 - 1, of the shape of `x`, for stochastic rounding; None rounds
+                to the nearest value, ties to even.
+
+        Returns:
+            float32, of the shape of `x`. NaN stays NaN. inf stays inf, or is NaN if the format has no inf.
+        """
+        rounded = self.saturate(self.round_unbounded(x, random))
+        return torch.where(x.isinf(), x, rounded) if self.has_inf else rounded
+
+    def saturate(self, x: Tensor) -> Tensor:
+        """Limit the magnitude to `max`; NaN stays."""
+        return x.clamp(-self.max, self.max)
+
+    def round_unbounded(self, x: Tensor, random: Tensor | None = None) -> Tensor:
+        """Round as `round` does to a format whose exponent has no upper limit; inf becomes NaN."""
+        power = (x.view(torch.int32) & _EXPONENT).view(torch.float32).clamp(min=self.smallest_normal)
+        step = power * 2.0**-self.mantissa_bits
+        steps = x / step  # exact, as is the product below: `step` is a power of two
+        return (steps.round() if random is None else _stochastic(steps, random)) * step
+
+
+def _stochastic(steps: Tensor, random: Tensor) -> Tensor:
+    """Round away from zero with the fraction as probability, rounded up to a multiple of 2**-24."""
+    magnitude = steps.abs()
+    whole = magnitude.floor()
+    away = random.to(torch.float32) * 2.0**-_RANDOM_BITS < magnitude - whole  # exact
+    return (whole + away).copysign(steps)
+
+
+E4M3 = ElementFormat("e4m3", 4, 3, 7, 448.0, has_inf=False, has_nan=True, dtype=torch.float8_e4m3fn)
+"""OCP OFP8 E4M3: no inf, two NaN codes."""
+
+E5M2 = ElementFormat("e5m2", 5, 2, 15, 57344.0, has_inf=True, has_nan=True, dtype=torch.float8_e5m2)
+"""OCP OFP8 E5M2: as IEEE 754, with inf and NaN."""
+
+E3M2 = ElementFormat("e3m2", 3, 2, 3, 28.0, has_inf=False, has_nan=False, dtype=None)
+"""OCP MX FP6 E3M2: all codes are finite."""
+
+E2M3 = ElementFormat("e2m3", 2, 3, 1, 7.5, has_inf=False, has_nan=False, dtype=None)
+"""OCP MX FP6 E2M3: all codes are finite."""
+
+E2M1 = ElementFormat("e2m1", 2, 1, 1, 6.0, has_inf=False, has_nan=False, dtype=torch.float4_e2m1fn_x2)
+"""OCP MX FP4 E2M1: all codes are finite. torch's dtype holds two of them."""
+
+ELEMENTS = {element.name: element for element in (E4M3, E5M2, E3M2, E2M3, E2M1)}
+"""The element formats by name."""

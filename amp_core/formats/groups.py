@@ -1,0 +1,105 @@
+"""Views of a tensor as the groups that share a scale.
+
+Blocks and tiles get dimensions of their own: ``split`` pads a tensor with zeros and returns
+``(..., rows / m, m, columns / n, n)`` for tiles and ``(..., columns / n, n)`` for blocks, where columns are
+the contracted dimension. A scale per group has 1 in place of m and n, and so multiplies the view.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from amp_core.formats.quantization import Granularity
+
+
+@dataclass(frozen=True)
+class Groups:
+    """How tensors of one shape are split.
+
+    Attributes:
+        shape: the shape of the tensor.
+        granularity: see `amp_core.formats.Quantization`.
+        dim: the dimension that a matrix product contracts.
+    """
+
+    shape: torch.Size
+    granularity: Granularity
+    dim: int
+
+    def split(self, x: Tensor) -> Tensor:
+        """Return `x`, whose shape is `shape`, as groups; a view if no padding is needed."""
+        if isinstance(self.granularity, str):
+            return x
+        x = _matrix(x, self.granularity).movedim(self._dim, -1)
+        if isinstance(self.granularity, int):
+            return _blocks(x, -1, self.granularity)
+        return _blocks(_blocks(x, -1, self.granularity[1]), -3, self.granularity[0])
+
+    def join(self, x: Tensor) -> Tensor:
+        """Undo `split`."""
+        if isinstance(self.granularity, str):
+            return x
+        x = x.flatten(-2)
+        columns = self.shape[self.dim]
+        if not isinstance(self.granularity, int):
+            x = x.flatten(-3, -2)[..., : self._rows, :]
+        return x[..., :columns].movedim(-1, self._dim).reshape(self.shape)
+
+    def amax(self, groups: Tensor) -> Tensor:
+        """Return the largest magnitude of each group, NaN if it has one; 0 for no elements."""
+        if self.granularity == "tensor":
+            return groups.abs().amax() if groups.numel() else groups.new_zeros(())
+        dims = [self.dim] if self.granularity == "row" else [-1]
+        if isinstance(self.granularity, tuple):
+            dims = [-3, -1]
+        if not groups.numel():
+            shape = list(groups.shape)
+            for dim in dims:
+                shape[dim] = 1
+            return groups.new_zeros(shape)
+        return groups.abs().amax(dims, keepdim=True)
+
+    def outward(self, scale: Tensor) -> Tensor:
+        """Return what `amax` returned without the dimensions of size 1 that stand for m and n."""
+        if isinstance(self.granularity, str):
+            return scale
+        scale = scale.squeeze(-1)
+        if not isinstance(self.granularity, int):
+            scale = scale.squeeze(-2)
+        return scale.movedim(-1, self._dim)
+
+    def inward(self, scale: Tensor) -> Tensor:
+        """Undo `outward`."""
+        if isinstance(self.granularity, str):
+            return scale
+        scale = scale.movedim(self._dim, -1).unsqueeze(-1)
+        return scale if isinstance(self.granularity, int) else scale.unsqueeze(-3)
+
+    @property
+    def _dim(self) -> int:
+        """The contracted dimension, counted from the end."""
+        return self.dim % len(self.shape) - len(self.shape)
+
+    @property
+    def _rows(self) -> int:
+        """The size of the dimension that is next to the contracted one in a tile; 1 for a vector."""
+        if len(self.shape) == 1:
+            return 1
+        return self.shape[-2 if self._dim == -1 else -1]
+
+
+def _matrix(x: Tensor, granularity: Granularity) -> Tensor:
+    return x.unsqueeze(0) if x.dim() == 1 and isinstance(granularity, tuple) else x
+
+
+def _blocks(x: Tensor, dim: int, size: int) -> Tensor:
+    """Split one dimension, given from the end, into blocks of `size`, the last one padded with zeros."""
+    count = -(-x.shape[dim] // size)
+    missing = count * size - x.shape[dim]
+    if missing:
+        x = pad(x, [0, 0] * (-dim - 1) + [0, missing])
+    return torch.unflatten(x, dim, (count, size))

@@ -1,0 +1,58 @@
+"""The random Hadamard transform, which spreads outliers over a block."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from amp_core.common.counter_random import key_of, random_bits
+
+_KEY = key_of(0x4841)
+"""Of the signs: one fixed vector for all tensors, so that the operands of a product agree."""
+
+
+def rotate(x: Tensor, size: int, dim: int) -> Tensor:
+    """Flip random signs and apply the orthogonal Hadamard matrix to blocks of `size` along `dim`.
+
+    The result is padded to a multiple of `size`. A product of two tensors that are transformed along the
+    contracted dimension is that of the tensors themselves.
+
+    Args:
+        x: float32.
+        size: a power of two.
+        dim: the dimension of the blocks.
+    """
+    x = x.movedim(dim, -1)
+    missing = -x.shape[-1] % size
+    if missing:
+        x = pad(x, [0, missing])
+    blocks = torch.unflatten(x, -1, (x.shape[-1] // size, size))
+    return _walsh_hadamard(blocks * _signs(size, x.device)).flatten(-2).movedim(-1, dim)
+
+
+def rotate_back(x: Tensor, size: int, dim: int, length: int) -> Tensor:
+    """Undo `rotate` of a tensor with `length` elements along `dim`."""
+    x = x.movedim(dim, -1)
+    blocks = torch.unflatten(x, -1, (x.shape[-1] // size, size))
+    blocks = _walsh_hadamard(blocks) * _signs(size, x.device)
+    return blocks.flatten(-2)[..., :length].movedim(-1, dim)
+
+
+def _signs(size: int, device: torch.device) -> Tensor:
+    numbers = torch.arange(size, dtype=torch.int32, device=device)
+    return (1 - 2 * random_bits(numbers, _KEY, 1)).to(torch.float32)
+
+
+def _walsh_hadamard(x: Tensor) -> Tensor:
+    """Multiply the last dimension by the symmetric, orthogonal Hadamard matrix.
+
+    Sums and differences in a fixed order give the same bits on every device, which a matrix product does not.
+    """
+    size = x.shape[-1]
+    step = 1
+    while step < size:
+        first, second = torch.unflatten(x, -1, (size // (2 * step), 2, step)).unbind(-2)
+        x = torch.stack((first + second, first - second), dim=-2).flatten(-3)
+        step *= 2
+    return x * size**-0.5

@@ -1,0 +1,68 @@
+"""Storage of quantised values and scales in their own bits."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from amp_core.formats.elements import E2M1, ElementFormat
+
+
+def pack(values: Tensor, element: ElementFormat) -> Tensor:
+    """Return float32 values of `element` in its storage.
+
+    fp8 is a tensor of torch's dtype. Other formats are codes in uint8: one per byte for 6 bits; for 4 bits
+    two per byte along the last dimension, the first in the low half.
+    """
+    if element.bits == 8:
+        assert element.dtype is not None
+        return values.to(element.dtype)
+    codes = _encode(values, element)
+    if element is not E2M1:
+        return codes
+    if codes.shape[-1] % 2:
+        codes = pad(codes, [0, 1])
+    return codes[..., ::2] | codes[..., 1::2] << 4
+
+
+def unpack(packed: Tensor, element: ElementFormat, length: int) -> Tensor:
+    """Undo `pack` of values whose last dimension had `length` elements."""
+    if element.bits == 8:
+        return packed.to(torch.float32)
+    if element is E2M1:
+        packed = torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(-2)[..., :length]
+    return _decode(packed, element)
+
+
+def _encode(values: Tensor, element: ElementFormat) -> Tensor:
+    """Return the codes of values that `element` represents, in uint8; NaN becomes 0."""
+    magnitude = values.nan_to_num(0.0).abs()
+    normal = (magnitude.view(torch.int32) >> 23 - element.mantissa_bits) - _rebias(element)
+    subnormal = (magnitude / element.smallest_subnormal).to(torch.int32)
+    code = torch.where(magnitude < element.smallest_normal, subnormal, normal)
+    return (code | values.signbit().to(torch.int32) << element.bits - 1).to(torch.uint8)
+
+
+def _decode(codes: Tensor, element: ElementFormat) -> Tensor:
+    code = codes.to(torch.int32)
+    magnitude = code & ((1 << element.bits - 1) - 1)
+    normal = ((magnitude + _rebias(element)) << 23 - element.mantissa_bits).view(torch.float32)
+    subnormal = magnitude.to(torch.float32) * element.smallest_subnormal
+    value = torch.where(normal < element.smallest_normal, subnormal, normal)
+    return torch.where((code >> element.bits - 1) == 1, -value, value)
+
+
+def _rebias(element: ElementFormat) -> int:
+    """Return what the exponent of float32 has more than that of `element`, at the place of the latter."""
+    return (127 - element.bias) << element.mantissa_bits
+
+
+def pack_scale(scale: Tensor, kind: str) -> Tensor:
+    """Return float32 scales in the dtype of their format, a key of `amp_core.formats.SCALES`."""
+    if kind == "e4m3":
+        return scale.to(torch.float8_e4m3fn)
+    if kind.startswith("e8m0"):
+        stored = (scale.view(torch.int32) >> 23) & 0xFF
+        return stored.to(torch.uint8).view(torch.float8_e8m0fnu)
+    return scale

@@ -1,0 +1,204 @@
+"""Quantise a tensor with PyTorch operations, on every device, without waiting for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from amp_core.common.counter_random import element_numbers, key_of, random_bits
+from amp_core.formats.groups import Groups
+from amp_core.formats.hadamard import rotate, rotate_back
+from amp_core.formats.packing import pack, pack_scale, unpack
+from amp_core.formats.quantization import Quantization
+from amp_core.formats.scales import find_scales
+
+COUNTS = ("inf", "nan", "saturated", "flushed")
+"""What the elements of `Quantized.counts` count."""
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """A quantised tensor: ``values * scale`` stands for it.
+
+    Attributes:
+        values: float32 values that the element format represents; or its storage, after `packed`. The
+            shape is the tensor's; a Hadamard transform pads the contracted dimension to whole blocks.
+        scale: float32, or its format after `packed`. 0-dim per tensor; size 1 in the contracted dimension
+            per row; else one element per block or tile.
+        tensor_scale: 0-dim float32, the second scale of ``"e4m3"``; None for other formats of scales.
+        amax: float32, of the shape of `scale`: the largest magnitude in each group.
+        counts: int64 of shape ``(4,)``, on the device: the elements of the tensor that are inf, that are
+            NaN, finite ones whose rounded magnitude was above the largest value and was reduced to it, and
+            ones other than 0 that became 0. A group with inf or NaN has the scale NaN.
+        quantization: how.
+        dim: the contracted dimension.
+        shape: the shape of the tensor.
+    """
+
+    values: Tensor
+    scale: Tensor
+    tensor_scale: Tensor | None
+    amax: Tensor
+    counts: Tensor
+    quantization: Quantization
+    dim: int
+    shape: torch.Size
+    is_packed: bool = False
+
+    def dequantize(self, dtype: torch.dtype = torch.float32, *, rotated: bool = False) -> Tensor:
+        """Return the tensor that this stands for.
+
+        Args:
+            dtype: of the result.
+            rotated: leave out the inverse of the Hadamard transform, so that the result has the shape of
+                `values`. Products of two such tensors are those of the tensors themselves.
+        """
+        hadamard = self.quantization.hadamard
+        shape = self._rotated_shape
+        values = unpack(self.values, self.quantization.element, shape[-1]) if self.is_packed else self.values
+        groups = Groups(shape, self.quantization.granularity, self.dim)
+        scale = self.scale.to(torch.float32)
+        if self.tensor_scale is not None:
+            scale = scale * self.tensor_scale
+        result = groups.join(groups.split(values) * groups.inward(scale))
+        if hadamard is not None and not rotated:
+            result = rotate_back(result, hadamard, self.dim, self.shape[self.dim])
+        return result.to(dtype)
+
+    def packed(self) -> Quantized:
+        """Return this in the bits of its formats.
+
+        fp8 has torch's dtype, 4 bits are two to a byte along the last dimension, the first in the low half,
+        6 bits one to a byte. Scales are float8_e8m0fnu, float8_e4m3fn or float32.
+        """
+        if self.is_packed:
+            return self
+        values = pack(self.values, self.quantization.element)
+        return replace(
+            self, values=values, scale=pack_scale(self.scale, self.quantization.scale), is_packed=True
+        )
+
+    def nbytes(self) -> int:
+        """Return the bytes of values and scales."""
+        tensors = (self.values, self.scale, self.tensor_scale)
+        return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+
+    @property
+    def _rotated_shape(self) -> torch.Size:
+        if self.quantization.hadamard is None:
+            return self.shape
+        shape = list(self.shape)
+        shape[self.dim] += -shape[self.dim] % self.quantization.hadamard
+        return torch.Size(shape)
+
+
+@torch.no_grad()
+def quantize(
+    tensor: Tensor,
+    quantization: Quantization,
+    dim: int = -1,
+    *,
+    seed: int | None = None,
+    amax: Tensor | None = None,
+) -> Quantized:
+    """Quantise `tensor`, computing in float32. Not differentiable.
+
+    Zeros stay zeros. A group, that is what shares a scale, with inf or NaN has the scale NaN: everything
+    that is computed from it is NaN, and a loss scaler skips the step.
+
+    Args:
+        tensor: floating-point; of any shape, memory layout and number of elements.
+        quantization: formats, granularity and rounding.
+        dim: the dimension that the matrix product contracts.
+        seed: of stochastic rounding. The same seed gives the same bits on every device.
+        amax: what scales are found from in place of the tensor's own largest magnitudes: 0-dim for
+            ``"tensor"`` and for e4m3 scales, where it is that of the tensor; else of the shape of
+            `Quantized.scale`. Where it is 0, the tensor's own is used.
+
+    Raises:
+        TypeError: `tensor` is not a floating-point tensor.
+        ValueError: stochastic rounding without a seed, or `tensor` is 0-dim and has no rows.
+        IndexError: `tensor` has no dimension `dim`.
+
+    Example::
+
+        from amp_core.formats import quantize
+
+        quantized = quantize(torch.randn(4, 100), Recipe.mxfp8().input)
+        assert quantized.values.shape == (4, 100) and quantized.scale.shape == (4, 4)
+        near = quantized.dequantize()
+    """
+    _check(tensor, quantization, dim, seed)
+    x = tensor.detach().to(torch.float32)
+    counts = [x.isinf().sum(), x.isnan().sum()]
+    if quantization.hadamard is not None:
+        x = rotate(x, quantization.hadamard, dim)
+    groups = Groups(x.shape, quantization.granularity, dim)
+    split = groups.split(x)
+    own = groups.amax(split)
+    found = _found(own, amax, groups, quantization)
+    of_tensor = _of_tensor(found, amax, quantization)
+    scales = find_scales(found, quantization.element, quantization.scale, of_tensor)
+    scaled = split * scales.encode
+    limit = 2.0 ** (quantization.element.max_exponent + 1)
+    if amax is not None:
+        scaled = scaled.clamp(-limit, limit)  # products may overflow, which rounding would show as NaN
+    rounded = quantization.element.round_unbounded(scaled, _random(x, groups, quantization, seed))
+    values = quantization.element.saturate(rounded)
+    saturated = (rounded.abs() > quantization.element.max).sum()
+    if amax is not None:
+        saturated = saturated - counts[0]
+    flushed = ((values == 0) & (split != 0)).sum()
+    scale = torch.where(own.isfinite(), scales.scale, torch.nan)
+    return Quantized(
+        values=groups.join(values),
+        scale=groups.outward(scale),
+        tensor_scale=scales.tensor_scale,
+        amax=groups.outward(own),
+        counts=torch.stack([*counts, saturated, flushed]),
+        quantization=quantization,
+        dim=dim,
+        shape=tensor.shape,
+    )
+
+
+def _check(tensor: Tensor, quantization: Quantization, dim: int, seed: int | None) -> None:
+    if not tensor.is_floating_point():
+        raise TypeError(f"quantize takes floating-point tensors, not {tensor.dtype}.")
+    if quantization.rounding == "stochastic" and seed is None:
+        raise ValueError("Stochastic rounding needs a seed: pass quantize(..., seed=).")
+    if tensor.dim() == 0 and (quantization.granularity != "tensor" or quantization.hadamard is not None):
+        raise ValueError(
+            f"A 0-dim tensor has no {quantization.granularity!r} to share a scale; "
+            f"use the granularity 'tensor' or a tensor with dimensions."
+        )
+    if not -max(tensor.dim(), 1) <= dim < max(tensor.dim(), 1):
+        raise IndexError(f"The tensor has {tensor.dim()} dimensions; dim={dim} is none of them.")
+
+
+def _found(own: Tensor, amax: Tensor | None, groups: Groups, quantization: Quantization) -> Tensor:
+    """Return the largest magnitudes from which the scales of groups follow."""
+    if amax is None or quantization.scale == "e4m3":
+        return own
+    given = groups.inward(amax.to(torch.float32).view(groups.outward(own).shape))
+    return torch.where(given > 0, given, own)
+
+
+def _of_tensor(own: Tensor, amax: Tensor | None, quantization: Quantization) -> Tensor:
+    """Return the largest magnitude from which the second scale of e4m3 follows."""
+    if quantization.scale != "e4m3":
+        return own
+    whole = own.amax() if own.numel() else own.new_zeros(())
+    if amax is None:
+        return whole
+    given = amax.to(torch.float32).view(())
+    return torch.where((given > 0) & whole.isfinite(), given, whole)
+
+
+def _random(x: Tensor, groups: Groups, quantization: Quantization, seed: int | None) -> Tensor | None:
+    if quantization.rounding == "nearest" or seed is None:
+        return None
+    numbers = element_numbers(x.shape, [0] * x.dim(), x.shape, x.device)
+    return groups.split(random_bits(numbers, key_of(seed), 24))

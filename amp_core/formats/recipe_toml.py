@@ -1,0 +1,116 @@
+"""Recipes as TOML: top-level keys, and a table per role."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from os import PathLike
+from typing import Any, Protocol
+
+import torch
+
+from amp_core.common import toml
+from amp_core.errors import PolicyError
+from amp_core.formats.elements import ELEMENTS
+from amp_core.formats.quantization import Delayed, Quantization
+
+ROLES = ("input", "weight", "grad_output")
+_KEYS = ("name", "source", "accumulate", *ROLES)
+_DELAYED = ("history", "margin", "algorithm")
+_ROLE_KEYS = ("element", "granularity", "scale", "found", *_DELAYED, "rounding", "hadamard")
+
+
+class Recipe(Protocol):
+    """What writing reads of `amp_core.Recipe`."""
+
+    @property
+    def name(self) -> str:
+        """For reports."""
+
+    @property
+    def source(self) -> str:
+        """Where it was published."""
+
+    @property
+    def accumulate(self) -> torch.dtype:
+        """The dtype of sums."""
+
+
+def write(recipe: Recipe) -> str:
+    """Return `recipe` as TOML."""
+    lines = [f"{key} = {toml.quoted(getattr(recipe, key))}" for key in ("name", "source")]
+    lines.append(f'accumulate = "{str(recipe.accumulate).removeprefix("torch.")}"')
+    for role in ROLES:
+        quantization = getattr(recipe, role)
+        if quantization is not None:
+            lines += ["", f"[{role}]", *_role_lines(quantization)]
+    return "\n".join(lines) + "\n"
+
+
+def _role_lines(quantization: Quantization) -> list[str]:
+    values: dict[str, Any] = {
+        "element": quantization.element.name,
+        "granularity": quantization.granularity,
+        "scale": quantization.scale,
+        "found": "current",
+    }
+    if isinstance(quantization.found, Delayed):
+        values |= {"found": "delayed", **asdict(quantization.found)}
+    values["rounding"] = quantization.rounding
+    if quantization.hadamard is not None:
+        values["hadamard"] = quantization.hadamard
+    return [f"{key} = {_value(value)}" for key, value in values.items()]
+
+
+def _value(value: object) -> str:
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(str, value))}]"
+    return toml.quoted(value) if isinstance(value, str) else str(value)
+
+
+def read(source: str | PathLike[str]) -> dict[str, Any]:
+    """Return the fields of the recipe in `source`, a path or the TOML text itself.
+
+    Raises:
+        PolicyError: it is not TOML, or not a recipe; the message names file and line.
+    """
+    text, where = toml.load(source)
+    data = toml.parse(text, where, _KEYS)
+    for key in ("name", "source", "accumulate"):
+        if not isinstance(data.get(key, ""), str):
+            raise PolicyError(f"{where}:{toml.line_of(text, key)}: {key} must be a string.")
+    fields: dict[str, Any] = {key: data[key] for key in ("name", "source") if key in data}
+    if "accumulate" in data:
+        dtype = getattr(torch, data["accumulate"], None)
+        if not isinstance(dtype, torch.dtype):
+            line = toml.line_of(text, "accumulate")
+            raise PolicyError(f"{where}:{line}: torch has no dtype {data['accumulate']!r}.")
+        fields["accumulate"] = dtype
+    for role in ROLES:
+        try:
+            fields[role] = _role(data.get(role))
+        except (TypeError, ValueError) as error:
+            raise PolicyError(f"{where}:{toml.line_of(text, role)}: [{role}]: {error}") from error
+    if not any(fields[role] for role in ROLES):
+        raise PolicyError(f"{where}: quantises nothing; add a table [input], [weight] or [grad_output].")
+    return fields
+
+
+def _role(table: object) -> Quantization | None:
+    if table is None:
+        return None
+    if not isinstance(table, dict):
+        raise TypeError("must be a table.")
+    unknown = [key for key in table if key not in _ROLE_KEYS]
+    if unknown:
+        raise ValueError(f"unknown key {unknown[0]!r}; the keys are {', '.join(_ROLE_KEYS)}.")
+    if table.get("element") not in ELEMENTS:
+        raise ValueError(f"element must be one of {', '.join(ELEMENTS)}, got {table.get('element')!r}.")
+    fields = {k: v for k, v in table.items() if k not in _DELAYED} | {"element": ELEMENTS[table["element"]]}
+    delayed = {k: v for k, v in table.items() if k in _DELAYED}
+    if table.get("found") == "delayed":
+        fields["found"] = Delayed(**delayed)
+    elif delayed:
+        raise ValueError(f"{', '.join(delayed)} belongs to found = 'delayed'.")
+    if isinstance(table.get("granularity"), list):
+        fields["granularity"] = tuple(table["granularity"])
+    return Quantization(**fields)

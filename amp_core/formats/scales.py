@@ -1,0 +1,94 @@
+"""Formats of scales, and the scale of a group from its largest magnitude (amax).
+
+A group is what shares one scale: a tensor, a row, a block or a tile. An element is stored as
+``round(x * encode)``, and stands for ``value * scale``.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from amp_core.formats.elements import E4M3, ElementFormat
+
+SCALES = {
+    "float32": "max / amax in float32",
+    "power_of_two": "the largest power of two not above max / amax, in float32",
+    "e8m0": "a power of two: floor(log2(amax)) - emax, as OCP MX v1.0 has it; up to half of the largest "
+    "values of a block saturate",
+    "e8m0_up": "a power of two: ceil(log2(amax / max)); nothing saturates",
+    "e4m3": "e4m3 per group under one float32 per tensor, as NVFP4 has it",
+}
+"""The formats of scales, and how the scale follows from amax."""
+
+_MAX_ENCODE = 2.0**126
+"""Its reciprocal is the smallest normal float32: devices may flush smaller ones."""
+
+
+class GroupScales(NamedTuple):
+    """What scales the groups of a tensor.
+
+    Attributes:
+        encode: float32; an element is multiplied by it before it is rounded.
+        scale: float32, in its format's values; NaN for a group whose amax is inf or NaN.
+        tensor_scale: 0-dim float32, the second scale of ``"e4m3"``; None for the other formats.
+    """
+
+    encode: Tensor
+    scale: Tensor
+    tensor_scale: Tensor | None = None
+
+
+def find_scales(amax: Tensor, element: ElementFormat, scale: str, tensor_amax: Tensor) -> GroupScales:
+    """Return the scales of groups with the largest magnitudes `amax`.
+
+    Args:
+        amax: float32, not negative, one per group.
+        element: the format of the elements.
+        scale: a key of `SCALES`.
+        tensor_amax: 0-dim float32, the largest magnitude in the tensor; only ``"e4m3"`` reads it.
+    """
+    if scale == "e4m3":
+        return _two_levels(amax, element, tensor_amax)
+    if scale.startswith("e8m0"):
+        return _e8m0(amax, element, up=scale == "e8m0_up")
+    encode = (element.max / amax).clamp(max=_MAX_ENCODE)
+    if scale == "power_of_two":
+        encode = _exponent_field(encode).bitwise_left_shift(23).view(torch.float32)
+    encode = torch.where(amax == 0, 1.0, encode)
+    encode = _nan_unless_finite(encode, amax)
+    return GroupScales(encode, 1.0 / encode)
+
+
+def _two_levels(amax: Tensor, element: ElementFormat, tensor_amax: Tensor) -> GroupScales:
+    """NVFP4: the tensor's largest magnitude maps to the largest scale times the largest element.
+
+    Scales below the smallest e4m3 value are raised to it, so that none is 0.
+    """
+    outer = tensor_amax / (E4M3.max * element.max)
+    outer = torch.where(outer == 0, 1.0, outer)
+    inner = E4M3.round(amax / element.max / outer).clamp(min=E4M3.smallest_subnormal)
+    inner = _nan_unless_finite(inner, amax)
+    encode = ((1.0 / outer) / inner).clamp(max=torch.finfo(torch.float32).max)
+    return GroupScales(encode, inner, _nan_unless_finite(outer, tensor_amax))
+
+
+def _e8m0(amax: Tensor, element: ElementFormat, *, up: bool) -> GroupScales:
+    """Find the stored exponent of an e8m0 scale, ``2 ** (stored - 127)``, on the bits of float32."""
+    power, emax = _exponent_field(element.max / amax if up else amax), element.max_exponent
+    stored = (254 - power if up else power - emax).clamp(0, 254)
+    encode = (254 - stored).bitwise_left_shift(23).view(torch.float32)
+    # 2**-127 is subnormal in float32.
+    scale = stored.bitwise_left_shift(23).view(torch.float32).clamp(min=2.0**-127)
+    return GroupScales(_nan_unless_finite(encode, amax), _nan_unless_finite(scale, amax))
+
+
+def _exponent_field(x: Tensor) -> Tensor:
+    """Return the stored exponents, 0 to 255, of float32 values that are not negative, in int32."""
+    return (x.view(torch.int32) >> 23) & 0xFF
+
+
+def _nan_unless_finite(x: Tensor, amax: Tensor) -> Tensor:
+    return torch.where(amax.isfinite(), x, torch.nan)

@@ -1,0 +1,141 @@
+"""Rounding to the element formats, against exact arithmetic on fractions."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from amp_core.formats import ELEMENTS, ElementFormat
+from amp_core.formats.packing import pack, unpack
+
+each = pytest.mark.parametrize("element", ELEMENTS.values(), ids=list(ELEMENTS))
+
+
+def table(element: ElementFormat) -> list[Fraction]:
+    """Return every finite value from 0 up, in the order of its code, as the OCP specifications define it."""
+    values = []
+    for code in range(2 ** (element.bits - 1)):
+        exponent, mantissa = divmod(code, 2**element.mantissa_bits)
+        fraction = Fraction(mantissa, 2**element.mantissa_bits)
+        if exponent == 0:
+            values.append(fraction * Fraction(2) ** (1 - element.bias))
+        else:
+            values.append((1 + fraction) * Fraction(2) ** (exponent - element.bias))
+    special = {"e4m3": 1, "e5m2": 4}.get(element.name, 0)  # NaN; inf and three NaN
+    return values[: len(values) - special]
+
+
+def nearest(value: float, values: list[Fraction]) -> float:
+    """Round to nearest, ties to the even code, beyond the largest value to it."""
+    exact = abs(Fraction(value))
+    above = min(bisect_left(values, exact), len(values) - 1)
+    below = max(above - 1, 0)
+    down, up = exact - values[below], values[above] - exact
+    code = below if down < up or (down == up and below % 2 == 0) else above
+    if exact >= values[above]:
+        code = above
+    return math.copysign(float(values[code]), value)
+
+
+def next_float32(x: Tensor, towards: float) -> Tensor:
+    return torch.nextafter(x, torch.tensor(towards))
+
+
+def interesting(element: ElementFormat) -> Tensor:
+    """Every value, every midpoint, their neighbours in float32, and what lies beyond, of both signs."""
+    values = torch.tensor([float(v) for v in table(element)])
+    beyond = torch.tensor([element.max * f for f in (1.02, 1.03125, 1.04, 1.1, 1.17, 1.2, 2.0, 1e20)])
+    points = torch.cat([values, (values[1:] + values[:-1]) / 2, beyond])
+    tiny = torch.tensor([1e-45, 1e-38, element.smallest_subnormal / 4])
+    points = torch.cat([points, next_float32(points, math.inf), next_float32(points, -math.inf), tiny])
+    return torch.cat([points, -points])
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.view(torch.int32), b.view(torch.int32))
+
+
+@each
+def test_the_numbers_of_a_format_follow_from_its_table(element: ElementFormat) -> None:
+    """A constant is wrong, and with it every scale."""
+    values = table(element)
+    assert values[-1] == Fraction(element.max)
+    assert values[1] == Fraction(element.smallest_subnormal)
+    assert values[2**element.mantissa_bits] == Fraction(element.smallest_normal)
+    assert Fraction(2) ** element.max_exponent <= values[-1] < Fraction(2) ** (element.max_exponent + 1)
+    if element.bits == 8:
+        assert element.dtype is not None
+        assert torch.finfo(element.dtype).max == element.max
+
+
+@each
+def test_rounding_is_to_nearest_even_everywhere(element: ElementFormat) -> None:
+    """One value, tie or neighbour rounds to another value than the specification's."""
+    x = interesting(element)
+    values = table(element)
+    expected = torch.tensor([nearest(v, values) for v in x.tolist()])
+    assert same_bits(element.round(x), expected)
+
+
+@each
+@given(value=st.floats(width=32, allow_nan=False, allow_infinity=False))
+def test_any_float32_rounds_as_exact_arithmetic(element: ElementFormat, value: float) -> None:
+    """A value that no table of ours has rounds wrongly."""
+    expected = torch.tensor([nearest(value, table(element))])
+    assert same_bits(element.round(torch.tensor([value])), expected)
+
+
+@pytest.mark.parametrize("name", ["e4m3", "e5m2"])
+def test_fp8_rounds_as_torch_casts(name: str) -> None:
+    """Our values are not those of torch's dtype, where torch does not saturate."""
+    element = ELEMENTS[name]
+    x = interesting(element)
+    x = x[x.abs() <= element.max]
+    assert element.dtype is not None
+    assert same_bits(element.round(x), x.to(element.dtype).float())
+
+
+@each
+def test_nan_and_inf_stay_visible(element: ElementFormat) -> None:
+    """An overflow becomes the largest value, as in torch's cast, and no loss scaler sees it."""
+    rounded = element.round(torch.tensor([math.nan, math.inf, -math.inf]))
+    assert rounded[0].isnan()
+    assert not rounded.isfinite().any()
+    assert rounded[1:].isinf().all() == element.has_inf
+
+
+@each
+def test_stochastic_rounding_keeps_values_and_expectation(element: ElementFormat) -> None:
+    """Exact values move, or the mean is off: gradients gain a bias."""
+    values = torch.tensor([float(v) for v in table(element)])
+    for draw in (0, 2**23, 2**24 - 1):
+        random = torch.full(values.shape, draw, dtype=torch.int32)
+        assert same_bits(element.round(values, random), values)
+        assert same_bits(element.round(-values, random), -values)
+    low, high = values[3], values[4]
+    x = (low + (high - low) * 0.25).expand(2**12)
+    random = torch.arange(2**12, dtype=torch.int32) * 2**12  # evenly over all draws
+    up = element.round(x, random) == high
+    assert up.sum() == 2**10
+    assert (element.round(-x, random) == -high).equal(up)
+
+
+@each
+def test_packing_holds_every_value(element: ElementFormat) -> None:
+    """A value has a wrong code, so that memory or a native kernel reads another one."""
+    values = torch.tensor([float(v) for v in table(element)])
+    both = torch.cat([values, -values])
+    packed = pack(both, element)
+    assert same_bits(unpack(packed, element, len(both)), both)
+    if element.bits == 6:
+        half = len(values)
+        assert packed.tolist() == list(range(2 * half))
+    if element.bits == 4:  # the first of two in the low half
+        assert packed.tolist() == [low | (low + 1) << 4 for low in range(0, 16, 2)]
