@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -10,11 +11,14 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from typing_extensions import Self
 
+from amp_core._torch.internals import outside_graphs
 from amp_core.debugging.places import Places
 
 
 class Attached:
     """Hooks on a model and on the optimizers that step its parameters, until `remove`.
+
+    Everything that `torch.compile` has compiled is compiled again.
 
     Attributes:
         step: the number of the model's current training step, from 0: its calls with gradients enabled.
@@ -25,6 +29,8 @@ class Attached:
             raise TypeError("model must be a torch.nn.Module, not None.")
         Places.check(model)
         self.model, self.step = model, -1
+        if "torch._dynamo" in sys.modules:  # compiled code does not look for new hooks
+            torch.compiler.reset()  # type: ignore[no-untyped-call]
         self._removers: list[Callable[[], None]] = [
             model.register_forward_pre_hook(self._enter, with_kwargs=True).remove,
             model.register_forward_hook(self._leave, with_kwargs=True).remove,
@@ -51,13 +57,15 @@ class Attached:
     def _optimize(self, optimizer: Optimizer, parameters: list[nn.Parameter]) -> None:
         """Handle an optimizer that is about to step some of the model's `parameters`."""
 
+    @outside_graphs  # a model that is compiled later has these hooks
     def _enter(self, _module: nn.Module, _args: Any, _kwargs: Any) -> None:
-        if torch.is_grad_enabled():
+        if self._removers and torch.is_grad_enabled():  # compiled code keeps hooks that were removed
             self.step += 1
             self._before()
 
+    @outside_graphs
     def _leave(self, _module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
-        if torch.is_grad_enabled():
+        if self._removers and torch.is_grad_enabled():
             self._after(args, kwargs, result)
 
     def _step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:

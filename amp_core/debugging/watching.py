@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from amp_core._torch.internals import outside_graphs
 from amp_core.debugging import saved
 from amp_core.debugging.attached import Attached
 from amp_core.debugging.capture import extent, is_plain
@@ -39,7 +40,7 @@ class Watch(Attached, Report):
             raise ValueError(f"every= and limit= must be at least 1, not {every} and {limit}.")
         if isinstance(model, nn.Module) and uncompiled(model) is not model:
             raise TypeError(
-                "watch() cannot see the modules of a compiled model: watch it before torch.compile()."
+                "watch() needs the model itself: pass the one that was given to torch.compile()."
             )
         super().__init__(model)
         self.entries: list[Entry] = []
@@ -68,7 +69,10 @@ class Watch(Attached, Report):
         self._seen.clear()
 
     def _of_module(self, name: str) -> Callable[..., None]:
+        @outside_graphs
         def hook(_module: nn.Module, _args: Any, result: Any) -> None:
+            if not self._hooks:  # removed, but compiled code keeps its hooks
+                return
             tensors = floats_in(result)[:1]
             for tensor in tensors:
                 if tensor not in self._seen:  # else it is the result of an inner module
@@ -219,7 +223,8 @@ def watch(
     ``remove()``, or to the end of a ``with`` block; other steps only call one hook.
 
     Args:
-        model: the model, as it is called in training; not compiled by `torch.compile`.
+        model: the model, as it is called in training. It may be compiled by `torch.compile`, as a
+            whole or in parts: each module then breaks the graph.
         every: the number of training steps from one watched step to the next.
         format: the format to measure against: a dtype, or the bits of exponent and mantissa, such as
             ``(4, 3)``; by default the low-precision dtype of the model's device. `Watch.measured_in`
@@ -230,7 +235,7 @@ def watch(
         A `Watch` to print, save, draw or compare.
 
     Raises:
-        TypeError: `model` is not a module, or is compiled.
+        TypeError: `model` is not a module, or is the result of `torch.compile`.
         ValueError: `every` or `limit` is below 1.
 
     Example:

@@ -184,12 +184,16 @@ def test_bad_arguments_attach_nothing(bad):
         amp_core.guard(**bad)
 
 
-def test_a_compiled_model():
-    """Dynamo traces the guard's hooks, or a fault in compiled code is not named."""
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # Dynamo's, after a graph break
+@pytest.mark.parametrize("inner", [False, True], ids=["compiled", "before compilation"])
+@pytest.mark.parametrize("earlier", [0, 1], ids=["new", "has run"])
+def test_a_compiled_model(inner, earlier):
+    """Dynamo traces the guard's hooks or does not call them, or a fault in compiled code is not named."""
     torch.compiler.reset()
     model = Faulty("forward")
     compiled = torch.compile(model, backend="eager")
-    with amp_core.guard(compiled):
+    train(compiled, earlier, broken_at=9)
+    with amp_core.guard(model if inner else compiled):
         train(compiled, 2, broken_at=9)
         model.broken = True
         with pytest.raises(NonFiniteError) as caught:

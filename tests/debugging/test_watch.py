@@ -182,6 +182,23 @@ def test_bad_arguments():
         amp_core.watch(model, every=0)
     with pytest.raises(TypeError, match="model"):
         amp_core.watch(None)
-    with pytest.raises(TypeError, match=r"before torch\.compile"):
+    with pytest.raises(TypeError, match=r"given to torch\.compile"):
         amp_core.watch(torch.compile(model))
     assert not model._forward_pre_hooks
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # Dynamo's, after a graph break
+@pytest.mark.parametrize("earlier", [0, 1], ids=["new", "compiled before"])
+def test_a_model_that_is_compiled_later(earlier):
+    """Dynamo traces the hooks (it takes minutes), misses some, or has them in steps that are not watched."""
+    torch.compiler.reset()
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    compiled = torch.compile(model, backend="eager")
+    for _ in range(earlier):
+        compiled(torch.ones(2, 4)).sum().backward()
+    with amp_core.watch(model, every=2) as ranges:
+        for _ in range(4):
+            compiled(torch.ones(2, 4)).sum().backward()
+    for kind in ("activation", "gradient"):
+        found = [(entry.step, entry.name) for entry in ranges.entries if entry.kind == kind]
+        assert sorted(found) == [(step, name) for step in (0, 2) for name in "012"], kind
