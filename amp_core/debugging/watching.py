@@ -39,9 +39,7 @@ class Watch(Attached, Report):
         if every < 1 or limit < 1:
             raise ValueError(f"every= and limit= must be at least 1, not {every} and {limit}.")
         if isinstance(model, nn.Module) and uncompiled(model) is not model:
-            raise TypeError(
-                "watch() needs the model itself: pass the one that was given to torch.compile()."
-            )
+            raise TypeError("watch() needs the model itself: pass the one that was given to torch.compile().")
         super().__init__(model)
         self.entries: list[Entry] = []
         self.format = Format.of(dtype or _default_dtype(model))
