@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from amp_core.formats.elements import E2M1, E2M3, E3M2, E4M3, E5M2, ELEMENTS, ElementFormat
+from amp_core.formats.history import AmaxHistory
 from amp_core.formats.quantization import Delayed, Quantization
 from amp_core.formats.quantize import COUNTS, Quantized, quantize
 from amp_core.formats.recipe import Recipe
@@ -17,6 +18,7 @@ __all__ = [
     "E5M2",
     "ELEMENTS",
     "SCALES",
+    "AmaxHistory",
     "Delayed",
     "ElementFormat",
     "Quantization",

@@ -52,16 +52,13 @@ class Groups:
     def amax(self, groups: Tensor) -> Tensor:
         """Return the largest magnitude of each group, NaN if it has one; 0 for no elements."""
         if self.granularity == "tensor":
-            return groups.abs().amax() if groups.numel() else groups.new_zeros(())
-        dims = [self.dim] if self.granularity == "row" else [-1]
+            return _largest(groups) if groups.numel() else groups.new_zeros(())
+        dims = {"row": (self.dim,)}.get(str(self.granularity), (-1,))
         if isinstance(self.granularity, tuple):
-            dims = [-3, -1]
-        if not groups.numel():
-            shape = list(groups.shape)
-            for dim in dims:
-                shape[dim] = 1
-            return groups.new_zeros(shape)
-        return groups.abs().amax(dims, keepdim=True)
+            dims = (-1, -3)
+        for dim in dims:
+            groups = _largest(groups, dim)
+        return groups
 
     def outward(self, scale: Tensor) -> Tensor:
         """Return what `amax` returned without the dimensions of size 1 that stand for m and n."""
@@ -90,6 +87,14 @@ class Groups:
         if len(self.shape) == 1:
             return 1
         return self.shape[-2 if self._dim == -1 else -1]
+
+
+def _largest(x: Tensor, dim: int | None = None) -> Tensor:
+    """Return the largest magnitude along `dim`, which is kept with size 1; without a temporary tensor."""
+    if dim is not None and not x.shape[dim]:
+        return x.new_zeros([1 if i == dim % x.dim() else n for i, n in enumerate(x.shape)])
+    low, high = torch.aminmax(x) if dim is None else torch.aminmax(x, dim=dim, keepdim=True)
+    return torch.maximum(-low, high)
 
 
 def _matrix(x: Tensor, granularity: Granularity) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from amp_core.common.counter_random import element_numbers, key_of, random_bits
+from amp_core.formats.elementwise import count_nonfinite, round_and_count
 from amp_core.formats.groups import Groups
 from amp_core.formats.hadamard import rotate, rotate_back
 from amp_core.formats.packing import pack, pack_scale, unpack
@@ -132,7 +133,7 @@ def quantize(
     """
     _check(tensor, quantization, dim, seed)
     x = tensor.detach().to(torch.float32)
-    counts = [x.isinf().sum(), x.isnan().sum()]
+    nonfinite = count_nonfinite(x)
     if quantization.hadamard is not None:
         x = rotate(x, quantization.hadamard, dim)
     groups = Groups(x.shape, quantization.granularity, dim)
@@ -141,23 +142,15 @@ def quantize(
     found = _found(own, amax, groups, quantization)
     of_tensor = _of_tensor(found, amax, quantization)
     scales = find_scales(found, quantization.element, quantization.scale, of_tensor)
-    scaled = split * scales.encode
-    limit = 2.0 ** (quantization.element.max_exponent + 1)
-    if amax is not None:
-        scaled = scaled.clamp(-limit, limit)  # products may overflow, which rounding would show as NaN
-    rounded = quantization.element.round_unbounded(scaled, _random(x, groups, quantization, seed))
-    values = quantization.element.saturate(rounded)
-    saturated = (rounded.abs() > quantization.element.max).sum()
-    if amax is not None:
-        saturated = saturated - counts[0]
-    flushed = ((values == 0) & (split != 0)).sum()
+    random = _random(x, groups, quantization, seed)
+    values, outside = round_and_count(split, scales.encode, random, quantization.element, amax is not None)
     scale = torch.where(own.isfinite(), scales.scale, torch.nan)
     return Quantized(
         values=groups.join(values),
         scale=groups.outward(scale),
         tensor_scale=scales.tensor_scale,
         amax=groups.outward(own),
-        counts=torch.stack([*counts, saturated, flushed]),
+        counts=torch.cat([nonfinite, outside]),
         quantization=quantization,
         dim=dim,
         shape=tensor.shape,

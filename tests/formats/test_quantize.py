@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from amp_core import Recipe, quantize
+from amp_core import Quantization, Recipe, quantize
+from amp_core.formats import E2M1, E4M3, E5M2, ELEMENTS, SCALES, ElementFormat
 
 SHAPES = [(5, 100), (3, 7, 33), (40,), (0, 5), (5, 0), (130, 260), (1, 1)]
 
@@ -52,3 +59,169 @@ def test_zeros_stay_zeros(name: str) -> None:
         assert torch.equal(quantized.dequantize(), torch.zeros(3, 50))
         assert quantized.scale.isfinite().all()
         assert quantized.counts.tolist() == [0, 0, 0, 0]
+
+
+def reference(x: torch.Tensor, quantization: Quantization) -> tuple[torch.Tensor, list[int]]:
+    """Quantise and dequantise a matrix element by element, group by group; return it and the counts."""
+    rows, columns = x.shape
+    sizes: dict[Any, tuple[int, int]] = {"tensor": (rows, columns), "row": (1, columns)}
+    if isinstance(quantization.granularity, int):
+        sizes[quantization.granularity] = (1, quantization.granularity)
+    height, width = sizes.get(quantization.granularity, quantization.granularity)  # type: ignore[arg-type]
+    element, result, counts = quantization.element, torch.zeros(rows, columns), [0, 0]
+    outer = f32(x.abs().max().item() / (448 * element.max)) or 1.0
+    for top in range(0, rows, height):
+        for left in range(0, columns, width):
+            group = x[top : top + height, left : left + width]
+            amax = group.abs().max().item()
+            encode, scale = scales(amax, element, quantization.scale, outer)
+            scaled = group * encode
+            values = element.round(scaled)
+            largest = 2.0**element.max_exponent
+            step = largest * 2.0**-element.mantissa_bits
+            half_up = element.max + step / 2
+            odd = (element.max / step) % 2 == 1
+            counts[0] += int((scaled.abs() >= half_up).sum() if odd else (scaled.abs() > half_up).sum())
+            counts[1] += int(((values == 0) & (group != 0)).sum())
+            result[top : top + height, left : left + width] = values * scale
+    return result, counts
+
+
+def f32(value: float) -> float:
+    return torch.tensor(value, dtype=torch.float64).float().item()
+
+
+def scales(amax: float, element: ElementFormat, scale: str, outer: float) -> tuple[float, float]:
+    """Return what elements are multiplied by, and the scale, in scalar arithmetic."""
+    if scale == "e8m0":
+        exponent = math.floor(math.log2(amax)) - element.max_exponent if amax else -127
+        return 2.0**-exponent, 2.0**exponent
+    if scale == "e8m0_up":
+        exponent = math.ceil(math.log2(amax / element.max)) if amax else -127
+        return 2.0**-exponent, 2.0**exponent
+    if scale == "e4m3":
+        inner = max(E4M3.round(torch.tensor(f32(f32(amax / element.max) / outer))).item(), 2.0**-9)
+        return f32(f32(1 / outer) / inner), f32(inner * outer)
+    encode = f32(element.max / amax) if amax else 1.0
+    if scale == "power_of_two":
+        encode = 2.0 ** math.floor(math.log2(encode))
+    return encode, f32(1 / encode)
+
+
+LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "contiguous": torch.Tensor.contiguous,
+    "transposed": lambda x: x.t().contiguous().t(),
+    "strided": lambda x: x.repeat_interleave(2, 1)[:, ::2],
+    "expanded": lambda x: x[:1].expand_as(x),
+}
+
+
+@given(
+    element=st.sampled_from(list(ELEMENTS.values())),
+    granularity=st.one_of(
+        st.sampled_from(["tensor", "row"]),
+        st.integers(1, 40),
+        st.tuples(st.integers(1, 9), st.integers(1, 9)),
+    ),
+    scale=st.sampled_from(list(SCALES)),
+    shape=st.tuples(st.integers(1, 12), st.integers(1, 50)),
+    layout=st.sampled_from(list(LAYOUTS)),
+    spread=st.sampled_from([0.0, 1.0, 6.0]),
+    seed=st.integers(0, 2**16),
+)
+@settings(max_examples=100, deadline=None)
+def test_groups_scales_and_counts_are_those_of_scalar_arithmetic(
+    element: ElementFormat, granularity: Any, scale: str, shape: Any, layout: str, spread: float, seed: int
+) -> None:
+    """A group has the scale of another, padding is counted, or a layout changes the result."""
+    if scale == "e4m3" and granularity == "tensor":
+        granularity = "row"
+    quantization = Quantization(element, granularity, scale)
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator) * torch.randn(shape, generator=generator).mul(spread).exp()
+    x[torch.rand(shape, generator=generator) < 0.1] = 0
+    x = LAYOUTS[layout](x)
+    quantized = quantize(x, quantization)
+    expected, counts = reference(x, quantization)
+    assert torch.equal(quantized.dequantize(), expected)
+    assert quantized.counts.tolist() == [0, 0, *counts]
+    other = quantize(x.t(), quantization, 0)
+    assert torch.equal(other.dequantize().t(), expected)
+    assert torch.equal(quantized.packed().dequantize(), expected)
+
+
+def test_large_tensors_have_the_results_of_small_ones() -> None:
+    """The CPU works in chunks, which lose a part or count it twice."""
+    x = torch.randn(96, 2048, generator=torch.Generator().manual_seed(0))
+    for recipe in map(Recipe.named, Recipe.names()):
+        quantization = recipe.grad_output
+        assert quantization is not None
+        whole = quantize(x, quantization, seed=3)
+        with patch("amp_core.formats.elementwise._CHUNK", 2**30):
+            once = quantize(x, quantization, seed=3)
+        assert torch.equal(whole.values, once.values)
+        assert torch.equal(whole.counts, once.counts)
+
+
+def test_stochastic_rounding_follows_from_the_seed() -> None:
+    """A resumed run rounds otherwise, or all steps round alike and gradients gain a bias."""
+    quantization = Quantization(E2M1, 16, rounding="stochastic")
+    x = torch.rand(40, 33, generator=torch.Generator().manual_seed(0))
+    first, again, other = (quantize(x, quantization, seed=s).dequantize() for s in (1, 1, 2))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    mean = sum(quantize(x, quantization, seed=s).dequantize() for s in range(300)) / 300
+    nearest = quantize(x, replace(quantization, rounding="nearest")).dequantize()
+    assert (mean - x).abs().mean() < 0.15 * (nearest - x).abs().mean()
+    with pytest.raises(ValueError, match="needs a seed"):
+        quantize(x, quantization)
+
+
+@pytest.mark.parametrize("size", [2, 16, 32])
+def test_the_hadamard_transform_keeps_products_and_spreads_outliers(size: int) -> None:
+    """A product of two transformed operands is another product, or an outlier still flushes its block."""
+    generator = torch.Generator().manual_seed(0)
+    x, w = torch.randn(2, 7, 64, generator=generator).unbind()
+    quantization = Quantization(E5M2, 16, hadamard=size)
+    qx, qw = quantize(x, quantization), quantize(w, quantization)
+    rotated = qx.dequantize(rotated=True) @ qw.dequantize(rotated=True).t()
+    assert quantize(x[:, :50], quantization).values.shape[-1] == 50 + -50 % size
+    torch.testing.assert_close(rotated, qx.dequantize() @ qw.dequantize().t(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(qx.dequantize(), x, rtol=0.3, atol=0.3)
+    outlier = torch.full((1, 32), 0.01)
+    outlier[0, 5] = 10
+    plain = quantize(outlier, Quantization(E2M1, 32))
+    spread = quantize(outlier, Quantization(E2M1, 32, hadamard=32))
+    assert plain.counts[3] == 31
+    assert spread.counts[3] == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_other_dtypes_are_widened_first(dtype: torch.dtype) -> None:
+    """A low-precision tensor has its scale computed in low precision."""
+    x = torch.randn(5, 40).to(dtype)
+    for name in Recipe.names():
+        quantization = Recipe.named(name).weight
+        assert quantization is not None
+        assert torch.equal(quantize(x, quantization).values, quantize(x.float(), quantization).values)
+
+
+def test_what_cannot_be_quantised_is_refused() -> None:
+    """A wrong argument fails deep inside, or not at all."""
+    with pytest.raises(TypeError, match=r"torch\.int64"):
+        quantize(torch.arange(3), Quantization(E4M3))
+    with pytest.raises(ValueError, match="0-dim tensor has no 'row'"):
+        quantize(torch.tensor(1.0), Quantization(E4M3, "row"))
+    with pytest.raises(IndexError, match="dim=2"):
+        quantize(torch.ones(2, 2), Quantization(E4M3), 2)
+    assert quantize(torch.tensor(3.0), Quantization(E4M3)).dequantize() == 3.0
+
+
+def test_memory_of_quantised_weights() -> None:
+    """A cached weight takes more memory than the documentation says."""
+    weight = torch.randn(512, 512)
+    for name in Recipe.names():
+        quantization = Recipe.named(name).weight
+        assert quantization is not None
+        limit = {8: 0.27, 6: 0.27, 4: 0.15}[quantization.element.bits]
+        assert quantize(weight, quantization).packed().nbytes() <= limit * weight.nbytes

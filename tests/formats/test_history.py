@@ -1,0 +1,87 @@
+"""Delayed scaling: the history of largest magnitudes."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from amp_core import Delayed, Quantization, quantize
+from amp_core.formats import E4M3, AmaxHistory
+
+
+def run(history: AmaxHistory, batches: list[torch.Tensor]) -> list[torch.Tensor]:
+    quantization = Quantization(E4M3, found=history.delayed)
+    results = []
+    for batch in batches:
+        quantized = quantize(batch, quantization, amax=history.amax)
+        results += [quantized.values, quantized.scale]
+        history.record(quantized.amax)
+        history.step()
+    return results
+
+
+def batches(count: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(20, generator=generator) * 3.0**i for i in range(count)]
+
+
+def test_a_resumed_history_goes_on_bit_for_bit() -> None:
+    """A run that resumes has other scales than one that never stopped."""
+    straight = AmaxHistory(Delayed(3), "cpu")
+    expected = run(straight, batches(8))
+    first = AmaxHistory(Delayed(3), "cpu")
+    results = run(first, batches(8)[:5])
+    second = AmaxHistory(Delayed(3), "cpu")
+    second.load_state_dict(first.state_dict())
+    results += run(second, batches(8)[5:])
+    assert all(torch.equal(a, b) for a, b in zip(expected, results, strict=True))
+    with pytest.raises(ValueError, match=r"has 3 steps, this one 4: .*Delayed\(history=3\)"):
+        AmaxHistory(Delayed(4), "cpu").load_state_dict(first.state_dict())
+
+
+@pytest.mark.parametrize(("algorithm", "expected"), [("max", 8.0), ("most_recent", 2.0)])
+def test_the_scale_follows_from_the_window(algorithm: str, expected: float) -> None:
+    """A scale follows from steps that have left the history, or forgets the margin."""
+    history = AmaxHistory(Delayed(2, margin=1, algorithm=algorithm), "cpu")  # type: ignore[arg-type]
+    for amax in (100.0, 4.0, 1.0):
+        history.record(torch.tensor(amax / 2))
+        history.record(torch.tensor(amax))  # two micro-batches
+        assert history.current == amax
+        history.step()
+    assert history.amax == expected
+    quantized = quantize(torch.tensor([0.5]), Quantization(E4M3), amax=history.amax)
+    assert quantized.scale == torch.tensor(expected) / 448
+
+
+def test_an_overflow_does_not_enter_the_history() -> None:
+    """One overflow makes every scale NaN for as long as the history is."""
+    history = AmaxHistory(Delayed(4), "cpu")
+    for bad in (math.inf, math.nan):
+        history.record(torch.tensor(bad))
+    history.record(torch.tensor(2.0))
+    history.step()
+    assert history.amax == 2.0
+
+
+def test_an_empty_history_uses_the_tensor_itself() -> None:
+    """The first step saturates, or divides by zero."""
+    quantization = Quantization(E4M3, found=Delayed(4))
+    x = torch.tensor([1.0, 1e6])
+    first = quantize(x, quantization, amax=AmaxHistory(Delayed(4), "cpu").amax)
+    current = quantize(x, Quantization(E4M3))
+    assert torch.equal(first.values, current.values)
+    assert torch.equal(first.scale, current.scale)
+
+
+def test_what_exceeds_the_history_saturates_and_is_counted() -> None:
+    """A jump beyond earlier steps goes unseen, or its products overflow to NaN."""
+    quantization = Quantization(E4M3, found=Delayed(1))
+    x = torch.tensor([1.0, -2.0, 3e38, 0.0, 1e-30, math.inf])
+    quantized = quantize(x[:5], quantization, amax=torch.tensor(1.0))
+    assert quantized.values.tolist() == [448.0, -448.0, 448.0, 0.0, 0.0]
+    assert quantized.counts.tolist() == [0, 0, 2, 1]
+    tiny = quantize(x, quantization, amax=torch.tensor(1e-37))
+    assert tiny.counts.tolist() == [1, 0, 4, 0]
+    assert tiny.dequantize().isnan().all()
