@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from amp_core._torch.internals import exit_autocast as _exit_autocast
     from amp_core.casts import CachedCasts, MasterWeights, StoredWeights, cached_casts, master_weights
     from amp_core.debugging.advice import Advice
+    from amp_core.debugging.advise import advise
     from amp_core.debugging.comparison import Comparison, compare
     from amp_core.debugging.guard import guard
     from amp_core.debugging.recording import Recording, record
-    from amp_core.debugging.search import advise
     from amp_core.debugging.watching import watch
     from amp_core.errors import (
         AmpError,
@@ -139,7 +139,7 @@ _NAMES = {
     "debugging.comparison": "Comparison compare",
     "debugging.guard": "guard",
     "debugging.recording": "Recording record",
-    "debugging.search": "advise",
+    "debugging.advise": "advise",
     "debugging.watching": "watch",
     "errors": (
         "AmpError AmpWarning BackendConflictError BackendDisabledError BackendError "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 
 import torch
@@ -34,14 +35,24 @@ def run() -> Iterator[Ratio]:
         yield compare(
             f"{named}, compared", step, lambda forward=forward: amp_core.compare(forward, "cpu"), rounds=7
         )
-        yield compare(
-            f"{named}, guarded", step, lambda model=model, step=step: _guarded(model, step), rounds=15
-        )
+        guarded = copy.deepcopy(model)
+        with amp_core.guard(guarded):
+            yield compare(
+                f"{named}, trained and guarded", _training(model, x), _training(guarded, x), rounds=101
+            )
 
 
-def _guarded(model: nn.Module, step: Callable[[], None]) -> None:
-    with amp_core.guard(model):
-        step()
+def _training(model: nn.Module, x: torch.Tensor) -> Callable[[], None]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, fused=True)
+
+    def step() -> None:
+        with amp_core.autocast("cpu"):
+            loss = model(x).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
 
 
 def _recorded(step: Callable[[], None]) -> None:

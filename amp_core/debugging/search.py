@@ -1,24 +1,20 @@
-"""`advise`: fix the worst fault first with the narrowest change that helps, testing each change."""
+"""The search behind `advise`: fix the worst fault with the narrowest change that helps, and test it."""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from amp_core.debugging.advice import Advice, Finding
-from amp_core.debugging.capture import OP, Key
+from amp_core.debugging.capture import OP, PARAMETER, Key
 from amp_core.debugging.comparison import Comparison, Difference, tolerances
 from amp_core.debugging.comparison_report import where
 from amp_core.debugging.recording_report import short
-from amp_core.debugging.speed import SpeedSearch
 from amp_core.debugging.step import Run, Step
 from amp_core.errors import PolicyError
 from amp_core.policy import OpPolicy, names
@@ -51,7 +47,7 @@ class Search:
     def __init__(self, step: Step, tolerance: float | None, progress: Callable[[str], None]) -> None:
         self._step = step
         self._given = tolerance
-        self._tolerance, self._result_tolerance = tolerances(step.dtype, tolerance)
+        self._tolerance, _ = tolerances(step.dtype, tolerance)
         self._progress = progress
         self._references: dict[float, Run] = {}
         self._findings: list[Finding] = []
@@ -97,9 +93,8 @@ class Search:
             return proposal, now
         scaled = Proposal(proposal.policy, proposal.modules, _fitting_scale(now))
         better = self._try(scaled, f"with a loss scale of {scaled.scale:g}")
-        lost, remaining = _most_underflow(now), _most_underflow(better)
-        if lost is not None and lost.underflow > _FEW and not self._is_right(now):
-            share = remaining.underflow if remaining is not None else 0.0
+        lost, share = _most_restored(now, better)
+        if lost is not None and lost.underflow - share > _FEW and self._restores(now, better):
             what = f"{where(lost)}: {lost.underflow:.0%} of the gradient underflows"
             mend = f"init_scale = {scaled.scale:g}"
             place = lost.key.place.module
@@ -108,8 +103,11 @@ class Search:
             )
         return scaled, better
 
-    def _is_right(self, comparison: Comparison) -> bool:
-        return max(comparison.loss_error, comparison.gradient_error) <= self._result_tolerance
+    def _restores(self, now: Comparison, better: Comparison) -> bool:
+        """Return whether the gradient of some parameter is wrong now and right in `better`."""
+        _, limit = tolerances(self._step.dtype, self._given)
+        right = {d.key for d in better.at(PARAMETER) if d.error <= limit}
+        return any(d.error > limit and not d.noise and d.key in right for d in now.at(PARAMETER))
 
     # The ops.
 
@@ -210,80 +208,8 @@ def _fitting_scale(plain: Comparison) -> float:
     return float(2.0 ** math.floor(math.log2(min(max(room, 1.0), _LARGEST_SCALE))))
 
 
-def _most_underflow(comparison: Comparison) -> Difference | None:
-    return max(comparison.at(OP, "backward"), key=lambda d: d.underflow, default=None)
-
-
-def _progress_line(shown: bool | None) -> Callable[[str], None]:
-    """Return a function that writes numbered lines to stderr; by default only to a terminal."""
-    if not (sys.stderr.isatty() if shown is None else shown):
-        return lambda _words: None
-    numbers = itertools.count(1)
-    return lambda words: print(f"advise: run {next(numbers)}, {words}", file=sys.stderr, flush=True)  # noqa: T201
-
-
-def advise(
-    fn: Callable[[], Any],
-    device: str | torch.device | Tensor = "auto",
-    *,
-    policy: OpPolicy | None = None,
-    dtype: torch.dtype | None = None,
-    model: nn.Module | None = None,
-    tolerance: float | None = None,
-    rounds: int = 8,
-    seed: int = 0,
-    limit: int = 16384,
-    progress: bool | None = None,
-    goal: str = "accuracy",
-) -> Advice:
-    """Propose op and module rules and a loss scale that make a step accurate, or fast, in mixed precision.
-
-    `advise` runs the step in float32 and in mixed precision, and for float16 once more with a loss scale
-    that fits its gradients. If the loss and gradients are then within the tolerance, it proposes no rules.
-    Otherwise it changes the ops whose error reaches them, the most harmful first. It tests each change by
-    running the step, starting with the narrowest: float32 for the op in its module, then for the ops that
-    lead to it in this module, the whole module, and the enclosing modules. It keeps the first change that
-    fixes the op and makes nothing else worse. The model is left unchanged; see `compare` for what else is
-    restored.
-
-    With ``goal="speed"`` it instead times each op of the step, by shape, in both precisions, casts included.
-    It proposes thresholds on the work of the ops' calls, tries modules in float32, and times whole steps. The
-    result is a `SpeedAdvice`: measured again at the end, the step is no slower with it than in float32 or in
-    plain autocast. For this, `fn` must not enter a region itself.
-
-    Args:
-        fn: as for `compare`; it must leave the backward pass to `advise` to get a loss scale.
-        device: as for `compare`.
-        policy: the policy to start from; by default the device's.
-        dtype: as for `compare`.
-        model: the model whose modules may get rules; by default, the outermost module that `fn` calls.
-        tolerance: the relative error to accept from each op and in the loss and gradients; by default 0.03
-            and 0.125, but at least 16 times the dtype's ``eps``. A ReLU can add that much if rounding moves
-            a number across 0.
-        rounds: the maximum number of faults to handle.
-        seed: as for `compare`.
-        limit: as for `compare`.
-        progress: write progress to stderr; by default only if it is a terminal.
-        goal: ``"accuracy"`` or ``"speed"``. For speed, `rounds` is the maximum number of modules to try, and
-            `tolerance` and `limit` have no effect.
-
-    Returns:
-        An `Advice` to print, save or apply.
-
-    Raises:
-        AmpError: as for `compare`.
-        ValueError: `goal` is unknown.
-
-    Example::
-
-        advice = advise(lambda: loss_fn(model(inputs), targets), "cpu", dtype=torch.float16)
-        print(advice)
-        with autocast("cpu", dtype=torch.float16, policy=advice.policy):
-            loss = loss_fn(model(inputs), targets)
-    """
-    if goal not in ("accuracy", "speed"):
-        raise ValueError(f'goal= must be "accuracy" or "speed", not {goal!r}.')
-    step = Step(fn, device, dtype, policy, model, seed, limit)
-    if goal == "speed":
-        return SpeedSearch(step, policy, _progress_line(progress)).run(rounds)
-    return Search(step, tolerance, _progress_line(progress)).run(rounds)
+def _most_restored(now: Comparison, better: Comparison) -> tuple[Difference | None, float]:
+    """Return the backward op whose underflow `better` reduces the most, and what remains of it there."""
+    left = {d.key: d.underflow for d in better.at(OP, "backward")}
+    lost = max(now.at(OP, "backward"), key=lambda d: d.underflow - left.get(d.key, d.underflow), default=None)
+    return lost, 0.0 if lost is None else left.get(lost.key, lost.underflow)

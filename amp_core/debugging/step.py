@@ -56,6 +56,7 @@ class Step:
         backend = get_backend(self.device_type)
         self.dtype = backend.default_dtype() if dtype is None else dtype
         self.policy = policy or default_policy(backend)
+        self._float32 = OpPolicy.float32(self.device_type)
         self.roots: list[nn.Module] = []
         self.leaves_backward = False
         self.fn, self.model, self.seed, self._limit = fn, model, seed, limit
@@ -63,7 +64,7 @@ class Step:
     def reference(self, dtype: torch.dtype, scale: float) -> Run:
         """Run the step in `dtype`; for float32, all ops with a rule run in float32."""
         if dtype is torch.float32:
-            return self._run(self.dtype, OpPolicy.float32(self.device_type), scale)
+            return self._run(self.dtype, self._float32, scale)
         if dtype is torch.float64:
             raise AmpError(
                 "reference=torch.float64: autocast does not support float64; convert the model inside fn."
@@ -86,7 +87,7 @@ class Step:
             active.pop()
 
     def _run(self, dtype: torch.dtype, policy: OpPolicy, scale: float) -> Run:
-        ops = {*OpPolicy.float32(self.device_type).rules, *self.policy.rules}
+        ops = {*self._float32.rules, *self.policy.rules}
         keeper = StateKeeper()
         capture = Capture(self._limit, ops, self.model, keeper.keep_tensor)
         capture.tap.places.on_call = keeper.keep

@@ -11,10 +11,8 @@ from statistics import median
 import torch
 from torch import Tensor, nn
 
-from amp_core import GradScaler, autocast
+from amp_core import GradScaler, advise, autocast
 from amp_core.debugging.advice import SpeedAdvice
-from amp_core.debugging.speed import SpeedSearch
-from amp_core.debugging.step import Step
 from amp_core.debugging.tables import as_dtype
 from amp_core.demo.data import Digits
 from amp_core.demo.model import build_model
@@ -114,7 +112,7 @@ class Trainer:
         def step() -> Tensor:
             return nn.functional.cross_entropy(self.model(images).float(), labels)
 
-        return SpeedSearch(Step(step, device_type, self.settings.dtype)).run()
+        return advise(step, device_type, dtype=self.settings.dtype, progress=False, goal="speed")
 
     def watch(self) -> None:
         """Count casts and memory in one step of a copy, leaving this trainer unchanged."""

@@ -1,0 +1,126 @@
+"""`advise`: propose the rules that make a step accurate, or fast, in mixed precision."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor, nn
+
+from amp_core.debugging.advice import Advice, SpeedAdvice
+from amp_core.debugging.search import Search
+from amp_core.debugging.speed import SpeedSearch
+from amp_core.debugging.step import Step
+from amp_core.policy import OpPolicy
+
+
+@overload
+def advise(
+    fn: Callable[[], Any],
+    device: str | torch.device | Tensor = ...,
+    *,
+    policy: OpPolicy | None = ...,
+    dtype: torch.dtype | None = ...,
+    model: nn.Module | None = ...,
+    tolerance: float | None = ...,
+    rounds: int = ...,
+    seed: int = ...,
+    limit: int = ...,
+    progress: bool | None = ...,
+    goal: Literal["speed"],
+) -> SpeedAdvice: ...
+
+
+@overload
+def advise(
+    fn: Callable[[], Any],
+    device: str | torch.device | Tensor = ...,
+    *,
+    policy: OpPolicy | None = ...,
+    dtype: torch.dtype | None = ...,
+    model: nn.Module | None = ...,
+    tolerance: float | None = ...,
+    rounds: int = ...,
+    seed: int = ...,
+    limit: int = ...,
+    progress: bool | None = ...,
+    goal: str = ...,
+) -> Advice: ...
+
+
+def advise(
+    fn: Callable[[], Any],
+    device: str | torch.device | Tensor = "auto",
+    *,
+    policy: OpPolicy | None = None,
+    dtype: torch.dtype | None = None,
+    model: nn.Module | None = None,
+    tolerance: float | None = None,
+    rounds: int = 8,
+    seed: int = 0,
+    limit: int = 16384,
+    progress: bool | None = None,
+    goal: str = "accuracy",
+) -> Advice:
+    """Propose op and module rules and a loss scale that make a step accurate, or fast, in mixed precision.
+
+    `advise` runs the step in float32 and in mixed precision, and for float16 once more with a loss scale
+    that fits its gradients. If the loss and gradients are then within the tolerance, it proposes no rules.
+    Otherwise it changes the ops whose error reaches them, the most harmful first. It tests each change by
+    running the step, starting with the narrowest: float32 for the op in its module, then for the ops that
+    lead to it in this module, the whole module, and the enclosing modules. It keeps the first change that
+    fixes the op and makes nothing else worse. The model is left unchanged; see `compare` for what else is
+    restored.
+
+    With ``goal="speed"`` it instead times each op of the step, by shape, in both precisions, casts included.
+    It proposes thresholds on the work of the ops' calls, tries modules in float32, and times whole steps. The
+    result is a `SpeedAdvice`: measured again at the end, the step is no slower with it than in float32 or in
+    plain autocast. For this, `fn` must not enter a region itself.
+
+    Args:
+        fn: as for `compare`; it must leave the backward pass to `advise` to get a loss scale.
+        device: as for `compare`.
+        policy: the policy to start from; by default the device's.
+        dtype: as for `compare`.
+        model: the model whose modules may get rules; by default, the outermost module that `fn` calls.
+        tolerance: the relative error to accept from each op and in the loss and gradients; by default 0.03
+            and 0.125, but at least 16 times the dtype's ``eps``. A ReLU can add that much if rounding moves
+            a number across 0.
+        rounds: the maximum number of faults to handle.
+        seed: as for `compare`.
+        limit: as for `compare`.
+        progress: write progress to stderr; by default only if it is a terminal.
+        goal: ``"accuracy"`` or ``"speed"``. For speed, `rounds` is the maximum number of modules to try, and
+            `tolerance` and `limit` have no effect.
+
+    Returns:
+        An `Advice` to print, save or apply.
+
+    Raises:
+        AmpError: as for `compare`.
+        ValueError: `goal` is unknown.
+
+    Example::
+
+        advice = advise(lambda: loss_fn(model(inputs), targets), "cpu", dtype=torch.float16)
+        print(advice)
+        with autocast("cpu", dtype=torch.float16, policy=advice.policy):
+            loss = loss_fn(model(inputs), targets)
+    """
+    if goal not in ("accuracy", "speed"):
+        raise ValueError(f'goal= must be "accuracy" or "speed", not {goal!r}.')
+    step = Step(fn, device, dtype, policy, model, seed, limit)
+    if goal == "speed":
+        return SpeedSearch(step, policy, _progress_line(progress)).run(rounds)
+    return Search(step, tolerance, _progress_line(progress)).run(rounds)
+
+
+def _progress_line(shown: bool | None) -> Callable[[str], None]:
+    """Return a function that writes numbered lines to stderr; by default only to a terminal."""
+    if not (sys.stderr.isatty() if shown is None else shown):
+        return lambda _words: None
+    numbers = itertools.count(1)
+    return lambda words: print(f"advise: run {next(numbers)}, {words}", file=sys.stderr, flush=True)  # noqa: T201
