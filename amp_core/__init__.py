@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         BackendError,
         BackendLoadError,
         BackendNotFoundError,
+        EmulationWarning,
         KernelLaunchError,
         MaterializeError,
         NonFiniteError,
@@ -78,6 +79,7 @@ __all__ = [
     "CachedCasts",
     "Comparison",
     "Delayed",
+    "EmulationWarning",
     "GradScaler",
     "History",
     "Hysteresis",
@@ -143,7 +145,8 @@ _NAMES = {
     "debugging.watching": "watch",
     "errors": (
         "AmpError AmpWarning BackendConflictError BackendDisabledError BackendError "
-        "BackendLoadError BackendNotFoundError KernelLaunchError MaterializeError NonFiniteError "
+        "BackendLoadError BackendNotFoundError EmulationWarning KernelLaunchError "
+        "MaterializeError NonFiniteError "
         "PluginWarning PolicyError ScaleFloorError ScaleFloorWarning ScriptRegionError "
         "SkippedStepsWarning StaleCastError TorchFeatureError TorchFeatureWarning"
     ),

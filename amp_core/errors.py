@@ -83,6 +83,10 @@ class TorchFeatureWarning(AmpWarning):
     """The installed torch no longer supports a feature, which is disabled; issued once per feature."""
 
 
+class EmulationWarning(AmpWarning):
+    """A recipe is in force on a device that only emulates its formats; issued once per device type."""
+
+
 class SkippedStepsWarning(AmpWarning):
     """Many optimizer steps in a row were skipped."""
 
@@ -107,6 +111,7 @@ for _public in [
     StaleCastError,
     TorchFeatureError,
     AmpWarning,
+    EmulationWarning,
     PluginWarning,
     ScaleFloorWarning,
     SkippedStepsWarning,

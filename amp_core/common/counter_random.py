@@ -49,6 +49,10 @@ def _signed(value: int) -> int:
     return value - (1 << 32) if value >> 31 else value
 
 
+def _word(key: int | Tensor) -> int | Tensor:
+    return key.to(torch.int32) if isinstance(key, Tensor) else _signed(key)
+
+
 def _mix(x: Tensor) -> Tensor:
     """Hash int32 values in place (lowbias32)."""
     x ^= (x >> 16) & 0xFFFF
@@ -59,8 +63,15 @@ def _mix(x: Tensor) -> Tensor:
     return x
 
 
-def random_bits(numbers: Tensor, key: int, count: int) -> Tensor:
-    """Return `count` random bits, at most 31, for each int32 element number, in int32."""
-    x = _mix(numbers + _signed(key))
-    x ^= _signed(key >> 32)
+def random_bits(numbers: Tensor, key: int | Tensor, count: int) -> Tensor:
+    """Return `count` random bits, at most 31, for each int32 element number, in int32.
+
+    Args:
+        numbers: int32.
+        key: 64 bits; in a graph, a 0-dim int64 tensor.
+        count: how many bits.
+    """
+    first, second = (_word(key), _word(key >> 32))
+    x = _mix(numbers + first)
+    x ^= second
     return _mix(x) & ((1 << count) - 1)

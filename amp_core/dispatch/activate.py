@@ -8,20 +8,25 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Mapping
 from functools import lru_cache
+from typing import Any
 
 import torch
 
 from amp_core._torch.dispatcher import POLICIES, autocast_key, has_dispatch_key
 from amp_core.common import environment as _env
+from amp_core.common.call_site import level_outside
 from amp_core.dispatch import functions, weight_casts
 from amp_core.dispatch.casting import Runner, make_runner, once_defined
 from amp_core.dispatch.engine import Prepared, Table, ThreadState, engine, policies_in_force
-from amp_core.errors import AmpWarning, PolicyError
+from amp_core.dispatch.scaled_products import refuse_transforms
+from amp_core.errors import AmpWarning, EmulationWarning, PolicyError
+from amp_core.formats import Recipe
 from amp_core.plugin import get_backend
 from amp_core.plugin.interface import Backend
 from amp_core.policy import OpPolicy, names
 from amp_core.policy import rules as r
 from amp_core.policy.op_policy import added_rules, native_rules
+from amp_core.policy.recipes import OPS, recipe_of
 
 
 class _Thread(threading.local):
@@ -242,6 +247,13 @@ def _warn_no_rules(device_type: str) -> None:
 
 
 @lru_cache(maxsize=64)
+def with_recipe(policy: OpPolicy, recipe: Recipe, origin: str) -> OpPolicy:
+    """Return `policy` with `recipe` for those matrix products that it runs in the dtype of the region."""
+    low = [op for op in OPS if policy.rules.get(op) == r.LOWER_PRECISION_FP]
+    return policy.override(dict.fromkeys(low, recipe), origin=origin)
+
+
+@lru_cache(maxsize=64)
 def in_float32(policy: OpPolicy) -> OpPolicy:
     """Return the equivalent of `policy` in a region whose dtype is float32."""
     low = [op for op, rule in policy.rules.items() if r.lowers(rule)]
@@ -268,7 +280,29 @@ def _prepared_once(
     origins: frozenset[tuple[str, str]],  # noqa: ARG001  # keeps equal policies apart: `record()` names places
     by_default: bool,
 ) -> Activation:
-    return Activation(policy, _runners(_changes(policy), policy.device_type), by_default=by_default)
+    table = {**_guards(policy), **_runners(_changes(policy), policy.device_type)}
+    return Activation(policy, table, by_default=by_default)
+
+
+def _guards(policy: OpPolicy) -> Table:
+    """Return, if `policy` has recipes, runners for the other matrix products that refuse ``torch.func``.
+
+    It turns ``linear`` into ``addmm``, so that a rule for ``linear`` alone would have no effect.
+    """
+    has_recipes = any(recipe_of(rule) is not None for rule in policy.rules.values())
+    if not has_recipes:
+        return {}
+    _warn_of_emulation(policy.device_type)
+    own = {op: _runner(op, policy.rules.get(op, r.UNCHANGED), policy.device_type) for op in OPS}
+    return {op: _guarded(run) for op, run in own.items() if run is not None}
+
+
+def _guarded(run: Runner) -> Runner:
+    def guarded(keyset: Any, args: Any, kwargs: Any) -> Any:
+        refuse_transforms()
+        return run(keyset, args, kwargs)
+
+    return guarded
 
 
 def _changes(policy: OpPolicy) -> dict[str, str]:
@@ -277,6 +311,16 @@ def _changes(policy: OpPolicy) -> dict[str, str]:
     native = {**native_rules(policy.device_type), **added_rules(policy.device_type)}
     wanted = {op: policy.rules.get(op, r.UNCHANGED) for op in sorted({*native, *policy.rules})}
     return {op: rule for op, rule in wanted.items() if rule != native.get(op, r.UNCHANGED)}
+
+
+@lru_cache(maxsize=256)
+def _warn_of_emulation(device_type: str) -> None:
+    warnings.warn(
+        f"Recipes are emulated on {device_type!r}: operands are quantised, dequantised and multiplied in the "
+        f"recipe's accumulate dtype. The results are those of the format; time and memory are not.",
+        EmulationWarning,
+        stacklevel=level_outside(),
+    )
 
 
 def _require_autocast(device_type: str) -> None:

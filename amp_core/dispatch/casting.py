@@ -26,9 +26,11 @@ from amp_core._torch.dispatcher import (
 )
 from amp_core.dispatch import weight_casts
 from amp_core.dispatch.low_in_fp32_out import composed
+from amp_core.dispatch.scaled_products import scaled
 from amp_core.dispatch.target_dtype import Args, Kwargs, TargetDtype, eligible, target_dtype, tensors_in
 from amp_core.policy import names
 from amp_core.policy import rules as r
+from amp_core.policy.recipes import RecipeRule
 
 Runner = Callable[[Any, Args, Kwargs], Any]
 """(key set of the call, positional arguments, keyword arguments) -> the op's result."""
@@ -67,6 +69,9 @@ def make_runner(op: Overload, rule: str, device_type: str) -> Runner:
     if rule == r.UNCHANGED:
         return _unchanged(op, device_type)
     call = _below(op, device_type)
+    if isinstance(rule, RecipeRule):
+        low = target_dtype(r.LOWER_PRECISION_FP, op, device_type)
+        return _casting(op, scaled(op, rule, call, device_type), low, device_type, False)
     if rule in _SPECIAL:
         return _SPECIAL[rule](op, call, device_type)
     target = target_dtype(rule, op, device_type)

@@ -11,6 +11,7 @@ themselves: the same products, summed in the order of that kernel. torch has no 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from amp_core._torch.dispatcher import Overload, has_kernel
+from amp_core.dispatch import products
 
 Composed = Callable[..., "Tensor | None"]
 """Computes an op from products with float32 results; None if its arguments do not suit."""
@@ -53,22 +55,16 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _matmul(a: Tensor, b: Tensor) -> Tensor | None:
-    if a.dim() == b.dim() == 3 and a.shape[0] == b.shape[0]:
-        return _product(a, b)
-    if a.dim() < 2 or b.dim() != 2:
-        return None
-    rows = _product(a.reshape(-1, a.shape[-1]), b)
-    return rows.view(*a.shape[:-1], b.shape[-1])
+    plain = a.dim() == b.dim() == 3 and a.shape[0] == b.shape[0]
+    return products.matmul(_product, a, b) if plain or (a.dim() >= 2 and b.dim() == 2) else None
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
-    product = _matmul(x, weight.t())
-    return product if product is None or bias is None else product + bias
+    simple = x.dim() >= 2 and weight.dim() == 2
+    return products.linear(_product, x, weight, bias) if simple else None
 
 
-def _plus(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    product = _product(a, b) if alpha == 1 else _product(a, b) * alpha
-    return product if beta == 0 else product + bias * beta
+_plus = functools.partial(products.plus, _product)
 
 
 _COMPOSED: dict[str, Composed] = {

@@ -101,7 +101,7 @@ def quantize(
     quantization: Quantization,
     dim: int = -1,
     *,
-    seed: int | None = None,
+    seed: int | Tensor | None = None,
     amax: Tensor | None = None,
 ) -> Quantized:
     """Quantise `tensor`, computing in float32. Not differentiable.
@@ -113,7 +113,8 @@ def quantize(
         tensor: floating-point; of any shape, memory layout and number of elements.
         quantization: formats, granularity and rounding.
         dim: the dimension that the matrix product contracts.
-        seed: of stochastic rounding. The same seed gives the same bits on every device.
+        seed: of stochastic rounding. The same seed gives the same bits on every device. In a graph, a 0-dim
+            int64 tensor of random bits, so that each call can draw its own.
         amax: what scales are found from in place of the tensor's own largest magnitudes: 0-dim for
             ``"tensor"`` and for e4m3 scales, where it is that of the tensor; else of the shape of
             `Quantized.scale`. Where it is 0, the tensor's own is used.
@@ -157,7 +158,7 @@ def quantize(
     )
 
 
-def _check(tensor: Tensor, quantization: Quantization, dim: int, seed: int | None) -> None:
+def _check(tensor: Tensor, quantization: Quantization, dim: int, seed: int | Tensor | None) -> None:
     if not tensor.is_floating_point():
         raise TypeError(f"quantize takes floating-point tensors, not {tensor.dtype}.")
     if quantization.rounding == "stochastic" and seed is None:
@@ -190,8 +191,10 @@ def _of_tensor(own: Tensor, amax: Tensor | None, quantization: Quantization) -> 
     return torch.where((given > 0) & whole.isfinite(), given, whole)
 
 
-def _random(x: Tensor, groups: Groups, quantization: Quantization, seed: int | None) -> Tensor | None:
+def _random(
+    x: Tensor, groups: Groups, quantization: Quantization, seed: int | Tensor | None
+) -> Tensor | None:
     if quantization.rounding == "nearest" or seed is None:
         return None
     numbers = element_numbers(x.shape, [0] * x.dim(), x.shape, x.device)
-    return groups.split(random_bits(numbers, key_of(seed), 24))
+    return groups.split(random_bits(numbers, seed if isinstance(seed, Tensor) else key_of(seed), 24))

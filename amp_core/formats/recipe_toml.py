@@ -74,25 +74,43 @@ def read(source: str | PathLike[str]) -> dict[str, Any]:
         PolicyError: it is not TOML, or not a recipe; the message names file and line.
     """
     text, where = toml.load(source)
-    data = toml.parse(text, where, _KEYS)
+    return fields_of(toml.parse(text, where, _KEYS), text, where)
+
+
+def fields_of(data: dict[str, Any], text: str, where: str, table: str | None = None) -> dict[str, Any]:
+    """Return the fields of the recipe in `data`, which is all of `text` or one table of it.
+
+    Raises:
+        PolicyError: it is not a recipe; the message names file and line.
+    """
+
+    def line(key: str) -> str:
+        return f"{where}:{toml.line_of(text, key, table)}"
+
+    for key in data:
+        if key not in _KEYS:
+            raise PolicyError(f"{line(key)}: unknown key {key!r}; the keys are {', '.join(_KEYS)}.")
     for key in ("name", "source", "accumulate"):
         if not isinstance(data.get(key, ""), str):
-            raise PolicyError(f"{where}:{toml.line_of(text, key)}: {key} must be a string.")
+            raise PolicyError(f"{line(key)}: {key} must be a string.")
     fields: dict[str, Any] = {key: data[key] for key in ("name", "source") if key in data}
     if "accumulate" in data:
-        dtype = getattr(torch, data["accumulate"], None)
-        if not isinstance(dtype, torch.dtype):
-            line = toml.line_of(text, "accumulate")
-            raise PolicyError(f"{where}:{line}: torch has no dtype {data['accumulate']!r}.")
-        fields["accumulate"] = dtype
+        fields["accumulate"] = _dtype(data["accumulate"], line("accumulate"))
     for role in ROLES:
         try:
             fields[role] = _role(data.get(role))
         except (TypeError, ValueError) as error:
-            raise PolicyError(f"{where}:{toml.line_of(text, role)}: [{role}]: {error}") from error
+            raise PolicyError(f"{line(role)}: [{role}]: {error}") from error
     if not any(fields[role] for role in ROLES):
         raise PolicyError(f"{where}: quantises nothing; add a table [input], [weight] or [grad_output].")
     return fields
+
+
+def _dtype(name: str, where: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise PolicyError(f"{where}: torch has no dtype {name!r}.")
+    return dtype
 
 
 def _role(table: object) -> Quantization | None:

@@ -68,6 +68,9 @@ HOOKS: Mapping[str, Promise] = MappingProxyType(
             "`None` to admit an enabled `GradScaler`, as for a device that is there; else a `Refusal`"
         ),
         "op_policy": Promise("an `OpPolicy` for `device_type`, equal each time"),
+        "recommended_recipe": Promise(
+            "the `Recipe` of a region with the dtype float8_e4m3fn, equal each time"
+        ),
         "kernels": Promise("a `Kernels`, the same object each time for the devices that are present"),
     }
 )

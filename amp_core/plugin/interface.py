@@ -40,6 +40,7 @@ from typing import ClassVar
 
 import torch
 
+from amp_core.formats import Recipe
 from amp_core.kernels import Kernels, portable_kernels
 from amp_core.plugin.results import RESULTS, Availability, Refusal, checked
 from amp_core.policy.op_policy import OpPolicy
@@ -136,6 +137,10 @@ class Backend(ABC):
         if self.op_lists:
             return OpPolicy.from_lists(self.device_type, self.op_lists)
         return OpPolicy.default(self.device_type)
+
+    def recommended_recipe(self) -> Recipe:
+        """Return the recipe of a region with ``dtype=torch.float8_e4m3fn``; by default, rowwise fp8."""
+        return Recipe.fp8_rowwise()
 
     def kernels(self) -> Kernels:
         """Return the cast and gradient kernels; by default, the portable ones built on torch ops."""

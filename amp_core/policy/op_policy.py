@@ -21,7 +21,8 @@ from amp_core._torch.dispatcher import (
 from amp_core.common.call_site import place_outside
 from amp_core.common.op_lists import op_lists
 from amp_core.errors import PolicyError
-from amp_core.policy import names, tables, toml
+from amp_core.formats import Recipe
+from amp_core.policy import names, recipes, tables, toml
 from amp_core.policy import rules as r
 
 OpName = Any
@@ -75,9 +76,10 @@ class OpPolicy:
 
     Args:
         device_type: a device type, such as ``"cuda"``.
-        rules: op name to rule. A full name (``"aten::softmax.int"``, ``"aten::mm.default"``) selects one
-            overload; ``"softmax"``, ``"aten::softmax"`` or a glob selects every overload autocast can see.
-            ``"mylib::op"`` and ``"package.module:Class"`` (an autograd function) need not be imported yet.
+        rules: op name to rule, or to a `Recipe`. A full name (``"aten::softmax.int"``,
+            ``"aten::mm.default"``) selects one overload; ``"softmax"``, ``"aten::softmax"`` or a glob selects
+            every overload autocast can see. ``"mylib::op"`` and ``"package.module:Class"`` (an autograd
+            function) need not be imported yet.
         origins: full op name to the place where its rule was set; defaults to the caller's file and line.
 
     Raises:
@@ -100,7 +102,7 @@ class OpPolicy:
     def __init__(
         self,
         device_type: str,
-        rules: Mapping[OpName, str] = MappingProxyType({}),
+        rules: Mapping[OpName, str | Recipe] = MappingProxyType({}),
         origins: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         where = place_outside()
@@ -222,11 +224,12 @@ class OpPolicy:
 
     # Changed copies and TOML.
 
-    def override(self, changes: Mapping[OpName, str], *, origin: str | None = None) -> OpPolicy:
+    def override(self, changes: Mapping[OpName, str | Recipe], *, origin: str | None = None) -> OpPolicy:
         """Return a copy of this policy with different rules for some ops.
 
         Args:
-            changes: op to rule, as for the class. Later entries take precedence.
+            changes: op to rule, as for the class. Later entries take precedence. A rule may also be a
+                `Recipe`, for ops that are one matrix product.
             origin: the origin that `explain` reports for these rules; defaults to the caller's file and line.
 
         Returns:
@@ -414,11 +417,12 @@ def _native_rules(device_type: str, lists: tuple[tuple[str, str], ...]) -> Mappi
     return {op: known.get(op, r.NATIVE) for op in sorted(full - added_rules(device_type).keys())}
 
 
-def _resolve(changes: Mapping[OpName, str]) -> dict[str, str]:
+def _resolve(changes: Mapping[OpName, str | Recipe]) -> dict[str, str]:
     if not isinstance(changes, Mapping):
         raise PolicyError(f"Rules must be a mapping from op to rule, not {type(changes).__name__}.")
     rules: dict[str, str] = {}
-    for op, rule in changes.items():
+    for op, given in changes.items():
+        rule = recipes.as_rule(given)
         rules.update(dict.fromkeys(_applicable(op, rule), rule))
     return rules
 
@@ -437,6 +441,9 @@ def _refusal(rule: str, name: str) -> str | None:
     if names.is_function(name):
         kept = ", ".join(r.FOR_FUNCTIONS)
         return None if rule in r.FOR_FUNCTIONS else f"an autograd function can have only {kept}"
+    recipe = recipes.recipe_of(rule)
+    if recipe is not None:
+        return recipes.refusal(recipe, name)
     overload = names.find(name)
     return None if overload is None else r.refusal(rule, overload)
 
@@ -450,5 +457,6 @@ def _check_rule(op: OpName, rule: object) -> None:
     hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
     raise PolicyError(
         f"Unknown rule {rule!r} for {op!r}: {hint}the rules are {', '.join(r.RULES)}, and "
-        f"{r.above(8e6)!r} for calls above some work."
+        f"{r.above(8e6)!r} for calls above some work; matrix products also take a Recipe, or its name as in "
+        f"'recipe mxfp8'."
     )

@@ -10,6 +10,7 @@ import functools
 import re
 
 from amp_core._torch.dispatcher import Overload, arguments, dispatcher_name, overloads_of
+from amp_core.policy import recipes
 
 LOWER_PRECISION_FP = "lower_precision_fp"
 FP32 = "fp32"
@@ -46,16 +47,19 @@ RULES = {
 
 ``"lower_precision_fp above 8 MFLOP"`` is `LOWER_PRECISION_FP` for calls with more work than that, estimated
 from their shapes, and `FP32` for smaller ones. The units are FLOP, kFLOP, MFLOP, GFLOP and TFLOP.
+
+``"recipe mxfp8"`` quantises the operands of a matrix product (`amp_core.policy.recipes.RecipeRule`); small
+calls run under `LOWER_PRECISION_FP` if it has a threshold.
 """
 
 
-_THRESHOLD = re.compile(LOWER_PRECISION_FP + r" above (\d+(?:\.\d+)?) ([kMGT]?)FLOP")
+_THRESHOLD = re.compile(rf"(?:{LOWER_PRECISION_FP}|recipe \S+) above (\d+(?:\.\d+)?) ([kMGT]?)FLOP")
 _UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
 @functools.cache
 def threshold(rule: str) -> float | None:
-    """Return the work above which ``"lower_precision_fp above 8 MFLOP"`` casts; None for other rules."""
+    """Return the work above which ``"lower_precision_fp above 8 MFLOP"`` or a recipe applies; else None."""
     match = _THRESHOLD.fullmatch(rule)
     return None if match is None else float(match[1]) * _UNITS[match[2]]
 
@@ -72,21 +76,28 @@ def as_work(flop: float) -> str:
 
 
 def is_known(rule: object) -> bool:
-    """Return whether `rule` is a key of `RULES`, or one with a threshold."""
+    """Return whether `rule` is a key of `RULES`, one with a threshold, or that of a recipe."""
+    if isinstance(rule, recipes.RecipeRule):
+        return not rule.size or threshold(rule) is not None
     return isinstance(rule, str) and (rule in RULES or threshold(rule) is not None)
 
 
 def lowers(rule: str | None) -> bool:
-    """Return whether an op with `rule` runs in the dtype of the region, always or above a threshold."""
-    return rule == LOWER_PRECISION_FP or (rule is not None and threshold(rule) is not None)
+    """Return whether an op with `rule` runs in the region's dtype or lower, if only above a threshold."""
+    if rule is None:
+        return False
+    return rule == LOWER_PRECISION_FP or threshold(rule) is not None or recipes.recipe_of(rule) is not None
 
 
 def describe(rule: str) -> str:
     """Say what a rule does."""
+    low, size = RULES[LOWER_PRECISION_FP], rule.partition(" above ")[2]
+    recipe = recipes.recipe_of(rule)
+    if recipe is not None:
+        above = f"; calls with at most {size} of work are not quantised" if size else ""
+        return f"{low}, then quantise the operands of all three products: {recipes.describe(recipe)}{above}"
     if threshold(rule) is None:
         return RULES[rule]
-    size = rule.partition(" above ")[2]
-    low = RULES[LOWER_PRECISION_FP]
     return f"{low} if the call has more work than {size}, else to float32"
 
 

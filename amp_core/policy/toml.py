@@ -11,6 +11,8 @@ from typing_extensions import Self
 
 from amp_core.common import toml
 from amp_core.errors import PolicyError
+from amp_core.formats import Recipe
+from amp_core.policy import recipes
 
 
 class Policy(Protocol):
@@ -18,7 +20,7 @@ class Policy(Protocol):
 
     device_type: str
 
-    def override(self, changes: Mapping[Any, str], *, origin: str | None = None) -> Self:
+    def override(self, changes: Mapping[Any, str | Recipe], *, origin: str | None = None) -> Self:
         """Return a copy with different rules for some ops."""
 
     def diff(self, other: Any) -> Mapping[str, tuple[str, str]]:
@@ -27,16 +29,23 @@ class Policy(Protocol):
 
 P = TypeVar("P", bound=Policy)
 
-_KEYS = ("device_type", "base", "init_scale", "rules", "modules")  # only `amp_core.Advice` uses init_scale
+_KEYS = (
+    "device_type",
+    "base",
+    "init_scale",
+    "rules",
+    "modules",
+    "recipes",
+)  # only `amp_core.Advice` uses init_scale
 _BASES = ("default", "uniform", "float32", "none")
 
 
 def write(policy: Policy) -> str:
     """Return `policy` as TOML: its differences from the device's default policy, named as the base."""
     lines = [f'device_type = "{policy.device_type}"', 'base = "default"', "", "[rules]"]
-    for op, (_, rule) in _base(type(policy), "default", policy.device_type).diff(policy).items():
-        lines.append(f'"{op}" = "{rule}"')
-    return "\n".join(lines) + "\n"
+    changes = _base(type(policy), "default", policy.device_type).diff(policy)
+    lines += [f'"{op}" = "{rule}"' for op, (_, rule) in changes.items()]
+    return "\n".join(lines) + "\n" + recipes.to_toml(rule for _, rule in changes.values())
 
 
 ModuleRules = Mapping[str, "Mapping[str, str] | str"]
@@ -51,7 +60,8 @@ def write_modules(rules: ModuleRules) -> str:
         if not isinstance(what, str):
             lines.append(f"[modules.{toml.quoted(glob)}]")
             lines += [f"{toml.quoted(op)} = {toml.quoted(rule)}" for op, rule in what.items()]
-    return "\n".join(lines) + "\n"
+    own = [rule for what in rules.values() if not isinstance(what, str) for rule in what.values()]
+    return "\n".join(lines) + "\n" + recipes.to_toml(own)
 
 
 def read_modules(source: str | PathLike[str]) -> tuple[dict[str, Any], dict[str, str]]:
@@ -61,10 +71,15 @@ def read_modules(source: str | PathLike[str]) -> tuple[dict[str, Any], dict[str,
         PolicyError: `source` is not TOML, or has no ``modules`` table.
     """
     text, where = toml.load(source)
-    rules = _parse(text, where).get("modules")
+    data = _parse(text, where)
+    rules = data.get("modules")
     if not rules:
         raise PolicyError(f"{where}: has no rules for modules; add them in a table [modules].")
-    return rules, {glob: f"{where}:{toml.line_of(text, glob, 'modules')}" for glob in rules}
+    places = {glob: f"{where}:{toml.line_of(text, glob, 'modules')}" for glob in rules}
+    for glob, what in rules.items():
+        if isinstance(what, dict):
+            rules[glob] = {op: _rule(rule, data["recipes"], places[glob]) for op, rule in what.items()}
+    return rules, places
 
 
 def read_value(source: str | PathLike[str], key: str) -> tuple[Any, str]:
@@ -109,7 +124,15 @@ def _parse(text: str, where: str) -> dict[str, Any]:
         raise PolicyError(
             f"{where}:{toml.line_of(text, 'modules')}: modules must be a table, [modules], of glob = rules."
         )
+    data["recipes"] = recipes.from_toml(data.get("recipes", {}), text, where)
     return data
+
+
+def _rule(rule: Any, own: Mapping[str, Recipe], where: str) -> Any:
+    try:
+        return recipes.as_rule(rule, own)
+    except PolicyError as error:
+        raise PolicyError(f"{where}: {error}") from error
 
 
 def _base(kind: type[P], name: object, device_type: str, text: str = "", where: str = "") -> P:
@@ -125,7 +148,8 @@ def _override(policy: P, data: dict[str, Any], text: str, where: str) -> P:
     for op, rule in data.get("rules", {}).items():
         line = toml.line_of(text, op)
         try:
-            policy = policy.override({op: rule}, origin=f"{where}:{line}")
+            known = recipes.as_rule(rule, data["recipes"])
+            policy = policy.override({op: known}, origin=f"{where}:{line}")
         except PolicyError as error:
             raise PolicyError(f"{where}:{line}: {error}") from error
     return policy

@@ -12,15 +12,15 @@ from typing_extensions import ParamSpec
 from amp_core._torch.context_manager import ContextManager
 from amp_core._torch.dynamo import trace_as_context_manager, when_loaded
 from amp_core.common.device_types import device_type_of
-from amp_core.dispatch.activate import Activation, activation
+from amp_core.dispatch.activate import Activation, activation, default_policy, with_recipe
 from amp_core.plugin.default_manager import get_backend
+from amp_core.policy import OpPolicy
 from amp_core.regions.decorator import autocast_decorator
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from amp_core.plugin.interface import Backend
-    from amp_core.policy import OpPolicy
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -52,8 +52,10 @@ class Region(torch.autocast):
     ) -> None:
         """Validate the arguments and set the attributes that entering uses; the body of ``__init__``."""
         self.device = device_type = device_type_of(device)
-        self._policy = policy
         backend = get_backend(device_type)
+        if enabled and dtype is torch.float8_e4m3fn:
+            dtype, policy = torch.bfloat16, _fp8_policy(backend, policy)
+        self._policy = policy
         self.fast_dtype = fast_dtype = backend.default_dtype() if dtype is None else dtype
         self._activation = None
         if enabled:
@@ -93,6 +95,14 @@ class Region(torch.autocast):
             f"{type(self).__qualname__}({self.device!r}, dtype={self.fast_dtype}, enabled={self._enabled}, "
             f"cache_enabled={self._keeps_casts})"
         )
+
+
+def _fp8_policy(backend: Backend, policy: OpPolicy | None) -> OpPolicy:
+    """Return the policy of a region with the dtype float8_e4m3fn, in which other ops run in bfloat16."""
+    under = default_policy(backend) if policy is None else policy
+    if not isinstance(under, OpPolicy):
+        return under  # refused where every policy is
+    return with_recipe(under, backend.recommended_recipe(), "dtype=torch.float8_e4m3fn")
 
 
 _Resolved = tuple["Activation | None", "str | None"]

@@ -19,6 +19,7 @@ from amp_core.dispatch.graphs import OverridesInForce
 from amp_core.dispatch.target_dtype import eligible
 from amp_core.errors import PolicyError
 from amp_core.policy.op_policy import Explanations, OpName, OpPolicy
+from amp_core.policy.recipes import as_rule
 from amp_core.policy.toml import read_modules, write_modules
 
 Selector = Any
@@ -254,7 +255,7 @@ def _region(device_type: str, selector: str, what: Rules) -> _Region:
 
 
 def _named(rules: Mapping[OpName, str]) -> dict[str, str]:
-    return {op if isinstance(op, str) else str(op): rule for op, rule in rules.items()}
+    return {op if isinstance(op, str) else str(op): as_rule(rule) for op, rule in rules.items()}
 
 
 def _device_type(model: nn.Module) -> str:

@@ -1,0 +1,261 @@
+"""Matrix products of quantised operands: the rule of a `Recipe`.
+
+The operands are cast to the region's dtype, as under ``lower_precision_fp``. Each of the three products of a
+layer (output, gradient of the input, gradient of the weight) then quantises its own two operands along the
+dimension that it sums over, dequantises them to the recipe's ``accumulate`` and multiplies with torch's op in
+that dtype. A format's values times its scale are exact or rounded once in float32; bfloat16 would round them
+again. The result has the accuracy of a device that multiplies the quantised operands and sums in that dtype,
+up to the order of the sum. Bias and factors are applied before the one rounding to the region's dtype.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from amp_core._torch import internals as _torch
+from amp_core._torch.dispatcher import Overload, autocast_key, dispatcher_name, excluded, key_set
+from amp_core.dispatch import products
+from amp_core.dispatch.work import work
+from amp_core.errors import PolicyError
+from amp_core.formats import Quantization, Quantized, quantize
+from amp_core.policy import rules as r
+from amp_core.policy.recipes import RecipeRule
+
+ProductName = Literal["output", "grad_input", "grad_weight"]
+ROLES = {
+    "output": ("input", "weight"),
+    "grad_input": ("grad_output", "weight"),
+    "grad_weight": ("input", "grad_output"),
+}
+"""The roles of the operands of each product."""
+
+
+class Operand(NamedTuple):
+    """One quantised operand, as observers see it; `role` is ``input``, ``weight`` or ``grad_output``."""
+
+    role: str
+    quantization: Quantization
+    quantized: Quantized
+
+
+class ScaledProduct(NamedTuple):
+    """One product of quantised operands, as observers see it.
+
+    Attributes:
+        name: ``output``, ``grad_input`` or ``grad_weight``.
+        rule: the rule of the op.
+        factors: both factors before they were quantised.
+        operands: the quantised ones among them.
+        result: the product, in the dtype of the recipe's ``accumulate``.
+    """
+
+    name: ProductName
+    rule: RecipeRule
+    factors: tuple[Tensor, Tensor]
+    operands: tuple[Operand, ...]
+    result: Tensor
+
+
+Observer = Callable[[Callable[[], ScaledProduct]], ScaledProduct]
+"""Receives a function that computes a product, and must call it."""
+
+
+class _Thread(threading.local):
+    observer: Observer | None = None
+
+
+_thread = _Thread()
+
+
+def observe(observer: Observer) -> Callable[[], None]:
+    """Let `observer` compute the products that this thread starts, and their backward ones, in any thread.
+
+    Returns:
+        A function that ends the observation; call it in the same thread.
+    """
+    earlier = _thread.observer
+    _thread.observer = observer if earlier is None else lambda compute: observer(lambda: earlier(compute))
+
+    def end() -> None:
+        _thread.observer = earlier
+
+    return end
+
+
+class _Call(NamedTuple):
+    """What the products of one call share."""
+
+    rule: RecipeRule
+    keys: Any
+    observer: Observer | None
+
+    def multiply(self, name: ProductName, a: Tensor, b: Tensor) -> Tensor:
+        """Return ``a @ b`` of the operands as the recipe quantises them for this product."""
+
+        def compute() -> ScaledProduct:
+            with excluded(self.keys):  # a backward pass may run in a region
+                return _multiply(self.rule, name, a, b)
+
+        return (compute() if self.observer is None else self.observer(compute)).result
+
+
+def _multiply(rule: RecipeRule, name: ProductName, a: Tensor, b: Tensor) -> ScaledProduct:
+    hows, accumulate = rule.recipe.operands(name), rule.recipe.accumulate
+    rotated = len({how and how.hadamard for how in hows}) == 1  # the transforms of both cancel out
+    operands, factors = [], []
+    for role, how, tensor, dim in zip(ROLES[name], hows, (a, b), (-1, -2), strict=True):
+        if how is None:
+            factors.append(tensor.to(accumulate))
+            continue
+        quantized = quantize(tensor, how, dim, seed=_seed(how, tensor.device))
+        operands.append(Operand(role, how, quantized))
+        factors.append(quantized.dequantize(accumulate, rotated=rotated))
+    product = torch.mm if a.dim() == 2 else torch.bmm
+    return ScaledProduct(name, rule, (a, b), tuple(operands), product(*factors))
+
+
+def _seed(how: Quantization, device: torch.device) -> int | Tensor | None:
+    """Draw a seed from torch's CPU generator, so that `torch.manual_seed` repeats a run on every device.
+
+    A graph draws it on the device, in each call.
+    """
+    if how.rounding != "stochastic":
+        return None
+    if _torch.calls_are_captured():
+        return torch.randint(2**62, (), device=device)
+    return int(torch.randint(2**62, ()))
+
+
+class _Product(torch.autograd.Function):
+    """One product and its two gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor, call: _Call) -> Tensor:
+        # torch compares the number of saved tensors when it recomputes a checkpoint: the empty one lets it
+        # notice a recomputation without this rule.
+        ctx.save_for_backward(a, b, a.new_empty(0))
+        ctx.call = call
+        return call.multiply("output", a, b)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        a, b, _ = ctx.saved_tensors
+        grad_a = grad_b = None
+        if ctx.needs_input_grad[0]:
+            grad_a = ctx.call.multiply("grad_input", grad, b.mT).to(a.dtype)
+        if ctx.needs_input_grad[1]:
+            grad_b = ctx.call.multiply("grad_weight", a.mT, grad).to(b.dtype)
+        return _once(grad_a, grad, a, b), _once(grad_b, grad, a, b), None
+
+
+class _Once(torch.autograd.Function):
+    """Makes a gradient depend on what it was computed from, and refuses to differentiate it."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, *sources: Tensor) -> Tensor:  # noqa: ARG004
+        return grad.view_as(grad)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:  # noqa: ARG004
+        raise RuntimeError(
+            "An op with a recipe was differentiated twice. amp-core has no second derivative for quantised "
+            "products: give the layers that need one the rule 'lower_precision_fp' or 'fp32'."
+        )
+
+
+def _once(grad: Tensor | None, *sources: Tensor) -> Tensor | None:
+    if grad is None or not torch.is_grad_enabled():
+        return grad
+    result: Tensor = _Once.apply(grad, *sources)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Op(NamedTuple):
+    """How an op is composed: of which arguments, and the dimensions that each factor must have."""
+
+    compose: Callable[..., Tensor]
+    first: int = 0
+    dims: int | None = None
+
+
+_OPS = {
+    "aten::linear": _Op(products.linear),
+    "aten::matmul": _Op(products.matmul),
+    "aten::mm": _Op(lambda product, a, b: product(a, b), dims=2),
+    "aten::bmm": _Op(lambda product, a, b: product(a, b), dims=3),
+    "aten::addmm": _Op(products.plus, first=1, dims=2),
+    "aten::baddbmm": _Op(products.plus, first=1, dims=3),
+}
+
+
+def scaled(op: Overload, rule: RecipeRule, call: Callable[..., Any], device_type: str) -> Callable[..., Any]:
+    """Return how to run `op` on operands that autocast has cast to the region's dtype.
+
+    Args:
+        op: one of `amp_core.policy.recipes.OPS`.
+        rule: the recipe, perhaps with a threshold.
+        call: runs the op itself: small calls, float32 regions, and arguments that it has to refuse.
+        device_type: the region's device type.
+    """
+    keys, limit = key_set(autocast_key(device_type)), r.threshold(rule)
+    name = dispatcher_name(op)
+    compose, first, _ = _OPS[name]
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        low = torch.get_autocast_dtype(device_type)
+        small = limit is not None and work(op, args, kwargs) <= limit
+        if small or not _can_multiply(name, args[first], args[first + 1], low):
+            return call(*args, **kwargs)
+        _check(name, rule, args)
+        shared = _Call(rule, keys, _thread.observer)
+
+        def product(a: Tensor, b: Tensor) -> Tensor:
+            result: Tensor = _Product.apply(a, b, shared)  # type: ignore[no-untyped-call]
+            return result
+
+        with excluded(keys):
+            return compose(product, *args, **kwargs).to(low)
+
+    return run
+
+
+def _can_multiply(name: str, a: Tensor, b: Tensor, low: torch.dtype) -> bool:
+    """Return whether the factors have the region's dtype, unless that is float32, and shapes that match."""
+    if not a.dtype is b.dtype is low or low is torch.float32 or 0 in (a.dim(), b.dim()):
+        return False
+    if name == "aten::linear":
+        return bool(b.dim() < 3 and a.shape[-1] == b.shape[-1])
+    dims = _OPS[name].dims
+    if dims is not None and not a.dim() == b.dim() == dims:
+        return False
+    batches = zip(reversed(a.shape[:-2]), reversed(b.shape[:-2]), strict=False)
+    fit = all(x == y or (dims is None and 1 in (x, y)) for x, y in batches)
+    return bool(fit and a.shape[-1] == b.shape[-min(b.dim(), 2)])
+
+
+def _check(name: str, rule: RecipeRule, args: Any) -> None:
+    if any(t.layout is not torch.strided or t.is_nested for t in args if isinstance(t, Tensor)):
+        raise PolicyError(
+            f"{name} has the rule {str(rule)!r}, but sparse and nested tensors cannot be quantised. Give it "
+            f"another rule, such as 'lower_precision_fp', by OpPolicy.override or apply_policy."
+        )
+    refuse_transforms()
+
+
+def refuse_transforms() -> None:
+    """Raise if ``torch.func`` is transforming what runs now.
+
+    Raises:
+        PolicyError: it is.
+    """
+    if _torch.functorch_is_at_work():
+        raise PolicyError(
+            "A policy with recipes is in force in a transform of torch.func, which takes ops apart before "
+            "their rules apply and knows no derivative of quantised products. Transform the function in a "
+            "region whose policy has no recipe, or use torch.autograd."
+        )

@@ -1,0 +1,140 @@
+"""A recipe as a rule: its text in a policy, and the ops that take one."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from amp_core.common import toml
+from amp_core.errors import PolicyError
+from amp_core.formats import Delayed, Quantization, Recipe
+from amp_core.formats.recipe_toml import fields_of
+
+OPS = tuple(f"aten::{op}.default" for op in ("addmm", "baddbmm", "bmm", "linear", "matmul", "mm"))
+"""The ops that take a recipe: those that are one product of two matrices, or of batches of them."""
+
+_WORD = "recipe"
+_TEXT = re.compile(rf"{_WORD} (\S+)(?: above (.+))?")
+
+
+class RecipeRule(str):
+    """The rule of an op whose operands a recipe quantises: ``recipe mxfp8``, perhaps ``above 8 MFLOP``.
+
+    Equal rules have equal recipes: the text of a recipe that is not one of `Recipe.names` ends in a digest of
+    its contents.
+
+    Attributes:
+        recipe: the recipe.
+        size: the work above which it applies, such as ``"8 MFLOP"``; empty if it always does.
+    """
+
+    __slots__ = ("recipe", "size")
+    recipe: Recipe
+    size: str
+
+    def __new__(cls, recipe: Recipe, size: str = "") -> RecipeRule:
+        """Return the rule of `recipe` for calls with more work than `size`."""
+        rule = super().__new__(cls, f"{_WORD} {_name(recipe)}" + (f" above {size}" if size else ""))
+        rule.recipe, rule.size = recipe, size
+        return rule
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RecipeRule, (self.recipe, self.size)
+
+
+def _name(recipe: Recipe) -> str:
+    if recipe.name in Recipe.names() and Recipe.named(recipe.name) == recipe:
+        return recipe.name
+    words = re.sub(r"[^\w.-]+", "-", recipe.name) or "own"
+    return f"{words}:{hashlib.sha256(repr(recipe).encode()).hexdigest()[:8]}"
+
+
+def as_rule(rule: Any, own: Mapping[str, Recipe] | None = None) -> Any:
+    """Return the `RecipeRule` that a `Recipe` or a text such as ``"recipe mxfp8"`` means; others unchanged.
+
+    Args:
+        rule: what a user gave as the rule of an op.
+        own: the recipes of the same file, by name; they take precedence.
+
+    Raises:
+        PolicyError: there is no recipe of that name.
+    """
+    if isinstance(rule, Recipe):
+        return RecipeRule(rule)
+    match = _TEXT.fullmatch(rule) if isinstance(rule, str) and not isinstance(rule, RecipeRule) else None
+    if match is None:
+        return rule
+    known: dict[str, Recipe | None] = {**dict.fromkeys(Recipe.names()), **(own or {})}
+    if match[1] not in known:
+        raise PolicyError(
+            f"There is no recipe {match[1]!r}; the recipes are {', '.join(known)}. A file defines another in "
+            f"a table [recipes.NAME]; in Python, pass the Recipe itself."
+        )
+    return RecipeRule(known[match[1]] or Recipe.named(match[1]), match[2] or "")
+
+
+def recipe_of(rule: object) -> Recipe | None:
+    """Return the recipe of a rule; None if it is not the rule of one."""
+    return rule.recipe if isinstance(rule, RecipeRule) else None
+
+
+def describe(recipe: Recipe) -> str:
+    """Say how each operand is quantised: ``input e4m3 per block of 32, ...``."""
+    roles = {"input": recipe.input, "weight": recipe.weight, "grad_output": recipe.grad_output}
+    return ", ".join(f"{role} {_role(each)}" for role, each in roles.items())
+
+
+def _role(quantization: Quantization | None) -> str:
+    if quantization is None:
+        return "as it is"
+    shared = quantization.granularity
+    if isinstance(shared, tuple):
+        return f"{quantization.element.name} per tile of {shared[0]} by {shared[1]}"
+    return f"{quantization.element.name} per {f'block of {shared}' if isinstance(shared, int) else shared}"
+
+
+def refusal(recipe: Recipe, op: str) -> str | None:
+    """Return why the op with the full name `op` cannot have `recipe`; None if it can."""
+    if op not in OPS:
+        short = (name.removeprefix("aten::").removesuffix(".default") for name in OPS)
+        return f"only these ops take a recipe: {', '.join(short)}"
+    roles = [how for how in (recipe.input, recipe.weight, recipe.grad_output) if how is not None]
+    if any(isinstance(how.found, Delayed) for how in roles):
+        return "its scales are delayed, and a policy keeps no history of magnitudes; use found='current'"
+    return None
+
+
+# In files.
+
+
+def to_toml(rules: Iterable[str]) -> str:
+    """Return the tables that define those recipes among `rules` that are not named ones."""
+    own = {_name(rule.recipe): rule.recipe for rule in rules if isinstance(rule, RecipeRule)}
+    return "".join(_table(name, recipe) for name, recipe in own.items() if name not in Recipe.names())
+
+
+def _table(name: str, recipe: Recipe) -> str:
+    head = f"recipes.{toml.quoted(name)}"
+    return f"\n[{head}]\n" + re.sub(r"(?m)^\[(\w+)\]$", rf"[{head}.\1]", recipe.to_toml())
+
+
+def from_toml(tables: Any, text: str, where: str) -> dict[str, Recipe]:
+    """Return the recipes that the table ``recipes`` of a file defines, by name.
+
+    Raises:
+        PolicyError: a table is not a recipe, or has the name of a published one; the message names the line.
+    """
+    if not isinstance(tables, dict) or not all(isinstance(table, dict) for table in tables.values()):
+        line = toml.line_of(text, "recipes")
+        raise PolicyError(f"{where}:{line}: recipes must be tables, such as [recipes.mine.input].")
+    for name in tables:
+        if name in Recipe.names():
+            line = toml.line_of(text, name, "recipes")
+            raise PolicyError(f"{where}:{line}: {name!r} is a published recipe; give yours another name.")
+    heads = {name: name if f"recipes.{name}" in text else toml.quoted(name) for name in tables}
+    return {
+        name: Recipe(**fields_of({"name": name, **table}, text, where, f"recipes.{heads[name]}"))
+        for name, table in tables.items()
+    }
