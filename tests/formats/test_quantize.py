@@ -12,8 +12,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from amp_core import Quantization, Recipe, quantize
+from amp_core import Quantization, Recipe, autocast, quantize
 from amp_core.formats import E2M1, E4M3, E5M2, ELEMENTS, SCALES, ElementFormat
 
 SHAPES = [(5, 100), (3, 7, 33), (40,), (0, 5), (5, 0), (130, 260), (1, 1)]
@@ -225,3 +226,30 @@ def test_memory_of_quantised_weights() -> None:
         assert quantization is not None
         limit = {8: 0.27, 6: 0.27, 4: 0.15}[quantization.element.bits]
         assert quantize(weight, quantization).packed().nbytes() <= limit * weight.nbytes
+
+
+@pytest.mark.parametrize("name", Recipe.names())
+def test_no_result_waits_for_the_device(name: str) -> None:
+    """Quantising reads a value on the host: a GPU idles, and graphs cannot be captured."""
+    with FakeTensorMode():  # refuses to give values
+        for quantization in (Recipe.named(name).input, Recipe.named(name).weight):
+            assert quantization is not None
+            quantized = quantize(torch.randn(40, 70), quantization, amax=None)
+            assert quantized.dequantize().shape == (40, 70)
+            quantized.packed()
+
+
+@pytest.mark.parametrize("name", ["fp8_tensorwise", "mxfp8"])
+def test_a_graph_and_a_region_change_no_bit(name: str) -> None:
+    """A compiled model, or a region around it, rounds otherwise than eager code."""
+    quantization = Recipe.named(name).grad_output
+    assert quantization is not None
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        return quantize(x, quantization, seed=5).dequantize()
+
+    x = torch.randn(33, 100, generator=torch.Generator().manual_seed(0))
+    expected = run(x)
+    assert torch.equal(torch.compile(run, fullgraph=True, backend="aot_eager")(x), expected)
+    with autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(run(x), expected)
