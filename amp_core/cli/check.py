@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the kit; return 0 if no check failed and some passed, else 1."""
     report = _check(args)
+    _show_progress("")
     if args.markdown:
         Path(args.markdown).write_text(report.to_markdown(), encoding="utf-8")
     if args.badge:
@@ -67,9 +69,16 @@ def _check(args: argparse.Namespace) -> Report:
             fixtures=load_fixtures(args.fixtures),
             junit=args.junit,
             thorough=args.thorough,
+            progress=_show_progress,
         )
     except (BackendError, ValueError) as error:
         raise UsageError(str(error)) from error
+
+
+def _show_progress(text: str) -> None:
+    """Write over the line of the check before, in a terminal."""
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 
 
 def _show(report: Report, keyword: str) -> None:

@@ -8,6 +8,7 @@ from amp_core.formats.quantization import Delayed, Quantization
 from amp_core.formats.quantize import COUNTS, Quantized, quantize
 from amp_core.formats.recipe import Recipe
 from amp_core.formats.scales import SCALES
+from amp_core.formats.transformer_engine import from_transformer_engine
 
 __all__ = [
     "COUNTS",
@@ -24,5 +25,6 @@ __all__ = [
     "Quantization",
     "Quantized",
     "Recipe",
+    "from_transformer_engine",
     "quantize",
 ]

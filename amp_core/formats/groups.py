@@ -53,12 +53,10 @@ class Groups:
         """Return the largest magnitude of each group, NaN if it has one; 0 for no elements."""
         if self.granularity == "tensor":
             return _largest(groups) if groups.numel() else groups.new_zeros(())
-        dims = {"row": (self.dim,)}.get(str(self.granularity), (-1,))
-        if isinstance(self.granularity, tuple):
-            dims = (-1, -3)
-        for dim in dims:
-            groups = _largest(groups, dim)
-        return groups
+        if self.granularity == "row":
+            return _largest(groups, self.dim)
+        largest = _largest(groups, -1)
+        return largest if isinstance(self.granularity, int) else _largest(largest, -3)
 
     def outward(self, scale: Tensor) -> Tensor:
         """Return what `amax` returned without the dimensions of size 1 that stand for m and n."""

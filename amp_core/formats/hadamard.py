@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -55,4 +57,4 @@ def _walsh_hadamard(x: Tensor) -> Tensor:
         first, second = torch.unflatten(x, -1, (size // (2 * step), 2, step)).unbind(-2)
         x = torch.stack((first + second, first - second), dim=-2).flatten(-3)
         step *= 2
-    return x * size**-0.5
+    return x * (1 / math.sqrt(size))

@@ -54,7 +54,7 @@ def find_scales(amax: Tensor, element: ElementFormat, scale: str, tensor_amax: T
         return _two_levels(amax, element, tensor_amax)
     if scale.startswith("e8m0"):
         return _e8m0(amax, element, up=scale == "e8m0_up")
-    encode = _quotient(element.max, amax).clamp(max=_MAX_ENCODE)
+    encode = (_filled(amax, element.max) / amax).clamp(max=_MAX_ENCODE)
     if scale == "power_of_two":
         encode = _exponent_field(encode).bitwise_left_shift(23).view(torch.float32)
     encode = torch.where(amax == 0, 1.0, encode)
@@ -67,9 +67,9 @@ def _two_levels(amax: Tensor, element: ElementFormat, tensor_amax: Tensor) -> Gr
 
     Scales below the smallest e4m3 value are raised to it, so that none is 0.
     """
-    outer = _quotient(tensor_amax, E4M3.max * element.max)
+    outer = tensor_amax / _filled(tensor_amax, E4M3.max * element.max)
     outer = torch.where(outer == 0, 1.0, outer)
-    inner = E4M3.round(_quotient(amax, element.max) / outer).clamp(min=E4M3.smallest_subnormal)
+    inner = E4M3.round(amax / _filled(amax, element.max) / outer).clamp(min=E4M3.smallest_subnormal)
     inner = _nan_unless_finite(inner, amax)
     encode = ((1.0 / outer) / inner).clamp(max=torch.finfo(torch.float32).max)
     return GroupScales(encode, inner, _nan_unless_finite(outer, tensor_amax))
@@ -77,7 +77,7 @@ def _two_levels(amax: Tensor, element: ElementFormat, tensor_amax: Tensor) -> Gr
 
 def _e8m0(amax: Tensor, element: ElementFormat, *, up: bool) -> GroupScales:
     """Find the stored exponent of an e8m0 scale, ``2 ** (stored - 127)``, on the bits of float32."""
-    power, emax = _exponent_field(_quotient(element.max, amax) if up else amax), element.max_exponent
+    power, emax = _exponent_field(_filled(amax, element.max) / amax if up else amax), element.max_exponent
     stored = (254 - power if up else power - emax).clamp(0, 254)
     encode = (254 - stored).bitwise_left_shift(23).view(torch.float32)
     # 2**-127 is subnormal in float32.
@@ -85,11 +85,9 @@ def _e8m0(amax: Tensor, element: ElementFormat, *, up: bool) -> GroupScales:
     return GroupScales(_nan_unless_finite(encode, amax), _nan_unless_finite(scale, amax))
 
 
-def _quotient(x: Tensor | float, y: Tensor | float) -> Tensor:
-    """Return the correctly rounded ``x / y``; torch multiplies by a reciprocal where one is a number."""
-    if isinstance(x, Tensor):
-        return x / torch.full_like(x, y)
-    return torch.full_like(y, x) / y
+def _filled(like: Tensor, value: float) -> Tensor:
+    """Return `value` as a tensor: torch divides by a number, or a number by a tensor, in two roundings."""
+    return torch.full_like(like, value)
 
 
 def _exponent_field(x: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ def check(
     fixtures: type | None = None,
     junit: str | None = None,
     thorough: bool = False,
+    progress: Callable[[str], None] | None = None,
 ) -> Report:
     """Run the kit on a backend and return the report.
 
@@ -40,6 +41,7 @@ def check(
         fixtures: a `BackendFixtures` subclass that describes the device.
         junit: where to write a JUnit XML file.
         thorough: whether to check every combination instead of a sample, which takes minutes.
+        progress: called before each check with its number, how many there are, and its name.
 
     Raises:
         BackendNotFoundError: no backend exists for `device_type`.
@@ -48,7 +50,7 @@ def check(
     import pytest
 
     backend = get_backend(device_type) if isinstance(device_type, str) else device_type
-    collector = Collector(backend, areas, fixtures, thorough=thorough)
+    collector = Collector(backend, areas, fixtures, thorough=thorough, progress=progress)
     arguments = [*_ARGUMENTS, str(COLLECTED)]
     arguments += ["-k", keyword] if keyword else []
     arguments += [f"--junit-xml={junit}"] if junit else []
@@ -80,6 +82,7 @@ def load_fixtures(name: str | None) -> type | None:
 _ARGUMENTS = [
     "-c", os.devnull, f"--rootdir={Path(__file__).parent}", "--import-mode=importlib", "-s",
     "-p", "no:cacheprovider", "-p", "no:terminal", "-p", "no:faulthandler",
+    "-p", "no:unraisableexception",  # collects garbage ten times a run, for warnings that nobody sees
     "-o", "python_files=collected.py",
 ]  # fmt: skip
 
@@ -117,10 +120,17 @@ class Collector:
     """A pytest plugin that defines the checks of a backend and keeps the outcome of each."""
 
     def __init__(
-        self, backend: Backend, areas: Sequence[str], fixtures: type | None, *, thorough: bool
+        self,
+        backend: Backend,
+        areas: Sequence[str],
+        fixtures: type | None,
+        *,
+        thorough: bool,
+        progress: Callable[[str], None] | None = None,
     ) -> None:
         self.results: list[CheckResult] = []
         self.error: ValueError | None = None
+        self._progress, self._count = progress, 0
         self._backend, self._chosen, self._fixtures, self._thorough = backend, areas, fixtures, thorough
         self._areas: dict[str, str] = {}
         self._subject: type = object
@@ -173,6 +183,15 @@ class Collector:
         mine.sort(key=lambda item: order.index(self._areas[item.nodeid]))
         items[:] = [item for item in items if item.nodeid not in self._areas] + mine
 
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """Count the checks that `-k` has left."""
+        self._count = len(session.items)
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        """Name the check that starts."""
+        if self._progress is not None:
+            self._progress(f"{len(self.results) + 1}/{self._count} {_name(nodeid)}")
+
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """Keep a failure to define the checks."""
         if report.failed and COLLECTED.name in report.nodeid:
@@ -184,12 +203,16 @@ class Collector:
         """Keep the outcome of a check."""
         if report.nodeid not in self._areas or (report.when != "call" and report.passed):
             return
-        name = report.nodeid.rpartition("::")[2].removeprefix("test_")
+        name = _name(report.nodeid)
         details = str(report.longrepr) if report.failed else ""
         area = self._areas[report.nodeid]
         self.results.append(
             CheckResult(area, name, _outcome(report), _line(report), details, report.duration)
         )
+
+
+def _name(nodeid: str) -> str:
+    return nodeid.rpartition("::")[2].removeprefix("test_")
 
 
 def _reason(backend: Backend) -> str:

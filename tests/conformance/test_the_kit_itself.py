@@ -125,6 +125,22 @@ def test_a_failure_shows_values(tmp_path):
     assert "assert torch.bfloat16 in (torch.float16,)" in done.stdout, done.stdout
 
 
+def test_progress_names_each_check(monkeypatch, capsys):
+    """A check on a slow device would look as if it hung."""
+    seen = []
+    report = check(Loopback(), areas=["update"], progress=seen.append)
+    total = len(report.results)
+    assert seen == [f"{i}/{total} {result.check}" for i, result in enumerate(report.results, 1)]
+    args = ["check", "cpu", "--area", "update", "-k", "update_counts_far", "--json"]
+    assert main(args) == 0
+    assert not capsys.readouterr().err
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert main(args) == 0
+    shown = capsys.readouterr()
+    assert "1/1 update_counts_far" in shown.err
+    assert json.loads(shown.out)["ok"]
+
+
 def test_growth_by_chance_is_no_leak(monkeypatch):
     """What somebody else frees, then allocates, while the kit counts would fail a right backend."""
     count = sys.getallocatedblocks

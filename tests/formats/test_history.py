@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from amp_core import Delayed, Quantization, quantize
-from amp_core.formats import E4M3, AmaxHistory
+from amp_core import Delayed, Quantization, Recipe, quantize
+from amp_core.formats import E4M3, E5M2, AmaxHistory, from_transformer_engine
 
 
 def run(history: AmaxHistory, batches: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -85,3 +85,46 @@ def test_what_exceeds_the_history_saturates_and_is_counted() -> None:
     tiny = quantize(x, quantization, amax=torch.tensor(1e-37))
     assert tiny.counts.tolist() == [1, 0, 4, 0]
     assert tiny.dequantize().isnan().all()
+
+
+class Engine:
+    """TransformerEngine's update of scales, as its documentation of the C API describes it."""
+
+    def __init__(self, length: int, maxima: list[float], margin: int) -> None:
+        self.maxima, self.margin = torch.tensor(maxima), margin
+        self.history, self.scale = torch.zeros(length, len(maxima)), torch.ones(len(maxima))
+
+    def step(self, amax: torch.Tensor) -> None:
+        self.history[0] = amax
+        self.scale = self.maxima / self.history.amax(0) / 2.0**self.margin
+        self.history = self.history.roll(-1, 0)
+        self.history[0] = 0
+
+
+@pytest.mark.parametrize("margin", [0, 2])
+def test_a_run_of_transformer_engine_goes_on_with_its_scales(margin: int) -> None:
+    """A converted checkpoint rounds otherwise than the run that wrote it."""
+    recipe = Recipe.fp8_delayed(history=4, margin=margin)
+    forward, backward = Engine(4, [448.0] * 6, margin), Engine(4, [57344.0] * 4, margin)
+    generator = torch.Generator().manual_seed(0)
+    for step in range(40):
+        state = {"scale_fwd": forward.scale, "amax_history_fwd": forward.history}
+        state |= {"scale_bwd": backward.scale, "amax_history_bwd": backward.history}
+        converted = from_transformer_engine(state, recipe)
+        assert len(converted) == 2
+        for number, roles in enumerate(converted if step else []):
+            for role, engine, column, element in (
+                ("input", forward, 3 * number, E4M3),
+                ("weight", forward, 3 * number + 1, E4M3),
+                ("grad_output", backward, 2 * number, E5M2),
+            ):
+                history = AmaxHistory(Delayed(4, margin), "cpu")
+                history.load_state_dict(roles[role])
+                encode = torch.full((), element.max) / history.amax
+                assert encode == engine.scale[column]
+        forward.step(torch.rand(6, generator=generator).exp() * 10)
+        backward.step(torch.rand(4, generator=generator))
+    with pytest.raises(ValueError, match=r"history has 4 steps.*fp8_delayed\(history=4\)"):
+        from_transformer_engine(state, Recipe.fp8_delayed(8))
+    with pytest.raises(ValueError, match="input of the recipe 'mxfp8' has no delayed scale"):
+        from_transformer_engine(state, Recipe.mxfp8())

@@ -35,15 +35,24 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 def same_values(one: Tensor, other: Tensor) -> bool:
     """Whether both have one dtype and shape and the same bits; any NaN equals any other."""
-    a, b = one.detach().cpu(), other.detach().cpu()
-    if a.dtype is not b.dtype or a.shape != b.shape:
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
-    if a.is_complex():
-        return same_values(torch.view_as_real(a.resolve_conj()), torch.view_as_real(b.resolve_conj()))
-    nan = a.float().isnan() if a.dtype is not torch.float64 else a.isnan()
-    other_nan = b.float().isnan() if b.dtype is not torch.float64 else b.isnan()
-    keep = ~nan.reshape(-1)
-    return torch.equal(nan, other_nan) and torch.equal(bits(a)[keep], bits(b)[keep])
+    return same_bits(one, other) or not bool(differing(one, other).any())
+
+
+def differing(one: Tensor, other: Tensor) -> Tensor:
+    """Return which elements of two tensors of one dtype and shape differ in their bits, flat.
+
+    Any NaN equals any other.
+    """
+    different = (bits(one) != bits(other)) & ~(_nans(one) & _nans(other))
+    return different.view(-1, 2).any(1) if one.is_complex() else different
+
+
+def _nans(tensor: Tensor) -> Tensor:
+    here = tensor.detach().cpu().resolve_conj().resolve_neg()
+    real = torch.view_as_real(here) if here.is_complex() else here
+    return (real if real.dtype is torch.float64 else real.float()).isnan().reshape(-1)
 
 
 def random(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:

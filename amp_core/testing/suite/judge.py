@@ -292,9 +292,7 @@ def difference(found: Tensor, expected: Tensor, where: Tensor | None = None) -> 
     if (found.dtype, found.shape) != (expected.dtype, expected.shape):
         return f"{found.dtype} of shape {tuple(found.shape)}, not {expected.dtype} of {tuple(expected.shape)}"
     if where is None:
-        # Not by value: zeros differ by sign.
-        pairs = zip(found.reshape(-1), expected.reshape(-1), strict=True)
-        where = torch.tensor([not data.same_values(a, b) for a, b in pairs])
+        where = data.differing(found, expected)  # not by value: zeros differ by sign
     at = [int(i) for i in where.reshape(-1).nonzero()[:3]]
     flat, wanted = found.reshape(-1), expected.reshape(-1)
     texts = [f"{flat[i].item()!r} instead of {wanted[i].item()!r} at {i}" for i in at]
