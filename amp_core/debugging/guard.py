@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Callable, Container
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from amp_core.debugging.capture import extent, is_plain
 from amp_core.debugging.places import Lines, Place
 from amp_core.debugging.ranges import Extent
 from amp_core.debugging.tables import as_dtype
-from amp_core.debugging.tap import BACKWARD, Frame, Tap, Where, floats_in, short_name
+from amp_core.debugging.tap import BACKWARD, Frame, Tap, Where, floats_in, muted, short_name
 from amp_core.errors import NonFiniteError
 from amp_core.plugin import get_backend, hookimpl, register, unregister
 
@@ -126,7 +125,7 @@ class Guard(Attached):
         by_device: dict[torch.device, list[Tensor]] = {}
         for tensor in filter(is_plain, tensors):
             by_device.setdefault(tensor.device, []).append(tensor.detach())
-        with self._tap.muted() if self._tap is not None else contextlib.nullcontext():
+        with muted():
             kernels = ((get_backend(device.type).kernels(), group) for device, group in by_device.items())
             return not any(bool(k.grad_stats(group).found_inf) for k, group in kernels)
 
@@ -172,7 +171,8 @@ class Guard(Attached):
         """Ignore frames: kernels are checked."""
 
     def _note(self, tensors: list[Tensor]) -> list[Tensor]:
-        bad = [t for t in filter(is_plain, tensors) if extent(t.detach().reshape(-1))[1]]
+        with muted():
+            bad = [t for t in filter(is_plain, tensors) if extent(t.detach().reshape(-1))[1]]
         for tensor in bad:
             storage = tensor.untyped_storage()
             self._not_finite[id(storage)] = weakref.ref(storage)
@@ -186,8 +186,7 @@ class Guard(Attached):
     def _check(
         self, op: str, kernel: str, inputs: list[Tensor], outputs: list[Tensor], where: Where, line: str
     ) -> None:
-        assert self._tap is not None
-        with self._tap.muted():
+        with muted():
             inputs = [*filter(is_plain, inputs)]
             written = [t for t in inputs if any(t is output for output in outputs)]
             given = any(map(self._is_noted, written))

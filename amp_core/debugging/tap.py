@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -87,6 +88,23 @@ class Sink(Protocol):
         """Receive an op with a frame after it returns; `where` is its context."""
 
 
+class _Muted(threading.local):
+    on = False
+
+
+_MUTED = _Muted()
+
+
+@contextlib.contextmanager
+def muted() -> Iterator[None]:
+    """Report nothing that this thread runs in a block, to any tap: what one tool measures is no work."""
+    earlier, _MUTED.on = _MUTED.on, True
+    try:
+        yield
+    finally:
+        _MUTED.on = earlier
+
+
 class Tap:
     """Reports to a sink each op that a thread runs in a block, including backward passes it starts.
 
@@ -106,17 +124,9 @@ class Tap:
         self._frames: list[Frame] = []
         self._reasons: dict[tuple[int, str], tuple[OpPolicy, str, str]] = {}
         self._stack = ExitStack()
-        self._muted = False
         self.met_compiled = False
 
-    @contextlib.contextmanager
-    def muted(self) -> Iterator[None]:
-        """Report nothing that runs in a block."""
-        earlier, self._muted = self._muted, True
-        try:
-            yield
-        finally:
-            self._muted = earlier
+    muted = staticmethod(muted)
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
@@ -140,7 +150,7 @@ class Tap:
         )
 
     def _frame(self, here: Engine, op: str, call: Callable[[], Any], args: Any, kwargs: Any) -> Any:
-        if self._muted:
+        if _MUTED.on:
             return call()
         inputs = floats_in((args, kwargs))
         rule, origin = self._reason(here, op)
@@ -175,7 +185,7 @@ class Tap:
         return Where(BACKWARD, self.places.of_node(node), tuple(self._frames))
 
     def _observe(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        if self._muted or not isinstance(func, Overload):
+        if _MUTED.on or not isinstance(func, Overload):
             return
         for source, copy in _copied(func, args, result):
             if source.dtype is not copy.dtype and source.is_floating_point() and copy.is_floating_point():

@@ -20,7 +20,7 @@ from amp_core.debugging.places import uncompiled
 from amp_core.debugging.ranges import KINDS, Entry, Format
 from amp_core.debugging.report import Report
 from amp_core.debugging.tables import as_dtype
-from amp_core.debugging.tap import floats_in
+from amp_core.debugging.tap import floats_in, muted
 from amp_core.plugin import get_backend
 from amp_core.scaling.plot import new_figure, plain
 
@@ -88,6 +88,7 @@ class Watch(Attached, Report):
 
         return hook
 
+    @muted()
     @torch.no_grad()
     def _add(self, kind: str, name: str, tensor: Tensor) -> None:
         if not is_plain(tensor) or not tensor.numel():

@@ -61,6 +61,7 @@ def apply_policy(
         PolicyError: a selection contains no module, or an op or rule is unknown or cannot be applied; for a
             file, with its line. The model is left unchanged.
         OSError: the file cannot be read.
+        TypeError: `rules` is neither a mapping nor a path.
 
     Example:
         >>> import torch, amp_core
@@ -75,6 +76,12 @@ def apply_policy(
     places: Mapping[str, str] = {}
     if isinstance(rules, PathLike):
         rules, places = read_modules(rules)
+    if not isinstance(rules, Mapping):
+        raise TypeError(
+            f"rules must map modules to op rules, as in {{'head.*': {{'linear': 'fp32'}}}}, or be the path of "
+            f"a TOML file, not {type(rules).__name__}. A whole OpPolicy belongs to a region: "
+            f"autocast(device, policy=...)."
+        )
     planned: dict[str, _Region] = {}
     written: dict[str, Rules] = {}
     for selector, what in rules.items():

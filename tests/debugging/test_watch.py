@@ -202,3 +202,21 @@ def test_a_model_that_is_compiled_later(earlier):
     for kind in ("activation", "gradient"):
         found = [(entry.step, entry.name) for entry in ranges.entries if entry.kind == kind]
         assert sorted(found) == [(step, name) for step in (0, 2) for name in "012"], kind
+
+
+@pytest.mark.parametrize(
+    "tool", [lambda m: amp_core.guard(m, steps=[0]), lambda m: amp_core.watch(m, every=1)]
+)
+def test_tools_do_not_see_each_other(tool):
+    """A recording counts the measurements of a guard or a watch as work of the program."""
+    model = net()
+
+    def recorded():
+        with amp_core.record() as found, autocast("cpu"):
+            model(torch.ones(2, 8)).float().sum().backward()
+        return found.ops
+
+    recorded()
+    alone = recorded()
+    with tool(model):
+        assert recorded() == alone

@@ -228,3 +228,10 @@ def test_selections_without_a_module_are_refused(selector, message) -> None:
     with pytest.raises(PolicyError, match=message):
         apply_policy(model, {"0": "fp32", selector: "fp32"})
     assert "forward" not in model[0].__dict__
+
+
+@pytest.mark.parametrize("rules", [OpPolicy.uniform("cpu"), "policy.toml", ["fp32"], None])
+def test_rules_of_another_kind_are_refused_in_words(rules: object, model: Encoder) -> None:
+    """A whole policy, or a path as a string, ends in an AttributeError."""
+    with pytest.raises(TypeError, match=r"must map modules to op rules"):
+        apply_policy(model, rules)
