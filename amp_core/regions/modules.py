@@ -78,9 +78,9 @@ def apply_policy(
         rules, places = read_modules(rules)
     if not isinstance(rules, Mapping):
         raise TypeError(
-            f"rules must map modules to op rules, as in {{'head.*': {{'linear': 'fp32'}}}}, or be the path of "
-            f"a TOML file, not {type(rules).__name__}. A whole OpPolicy belongs to a region: "
-            f"autocast(device, policy=...)."
+            "rules must map modules to op rules, as in {'head.*': {'linear': 'fp32'}}, or be the path of a "
+            f"TOML file, not {type(rules).__name__}. A whole OpPolicy belongs to a region: "
+            "autocast(device, policy=...)."
         )
     planned: dict[str, _Region] = {}
     written: dict[str, Rules] = {}
