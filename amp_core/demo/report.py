@@ -78,9 +78,7 @@ def verdict(full: History, mixed: History, advised: History) -> str:
         f"{ratio:.2f} of float32's time."
     )
     if ratio > 1:
-        text += (
-            " The layers are small: casting costs more than faster matrix products save. Larger layers gain."
-        )
+        text += " This device gains nothing from it for layers of this size; larger layers may gain."
     return text + (
         f' amp_core.advise(step, goal="speed") timed each op in both precisions; with its policy a step took '
         f"{advised_ratio:.2f}."

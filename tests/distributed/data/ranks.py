@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import math
 import os
+import random
 import re
 import sys
 import time
@@ -16,7 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -153,6 +160,35 @@ def fsdp1() -> None:
                 for ours, theirs in zip(net.parameters(), alone.parameters(), strict=original):
                     if original:
                         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    for seed in range(16):
+        fsdp1_at_random(random.Random(seed))
+
+
+def fsdp1_at_random(choose: random.Random) -> None:
+    """Layers of any width, so that shards are uneven, empty or padded; an inf in any step of the last rank."""
+    widths = [6, *(choose.randint(1, 9) for _ in range(choose.randint(1, 3)))]
+    kind, overflow_at = choose.choice(["fused", "plain"]), choose.randrange(len(INPUTS) + 1)
+    max_norm, original = choose.choice([None, 0.01, 100.0]), choose.random() < 0.5
+    strategy = choose.choice([ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP])
+
+    def chain() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Linear(*pair) for pair in itertools.pairwise(widths)))
+
+    alone, expected = trained(chain(), kind, overflow_at, max_norm)
+    net = FullyShardedDataParallel(
+        chain(), use_orig_params=original, device_id=torch.device("cpu"), sharding_strategy=strategy
+    )
+    net, seen = trained(net, kind, overflow_at, max_norm, net.process_group)
+    case = widths, kind, overflow_at, max_norm, original, strategy
+    assert [s[::2] for s in seen] == [e[::2] for e in expected], (case, seen, expected)
+    for (_, norm, _), (_, wanted, _) in zip(seen, expected, strict=True):
+        if wanted is not None and math.isfinite(wanted):
+            assert math.isclose(norm, wanted, rel_tol=1e-4, abs_tol=1e-7), (case, norm, wanted)
+    with FullyShardedDataParallel.summon_full_params(net):
+        ours = torch.cat([p.detach().reshape(-1) for p in net.parameters()])
+        theirs = torch.cat([p.detach().reshape(-1) for p in alone.parameters()])
+        torch.testing.assert_close(ours[: len(theirs)], theirs, rtol=1e-4, atol=1e-5)
 
 
 def bucket_views() -> None:
