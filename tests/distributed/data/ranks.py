@@ -165,7 +165,7 @@ def fsdp1() -> None:
 
 
 def fsdp1_at_random(choose: random.Random) -> None:
-    """Layers of any width, so that shards are uneven, empty or padded; an inf in any step of the last rank."""
+    """Layers of any width, so that shards are uneven, empty or padded, and an inf in any step."""
     widths = [6, *(choose.randint(1, 9) for _ in range(choose.randint(1, 3)))]
     kind, overflow_at = choose.choice(["fused", "plain"]), choose.randrange(len(INPUTS) + 1)
     max_norm, original = choose.choice([None, 0.01, 100.0]), choose.random() < 0.5
