@@ -12,7 +12,7 @@ from amp_core.formats.elementwise import count_nonfinite, round_and_count
 from amp_core.formats.groups import Groups
 from amp_core.formats.hadamard import rotate, rotate_back
 from amp_core.formats.packing import pack, pack_scale, unpack
-from amp_core.formats.quantization import Quantization
+from amp_core.formats.quantization import Delayed, Quantization
 from amp_core.formats.scales import find_scales
 
 COUNTS = ("inf", "nan", "saturated", "flushed")
@@ -121,7 +121,8 @@ def quantize(
 
     Raises:
         TypeError: `tensor` is not a floating-point tensor.
-        ValueError: stochastic rounding without a seed, or `tensor` is 0-dim and has no rows.
+        ValueError: stochastic rounding without a seed, a delayed scale without `amax`, or `tensor` is 0-dim
+            and has no rows.
         IndexError: `tensor` has no dimension `dim`.
 
     Example::
@@ -133,6 +134,11 @@ def quantize(
         near = quantized.dequantize()
     """
     _check(tensor, quantization, dim, seed)
+    if isinstance(quantization.found, Delayed) and amax is None:
+        raise ValueError(
+            "The quantization has a delayed scale: pass quantize(..., amax=history.amax) with an "
+            "amp_core.formats.AmaxHistory, or use found='current'."
+        )
     x = tensor.detach().to(torch.float32)
     nonfinite = count_nonfinite(x)
     if quantization.hadamard is not None:

@@ -14,8 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from amp_core import Quantization, Recipe, autocast, quantize
+from amp_core import Delayed, Quantization, Quantized, Recipe, autocast, quantize
 from amp_core.formats import E2M1, E4M3, E5M2, ELEMENTS, SCALES, ElementFormat
+
+
+def quantise(x: torch.Tensor, quantization: Quantization | None, dim: int = -1) -> Quantized:
+    """Quantise by one role of any recipe."""
+    assert quantization is not None
+    unknown = None if quantization.found == "current" else torch.zeros((), device=x.device)
+    return quantize(x, quantization, dim, seed=1, amax=unknown)
+
 
 SHAPES = [(5, 100), (3, 7, 33), (40,), (0, 5), (5, 0), (130, 260), (1, 1)]
 
@@ -28,8 +36,7 @@ def test_every_recipe_takes_every_shape(name: str, shape: tuple[int, ...], dim: 
     recipe = Recipe.named(name)
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     for quantization in (recipe.input, recipe.weight, recipe.grad_output):
-        assert quantization is not None
-        quantized = quantize(x, quantization, dim, seed=1)
+        quantized = quantise(x, quantization, dim)
         back = quantized.dequantize()
         assert back.shape == x.shape
         assert torch.equal(quantized.packed().dequantize(), back)
@@ -44,8 +51,7 @@ def test_inf_and_nan_are_counted_and_make_results_non_finite(name: str, bad: flo
     x = torch.ones(32, 64)
     x[3, 5] = bad
     for quantization in (Recipe.named(name).input, Recipe.named(name).grad_output):
-        assert quantization is not None
-        quantized = quantize(x, quantization, seed=1)
+        quantized = quantise(x, quantization)
         assert quantized.counts[:2].tolist() == [math.isinf(bad), math.isnan(bad)]
         assert quantized.dequantize()[3, 5].isnan()
         assert quantized.packed().dequantize()[3, 5].isnan()
@@ -55,8 +61,7 @@ def test_inf_and_nan_are_counted_and_make_results_non_finite(name: str, bad: flo
 def test_zeros_stay_zeros(name: str) -> None:
     """A block of zeros divides by zero."""
     for quantization in (Recipe.named(name).input, Recipe.named(name).weight):
-        assert quantization is not None
-        quantized = quantize(torch.zeros(3, 50), quantization)
+        quantized = quantise(torch.zeros(3, 50), quantization)
         assert torch.equal(quantized.dequantize(), torch.zeros(3, 50))
         assert quantized.scale.isfinite().all()
         assert quantized.counts.tolist() == [0, 0, 0, 0]
@@ -155,11 +160,9 @@ def test_large_tensors_have_the_results_of_small_ones() -> None:
     """The CPU works in chunks, which lose a part or count it twice."""
     x = torch.randn(96, 2048, generator=torch.Generator().manual_seed(0))
     for recipe in map(Recipe.named, Recipe.names()):
-        quantization = recipe.grad_output
-        assert quantization is not None
-        whole = quantize(x, quantization, seed=3)
+        whole = quantise(x, recipe.grad_output)
         with patch("amp_core.formats.elementwise._CHUNK", 2**30):
-            once = quantize(x, quantization, seed=3)
+            once = quantise(x, recipe.grad_output)
         assert torch.equal(whole.values, once.values)
         assert torch.equal(whole.counts, once.counts)
 
@@ -202,9 +205,8 @@ def test_other_dtypes_are_widened_first(dtype: torch.dtype) -> None:
     """A low-precision tensor has its scale computed in low precision."""
     x = torch.randn(5, 40).to(dtype)
     for name in Recipe.names():
-        quantization = Recipe.named(name).weight
-        assert quantization is not None
-        assert torch.equal(quantize(x, quantization).values, quantize(x.float(), quantization).values)
+        weight = Recipe.named(name).weight
+        assert torch.equal(quantise(x, weight).values, quantise(x.float(), weight).values)
 
 
 def test_what_cannot_be_quantised_is_refused() -> None:
@@ -215,6 +217,8 @@ def test_what_cannot_be_quantised_is_refused() -> None:
         quantize(torch.tensor(1.0), Quantization(E4M3, "row"))
     with pytest.raises(IndexError, match="dim=2"):
         quantize(torch.ones(2, 2), Quantization(E4M3), 2)
+    with pytest.raises(ValueError, match=r"delayed scale: pass .*amax=history"):
+        quantize(torch.ones(2), Quantization(E4M3, found=Delayed()))
     assert quantize(torch.tensor(3.0), Quantization(E4M3)).dequantize() == 3.0
 
 
@@ -225,7 +229,7 @@ def test_memory_of_quantised_weights() -> None:
         quantization = Recipe.named(name).weight
         assert quantization is not None
         limit = {8: 0.27, 6: 0.27, 4: 0.15}[quantization.element.bits]
-        assert quantize(weight, quantization).packed().nbytes() <= limit * weight.nbytes
+        assert quantise(weight, quantization).packed().nbytes() <= limit * weight.nbytes
 
 
 @pytest.mark.parametrize("name", Recipe.names())
@@ -233,8 +237,7 @@ def test_no_result_waits_for_the_device(name: str) -> None:
     """Quantising reads a value on the host: a GPU idles, and graphs cannot be captured."""
     with FakeTensorMode():  # refuses to give values
         for quantization in (Recipe.named(name).input, Recipe.named(name).weight):
-            assert quantization is not None
-            quantized = quantize(torch.randn(40, 70), quantization, amax=None)
+            quantized = quantise(torch.randn(40, 70), quantization)
             assert quantized.dequantize().shape == (40, 70)
             quantized.packed()
 
@@ -253,3 +256,17 @@ def test_a_graph_and_a_region_change_no_bit(name: str) -> None:
     assert torch.equal(torch.compile(run, fullgraph=True, backend="aot_eager")(x), expected)
     with autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(run(x), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU; there is none here")
+@pytest.mark.parametrize("name", Recipe.names())
+def test_a_gpu_has_the_bits_of_the_cpu(name: str) -> None:
+    """A model that was rehearsed on a CPU is rounded otherwise on the GPU."""
+    recipe = Recipe.named(name)
+    x = torch.randn(70, 130, generator=torch.Generator().manual_seed(0))
+    for quantization in (recipe.input, recipe.weight, recipe.grad_output):
+        here, there = quantise(x, quantization).packed(), quantise(x.cuda(), quantization).packed()
+        assert torch.equal(here.values.view(torch.uint8), there.values.view(torch.uint8).cpu())
+        assert torch.equal(here.scale.float(), there.scale.float().cpu())
+        assert torch.equal(here.counts, there.counts.cpu())
