@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from amp_core._torch.dispatcher import Overload, dispatcher_name
 from amp_core.debugging.places import Lines, Place
 from amp_core.debugging.tap import BACKWARD, FORWARD, Frame, Tap, Where, floats_in
+from amp_core.dispatch.scaled_products import Operand
 
 OP, MODULE, PARAMETER = "op", "module", "parameter"
 
@@ -110,6 +111,9 @@ class Capture:
         # Part of an op that autocast handles. The backward pass may read it, so attribute it to that op.
         whole = OP, where.phase, where.place, where.frames[0].op
         self._set_producer([*filter(is_plain, outputs)], Key(*whole, self._calls[whole]))
+
+    def rounded(self, operand: Operand, where: Where) -> None:
+        """Ignore operands: their products follow."""
 
     def framed(self, frame: Frame, inputs: list[Tensor], outputs: list[Tensor], where: Where) -> None:
         """Sample the result of an op that autocast may have changed."""

@@ -18,6 +18,7 @@ from amp_core.debugging.places import Lines, Place
 from amp_core.debugging.ranges import Extent
 from amp_core.debugging.tables import as_dtype
 from amp_core.debugging.tap import BACKWARD, Frame, Tap, Where, floats_in, muted, short_name
+from amp_core.dispatch.scaled_products import Operand
 from amp_core.errors import NonFiniteError
 from amp_core.plugin import get_backend, hookimpl, register, unregister
 
@@ -166,6 +167,9 @@ class Guard(Attached):
             return
         kernel = dispatcher_name(op)
         self._check(where.frames[0].op if where.frames else kernel, kernel, inputs, outputs, where, line)
+
+    def rounded(self, operand: Operand, where: Where) -> None:
+        """Ignore operands: their products follow."""
 
     def framed(self, frame: Frame, inputs: list[Tensor], outputs: list[Tensor], where: Where) -> None:
         """Ignore frames: kernels are checked."""

@@ -17,9 +17,11 @@ from amp_core._torch.dispatcher import Overload, dispatcher_name
 from amp_core._torch.internals import version_of
 from amp_core.debugging import saved
 from amp_core.debugging.places import Place, Places
+from amp_core.debugging.quantized_counts import QuantizedCount, QuantizedCounts, QuantizedKey
 from amp_core.debugging.report import Report
 from amp_core.debugging.tables import as_dtype
 from amp_core.debugging.tap import BACKWARD, Frame, Tap, Where, dtypes_of, is_low
+from amp_core.dispatch.scaled_products import Operand
 from amp_core.errors import AmpError
 from amp_core.policy.coverage import REDUCTION, heavy_ops
 
@@ -54,6 +56,8 @@ class OpKey(NamedTuple):
     @property
     def widened(self) -> bool:
         """Whether the op ran in float32 although some of its inputs were in low precision."""
+        if self.rule.startswith("recipe "):
+            return False
         return any(is_low(_dtype(name)) for name in self.given.split("+")) and self.result == "float32"
 
 
@@ -96,6 +100,7 @@ class Recording(Report):
         self.casts: defaultdict[CastKey, CastCount] = defaultdict(CastCount)
         self.environment = saved.environment()
         self.unruled: Counter[OpKey] = Counter()
+        self._quantized = QuantizedCounts()
         self._model = model
         self._cast_versions: Any = WeakIdKeyDictionary()
         self._tap: Tap | None = None
@@ -139,6 +144,7 @@ class Recording(Report):
             "ops": ops,
             "unruled": [[*key, calls] for key, calls in self.unruled.items()],
             "casts": casts,
+            "quantized": self._quantized.as_lists(),
         }
         saved.write(path, "recording", data)
 
@@ -156,8 +162,14 @@ class Recording(Report):
                 counter[OpKey(phase, Place(*place), *rest)] = calls
         for phase, place, *rest, count in data["casts"]:
             recording.casts[CastKey(phase, Place(*place), *rest)] = CastCount(**count)
+        recording._quantized.restore(data.get("quantized", []))
         recording._met_compiled, recording.environment = data["met_compiled"], data["environment"]
         return recording
+
+    @property
+    def quantized(self) -> dict[QuantizedKey, QuantizedCount]:
+        """The operands that recipes quantised, by `QuantizedKey`; reading it waits for the device."""
+        return self._quantized.read()
 
     @property
     def met_compiled(self) -> bool:
@@ -181,7 +193,7 @@ class Recording(Report):
             kernel if frame is None else frame.op,
             kernel,
             _joined(ran_in if frame is None else frame.given or ran_in),
-            _joined(ran_in),
+            where.formats or _joined(ran_in),
             as_dtype(outputs[0].dtype),
             *(where.cause or _UNRULED),
         )
@@ -206,6 +218,10 @@ class Recording(Report):
 
     def moved(self, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         """Ignore ops that compute nothing."""
+
+    def rounded(self, operand: Operand, where: Where) -> None:
+        """Count an operand that a recipe quantised."""
+        self._quantized.add(operand, where)
 
     def framed(self, frame: Frame, inputs: list[Tensor], outputs: list[Tensor], where: Where) -> None:
         """Ignore frames: kernels are counted."""

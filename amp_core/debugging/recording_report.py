@@ -8,6 +8,7 @@ from typing import Any
 
 from amp_core.debugging import saved
 from amp_core.debugging.places import Place
+from amp_core.debugging.quantized_counts import QuantizedCount, QuantizedKey
 from amp_core.debugging.recording import CastCount, CastKey, OpKey, Recording, RecordingDiff
 from amp_core.debugging.report import content_of
 from amp_core.debugging.tables import Content, Table, Value, as_bytes, as_count, as_share, columns
@@ -25,6 +26,7 @@ def _(recording: Recording) -> Content:
             _by_op(recording.ops),
             _widened(recording.ops),
             _unruled(recording.unruled),
+            _quantized(recording.quantized),
             _casts(recording.casts),
             _repeats(recording.casts),
             _by_module(recording),
@@ -114,6 +116,35 @@ def _unruled(ops: Counter[OpKey]) -> Table:
         "OpPolicy.override({op: rule}) gives one a rule."
     )
     return Table("unruled", "Heavy ops without a rule", spec, rows, about)
+
+
+def _quantized(quantized: dict[QuantizedKey, QuantizedCount]) -> Table:
+    rows: list[tuple[Value, ...]] = [
+        (
+            str(key.place),
+            key.phase,
+            key.role,
+            key.format,
+            key.rule,
+            count.calls,
+            count.elements,
+            *(
+                as_share(n / count.elements) if count.elements else ""
+                for n in (count.saturated, count.flushed)
+            ),
+            count.inf,
+            count.nan,
+        )
+        for key, count in quantized.items()
+    ]
+    spec = columns(
+        "module, pass, role, format, rule, calls, elements, saturated, flushed=flushed to 0, inf, nan"
+    )
+    about = (
+        "Operands of matrix products that a recipe quantised. Saturated elements were reduced to the largest "
+        "value of the format; flushed ones became 0."
+    )
+    return Table("quantized", "Quantised operands", spec, rows, about)
 
 
 def _casts(casts: dict[CastKey, CastCount]) -> Table:

@@ -23,6 +23,7 @@ from amp_core.dispatch.engine import engine
 from amp_core.dispatch.work import work
 from amp_core.policy import OpPolicy, names
 from amp_core.policy import rules as r
+from amp_core.policy.recipes import recipe_of
 from amp_core.regions.modules import apply_policy
 from amp_core.regions.region import autocast
 
@@ -99,7 +100,7 @@ class SpeedSearch:
         step, places = self._step, Places(self._step.model)
         if step.model is not None:
             keeper.keep(step.model)
-        low = [op for op, rule in step.policy.rules.items() if r.lowers(rule)]
+        low = [op for op, rule in step.policy.rules.items() if r.lowers(rule) and recipe_of(rule) is None]
 
         def observe(op: str, call: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if op in low and _torch.current_autograd_node() is None:

@@ -7,7 +7,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +20,7 @@ from amp_core.common.containers import tensors_in
 from amp_core.debugging.places import Place, Places
 from amp_core.dispatch.activate import default_policy
 from amp_core.dispatch.engine import Engine, engine
+from amp_core.dispatch.scaled_products import Observer, Operand, ScaledProduct, observe
 from amp_core.dispatch.work import work
 from amp_core.errors import AmpError
 from amp_core.plugin import get_backend
@@ -27,6 +28,7 @@ from amp_core.policy import OpPolicy, names
 from amp_core.policy.rules import as_work, threshold
 
 FORWARD, BACKWARD = "forward", "backward"
+_FORWARD_OP = "the forward op"
 _MODULE_RULE = "fp32", "module rule 'fp32'"
 _aten = torch.ops.aten
 _CASTS = (_torch.to_copy, torch.ops.prims.convert_element_type.default)
@@ -57,13 +59,15 @@ class Where:
         phase: `FORWARD` or `BACKWARD`.
         place: the module.
         frames: the enclosing autocast frames, outermost first.
-        module_rule: rule and origin of the whole module's rule, if any.
+        module_rule: rule and origin of the whole module's rule, if any, or of the forward op.
+        formats: the element formats of the operands, if a recipe quantised them.
     """
 
     phase: str
     place: Place
     frames: tuple[Frame, ...]
     module_rule: tuple[str, str] | None = None
+    formats: str = ""
 
     @property
     def cause(self) -> tuple[str, str] | None:
@@ -86,6 +90,9 @@ class Sink(Protocol):
 
     def framed(self, frame: Frame, inputs: list[Tensor], outputs: list[Tensor], where: Where) -> None:
         """Receive an op with a frame after it returns; `where` is its context."""
+
+    def rounded(self, operand: Operand, where: Where, /) -> None:
+        """Receive an operand that a recipe quantised, before `ran` receives the product."""
 
 
 class _Muted(threading.local):
@@ -136,6 +143,7 @@ class Tap:
             stack.callback(self.places.detach)
             for device_type in _device_types():
                 stack.callback(self._watch(engine(device_type)))
+            stack.callback(observe(Observer(muted, self._multiplied)))
             stack.enter_context(_Mode(self._observe))
             self._stack = stack.pop_all()
         return self
@@ -166,6 +174,19 @@ class Tap:
         with self.muted():
             self._sink.framed(frame, inputs, floats_in(result), self._where())
         return result
+
+    def _multiplied(self, product: ScaledProduct) -> None:
+        """Report a product of quantised operands as one op: its parts are no ops of the program."""
+        if _MUTED.on:
+            return
+        with muted():
+            where = self._where()
+            formats = "+".join(sorted({each.quantization.element.name for each in product.operands}))
+            where = replace(where, formats=formats, module_rule=(str(product.rule), _FORWARD_OP))
+            for operand in product.operands:
+                self._sink.rounded(operand, where)
+            op = _aten.mm.default if product.result.dim() == 2 else _aten.bmm.default
+            self._sink.ran(op, list(product.factors), [product.result], where)
 
     def _reason(self, here: Engine, op: str) -> tuple[str, str]:
         policy = here.policy or default_policy(get_backend(here.device_type))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -61,28 +62,36 @@ class ScaledProduct(NamedTuple):
     result: Tensor
 
 
-Observer = Callable[[Callable[[], ScaledProduct]], ScaledProduct]
-"""Receives a function that computes a product, and must call it."""
+class Observer(NamedTuple):
+    """What watches products.
+
+    Attributes:
+        during: makes a context that holds while a product is computed.
+        after: receives the product.
+    """
+
+    during: Callable[[], AbstractContextManager[None]]
+    after: Callable[[ScaledProduct], None]
 
 
 class _Thread(threading.local):
-    observer: Observer | None = None
+    observers: tuple[Observer, ...] = ()
 
 
 _thread = _Thread()
 
 
 def observe(observer: Observer) -> Callable[[], None]:
-    """Let `observer` compute the products that this thread starts, and their backward ones, in any thread.
+    """Let `observer` watch the products that this thread starts, and their backward ones, in any thread.
 
     Returns:
         A function that ends the observation; call it in the same thread.
     """
-    earlier = _thread.observer
-    _thread.observer = observer if earlier is None else lambda compute: observer(lambda: earlier(compute))
+    earlier = _thread.observers
+    _thread.observers = (*earlier, observer)
 
     def end() -> None:
-        _thread.observer = earlier
+        _thread.observers = earlier
 
     return end
 
@@ -92,16 +101,18 @@ class _Call(NamedTuple):
 
     rule: RecipeRule
     keys: Any
-    observer: Observer | None
+    observers: tuple[Observer, ...]
 
     def multiply(self, name: ProductName, a: Tensor, b: Tensor) -> Tensor:
         """Return ``a @ b`` of the operands as the recipe quantises them for this product."""
-
-        def compute() -> ScaledProduct:
-            with excluded(self.keys):  # a backward pass may run in a region
-                return _multiply(self.rule, name, a, b)
-
-        return (compute() if self.observer is None else self.observer(compute)).result
+        with ExitStack() as stack:
+            stack.enter_context(excluded(self.keys))  # a backward pass may run in a region
+            for observer in self.observers:
+                stack.enter_context(observer.during())
+            product = _multiply(self.rule, name, a, b)
+        for observer in self.observers:
+            observer.after(product)
+        return product.result
 
 
 def _multiply(rule: RecipeRule, name: ProductName, a: Tensor, b: Tensor) -> ScaledProduct:
@@ -212,7 +223,7 @@ def scaled(op: Overload, rule: RecipeRule, call: Callable[..., Any], device_type
         if small or not _can_multiply(name, args[first], args[first + 1], low):
             return call(*args, **kwargs)
         _check(name, rule, args)
-        shared = _Call(rule, keys, _thread.observer)
+        shared = _Call(rule, keys, _thread.observers)
 
         def product(a: Tensor, b: Tensor) -> Tensor:
             result: Tensor = _Product.apply(a, b, shared)  # type: ignore[no-untyped-call]

@@ -83,12 +83,11 @@ def recipe_of(rule: object) -> Recipe | None:
 def describe(recipe: Recipe) -> str:
     """Say how each operand is quantised: ``input e4m3 per block of 32, ...``."""
     roles = {"input": recipe.input, "weight": recipe.weight, "grad_output": recipe.grad_output}
-    return ", ".join(f"{role} {_role(each)}" for role, each in roles.items())
+    return ", ".join(f"{role} {short(each) if each else 'as it is'}" for role, each in roles.items())
 
 
-def _role(quantization: Quantization | None) -> str:
-    if quantization is None:
-        return "as it is"
+def short(quantization: Quantization) -> str:
+    """Say what is rounded to what: ``e4m3 per block of 32``."""
     shared = quantization.granularity
     if isinstance(shared, tuple):
         return f"{quantization.element.name} per tile of {shared[0]} by {shared[1]}"

@@ -364,6 +364,43 @@ def test_no_second_derivative() -> None:
         grad.sum().backward()
 
 
+def test_a_record_counts_what_a_format_cannot_hold() -> None:
+    """Saturated and flushed elements go unseen, or belong to another layer, role or pass."""
+    model, x = nn.Sequential(nn.Linear(32, 8), nn.Linear(8, 8)), torch.ones(4, 32)
+    x[0, 0], x[1, :2] = 7.9, torch.tensor([1000.0, 1e-3])
+    policy = CPU.override({"linear": Recipe.mxfp4()}, origin="here")
+    with amp_core.record() as outer, amp_core.record(model) as r, autocast("cpu", dtype=LOW, policy=policy):
+        model(x).float().sum().backward()
+    assert [*outer.quantized.values()] == [*r.quantized.values()]
+    counts = quantize(x.to(LOW), Recipe.mxfp4().input).counts.tolist()
+    by_place = {(k.place.module, k.phase, k.role): c for k, c in r.quantized.items()}
+    first = by_place["0", "forward", "input"]
+    assert [first.inf, first.nan, first.saturated, first.flushed] == counts
+    assert (first.calls, first.elements) == (1, x.numel())
+    assert min(counts[2:]) > 0
+    backward = {key: count.calls for key, count in by_place.items() if key[1] == "backward"}
+    assert backward == {
+        ("1", "backward", "input"): 1,
+        ("1", "backward", "weight"): 1,
+        ("1", "backward", "grad_output"): 2,
+        ("0", "backward", "input"): 1,
+        ("0", "backward", "grad_output"): 1,
+    }
+    products = {(k.phase, k.kernel, k.dtypes, k.rule) for k in r.ops if "mm" in k.kernel}
+    assert products == {(phase, "aten::mm", "e2m1", "recipe mxfp4") for phase in ("forward", "backward")}
+    assert not any(key.widened for key in r.ops)
+
+
+def test_a_saved_record_keeps_the_counts(tmp_path: Any) -> None:
+    """A record that was loaded has lost what a recipe did."""
+    with amp_core.record() as r, region("recipe mxfp4"):
+        F.linear(R(4, 8), R(4, 8))
+    r.save(tmp_path / "record")
+    loaded = amp_core.Recording.load(tmp_path / "record")
+    assert loaded.quantized == r.quantized != {}
+    assert "Quantised operands" in str(loaded)
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # jvp's own
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("transform", ["grad", "vmap", "jvp"])

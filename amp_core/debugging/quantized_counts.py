@@ -1,0 +1,90 @@
+"""Count what recipes did to the operands that they quantised."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from amp_core.debugging.places import Place
+from amp_core.debugging.tap import Where
+from amp_core.dispatch.scaled_products import Operand
+from amp_core.formats import COUNTS
+from amp_core.policy.recipes import short
+
+
+class QuantizedKey(NamedTuple):
+    """The key by which quantised operands are counted.
+
+    Attributes:
+        phase: ``forward`` or ``backward``.
+        place: the model and module.
+        role: ``input``, ``weight`` or ``grad_output``.
+        format: elements and what shares a scale, such as ``e4m3 per block of 32``.
+        rule: the rule of the op.
+    """
+
+    phase: str
+    place: Place
+    role: str
+    format: str
+    rule: str
+
+
+@dataclass
+class QuantizedCount:
+    """The number of operands and of their elements, and of elements by what happened to them.
+
+    Attributes:
+        calls: operands.
+        elements: elements.
+        inf: elements that were inf.
+        nan: elements that were NaN.
+        saturated: finite elements that were reduced to the largest value of the format.
+        flushed: elements other than 0 that became 0.
+    """
+
+    calls: int = 0
+    elements: int = 0
+    inf: int = 0
+    nan: int = 0
+    saturated: int = 0
+    flushed: int = 0
+
+
+class QuantizedCounts:
+    """Adds counts up on the device until they are read."""
+
+    def __init__(self) -> None:
+        self._counts: defaultdict[QuantizedKey, QuantizedCount] = defaultdict(QuantizedCount)
+        self._on_device: dict[QuantizedKey, Tensor] = {}
+
+    def add(self, operand: Operand, where: Where) -> None:
+        """Count an operand."""
+        rule = "" if where.module_rule is None else where.module_rule[0]
+        key = QuantizedKey(where.phase, where.place, operand.role, short(operand.quantization), rule)
+        count, counts, known = self._counts[key], operand.quantized.counts, self._on_device.get(key)
+        count.calls += 1
+        count.elements += operand.quantized.shape.numel()
+        self._on_device[key] = counts if known is None else known + counts.to(known.device)
+
+    def read(self) -> dict[QuantizedKey, QuantizedCount]:
+        """Return all counts; waits for the device."""
+        for key, tensor in self._on_device.items():
+            count = self._counts[key]
+            more = {name: getattr(count, name) + n for name, n in zip(COUNTS, tensor.tolist(), strict=True)}
+            self._counts[key] = replace(count, **more)
+        self._on_device.clear()
+        return dict(self._counts)
+
+    def as_lists(self) -> list[list[Any]]:
+        """Return all counts as plain values, for `restore`."""
+        return [[*key, asdict(count)] for key, count in self.read().items()]
+
+    def restore(self, entries: Iterable[list[Any]]) -> None:
+        """Take over what `as_lists` returned."""
+        for phase, place, *rest, count in entries:
+            self._counts[QuantizedKey(phase, Place(*place), *rest)] = QuantizedCount(**count)
