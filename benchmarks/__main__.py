@@ -17,7 +17,17 @@ from benchmarks import machine
 from benchmarks.ab import Ratio
 from benchmarks.plot import save_ratios
 
-GROUPS = ("regions", "dispatch", "gradients", "bandwidth", "traffic", "overlap", "casts", "insight")
+GROUPS = (
+    "regions",
+    "dispatch",
+    "gradients",
+    "bandwidth",
+    "traffic",
+    "overlap",
+    "casts",
+    "insight",
+    "formats",
+)
 ACCELERATED = ("gradients", "casts")
 RESULTS = Path(__file__).parent / "results"
 
