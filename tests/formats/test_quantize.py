@@ -270,3 +270,21 @@ def test_a_gpu_has_the_bits_of_the_cpu(name: str) -> None:
         assert torch.equal(here.values.view(torch.uint8), there.values.view(torch.uint8).cpu())
         assert torch.equal(here.scale.float(), there.scale.float().cpu())
         assert torch.equal(here.counts, there.counts.cpu())
+
+
+@pytest.mark.parametrize("name", Recipe.names())
+def test_defaults_of_torch_change_nothing(name: str) -> None:
+    """A constant is created in the default dtype or on the default device."""
+    x = torch.randn(40, 70)
+    for quantization in (Recipe.named(name).weight, Recipe.named(name).grad_output):
+        expected = quantise(x, quantization)
+        torch.set_default_dtype(torch.float64)
+        try:
+            with torch.device("meta"), torch.inference_mode():
+                other = quantise(x, quantization)
+                back = other.packed().dequantize()
+        finally:
+            torch.set_default_dtype(torch.float32)
+        assert torch.equal(other.values, expected.values)
+        assert torch.equal(other.counts, expected.counts)
+        assert torch.equal(back, expected.dequantize())
