@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from amp_core._torch.dispatcher import POLICIES, autocast_key, has_dispatch_key
+from amp_core._torch.internals import is_device_type
 from amp_core.common import environment as _env
 from amp_core.common.call_site import level_outside
 from amp_core.dispatch import functions, weight_casts
@@ -23,6 +24,7 @@ from amp_core.errors import AmpWarning, EmulationWarning, PolicyError
 from amp_core.formats import Recipe
 from amp_core.plugin import get_backend
 from amp_core.plugin.interface import Backend
+from amp_core.plugin.status import unknown_to_torch
 from amp_core.policy import OpPolicy, names
 from amp_core.policy import rules as r
 from amp_core.policy.op_policy import added_rules, native_rules
@@ -324,8 +326,11 @@ def _warn_of_emulation(device_type: str) -> None:
 
 
 def _require_autocast(device_type: str) -> None:
-    if not has_dispatch_key(autocast_key(device_type)):
+    if has_dispatch_key(autocast_key(device_type)):
+        return
+    if is_device_type(device_type):
         raise PolicyError(f"torch does not support autocast for device type {device_type!r}.")
+    raise PolicyError(unknown_to_torch(get_backend(device_type)))
 
 
 def _runners(rules: Mapping[str, str], device_type: str) -> Table:

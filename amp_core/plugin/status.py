@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from amp_core._torch.internals import is_device_type
 from amp_core.plugin.entry_points import ENTRY_POINT_GROUP
 from amp_core.plugin.interface import Backend
 from amp_core.plugin.registry import Owner
@@ -47,12 +48,14 @@ class Failure:
 
 
 def status_of(backend: Backend, owner: Owner) -> BackendStatus:
-    """Return the status of `backend`; ``"failed"`` if checking its availability raises."""
+    """Return the status of `backend`; ``"failed"`` if `availability` raises or torch lacks its type."""
     try:
         now = backend.availability()
         status, reason = "available" if now.usable else "absent", now.reason
     except Exception as error:
         status, reason = "failed", str(error)
+    if status == "available" and not is_device_type(backend.device_type):
+        status, reason = "failed", unknown_to_torch(backend)
     return BackendStatus(status, reason, owner.plugin, owner.distribution, owner.version, owner.path)
 
 
@@ -60,6 +63,15 @@ def status_of_failure(failure: Failure) -> BackendStatus:
     """Return the status of a device type whose plugin failed to load."""
     owner = failure.owner
     return BackendStatus("failed", str(failure), owner.plugin, owner.distribution, owner.version)
+
+
+def unknown_to_torch(backend: Backend) -> str:
+    """Return the error text for a backend whose device type torch does not know."""
+    return (
+        f"{type(backend).__name__} of {backend.origin or type(backend).__module__} serves device type "
+        f"{backend.device_type!r}, which torch does not know. Import the package that adds the device to "
+        f"torch in the plugin's hooks, or correct device_type."
+    )
 
 
 def unknown_text(device_type: str, known: Iterable[str], aliases: Mapping[str, str]) -> str:

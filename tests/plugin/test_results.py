@@ -9,7 +9,9 @@ import torch
 
 import amp_core
 from amp_core import OpPolicy
-from amp_core.plugin import Availability, Backend
+from amp_core.cli import main
+from amp_core.plugin import Availability, Backend, replace_backend
+from amp_core.plugin.default_manager import manager
 
 
 class Right(Backend):
@@ -73,3 +75,21 @@ def test_right_results_pass_unchanged() -> None:
     assert backend.supported_dtypes() == (torch.bfloat16,)
     assert backend.kernels().name == "portable"
     assert backend.op_policy() == OpPolicy.default("cpu")
+
+
+def test_a_device_type_that_torch_does_not_know_is_named_with_its_backend(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Every use fails deep in torch, in words that name neither the package nor what to do."""
+    registry = manager().registry
+    replace_backend(type("Misnamed", (Right,), {"device_type": "nosuch", "__module__": __name__})())
+    try:
+        with pytest.raises(amp_core.PolicyError, match="which torch does not know") as raised:
+            amp_core.autocast("nosuch").__enter__()
+        assert str(raised.value).startswith(f"Misnamed of plugin '{__name__}' serves device type 'nosuch'")
+        status = amp_core.backends()["nosuch"]
+        assert (status.status, status.reason) == ("failed", str(raised.value))
+        assert main(["check", "nosuch"]) == 2
+        assert str(raised.value) in capsys.readouterr().err
+    finally:
+        registry.restore({k: v for k, v in registry.snapshot().items() if k != "nosuch"})
