@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 
 from amp_core._torch.features import Feature
+from amp_core._torch.internals import autocast_known
 
 K = TypeVar("K")
 
@@ -115,9 +116,7 @@ def autocast_device_types() -> list[str]:
         torch.device("no_such_device")
     except RuntimeError as error:
         names = re.findall(r"\w+", str(error).partition("one of ")[2].partition(" device type ")[0])
-        return [
-            n for n in names if n not in ("mkldnn", "privateuseone") and torch.amp.is_autocast_available(n)
-        ]
+        return [n for n in names if n not in ("mkldnn", "privateuseone") and autocast_known(n)]
     return []
 
 

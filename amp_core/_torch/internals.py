@@ -21,12 +21,11 @@ from amp_core.errors import TorchFeatureError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+# torch's own, bound here once: `amp_compat.install` may put ours under these names.
+torch_autocast = torch.autocast
+autocast_known = torch.amp.is_autocast_available
+
 # ---- device types: documented names only -------------------------------------------------------------
-
-
-def autocast_known(device_type: str) -> bool:
-    """Whether torch can autocast on `device_type`."""
-    return torch.amp.is_autocast_available(device_type)
 
 
 def is_device_type(name: str) -> bool:
@@ -242,9 +241,6 @@ def gradient_is_accumulated(node: Any) -> bool:
         _LEAVES.attempt(_will_run, node)
         raise TorchFeatureError(_LEAVES.reason) from None
 
-
-# torch's own class: `amp_compat.install` may put ours under its name.
-torch_autocast = torch.autocast
 
 _DDP = Feature(
     "ddp_forward", "master_weights treats every model as part of a DistributedDataParallel, which is slower"

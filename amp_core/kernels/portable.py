@@ -139,7 +139,7 @@ class Portable(Kernels):
 @contextmanager
 def _outside_autocast(device_type: str) -> Iterator[None]:
     """Turn autocast off, which casts norms and refuses to stack float64 with another dtype."""
-    known = not torch.compiler.is_compiling() and torch.amp.is_autocast_available(device_type)
+    known = not torch.compiler.is_compiling() and _torch.autocast_known(device_type)
     if not (known and torch.is_autocast_enabled(device_type)):
         yield
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 import types
@@ -13,6 +14,7 @@ import torch
 
 import amp_compat
 import amp_core
+from amp_compat._install import _NAMES
 
 SCRIPT = Path(__file__).parent / "data" / "old_training.py"
 
@@ -72,6 +74,28 @@ def test_torch_amp_is_replaced(installed: None) -> None:
     amp_compat.uninstall()
     assert torch.autocast.__module__ == "torch.amp.autocast_mode"
     assert torch.GradScaler.__module__ == "torch.amp.grad_scaler"
+
+
+@pytest.mark.parametrize("device", ["foo", None])
+def test_an_unknown_device_under_the_old_names(installed: None, device: str | None) -> None:
+    """What lists the devices of torch asks under torch's name, is answered by us, and so on for ever."""
+    with pytest.warns(amp_core.AmpWarning, match="scale will be on the device of the first loss"):
+        assert torch.amp.GradScaler(device).is_enabled()  # type: ignore[arg-type]
+    with pytest.raises(amp_core.BackendNotFoundError, match="foo"):
+        torch.autocast("foo")
+
+
+REPLACED = {f"torch.{name}" for name in ("autocast", "GradScaler")} | {f"torch.amp.{name}" for name in _NAMES}
+
+
+def test_no_function_looks_up_what_install_replaces() -> None:
+    """A function finds our own object where it wants torch's, and calls itself."""
+    for file in Path(amp_core.__file__).parent.rglob("*.py"):
+        for function in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                inside = [node for part in function.body for node in ast.walk(part)]
+                used = {ast.unparse(node) for node in inside if isinstance(node, ast.Attribute)}
+                assert not used & REPLACED, f"{file.name}, {function.name}: {used & REPLACED}"
 
 
 def test_only_deprecated_names_on_request() -> None:
