@@ -30,7 +30,7 @@ class Attached:
         Places.check(model)
         self.model, self.step = model, -1
         if "torch._dynamo" in sys.modules:  # compiled code does not look for new hooks
-            torch.compiler.reset()  # type: ignore[no-untyped-call]
+            torch.compiler.reset()
         self._removers: list[Callable[[], None]] = [
             model.register_forward_pre_hook(self._enter, with_kwargs=True).remove,
             model.register_forward_hook(self._leave, with_kwargs=True).remove,
