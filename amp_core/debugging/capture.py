@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from amp_core._torch.dispatcher import Overload, dispatcher_name
 from amp_core.debugging.places import Lines, Place
+from amp_core.debugging.quantized_counts import QuantizedCounts
 from amp_core.debugging.tap import BACKWARD, FORWARD, Frame, Tap, Where, floats_in
 from amp_core.dispatch.scaled_products import Operand
 
@@ -75,6 +76,7 @@ class Capture:
     Attributes:
         samples: the samples, in order of computation.
         went_back: whether a backward pass has run.
+        quantized: the operands that recipes quantised.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class Capture:
     ) -> None:
         self.samples: dict[Key, Sample] = {}
         self.went_back = False
+        self.quantized = QuantizedCounts()
         self.tap = Tap(self, model, ops)
         self.tap.places.on_return = self._returned
         self._limit = limit
@@ -113,7 +116,8 @@ class Capture:
         self._set_producer([*filter(is_plain, outputs)], Key(*whole, self._calls[whole]))
 
     def rounded(self, operand: Operand, where: Where) -> None:
-        """Ignore operands: their products follow."""
+        """Count an operand that a recipe quantised."""
+        self.quantized.add(operand, where)
 
     def framed(self, frame: Frame, inputs: list[Tensor], outputs: list[Tensor], where: Where) -> None:
         """Sample the result of an op that autocast may have changed."""

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from amp_core.debugging.capture import OP, PARAMETER, Key, Sample
 from amp_core.debugging.report import Report
-from amp_core.debugging.step import Run, Step
+from amp_core.debugging.step import Run, Step, quantising
+from amp_core.formats import Recipe
 from amp_core.policy import OpPolicy
 
 
@@ -77,6 +78,7 @@ class Comparison(Report):
         scale: the loss scale of the mixed-precision run.
         loss: the loss of the mixed-precision run, if `fn` returned one.
         reference_loss: the loss of the reference run.
+        quantized: what recipes did to operands, as in `Recording`.
     """
 
     def __init__(self, reference: Run, mixed: Run, dtype: torch.dtype, reference_dtype: torch.dtype) -> None:
@@ -89,6 +91,7 @@ class Comparison(Report):
         self.loss = mixed.loss
         self.reference_loss = reference.loss
         self.went_back = reference.went_back
+        self.quantized = mixed.quantized
         self._loss_producer = mixed.loss_producer
         self.parents = {key: sample.parents for key, sample in mixed.samples.items()}
         self._odd = sum(s.dtype.itemsize < reference_dtype.itemsize for s in reference.samples.values())
@@ -166,6 +169,7 @@ def compare(
     device: str | torch.device | Tensor = "auto",
     *,
     policy: OpPolicy | None = None,
+    format: str | Recipe | None = None,  # noqa: A002
     reference: torch.dtype = torch.float32,
     dtype: torch.dtype | None = None,
     scale: float = 1.0,
@@ -189,6 +193,9 @@ def compare(
             `fn` needs no autocast region; a region that it enters without a policy uses the run's policy.
         device: the device type, as for `autocast`.
         policy: the policy of the mixed-precision run; by default the device's.
+        format: a `Recipe`, or the name of one, for those matrix products that the policy runs in low
+            precision; `dtype` then defaults to bfloat16. The report counts, per layer and role, the elements
+            that the format could not hold.
         reference: the reference dtype: float32, or another that autocast supports.
         dtype: the low-precision dtype; by default the device's.
         scale: the loss scale of the mixed-precision run, as applied by a `GradScaler`.
@@ -201,6 +208,7 @@ def compare(
     Raises:
         AmpError: `fn` returned a tensor that is not a scalar, its model is sharded over processes, or
             `reference` is not supported.
+        PolicyError: there is no recipe `format`, or it cannot be a rule.
         TypeError: `fn` is not callable, or `model` is not a module.
         ValueError: `scale` or `limit` is out of range.
 
@@ -210,6 +218,8 @@ def compare(
     """
     if not 0 < scale < math.inf:
         raise ValueError(f"scale= must be a finite number above 0, not {scale}.")
+    if format is not None:
+        policy, dtype = quantising(device, policy, format), dtype or torch.bfloat16
     step = Step(fn, device, dtype, policy, model, seed, limit)
     wanted = step.reference(reference, scale)
     return Comparison(wanted, step.mixed(step.policy, scale), step.dtype, reference)

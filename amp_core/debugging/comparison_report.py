@@ -10,7 +10,7 @@ import torch
 from amp_core.debugging.capture import MODULE, OP, PARAMETER
 from amp_core.debugging.chart import Chart, Point
 from amp_core.debugging.comparison import Comparison, Difference, tolerances
-from amp_core.debugging.recording_report import short
+from amp_core.debugging.recording_report import quantized_table, short
 from amp_core.debugging.report import content_of
 from amp_core.debugging.tables import Content, Table, Value, as_count, as_dtype, as_share, columns, written
 
@@ -31,6 +31,7 @@ def _(comparison: Comparison) -> Content:
             _ops(comparison.at(OP)),
             _modules(comparison.at(MODULE)),
             _parameters(comparison.at(PARAMETER)),
+            *([quantized_table(comparison.quantized)] if comparison.quantized else []),
         ],
         charts=_charts(comparison),
     )

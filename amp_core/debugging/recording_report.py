@@ -26,7 +26,7 @@ def _(recording: Recording) -> Content:
             _by_op(recording.ops),
             _widened(recording.ops),
             _unruled(recording.unruled),
-            _quantized(recording.quantized),
+            quantized_table(recording.quantized),
             _casts(recording.casts),
             _repeats(recording.casts),
             _by_module(recording),
@@ -118,7 +118,8 @@ def _unruled(ops: Counter[OpKey]) -> Table:
     return Table("unruled", "Heavy ops without a rule", spec, rows, about)
 
 
-def _quantized(quantized: dict[QuantizedKey, QuantizedCount]) -> Table:
+def quantized_table(quantized: dict[QuantizedKey, QuantizedCount]) -> Table:
+    """Return the table of what recipes did to operands."""
     rows: list[tuple[Value, ...]] = [
         (
             str(key.place),

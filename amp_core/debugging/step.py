@@ -12,11 +12,14 @@ from torch import Tensor, nn
 from amp_core.common.device_types import device_type_of
 from amp_core.debugging.capture import Capture, Key, Sample
 from amp_core.debugging.places import Place, Places
+from amp_core.debugging.quantized_counts import QuantizedCount, QuantizedKey
 from amp_core.debugging.state_keeper import StateKeeper, seeded
-from amp_core.dispatch.activate import activation, default_policy
+from amp_core.dispatch.activate import activation, default_policy, with_recipe
 from amp_core.errors import AmpError
+from amp_core.formats import Recipe
 from amp_core.plugin import get_backend
 from amp_core.policy import OpPolicy
+from amp_core.policy.recipes import as_rule
 from amp_core.regions.region import autocast
 
 
@@ -106,7 +109,21 @@ class Step:
             loss = _number(result)
         producer = capture.producer(result) if loss is not None else None
         scale = scale if self.leaves_backward else 1.0
-        return Run(capture.samples, capture.went_back, scale, loss, producer)
+        quantized = capture.quantized.read()
+        return Run(capture.samples, capture.went_back, scale, loss, producer, quantized)
+
+
+def quantising(
+    device: str | torch.device | Tensor, policy: OpPolicy | None, recipe: str | Recipe
+) -> OpPolicy:
+    """Return `policy`, or the device's, with a recipe for the matrix products that it runs in low precision.
+
+    Raises:
+        PolicyError: there is no recipe of that name, or it cannot be a rule.
+    """
+    rule = as_rule(recipe if isinstance(recipe, Recipe) else f"recipe {recipe}")
+    under = policy or default_policy(get_backend(device_type_of(device)))
+    return with_recipe(under, rule.recipe, f"format={rule.removeprefix('recipe ')}")
 
 
 class Run(NamedTuple):
@@ -118,6 +135,7 @@ class Run(NamedTuple):
         scale: the loss scale.
         loss: the loss, if `fn` returned one.
         loss_producer: the op that produced the loss.
+        quantized: the operands that recipes quantised.
     """
 
     samples: dict[Key, Sample]
@@ -125,6 +143,7 @@ class Run(NamedTuple):
     scale: float
     loss: float | None
     loss_producer: Key | None
+    quantized: dict[QuantizedKey, QuantizedCount]
 
 
 def _run_backward(result: Any, scale: float, capture: Capture) -> bool:

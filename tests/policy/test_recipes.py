@@ -413,6 +413,28 @@ def test_a_saved_record_keeps_the_counts(tmp_path: Any) -> None:
     assert "Quantised operands" in str(loaded)
 
 
+def test_compare_rehearses_a_format() -> None:
+    """A rehearsal runs without the recipe, or in the layers that the policy keeps in float32."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(32, 16), nn.GELU(), nn.Linear(16, 4)), R(8, 32)
+
+    def compared(**how: Any) -> amp_core.Comparison:
+        return amp_core.compare(lambda: model(x).float().square().mean(), "cpu", **how)
+
+    plain, by_name, by_policy = (
+        compared(),
+        compared(format="mxfp4"),
+        compared(policy=CPU.override({"linear": Recipe.mxfp4()})),
+    )
+    assert not plain.quantized
+    assert plain.gradient_error < by_name.gradient_error == by_policy.gradient_error
+    assert {key.role for key in by_name.quantized} == {"input", "weight", "grad_output"}
+    assert "Quantised operands" in str(by_name)
+    assert not compared(format="mxfp4", policy=CPU.override({"linear": "fp32"})).quantized
+    with pytest.raises(PolicyError, match="no recipe 'mxfp5'"):
+        compared(format="mxfp5")
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # jvp's own
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("transform", ["grad", "vmap", "jvp"])
