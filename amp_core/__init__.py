@@ -15,7 +15,15 @@ if TYPE_CHECKING:
 
     from amp_core._torch.internals import enter_autocast as _enter_autocast
     from amp_core._torch.internals import exit_autocast as _exit_autocast
-    from amp_core.casts import CachedCasts, MasterWeights, StoredWeights, cached_casts, master_weights
+    from amp_core.casts import (
+        CachedCasts,
+        LostUpdates,
+        MasterWeights,
+        StoredWeights,
+        cached_casts,
+        count_lost_updates,
+        master_weights,
+    )
     from amp_core.debugging.advice import Advice
     from amp_core.debugging.advise import advise
     from amp_core.debugging.comparison import Comparison, compare
@@ -85,6 +93,7 @@ __all__ = [
     "Hysteresis",
     "KernelLaunchError",
     "LossScaleSchedule",
+    "LostUpdates",
     "MasterWeights",
     "MaterializeError",
     "NonFiniteError",
@@ -120,6 +129,7 @@ __all__ = [
     "cached_casts",
     "compare",
     "convert_scaler_state",
+    "count_lost_updates",
     "custom_bwd",
     "custom_fwd",
     "disable",
@@ -136,7 +146,9 @@ __all__ = [
 
 _NAMES = {
     "_torch.internals": "_enter_autocast=enter_autocast _exit_autocast=exit_autocast",
-    "casts": "CachedCasts MasterWeights StoredWeights cached_casts master_weights",
+    "casts": (
+        "CachedCasts LostUpdates MasterWeights StoredWeights cached_casts count_lost_updates master_weights"
+    ),
     "debugging.advice": "Advice",
     "debugging.comparison": "Comparison compare",
     "debugging.guard": "guard",

@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+from amp_core.casts.lost_updates import LostUpdates, count_lost_updates
 from amp_core.casts.master import MasterWeights, master_weights
 from amp_core.casts.scope import CachedCasts, cached_casts
-from amp_core.casts.storage import StoredWeights
+from amp_core.casts.stored import StoredWeights
 
-__all__ = ["CachedCasts", "MasterWeights", "StoredWeights", "cached_casts", "master_weights"]
+__all__ = [
+    "CachedCasts",
+    "LostUpdates",
+    "MasterWeights",
+    "StoredWeights",
+    "cached_casts",
+    "count_lost_updates",
+    "master_weights",
+]

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from amp_core.casts.accumulating import AccumulatingCasts
 from amp_core.casts.scope import CachedCasts
-from amp_core.casts.storage import StoredWeights
+from amp_core.casts.stored import StoredWeights
 
 
 class MasterWeights(CachedCasts):

@@ -37,16 +37,18 @@ def like(tensor: Tensor, part: Tensor) -> Tensor:
     return whole
 
 
-def elements(tensor: Tensor) -> Tensor:
-    """Return the number of each element of this rank's part in the whole tensor.
+def elements(tensor: Tensor) -> Tensor | None:
+    """Return the number of each element of this rank's part in the whole tensor; None if it is the whole.
 
     Raises:
         ValueError: the placement of a DTensor is other than even shards and replicas.
     """
     part = local(tensor)
-    offset = [0] * tensor.dim()
-    if part is not tensor:
-        offset = _offset(tensor, part)
+    if part is tensor:
+        return None
+    offset = _offset(tensor, part)
+    if part.shape == tensor.shape:
+        return None
     return element_numbers(part.shape, offset, tensor.shape, part.device)
 
 

@@ -75,3 +75,35 @@ def random_bits(numbers: Tensor, key: int | Tensor, count: int) -> Tensor:
     x = _mix(numbers + first)
     x ^= second
     return _mix(x) & ((1 << count) - 1)
+
+
+def _shifted_xor_(x: Tensor, shift: int) -> Tensor:
+    """Compute ``x ^= x >> shift`` in place; the shift fills with zeros."""
+    shifted = x >> shift
+    shifted &= _32_BITS >> shift
+    x ^= shifted
+    return x
+
+
+def _hash_(x: Tensor, key: int) -> Tensor:
+    """Turn distinct int32 values into random bits, in place: triple32, with the key in two of its rounds."""
+    x += _signed(key)
+    x *= _signed(0xED5AD4BB)
+    x = _shifted_xor_(x, 11)
+    x ^= _signed(key >> 32)
+    x *= _signed(0xAC4C1B51)
+    x = _shifted_xor_(x, 15)
+    x *= 0x31848BAB
+    return _shifted_xor_(x, 14)
+
+
+def random_16_bits(numbers: Tensor, key: int) -> Tensor:
+    """Return 16 random bits, as int16, for each element number: each hash serves two neighbours."""
+    halves = _hash_((numbers >> 1) & 0x7FFFFFFF, key).unsqueeze(-1).view(torch.int16)
+    return torch.where(numbers & 1 == 0, halves[..., 0], halves[..., 1])
+
+
+def random_16_bits_from(start: int, like: Tensor, key: int) -> Tensor:
+    """The same for the elements from an even number on, in the shape of `like`."""
+    pairs = torch.arange(start // 2, (start + like.numel() + 1) // 2, dtype=torch.int32, device=like.device)
+    return _hash_(pairs, key).view(torch.int16)[: like.numel()].view(like.shape)

@@ -27,7 +27,8 @@ class Finding:
         op: the op.
         mend: a description of the fix; empty if no attempt helped.
         before: the error that the op adds without the fix; inf for inf and NaN.
-        after: the same with the fix. For gradient underflow, both are the share of underflowing values.
+        after: the same with the fix. For gradient underflow, both are the share of underflowing values; for
+            lost updates, which have no op, that of lost elements.
         line: ``file:line`` of the program that called the op, or the forward op of a backward op.
     """
 

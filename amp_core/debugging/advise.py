@@ -9,6 +9,7 @@ from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from amp_core.debugging.advice import Advice, SpeedAdvice
 from amp_core.debugging.search import Search
@@ -48,6 +49,7 @@ def advise(
     limit: int = ...,
     progress: bool | None = ...,
     goal: str = ...,
+    optimizer: Optimizer | None = ...,
 ) -> Advice: ...
 
 
@@ -64,6 +66,7 @@ def advise(
     limit: int = 16384,
     progress: bool | None = None,
     goal: str = "accuracy",
+    optimizer: Optimizer | None = None,
 ) -> Advice:
     """Propose op and module rules and a loss scale that make a step accurate, or fast, in mixed precision.
 
@@ -95,13 +98,16 @@ def advise(
         progress: write progress to stderr; by default only if it is a terminal.
         goal: ``"accuracy"`` or ``"speed"``. For speed, `rounds` is the maximum number of modules to try, and
             `tolerance` and `limit` have no effect.
+        optimizer: the optimizer of the step. With it, `advise` also names the bfloat16 and float16 weights
+            for which rounding undoes the update of more than a tenth of the elements. `fn` must then leave
+            the optimizer's step, and any ``zero_grad`` after the backward pass, to the caller.
 
     Returns:
         An `Advice` to print, save or apply.
 
     Raises:
         AmpError: as for `compare`.
-        ValueError: `goal` is unknown.
+        ValueError: `goal` is unknown, or `optimizer` is given for speed.
 
     Example::
 
@@ -114,8 +120,10 @@ def advise(
         raise ValueError(f'goal= must be "accuracy" or "speed", not {goal!r}.')
     step = Step(fn, device, dtype, policy, model, seed, limit)
     if goal == "speed":
+        if optimizer is not None:
+            raise ValueError('optimizer= serves goal="accuracy": lost updates are no matter of speed.')
         return SpeedSearch(step, policy, _progress_line(progress)).run(rounds)
-    return Search(step, tolerance, _progress_line(progress)).run(rounds)
+    return Search(step, tolerance, _progress_line(progress), optimizer).run(rounds)
 
 
 def _progress_line(shown: bool | None) -> Callable[[str], None]:

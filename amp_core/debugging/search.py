@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
+from amp_core.casts.lost_updates import lost_to_rounding
 from amp_core.debugging.advice import Advice, Finding
 from amp_core.debugging.capture import OP, PARAMETER, Key
 from amp_core.debugging.comparison import Comparison, Difference, tolerances
@@ -23,6 +25,7 @@ from amp_core.regions.modules import apply_policy
 
 _LARGEST_SCALE = 2.0**24
 _HEADROOM = 8  # range left above this step's largest gradient, for larger ones in other steps
+_LOST = 0.1  # a share of lost updates that matters
 _FEW = 0.01  # a share of underflowing values small enough to ignore
 
 
@@ -42,10 +45,17 @@ class Search:
         step: the step to run.
         tolerance: as for `Comparison.leads`.
         progress: called with a description of each run.
+        optimizer: the optimizer whose updates the weights must not lose.
     """
 
-    def __init__(self, step: Step, tolerance: float | None, progress: Callable[[str], None]) -> None:
-        self._step = step
+    def __init__(
+        self,
+        step: Step,
+        tolerance: float | None,
+        progress: Callable[[str], None],
+        optimizer: Optimizer | None = None,
+    ) -> None:
+        self._step, self._optimizer = step, optimizer
         self._given = tolerance
         self._tolerance, _ = tolerances(step.dtype, tolerance)
         self._progress = progress
@@ -67,6 +77,8 @@ class Search:
                 given_up.add(fault.key)
             else:
                 proposal, now = fixed
+        if self._optimizer is not None:
+            self._note_lost_updates(proposal, self._optimizer)
         narrow = _is_narrow(self._step.dtype) and before.went_back
         scale = proposal.scale if narrow else None
         return Advice(proposal.policy, proposal.modules, scale, tuple(self._findings), before, now)
@@ -108,6 +120,28 @@ class Search:
         _, limit = tolerances(self._step.dtype, self._given)
         right = {d.key for d in better.at(PARAMETER) if d.error <= limit}
         return any(d.error > limit and not d.noise and d.key in right for d in now.at(PARAMETER))
+
+    # The weights.
+
+    def _note_lost_updates(self, proposal: Proposal, optimizer: Optimizer) -> None:
+        """Add a finding for each weight whose dtype rounds away a large share of the optimizer's update."""
+        lost: dict[str, float] = {}
+
+        def count() -> None:
+            names = {id(p): name for root in self._step.roots for name, p in root.named_parameters()}
+            if proposal.scale != 1.0:
+                for param in (p for group in optimizer.param_groups for p in group["params"]):
+                    param.grad = None if param.grad is None else param.grad / proposal.scale
+            lost.update(lost_to_rounding(optimizer, names))
+
+        self._progress("for the updates of the weights")
+        with self._applied(proposal):
+            self._step.mixed(proposal.policy, proposal.scale, count)
+        for name, share in sorted(lost.items(), key=lambda item: -item[1]):
+            if share > _LOST:
+                what = f"{name} loses {share:.0%} of its updates to rounding"
+                mend = "master_weights(model, optimizer, storage='remainder')"
+                self._findings.append(Finding(what, name.rpartition(".")[0], "", mend, share, 0.0))
 
     # The ops.
 

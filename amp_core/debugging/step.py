@@ -74,9 +74,9 @@ class Step:
             )
         return self._run(dtype, self.policy, scale)
 
-    def mixed(self, policy: OpPolicy, scale: float) -> Run:
-        """Run the step in mixed precision."""
-        return self._run(self.dtype, policy, scale)
+    def mixed(self, policy: OpPolicy, scale: float, at_end: Callable[[], None] = lambda: None) -> Run:
+        """Run the step in mixed precision; call `at_end` while its gradients are there."""
+        return self._run(self.dtype, policy, scale, at_end)
 
     @contextlib.contextmanager
     def _in_force(self, policy: OpPolicy) -> Iterator[None]:
@@ -89,7 +89,9 @@ class Step:
         finally:
             active.pop()
 
-    def _run(self, dtype: torch.dtype, policy: OpPolicy, scale: float) -> Run:
+    def _run(
+        self, dtype: torch.dtype, policy: OpPolicy, scale: float, at_end: Callable[[], None] = lambda: None
+    ) -> Run:
         ops = {*self._float32.rules, *self.policy.rules}
         keeper = StateKeeper()
         capture = Capture(self._limit, ops, self.model, keeper.keep_tensor)
@@ -106,6 +108,7 @@ class Step:
                 self.roots = [self.model] if self.model is not None else capture.tap.places.roots
                 with capture.tap.muted():
                     _keep_gradients(self.roots, capture)
+                    at_end()
             loss = _number(result)
         producer = capture.producer(result) if loss is not None else None
         scale = scale if self.leaves_backward else 1.0

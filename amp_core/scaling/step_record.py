@@ -98,9 +98,12 @@ class StepRecord:
     def lost_updates(self) -> dict[str, float] | None:
         """The share of each parameter's elements that the step should have changed but did not.
 
-        ``None`` unless ``amp_core.master_weights`` counts them (``lost_updates=True``).
+        ``None`` if the step was skipped, and unless they are counted: by ``amp_core.count_lost_updates`` or
+        ``amp_core.master_weights(..., lost_updates=True)``.
         """
-        return None if self._lost is None else {name: float(share) for name, share in self._lost.items()}
+        if self._lost is None or self.skipped:
+            return None
+        return {name: float(share) for name, share in self._lost.items()}
 
     @property
     def rank(self) -> int | None:

@@ -1,0 +1,202 @@
+"""Lost updates: elements of a weight that a step should have changed, but rounding left as they were."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from amp_core.casts.shards import like, local
+from amp_core.casts.stand_ins import buckets, in_place_of, unhooked_step
+from amp_core.casts.storage import widen_state
+
+_LOW = (torch.bfloat16, torch.float16)
+
+
+class Counts:
+    """The share of lost updates in the last step of `optimizer`, by parameter.
+
+    `GradScaler` makes the record of a step before the step is taken, and refers to the dict that the step
+    will fill.
+
+    Attributes:
+        last: name -> share, on the device.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        if hasattr(optimizer, "_amp_core_lost_updates"):
+            raise RuntimeError(
+                "The lost updates of this optimizer are counted already: use the handle that counts them, or "
+                "call its remove() first."
+            )
+        self._optimizer = optimizer
+        self.last: dict[str, Tensor] = {}
+        self._expect()
+
+    def _expect(self) -> None:
+        self._optimizer._amp_core_lost_updates = {}  # type: ignore[attr-defined]
+
+    def begin(self) -> None:
+        """Begin a step."""
+        self.last = self._optimizer._amp_core_lost_updates  # type: ignore[attr-defined]
+
+    def end(self) -> None:
+        """End a step: the next one has counts of its own."""
+        self._expect()
+
+    def count(self, name: str, lost: Tensor) -> None:
+        """Note which elements of a parameter lost their update."""
+        if lost.numel():
+            self.last[name] = lost.float().mean()
+
+    def read(self) -> dict[str, float]:
+        """Return the shares; waits for the device."""
+        return {name: float(share) for name, share in self.last.items()}
+
+    def remove(self) -> None:
+        """Count no longer."""
+        self._optimizer.__dict__.pop("_amp_core_lost_updates", None)
+
+
+class LostUpdates:
+    """The handle that `count_lost_updates` returns; also a context manager."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(
+                f"count_lost_updates needs a torch.optim.Optimizer, not {type(optimizer).__name__}."
+            )
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ValueError("LBFGS evaluates the loss within a step, so its updates cannot be counted.")
+        self._counts = Counts(optimizer)
+        self._optimizer = optimizer
+        self._names = {id(p): name for name, p in model.named_parameters()}
+        self._before: list[tuple[str, Tensor, Tensor]] = []
+        self._hooks = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+        ]
+
+    def _before_step(self, _optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if any(callable(value) for value in (*args, *kwargs.values())):
+            raise RuntimeError(
+                "count_lost_updates reads the gradients before the step, and a closure computes them within. "
+                "Compute them first and call step() without a closure, or remove() the count."
+            )
+        self._counts.begin()
+        # NaN equals nothing, so only elements that should change can be found unchanged.
+        self._before = [
+            (name, param, local(param).detach().masked_fill(wanted == local(param), torch.nan))
+            for name, param, wanted in float32_steps(self._optimizer, self._names)
+        ]
+
+    def _after_step(self, *_: object) -> None:
+        for name, param, before in self._before:
+            self._counts.count(name, local(param).detach() == before)
+        self._before = []
+        self._counts.end()
+
+    def lost_updates(self) -> dict[str, float]:
+        """Return, by name, the share of elements that the last step should have changed and did not.
+
+        Waits for the device. Parameters other than bfloat16 and float16 ones are left out.
+        """
+        return self._counts.read()
+
+    def remove(self) -> None:
+        """Count no longer. Calling it again has no effect."""
+        while self._hooks:
+            self._hooks.pop().remove()
+            self._counts.remove()
+
+    def __enter__(self) -> LostUpdates:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+
+def count_lost_updates(model: nn.Module, optimizer: Optimizer) -> LostUpdates:
+    """Count the updates that the low-precision weights of `model` lose at each step of `optimizer`.
+
+    Before each step, the optimizer steps on float32 copies of its bfloat16 and float16 parameters, gradients
+    and states, one bucket of 64 MiB at a time. An update is lost if that changes an element and the
+    real step does not. The real step is as without the count. For a weight that `master_weights` stores, use
+    its ``lost_updates=True``.
+
+    The records of `GradScaler` have the counts too: ``scaler.history[-1].lost_updates``. Only reading waits
+    for the device.
+
+    Args:
+        model: names the parameters.
+        optimizer: any but LBFGS; its state must be in ``state`` and ``param_groups``.
+
+    Returns:
+        The handle. ``lost_updates()`` returns the share of each parameter's elements in the last step;
+        ``remove()``, or leaving a ``with`` block, ends the count.
+
+    Raises:
+        TypeError: `optimizer` is not a ``torch.optim.Optimizer``.
+        ValueError: it is LBFGS.
+        RuntimeError: its lost updates are counted already; or, at a step, it is called with a closure.
+
+    Example:
+        >>> import torch, amp_core
+        >>> model = torch.nn.Linear(2, 1, bias=False, dtype=torch.bfloat16)
+        >>> _ = torch.nn.init.ones_(model.weight)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        >>> with amp_core.count_lost_updates(model, optimizer) as counted:
+        ...     model(torch.ones(1, 2, dtype=torch.bfloat16)).sum().backward()
+        ...     optimizer.step()
+        >>> counted.lost_updates()
+        {'weight': 1.0}
+    """
+    return LostUpdates(model, optimizer)
+
+
+def lost_to_rounding(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, float]:
+    """Return the share of elements that a float32 step changes and rounding restores."""
+    shares = {}
+    for name, param, wanted in float32_steps(optimizer, names):
+        before = local(param).detach()
+        shares[name] = ((wanted != before) & (wanted.to(before.dtype) == before)).float().mean()
+    return {name: float(share) for name, share in shares.items()}
+
+
+def float32_steps(optimizer: Optimizer, names: Mapping[int, str]) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yield (name, parameter, this rank's part after a step in float32); the step leaves nothing behind."""
+    step = unhooked_step(optimizer)
+    for bucket in buckets(optimizer):
+        low = [(dict(group), [pair for pair in pairs if _is_low(pair[1], names)]) for group, pairs in bucket]
+        with contextlib.ExitStack() as stack:
+            stand_ins = {id(p): _copied(optimizer, p, stack) for _, pairs in low for _, p in pairs}
+            if not stand_ins:
+                continue
+            with in_place_of(optimizer, low, stand_ins):
+                step()
+            for _, pairs in low:
+                for _, param in pairs:
+                    yield names[id(param)], param, local(stand_ins[id(param)]).detach()
+
+
+def _is_low(param: Tensor, names: Mapping[int, str]) -> bool:
+    dense = param.grad is not None and param.grad.layout is torch.strided
+    return id(param) in names and param.dtype in _LOW and dense
+
+
+def _copied(optimizer: Optimizer, param: Tensor, stack: contextlib.ExitStack) -> Tensor:
+    """Return a float32 copy of `param` with its gradient, and with its state until `stack` ends."""
+    stand_in = like(param, local(param).detach().float()).requires_grad_()
+    assert param.grad is not None
+    stand_in.grad = param.grad.to(torch.float32, copy=True)
+    if param in optimizer.state:
+        state = optimizer.state[param].items()
+        optimizer.state[stand_in] = {
+            k: widen_state(v.clone() if isinstance(v, Tensor) else v) for k, v in state
+        }
+    stack.callback(optimizer.state.pop, stand_in, None)
+    return stand_in

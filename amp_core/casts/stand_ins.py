@@ -1,0 +1,64 @@
+"""Step an optimizer on float32 stand-ins of its parameters, one bucket of them at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from amp_core.casts.shards import local
+
+_BUCKET_BYTES = 64 * 2**20
+"""Bytes of float32 weights that exist at a time during a step."""
+
+Bucket = list[tuple[dict[str, Any], list[tuple[int, Tensor]]]]
+"""Parameter groups, each with the (index, parameter) pairs to step."""
+
+
+def buckets(optimizer: Optimizer) -> Iterator[Bucket]:
+    """Yield the parameters that have gradients, in buckets.
+
+    An optimizer of another package gets all in one: it may count its calls.
+    """
+    limit = _BUCKET_BYTES if type(optimizer).__module__.startswith("torch.optim") else float("inf")
+    index, size = 0, 0
+    bucket: Bucket = []
+    for group in optimizer.param_groups:
+        bucket.append((group, []))
+        for param in group["params"]:
+            index += 1
+            if param.grad is None:
+                continue
+            nbytes = 4 * local(param).numel()
+            if size and size + nbytes > limit:
+                yield bucket
+                bucket, size = [(group, [])], 0
+            bucket[-1][1].append((index, param))
+            size += nbytes
+    yield bucket
+
+
+@contextlib.contextmanager
+def in_place_of(optimizer: Optimizer, bucket: Bucket, stand_ins: Mapping[int, Tensor]) -> Iterator[None]:
+    """Let `optimizer` have only the parameters of `bucket`, and a stand-in for each whose id has one."""
+    all_groups, originals = optimizer.param_groups, [(group, group["params"]) for group, _ in bucket]
+    try:
+        for group, pairs in bucket:
+            group["params"] = [stand_ins.get(id(p), p) for _, p in pairs]
+        optimizer.param_groups = [group for group, _ in bucket]
+        yield
+    finally:
+        for group, params in originals:
+            group["params"] = params
+        optimizer.param_groups = all_groups
+
+
+def unhooked_step(optimizer: Optimizer) -> Callable[[], Any]:
+    """Return the step of `optimizer` without its hooks, which must run once per step."""
+    step = type(optimizer).step
+    step = step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
+    return types.MethodType(step, optimizer)

@@ -1,0 +1,224 @@
+"""Bfloat16 weights that lose no updates: `master_weights` with a storage other than float32.
+
+The optimizer steps on float32 weights, gradients and states, which exist for one bucket of parameters at a
+time. After that, a `Storage` decides what stays: the bfloat16 weight, and what the storage keeps beside it in
+the optimizer's own state, so that its checkpoints hold everything.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import types
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from amp_core.casts.lost_updates import Counts
+from amp_core.casts.shards import like, local
+from amp_core.casts.stand_ins import Bucket, buckets, in_place_of, unhooked_step
+from amp_core.casts.storage import STORAGES, Draw, narrow_state, widen_state
+
+KEPT = "amp_core_kept"
+"""The entry of the optimizer's state, per parameter, that holds what its weight lacks."""
+STEPS = "amp_core_steps"
+"""The entry of a parameter group that counts steps: the number from which random bits are drawn."""
+
+
+class StoredWeights:
+    """The handle that `master_weights` returns for bfloat16 storage; also a context manager.
+
+    Attributes:
+        storage: ``"remainder"``, ``"stochastic"`` or ``"kahan"``.
+        optimizer: the optimizer whose steps it takes.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        storage: str,
+        *,
+        seed: int,
+        state_dtype: torch.dtype,
+        keep: Iterable[str],
+        lost_updates: bool,
+    ) -> None:
+        optimizer = _checked(optimizer, storage, state_dtype)
+        globs = tuple(keep)
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        self.storage, self.optimizer = storage, optimizer
+        self._how, self._seed, self._state_dtype = STORAGES[storage], seed, state_dtype
+        self._names = {
+            id(p): name
+            for name, p in model.named_parameters()
+            if id(p) in held
+            and p.dtype in (torch.float32, torch.bfloat16)
+            and not any(fnmatch.fnmatchcase(name, glob) for glob in globs)
+        }
+        sharded = [p for p in self._params() if local(p) is not p and p.dtype is torch.float32]
+        if sharded:
+            name = self._names[id(sharded[0])]
+            raise ValueError(f"{name} is a float32 shard: call model.to(torch.bfloat16) before fully_shard.")
+        if not self._names:
+            raise ValueError("No float32 or bfloat16 parameter of the model is stepped by the optimizer.")
+        self._lost = Counts(optimizer) if lost_updates else None
+        for param in [p for p in self._params() if p.dtype is torch.float32]:
+            self._convert(param)
+        self._inner = unhooked_step(optimizer)
+        self._step = types.MethodType(Optimizer.profile_hook_step(self._take_step), optimizer)
+        optimizer.step = self._step  # type: ignore[method-assign]
+        self._loaded: dict[str, Any] = {}
+        self._hooks = [
+            optimizer.register_load_state_dict_pre_hook(self._remember),
+            optimizer.register_load_state_dict_post_hook(self._load_exactly),
+        ]
+
+    def _params(self) -> Iterator[Tensor]:
+        params = chain.from_iterable(group["params"] for group in self.optimizer.param_groups)
+        return (p for p in params if id(p) in self._names)
+
+    def _convert(self, param: Tensor) -> None:
+        """Store a float32 parameter, rounded to nearest; no random bits are drawn."""
+        wide = param.detach().clone()
+        param.grad = None
+        param.data = torch.empty_like(wide, dtype=torch.bfloat16)
+        kept = self._how.narrow(wide, param)
+        if kept is not None:
+            self.optimizer.state[param][KEPT] = kept
+
+    # One step.
+
+    def _take_step(self, _optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.optimizer.param_groups:
+            group[STEPS] = group.get(STEPS, 0) + 1
+        if self._lost is not None:
+            self._lost.begin()
+        try:
+            for bucket in buckets(self.optimizer):
+                self._step_bucket(bucket)
+        finally:
+            if self._lost is not None:
+                self._lost.end()
+        return loss
+
+    def _step_bucket(self, bucket: Bucket) -> None:
+        wide = {id(p): self._widened(p) for _, pairs in bucket for _, p in pairs if id(p) in self._names}
+        try:
+            with in_place_of(self.optimizer, bucket, wide):
+                self._inner()
+        finally:
+            for group, pairs in bucket:
+                for index, param in pairs:
+                    if id(param) in wide:
+                        self._take_back(param, wide.pop(id(param)), Draw(self._seed, group[STEPS], index))
+
+    def _widened(self, param: Tensor) -> Tensor:
+        """Return a float32 stand-in for `param`, with its gradient and the optimizer's state."""
+        stand_in = like(param, self._wide(param)).requires_grad_()
+        state = self.optimizer.state.pop(param, {})
+        stand_in._amp_core_kept = state.pop(KEPT, None)  # type: ignore[attr-defined]
+        assert param.grad is not None
+        stand_in.grad = param.grad.float()
+        self.optimizer.state[stand_in] = {k: widen_state(v) for k, v in state.items()}
+        return stand_in
+
+    def _wide(self, param: Tensor) -> Tensor:
+        """Return this rank's part of `param` in float32, as exact as the storage has it."""
+        kept = self.optimizer.state.get(param, {}).get(KEPT)
+        return self._how.widen(local(param).detach(), None if kept is None else local(kept))
+
+    def _take_back(self, param: Tensor, stand_in: Tensor, draw: Draw) -> None:
+        state = self.optimizer.state.pop(stand_in)
+        wide, kept = local(stand_in).detach(), stand_in._amp_core_kept  # type: ignore[attr-defined]
+        if kept is not None:
+            state[KEPT] = kept
+        self.optimizer.state[param] = state
+        before, wanted = (None, None) if self._lost is None else (self._wide(param), wide.clone())
+        kept = self._how.narrow(wide, param, draw, None if kept is None else local(kept))
+        if self._state_dtype is not torch.float32:
+            for i, name in enumerate(sorted(state.keys() - {KEPT})):
+                state[name] = narrow_state(state[name], param, draw.key(1 + i))
+        if kept is not None:
+            state[KEPT] = like(param, kept)
+        if self._lost is not None:
+            self._lost.count(self._names[id(param)], (wanted != before) & (self._wide(param) == before))
+
+    def lost_updates(self) -> dict[str, float]:
+        """Return, by name, the share of elements that the last step should have changed and did not.
+
+        Raises:
+            RuntimeError: `master_weights` was called without ``lost_updates=True``.
+        """
+        if self._lost is None:
+            raise RuntimeError("Pass lost_updates=True to master_weights to have lost updates counted.")
+        return self._lost.read()
+
+    # Checkpoints.
+
+    def _remember(self, _optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        self._loaded = state_dict
+
+    def _load_exactly(self, optimizer: Optimizer) -> None:
+        """Give the loaded states their own dtypes back: torch casts them to that of the parameter."""
+        loaded, self._loaded = self._loaded, {}
+        ids = chain.from_iterable(group["params"] for group in loaded["param_groups"])
+        params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+        for number, param in zip(ids, params, strict=True):
+            for key, value in loaded["state"].get(number, {}).items():
+                if id(param) in self._names and key != "step" and isinstance(value, Tensor):
+                    optimizer.state[param][key] = value.to(device=param.device, copy=True)
+
+    def float32_weights(self) -> dict[str, Tensor]:
+        """Return the weights in float32 by name, as exact as the storage has them; for a checkpoint."""
+        return {self._names[id(param)]: like(param, self._wide(param)) for param in self._params()}
+
+    def nbytes(self) -> int:
+        """Return the bytes that are kept beside the bfloat16 weights."""
+        states = (self.optimizer.state.get(p, {}) for p in self._params())
+        return sum(local(state[KEPT]).nbytes for state in states if KEPT in state)
+
+    def remove(self) -> None:
+        """Let the optimizer step on the bfloat16 weights again. Calling it again has no effect."""
+        if not self._hooks:
+            return
+        while self._hooks:
+            self._hooks.pop().remove()
+        if self.optimizer.__dict__.get("step") is self._step:
+            del self.optimizer.step
+        for param in self._params():
+            self.optimizer.state.get(param, {}).pop(KEPT, None)
+        if self._lost is not None:
+            self._lost.remove()
+            self._lost = None
+        self._names = {}  # a learning-rate scheduler may go on calling this step
+
+    def __enter__(self) -> StoredWeights:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+
+def _checked(optimizer: object, storage: str, state_dtype: torch.dtype) -> Optimizer:
+    if storage not in STORAGES:
+        raise ValueError(f"Unknown storage {storage!r}: the storages are fp32, {', '.join(STORAGES)}.")
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"storage={storage!r} needs the optimizer, not {type(optimizer).__name__}.")
+    if state_dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(f"state_dtype must be torch.float32 or torch.bfloat16, not {state_dtype}.")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError("LBFGS moves the weights several times within a step; it needs storage='fp32'.")
+    if "step" in vars(optimizer):
+        raise RuntimeError(
+            "Something has replaced optimizer.step: other master_weights, or a learning-rate scheduler. Call "
+            "remove() on the handle of the former; create a scheduler after master_weights."
+        )
+    return optimizer
