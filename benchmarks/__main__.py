@@ -27,6 +27,8 @@ GROUPS = (
     "casts",
     "insight",
     "formats",
+    "inference",
+    "storage",
 )
 ACCELERATED = ("gradients", "casts")
 RESULTS = Path(__file__).parent / "results"
@@ -107,6 +109,8 @@ def _ratios(group: str, device: str) -> Iterator[Ratio]:
 def _row(ratio: Ratio) -> str:
     if ratio.unit == "B":
         sides = f"{ratio.theirs / 1e6:.0f} MB | {ratio.ours / 1e6:.0f} MB"
+    elif not ratio.unit:
+        sides = f"{ratio.theirs:.4g} | {ratio.ours:.4g}"
     else:
         sides = f"{ratio.theirs * 1e3:.4g} | {ratio.ours * 1e3:.4g}"
     return f"| {ratio.name} | {sides} | {ratio.ratio:.2f} |"

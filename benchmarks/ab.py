@@ -12,7 +12,7 @@ from dataclasses import dataclass
 class Ratio:
     """Median seconds of each side, and the median of the paired ratios; below 1, ours is faster.
 
-    Where `unit` is ``"B"``, bytes in place of seconds.
+    Where `unit` is ``"B"``, bytes in place of seconds; where it is empty, plain numbers.
     """
 
     name: str

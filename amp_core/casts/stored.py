@@ -141,15 +141,16 @@ class StoredWeights:
         if kept is not None:
             state[KEPT] = kept
         self.optimizer.state[param] = state
-        before, wanted = (None, None) if self._lost is None else (self._wide(param), wide.clone())
+        before = None if self._lost is None else self._wide(param)
+        changed = None if before is None else wide != before  # `wide` is overwritten
         kept = self._how.narrow(wide, param, draw, None if kept is None else local(kept))
         if self._state_dtype is not torch.float32:
             for i, name in enumerate(sorted(state.keys() - {KEPT})):
                 state[name] = narrow_state(state[name], param, draw.key(1 + i))
         if kept is not None:
             state[KEPT] = like(param, kept)
-        if self._lost is not None:
-            self._lost.count(self._names[id(param)], (wanted != before) & (self._wide(param) == before))
+        if self._lost is not None and changed is not None:
+            self._lost.count(self._names[id(param)], changed & (self._wide(param) == before))
 
     def lost_updates(self) -> dict[str, float]:
         """Return, by name, the share of elements that the last step should have changed and did not.

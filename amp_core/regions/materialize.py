@@ -98,10 +98,14 @@ def materialize(
     except Exception as error:
         raise MaterializeError(
             f"{_place(error, model)}{type(model).__name__} cannot be one graph: {_first_line(error)}\n"
-            f"Replace control flow on values by torch.cond or torch.where, or materialize a submodule."
+            f"Replace control flow on values by torch.cond or torch.where, or materialize a submodule. "
+            f"Arguments and results must be tensors in plain containers: pass use_cache=False to a language "
+            f"model of transformers."
         ) from error
+    _join_tied(graph_module)
     for name, weight in list(graph_module.named_parameters()):
         _replace(graph_module, name, weight.detach())  # the model keeps its own, which may train
+    _cast_before_moves(graph_module.graph)
     _share_casts(graph_module.graph)
     _store_low(graph_module)
     graph_module.recompile()
@@ -162,6 +166,21 @@ def _parts(name: str, key: str) -> Callable[..., Any]:
     return parts
 
 
+def _join_tied(module: fx.GraphModule) -> None:
+    """Give a weight with several names the first of them, so that it is stored once."""
+    first: dict[int, fx.Node] = {}
+    for node in list(module.graph.find_nodes(op="get_attr")):
+        owner, _, name = node.target.rpartition(".")
+        parent = module.get_submodule(owner)
+        weight = getattr(parent, name)
+        earlier = first.setdefault(id(weight), node)
+        if isinstance(weight, nn.Parameter) and earlier is not node:
+            node.replace_all_uses_with(earlier)
+            module.graph.erase_node(node)
+            if node.target != earlier.target:
+                delattr(parent, name)
+
+
 def _share_casts(graph: fx.Graph) -> None:
     """Cast each value to each dtype once, and drop the checks of dtypes that tracing added."""
     casts: dict[tuple[fx.Node, Any], fx.Node] = {}
@@ -177,6 +196,51 @@ def _share_casts(graph: fx.Graph) -> None:
 
 def _is_cast(node: fx.Node) -> bool:
     return node.target is _torch.to_copy and set(node.kwargs) == {"dtype"}
+
+
+_MOVES = {
+    getattr(getattr(torch.ops.aten, op), overload)
+    for op, overload in (
+        ("embedding", "default"),
+        ("expand", "default"),
+        ("index_select", "default"),
+        ("permute", "default"),
+        ("reshape", "default"),
+        ("select", "int"),
+        ("slice", "Tensor"),
+        ("t", "default"),
+        ("transpose", "int"),
+        ("unsqueeze", "default"),
+        ("view", "default"),
+    )
+}
+"""Ops whose result consists of elements of their first argument: a cast before them gives the same bits."""
+
+
+def _cast_before_moves(graph: fx.Graph) -> None:
+    """Cast a weight itself where it is used in one low dtype only, be it after views or a choice of rows."""
+    for weight in graph.find_nodes(op="get_attr"):
+        paths = [_path_to_cast(weight, user) for user in weight.users]
+        dtypes = {path[-1].kwargs["dtype"] if path else None for path in paths}
+        if len(dtypes) != 1 or None in dtypes:
+            continue
+        for *moves, old in (path for path in paths if path and len(path) > 1):
+            with graph.inserting_after(weight):
+                cast = graph.call_function(_torch.to_copy, (weight,), old.kwargs)
+            moves[0].replace_input_with(weight, cast)
+            old.replace_all_uses_with(moves[-1])
+            graph.erase_node(old)
+
+
+def _path_to_cast(weight: fx.Node, user: fx.Node) -> list[fx.Node] | None:
+    """Return the moves from `weight` to a cast, and the cast; None if it is used without one."""
+    path, source = [user], weight
+    while not _is_cast(user):
+        if user.target not in _MOVES or user.args[0] is not source or len(user.users) != 1:
+            return None
+        source, user = user, next(iter(user.users))
+        path.append(user)
+    return path
 
 
 def _store_low(module: fx.GraphModule) -> None:

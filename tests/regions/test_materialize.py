@@ -194,12 +194,37 @@ def test_a_weight_of_both_precisions_keeps_float32() -> None:
             self.head.weight = self.embed.weight
 
         def forward(self, ids: Tensor) -> Tensor:
-            return self.head(self.embed(ids))
+            rows = self.embed(ids)
+            return self.head(rows) + rows.sum()
 
     model, ids = Tied().eval(), torch.arange(4)
     low = materialize(model, (ids,), dtype=LOW)
     assert torch.equal(low(ids), in_region(model, ids))
     assert {p.dtype for p in low.parameters()} == {torch.float32}
+
+
+def test_a_table_of_which_rows_are_cast_is_stored_low() -> None:
+    """Rows are cast one by one as the whole is: a float32 table would cost twice the memory for nothing."""
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.other = nn.Embedding(10, 8), nn.Embedding(10, 8)
+            self.head = nn.Linear(8, 10, bias=False)
+            self.head.weight = self.table.weight
+            self.start = nn.Parameter(torch.randn(1, 1, 8))
+
+        def forward(self, ids: Tensor) -> Tensor:
+            hidden = self.head(self.other(ids).unsqueeze(1).transpose(0, 1))
+            return hidden + self.head(self.start.expand(1, len(ids), 8)[:, :1]) + self.head(self.table(ids))
+
+    torch.manual_seed(0)
+    model, ids = Tied().eval(), torch.arange(4)
+    low = materialize(model, (ids,), dtype=LOW)
+    assert torch.equal(low(ids), in_region(model, ids))
+    stored = {name: p.dtype for name, p in low.named_parameters()}
+    assert stored == dict.fromkeys(("table.weight", "other.weight", "start"), LOW)
+    assert not any(p.requires_grad for p in low.parameters())
 
 
 def test_memory_and_nodes_of_a_deep_model() -> None:
