@@ -22,10 +22,10 @@ _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """Return the bits of `tensor` as integers on the CPU, flat."""
+    """Return the bits of `tensor` as integers on the CPU, flat, perhaps in its own memory."""
     here = tensor.detach().cpu().resolve_conj().resolve_neg()
     real = torch.view_as_real(here) if here.is_complex() else here
-    return real.contiguous().view(_INTEGER[real.element_size()]).reshape(-1).clone()
+    return real.contiguous().view(_INTEGER[real.element_size()]).reshape(-1)
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:

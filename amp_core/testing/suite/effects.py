@@ -8,7 +8,7 @@ import threading
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
@@ -162,8 +162,9 @@ class EffectsConformance(Judge):
             Setting("the environment", lambda: dict(os.environ), lambda _: None, (0,)),
         ]
         if hasattr(module, "get_rng_state") and hasattr(module, "manual_seed_all") and kind != "cpu":
-            read = lambda: module.get_rng_state().tolist()  # noqa: E731
-            settings.append(Setting("the device's generator", read, _seed(module.manual_seed_all), (1, 2)))
+            settings.append(
+                Setting("the device's generator", self._generator, _seed(module.manual_seed_all), (1, 2))
+            )
         if hasattr(module, "set_device") and kind != "cpu":
             devices = range(module.device_count())
             settings.append(Setting("the current device", module.current_device, module.set_device, devices))
@@ -172,6 +173,14 @@ class EffectsConformance(Judge):
                 Setting("the flushing of subnormals", _flushes, torch.set_flush_denormal, (False,))
             )
         return settings
+
+    def _generator(self) -> list[int]:
+        read = torch.get_device_module(self.device).get_rng_state
+        try:
+            state = read()
+        except TypeError:  # some devices have no default for the device
+            state = read(torch.empty(0, device=self.device).device)
+        return cast("list[int]", state.tolist())
 
     def test_hooks_leave_no_thread_behind(self) -> None:
         """A thread per call ends in a full process; one that lives on is a leak."""

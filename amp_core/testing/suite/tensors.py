@@ -162,23 +162,30 @@ class Memory:
         self._read, self._written = list(read), list(written)
         self._attributes = [_attributes(t) for t in (*self._read, *self._written)]
         self._versions = versions(*self._read), versions(*self._written)
-        self._storages: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+        self._storages: dict[int, tuple[Tensor, Tensor]] = {}
+        self._kept: dict[int, Tensor] = {}
         for tensor in (*self._read, *self._written):
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in self._storages and storage.nbytes():
                 whole = tensor.detach().as_strided((storage.nbytes() // tensor.element_size(),), (1,), 0)
-                kept = torch.ones(whole.shape, dtype=torch.bool)
-                self._storages[storage.data_ptr()] = whole, data.bits(whole), kept
+                self._storages[storage.data_ptr()] = whole, data.bits(whole).clone()
         for tensor in self._written:
             if tensor.numel():
-                _, _, kept = self._storages[tensor.untyped_storage().data_ptr()]
+                address = tensor.untyped_storage().data_ptr()
+                whole, _ = self._storages[address]
+                kept = self._kept.setdefault(address, torch.ones(whole.shape, dtype=torch.bool))
                 kept.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).fill_(False)
 
     def check(self, *, wrote: bool = True) -> None:
         """Compare; `wrote` says that the written arguments must have changed versions."""
-        for whole, before, kept in self._storages.values():
-            mask = kept.repeat_interleave(before.numel() // max(1, kept.numel()))
-            changed = (data.bits(whole) != before) & mask
+        for address, (whole, before) in self._storages.items():
+            now = data.bits(whole)
+            if torch.equal(now, before):
+                continue
+            changed = now != before
+            if address in self._kept:
+                kept = self._kept[address]
+                changed &= kept.repeat_interleave(before.numel() // kept.numel())
             assert not changed.any(), (
                 f"the call wrote to what it must only read: element {int(changed.nonzero()[0])} of the "
                 f"{whole.numel()} in a storage of {whole.dtype}"
