@@ -1,0 +1,1 @@
+"""The amp-core backend of ``mycelya`` devices."""

@@ -1,0 +1,26 @@
+"""What ``mycelya`` devices cannot do, found by running the kit on mycelya-torch 0.1.7."""
+
+from __future__ import annotations
+
+import torch
+
+from amp_core.testing import BackendFixtures
+
+
+class MycelyaFixtures(BackendFixtures):
+    """The first machine, without what its tensors do not survive."""
+
+    # `torch.full(..., device="mycelya")`, without an index, is a KeyError.
+    device = torch.device("mycelya", 0)
+
+    # The result of `Tensor.view(dtype)`, by which the portable kernels round float64 once, cannot be read.
+    supports_float64 = False
+    norm_rtol = 1e-4  # sums in float32
+
+    # `view_as_real` gives a tensor that the machine takes for a complex one.
+    supports_complex = False
+
+    known_failures = {  # noqa: RUF012  # read only
+        "kernels_in_inference_mode": "Tensor.detach of an inference tensor raises on mycelya",
+        "kernels_serve_many_threads_at_once": "the device's table of storages loses entries between threads",
+    }
