@@ -9,6 +9,7 @@ import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -191,6 +192,51 @@ def test_a_policy_shows_its_recipes() -> None:
     assert pickle.loads(pickle.dumps(policy)) == policy
     other = Recipe(ROWS, ROWS, None, name="rows of inputs")
     assert CPU.override({"mm": other}) != CPU.override({"mm": OWN})
+
+
+FILE = """
+device_type = "cpu"
+
+[rules]
+linear = "recipe mine above 8 MFLOP"
+
+[modules."0"]
+linear = "recipe mine"
+
+[recipes.mine.input]
+element = "e4m3"
+granularity = "row"
+"""
+
+
+def test_files_define_recipes(tmp_path: Path) -> None:
+    """A recipe of one's own is lost on its way to a file or a module, or a mistake has no line."""
+    mine = Recipe(ROWS, None, None, name="mine")
+    policy = OpPolicy.from_toml(FILE)
+    assert policy.rule("linear").size == "8 MFLOP"
+    assert policy.rule("linear").recipe == mine
+    path, again = tmp_path / "policy.toml", tmp_path / "again.toml"
+    for own in (policy, CPU.override({"mm": OWN, "bmm": "recipe nvfp4"})):
+        path.write_text(own.to_toml())
+        assert OpPolicy.from_toml(path) == own
+    path.write_text(FILE)
+    model = nn.Sequential(nn.Linear(8, 8))
+    with amp_core.apply_policy(model, path) as applied:
+        again.write_text(applied.to_toml())
+    x = R(4, 8)
+    for source in (path, again, {"0": {"linear": mine}}):
+        with amp_core.apply_policy(model, source), autocast("cpu", dtype=LOW):
+            got = model(x)
+        with region(mine):
+            assert torch.equal(got, model(x))
+    for old, new, message in [
+        ('"row"', '"rows"', r":10: \[input\]: granularity must be"),
+        ("recipe mine above", "recipe mime above", r":5: There is no recipe 'mime'.* mine"),
+        ("recipes.mine.", "recipes.mxfp8.", "'mxfp8' is a published recipe"),
+        ("[recipes.mine.input]", "[recipes]", ":10: recipes must be tables"),
+    ]:
+        with pytest.raises(PolicyError, match=message):
+            OpPolicy.from_toml(FILE.replace(old, new))
 
 
 def test_a_threshold_leaves_small_calls_alone() -> None:
@@ -403,7 +449,7 @@ def test_a_record_counts_what_a_format_cannot_hold() -> None:
     assert not any(key.widened for key in r.ops)
 
 
-def test_a_saved_record_keeps_the_counts(tmp_path: Any) -> None:
+def test_a_saved_record_keeps_the_counts(tmp_path: Path) -> None:
     """A record that was loaded has lost what a recipe did."""
     with amp_core.record() as r, region("recipe mxfp4"):
         F.linear(R(4, 8), R(4, 8))

@@ -77,6 +77,7 @@ def queries(backend: Backend) -> dict[str, Callable[[], Any]]:
         "autocast_refusal": lambda: backend.autocast_refusal(torch.int32),
         "scaler_refusal": backend.scaler_refusal,
         "op_policy": backend.op_policy,
+        "recommended_recipe": backend.recommended_recipe,
         "kernels": backend.kernels,
     }
 
