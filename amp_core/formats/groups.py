@@ -7,8 +7,6 @@ the contracted dimension. A scale per group has 1 in place of m and n, and so mu
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -16,19 +14,17 @@ from torch.nn.functional import pad
 from amp_core.formats.quantization import Granularity
 
 
-@dataclass(frozen=True)
 class Groups:
     """How tensors of one shape are split.
 
-    Attributes:
+    Args:
         shape: the shape of the tensor.
         granularity: see `amp_core.formats.Quantization`.
         dim: the dimension that a matrix product contracts.
     """
 
-    shape: torch.Size
-    granularity: Granularity
-    dim: int
+    def __init__(self, shape: torch.Size, granularity: Granularity, dim: int) -> None:
+        self.shape, self.granularity, self.dim = shape, granularity, dim
 
     def split(self, x: Tensor) -> Tensor:
         """Return `x`, whose shape is `shape`, as groups; a view if no padding is needed."""

@@ -19,7 +19,7 @@ COUNTS = ("inf", "nan", "saturated", "flushed")
 """What the elements of `Quantized.counts` count."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Quantized:
     """A quantised tensor: ``values * scale`` stands for it.
 
