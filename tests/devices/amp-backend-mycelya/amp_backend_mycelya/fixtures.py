@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from amp_core.testing import BackendFixtures
@@ -22,5 +23,8 @@ class MycelyaFixtures(BackendFixtures):
 
     known_failures = {  # noqa: RUF012  # read only
         "kernels_in_inference_mode": "Tensor.detach of an inference tensor raises on mycelya",
-        "kernels_serve_many_threads_at_once": "the device's table of storages loses entries between threads",
     }
+
+    def test_kernels_serve_many_threads_at_once(self) -> None:
+        """Not a known failure: the process would end when the device frees what it has lost."""
+        pytest.skip("mycelya loses entries of its table of storages between threads")
