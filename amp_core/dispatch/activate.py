@@ -8,7 +8,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,9 +19,7 @@ from amp_core.common.call_site import level_outside
 from amp_core.dispatch import functions, weight_casts
 from amp_core.dispatch.casting import Runner, make_runner, once_defined
 from amp_core.dispatch.engine import Prepared, Table, ThreadState, engine, policies_in_force
-from amp_core.dispatch.scaled_products import refuse_transforms
 from amp_core.errors import AmpWarning, EmulationWarning, PolicyError
-from amp_core.formats import Recipe
 from amp_core.plugin import get_backend
 from amp_core.plugin.interface import Backend
 from amp_core.plugin.status import unknown_to_torch
@@ -29,6 +27,9 @@ from amp_core.policy import OpPolicy, names
 from amp_core.policy import rules as r
 from amp_core.policy.op_policy import added_rules, native_rules
 from amp_core.policy.recipes import OPS, recipe_of
+
+if TYPE_CHECKING:
+    from amp_core.formats import Recipe
 
 
 class _Thread(threading.local):
@@ -294,17 +295,11 @@ def _guards(policy: OpPolicy) -> Table:
     has_recipes = any(recipe_of(rule) is not None for rule in policy.rules.values())
     if not has_recipes:
         return {}
+    from amp_core.dispatch.scaled_products import guarded
+
     _warn_of_emulation(policy.device_type)
     own = {op: _runner(op, policy.rules.get(op, r.UNCHANGED), policy.device_type) for op in OPS}
-    return {op: _guarded(run) for op, run in own.items() if run is not None}
-
-
-def _guarded(run: Runner) -> Runner:
-    def guarded(keyset: Any, args: Any, kwargs: Any) -> Any:
-        refuse_transforms()
-        return run(keyset, args, kwargs)
-
-    return guarded
+    return {op: guarded(run) for op, run in own.items() if run is not None}
 
 
 def _changes(policy: OpPolicy) -> dict[str, str]:

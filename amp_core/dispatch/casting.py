@@ -26,7 +26,6 @@ from amp_core._torch.dispatcher import (
 )
 from amp_core.dispatch import weight_casts
 from amp_core.dispatch.low_in_fp32_out import composed
-from amp_core.dispatch.scaled_products import scaled
 from amp_core.dispatch.target_dtype import Args, Kwargs, TargetDtype, eligible, target_dtype, tensors_in
 from amp_core.policy import names
 from amp_core.policy import rules as r
@@ -70,6 +69,8 @@ def make_runner(op: Overload, rule: str, device_type: str) -> Runner:
         return _unchanged(op, device_type)
     call = _below(op, device_type)
     if isinstance(rule, RecipeRule):
+        from amp_core.dispatch.scaled_products import scaled
+
         low = target_dtype(r.LOWER_PRECISION_FP, op, device_type)
         return _casting(op, scaled(op, rule, call, device_type), low, device_type, False)
     if rule in _SPECIAL:

@@ -270,3 +270,13 @@ def refuse_transforms() -> None:
             "their rules apply and knows no derivative of quantised products. Transform the function in a "
             "region whose policy has no recipe, or use torch.autograd."
         )
+
+
+def guarded(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a runner like `run` that refuses transforms."""
+
+    def guard(keyset: Any, args: Any, kwargs: Any) -> Any:
+        refuse_transforms()
+        return run(keyset, args, kwargs)
+
+    return guard

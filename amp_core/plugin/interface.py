@@ -36,14 +36,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from inspect import isfunction
 from types import MappingProxyType
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from amp_core.formats import Recipe
 from amp_core.kernels import Kernels, portable_kernels
 from amp_core.plugin.results import RESULTS, Availability, Refusal, checked
 from amp_core.policy.op_policy import OpPolicy
+
+if TYPE_CHECKING:
+    from amp_core.formats import Recipe
 
 API_VERSION = 1
 """The version of the backend API that this amp-core implements."""
@@ -140,6 +142,8 @@ class Backend(ABC):
 
     def recommended_recipe(self) -> Recipe:
         """Return the recipe of a region with ``dtype=torch.float8_e4m3fn``; by default, rowwise fp8."""
+        from amp_core.formats import Recipe
+
         return Recipe.fp8_rowwise()
 
     def kernels(self) -> Kernels:

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from amp_core.errors import BackendError
-from amp_core.formats import Recipe
 from amp_core.kernels import Kernels
 from amp_core.policy.op_policy import OpPolicy
 
@@ -47,6 +46,12 @@ def _are_dtypes(value: object) -> bool:
     return isinstance(value, tuple) and bool(value) and all(map(_is_dtype, value))
 
 
+def _is_recipe(value: object) -> bool:
+    from amp_core.formats import Recipe
+
+    return isinstance(value, Recipe)
+
+
 def _may_refuse(value: object) -> bool:
     return value is None or isinstance(value, Refusal)
 
@@ -59,7 +64,7 @@ RESULTS: dict[str, tuple[Callable[[object], bool], str]] = {
     "autocast_refusal": (_may_refuse, "None or an amp_core.plugin.Refusal"),
     "scaler_refusal": (_may_refuse, "None or an amp_core.plugin.Refusal"),
     "op_policy": (lambda v: isinstance(v, OpPolicy), "an amp_core.OpPolicy"),
-    "recommended_recipe": (lambda v: isinstance(v, Recipe), "an amp_core.Recipe"),
+    "recommended_recipe": (_is_recipe, "an amp_core.Recipe"),
     "kernels": (lambda v: isinstance(v, Kernels), "an amp_core.kernels.Kernels"),
 }
 """Maps each `Backend` method to a check of its result and a description of a valid one."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from os import PathLike
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,9 +21,11 @@ from amp_core._torch.dispatcher import (
 from amp_core.common.call_site import place_outside
 from amp_core.common.op_lists import op_lists
 from amp_core.errors import PolicyError
-from amp_core.formats import Recipe
 from amp_core.policy import names, recipes, tables, toml
 from amp_core.policy import rules as r
+
+if TYPE_CHECKING:
+    from amp_core.formats import Recipe
 
 OpName = Any
 """A string, or an op object: see `amp_core.policy.names.overloads`."""

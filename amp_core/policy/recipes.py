@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from amp_core.common import toml
 from amp_core.errors import PolicyError
-from amp_core.formats import Delayed, Quantization, Recipe
-from amp_core.formats.recipe_toml import fields_of
+
+if TYPE_CHECKING:  # the import takes 10 ms, and few programs have recipes
+    from amp_core.formats import Quantization, Recipe
 
 OPS = tuple(f"aten::{op}.default" for op in ("addmm", "baddbmm", "bmm", "linear", "matmul", "mm"))
 """The ops that take a recipe: those that are one product of two matrices, or of batches of them."""
@@ -45,6 +46,8 @@ class RecipeRule(str):
 
 
 def _name(recipe: Recipe) -> str:
+    from amp_core.formats import Recipe
+
     if recipe.name in Recipe.names() and Recipe.named(recipe.name) == recipe:
         return recipe.name
     words = re.sub(r"[^\w.-]+", "-", recipe.name) or "own"
@@ -61,6 +64,10 @@ def as_rule(rule: Any, own: Mapping[str, Recipe] | None = None) -> Any:
     Raises:
         PolicyError: there is no recipe of that name.
     """
+    if isinstance(rule, str) and not rule.startswith(_WORD):
+        return rule
+    from amp_core.formats import Recipe
+
     if isinstance(rule, Recipe):
         return RecipeRule(rule)
     match = _TEXT.fullmatch(rule) if isinstance(rule, str) and not isinstance(rule, RecipeRule) else None
@@ -99,6 +106,8 @@ def refusal(recipe: Recipe, op: str) -> str | None:
     if op not in OPS:
         short = (name.removeprefix("aten::").removesuffix(".default") for name in OPS)
         return f"only these ops take a recipe: {', '.join(short)}"
+    from amp_core.formats import Delayed
+
     roles = [how for how in (recipe.input, recipe.weight, recipe.grad_output) if how is not None]
     if any(isinstance(how.found, Delayed) for how in roles):
         return "its scales are delayed, and a policy keeps no history of magnitudes; use found='current'"
@@ -111,7 +120,7 @@ def refusal(recipe: Recipe, op: str) -> str | None:
 def to_toml(rules: Iterable[str]) -> str:
     """Return the tables that define those recipes among `rules` that are not named ones."""
     own = {_name(rule.recipe): rule.recipe for rule in rules if isinstance(rule, RecipeRule)}
-    return "".join(_table(name, recipe) for name, recipe in own.items() if name not in Recipe.names())
+    return "".join(_table(name, recipe) for name, recipe in own.items() if ":" in name)  # a digest
 
 
 def _table(name: str, recipe: Recipe) -> str:
@@ -128,6 +137,11 @@ def from_toml(tables: Any, text: str, where: str) -> dict[str, Recipe]:
     if not isinstance(tables, dict) or not all(isinstance(table, dict) for table in tables.values()):
         line = toml.line_of(text, "recipes")
         raise PolicyError(f"{where}:{line}: recipes must be tables, such as [recipes.mine.input].")
+    if not tables:
+        return {}
+    from amp_core.formats import Recipe
+    from amp_core.formats.recipe_toml import fields_of
+
     for name in tables:
         if name in Recipe.names():
             line = toml.line_of(text, name, "recipes")

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from typing_extensions import Self
 
 from amp_core.common import toml
 from amp_core.errors import PolicyError
-from amp_core.formats import Recipe
 from amp_core.policy import recipes
+
+if TYPE_CHECKING:
+    from amp_core.formats import Recipe
 
 
 class Policy(Protocol):

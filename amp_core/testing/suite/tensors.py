@@ -191,8 +191,8 @@ class Memory:
                 f"{whole.numel()} in a storage of {whole.dtype}"
             )
         attributes = [_attributes(t) for t in (*self._read, *self._written)]
-        for now, then in zip(attributes, self._attributes, strict=True):
-            assert now == then, f"the call changed an argument from {then} to {now}"
+        for present, then in zip(attributes, self._attributes, strict=True):
+            assert present == then, f"the call changed an argument from {then} to {present}"
         assert versions(*self._read) == self._versions[0], "it moved a version counter of what it only reads"
         pairs = zip(self._written, versions(*self._written), self._versions[1], strict=True)
         stale = [
