@@ -112,6 +112,29 @@ def muted() -> Iterator[None]:
         _MUTED.on = earlier
 
 
+class _Eager:
+    """Compiled functions run eagerly, in all threads, while any tap is on: taps may end in any order."""
+
+    def __init__(self) -> None:
+        self._lock, self._taps = threading.Lock(), 0
+        self._stance: Any = None
+
+    def enter(self) -> None:
+        with self._lock:
+            if not self._taps:
+                self._stance = torch.compiler.set_stance("force_eager")
+            self._taps += 1
+
+    def leave(self) -> None:
+        with self._lock:
+            self._taps -= 1
+            if not self._taps:
+                self._stance.__exit__(None, None, None)
+
+
+_EAGER = _Eager()
+
+
 class Tap:
     """Reports to a sink each op that a thread runs in a block, including backward passes it starts.
 
@@ -138,13 +161,14 @@ class Tap:
     def __enter__(self) -> Self:
         with ExitStack() as stack:
             # Dynamo permanently skips every frame that it encounters under one of our modes.
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
+            _EAGER.enter()
+            stack.callback(_EAGER.leave)
             self.places.attach()
             stack.callback(self.places.detach)
             for device_type in _device_types():
                 stack.callback(self._watch(engine(device_type)))
             stack.callback(observe(Observer(muted, self._multiplied)))
-            stack.enter_context(_Mode(self._observe))
+            stack.callback(_observe_ops(self._observe))
             self._stack = stack.pop_all()
         return self
 
@@ -221,16 +245,44 @@ class Tap:
 class _Mode(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
     supports_higher_order_operators = True
 
-    def __init__(self, observe: Callable[..., None]) -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._observe = observe
+        self.observers: tuple[Callable[..., None], ...] = ()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        self._observe(func, args, kwargs or {}, result)
+        for each in self.observers:
+            each(func, args, kwargs or {}, result)
         return result
+
+
+class _Thread(threading.local):
+    mode: _Mode | None = None
+
+
+_THREAD = _Thread()
+
+
+def _observe_ops(observe: Callable[..., None]) -> Callable[[], None]:
+    """Call `observe` after each op of this thread; return a function that ends it.
+
+    All taps of a thread share one mode: torch's modes must end in the order of a stack, and taps may not.
+    """
+    mode = _THREAD.mode
+    if mode is None:
+        mode = _THREAD.mode = _Mode()
+        mode.__enter__()  # type: ignore[no-untyped-call]
+    mode.observers = (*mode.observers, observe)
+
+    def end() -> None:
+        mode.observers = tuple(other for other in mode.observers if other is not observe)
+        if not mode.observers:
+            _THREAD.mode = None
+            mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    return end
 
 
 def _copied(func: Overload, args: tuple[Any, ...], result: Any) -> Iterable[tuple[Tensor, Tensor]]:

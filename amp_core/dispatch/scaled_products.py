@@ -87,11 +87,10 @@ def observe(observer: Observer) -> Callable[[], None]:
     Returns:
         A function that ends the observation; call it in the same thread.
     """
-    earlier = _thread.observers
-    _thread.observers = (*earlier, observer)
+    _thread.observers = (*_thread.observers, observer)
 
     def end() -> None:
-        _thread.observers = earlier
+        _thread.observers = tuple(other for other in _thread.observers if other is not observer)
 
     return end
 

@@ -6,7 +6,6 @@ import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from amp_core._torch.internals import is_device_type
 from amp_core.plugin.entry_points import ENTRY_POINT_GROUP
 from amp_core.plugin.interface import Backend
 from amp_core.plugin.registry import Owner
@@ -48,14 +47,12 @@ class Failure:
 
 
 def status_of(backend: Backend, owner: Owner) -> BackendStatus:
-    """Return the status of `backend`; ``"failed"`` if `availability` raises or torch lacks its type."""
+    """Return the status of `backend`; ``"failed"`` if checking its availability raises."""
     try:
         now = backend.availability()
         status, reason = "available" if now.usable else "absent", now.reason
     except Exception as error:
         status, reason = "failed", str(error)
-    if status == "available" and not is_device_type(backend.device_type):
-        status, reason = "failed", unknown_to_torch(backend)
     return BackendStatus(status, reason, owner.plugin, owner.distribution, owner.version, owner.path)
 
 

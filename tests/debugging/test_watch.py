@@ -220,3 +220,22 @@ def test_tools_do_not_see_each_other(tool):
     alone = recorded()
     with tool(model):
         assert recorded() == alone
+
+
+def test_tools_may_end_in_any_order():
+    """The tool that ends last leaves compiled functions eager for ever, or goes on observing."""
+    torch.compiler.reset()
+    compiled, runs = [], net()
+
+    def backend(graph, _inputs):
+        compiled.append(graph)
+        return graph
+
+    with amp_core.guard(runs, steps=[0]):
+        with amp_core.record() as first:
+            runs(torch.ones(2, 8))
+        seen = first.ops.copy()
+        runs(torch.ones(2, 8))
+    assert first.ops == seen
+    torch.compile(torch.sin, backend=backend)(torch.ones(1))
+    assert len(compiled) == 1

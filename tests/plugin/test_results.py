@@ -87,8 +87,6 @@ def test_a_device_type_that_torch_does_not_know_is_named_with_its_backend(
         with pytest.raises(amp_core.PolicyError, match="which torch does not know") as raised:
             amp_core.autocast("nosuch").__enter__()
         assert str(raised.value).startswith(f"Misnamed of plugin '{__name__}' serves device type 'nosuch'")
-        status = amp_core.backends()["nosuch"]
-        assert (status.status, status.reason) == ("failed", str(raised.value))
         assert main(["check", "nosuch"]) == 2
         assert str(raised.value) in capsys.readouterr().err
     finally:
