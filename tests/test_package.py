@@ -28,18 +28,20 @@ def run(code: str) -> object:
 
 
 def test_import_is_quick_and_loads_no_backend() -> None:
-    """Importing the main names costs more than 40 ms over torch, or imports a backend or a plugin."""
+    """Importing the main names takes more than 4 % of torch's import, or imports a backend or a plugin."""
     code = """
-import json, sys, time, torch
+import json, sys, time
+begin = time.process_time()
+import torch
 before = set(sys.modules)
 start = time.process_time()
 from amp_core import GradScaler, OpPolicy, autocast, custom_fwd, get_backend, script
-took = time.process_time() - start
+took = (time.process_time() - start) / (start - begin)
 new = {m.split(".")[0] for m in set(sys.modules) - before}
 print(json.dumps([took, sorted(new)]))
 """
     results = [run(code) for _ in range(8)]
-    assert min(took for took, _ in results) < 0.04  # the least disturbed run
+    assert min(took for took, _ in results) < 0.04  # the least disturbed run; a CPU's speed cancels out
     assert set(results[0][1]) <= {"amp_core", "pluggy", "importlib_metadata", "typing_extensions"} | set(
         sys.stdlib_module_names
     )
