@@ -163,7 +163,7 @@ class GrowsByABufferAStep(Portable):
     buffers = ()
 
     def add_(self, totals, grads):
-        self.buffers = [*self.buffers, torch.empty(1)]
+        self.buffers = [*self.buffers, torch.empty(1), torch.empty(1)]
         super().add_(totals, grads)
 
 
@@ -175,5 +175,5 @@ class GrowsByAnAddressAStep(Portable):
         self.known = {}
 
     def update_scale_(self, state, found_inf, schedule):
-        self.known[object()] = None
+        self.known[object()] = [object() for _ in range(4)]
         super().update_scale_(state, found_inf, schedule)
