@@ -11,6 +11,7 @@ import importlib
 import json
 import logging
 import math
+import operator
 from abc import ABC, abstractmethod
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -20,13 +21,15 @@ from typing import TYPE_CHECKING, Any
 from amp_core.plugin import hookimpl
 
 if TYPE_CHECKING:
+    from torch.optim import Optimizer
     from torch.utils.tensorboard import SummaryWriter
+    from typing_extensions import Self
 
     from amp_core.scaling.grad_scaler import GradScaler
     from amp_core.scaling.hooks import ScaleChange
     from amp_core.scaling.step_record import StepRecord
 
-__all__ = ["JsonLines", "Logging", "MLflow", "SkipAwareScheduler", "TensorBoard", "WandB"]
+__all__ = ["JsonLines", "Logging", "MLflow", "SkipAwareAverage", "SkipAwareScheduler", "TensorBoard", "WandB"]
 
 
 class Listener(ABC):
@@ -261,7 +264,52 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-class SkipAwareScheduler:
+class _SkipAware:
+    """Makes one method of an object do nothing after a skipped step, until `remove`.
+
+    The object gets a subclass of its class: an attribute would become part of a scheduler's ``state_dict``.
+    Copies and pickles of it have the class that it had.
+    """
+
+    def __init__(self, target: Any, method: str, scaler: GradScaler) -> None:
+        own = type(target)
+        self._target, self._own, self._scaler = target, own, scaler
+        self._method = getattr(own, method)
+
+        def call(_: Any, *args: Any, **kwargs: Any) -> Any:
+            return self._call(*args, **kwargs)
+
+        def reduce(target: Any, _: object) -> Any:
+            plain = object.__new__(own)
+            plain.__dict__.update(vars(target))
+            return operator.getitem, ((plain,), 0)  # pickle refuses an object of another class
+
+        names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
+        target.__class__ = type(own.__name__, (own,), {**names, method: call, "__reduce_ex__": reduce})
+
+    def _whose(self) -> Optimizer | None:
+        """Return the optimizer whose steps count; None for all."""
+        raise NotImplementedError
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        steps, optimizer = self._scaler.last_step, self._whose()
+        counts = self._scaler.is_enabled() and (bool(steps) if optimizer is None else optimizer in steps)
+        if counts and not self._scaler.landed(optimizer):
+            return None
+        return self._method(self._target, *args, **kwargs)
+
+    def remove(self) -> None:
+        """Restore the method."""
+        self._target.__class__ = self._own
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.remove()
+
+
+class SkipAwareScheduler(_SkipAware):
     """Make the ``step`` of a learning-rate scheduler do nothing after a skipped optimizer step.
 
     Without it, the schedule runs ahead of the optimizer by the number of skipped steps, and torch warns
@@ -281,22 +329,43 @@ class SkipAwareScheduler:
     """
 
     def __init__(self, scheduler: Any, scaler: GradScaler) -> None:
-        self._scheduler, self._scaler = scheduler, scaler
-        self._step = scheduler.step
-        scheduler.step = self.step
+        super().__init__(scheduler, "step", scaler)
+
+    def _whose(self) -> Optimizer | None:
+        optimizer: Optimizer = self._target.optimizer
+        return optimizer
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Step the scheduler, unless the last step of its optimizer was skipped."""
-        last = self._scaler.last_step if self._scaler.is_enabled() else {}
-        record = last.get(self._scheduler.optimizer)
-        return None if record is not None and record.skipped else self._step(*args, **kwargs)
+        return self._call(*args, **kwargs)
 
-    def remove(self) -> None:
-        """Restore the scheduler's own ``step``."""
-        self._scheduler.step = self._step
 
-    def __enter__(self) -> SkipAwareScheduler:
-        return self
+class SkipAwareAverage(_SkipAware):
+    """Make ``update_parameters`` of an averaged model do nothing after a skipped optimizer step.
 
-    def __exit__(self, *exception: object) -> None:
-        self.remove()
+    Without it, a skipped step counts the same weights again: an average over epochs weighs them twice, and
+    an exponential one moves towards them. Otherwise like `SkipAwareScheduler`.
+
+    Args:
+        averaged: a ``torch.optim.swa_utils.AveragedModel``, or anything with ``update_parameters``.
+        scaler: steps the optimizers of the model.
+        optimizer: whose steps count; by default, all that stepped since the update before must have landed.
+
+    Example::
+
+        averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.999))
+        SkipAwareAverage(averaged, scaler)
+        ...
+        averaged.update_parameters(model)
+    """
+
+    def __init__(self, averaged: Any, scaler: GradScaler, optimizer: Optimizer | None = None) -> None:
+        super().__init__(averaged, "update_parameters", scaler)
+        self._optimizer = optimizer
+
+    def _whose(self) -> Optimizer | None:
+        return self._optimizer
+
+    def update_parameters(self, model: Any) -> None:
+        """Average the parameters of `model`, unless the last step was skipped."""
+        self._call(model)

@@ -1,19 +1,22 @@
-"""The ready-made listeners: TensorBoard, JSON lines, logging, and schedulers that are held back."""
+"""The ready-made listeners: TensorBoard, JSON lines, logging; schedulers and averages that are held back."""
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import math
+import pickle
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.optim.swa_utils import AveragedModel
 
 from amp_core import GradScaler, plugin
-from amp_core.callbacks import JsonLines, Logging, SkipAwareScheduler, TensorBoard
+from amp_core.callbacks import JsonLines, Logging, SkipAwareAverage, SkipAwareScheduler, TensorBoard
 
 
 def train(scaler: GradScaler, model: torch.nn.Linear, optimizer: Any, bad: set[int], steps: int = 3) -> None:
@@ -120,6 +123,106 @@ def test_a_scheduler_is_held_back(parts: Any) -> None:
     train(scaler, model, optimizer, {0}, steps=1)
     scheduler.step()
     assert scheduler.get_last_lr() == [0.0125]
+
+
+SCHEDULERS = {
+    "step": lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5),
+    "plateau": lambda optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0),
+    "one_cycle": lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.5, total_steps=9),
+    "sequential": lambda optimizer: torch.optim.lr_scheduler.SequentialLR(
+        optimizer,
+        [
+            torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2),
+            torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9),
+        ],
+        milestones=[2],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_a_scheduler_that_is_held_back_is_saved_as_any_other(name: str, parts: Any) -> None:
+    """The checkpoint holds the scaler besides, ``weights_only`` refuses it, and loading undoes the hold."""
+    scaler, model, optimizer = parts
+    scheduler = SCHEDULERS[name](optimizer)
+    kind, state = type(scheduler), copy.deepcopy(scheduler.state_dict())
+    held = SkipAwareScheduler(scheduler, scaler)
+    assert isinstance(scheduler, kind)
+    assert scheduler.state_dict().keys() == state.keys()
+    scheduler.load_state_dict(state)
+    train(scaler, model, optimizer, {0}, steps=1)
+    before = optimizer.param_groups[0]["lr"]
+    for _ in range(3):
+        scheduler.step(*[1.0] * (name == "plateau"))
+    assert optimizer.param_groups[0]["lr"] == before
+    held.remove()
+    assert type(scheduler) is kind
+
+
+def halfway(averaged: torch.Tensor, current: torch.Tensor, _: int) -> torch.Tensor:
+    return (averaged + current) / 2
+
+
+def test_an_average_is_held_back(parts: Any) -> None:
+    """Weights that did not move are averaged again; or a copy, or a pickle, still asks the scaler."""
+    scaler, model, optimizer = parts
+    averaged, expected = (AveragedModel(model, avg_fn=halfway) for _ in range(2))
+    names = set(averaged.state_dict())
+    with SkipAwareAverage(averaged, scaler):
+        for number in range(5):
+            bad = number in (0, 2)
+            train(scaler, model, optimizer, {0} if bad else set(), steps=1)
+            averaged.update_parameters(model)
+            if not bad:
+                expected.update_parameters(model)
+        assert set(averaged.state_dict()) == names
+        for again in (copy.deepcopy(averaged), pickle.loads(pickle.dumps(averaged))):
+            assert type(again) is AveragedModel
+    assert averaged.n_averaged == 3
+    for ours, theirs in zip(averaged.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    train(scaler, model, optimizer, {0}, steps=1)
+    averaged.update_parameters(model)
+    assert averaged.n_averaged == 4
+
+
+def test_an_average_over_several_optimizers(parts: Any) -> None:
+    """The answer is that of the optimizer that stepped last, or of one that stepped long ago."""
+    scaler, model, _ = parts
+    weight, bias = (torch.optim.SGD([p], lr=0.1) for p in (model.weight, model.bias))
+    averaged = AveragedModel(model)
+    SkipAwareAverage(averaged, scaler)
+    of_bias = AveragedModel(model)
+    SkipAwareAverage(of_bias, scaler, bias)
+    for bad in (None, model.weight, model.bias, None):
+        scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+        if bad is not None:
+            bad.grad.view(-1)[0] = math.nan
+        scaler.step(weight)
+        scaler.step(bias)
+        assert [bool(scaler.landed(o)) for o in (weight, bias)] == [bad is not p for p in model.parameters()]
+        assert bool(scaler.landed()) is (bad is None)
+        scaler.update()
+        averaged.update_parameters(model)
+        of_bias.update_parameters(model)
+        model.zero_grad()
+    assert (averaged.n_averaged, of_bias.n_averaged) == (2, 3)
+
+
+def test_a_disabled_scaler_holds_nothing_back() -> None:
+    """An average or a schedule stands still for ever when the scaler is turned off."""
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = GradScaler("cpu", enabled=False)
+    averaged = AveragedModel(model)
+    SkipAwareAverage(averaged, scaler).update_parameters(model)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    SkipAwareScheduler(scheduler, scaler)
+    optimizer.step()
+    scheduler.step()
+    assert averaged.n_averaged == 1
+    assert scheduler.get_last_lr() == [0.05]
+    assert scaler.landed(optimizer).item() is True
 
 
 def test_records_carry_the_rank(parts: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

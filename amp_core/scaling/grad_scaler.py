@@ -698,6 +698,32 @@ class GradScaler(torch.amp.GradScaler):
         """
         return self._log.last_step
 
+    def landed(self, optimizer: torch.optim.Optimizer | None = None) -> Tensor:
+        """Return whether the last step was taken. Does not wait for the device; ``bool(...)`` of it does.
+
+        Ranks that share the parameters get the same answer, as they take the same step.
+
+        Args:
+            optimizer: whose step; by default those of all optimizers that stepped between the same two
+                updates as the latest.
+
+        Returns:
+            0-dim bool tensor on the device of the scale. True if all of these steps were taken, and always
+            if the scaler is disabled.
+
+        Raises:
+            RuntimeError: there was no such step.
+
+        Example::
+
+            scaler.step(optimizer)
+            steps_taken += scaler.landed(optimizer)
+            scaler.update()
+        """
+        if not self._enabled:
+            return torch.ones((), dtype=torch.bool, device="cpu")
+        return self._log.landed(optimizer)
+
     def name_parameters(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
         """Add names of parameters for step records.
 

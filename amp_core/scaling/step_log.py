@@ -92,6 +92,7 @@ class StepLog:
             _total_norm=norm,
             key=loss_scale.key,
             _lost=getattr(optimizer, "_amp_core_lost_updates", None),  # the step fills it
+            _device=scale.device,
         )
         if state.window is not None:
             record._micro_batches, record._params, record._nonfinite = state.window
@@ -110,6 +111,20 @@ class StepLog:
         if skipped and record._micro_batches is None:
             record._bad = self.bad_parameters(optimizer)
         return skipped
+
+    def landed(self, optimizer: torch.optim.Optimizer | None) -> Tensor:
+        """Return whether the last step was taken; see `GradScaler.landed`."""
+        known = self.last_step
+        if optimizer is not None:
+            records = [known[optimizer]] if optimizer in known else []
+        else:
+            latest = max((record.number for record in known.values()), default=0)
+            records = [record for record in known.values() if record.number == latest]
+        if not records:
+            whose = "" if optimizer is None else f" of this {type(optimizer).__name__}"
+            raise RuntimeError(_NO_STEP.format(whose=whose))
+        landed = [record.landed for record in records]
+        return torch.stack([each.to(landed[0].device, non_blocking=True) for each in landed]).all()
 
     def bad_parameters(self, optimizer: torch.optim.Optimizer) -> tuple[BadParameter, ...]:
         """Return the parameters whose gradients are not finite; waits for the device."""
@@ -224,6 +239,12 @@ class StepLog:
         if action is AtFloor.STOP or not was_there:
             warnings.warn(text, ScaleFloorWarning, stacklevel=level_outside())
         return None
+
+
+_NO_STEP = (
+    "landed(): this scaler has recorded no step{whose} yet. Call it after scaler.step(optimizer); a step "
+    "inside a torch.compile graph leaves no record."
+)
 
 
 def _endless(count: int, record: StepRecord) -> str:

@@ -52,6 +52,14 @@ class StepRecord:
     _rank: int | None = None
     key: str | None = None
     _lost: Mapping[str, Tensor] | None = None
+    _device: torch.device | str = "cpu"
+
+    @property
+    def landed(self) -> Tensor:
+        """Whether the step was taken: a 0-dim bool tensor on the device of the scale; does not wait."""
+        if isinstance(self._found_inf, Tensor):
+            return self._found_inf == 0
+        return torch.full((), not self._found_inf, dtype=torch.bool, device=self._device)
 
     @property
     def skipped(self) -> bool:

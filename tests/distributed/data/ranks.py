@@ -26,8 +26,10 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 
 import amp_core
+from amp_core.callbacks import SkipAwareAverage
 
 INPUTS = [torch.full((4, 6), value) for value in (0.5, 1.0, 2.0, -1.0)]
 
@@ -224,6 +226,8 @@ def plain() -> None:
         told: list[str] = []
         scaler.register_skip_hook(lambda _, record, told=told: told.append(str(record)))
         before = copy.deepcopy(net.state_dict())
+        averaged = AveragedModel(net)
+        SkipAwareAverage(averaged, scaler)
         scaler.scale(net(INPUTS[1]).square().mean()).backward()
         wanted = math.sqrt(sum(float(p.grad.square().sum()) for p in net.parameters())) / 8.0
         norm = scaler.clip_grad_norm_(optimizer, 1.0)
@@ -235,7 +239,10 @@ def plain() -> None:
         if dist.get_rank() == 1:
             spoil(net)
         scaler.step(optimizer)
+        assert not scaler.landed(optimizer), "an inf of another rank goes unnoticed until update()"
         scaler.update()
+        averaged.update_parameters(net)
+        assert averaged.n_averaged == 0, "the average moves on some ranks only"
         assert scaler.last_step[optimizer].skipped
         bad = "0.weight (1 of 54)" if dist.get_rank() == 1 else "no parameter of this rank"
         rank = f"AdamW on rank {dist.get_rank()}"
