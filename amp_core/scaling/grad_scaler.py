@@ -716,6 +716,7 @@ class GradScaler(torch.amp.GradScaler):
 
         Example::
 
+            steps_taken = torch.zeros((), dtype=torch.int64, device="cpu")
             scaler.step(optimizer)
             steps_taken += scaler.landed(optimizer)
             scaler.update()
