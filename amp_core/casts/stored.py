@@ -66,6 +66,7 @@ class StoredWeights:
         if not self._names:
             raise ValueError("No float32 or bfloat16 parameter of the model is stepped by the optimizer.")
         self._lost = Counts(optimizer) if lost_updates else None
+        self._first: dict[int, Tensor] = {}  # what is kept until the first step: a state shows that it began
         for param in [p for p in self._params() if p.dtype is torch.float32]:
             self._convert(param)
         self._inner = unhooked_step(optimizer)
@@ -75,6 +76,7 @@ class StoredWeights:
         self._hooks = [
             optimizer.register_load_state_dict_pre_hook(self._remember),
             optimizer.register_load_state_dict_post_hook(self._load_exactly),
+            optimizer.register_state_dict_pre_hook(self._show_first),
         ]
 
     def _params(self) -> Iterator[Tensor]:
@@ -88,7 +90,7 @@ class StoredWeights:
         param.data = torch.empty_like(wide, dtype=torch.bfloat16)
         kept = self._how.narrow(wide, param)
         if kept is not None:
-            self.optimizer.state[param][KEPT] = kept
+            self._first[id(param)] = kept
 
     # One step.
 
@@ -124,7 +126,7 @@ class StoredWeights:
         """Return a float32 stand-in for `param`, with its gradient and the optimizer's state."""
         stand_in = like(param, self._wide(param)).requires_grad_()
         state = self.optimizer.state.pop(param, {})
-        stand_in._amp_core_kept = state.pop(KEPT, None)  # type: ignore[attr-defined]
+        stand_in._amp_core_kept = state.pop(KEPT, self._first.pop(id(param), None))  # type: ignore[attr-defined]
         assert param.grad is not None
         stand_in.grad = param.grad.float()
         self.optimizer.state[stand_in] = {k: widen_state(v) for k, v in state.items()}
@@ -132,7 +134,7 @@ class StoredWeights:
 
     def _wide(self, param: Tensor) -> Tensor:
         """Return this rank's part of `param` in float32, as exact as the storage has it."""
-        kept = self.optimizer.state.get(param, {}).get(KEPT)
+        kept = self.optimizer.state.get(param, {}).get(KEPT, self._first.get(id(param)))
         return self._how.widen(local(param).detach(), None if kept is None else local(kept))
 
     def _take_back(self, param: Tensor, stand_in: Tensor, draw: Draw) -> None:
@@ -164,18 +166,31 @@ class StoredWeights:
 
     # Checkpoints.
 
-    def _remember(self, _optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    def _show_first(self, optimizer: Optimizer) -> None:
+        for param in self._params():
+            if id(param) in self._first:
+                optimizer.state[param][KEPT] = self._first.pop(id(param))
+
+    def _remember(self, _optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         self._loaded = state_dict
+        begun = {number: state for number, state in state_dict["state"].items() if state.keys() != {KEPT}}
+        return {**state_dict, "state": begun}  # Adam takes any state for one that has begun
 
     def _load_exactly(self, optimizer: Optimizer) -> None:
         """Give the loaded states their own dtypes back: torch casts them to that of the parameter."""
         loaded, self._loaded = self._loaded, {}
+        self._first = {}
         ids = chain.from_iterable(group["params"] for group in loaded["param_groups"])
         params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
         for number, param in zip(ids, params, strict=True):
-            for key, value in loaded["state"].get(number, {}).items():
+            state = loaded["state"].get(number, {})
+            for key, value in state.items():
                 if id(param) in self._names and key != "step" and isinstance(value, Tensor):
-                    optimizer.state[param][key] = value.to(device=param.device, copy=True)
+                    exact = value.to(device=param.device, copy=True)
+                    if state.keys() == {KEPT}:
+                        self._first[id(param)] = exact
+                    else:
+                        optimizer.state[param][key] = exact
 
     def float32_weights(self) -> dict[str, Tensor]:
         """Return the weights in float32 by name, as exact as the storage has them; for a checkpoint."""
@@ -184,7 +199,8 @@ class StoredWeights:
     def nbytes(self) -> int:
         """Return the bytes that are kept beside the bfloat16 weights."""
         states = (self.optimizer.state.get(p, {}) for p in self._params())
-        return sum(local(state[KEPT]).nbytes for state in states if KEPT in state)
+        kept = [state[KEPT] for state in states if KEPT in state]
+        return sum(local(each).nbytes for each in (*kept, *self._first.values()))
 
     def remove(self) -> None:
         """Let the optimizer step on the bfloat16 weights again. Calling it again has no effect."""
@@ -196,6 +212,7 @@ class StoredWeights:
             del self.optimizer.step
         for param in self._params():
             self.optimizer.state.get(param, {}).pop(KEPT, None)
+        self._first = {}
         if self._lost is not None:
             self._lost.remove()
             self._lost = None

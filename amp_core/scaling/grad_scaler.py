@@ -789,6 +789,10 @@ class GradScaler(torch.amp.GradScaler):
     def state_dict(self) -> dict[str, Any]:
         """Return the state in torch's format, that of keys under ``"_keys"``; waits for the device.
 
+        With `load_state_dict`, this is the ``Stateful`` protocol of ``torch.distributed.checkpoint``. That
+        loads only entries that the new scaler has too: give it the same `schedule`, and name the keys in
+        `schedules`.
+
         Returns:
             A dict of numbers, which ``torch.amp.GradScaler`` can load too; empty if disabled.
 
@@ -799,8 +803,11 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             return {}
         state = self._own.state_dict()
-        if self._keyed:
-            state["_keys"] = {key: scale.state_dict() for key, scale in self._keyed.items()}
+        keyed = {
+            key: self._keyed.get(key) or self._new_scale(key) for key in {**self._schedules, **self._keyed}
+        }
+        if keyed:
+            state["_keys"] = {key: scale.state_dict() for key, scale in keyed.items()}
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -142,12 +142,16 @@ class LossScaleSchedule:
 
 
 def further_fields(schedule: LossScaleSchedule) -> dict[str, Any]:
-    """Return the fields of `schedule` that torch does not have and that differ from the default."""
-    return {
-        field.name: value.value if isinstance(value := getattr(schedule, field.name), enum.Enum) else value
-        for field in fields(schedule)[3:]
-        if getattr(schedule, field.name) != field.default
-    }
+    """Return the fields of `schedule` that torch does not have; none if all have their defaults.
+
+    A schedule that is stopped thus has the same entries as before: ``torch.distributed.checkpoint`` loads
+    into the entries that it finds.
+    """
+    further = fields(schedule)[3:]
+    values = {field.name: getattr(schedule, field.name) for field in further}
+    if all(values[field.name] == field.default for field in further):
+        return {}
+    return {name: value.value if isinstance(value, enum.Enum) else value for name, value in values.items()}
 
 
 def known_fields(saved: Mapping[str, Any]) -> Mapping[str, Any]:

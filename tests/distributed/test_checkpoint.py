@@ -1,0 +1,97 @@
+"""Checkpoints of torch.distributed.checkpoint, saved on one number of ranks and loaded on another."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from amp_core import AtFloor, GradScaler, LossScaleSchedule
+
+from .data.checkpoint import Run
+
+
+def check(run: Run, expected: Run) -> None:
+    ours, theirs = run.everything(), expected.everything()
+    for part in theirs:
+        assert ours[part] == theirs[part], part
+    run.steps = expected.steps
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.parametrize("storage", ["remainder", "stochastic", "kahan"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_part_of_a_run_goes_on(storage: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """A new optimizer, which has no moments yet, takes only what it has from the checkpoint."""
+    run, again = (Run(storage=storage, dtype=dtype) for _ in range(2))
+    for _ in range(4):
+        run.step()
+    dcp.save(run.parts(), checkpoint_id=tmp_path)
+    again.load(tmp_path)
+    check(again, run)
+    run.step()
+    again.step()
+    check(again, run)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_a_scaler_that_has_stopped_stays_so(tmp_path: Path) -> None:
+    """The schedule has other entries than at the start: the checkpoint lacks some, or drops others."""
+    rule = LossScaleSchedule(min_scale=2.0, at_floor=AtFloor.STOP)
+    stopped, again = (GradScaler("cpu", schedule=rule, schedules={"g": rule}) for _ in range(2))
+    stopped.scale(torch.ones(()), "g")
+    stopped._keyed["g"].stop()
+    dcp.save({"scaler": stopped}, checkpoint_id=tmp_path)
+    dcp.load({"scaler": again}, checkpoint_id=tmp_path)
+    assert again.get_scale("g") == 1.0
+    assert again.state_dict() == stopped.state_dict()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_a_run_that_has_not_begun(kind: type, tmp_path: Path) -> None:
+    """The low bits of float32 weights are lost before the first step, or Adam misses its step count."""
+    run, again = (Run(dtype=torch.float32, kind=kind) for _ in range(2))
+    exact = run.everything()["exact"]
+    with torch.no_grad():
+        again.model[0].weight.zero_()
+    torch.save([run.model.state_dict(), run.optimizer.state_dict()], tmp_path / "run.pt")
+    model, optimizer = torch.load(tmp_path / "run.pt")
+    again.model.load_state_dict(model)
+    again.optimizer.load_state_dict(optimizer)
+    assert again.everything()["exact"] == exact
+    run.step()
+    again.step()
+    check(again, run)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_a_checkpoint_of_one_process_goes_on_sharded_and_back(tmp_path: Path) -> None:
+    """Moments, low bits of weights, scales of keys or histories start anew, or belong to one rank's shard."""
+    run = Run()
+    for _ in range(4):
+        run.step()
+    dcp.save(run.parts(), checkpoint_id=tmp_path / "one")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    script = Path(__file__).parent / "data" / "checkpoint.py"
+    done = subprocess.run(
+        [*launcher, str(script), str(tmp_path / "one"), str(tmp_path / "two")],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    run.step()
+    again = Run()
+    again.load(tmp_path / "two")
+    check(again, run)
+    run.step()
+    again.step()
+    check(again, run)
