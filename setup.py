@@ -38,6 +38,7 @@ class AnyPython(bdist_wheel):
         return "py3", "none", super().get_tag()[2]
 
 
+native = "backends/cpu/amp_backend_cpu/native"
 unix = sys.platform != "win32"
 # The stack protector and fortified calls cost nothing in loops over vectors.
 hardening = ["-fvisibility=hidden", "-fstack-protector-strong", "-D_FORTIFY_SOURCE=2"]
@@ -55,17 +56,17 @@ setup(
     ext_modules=[
         Extension(
             KERNELS,
-            sources=["backends/cpu/amp_backend_cpu/native/kernels.c"],
-            depends=[
-                "backends/cpu/amp_backend_cpu/native/loops.h",
-                "backends/cpu/amp_backend_cpu/native/vectors.h",
-            ],
+            sources=[f"{native}/kernels.c", f"{native}/storage.c"],
+            depends=[f"{native}/loops.h", f"{native}/storage.h", f"{native}/vectors.h"],
             export_symbols=[
                 "amp_abi",
                 "amp_add",
                 "amp_grad_stats",
                 "amp_multiply",
                 "amp_cast",
+                "amp_join",
+                "amp_round",
+                "amp_split",
                 "amp_update_scale",
                 "amp_instruction_set",
                 "amp_limit",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -11,12 +12,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from amp_core.casts.shards import local
-
-_BUCKET_BYTES = 64 * 2**20
-"""Bytes of float32 weights that exist at a time during a step."""
+from amp_core.plugin import get_backend
 
 Bucket = list[tuple[dict[str, Any], list[tuple[int, Tensor]]]]
 """Parameter groups, each with the (index, parameter) pairs to step."""
+
+
+def bucket_nbytes(device_type: str) -> int:
+    """Return the bytes of float32 weights that exist at a time during a step."""
+    return get_backend(device_type).grad_bucket_nbytes
 
 
 def buckets(optimizer: Optimizer) -> Iterator[Bucket]:
@@ -24,7 +28,7 @@ def buckets(optimizer: Optimizer) -> Iterator[Bucket]:
 
     An optimizer of another package gets all in one: it may count its calls.
     """
-    limit = _BUCKET_BYTES if type(optimizer).__module__.startswith("torch.optim") else float("inf")
+    splits = type(optimizer).__module__.startswith("torch.optim")
     index, size = 0, 0
     bucket: Bucket = []
     for group in optimizer.param_groups:
@@ -34,6 +38,7 @@ def buckets(optimizer: Optimizer) -> Iterator[Bucket]:
             if param.grad is None:
                 continue
             nbytes = 4 * local(param).numel()
+            limit = bucket_nbytes(param.device.type) if splits else math.inf
             if size and size + nbytes > limit:
                 yield bucket
                 bucket, size = [(group, [])], 0

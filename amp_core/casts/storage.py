@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from amp_core.casts import rounding
 from amp_core.casts.shards import elements, like, local
 from amp_core.common.counter_random import key_of
+from amp_core.kernels import Kernels
+from amp_core.plugin import get_backend
 
 
 class Draw(NamedTuple):
@@ -29,19 +29,18 @@ class Storage(NamedTuple):
     """How a float32 weight is stored.
 
     Attributes:
-        join: (bfloat16 weight, what is kept) -> the float32 weight; needed only if something is kept.
-        split: (float32 weight, bfloat16 weight, what is kept) writes the latter two and overwrites the
-            first; None if nothing is kept and the weight is rounded stochastically.
-        kept: the dtype of what is kept.
+        kept: the dtype of what is kept beside a bfloat16 weight; None if the weight is rounded stochastically
+            and nothing is kept.
     """
 
-    join: Callable[[Tensor, Tensor], Tensor]
-    split: Callable[[Tensor, Tensor, Tensor], None] | None
-    kept: torch.dtype
+    kept: torch.dtype | None
 
-    def widen(self, low: Tensor, kept: Tensor | None) -> Tensor:
-        """Return the float32 weight, in new memory."""
-        return low.float() if kept is None else self.join(low, kept)
+    def widen_(self, wide: Tensor, low: Tensor, kept: Tensor | None) -> None:
+        """Write the float32 weight to `wide`."""
+        if kept is None:
+            wide.copy_(low)
+        else:
+            _kernels(low).join_([wide], [low], [kept])
 
     def narrow(
         self, wide: Tensor, param: Tensor, draw: Draw | None = None, kept: Tensor | None = None
@@ -55,22 +54,22 @@ class Storage(NamedTuple):
             kept: the memory for what is kept; by default new memory.
         """
         low = local(param).detach()
-        if self.split is not None:
+        if self.kept is not None:
             kept = torch.empty_like(wide, dtype=self.kept) if kept is None else kept
-            self.split(wide, low, kept)
+            _kernels(wide).split_([wide], [low], [kept])
             return kept
         if draw is None:
             low.copy_(wide)
         else:
-            rounding.stochastic_(wide, low, draw.key(), elements(param))
+            _kernels(wide).round_([wide], [low], [draw.key()], [elements(param)])
         return None
 
 
-STORAGES = {
-    "remainder": Storage(rounding.join, rounding.split_, torch.int16),
-    "stochastic": Storage(rounding.add, None, torch.bfloat16),
-    "kahan": Storage(rounding.add, rounding.compensate_, torch.bfloat16),
-}
+STORAGES = {"remainder": Storage(torch.int16), "stochastic": Storage(None), "kahan": Storage(torch.bfloat16)}
+
+
+def _kernels(tensor: Tensor) -> Kernels:
+    return get_backend(tensor.device.type).kernels()
 
 
 def widen_state(value: Any) -> Any:
@@ -86,5 +85,5 @@ def narrow_state(value: Any, param: Tensor, key: int) -> Any:
         return value
     wide = local(value)
     low = torch.empty_like(wide, dtype=torch.bfloat16)
-    rounding.stochastic_(wide, low, key, elements(param))
+    _kernels(wide).round_([wide], [low], [key], [elements(param)])
     return like(param, low)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from amp_core.casts.lost_updates import Counts
+from amp_core.casts.memory import KeptMemory
 from amp_core.casts.shards import like, local
 from amp_core.casts.stand_ins import Bucket, buckets, in_place_of, unhooked_step
 from amp_core.casts.storage import STORAGES, Draw, narrow_state, widen_state
@@ -26,6 +27,8 @@ KEPT = "amp_core_kept"
 """The entry of the optimizer's state, per parameter, that holds what its weight lacks."""
 STEPS = "amp_core_steps"
 """The entry of a parameter group that counts steps: the number from which random bits are drawn."""
+_IDLE_BYTES = 32 * 2**20
+"""At most so many bytes of work memory stay between two steps, on devices that do not cache it themselves."""
 
 
 class StoredWeights:
@@ -51,6 +54,7 @@ class StoredWeights:
         globs = tuple(keep)
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         self.storage, self.optimizer = storage, optimizer
+        self._memory = KeptMemory()
         self._how, self._seed, self._state_dtype = STORAGES[storage], seed, state_dtype
         self._names = {
             id(p): name
@@ -107,6 +111,8 @@ class StoredWeights:
             for bucket in buckets(self.optimizer):
                 self._step_bucket(bucket)
         finally:
+            if self._memory.idle_nbytes() > _IDLE_BYTES:
+                self._memory.clear()
             if self._lost is not None:
                 self._lost.end()
         return loss
@@ -128,14 +134,22 @@ class StoredWeights:
         state = self.optimizer.state.pop(param, {})
         stand_in._amp_core_kept = state.pop(KEPT, self._first.pop(id(param), None))  # type: ignore[attr-defined]
         assert param.grad is not None
-        stand_in.grad = param.grad.float()
+        stand_in.grad = self._float32(param.grad)
         self.optimizer.state[stand_in] = {k: widen_state(v) for k, v in state.items()}
         return stand_in
 
     def _wide(self, param: Tensor) -> Tensor:
         """Return this rank's part of `param` in float32, as exact as the storage has it."""
         kept = self.optimizer.state.get(param, {}).get(KEPT, self._first.get(id(param)))
-        return self._how.widen(local(param).detach(), None if kept is None else local(kept))
+        low = local(param).detach()
+        wide = self._memory.empty_like(low, torch.float32)
+        self._how.widen_(wide, low, None if kept is None else local(kept))
+        return wide
+
+    def _float32(self, grad: Tensor) -> Tensor:
+        if grad.dtype is torch.float32 or grad.layout is not torch.strided or local(grad) is not grad:
+            return grad.float()
+        return self._memory.empty_like(grad, torch.float32).copy_(grad)
 
     def _take_back(self, param: Tensor, stand_in: Tensor, draw: Draw) -> None:
         state = self.optimizer.state.pop(stand_in)
@@ -210,6 +224,7 @@ class StoredWeights:
             self._hooks.pop().remove()
         if self.optimizer.__dict__.get("step") is self._step:
             del self.optimizer.step
+        self._memory.clear()
         for param in self._params():
             self.optimizer.state.get(param, {}).pop(KEPT, None)
         self._first = {}

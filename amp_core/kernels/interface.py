@@ -1,4 +1,4 @@
-"""The gradient and cast kernels that a backend may supply.
+"""The kernels of gradients, casts and stored weights that a backend may supply.
 
 The contract of every method:
 
@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from amp_core.kernels import rounding
 from amp_core.states.loss_scale import LossScaleSchedule
 
 
@@ -139,6 +140,61 @@ class Kernels(ABC):
             found_inf: one element, float32; above zero means that a step was skipped.
             schedule: the loss-scale schedule.
         """
+
+    def join_(self, wides: Sequence[Tensor], lows: Sequence[Tensor], kept: Sequence[Tensor]) -> None:
+        """Write the float32 weights that `split_` split, from bfloat16 ones and what was kept of them.
+
+        Args:
+            wides: float32; written.
+            lows: bfloat16 tensors of the same shapes; only read.
+            kept: int16 or bfloat16 tensors of the same shapes; only read.
+        """
+        check_shapes(lows, wides, "wides", "lows")
+        check_shapes(kept, wides, "wides", "kept")
+        with torch.no_grad():
+            for wide, low, rest in zip(wides, lows, kept, strict=True):
+                rounding.join_(wide, low, rest)
+
+    def split_(self, wides: Sequence[Tensor], lows: Sequence[Tensor], kept: Sequence[Tensor]) -> None:
+        """Split float32 weights into the nearest bfloat16 ones and what these lack.
+
+        Where `kept` is int16, it gets the lower 16 bits, so that `join_` is exact; ties are rounded away from
+        zero. Where it is bfloat16, it gets the rounded difference (0 if that is not finite), and ties are
+        rounded to even.
+
+        Args:
+            wides: float32; may be overwritten.
+            lows: bfloat16 tensors of the same shapes; written.
+            kept: int16 or bfloat16 tensors of the same shapes; written.
+        """
+        check_shapes(wides, lows, "lows", "wides")
+        check_shapes(wides, kept, "kept", "wides")
+        with torch.no_grad():
+            for wide, low, rest in zip(wides, lows, kept, strict=True):
+                rounding.split_(wide, low, rest)
+
+    def round_(
+        self,
+        wides: Sequence[Tensor],
+        lows: Sequence[Tensor],
+        keys: Sequence[int],
+        numbers: Sequence[Tensor | None],
+    ) -> None:
+        """Round float32 to bfloat16, up or down at random, so that the expected value is the exact one.
+
+        The random bits are those of `amp_core.common.counter_random.random_16_bits`, bit for bit.
+
+        Args:
+            wides: float32; may be overwritten.
+            lows: bfloat16 tensors of the same shapes; written.
+            keys: 64 bits for each tensor, which identify its random bits.
+            numbers: for each tensor the int32 numbers of its elements, from which their bits are drawn; None
+                to count them from 0.
+        """
+        check_shapes(wides, lows, "lows", "wides")
+        with torch.no_grad():
+            for wide, low, key, counted in zip(wides, lows, keys, numbers, strict=True):
+                rounding.stochastic_(wide, low, key, counted)
 
 
 def check_shapes(sources: Sequence[Tensor], targets: Sequence[Tensor], written: str, read: str) -> None:

@@ -105,5 +105,20 @@ KERNELS: Mapping[str, Promise] = MappingProxyType(
             "count as that, and without float64 on the device a scale may be one float32 step off",
             writes="`state`",
         ),
+        "join_": Promise(
+            "nothing; bit for bit as `Kernels.join_`",
+            writes="`wides`",
+            errors="`ValueError` if the shapes differ",
+        ),
+        "split_": Promise(
+            "nothing; bit for bit as `Kernels.split_`, but for the payload of a NaN",
+            writes="`lows`, `kept`; `wides`, with anything",
+            errors="`ValueError` if the shapes differ",
+        ),
+        "round_": Promise(
+            "nothing; bit for bit as `Kernels.round_`",
+            writes="`lows`; `wides`, with anything",
+            errors="`ValueError` if the shapes differ",
+        ),
     }
 )

@@ -73,7 +73,8 @@ class Backend(ABC):
     """Whether every present device of this type supports float64."""
 
     grad_bucket_nbytes: int = 1 << 25
-    """Bytes of gradients to collect during a backward pass before a kernel reads them."""
+    """Bytes of gradients to collect during a backward pass before a kernel reads them, and of float32 weights
+    that a step with bfloat16 storage makes at a time."""
 
     caches_memory: bool = True
     """Whether the device has a caching allocator, which reuses freed memory cheaply."""

@@ -80,6 +80,32 @@ def test_one_bad_element_anywhere(dtype: torch.dtype, n: int, bad: float, where:
 
 
 @needs_library
+@pytest.mark.parametrize("n", LENGTHS)
+def test_stored_weights(n: int) -> None:
+    """A weight is split, joined or rounded to other bits than elsewhere, so a run cannot move there."""
+    wide = numbers(n, torch.float32)
+    wide[n // 2 : n // 2 + 1] = math.inf
+    lows = [torch.empty(n, dtype=torch.bfloat16) for _ in range(4)]
+    for kept in (torch.int16, torch.bfloat16):
+        rests, wides = [torch.empty(n, dtype=kept) for _ in range(2)], [torch.empty(n) for _ in range(2)]
+        for i, kernels in enumerate((COMPILED, PORTABLE)):
+            kernels.split_([wide.clone()], [lows[i]], [rests[i]])
+            kernels.join_([wides[i]], [lows[i]], [rests[i]])
+        assert torch.equal(lows[0], lows[1])
+        assert torch.equal(rests[0], rests[1])
+        assert torch.equal(wides[0], wides[1])
+        if kept is torch.int16:
+            assert torch.equal(wides[0], wide)
+    shard = torch.arange(7, 7 + n, dtype=torch.int32)
+    for key, counted in ((3, None), (2**64 - 5, shard)):
+        versions = [low._version for low in lows]
+        for low, kernels in zip(lows, (COMPILED, PORTABLE), strict=False):
+            kernels.round_([wide.clone()], [low], [key], [counted])
+        assert torch.equal(lows[0], lows[1])
+        assert lows[0]._version > versions[0]
+
+
+@needs_library
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("n", LENGTHS)
 def test_scale(dtype: torch.dtype, n: int) -> None:

@@ -12,6 +12,7 @@ from amp_core.testing.suite.layouts import LayoutConformance
 from amp_core.testing.suite.multiply import MultiplyConformance
 from amp_core.testing.suite.regions import FunctionConformance, RegionConformance
 from amp_core.testing.suite.scaler import ScalerConformance
+from amp_core.testing.suite.storage import StorageConformance
 from amp_core.testing.suite.update import UpdateConformance
 
 
@@ -29,6 +30,7 @@ class BackendConformance(
     GradStatsConformance,
     MultiplyConformance,
     UpdateConformance,
+    StorageConformance,
     ScalerConformance,
     EffectsConformance,
 ):

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from amp_backend_cpu import library as _library
+from amp_backend_cpu.storage import StorageKernels
 from amp_core.kernels import GradStats, Kernels, Portable, ScaleTensors
 from amp_core.kernels.interface import as_int32
 from amp_core.kernels.memory import are_numbers, are_plain, are_real
@@ -25,7 +26,7 @@ _ADDRESS = "L" if array("L").itemsize == 8 else "Q"  # filling "L" takes half th
 _KINDS = (Hysteresis.BUDGET, Hysteresis.CONSECUTIVE, Hysteresis.EVERY)
 
 
-class Compiled(Portable):
+class Compiled(StorageKernels):
     """Plain C with OpenMP, for the instruction set that torch uses.
 
     It handles dense tensors. Calls with any other tensor (complex, strided, fake, of a subclass), another

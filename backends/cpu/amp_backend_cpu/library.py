@@ -114,6 +114,11 @@ def _declare(library: ctypes.CDLL) -> None:
         integer,
     )
     library.amp_update_scale.restype = None
+    for function in (library.amp_join, library.amp_split):
+        function.argtypes = (*[pointer] * 3, count, integer, integer)
+        function.restype = None
+    library.amp_round.argtypes = (*[pointer] * 3, count, ctypes.c_uint64, integer)
+    library.amp_round.restype = None
     library.amp_instruction_set.restype = library.amp_compiler.restype = ctypes.c_char_p
     library.amp_stream.argtypes = library.amp_limit.argtypes = (integer,)
     library.amp_calibrate.argtypes = library.amp_start.argtypes = ()

@@ -1,6 +1,7 @@
 /* Runs the CPU's kernels, whose source this file includes, against plain arithmetic, without Python or torch:
  * on other architectures under an emulator, and on compilers without vectors. Exits with 0 if all agree. */
 #include "kernels.c"
+#include "storage.c"
 #include <stdio.h>
 
 #define EXPECT(condition, ...)                                                                     \
@@ -104,6 +105,56 @@ static void norms_products_sums(int dtype, int64_t n) {
     free(total);
 }
 
+static uint32_t bits_at(const float *x, int64_t i) {
+    uint32_t bits;
+    memcpy(&bits, x + i, sizeof bits);
+    return bits;
+}
+
+/* The hash of amp_core.common.counter_random. */
+static uint32_t random_of(uint32_t number, uint64_t key) {
+    uint32_t x = (number / 2 + (uint32_t)key) * 0xed5ad4bbu;
+    x = ((x ^ x / 2048) ^ (uint32_t)(key >> 32)) * 0xac4c1b51u;
+    x = (x ^ x / 32768) * 0x31848babu;
+    x ^= x / 16384;
+    return number % 2 ? x / 65536 : x % 65536;
+}
+
+static void stored_weights(int64_t n) {
+    float *x = malloc((size_t)n * sizeof *x), *back = malloc((size_t)n * sizeof *x);
+    uint16_t *low = malloc((size_t)n * 2), *kept = malloc((size_t)n * 2), *nearest = malloc((size_t)n * 2);
+    int32_t *numbers = malloc((size_t)n * sizeof *numbers);
+    const uint64_t key = 0xfedcba9876543210u;
+    for (int64_t i = 0; i < n; i++) {
+        x[i] = ((float)((i * 2654435761u) % 65521) - 30000.5f) / 77.0f;
+        numbers[i] = (int32_t)(i + 12345);
+    }
+    x[n / 2] = INFINITY;
+    amp_split(x, low, kept, n, 1, 2);
+    amp_join(back, low, kept, n, 1, 2);
+    EXPECT(memcmp(x, back, (size_t)n * sizeof *x) == 0, "%d weights come back otherwise", (int)n);
+    cast(x, 0, nearest, 2, n);
+    amp_split(x, low, kept, n, 0, 2);
+    amp_join(back, low, kept, n, 0, 2);
+    EXPECT(memcmp(low, nearest, (size_t)n * 2) == 0, "%d weights are not rounded to nearest", (int)n);
+    for (int64_t i = 0; i < n; i++)
+        EXPECT(back[i] == x[i] || fabsf(back[i] - x[i]) <= fabsf(x[i]) * 0x1p-16f, "%d of %d", (int)i, (int)n);
+    for (int numbered = 0; numbered < 2; numbered++) {
+        amp_round(x, low, numbered ? numbers : NULL, n, key, 2);
+        for (int64_t i = 0; i < n; i++) {
+            uint32_t random = random_of((uint32_t)(numbered ? numbers[i] : i), key);
+            uint32_t right = (bits_at(x, i) + (random + 0x8000u) % 65536) >> 16;
+            EXPECT(low[i] == right, "%d of %d is rounded to %x, not %x", (int)i, (int)n, low[i], (int)right);
+        }
+    }
+    free(x);
+    free(back);
+    free(low);
+    free(kept);
+    free(nearest);
+    free(numbers);
+}
+
 int main(void) {
     const int64_t lengths[] = {1, 3, 4, 7, 8, 9, 31, 33, 511, 513, 4097, 32769, 70001};
     amp_start();
@@ -112,6 +163,8 @@ int main(void) {
     for (int dtype = 0; dtype < 4; dtype++)
         for (size_t i = 0; i < sizeof lengths / sizeof *lengths; i++)
             norms_products_sums(dtype, lengths[i]);
+    for (size_t i = 0; i < sizeof lengths / sizeof *lengths; i++)
+        stored_weights(lengths[i]);
     printf("%s: %d failures\n", amp_instruction_set(), failures);
     return failures != 0;
 }

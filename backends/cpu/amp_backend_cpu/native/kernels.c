@@ -14,6 +14,8 @@
 #include <pthread.h>
 #endif
 
+#include "storage.h"
+
 #define ABI 6 /* increases when a function's arguments change; library.py checks it */
 
 #define CHUNK 32768 /* elements: two or more chunks of a large weight stay in the second-level cache */
@@ -201,6 +203,16 @@ EXPORT int amp_limit(int level) {
     return before;
 }
 
+/* For the other sources. */
+int amp_level(void) {
+#ifdef X86
+    const struct loops *loops = chosen();
+    return loops == &loops_avx512 ? 2 : loops == &loops_avx2;
+#else
+    return 0;
+#endif
+}
+
 EXPORT int amp_abi(void) { return ABI; }
 
 /* ---- threads ---- */
@@ -220,6 +232,8 @@ EXPORT int amp_start(void) {
     return 0;
 #endif
 }
+
+int amp_may_thread(void) { return !forked; }
 
 /* chunks[i] is the number of the first chunk of tensor i; chunks[count] the number of all. */
 static size_t *first_chunks(size_t count, const int64_t *sizes) {

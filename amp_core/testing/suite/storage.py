@@ -1,0 +1,113 @@
+"""What the kernels of stored weights must do: `Kernels.split_`, `Kernels.join_` and `Kernels.round_`."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from amp_core.kernels import PORTABLE
+from amp_core.testing.suite import data
+from amp_core.testing.suite.judge import Judge
+from amp_core.testing.suite.tensors import Memory
+
+_KEYS = (0, 2**64 - 1, 0x9E3779B97F4A7C15)
+_SPECIAL = (0.0, 1.0, 1e-30, 1e-41, 3.3895314e38, 3.3961775e38, 3.4028235e38, math.inf, math.nan, 1 + 2.0**-8)
+
+
+class StorageConformance(Judge):
+    """A weight in two parts has one right form, bit for bit; so has one that is rounded at random."""
+
+    AREA = "storage"
+
+    def _weights(self) -> Iterator[Tensor]:
+        """Yield float32 weights on the host: special numbers, odd counts, other layouts."""
+        special = torch.tensor([sign * value for value in _SPECIAL for sign in (1.0, -1.0)])
+        wide = special.double().abs()
+        yield special if self.keeps_subnormals else special[(wide == 0) | ~(wide < 1.2e-38)]
+        for shape in ((), (0,), (1031,), (5, 7), (2**15 + 1,)):
+            yield data.random(shape, torch.float32)
+        yield data.random((7, 5), torch.float32).T
+
+    def _here(self, tensor: Tensor) -> Tensor:
+        """Return a copy on the device, with the strides of `tensor`."""
+        return torch.empty_like(tensor, device=self.device).copy_(tensor)
+
+    def _written(self, call: Callable[..., Any], read: list[Tensor], written: list[Tensor]) -> None:
+        memory = Memory(read, written)
+        with self._around():
+            assert call() is None
+        memory.check()
+
+    def test_storage_splits_and_joins_as_the_reference(self) -> None:
+        """Other bits are another training run, and a checkpoint means another weight elsewhere."""
+        for wide, kept in itertools.product(self._weights(), (torch.int16, torch.bfloat16)):
+            low, rest = torch.empty_like(wide, dtype=torch.bfloat16), torch.empty_like(wide, dtype=kept)
+            PORTABLE.split_([wide.clone()], [low], [rest])
+            joined = torch.empty_like(wide)
+            PORTABLE.join_([joined], [low], [rest])
+            here, *parts = (self._here(torch.zeros_like(t)) for t in (wide, low, rest))
+            source = self._here(wide)
+            scratch = Memory([], [source])  # it may be overwritten, but not what lies around it
+            self._written(lambda s=source, p=parts: self.kernels.split_([s], p[:1], p[1:]), [], parts)
+            scratch.check(wrote=False)
+            what = f"weights of shape {tuple(wide.shape)}, kept as {kept}"
+            self._assert_values(parts[0], low, f"{what}, rounded")
+            if kept is torch.int16:
+                assert torch.equal(parts[1].cpu(), rest), f"{what}: other lower bits"
+            else:
+                self._assert_values(parts[1], rest, f"{what}, the rest")
+            self._written(lambda h=here, p=parts: self.kernels.join_([h], p[:1], p[1:]), parts, [here])
+            self._assert_values(here, joined, f"{what}, joined")
+
+    def test_storage_rounds_by_the_bits_of_each_number(self) -> None:
+        """Other random bits, and a run goes on otherwise on another device or number of ranks."""
+        weights = list(self._weights())
+        for key, numbered in itertools.product(_KEYS, (False, True)):
+            lows = [torch.empty_like(w, dtype=torch.bfloat16) for w in weights]
+            counted = [self._numbers(w) if numbered else None for w in weights]
+            PORTABLE.round_([w.clone() for w in weights], lows, [key] * len(lows), counted)
+            here = [self._here(torch.zeros_like(low)) for low in lows]
+            wides = [self._here(w) for w in weights]
+            numbers = [None if n is None else self._here(n) for n in counted]
+            self._written(
+                lambda w=wides, h=here, n=numbers, k=key: self.kernels.round_(w, h, [k] * len(h), n),
+                [n for n in numbers if n is not None],
+                here,
+            )
+            for low, result in zip(lows, here, strict=True):
+                self._assert_values(result, low, f"rounded by the key {key:#x}, shape {tuple(low.shape)}")
+
+    def _numbers(self, weight: Tensor) -> Tensor:
+        """Return numbers as a shard has them, beyond 2**31 too."""
+        first = 2**31 - weight.numel() // 2
+        numbers = torch.arange(first, first + weight.numel()).to(torch.int32)
+        return torch.empty_like(weight, dtype=torch.int32).copy_(numbers.view(weight.shape))
+
+    def test_storage_refuses_other_shapes_before_it_writes(self) -> None:
+        """A weight that is left out, or broadcast, must not pass silently."""
+
+        def make(dtype: torch.dtype, sizes: tuple[int, ...]) -> list[Tensor]:
+            return [torch.ones(n, dtype=dtype, device=self.device) for n in sizes]
+
+        for sizes in ((4,), (4, 3), (4, 1)):
+            wides, lows = make(torch.float32, (4, 2)), make(torch.bfloat16, sizes)
+            kept, fit = make(torch.int16, (4, 2)), make(torch.bfloat16, (4, 2))
+            memory = Memory([*wides, *lows, *kept, *fit])
+            calls: list[Callable[[], None]] = [
+                partial(self.kernels.split_, wides, lows, kept),
+                partial(self.kernels.join_, wides, lows, kept),
+                partial(self.kernels.split_, wides, fit, lows),
+                partial(self.kernels.join_, wides, fit, lows),
+                partial(self.kernels.round_, wides, lows, [0, 0], [None, None]),
+            ]
+            for call in calls:
+                with pytest.raises(ValueError):  # noqa: PT011  # the words are the backend's
+                    call()
+            memory.check()
