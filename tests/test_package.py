@@ -28,7 +28,7 @@ def run(code: str) -> object:
 
 
 def test_import_is_quick_and_loads_no_backend() -> None:
-    """Importing the main names takes more than 4 % of torch's import, or imports a backend or a plugin."""
+    """Importing the main names takes more than 3.6 % of torch's import, or imports a backend or a plugin."""
     code = """
 import json, sys, time
 begin = time.process_time()
@@ -40,9 +40,12 @@ took = (time.process_time() - start) / (start - begin)
 new = {m.split(".")[0] for m in set(sys.modules) - before}
 print(json.dumps([took, sorted(new)]))
 """
-    results = [run(code) for _ in range(8)]
-    assert min(took for took, _ in results) < 0.04  # the least disturbed run; a CPU's speed cancels out
-    assert set(results[0][1]) <= {"amp_core", "pluggy", "importlib_metadata", "typing_extensions"} | set(
+    for _ in range(8):  # until one run is undisturbed; a CPU's speed cancels out
+        took, loaded = run(code)
+        if took < 0.036:
+            break
+    assert took < 0.036
+    assert set(loaded) <= {"amp_core", "pluggy", "importlib_metadata", "typing_extensions"} | set(
         sys.stdlib_module_names
     )
 

@@ -74,6 +74,7 @@ def test_wandb_has_the_steps(wandb, tmp_path):
     train(WandB())
     run.log({"mine": 2})
     wandb.finish()
+    wandb.teardown()  # waits for the process that writes an offline run; `finish` does not
     (path,) = tmp_path.rglob("*.wandb")
     rows = rows_of(path)
     assert [row["mine"] for row in rows if "mine" in row] == [1, 2]

@@ -9,6 +9,7 @@ import sys
 import sysconfig
 import textwrap
 import venv
+import zipfile
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -70,12 +71,11 @@ BROKEN = {
 }
 
 
-REQUIRES = {"later": '["torch", "amp-core >= 2"]'}
+REQUIRES = {"later": ("torch", "amp-core>=2")}
 
 
-def write_package(root: Path, name: str, source: str, *aliases: str) -> Path:
-    """Write a distribution whose entry points, `name` and `aliases`, are one module with `source`."""
-    declared = "\n".join(f'{n} = "amp_backend_{name}.hooks"' for n in (name, *aliases))
+def write_source(root: Path, name: str, source: str) -> Path:
+    """Write the source tree of a distribution whose entry point is a module with `source`."""
     folder = root / name
     package = folder / f"amp_backend_{name}"
     package.mkdir(parents=True)
@@ -89,14 +89,36 @@ build-backend = "setuptools.build_meta"
 [project]
 name = "amp-backend-{name}"
 version = "3.1"
-dependencies = {REQUIRES.get(name, "[]")}
 [project.entry-points."amp_core.backends"]
-{declared}
+{name} = "amp_backend_{name}.hooks"
 [tool.setuptools]
 packages = ["amp_backend_{name}"]
 """
     )
     return folder
+
+
+def write_wheel(root: Path, name: str, source: str, *aliases: str) -> Path:
+    """Write a wheel whose entry points, `name` and `aliases`, are one module with `source`.
+
+    Building it from source would take two seconds for each of the broken packages.
+    """
+    package, info = f"amp_backend_{name}", f"amp_backend_{name}-3.1.dist-info"
+    declared = "\n".join(f"{n} = {package}.hooks" for n in (name, *aliases))
+    requires = "".join(f"Requires-Dist: {r}\n" for r in REQUIRES.get(name, ()))
+    files = {
+        f"{package}/__init__.py": "",
+        f"{package}/hooks.py": source,
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: amp-backend-{name}\nVersion: 3.1\n{requires}",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: tests\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{info}/entry_points.txt": f"[amp_core.backends]\n{declared}\n",
+    }
+    files[f"{info}/RECORD"] = "".join(f"{file},,\n" for file in (*files, f"{info}/RECORD"))
+    path = root / f"{package}-3.1-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as wheel:
+        for file, text in files.items():
+            wheel.writestr(file, text)
+    return path
 
 
 class Run(Protocol):
@@ -112,9 +134,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     site = Path(sysconfig.get_path("purelib", vars={"base": str(root / "env")}))
     # addsitedir, so that an editable amp-core is found as well
     (site / "shared.pth").write_text(f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n")
-    packages = [write_package(root / "src", "good", GOOD.format(device="good"))]
-    packages += [write_package(root / "src", "pair", PAIR, "pair-too")]
-    packages += [write_package(root / "src", name, source) for name, source in BROKEN.items()]
+    packages = [write_source(root, "good", GOOD.format(device="good"))]
+    packages += [write_wheel(root, "pair", PAIR, "pair-too")]
+    packages += [write_wheel(root, name, source) for name, source in BROKEN.items()]
     python = str(scripts / "python")
     subprocess.run(
         [python, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--no-build-isolation", *packages],
