@@ -8,6 +8,13 @@ import pytest
 import torch
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give slow tests, which share two cores, three times the limit of the others."""
+    for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(900))
+
+
 @pytest.fixture(autouse=True)
 def clean_autocast_state() -> Iterator[None]:
     """Fail the test that leaves autocast on, a dtype changed, or the nesting count above zero."""

@@ -59,6 +59,8 @@ def report(state: str) -> None:
 
 for imported in (False, True):
     if imported:
+        import torch._dynamo  # which takes seconds in each child otherwise
+
         from amp_core._torch import dispatcher, dynamo, internals, torchscript  # noqa: F401
     for state in [*STATES, "torch.func"]:
         child = os.fork()
