@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -29,10 +30,12 @@ class Sharding(NamedTuple):
             a flattened parameter of ``FullyShardedDataParallel``, which does not tell: the ranks of the
             scaler's process group then hold one piece each.
         mesh: the ranks that hold the pieces, for a DTensor; otherwise None.
+        over: the number of ranks, or meshes, that each hold another part of the model; see `describe`.
     """
 
     shards: int | None = 1
     mesh: DeviceMesh | None = None
+    over: int = 1
 
 
 WHOLE = Sharding()
@@ -51,23 +54,75 @@ class Ranks(NamedTuple):
     size: int
 
 
-def check_group(process_group: object) -> ProcessGroup | None:
+def check_group(process_group: object, name: str = "process_group") -> ProcessGroup:
     """Return `process_group` if a scaler on this rank can use it.
 
     Raises:
         TypeError: it is not a process group, or this rank is not a member of it.
     """
-    if process_group is None:
-        return None
     from torch import distributed
 
     if distributed.is_available() and isinstance(process_group, distributed.ProcessGroup):
         return process_group
     raise TypeError(
-        f"process_group must be a torch.distributed.ProcessGroup that this rank is a member of, got "
+        f"{name} must be a torch.distributed.ProcessGroup that this rank is a member of, got "
         f"{process_group!r}. On ranks that are not members, torch.distributed.new_group returns a number "
         f"instead of a group; give the scaler there no group."
     )
+
+
+_over: dict[int, int] = {}
+"""``id(parameter)`` -> `Sharding.over`, for parameters that were described."""
+
+
+def describe(sharded_over: Mapping[Any, Iterable[Tensor]], process_group: ProcessGroup | None) -> None:
+    """Note over which groups parameters are sharded by means other than DTensors.
+
+    Args:
+        sharded_over: process group or mesh -> the parameters of which its ranks hold different parts. A
+            parameter under several groups is sharded over all of them.
+        process_group: the ranks that agree.
+
+    Raises:
+        TypeError: a key is not a process group or mesh that this rank is a member of, or a value is not a
+            tensor.
+        ValueError: there is no `process_group`, or parts of these numbers do not divide it evenly.
+    """
+    if sharded_over and process_group is None:
+        raise ValueError(_ALONE)
+    found: dict[int, tuple[Tensor, int]] = {}
+    for group, params in sharded_over.items():
+        size = _members(group)
+        for param in params:
+            if not isinstance(param, Tensor):
+                raise TypeError(f"sharded_over must map each group to its parameters, got {param!r} in one.")
+            found[id(param)] = param, size * found.get(id(param), (param, 1))[1]
+    for param, over in found.values():
+        if process_group is not None and process_group.size() % over:
+            raise ValueError(
+                f"sharded_over says that a parameter of shape {tuple(param.shape)} is cut into {over} parts, "
+                f"which the {process_group.size()} ranks of process_group cannot hold equally often. Pass "
+                f"each group of ranks with different parts once, and as process_group= all ranks that step."
+            )
+    for key, (param, over) in found.items():
+        if key not in _over:
+            weakref.finalize(param, _over.pop, key, None)
+        _over[key] = over
+
+
+def _members(group: Any) -> int:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if isinstance(group, DeviceMesh):
+        return group.size()
+    return check_group(group, "a key of sharded_over").size()
+
+
+_ALONE = (
+    "Parameters are described by sharded_over=, but the scaler does not know which ranks step together. Pass "
+    "GradScaler(..., process_group=torch.distributed.group.WORLD), or the group of all ranks of the model. A "
+    "scaler that was pickled has lost it: create a new one and load its state_dict."
+)
 
 
 def ranks_of(shardings: Sequence[Sharding], process_group: ProcessGroup | None) -> Ranks | None:
@@ -82,10 +137,12 @@ def ranks_of(shardings: Sequence[Sharding], process_group: ProcessGroup | None) 
     meshes = list(dict.fromkeys(s.mesh for s in shardings if s.mesh is not None))
     if process_group is not None:
         size = process_group.size()
-        for mesh in meshes:
-            if mesh.size() > size:
-                raise ValueError(_TOO_FEW.format(mesh=mesh, size=size))
+        for sharding in shardings:
+            if sharding.mesh is not None and sharding.mesh.size() * sharding.over > size:
+                raise ValueError(_TOO_FEW.format(mesh=sharding.mesh, size=size))
         return Ranks((process_group,), size)
+    if any(s.over > 1 for s in shardings):
+        raise ValueError(_ALONE)
     if any(s.shards is None for s in shardings):
         raise ValueError(_NO_GROUP)
     if len(meshes) > 1:
@@ -145,9 +202,12 @@ def sharding_of(param: Any, gradient: Any) -> Sharding:
     Raises:
         ValueError: it is a DTensor whose ranks hold summands, not pieces.
     """
+    over = _over.get(id(param), 1) if _over else 1
     if _torch.is_dtensor(gradient):
-        return Sharding(_shards_of(gradient), gradient.device_mesh)
-    return _FSDP1 if _torch.is_fsdp_shard(param) else WHOLE
+        return Sharding(_shards_of(gradient), gradient.device_mesh, over)
+    if _torch.is_fsdp_shard(param):
+        return _FSDP1
+    return WHOLE if over == 1 else Sharding(over=over)
 
 
 def _shards_of(gradient: Any) -> int:
@@ -215,6 +275,8 @@ def _share(sharding: Sharding, shardings: Sequence[Sharding], ranks: Ranks) -> f
     """
     if sharding.shards is None:
         return 1.0
+    if sharding.over > 1:
+        return sharding.shards * sharding.over / ranks.size
     mesh = sharding.mesh
     outside = any(s.mesh is not None and s.mesh.get_coordinate() is None for s in shardings)
     holders = mesh.size() if outside and mesh is not None else ranks.size

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
@@ -29,7 +29,7 @@ from amp_core.scaling.grad_passes import (
     multiply_and_flag_,
     read_gradients,
 )
-from amp_core.scaling.gradients import group_by_device, parameters_of
+from amp_core.scaling.gradients import describe_sharding, group_by_device, joined, parameters_of
 from amp_core.scaling.hooks import ScaleHook, StepHook
 from amp_core.scaling.loss_scale import LossScale, check_saved
 from amp_core.scaling.optimizer_state import OptimizerState
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from weakref import WeakKeyDictionary
 
     from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["GradScaler", "OptState"]
 
@@ -83,6 +84,10 @@ class GradScaler(torch.amp.GradScaler):
             overflow and norm in one collective of two numbers. By default these are the ranks of the widest
             mesh if gradients are DTensors, as under ``fully_shard``; otherwise ranks do not communicate.
             ``FullyShardedDataParallel`` needs it: ``process_group=model.process_group``. It is not pickled.
+        sharded_over: process group or mesh -> the parameters of which its ranks hold different parts, though
+            they are not DTensors on it: pipeline stages, experts, tensors that the trainer cut itself. A
+            parameter under several groups is cut over all of them. The norm then counts each element once.
+            It needs `process_group`.
         overlap: compute norm and overflow during the backward, soon after each gradient is written, so
             that only the step itself remains. Takes effect with the second step of an optimizer.
 
@@ -129,6 +134,7 @@ class GradScaler(torch.amp.GradScaler):
         warn_after: int = 25,
         schedules: Mapping[str, LossScaleSchedule] | None = None,
         process_group: ProcessGroup | None = None,
+        sharded_over: Mapping[ProcessGroup | DeviceMesh, Iterable[Tensor]] | None = None,
         overlap: bool = False,
     ) -> None:
         self._device, refusal = _checked_device(device, enabled, self._warning_stacklevel + 1)
@@ -145,7 +151,9 @@ class GradScaler(torch.amp.GradScaler):
         self._first_scale = init_scale
         self._schedules = dict(schedules or {})
         self._allow_fp16 = allow_fp16_gradients
-        self._process_group = check_group(process_group)
+        self._process_group = None if process_group is None else check_group(process_group)
+        if sharded_over:
+            describe_sharding(sharded_over, self._process_group)
         self._overlap = Overlap() if overlap else None
 
     # -- scaling ---------------------------------------------------------------------------------
@@ -254,9 +262,9 @@ class GradScaler(torch.amp.GradScaler):
         kwargs: dict[str, Any],
     ) -> Any:
         if max_norm is not None:
-            self._clip(optimizer, loss_scale, state, max_norm, norm_type)
+            self._clip([optimizer], loss_scale, [state], max_norm, norm_type)
         elif state.stage is OptState.READY:
-            self._unscale(optimizer, loss_scale, state)
+            self._unscale([optimizer], loss_scale, [state])
         if not state.found_inf_per_device:
             raise AssertionError(_no_gradients(optimizer))
         record = self._log.record(optimizer, loss_scale, state)
@@ -371,9 +379,9 @@ class GradScaler(torch.amp.GradScaler):
             state.stage, state.found_inf_per_device = OptState.READY, {}
             loss = evaluate(closure)
             if max_norm is None:
-                self._unscale(optimizer, loss_scale, state)
+                self._unscale([optimizer], loss_scale, [state])
             else:
-                self._clip(optimizer, loss_scale, state, max_norm, norm_type)
+                self._clip([optimizer], loss_scale, [state], max_norm, norm_type)
             _raise_if_overflowed(optimizer, state)
             return loss
 
@@ -395,20 +403,24 @@ class GradScaler(torch.amp.GradScaler):
         state.stage = stage
         return result
 
-    def unscale_(self, optimizer: torch.optim.Optimizer, key: str | None = None) -> None:
+    def unscale_(
+        self, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer], key: str | None = None
+    ) -> None:
         """Divide the gradients of `optimizer` by the scale, in place, and check whether all are finite.
 
-        `step` does this by itself; call it only to read or change gradients before. Does not wait for the
-        device.
+        `step` does this by itself; call it only to read or change gradients before, or to let several
+        optimizers step as one. Does not wait for the device.
 
         Args:
-            optimizer: its gradients are unscaled.
+            optimizer: its gradients are unscaled. Of several optimizers, all step or none; those without
+                gradients too.
             key: the key that the loss was scaled under, if any.
 
         Raises:
             RuntimeError: it was called twice without `update` in between, or after `step`; torch's texts.
             AssertionError: no loss was scaled yet; torch's text.
-            ValueError: a gradient is float16 and ``allow_fp16_gradients`` is not set.
+            ValueError: a gradient is float16 and ``allow_fp16_gradients`` is not set; or of several
+                optimizers two share a parameter, or their losses have different keys.
 
         Example::
 
@@ -417,21 +429,29 @@ class GradScaler(torch.amp.GradScaler):
             scaler.step(optimizer)
         """
         if self._enabled:
-            self._unscale(optimizer, *self._enter(optimizer, key, "unscale_"))
+            self._unscale(*self._enter_all(_as_list(optimizer), key, "unscale_"))
 
     def _unscale(
-        self, optimizer: torch.optim.Optimizer, loss_scale: LossScale, state: OptimizerState
+        self,
+        optimizers: Sequence[torch.optim.Optimizer],
+        loss_scale: LossScale,
+        states: Sequence[OptimizerState],
     ) -> None:
         scale, _ = loss_scale.check("unscale_")
-        stage = next_stage(state.stage, "unscale_")
-        state.found_inf_per_device = self._unscale_grads_(
-            optimizer, reciprocal(scale), zero(scale.device), self._allow_fp16
-        )
-        state.stage = stage
+        for state in states:
+            stage = next_stage(state.stage, "unscale_")
+        inverse, found_inf = reciprocal(scale), zero(scale.device)
+        if len(optimizers) == 1:
+            found = self._unscale_grads_(optimizers[0], inverse, found_inf, self._allow_fp16)
+        else:
+            parts = joined([group_by_device(o, allow_fp16=self._allow_fp16) for o in optimizers])
+            found = multiply_all_(parts, inverse, found_inf, self._process_group)
+        for state in states:
+            state.stage, state.found_inf_per_device = stage, found
 
     def clip_grad_norm_(
         self,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         max_norm: float,
         norm_type: float = 2.0,
         error_if_nonfinite: bool = False,
@@ -443,7 +463,8 @@ class GradScaler(torch.amp.GradScaler):
         not wait for the device, unless `error_if_nonfinite` is set.
 
         Args:
-            optimizer: its gradients are clipped.
+            optimizer: its gradients are clipped. Several optimizers are clipped by the norm of all their
+                gradients, and all step or none; those without gradients too.
             max_norm: the largest norm allowed, of all gradients together.
             norm_type: the order of the norm.
             error_if_nonfinite: raise if the norm is not finite.
@@ -454,43 +475,53 @@ class GradScaler(torch.amp.GradScaler):
 
         Raises:
             RuntimeError: it was called after `step`; or `error_if_nonfinite` is set and the norm is not
-                finite.
+                finite; or only some of several optimizers were unscaled before.
             AssertionError: no loss was scaled yet; torch's text.
+            ValueError: of several optimizers two share a parameter, or their losses have different keys.
 
         Example::
 
             norm = scaler.clip_grad_norm_(optimizer, max_norm=1.0)
             scaler.step(optimizer)
         """
+        optimizers = _as_list(optimizer)
         if not self._enabled:
-            return torch.nn.utils.clip_grad_norm_(
-                parameters_of(optimizer), max_norm, norm_type, error_if_nonfinite
-            )
-        loss_scale, state = self._enter(optimizer, key, "clip_grad_norm_")
-        return self._clip(optimizer, loss_scale, state, max_norm, norm_type, error_if_nonfinite)
+            params = [param for each in optimizers for param in parameters_of(each)]
+            return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
+        optimizers, loss_scale, states = self._enter_all(optimizers, key, "clip_grad_norm_")
+        return self._clip(optimizers, loss_scale, states, max_norm, norm_type, error_if_nonfinite)
 
     def _clip(
         self,
-        optimizer: torch.optim.Optimizer,
+        optimizers: Sequence[torch.optim.Optimizer],
         loss_scale: LossScale,
-        state: OptimizerState,
+        states: Sequence[OptimizerState],
         max_norm: float,
         norm_type: float,
         error_if_nonfinite: bool = False,
     ) -> Tensor:
         scale, _ = loss_scale.check("clip_grad_norm_")
-        unscaled = state.stage is OptState.UNSCALED
-        stage = state.stage if unscaled else next_stage(state.stage, "unscale_")
+        unscaled = all([state.stage is OptState.UNSCALED for state in states])  # noqa: C419
+        if not unscaled:
+            for state in states:
+                next_stage(state.stage, "unscale_")
         group, divisor = self._process_group, torch.ones_like(scale) if unscaled else scale
-        parts = group_by_device(optimizer, allow_fp16=self._allow_fp16)
+        groups = [group_by_device(each, allow_fp16=self._allow_fp16) for each in optimizers]
+        parts = joined(groups)
         stats = read_gradients(parts, norm_type, scale.device, group, self._overlap)
         if error_if_nonfinite and not bool(stats.norm.isfinite()):
             raise RuntimeError(_NONFINITE_NORM.format(norm_type=norm_type))
         norm, factor, stats = clip_factor(parts, stats, divisor, max_norm, norm_type, group)
-        state.found_inf_per_device = multiply_and_flag_(parts, factor, stats, state.found_inf_per_device)
-        state.stage, state.total_norm = stage, norm
-        if _torch.is_fused(optimizer) and not is_tracing():  # its step will not wait to look at gradients
-            state.nonfinite = self._log.describe(optimizer, parts, stats.stats)
+        before = states[0].found_inf_per_device
+        if len(states) > 1:
+            before = by_device([flag for state in states for flag in state.found_inf_per_device.items()])
+        found, start = multiply_and_flag_(parts, factor, stats, before), 0
+        for optimizer, state, own in zip(optimizers, states, groups, strict=True):
+            state.stage, state.found_inf_per_device, state.total_norm = OptState.UNSCALED, found, norm
+            if _torch.is_fused(optimizer) and not is_tracing():  # its step will not wait to look at gradients
+                read_of_own = stats.stats[start : start + len(own)]
+                state.nonfinite = self._log.describe(optimizer, own, read_of_own)
+            start += len(own)
         return norm
 
     # -- which scale -----------------------------------------------------------------------------
@@ -510,6 +541,19 @@ class GradScaler(torch.amp.GradScaler):
             loss_scale = self._scale_in_use(optimizer, key, call)
         loss_scale.check(call)
         return loss_scale, loss_scale.optimizer_states.of(optimizer)
+
+    def _enter_all(
+        self, optimizers: Sequence[torch.optim.Optimizer], key: str | None, call: str
+    ) -> tuple[Sequence[torch.optim.Optimizer], LossScale, list[OptimizerState]]:
+        """Return optimizers that step as one, with their scale and states.
+
+        Raises:
+            ValueError: there are none, or their gradients have different scales.
+        """
+        entered = [self._enter(optimizer, key, call) for optimizer in optimizers]
+        if len({id(loss_scale) for loss_scale, _ in entered}) != 1:
+            raise ValueError(_NOT_ONE.format(call=call, count=len(entered)))
+        return optimizers, entered[0][0], [state for _, state in entered]
 
     def _scale_in_use(self, optimizer: torch.optim.Optimizer, key: str | None, call: str) -> LossScale:
         wanted = self._own if key is None else self._scale_of_key(key)
@@ -910,6 +954,10 @@ class GradScaler(torch.amp.GradScaler):
 _step_eagerly = _torch.outside_graphs(GradScaler._step)
 _update_eagerly = _torch.outside_graphs(GradScaler._update)
 
+_NOT_ONE = (
+    "{call}() of {count} optimizers: optimizers that step as one need one scale, so there must be at least "
+    "one, and the losses of all must be scaled under the same key."
+)
 _CLOSURE = "Closure use is not currently supported if GradScaler is enabled."
 _NONFINITE_NORM = (
     "The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it "
@@ -933,6 +981,12 @@ _UNKNOWN_DEVICE = (
     "GradScaler({device!r}): {error} The scale will be on the device of the first loss. Pass the type of "
     "that device, or 'auto'."
 )
+
+
+def _as_list(
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+) -> Sequence[torch.optim.Optimizer]:
+    return optimizer if isinstance(optimizer, (list, tuple)) else [cast("torch.optim.Optimizer", optimizer)]
 
 
 def _shown(loss_scale: LossScale) -> str:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -14,7 +14,10 @@ from amp_core._torch import internals as _torch
 from amp_core.kernels import PORTABLE, GradStats, Kernels
 from amp_core.plugin.default_manager import get_backend
 from amp_core.scaling.arithmetic import is_tracing
-from amp_core.scaling.distributed import WHOLE, Sharding, sharding_of
+from amp_core.scaling.distributed import WHOLE, Sharding, describe, sharding_of
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 def kernels_of(device: torch.device) -> Kernels:
@@ -77,6 +80,32 @@ def group_by_device(optimizer: torch.optim.Optimizer, *, allow_fp16: bool) -> li
     parts, params, grads = _group(optimizer, all_params, allow_fp16)
     if _is_simple(parts, grads):
         _groupings[optimizer] = _Grouping(all_params, params, grads)
+    return parts
+
+
+def describe_sharding(
+    sharded_over: Mapping[Any, Iterable[Tensor]], process_group: ProcessGroup | None
+) -> None:
+    """Note how parameters are sharded; see `describe`. Groupings that do not know it are forgotten."""
+    describe(sharded_over, process_group)
+    _groupings.clear()
+
+
+def joined(groups: Sequence[list[Gradients]]) -> list[Gradients]:
+    """Return the gradients of several optimizers as one list.
+
+    Raises:
+        ValueError: two of the optimizers have a parameter in common.
+    """
+    if len(groups) == 1:
+        return groups[0]
+    parts = [part for group in groups for part in group]
+    params = [param for part in parts for param in part.params]
+    if len({id(param) for param in params}) < len(params):
+        raise ValueError(
+            "Two of these optimizers have a parameter in common, or one was passed twice: its gradient would "
+            "be unscaled twice."
+        )
     return parts
 
 

@@ -164,8 +164,14 @@ def worst(record: StepRecord) -> str:
         for b in record.bad_parameters
     ]
     more = f" and {len(named) - 5} more" if len(named) > 5 else ""
-    unknown = "parameters that are not known" if record.rank is None else "no parameter of this rank"
-    return ", ".join(named[:5]) + more or unknown
+    return ", ".join(named[:5]) + more or _nowhere(record)
+
+
+def _nowhere(record: StepRecord) -> str:
+    if record.rank is not None:
+        return "no parameter of this rank"
+    known = record._bad is not None  # another optimizer that steps as one with this one
+    return f"no parameter of this {record.optimizer}" if known else "parameters that are not known"
 
 
 _ON_DEVICE = ("_found_inf", "_scale_before", "_scale_after", "_total_norm", "_nonfinite", "_micro_batches")

@@ -39,6 +39,7 @@ def ranks(scene: str, count: int) -> subprocess.CompletedProcess[str]:
         pytest.param("groups", 3, marks=pytest.mark.slow),
         pytest.param("mesh", 4, marks=pytest.mark.slow),
         pytest.param("slices", 4, marks=pytest.mark.slow),
+        pytest.param("decision", 4, marks=pytest.mark.slow),
     ],
 )
 def test_all_ranks_take_the_same_step(scene: str, count: int) -> None:

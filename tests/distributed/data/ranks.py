@@ -7,6 +7,7 @@ import copy
 import itertools
 import math
 import os
+import pickle
 import random
 import re
 import sys
@@ -27,6 +28,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import amp_core
 from amp_core.callbacks import SkipAwareAverage
@@ -305,6 +307,124 @@ def slices() -> None:
         with raises(ValueError, r"meshes of ranks \[0, 1\], \[2, 3\]"):
             call(optimizer)
     assert torch.equal(params[0].to_local(), before)
+
+
+class Stages:
+    """Two pipeline stages of two ranks: tied, cut by hand and DTensor parameters, and experts."""
+
+    def __init__(self, grid: DeviceMesh, fused: bool) -> None:
+        self.grid, (stage, place) = grid, grid.get_coordinate()
+        torch.manual_seed(0)
+        values = [torch.randn(count, 4, 6) for count in (1, 2, 2, 4)]
+        self.all_values = torch.cat([value.flatten() for value in values])
+        places = (0, stage, stage, 2 * stage + place)
+        self.values = [value[at] for value, at in zip(values, places, strict=True)]
+        self.tied, self.own, self.expert = (nn.Parameter(torch.ones(4, 6)) for _ in range(3))
+        self.sharded = nn.Parameter(self.cut(torch.ones(4, 6)))
+        self.params = [self.tied, self.own, self.sharded, self.expert]
+        self.optimizers = [
+            torch.optim.SGD([self.tied, self.own], lr=0.1, fused=fused),
+            torch.optim.AdamW([self.sharded], lr=0.1, fused=fused),
+            torch.optim.AdamW([self.expert], lr=0.1, fused=fused),
+        ]
+        pipeline, data = grid.get_group("pp"), grid.get_group("dp")
+        over = {grid["pp"]: [self.own, self.sharded], pipeline: [self.expert], data: [self.expert]}
+        self.scaler = amp_core.GradScaler("cpu", 8.0, process_group=dist.group.WORLD, sharded_over=over)
+
+    def cut(self, value: torch.Tensor) -> DTensor:
+        return distribute_tensor(value.clone(), self.grid["dp"], [Shard(0)])
+
+    def backward(self) -> None:
+        self.scaler.scale(torch.ones(()))
+        for param, value in zip(self.params, self.values, strict=True):
+            param.grad = self.cut(value) if param is self.sharded else value.clone()
+
+    def step(self) -> None:
+        for optimizer in self.optimizers:
+            self.scaler.step(optimizer)
+
+
+def decision() -> None:
+    """One collective of two numbers, whatever the parameters: one norm, one factor, one step."""
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    for fused in (True, False):
+        stages = Stages(grid, fused)
+        for order in (2.0, 1.0, math.inf):
+            norm_of_all_stages(stages, order)
+        for spoilt, bad in itertools.product(range(4), (stages.own, stages.expert)):
+            overflow_of_one_rank(stages, spoilt, bad)
+        same = [torch.empty(4, 6) for _ in range(4)]
+        dist.all_gather(same, stages.tied.detach())
+        assert all(torch.equal(each, same[0]) for each in same), "what all ranks share has parted"
+    refused_descriptions(stages)
+
+
+def norm_of_all_stages(stages: Stages, order: float) -> None:
+    scaler = stages.scaler
+    wanted = float(torch.linalg.vector_norm(stages.all_values, order)) / scaler.get_scale()
+    stages.backward()
+    with counted() as sent:
+        norm = float(scaler.clip_grad_norm_(stages.optimizers, 0.125, order))
+        stages.step()
+    assert sent == [16], sent  # two float64 numbers
+    assert math.isclose(norm, wanted, rel_tol=1e-5), (order, norm, wanted)
+    for param, value in zip(stages.params, stages.values, strict=True):
+        torch.testing.assert_close(full(param.grad), value / scaler.get_scale() * (0.125 / (wanted + 1e-6)))
+    assert scaler.landed()
+    scaler.update()
+
+
+def overflow_of_one_rank(stages: Stages, spoilt: int, bad: nn.Parameter) -> None:
+    scaler, scale = stages.scaler, stages.scaler.get_scale()
+    before = [full(param).detach().clone() for param in stages.params]
+    stages.backward()
+    if dist.get_rank() == spoilt:
+        bad.grad[0, 0] = math.inf
+    if dist.get_rank() == 3 - spoilt:
+        stages.expert.grad = None  # no token reached it: this optimizer has no gradient here
+    with counted() as sent:
+        scaler.unscale_(stages.optimizers)
+        stages.step()
+    assert sent == [4], sent
+    for optimizer in stages.optimizers:
+        assert not scaler.landed(optimizer), "a part of the model steps alone"
+    scaler.update()
+    assert scaler.get_scale() == scale / 2
+    for param, value in zip(stages.params, before, strict=True):
+        assert torch.equal(full(param), value)
+
+
+def refused_descriptions(stages: Stages) -> None:
+    own, pipeline, data = stages.own, stages.grid.get_group("pp"), stages.grid.get_group("dp")
+    with raises(ValueError, "GradScaler.*process_group="):
+        amp_core.GradScaler("cpu", sharded_over={pipeline: [own]})
+    with raises(ValueError, "cut into 4 parts"):
+        amp_core.GradScaler("cpu", process_group=data, sharded_over={pipeline: [own], data: [own]})
+    with raises(TypeError, r"a key of sharded_over must be a torch\.distributed\.ProcessGroup"):
+        amp_core.GradScaler("cpu", process_group=dist.group.WORLD, sharded_over={"pp": [own]})
+    with raises(TypeError, "must map each group to its parameters"):
+        amp_core.GradScaler("cpu", process_group=dist.group.WORLD, sharded_over={pipeline: ["weight"]})
+    lost = pickle.loads(pickle.dumps(stages.scaler))
+    stages.backward()
+    lost.scale(torch.ones(()))
+    with raises(ValueError, "does not know which ranks step together"):
+        lost.step(stages.optimizers[2])
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[list[int]]:
+    """Collect the bytes of each collective of this rank."""
+    sent: list[int] = []
+
+    class Collectives(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func.namespace in ("c10d", "_c10d_functional"):
+                tensors = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
+                sent.append(sum(t.nbytes for t in tensors))
+            return func(*args, **(kwargs or {}))
+
+    with Collectives():
+        yield sent
 
 
 def groups() -> None:
