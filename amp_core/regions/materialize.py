@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from amp_core._torch.dispatcher import (
     key_set,
     native_kernel,
 )
+from amp_core.common.containers import tensors_in
 from amp_core.dispatch.activate import default_policy
 from amp_core.errors import AmpWarning, MaterializeError, PolicyError
 from amp_core.plugin import get_backend
@@ -117,28 +118,34 @@ def materialize(
             result = graph_module(*args, **(kwargs or {}))
             with region:
                 wanted = model(*args, **(kwargs or {}))
-        _compare(result, wanted, type(model).__name__, graph_module.graph)
+        _compare(result, wanted, model, graph_module.graph)
     return graph_module  # type: ignore[no-any-return]
 
 
-def _compare(result: Any, wanted: Any, model: str, graph: fx.Graph) -> None:
-    if all(_same(a, b) for a, b in zip(_tensors(result), _tensors(wanted), strict=True)):
+def _compare(result: Any, wanted: Any, model: nn.Module, graph: fx.Graph) -> None:
+    if all(_same(a, b) for a, b in zip(tensors_in(result), tensors_in(wanted), strict=True)):
         return
+    name = type(model).__name__
+    differs = f"The graph of {name} does not give the bits of the region on the example arguments. "
+    fused = next((path for path, module in model.named_modules() if _has_fused_path(module)), None)
+    if fused is not None:
+        raise MaterializeError(
+            f"{differs}Without gradients, {fused or name} runs as torch's fused kernel, which rounds "
+            f"elsewhere and which no trace has. Call torch.backends.mha.set_fastpath_enabled(False) before "
+            f"materialize, and before the region that is to give the same bits."
+        )
     ops = {names.full_name(n.target) for n in graph.nodes if isinstance(n.target, Overload)}
     unruled = [op for op, kind in heavy_ops().items() if kind == PRODUCT and op in ops]
     raise MaterializeError(
-        f"The graph of {model} does not give the bits of the region on the example arguments. Ops whose "
-        f"inner ops autocast may cast: {', '.join(sorted(unruled)) or 'none known'}; give each a rule "
-        f"(OpPolicy.override). If the results are random or the kernels not deterministic, pass check=False."
+        f"{differs}Ops whose inner ops autocast may cast: {', '.join(sorted(unruled)) or 'none known'}; give "
+        f"each a rule (OpPolicy.override). If the results are random or the kernels not deterministic, pass "
+        f"check=False."
     )
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (Mapping, list, tuple)):
-        for item in value.values() if isinstance(value, Mapping) else value:
-            yield from _tensors(item)
+def _has_fused_path(module: nn.Module) -> bool:
+    fused = isinstance(module, (nn.MultiheadAttention, nn.TransformerEncoderLayer))
+    return fused and not module.training and torch.backends.mha.get_fastpath_enabled()
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

@@ -313,6 +313,20 @@ def test_an_op_whose_inner_ops_are_cast_is_named() -> None:
     assert torch.equal(low(x, x), in_region(model, x, x, policy=policy))
 
 
+def test_the_fused_path_of_torch_is_named() -> None:
+    """Torch's own encoder runs as one kernel without gradients: without a word, nobody finds why."""
+    torch.manual_seed(0)
+    layer, x = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), torch.randn(2, 5, 16)
+    model = nn.Sequential(layer, nn.Linear(16, 4)).eval()
+    with pytest.raises(MaterializeError, match=r" 0 runs as .*mha\.set_fastpath_enabled\(False\)"):
+        materialize(model, (x,), dtype=LOW)
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        assert torch.equal(materialize(model, (x,), dtype=LOW)(x), in_region(model, x))
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)
+
+
 def test_a_policy_inside_the_model_is_refused() -> None:
     """The graph would keep the region, but not its policy."""
 
