@@ -56,8 +56,8 @@ setup(
     ext_modules=[
         Extension(
             KERNELS,
-            sources=[f"{native}/kernels.c", f"{native}/storage.c"],
-            depends=[f"{native}/loops.h", f"{native}/storage.h", f"{native}/vectors.h"],
+            sources=[f"{native}/{name}.c" for name in ("kernels", "quantize", "storage")],
+            depends=[f"{native}/{name}.h" for name in ("common", "loops", "quantize_loops", "vectors")],
             export_symbols=[
                 "amp_abi",
                 "amp_add",
@@ -72,6 +72,8 @@ setup(
                 "amp_limit",
                 "amp_calibrate",
                 "amp_compiler",
+                "amp_quantize_largest",
+                "amp_quantize_round",
                 "amp_start",
                 "amp_stream",
             ],

@@ -24,6 +24,7 @@ from amp_core.dispatch import products
 from amp_core.dispatch.work import work
 from amp_core.errors import PolicyError
 from amp_core.formats import Quantization, Quantized, quantize
+from amp_core.plugin.default_manager import get_backend
 from amp_core.policy import rules as r
 from amp_core.policy.recipes import RecipeRule
 
@@ -122,11 +123,19 @@ def _multiply(rule: RecipeRule, name: ProductName, a: Tensor, b: Tensor) -> Scal
         if how is None:
             factors.append(tensor.to(accumulate))
             continue
-        quantized = quantize(tensor, how, dim, seed=_seed(how, tensor.device))
+        quantized = _quantize(tensor, how, dim)
         operands.append(Operand(role, how, quantized))
         factors.append(quantized.dequantize(accumulate, rotated=rotated))
     product = torch.mm if a.dim() == 2 else torch.bmm
     return ScaledProduct(name, rule, (a, b), tuple(operands), product(*factors))
+
+
+def _quantize(tensor: Tensor, how: Quantization, dim: int) -> Quantized:
+    """Quantise with the device's kernel; in a graph, which cannot hold it, with PyTorch operations."""
+    seed = _seed(how, tensor.device)
+    if _torch.calls_are_captured():
+        return quantize(tensor, how, dim, seed=seed)
+    return get_backend(tensor.device.type).kernels().quantize(tensor, how, dim, seed=seed)
 
 
 def _seed(how: Quantization, device: torch.device) -> int | Tensor | None:

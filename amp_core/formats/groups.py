@@ -88,7 +88,7 @@ def _largest(x: Tensor, dim: int | None = None) -> Tensor:
     if dim is not None and not x.shape[dim]:
         return x.new_zeros([1 if i == dim % x.dim() else n for i, n in enumerate(x.shape)])
     low, high = torch.aminmax(x) if dim is None else torch.aminmax(x, dim=dim, keepdim=True)
-    return torch.maximum(-low, high)
+    return torch.maximum(low.abs(), high.abs())
 
 
 def _matrix(x: Tensor, granularity: Granularity) -> Tensor:

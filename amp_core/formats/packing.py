@@ -18,8 +18,15 @@ def pack(values: Tensor, element: ElementFormat) -> Tensor:
     if element.bits == 8:
         assert element.dtype is not None
         return values.to(element.dtype)
-    codes = _encode(values, element)
-    if element is not E2M1:
+    return pack_codes(_encode(values, element), element)
+
+
+def pack_codes(codes: Tensor, element: ElementFormat) -> Tensor:
+    """Return codes of `element`, one per uint8, in its storage."""
+    if element.bits == 8:
+        assert element.dtype is not None
+        return codes.view(element.dtype)
+    if element is not E2M1 or not codes.dim():
         return codes
     if codes.shape[-1] % 2:
         codes = pad(codes, [0, 1])
@@ -30,14 +37,15 @@ def unpack(packed: Tensor, element: ElementFormat, length: int) -> Tensor:
     """Undo `pack` of values whose last dimension had `length` elements."""
     if element.bits == 8:
         return packed.to(torch.float32)
-    if element is E2M1:
+    if element is E2M1 and packed.dim():
         packed = torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(-2)[..., :length]
     return _decode(packed, element)
 
 
 def _encode(values: Tensor, element: ElementFormat) -> Tensor:
     """Return the codes of values that `element` represents, in uint8; NaN becomes 0."""
-    magnitude = values.nan_to_num(0.0).abs()
+    values = values.nan_to_num(0.0)
+    magnitude = values.abs()
     normal = (magnitude.view(torch.int32) >> 23 - element.mantissa_bits) - _rebias(element)
     subnormal = (magnitude / element.smallest_subnormal).to(torch.int32)
     code = torch.where(magnitude < element.smallest_normal, subnormal, normal)

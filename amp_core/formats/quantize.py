@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from amp_core.common.counter_random import element_numbers, key_of, random_bits
-from amp_core.formats.elementwise import count_nonfinite, round_and_count
+from amp_core.formats.elementwise import count_nonfinite
 from amp_core.formats.groups import Groups
 from amp_core.formats.hadamard import rotate, rotate_back
 from amp_core.formats.packing import pack, pack_scale, unpack
+from amp_core.formats.passes import Passes, PortablePasses, Rounding
 from amp_core.formats.quantization import Delayed, Quantization
 from amp_core.formats.scales import find_scales
 
@@ -58,7 +58,9 @@ class Quantized:
         """
         hadamard = self.quantization.hadamard
         shape = self._rotated_shape
-        values = unpack(self.values, self.quantization.element, shape[-1]) if self.is_packed else self.values
+        values = (
+            unpack(self.values, self.quantization.element, (1, *shape)[-1]) if self.is_packed else self.values
+        )
         groups = Groups(shape, self.quantization.granularity, self.dim)
         scale = self.scale.to(torch.float32)
         if self.tensor_scale is not None:
@@ -95,7 +97,6 @@ class Quantized:
         return torch.Size(shape)
 
 
-@torch.no_grad()
 def quantize(
     tensor: Tensor,
     quantization: Quantization,
@@ -133,34 +134,63 @@ def quantize(
         assert quantized.values.shape == (4, 100) and quantized.scale.shape == (4, 4)
         near = quantized.dequantize()
     """
+    return quantize_by(PortablePasses(), tensor, quantization, dim, seed=seed, amax=amax)
+
+
+@torch.no_grad()
+def quantize_by(
+    passes: Passes,
+    tensor: Tensor,
+    quantization: Quantization,
+    dim: int = -1,
+    *,
+    seed: int | Tensor | None = None,
+    amax: Tensor | None = None,
+    packed: bool = False,
+) -> Quantized:
+    """Quantise as `quantize` does, with other passes over the elements.
+
+    Args:
+        passes: what reads and writes the elements.
+        tensor: see `quantize`, as for the arguments that follow.
+        quantization: formats, granularity and rounding.
+        dim: the dimension that the matrix product contracts.
+        seed: of stochastic rounding.
+        amax: what scales are found from.
+        packed: return the result as `Quantized.packed` would.
+    """
     _check(tensor, quantization, dim, seed)
     if isinstance(quantization.found, Delayed) and amax is None:
         raise ValueError(
             "The quantization has a delayed scale: pass quantize(..., amax=history.amax) with an "
             "amp_core.formats.AmaxHistory, or use found='current'."
         )
-    x = tensor.detach().to(torch.float32)
-    nonfinite = count_nonfinite(x)
+    x = tensor.detach()
+    before = None
     if quantization.hadamard is not None:
+        x = x.to(torch.float32)
+        before = count_nonfinite(x)
         x = rotate(x, quantization.hadamard, dim)
+    x = passes.prepare(x)
     groups = Groups(x.shape, quantization.granularity, dim)
-    split = groups.split(x)
-    own = groups.amax(split)
+    own, nonfinite = passes.largest(x, groups)
     found = _found(own, amax, groups, quantization)
     of_tensor = _of_tensor(found, amax, quantization)
     scales = find_scales(found, quantization.element, quantization.scale, of_tensor)
-    random = _random(x, groups, quantization, seed)
-    values, outside = round_and_count(split, scales.encode, random, quantization.element, amax is not None)
-    scale = torch.where(own.isfinite(), scales.scale, torch.nan)
+    stochastic = seed if quantization.rounding == "stochastic" else None
+    rounding = Rounding(quantization.element, stochastic, amax is not None, packed)
+    values, outside = passes.round(x, groups, scales.encode, rounding)
+    scale = groups.outward(torch.where(own.isfinite(), scales.scale, torch.nan))
     return Quantized(
-        values=groups.join(values),
-        scale=groups.outward(scale),
+        values=values,
+        scale=pack_scale(scale, quantization.scale) if packed else scale,
         tensor_scale=scales.tensor_scale,
         amax=groups.outward(own),
-        counts=torch.cat([nonfinite, outside]),
+        counts=torch.cat([nonfinite if before is None else before, outside]),
         quantization=quantization,
         dim=dim,
         shape=tensor.shape,
+        is_packed=packed,
     )
 
 
@@ -195,12 +225,3 @@ def _of_tensor(own: Tensor, amax: Tensor | None, quantization: Quantization) -> 
         return whole
     given = amax.to(torch.float32).view(())
     return torch.where((given > 0) & whole.isfinite(), given, whole)
-
-
-def _random(
-    x: Tensor, groups: Groups, quantization: Quantization, seed: int | Tensor | None
-) -> Tensor | None:
-    if quantization.rounding == "nearest" or seed is None:
-        return None
-    numbers = element_numbers(x.shape, [0] * x.dim(), x.shape, x.device)
-    return groups.split(random_bits(numbers, seed if isinstance(seed, Tensor) else key_of(seed), 24))

@@ -14,12 +14,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from amp_core.kernels import rounding
 from amp_core.states.loss_scale import LossScaleSchedule
+
+if TYPE_CHECKING:  # few programs have recipes
+    from amp_core.formats import Quantization, Quantized
 
 
 @dataclass(frozen=True)
@@ -130,6 +134,34 @@ class Kernels(ABC):
             found_inf: one element, float32, on the same device; set to 1.0 if any gradient is
                 non-finite before or after the product, else unchanged.
         """
+
+    def quantize(
+        self,
+        tensor: Tensor,
+        quantization: Quantization,
+        dim: int = -1,
+        *,
+        seed: int | Tensor | None = None,
+        amax: Tensor | None = None,
+        packed: bool = False,
+    ) -> Quantized:
+        """Quantise `tensor`, bit for bit as `amp_core.quantize`; NaN may have other bits.
+
+        Args:
+            tensor: floating-point; only read.
+            quantization: formats, granularity and rounding.
+            dim: the dimension that the matrix product contracts.
+            seed: of stochastic rounding.
+            amax: what scales are found from, in place of the tensor's own largest magnitudes.
+            packed: return the bits of the formats, as `Quantized.packed`, not float32 values.
+
+        Raises:
+            TypeError, ValueError, IndexError: as `amp_core.quantize`.
+        """
+        from amp_core.formats import quantize
+
+        quantized = quantize(tensor, quantization, dim, seed=seed, amax=amax)
+        return quantized.packed() if packed else quantized
 
     @abstractmethod
     def update_scale_(self, state: ScaleTensors, found_inf: Tensor, schedule: LossScaleSchedule) -> None:

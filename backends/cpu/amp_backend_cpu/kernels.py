@@ -6,6 +6,7 @@ import ctypes
 import functools
 from array import array
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,6 +18,9 @@ from amp_core.kernels import GradStats, Kernels, Portable, ScaleTensors
 from amp_core.kernels.interface import as_int32
 from amp_core.kernels.memory import are_numbers, are_plain, are_real
 from amp_core.states.loss_scale import Hysteresis, LossScaleSchedule
+
+if TYPE_CHECKING:  # few programs have recipes
+    from amp_core.formats import Quantization, Quantized
 
 _CODES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 _CPU = torch.device("cpu")
@@ -92,6 +96,24 @@ class Compiled(StorageKernels):
         _check(self._library.amp_add(*source.arguments, target.arguments[1], source.threads()))
         increment_version(totals)
         return None
+
+    def quantize(
+        self,
+        tensor: Tensor,
+        quantization: Quantization,
+        dim: int = -1,
+        *,
+        seed: int | Tensor | None = None,
+        amax: Tensor | None = None,
+        packed: bool = False,
+    ) -> Quantized:
+        from amp_backend_cpu.quantizing import CompiledPasses, takes
+        from amp_core.formats.quantize import quantize_by
+
+        if not takes(tensor, dim):
+            return super().quantize(tensor, quantization, dim, seed=seed, amax=amax, packed=packed)
+        passes = CompiledPasses(self._library)
+        return quantize_by(passes, tensor, quantization, dim, seed=seed, amax=amax, packed=packed)
 
     def update_scale_(self, state: ScaleTensors, found_inf: Tensor, schedule: LossScaleSchedule) -> None:
         tensors = [state.scale, state.growth_tracker, state.hysteresis_left, found_inf]

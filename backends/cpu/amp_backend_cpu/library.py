@@ -13,7 +13,7 @@ import torch
 
 from amp_core.common import environment as _env
 
-_ABI = 6
+_ABI = 7
 """The ABI version in `native/kernels.c`; a library with another version must not be called."""
 
 _LIMITS = {"NO AVX": 0, "DEFAULT": 0, "AVX2": 1}
@@ -119,6 +119,13 @@ def _declare(library: ctypes.CDLL) -> None:
         function.restype = None
     library.amp_round.argtypes = (*[pointer] * 3, count, ctypes.c_uint64, integer)
     library.amp_round.restype = None
+    library.amp_quantize_largest.argtypes = (pointer, integer, *[pointer] * 3, integer)
+    library.amp_quantize_round.argtypes = (
+        *(pointer, integer, pointer, pointer, integer),
+        *[pointer] * 4,
+        *(integer, pointer, integer),
+    )
+    library.amp_quantize_largest.restype = library.amp_quantize_round.restype = None
     library.amp_instruction_set.restype = library.amp_compiler.restype = ctypes.c_char_p
     library.amp_stream.argtypes = library.amp_limit.argtypes = (integer,)
     library.amp_calibrate.argtypes = library.amp_start.argtypes = ()

@@ -1,6 +1,7 @@
 /* Runs the CPU's kernels, whose source this file includes, against plain arithmetic, without Python or torch:
  * on other architectures under an emulator, and on compilers without vectors. Exits with 0 if all agree. */
 #include "kernels.c"
+#include "quantize.c"
 #include "storage.c"
 #include <stdio.h>
 
@@ -155,6 +156,51 @@ static void stored_weights(int64_t n) {
     free(numbers);
 }
 
+/* Quantise to e4m3 in rows of 32 columns and in columns of 3 rows. */
+static void quantising(int64_t columns, int64_t height, int64_t width) {
+    const struct element e4m3 = {3, 0x3c800000u, 0x44000000u, 0x7e, 7, 0x7f, 448.0f};
+    const struct tiles tiles = {1, 7, columns, height, width};
+    int64_t n = 7 * columns, across = parts(columns, width), scales = parts(7, height) * across;
+    int64_t found[2], counts[2], expected[4] = {0, 0, 0, 0};
+    float *x = malloc((size_t)n * 4), *amax = malloc((size_t)scales * 4), *values = malloc((size_t)n * 4);
+    float *encode = malloc((size_t)scales * 4);
+    uint8_t *codes = malloc((size_t)n);
+    for (int64_t i = 0; i < n; i++)
+        x[i] = ldexpf((float)(i * 7919 % 2048 - 1024), (int)(i % 25) - 12);
+    x[n - 1] = INFINITY;
+    x[0] = NAN;
+    amp_quantize_largest(x, 0, &tiles, amax, found, 2);
+    EXPECT(found[0] == 1 && found[1] == 1, "inf and NaN were counted %d and %d times", (int)found[0],
+           (int)found[1]);
+    for (int64_t i = 0; i < scales; i++)
+        encode[i] = isfinite(amax[i]) ? (amax[i] > 0.0f ? 512.0f / amax[i] : 1.0f) : NAN;
+    amp_quantize_round(x, 0, &tiles, encode, 0, &e4m3, NULL, NULL, values, 0, counts, 2);
+    amp_quantize_round(x, 0, &tiles, encode, 0, &e4m3, NULL, NULL, codes, 1, found, 2);
+    for (int64_t i = 0; i < n; i++) {
+        int64_t tile = i / columns / height * across + i % columns / width;
+        int exponent;
+        float scaled = x[i] * encode[tile];
+        EXPECT(!(fabsf(x[i]) > amax[tile]), "element %d is above the largest", (int)i);
+        if (isnan(encode[tile])) {
+            EXPECT(isnan(values[i]) && codes[i] == 0x7f, "element %d is not NaN", (int)i);
+            continue;
+        }
+        frexpf(scaled, &exponent);
+        exponent = exponent < -5 ? -9 : exponent - 4;
+        double rounded = ldexp(nearbyint(ldexp((double)scaled, -exponent)), exponent);
+        expected[2] += fabs(rounded) > 448.0;
+        rounded = fmin(fmax(rounded, -448.0), 448.0);
+        expected[3] += rounded == 0.0 && x[i] != 0.0f;
+        EXPECT((double)values[i] == rounded, "%g became %g", (double)scaled, (double)values[i]);
+        double steps = codes[i] & 0x78 ? ldexp((codes[i] & 7) + 8, (codes[i] >> 3 & 15) - 1) : codes[i] & 7;
+        steps = ldexp(codes[i] & 0x80 ? -steps : steps, -9);
+        EXPECT(steps == rounded, "%g has the code of %g", (double)scaled, steps);
+    }
+    EXPECT(counts[0] == expected[2] && counts[1] == expected[3], "other counts");
+    EXPECT(counts[0] == found[0] && counts[1] == found[1], "codes are counted otherwise");
+    free(x), free(amax), free(values), free(encode), free(codes);
+}
+
 int main(void) {
     const int64_t lengths[] = {1, 3, 4, 7, 8, 9, 31, 33, 511, 513, 4097, 32769, 70001};
     amp_start();
@@ -163,8 +209,12 @@ int main(void) {
     for (int dtype = 0; dtype < 4; dtype++)
         for (size_t i = 0; i < sizeof lengths / sizeof *lengths; i++)
             norms_products_sums(dtype, lengths[i]);
-    for (size_t i = 0; i < sizeof lengths / sizeof *lengths; i++)
+    for (size_t i = 0; i < sizeof lengths / sizeof *lengths; i++) {
         stored_weights(lengths[i]);
+        quantising(lengths[i], 1, 32);
+        quantising(lengths[i], 3, 1);
+        quantising(lengths[i], 2, 5000);
+    }
     printf("%s: %d failures\n", amp_instruction_set(), failures);
     return failures != 0;
 }

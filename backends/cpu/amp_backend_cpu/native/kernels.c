@@ -4,6 +4,8 @@
  *
  * dtype codes: 0 float32, 1 float64, 2 bfloat16, 3 float16.
  */
+#include "common.h"
+
 #include <math.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -14,46 +16,10 @@
 #include <pthread.h>
 #endif
 
-#include "storage.h"
-
-#define ABI 6 /* increases when a function's arguments change; library.py checks it */
+#define ABI 7 /* increases when a function's arguments change; library.py checks it */
 
 #define CHUNK 32768 /* elements: two or more chunks of a large weight stay in the second-level cache */
 #define EXPONENT 0x7f800000u
-
-#define SCALAR 0
-#define GENERIC 1
-#define SSE2 2
-#define AVX2 3
-#define AVX512 4
-#define F16C 5 /* SSE2's width, with the conversions of float16 that torch uses at any capability */
-
-#if defined(__GNUC__) && !defined(AMP_SCALAR)
-#define VECTORS 1
-#if defined(__x86_64__)
-#define X86 1
-#include <immintrin.h>
-#elif defined(__aarch64__)
-#define NEON 1
-#include <arm_neon.h>
-#endif
-#endif
-
-#ifdef __GNUC__
-#define INLINE static inline __attribute__((always_inline))
-#define NOINLINE __attribute__((noinline))
-#else
-#define INLINE static __forceinline
-#define NOINLINE __declspec(noinline)
-#endif
-#ifdef _MSC_VER
-#define OMP(...) __pragma(omp __VA_ARGS__)
-#define EXPORT __declspec(dllexport)
-#else
-#define PRAGMA(text) _Pragma(#text)
-#define OMP(...) PRAGMA(omp __VA_ARGS__)
-#define EXPORT __attribute__((visibility("default")))
-#endif
 
 /* Squares of small numbers are subnormal, which takes x86 a hundred times as long as what is normal. */
 #ifdef X86

@@ -1,49 +1,37 @@
 /* Float32 weights split into bfloat16 ones and what is kept beside them, and joined again: the arithmetic of
  * amp_core.kernels.rounding, each array read and written once. The loops are plain; compilers turn them into
  * vectors of each instruction set. */
-#include "storage.h"
+#include "common.h"
 
 #include <math.h>
+#include <stddef.h>
+#include <stdint.h>
 #include <string.h>
-
-#ifdef __GNUC__
-#define INLINE_LOOP static inline __attribute__((always_inline))
-#else
-#define INLINE_LOOP static __forceinline
-#endif
-#ifdef _MSC_VER
-#define OMP_(...) __pragma(omp __VA_ARGS__)
-#define EXPORTED __declspec(dllexport)
-#else
-#define PRAGMA_(text) _Pragma(#text)
-#define OMP_(...) PRAGMA_(omp __VA_ARGS__)
-#define EXPORTED __attribute__((visibility("default")))
-#endif
 
 #define PART 32768 /* elements that one thread takes at once; even, as two neighbours share a hash */
 
-INLINE_LOOP uint32_t bits_of(float value) {
+INLINE uint32_t bits_of(float value) {
     uint32_t bits;
     memcpy(&bits, &value, sizeof bits);
     return bits;
 }
 
-INLINE_LOOP float float_of(uint32_t bits) {
+INLINE float float_of(uint32_t bits) {
     float value;
     memcpy(&value, &bits, sizeof value);
     return value;
 }
 
 /* One NaN, which no rounding makes finite. */
-INLINE_LOOP uint32_t one_nan(uint32_t bits) { return (bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc00000u : bits; }
+INLINE uint32_t one_nan(uint32_t bits) { return (bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc00000u : bits; }
 
 /* To nearest even. */
-INLINE_LOOP uint32_t to_even(float value) {
+INLINE uint32_t to_even(float value) {
     uint32_t bits = bits_of(value);
     return value != value ? 0x7fc0u : (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
 }
 
-INLINE_LOOP uint32_t hash(uint32_t number, uint32_t first, uint32_t second) {
+INLINE uint32_t hash(uint32_t number, uint32_t first, uint32_t second) {
     uint32_t x = (number + first) * 0xed5ad4bbu;
     x ^= x >> 11;
     x = (x ^ second) * 0xac4c1b51u;
@@ -53,7 +41,7 @@ INLINE_LOOP uint32_t hash(uint32_t number, uint32_t first, uint32_t second) {
 }
 
 /* Add signed 16 bits and half a step of bfloat16. */
-INLINE_LOOP uint32_t round_by(uint32_t bits, uint32_t random) {
+INLINE uint32_t round_by(uint32_t bits, uint32_t random) {
     return (one_nan(bits) + ((random ^ 0x8000u) & 0xffffu)) >> 16;
 }
 
@@ -66,21 +54,21 @@ struct part {
     uint32_t first, second; /* the halves of the key */
 };
 
-INLINE_LOOP void join_loop(struct part p) {
+INLINE void join_loop(struct part p) {
     float *restrict wide = p.wide;
     const uint16_t *restrict low = p.low, *restrict kept = p.kept;
     for (size_t i = 0; i < p.n; i++)
         wide[i] = float_of(((uint32_t)low[i] << 16) + (uint32_t)(int32_t)(int16_t)kept[i]);
 }
 
-INLINE_LOOP void sum_loop(struct part p) {
+INLINE void sum_loop(struct part p) {
     float *restrict wide = p.wide;
     const uint16_t *restrict low = p.low, *restrict kept = p.kept;
     for (size_t i = 0; i < p.n; i++)
         wide[i] = float_of((uint32_t)low[i] << 16) + float_of((uint32_t)kept[i] << 16);
 }
 
-INLINE_LOOP void split_loop(struct part p) {
+INLINE void split_loop(struct part p) {
     const float *restrict wide = p.wide;
     uint16_t *restrict low = p.low, *restrict kept = p.kept;
     for (size_t i = 0; i < p.n; i++) {
@@ -90,7 +78,7 @@ INLINE_LOOP void split_loop(struct part p) {
     }
 }
 
-INLINE_LOOP void compensate_loop(struct part p) {
+INLINE void compensate_loop(struct part p) {
     const float *restrict wide = p.wide;
     uint16_t *restrict low = p.low, *restrict kept = p.kept;
     for (size_t i = 0; i < p.n; i++) {
@@ -102,7 +90,7 @@ INLINE_LOOP void compensate_loop(struct part p) {
     }
 }
 
-INLINE_LOOP void stochastic_loop(struct part p) {
+INLINE void stochastic_loop(struct part p) {
     const float *restrict wide = p.wide;
     uint16_t *restrict low = p.low;
     uint32_t pair = (uint32_t)(p.start / 2);
@@ -116,7 +104,7 @@ INLINE_LOOP void stochastic_loop(struct part p) {
         low[p.n - 1] = (uint16_t)round_by(bits_of(wide[p.n - 1]), hash(pair + (uint32_t)pairs, p.first, p.second));
 }
 
-INLINE_LOOP void numbered_loop(struct part p) {
+INLINE void numbered_loop(struct part p) {
     const float *restrict wide = p.wide;
     const int32_t *restrict numbers = p.numbers;
     uint16_t *restrict low = p.low;
@@ -140,7 +128,7 @@ enum { JOIN, SUM, SPLIT, COMPENSATE, STOCHASTIC, NUMBERED };
                                                 compensate_##SUFFIX, stochastic_##SUFFIX, numbered_##SUFFIX};
 
 LOOPS(base, )
-#if defined(__GNUC__) && defined(__x86_64__) && !defined(AMP_SCALAR)
+#ifdef X86
 #ifdef __clang__
 #define WIDEST "avx2,avx512f,avx512bw,avx512vl,avx512dq"
 #else
@@ -161,7 +149,7 @@ static void each_part(int kind, struct part whole, int64_t n, int threads) {
     part_loop *loop = chosen_loops()[kind];
     int64_t start;
     (void)threads;
-    OMP_(parallel for schedule(static) num_threads(threads) if (threads > 1 && amp_may_thread()))
+    OMP(parallel for schedule(static) num_threads(threads) if (threads > 1 && amp_may_thread()))
     for (start = 0; start < n; start += PART) {
         struct part p = whole;
         p.wide += start;
@@ -175,17 +163,17 @@ static void each_part(int kind, struct part whole, int64_t n, int threads) {
 }
 
 /* wide = low + kept, the float32 weights; `exact`: kept are the lower 16 bits, else bfloat16. */
-EXPORTED void amp_join(float *wide, uint16_t *low, uint16_t *kept, int64_t n, int exact, int threads) {
+EXPORT void amp_join(float *wide, uint16_t *low, uint16_t *kept, int64_t n, int exact, int threads) {
     each_part(exact ? JOIN : SUM, (struct part){.wide = wide, .low = low, .kept = kept}, n, threads);
 }
 
 /* The contrary: round `wide` to `low`, and keep what it lacks. */
-EXPORTED void amp_split(float *wide, uint16_t *low, uint16_t *kept, int64_t n, int exact, int threads) {
+EXPORT void amp_split(float *wide, uint16_t *low, uint16_t *kept, int64_t n, int exact, int threads) {
     each_part(exact ? SPLIT : COMPENSATE, (struct part){.wide = wide, .low = low, .kept = kept}, n, threads);
 }
 
 /* Round up or down by the random bits of each element's number; by default, elements count from 0. */
-EXPORTED void amp_round(float *wide, uint16_t *low, const int32_t *numbers, int64_t n, uint64_t key, int threads) {
+EXPORT void amp_round(float *wide, uint16_t *low, const int32_t *numbers, int64_t n, uint64_t key, int threads) {
     struct part whole = {.wide = wide, .low = low, .numbers = numbers};
     whole.first = (uint32_t)key;
     whole.second = (uint32_t)(key >> 32);

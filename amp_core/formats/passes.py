@@ -1,0 +1,83 @@
+"""The passes of quantising over the elements of a tensor, and the portable form of each."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from amp_core.common.counter_random import element_numbers, key_of, random_bits
+from amp_core.formats.elements import ElementFormat
+from amp_core.formats.elementwise import count_nonfinite, round_and_count
+from amp_core.formats.groups import Groups
+from amp_core.formats.packing import pack
+
+
+class Rounding(NamedTuple):
+    """How elements are rounded.
+
+    Attributes:
+        element: the format.
+        seed: of stochastic rounding; None rounds to nearest even.
+        may_overflow: whether products with a scale may be larger than float32 represents.
+        packed: whether the result is in the storage of the format, as `amp_core.formats.packing` defines it.
+    """
+
+    element: ElementFormat
+    seed: int | Tensor | None
+    may_overflow: bool
+    packed: bool
+
+
+class Passes(ABC):
+    """The passes over a tensor's elements; what lies between them is small."""
+
+    @abstractmethod
+    def prepare(self, x: Tensor) -> Tensor:
+        """Return `x` in the dtype and memory layout that the passes need; it is not written."""
+
+    @abstractmethod
+    def largest(self, x: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
+        """Return the largest magnitudes of groups as `Groups.amax`, and the numbers of inf and of NaN.
+
+        Args:
+            x: what `prepare` returned.
+            groups: of the shape of `x`.
+        """
+
+    @abstractmethod
+    def round(self, x: Tensor, groups: Groups, encode: Tensor, rounding: Rounding) -> tuple[Tensor, Tensor]:
+        """Return ``x * encode`` rounded, and how many elements saturated and became 0.
+
+        Args:
+            x: what `prepare` returned.
+            groups: of the shape of `x`.
+            encode: float32, of the shape of the amax of `largest`; NaN where values must be NaN.
+            rounding: how.
+        """
+
+
+class PortablePasses(Passes):
+    """The passes as PyTorch operations."""
+
+    def prepare(self, x: Tensor) -> Tensor:
+        return x.to(torch.float32)
+
+    def largest(self, x: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
+        return groups.amax(groups.split(x)), count_nonfinite(x)
+
+    def round(self, x: Tensor, groups: Groups, encode: Tensor, rounding: Rounding) -> tuple[Tensor, Tensor]:
+        element = rounding.element
+        random = _random(x, groups, rounding.seed)
+        values, counts = round_and_count(groups.split(x), encode, random, element, rounding.may_overflow)
+        values = groups.join(values)
+        return pack(values, element) if rounding.packed else values, counts
+
+
+def _random(x: Tensor, groups: Groups, seed: int | Tensor | None) -> Tensor | None:
+    if seed is None:
+        return None
+    numbers = element_numbers(x.shape, [0] * x.dim(), x.shape, x.device)
+    return groups.split(random_bits(numbers, seed if isinstance(seed, Tensor) else key_of(seed), 24))

@@ -1,0 +1,148 @@
+/* The loops of quantising over one piece of memory, in plain C that compilers turn into vectors. quantize.c
+ * includes this file once for each instruction set, with IN(name), which adds the set's suffix. */
+
+/* Widen `n` elements, exactly. */
+static void IN(widen)(const uint16_t *from, int is_bf16, float *to, size_t n) {
+    if (is_bf16)
+        for (size_t i = 0; i < n; i++)
+            to[i] = as_float((uint32_t)from[i] << 16);
+    else
+        for (size_t i = 0; i < n; i++) {
+            uint32_t magnitude = (uint32_t)(from[i] & 0x7fff) << 13;
+            uint32_t scaled = as_bits(as_float(magnitude) * 0x1p112f);
+            uint32_t special = 0u - (uint32_t)(magnitude >= 0x0f800000u);
+            to[i] = as_float(scaled | (special & INFINITE) | (uint32_t)(from[i] & 0x8000) << 16);
+        }
+}
+
+INLINE uint32_t IN(largest_run)(const float *x, size_t n) {
+    int32_t best = 0; /* bits of magnitudes are ordered as the magnitudes are, inf and then NaN last */
+    for (size_t i = 0; i < n; i++) {
+        int32_t magnitude = (int32_t)(as_bits(x[i]) & MAGNITUDE);
+        best = magnitude > best ? magnitude : best;
+    }
+    return (uint32_t)best;
+}
+
+/* Raise best[g] to the largest magnitude of group g, which is `group` elements long; `n` elements in all. */
+static void IN(largest)(const float *x, size_t n, size_t group, uint32_t *best) {
+    size_t whole = n / group * group, g = 0;
+    if (group == 1) {
+        for (size_t i = 0; i < n; i++) {
+            int32_t magnitude = (int32_t)(as_bits(x[i]) & MAGNITUDE), other = (int32_t)best[i];
+            best[i] = (uint32_t)(magnitude > other ? magnitude : other);
+        }
+        return;
+    }
+#define RUNS(LENGTH)                                                                                \
+    for (size_t i = 0; i < whole; i += (LENGTH), g++) {                                             \
+        uint32_t found = IN(largest_run)(x + i, (LENGTH));                                          \
+        best[g] = found > best[g] ? found : best[g];                                                \
+    }
+    if (group == 16)
+        RUNS(16)
+    else if (group == 32)
+        RUNS(32)
+    else
+        RUNS(group)
+#undef RUNS
+    if (whole < n) {
+        uint32_t found = IN(largest_run)(x + whole, n - whole);
+        best[g] = found > best[g] ? found : best[g];
+    }
+}
+
+/* Count inf and NaN. */
+static void IN(nonfinite)(const float *x, size_t n, int64_t *counts) {
+    uint32_t infinite = 0, nan = 0;
+    for (size_t i = 0; i < n; i++) {
+        uint32_t magnitude = as_bits(x[i]) & MAGNITUDE;
+        infinite += magnitude == INFINITE;
+        nan += magnitude > INFINITE;
+    }
+    counts[0] += infinite;
+    counts[1] += nan;
+}
+
+/* 24 random bits of an element's number: amp_core.common.counter_random.random_bits. */
+INLINE uint32_t IN(mix)(uint32_t x) {
+    x ^= x >> 16;
+    x *= 0x7feb352du;
+    x ^= x >> 15;
+    x *= 0x846ca68bu;
+    return x ^ (x >> 16);
+}
+
+/* Round x[i] * encode[i], or * encode[0] if `shared`, to multiples of `step`, the distance of the format's
+ * values there: adding 2**23 steps leaves no bits below one, and the sum's own bits count the steps. With
+ * those of the binades below they are the code. Larger than the largest becomes that. */
+INLINE void IN(round)(const float *x, const float *encode, size_t n, const struct element *to,
+                      const struct draws *draws, uint32_t number, void *out, int64_t *counts, int shared,
+                      int stochastic, int coded) {
+    const uint32_t cut = 23 - to->mantissa_bits, rise = cut << 23, smallest = to->smallest_normal;
+    const int32_t least = (int32_t)smallest, limit = (int32_t)to->limit, top = (int32_t)to->largest_code;
+    const uint32_t first = draws->first, second = draws->second, stride = draws->stride, nan = to->nan_code;
+    const float largest = to->max;
+    uint32_t saturated = 0, flushed = 0;
+    float *values = out;
+    uint8_t *codes = out;
+    for (size_t i = 0; i < n; i++) {
+        float by = encode[shared ? 0 : i];
+        uint32_t before = as_bits(x[i]) & MAGNITUDE, sign = as_bits(x[i]) >> 31;
+        uint32_t good = (uint32_t)(by == by) & (uint32_t)(before < INFINITE);
+        int32_t scaled = (int32_t)(as_bits(x[i] * by) & MAGNITUDE);
+        uint32_t magnitude = (uint32_t)(scaled < limit ? scaled : limit);
+        int32_t binade = (int32_t)(magnitude & INFINITE);
+        uint32_t power = (uint32_t)(binade > least ? binade : least);
+        float shift = as_float(power + rise), rounded;
+        int32_t code, above;
+        if (stochastic) {
+            uint32_t bits = IN(mix)(IN(mix)(number + (uint32_t)i * stride + first) ^ second) & 0xffffffu;
+            float steps = as_float(magnitude) * as_float((254u << 23) - (power + rise) + (23u << 23));
+            int32_t whole = (int32_t)steps;
+            whole += (float)(int32_t)bits * 0x1p-24f < steps - (float)whole;
+            rounded = (float)whole * as_float(power + rise - (23u << 23));
+            code = whole + (int32_t)((power - smallest) >> cut);
+        } else {
+            float sum = as_float(magnitude) + shift;
+            rounded = sum - shift;
+            code = (int32_t)(as_bits(sum) - as_bits(shift) + ((power - smallest) >> cut));
+        }
+        above = code > top;
+        saturated += (uint32_t)above & good;
+        flushed += (uint32_t)(code == 0) & (uint32_t)(before != 0) & good;
+        if (coded) {
+            uint32_t kept = (uint32_t)(above ? top : code) | sign << to->sign_bit;
+            codes[i] = (uint8_t)(good ? kept : nan);
+        } else {
+            uint32_t kept = as_bits(above ? largest : rounded) | sign << 31;
+            values[i] = as_float(good ? kept : 0x7fc00000u);
+        }
+    }
+    counts[0] += saturated;
+    counts[1] += flushed;
+}
+
+#define ROUND(NAME, SHARED, STOCHASTIC, CODED)                                                      \
+    static void IN(NAME)(const float *x, const float *encode, size_t n, const struct element *to,   \
+                         const struct draws *draws, uint32_t number, void *out, int64_t *counts) {  \
+        IN(round)(x, encode, n, to, draws, number, out, counts, SHARED, STOCHASTIC, CODED);         \
+    }
+
+ROUND(round_columns, 0, 0, 0)
+ROUND(code_columns, 0, 0, 1)
+ROUND(draw_columns, 0, 1, 0)
+ROUND(draw_code_columns, 0, 1, 1)
+ROUND(round_run, 1, 0, 0)
+ROUND(code_run, 1, 0, 1)
+ROUND(draw_run, 1, 1, 0)
+ROUND(draw_code_run, 1, 1, 1)
+#undef ROUND
+
+static const struct quantizing_loops IN(quantizing) = {
+    IN(widen),
+    IN(largest),
+    IN(nonfinite),
+    {{{IN(round_columns), IN(code_columns)}, {IN(draw_columns), IN(draw_code_columns)}},
+     {{IN(round_run), IN(code_run)}, {IN(draw_run), IN(draw_code_run)}}},
+};
