@@ -15,10 +15,10 @@ import amp_core
 SCRIPT = Path(__file__).parent / "data" / "ranks.py"
 
 
-def ranks(scene: str, count: int) -> subprocess.CompletedProcess[str]:
+def ranks(scenes: str, count: int) -> subprocess.CompletedProcess[str]:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
     return subprocess.run(
-        [*launcher, str(SCRIPT), scene],
+        [*launcher, str(SCRIPT), *scenes.split()],
         capture_output=True,
         text=True,
         timeout=240,
@@ -27,24 +27,17 @@ def ranks(scene: str, count: int) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    ("scene", "count"),
+    ("scenes", "count"),
     [
-        ("plain", 2),
-        ("beyond", 2),
-        ("bucket_views", 2),
-        pytest.param("fsdp1", 2, marks=pytest.mark.slow),
-        pytest.param("overlap", 2, marks=pytest.mark.slow),
-        pytest.param("fsdp", 2, marks=pytest.mark.slow),
-        pytest.param("reduced", 2, marks=pytest.mark.slow),
+        ("plain beyond bucket_views", 2),
+        pytest.param("fsdp fsdp1 overlap reduced", 2, marks=pytest.mark.slow),
         pytest.param("groups", 3, marks=pytest.mark.slow),
-        pytest.param("mesh", 4, marks=pytest.mark.slow),
-        pytest.param("slices", 4, marks=pytest.mark.slow),
-        pytest.param("decision", 4, marks=pytest.mark.slow),
+        pytest.param("mesh slices decision", 4, marks=pytest.mark.slow),
     ],
 )
-def test_all_ranks_take_the_same_step(scene: str, count: int) -> None:
+def test_all_ranks_take_the_same_step(scenes: str, count: int) -> None:
     """Ranks step on their own flag or norm and part for good; replicas are counted twice."""
-    done = ranks(scene, count)
+    done = ranks(scenes, count)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("all is well") == count
 
