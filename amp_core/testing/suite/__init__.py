@@ -10,6 +10,7 @@ from amp_core.testing.suite.effects import EffectsConformance
 from amp_core.testing.suite.grad_stats import GradStatsConformance
 from amp_core.testing.suite.layouts import LayoutConformance
 from amp_core.testing.suite.multiply import MultiplyConformance
+from amp_core.testing.suite.quantize import QuantizeConformance
 from amp_core.testing.suite.regions import FunctionConformance, RegionConformance
 from amp_core.testing.suite.scaler import ScalerConformance
 from amp_core.testing.suite.storage import StorageConformance
@@ -31,6 +32,7 @@ class BackendConformance(
     MultiplyConformance,
     UpdateConformance,
     StorageConformance,
+    QuantizeConformance,
     ScalerConformance,
     EffectsConformance,
 ):

@@ -1,0 +1,118 @@
+"""What `Kernels.quantize` must do: each format, scale, tie and count has one right answer."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from amp_core.formats import ELEMENTS, SCALES, Quantization, Quantized, Recipe, quantize
+from amp_core.testing.suite import data
+from amp_core.testing.suite.judge import Judge
+from amp_core.testing.suite.tensors import Memory
+
+_FIELDS = ("values", "scale", "tensor_scale", "amax", "counts")
+_SHAPES = ((3, 50), (2, 17, 33), (70,), (0, 5), (150, 9))
+
+
+class QuantizeConformance(Judge):
+    """Quantised tensors are those of `amp_core.quantize` on the host, bit for bit."""
+
+    AREA = "quantize"
+
+    def _judge_quantize(
+        self, x: Tensor, how: Quantization, dim: int = -1, *, packed: bool = False, **options: Any
+    ) -> Quantized:
+        """Quantise `x`, a tensor on the host, on the device; compare with the reference."""
+        here = torch.empty_like(x, device=self.device).copy_(x)
+        given = {k: v.to(self.device) if isinstance(v, Tensor) else v for k, v in options.items()}
+        packed = packed and self.supports_float8
+        memory = Memory([here], [])
+        with self._around():
+            result = self.kernels.quantize(here, how, dim, packed=packed, **given)
+        memory.check()
+        expected = quantize(x, how, dim, **options)
+        expected = expected.packed() if packed else expected
+        what = f"{how} of {x.dtype} of shape {tuple(x.shape)} along {dim}, {options}, {packed=}"
+        assert isinstance(result, Quantized)
+        assert (result.quantization, result.dim, result.shape) == (how, dim, x.shape), what
+        assert result.is_packed is packed, what
+        for name in _FIELDS:
+            ours, right = getattr(result, name), getattr(expected, name)
+            assert (ours is None) == (right is None), f"{name} of {what}: {ours}"
+            if right is not None:
+                assert ours.device.type == self.device_type, f"{name} of {what} is on {ours.device}"
+                assert data.same_values(ours, right), f"{name} of {what}: {ours}, not {right}"
+        return result
+
+    def _every_quantization(self) -> Iterator[Quantization]:
+        recipes = map(Recipe.named, Recipe.names())
+        roles = itertools.chain.from_iterable((r.input, r.weight, r.grad_output) for r in recipes)
+        yield from dict.fromkeys(how for how in roles if how is not None)
+
+    def test_quantize_follows_every_recipe(self) -> None:
+        """Odd sizes, other dimensions and layouts: a tile has the scale of another, or counts its padding."""
+        dtypes = itertools.cycle(d for d in self.dtypes() if d is not torch.float64)
+        cases = itertools.cycle(itertools.product(_SHAPES, (-1, -2), (False, True), (False, True)))
+        for number, how in enumerate(self._every_quantization()):
+            amax = {} if how.found == "current" else {"amax": torch.tensor(float(number % 2) * 3)}
+            for shape, dim, transposed, packed in itertools.islice(cases, 80 if self.thorough else 3):
+                x = data.random(shape, next(dtypes), number) * 3
+                x = x.mT.contiguous().mT if transposed and x.dim() > 1 else x
+                self._judge_quantize(x, how, max(dim, -x.dim()), packed=packed, seed=number, **amax)
+
+    def test_quantize_rounds_ties_to_even_and_saturates(self) -> None:
+        """Every value of each format, what lies in the middle of two, and what lies beyond them."""
+        for element in ELEMENTS.values():
+            values = torch.arange(64) * element.smallest_subnormal
+            binades = 2.0 ** torch.arange(1 - element.bias, element.max_exponent + 3)
+            steps = 1 + torch.arange(2 << element.mantissa_bits) / (2 << element.mantissa_bits)
+            values = torch.cat(
+                [values, values + element.smallest_subnormal / 2, (binades[:, None] * steps).flatten()]
+            )
+            values = torch.cat([values, values.nextafter(torch.zeros(())), values * (1 + 2.0**-20)])
+            x = torch.cat([values, -values])
+            for amax in (element.max, element.max / 3):
+                how = Quantization(element)
+                self._judge_quantize(x, how, packed=amax == element.max, amax=torch.tensor(amax))
+
+    def test_quantize_of_zeros_inf_and_nan(self) -> None:
+        """A group of zeros divides by zero, or an overflow hides in the largest value of its format."""
+        x = data.random((6, 64), torch.float32)
+        x[0] = 0
+        x[1, 40:] = -0.0
+        x[2, 3], x[2, 40], x[4, 5] = math.inf, math.nan, -math.inf
+        for scale, granularity in itertools.product(SCALES, ("tensor", "row", 16, (2, 16))):
+            if (scale, granularity) == ("e4m3", "tensor"):
+                continue
+            element = ELEMENTS["e2m1" if scale == "e4m3" else "e4m3"]
+            how = Quantization(element, granularity, scale)  # type: ignore[arg-type]
+            result = self._judge_quantize(x, how, packed=granularity == 16)
+            assert result.counts[:2].tolist() == [2, 1]
+            self._judge_quantize(torch.zeros(3, 40), how)
+
+    def test_quantize_repeats_itself(self) -> None:
+        """The same seed rounds alike on every device and in every run; another one does not."""
+        x = data.random((5, 48), torch.float32)
+        for element in ELEMENTS.values():
+            how = Quantization(element, 16, "e8m0", rounding="stochastic")
+            first, again, other = (self._judge_quantize(x, how, seed=seed) for seed in (7, 7, 2**40 + 8))
+            assert data.same_bits(first.values, again.values)
+            assert not data.same_bits(first.values, other.values)
+
+    def test_quantize_refuses_what_it_cannot_take(self) -> None:
+        """A wrong argument reads memory that is none, or is taken for another one."""
+        ones, how = torch.ones(4, 4, device=self.device), Quantization(ELEMENTS["e4m3"], "row")
+        with pytest.raises(TypeError):
+            self.kernels.quantize(ones.to(torch.int32), how)
+        with pytest.raises(IndexError):
+            self.kernels.quantize(ones, how, 2)
+        with pytest.raises(ValueError):  # noqa: PT011  # the words are the backend's
+            self.kernels.quantize(ones[0, 0], how)
+        with pytest.raises(ValueError):  # noqa: PT011
+            self.kernels.quantize(ones, Quantization(ELEMENTS["e4m3"], "row", rounding="stochastic"))

@@ -1,0 +1,139 @@
+"""Quantisers, wrong in one plausible way each; `fails` names the checks that must say so."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from amp_core.kernels import Portable
+
+RECIPES = ("quantize_follows_every_recipe",)
+TIES = ("quantize_rounds_ties_to_even_and_saturates",)
+SPECIAL = ("quantize_of_zeros_inf_and_nan",)
+
+
+class Quantizer(Portable):
+    def quantize(self, tensor, quantization, dim=-1, **options):
+        result = super().quantize(self.before(tensor), self.how(quantization), dim, **options)
+        return self.after(replace(result, quantization=quantization))
+
+    def before(self, tensor):
+        return tensor
+
+    def how(self, quantization):
+        return quantization
+
+    def after(self, result):
+        return result
+
+
+class QuantizeRoundsTiesAway(Quantizer):
+    fails = TIES
+
+    def before(self, tensor):
+        return tensor * (1 + 2.0**-22)
+
+
+class QuantizeReadsBfloat16(Quantizer):
+    fails = RECIPES
+
+    def before(self, tensor):
+        return tensor.to(torch.bfloat16)
+
+
+class QuantizeLetsInfSaturate(Quantizer):
+    fails = SPECIAL
+
+    def before(self, tensor):
+        return tensor.clamp(-1e4, 1e4)
+
+
+class QuantizeClampsInPlace(Quantizer):
+    fails = SPECIAL
+
+    def before(self, tensor):
+        return tensor.nan_to_num_() if tensor.is_floating_point() else tensor
+
+
+class QuantizeRoundsScalesUp(Quantizer):
+    fails = RECIPES
+
+    def how(self, quantization):
+        return replace(quantization, scale="e8m0_up") if quantization.scale == "e8m0" else quantization
+
+
+class QuantizeLeavesOutTheTransform(Quantizer):
+    fails = RECIPES
+
+    def how(self, quantization):
+        return replace(quantization, hadamard=None)
+
+
+class QuantizeRoundsGradientsToNearest(Quantizer):
+    fails = ("quantize_repeats_itself",)
+
+    def how(self, quantization):
+        return replace(quantization, rounding="nearest")
+
+
+class QuantizeHasNoScaleForZeros(Quantizer):
+    fails = SPECIAL
+
+    def after(self, result):
+        if result.is_packed:
+            return result
+        return replace(result, scale=torch.where(result.amax == 0, torch.nan, result.scale))
+
+
+class QuantizeCountsNanAsInf(Quantizer):
+    fails = SPECIAL
+
+    def after(self, result):
+        return replace(result, counts=result.counts[[1, 0, 2, 3]])
+
+
+class QuantizeCountsZerosAsFlushed(Quantizer):
+    fails = RECIPES
+
+    def after(self, result):
+        zeros = result.counts.new_tensor([0, 0, 0, 1])
+        return replace(result, counts=result.counts + zeros)
+
+
+class QuantizeCountsInInt32(Quantizer):
+    fails = RECIPES
+
+    def after(self, result):
+        return replace(result, counts=result.counts.int())
+
+
+class QuantizeForgetsTheGivenAmax(Portable):
+    fails = TIES
+
+    def quantize(self, tensor, quantization, dim=-1, *, seed=None, amax=None, packed=False):
+        if amax is not None:
+            amax = torch.zeros_like(amax)
+        return super().quantize(tensor, quantization, dim, seed=seed, amax=amax, packed=packed)
+
+
+class QuantizeDrawsAnew(Portable):
+    fails = ("quantize_repeats_itself",)
+
+    def quantize(self, tensor, quantization, dim=-1, *, seed=None, **options):
+        fresh = None if seed is None else int(torch.randint(2**60, ()))
+        return super().quantize(tensor, quantization, dim, seed=fresh, **options)
+
+
+class QuantizeTakesAnyDimension(Portable):
+    fails = ("quantize_refuses_what_it_cannot_take",)
+
+    def quantize(self, tensor, quantization, dim=-1, **options):
+        return super().quantize(tensor, quantization, -1 if dim > 1 else dim, **options)
+
+
+class QuantizeNeverPacks(Portable):
+    fails = RECIPES
+
+    def quantize(self, tensor, quantization, dim=-1, *, packed=False, **options):
+        return super().quantize(tensor, quantization, dim, **options)
