@@ -67,7 +67,6 @@ setup(
                 "amp_join",
                 "amp_round",
                 "amp_split",
-                "amp_update_scale",
                 "amp_instruction_set",
                 "amp_limit",
                 "amp_calibrate",

@@ -120,9 +120,9 @@ def combine(flags: Sequence[Tensor], device: torch.device) -> Tensor:
 def overflows(norm: Tensor, divisor: Tensor) -> Tensor | None:
     """Return 1.0 if dividing finite gradients of this norm by `divisor` can overflow float32, else 0.0.
 
-    Returns None if the host knows that it cannot, which is the usual case: scales below 2 are rare.
+    Returns None if the host knows that it cannot, which is the usual case: scales below 1 are rare.
     """
-    if on_host(divisor) and read(divisor) >= 2.0:
+    if on_host(norm, divisor) and (read(divisor) > 1.0 or (read(divisor) == 1.0 and read(norm) < _MAX)):
         return None
     # Less than half of the smallest normal number has no finite reciprocal.
     limit = (divisor - _TINY / 2) * _MAX

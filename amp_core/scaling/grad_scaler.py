@@ -19,7 +19,7 @@ from amp_core.kernels.memory import on_host, read
 from amp_core.plugin.default_manager import get_backend
 from amp_core.plugin.results import Refusal
 from amp_core.scaling import fused
-from amp_core.scaling.arithmetic import combine, is_tracing, overflows, reciprocal, zero
+from amp_core.scaling.arithmetic import combine, is_tracing, overflows, reciprocal
 from amp_core.scaling.closure import Closure, OverflowedError, Snapshot, evaluate
 from amp_core.scaling.distributed import check_group
 from amp_core.scaling.grad_passes import (
@@ -440,7 +440,8 @@ class GradScaler(torch.amp.GradScaler):
         scale, _ = loss_scale.check("unscale_")
         for state in states:
             stage = next_stage(state.stage, "unscale_")
-        inverse, found_inf = reciprocal(scale), zero(scale.device)
+        inverse = reciprocal(scale)
+        found_inf = torch.zeros_like(inverse)  # half the time of zeros()
         if len(optimizers) == 1:
             found = self._unscale_grads_(optimizers[0], inverse, found_inf, self._allow_fp16)
         else:

@@ -146,6 +146,7 @@ class _Grouping:
         self._same_layout = _torch.same_layout(grads)
         self._float16 = torch.float16 in {g.dtype for g in grads}
         self._device = grads[0].device
+        self._device_type = self._device.type
         self._kernels = kernels_of(self._device)
         self._layout = self._kernels.layout(grads)
 
@@ -159,7 +160,7 @@ class _Grouping:
             return None
         if self._without and any([all_params[i].grad is not None for i in self._without]):  # noqa: C419
             return None
-        if self._kernels is not kernels_of(self._device):
+        if self._kernels is not get_backend(self._device_type).kernels():
             return None
         ready = self._kernels.prepare(cast("list[Tensor]", grads), self._layout)
         return Gradients(self._device, params, ready, self._kernels)

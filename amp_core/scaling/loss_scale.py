@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from amp_core.kernels import ScaleTensors
+from amp_core.kernels.interface import as_int32
 from amp_core.kernels.memory import on_host, read
 from amp_core.scaling.arithmetic import combine
 from amp_core.scaling.gradients import kernels_of
@@ -17,8 +18,10 @@ from amp_core.scaling.optimizer_state import OptimizerStates
 from amp_core.states.loss_scale import (
     AtFloor,
     LossScaleSchedule,
+    ScaleState,
     further_fields,
     known_fields,
+    next_scale,
     valid_scale,
 )
 
@@ -101,11 +104,16 @@ class LossScale:
             AssertionError: no gradients were checked since the last update; torch's text.
         """
         scale, tracker = self.check("update")
+        left = cast(Tensor, self.hysteresis_left)
         flags = self.optimizer_states.found_infs()
         if not flags:  # not an assert statement, which Dynamo would turn into an operation
             raise AssertionError("No inf checks were recorded prior to update.")
-        tensors = ScaleTensors(scale, tracker, cast(Tensor, self.hysteresis_left))
-        kernels_of(scale.device).update_scale_(tensors, combine(flags, scale.device), self.schedule)
+        found_inf = combine(flags, scale.device)
+        if on_host(found_inf, scale, tracker, left):
+            _advance_on_host(found_inf, scale, tracker, left, self.schedule)
+        else:
+            state = ScaleTensors(scale, tracker, left)
+            kernels_of(scale.device).update_scale_(state, found_inf, self.schedule)
         self.optimizer_states = OptimizerStates()
 
     def set(self, new_scale: float | Tensor, device_type: str) -> None:
@@ -193,6 +201,18 @@ class LossScale:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.optimizer_states = OptimizerStates()
+
+
+def _advance_on_host(
+    found_inf: Tensor, scale: Tensor, tracker: Tensor, left: Tensor, schedule: LossScaleSchedule
+) -> None:
+    before = ScaleState(read(scale), read(tracker), read(left))
+    after = next_scale(before, read(found_inf) > 0.0, schedule)
+    tracker.fill_(after.growth_tracker)
+    if after.scale != before.scale:
+        scale.fill_(after.scale)
+    if after.hysteresis_left != before.hysteresis_left:
+        left.fill_(as_int32(after.hysteresis_left))
 
 
 def check_saved(state: object, schedule: LossScaleSchedule) -> SavedScale:

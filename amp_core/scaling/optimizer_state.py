@@ -89,9 +89,7 @@ class OptimizerStates(dict[int, OptimizerState]):
     one still count at the next update; they are in `orphans`.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.orphans: list[Tensor] = []
+    orphans: tuple[Tensor, ...] = ()
 
     def of(self, optimizer: torch.optim.Optimizer) -> OptimizerState:
         """Return the state of `optimizer`, a fresh one if it has none."""
@@ -108,7 +106,7 @@ class OptimizerStates(dict[int, OptimizerState]):
         if state is None or is_tracing() or state.owner is None or state.owner() is optimizer:
             return state
         del self[id(optimizer)]
-        self.orphans += state.flags()
+        self.orphans += tuple(state.flags())
         return None
 
     def __missing__(self, key: int) -> OptimizerState:
@@ -118,4 +116,4 @@ class OptimizerStates(dict[int, OptimizerState]):
     def found_infs(self) -> list[Tensor]:
         """Return every flag recorded since the last update."""
         flags = [flag for state in self.values() for flag in state.found_inf_per_device.values()]
-        return flags + self.orphans if self.orphans else flags
+        return [*flags, *self.orphans] if self.orphans else flags

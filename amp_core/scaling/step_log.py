@@ -200,7 +200,7 @@ class StepLog:
                 if record.skipped:
                     self._skips_in_a_row[owner] = row
                     self._explain(record, owner, row)
-        return record.skipped
+        return bool(flag)
 
     def _explain(self, record: StepRecord, owner: torch.optim.Optimizer, row: int) -> None:
         if record._bad is None and record._micro_batches is None:

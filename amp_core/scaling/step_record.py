@@ -27,7 +27,7 @@ class BadParameter:
     elements: int
 
 
-@dataclass(repr=False)
+@dataclass(repr=False, slots=True)
 class StepRecord:
     """The record of one `GradScaler.step`. ``print(record)`` shows it in one line.
 

@@ -181,7 +181,7 @@ class AccumulationWindow:
             return
         flags = torch.stack([flag.to(self._flags[-1].device, non_blocking=True) for flag in self._flags])
         if self._leave_out:
-            loss_scale.optimizer_states.orphans.append(flags.amax(0))  # the next update lowers the scale
+            loss_scale.optimizer_states.orphans += (flags.amax(0),)  # the next update lowers the scale
             self._weigh(flags)
         else:
             # A bad sum stays bad: only the first bad micro-batch is known.

@@ -14,10 +14,8 @@ from torch.autograd.graph import increment_version
 
 from amp_backend_cpu import library as _library
 from amp_backend_cpu.storage import StorageKernels
-from amp_core.kernels import GradStats, Kernels, Portable, ScaleTensors
-from amp_core.kernels.interface import as_int32
-from amp_core.kernels.memory import are_numbers, are_plain, are_real
-from amp_core.states.loss_scale import Hysteresis, LossScaleSchedule
+from amp_core.kernels import GradStats, Kernels, Portable
+from amp_core.kernels.memory import are_numbers, are_plain
 
 if TYPE_CHECKING:  # few programs have recipes
     from amp_core.formats import Quantization, Quantized
@@ -25,9 +23,7 @@ if TYPE_CHECKING:  # few programs have recipes
 _CODES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 _CPU = torch.device("cpu")
 _LARGE = 1 << 22  # elements: above this, streaming stores matter
-_STATE = [torch.float32, torch.int32, torch.int32, torch.float32]
 _ADDRESS = "L" if array("L").itemsize == 8 else "Q"  # filling "L" takes half the time
-_KINDS = (Hysteresis.BUDGET, Hysteresis.CONSECUTIVE, Hysteresis.EVERY)
 
 
 class Compiled(StorageKernels):
@@ -52,27 +48,29 @@ class Compiled(StorageKernels):
         return _Layout(tensors)
 
     def prepare(self, tensors: Sequence[Tensor], layout: object = None) -> Sequence[Tensor]:
-        return _Prepared(tensors, layout if isinstance(layout, _Layout) else _Layout(tensors))
+        return _table_of(tensors, layout) or _Unsupported(tensors)
 
     def grad_stats(self, grads: Sequence[Tensor], norm_type: float = 2.0) -> GradStats:
         table = _table_of(grads) if norm_type == 2.0 else None
         if table is None:
             return super().grad_stats(grads, norm_type)
-        dtype = torch.float64 if table.wide else torch.float32
+        dtype = torch.float64 if table.layout.wide else torch.float32
         norms, norm = _empty(len(grads), dtype), _empty((), dtype)
         nonfinite, found_inf = _empty(len(grads), torch.float32), _empty((), torch.float32)
         outputs = [t.data_ptr() for t in (norms, nonfinite, norm, found_inf)]
-        _check(self._library.amp_grad_stats(*table.arguments, *outputs, table.wide, table.threads()))
+        arguments = _library.pack_grad_stats(*table.arguments, table.threads(), *outputs, table.layout.wide)
+        _check(self._library.amp_grad_stats(arguments))
         return GradStats(norm, norms, nonfinite, found_inf)
 
     def multiply_(self, grads: Sequence[Tensor], factor: Tensor, found_inf: Tensor | None = None) -> None:
-        flags = [factor] if found_inf is None else [factor, found_inf]
-        table = _table_of(grads) if are_numbers(flags, _CPU) else None
-        if table is None:
+        flags = [] if found_inf is None else [found_inf]
+        table = _table_of(grads)
+        if table is None or not are_numbers([factor, *flags], _CPU):
             return super().multiply_(grads, factor, found_inf)
-        flag = None if found_inf is None else found_inf.data_ptr()
-        _check(self._library.amp_multiply(*table.arguments, factor.data_ptr(), flag, table.threads()))
-        increment_version([*grads, *flags[1:]])
+        flag = 0 if found_inf is None else found_inf.data_ptr()
+        arguments = _library.pack_multiply(*table.arguments, table.threads(), factor.data_ptr(), flag)
+        _check(self._library.amp_multiply(arguments))
+        increment_version([*table, *flags])
         return None
 
     def cast(
@@ -82,10 +80,10 @@ class Compiled(StorageKernels):
         source, target = _table_of(tensors), _table_of(targets)
         if source is None or target is None or not _to_others(tensors, targets):
             return super().cast(tensors, dtype, targets)
-        if not self._tuning.settled and source.elements >= _LARGE:
+        if not self._tuning.settled and source.layout.elements >= _LARGE:
             self._tuning.settle()
         _, to, _, codes = target.arguments
-        _check(self._library.amp_cast(*source.arguments, to, codes, source.threads()))
+        _check(self._library.amp_cast(_library.pack_cast(*source.arguments, source.threads(), to, codes)))
         increment_version(targets)
         return targets
 
@@ -93,7 +91,8 @@ class Compiled(StorageKernels):
         source, target = _table_of(grads), _table_of(totals)
         if source is None or target is None or not _halves_to_float32(totals, grads):
             return super().add_(totals, grads)
-        _check(self._library.amp_add(*source.arguments, target.arguments[1], source.threads()))
+        _, to, _, _ = target.arguments
+        _check(self._library.amp_add(_library.pack_add(*source.arguments, source.threads(), to)))
         increment_version(totals)
         return None
 
@@ -114,23 +113,6 @@ class Compiled(StorageKernels):
             return super().quantize(tensor, quantization, dim, seed=seed, amax=amax, packed=packed)
         passes = CompiledPasses(self._library)
         return quantize_by(passes, tensor, quantization, dim, seed=seed, amax=amax, packed=packed)
-
-    def update_scale_(self, state: ScaleTensors, found_inf: Tensor, schedule: LossScaleSchedule) -> None:
-        tensors = [state.scale, state.growth_tracker, state.hysteresis_left, found_inf]
-        if [t.dtype for t in tensors] != _STATE or not are_real(tensors, _CPU):
-            return super().update_scale_(state, found_inf, schedule)
-        self._library.amp_update_scale(
-            *[t.data_ptr() for t in tensors],
-            schedule.growth_factor,
-            schedule.backoff_factor,
-            as_int32(schedule.growth_interval),
-            schedule.min_scale,
-            schedule.max_scale,
-            as_int32(schedule.hysteresis),
-            _KINDS.index(schedule.hysteresis_kind),
-        )
-        increment_version(tensors[:3])
-        return None
 
 
 def _empty(shape: int | tuple[()], dtype: torch.dtype) -> Tensor:
@@ -165,45 +147,38 @@ class _Layout:
             self.addresses = [a.buffer_info()[0] for a in (self.sizes, self.codes)]
             self.elements = sum(self.sizes)
             self.wide = _CODES[torch.float64] in self.codes
+            # Waking another thread takes as long as processing this many elements.
+            self.most_threads = self.elements // 2**17 + 1
 
 
-class _Table:
-    """The library's arguments for a list of tensors."""
+class _Table(list[Tensor]):
+    """Tensors that the library supports, with its arguments for them."""
 
-    def __init__(self, tensors: Sequence[Tensor], layout: _Layout) -> None:
-        self.elements = layout.elements
-        self.wide = layout.wide
-        addresses = array(_ADDRESS, list(map(Tensor.data_ptr, tensors)))
-        self._owners = addresses, layout
-        self._has_null = 0 in addresses
-        self.arguments = (len(tensors), addresses.buffer_info()[0], *layout.addresses)
+    __slots__ = ("_addresses", "arguments", "layout")
 
-    def is_freed(self, tensors: Sequence[Tensor]) -> bool:
-        """Return whether the memory of a nonempty tensor was freed."""
-        return self._has_null and any(t.numel() and not t.data_ptr() for t in tensors)
+    def read(self, layout: _Layout) -> bool:
+        """Read the addresses; return whether no nonempty tensor's memory was freed."""
+        self.layout = layout
+        self._addresses = array(_ADDRESS, list(map(Tensor.data_ptr, self)))
+        self.arguments = (len(self), self._addresses.buffer_info()[0], *layout.addresses)
+        return 0 not in self._addresses or all([t.data_ptr() or not t.numel() for t in self])  # noqa: C419
 
     def threads(self) -> int:
-        # Waking another thread takes as long as processing this many elements.
-        return min(torch.get_num_threads(), self.elements // 2**17 + 1)
+        return min(torch.get_num_threads(), self.layout.most_threads)
 
 
-class _Prepared(list[Tensor]):
-    """Tensors with their table, or ``None`` if the library does not support them."""
-
-    def __init__(self, tensors: Sequence[Tensor], layout: _Layout) -> None:
-        super().__init__(tensors)
-        self.table = _read_table(tensors, layout)
+class _Unsupported(list[Tensor]):
+    """Tensors that the library does not support."""
 
 
-def _table_of(tensors: Sequence[Tensor]) -> _Table | None:
-    if isinstance(tensors, _Prepared):
-        return tensors.table
-    return _read_table(tensors, _Layout(tensors))
-
-
-def _read_table(tensors: Sequence[Tensor], layout: _Layout) -> _Table | None:
-    table = _Table(tensors, layout) if layout.fits else None
-    return None if table is None or table.is_freed(tensors) else table
+def _table_of(tensors: Sequence[Tensor], layout: object = None) -> _Table | None:
+    if type(tensors) is _Table:
+        return tensors
+    if type(tensors) is _Unsupported:
+        return None
+    layout = layout if type(layout) is _Layout else _Layout(tensors)
+    table = _Table(tensors)
+    return table if layout.fits and table.read(layout) else None
 
 
 def _check(status: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import struct
 import sys
 import threading
 from pathlib import Path
@@ -13,8 +14,14 @@ import torch
 
 from amp_core.common import environment as _env
 
-_ABI = 7
+_ABI = 8
 """The ABI version in `native/kernels.c`; a library with another version must not be called."""
+
+# Pack the arguments of a function; in `native/kernels.c`, a struct with its name has the same layout.
+_TENSORS = "q3Pq"
+pack_grad_stats = struct.Struct(_TENSORS + "4Pq").pack
+pack_multiply = pack_cast = struct.Struct(_TENSORS + "2P").pack
+pack_add = struct.Struct(_TENSORS + "P").pack
 
 _LIMITS = {"NO AVX": 0, "DEFAULT": 0, "AVX2": 1}
 _AVX512 = 2
@@ -97,23 +104,8 @@ def instruction_set(library: ctypes.CDLL) -> str:
 
 
 def _declare(library: ctypes.CDLL) -> None:
+    # What takes its arguments packed is not declared: ctypes then passes bytes on without a conversion.
     pointer, count, integer = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-    double, int32 = ctypes.c_double, ctypes.c_int32
-    library.amp_grad_stats.argtypes = (count, *[pointer] * 7, integer, integer)
-    library.amp_multiply.argtypes = (count, *[pointer] * 5, integer)
-    library.amp_cast.argtypes = (count, *[pointer] * 5, integer)
-    library.amp_add.argtypes = (count, *[pointer] * 4, integer)
-    library.amp_update_scale.argtypes = (
-        *[pointer] * 4,
-        double,
-        double,
-        count,
-        double,
-        double,
-        int32,
-        integer,
-    )
-    library.amp_update_scale.restype = None
     for function in (library.amp_join, library.amp_split):
         function.argtypes = (*[pointer] * 3, count, integer, integer)
         function.restype = None
@@ -127,5 +119,5 @@ def _declare(library: ctypes.CDLL) -> None:
     )
     library.amp_quantize_largest.restype = library.amp_quantize_round.restype = None
     library.amp_instruction_set.restype = library.amp_compiler.restype = ctypes.c_char_p
-    library.amp_stream.argtypes = library.amp_limit.argtypes = (integer,)
+    library.amp_stream.argtypes = library.amp_limit.argtypes = (ctypes.c_int,)
     library.amp_calibrate.argtypes = library.amp_start.argtypes = ()

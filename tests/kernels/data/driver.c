@@ -28,9 +28,9 @@ static double value_of(uint16_t bits, int dtype) {
     return sign * ldexp(mantissa + (1 << mantissa_bits), exponent - bias - mantissa_bits);
 }
 
-static void cast(const void *from, int source, void *to, int target, int64_t n) {
+static void cast(void *from, int source, void *to, int target, int64_t n) {
     int32_t codes[2] = {source, target};
-    amp_cast(1, &from, &n, &codes[0], &to, &codes[1], 2);
+    amp_cast(&(struct cast){{1, &from, &n, &codes[0], 2}, &to, &codes[1]});
 }
 
 static void every_half(int dtype) {
@@ -63,7 +63,7 @@ static void norms_products_sums(int dtype, int64_t n) {
     size_t width = width_of[dtype];
     double *exact = malloc((size_t)n * sizeof *exact + 8), sum = 0.0, norm64, total64;
     char *data = malloc((size_t)n * width + 8);
-    float *total = malloc((size_t)n * 4 + 8), norm, bad, all, found, factor = 0.25f;
+    float *total = malloc((size_t)n * 4 + 8), norm, bad = 0.0f, all, found, factor = 0.25f;
     for (int64_t i = 0; i < n; i++)
         exact[i] = (double)((i * 2654435761u) % 251) / 16.0 - 7.0; /* eight bits: exact in every dtype */
     int32_t wide = dtype == 1;
@@ -73,15 +73,15 @@ static void norms_products_sums(int dtype, int64_t n) {
         cast(exact, 1, data, dtype, n);
     for (int64_t i = 0; i < n; i++)
         sum += exact[i] * exact[i];
-    const void *source = data;
-    void *target = data;
-    amp_grad_stats(1, &source, &n, &dtype, wide ? (void *)&norm64 : &norm, &bad,
-                   wide ? (void *)&total64 : &all, &found, wide, 2);
+    void *address = data;
+    const struct tensors grads = {1, &address, &n, &dtype, 2};
+    amp_grad_stats(&(struct grad_stats){
+        grads, wide ? (void *)&norm64 : &norm, &bad, wide ? (void *)&total64 : &all, &found, wide});
     double got = wide ? norm64 : norm;
     EXPECT(fabs(got - sqrt(sum)) <= 1e-6 * sqrt(sum), "norm of %d, dtype %d: %g", (int)n, dtype, got);
     EXPECT(bad == 0.0f && found == 0.0f, "a flag without an inf, dtype %d", dtype);
     found = 0.0f;
-    amp_multiply(1, &target, &n, &dtype, &factor, &found, 2);
+    amp_multiply(&(struct multiply){grads, &factor, &found});
     EXPECT(found == 0.0f, "a flag of a product, dtype %d", dtype);
     for (int64_t i = 0; i < n; i++) {
         double product = dtype == 0 ? ((float *)data)[i] : wide ? ((double *)data)[i]
@@ -91,14 +91,14 @@ static void norms_products_sums(int dtype, int64_t n) {
     if (dtype >= 2) {
         for (int64_t i = 0; i < n; i++)
             total[i] = (float)i;
-        amp_add(1, &source, &n, &dtype, &total, 2);
+        amp_add(&(struct add){grads, &total});
         for (int64_t i = 0; i < n; i++)
             EXPECT(total[i] == (float)i + (float)(exact[i] * 0.25), "sum %d of %d", (int)i, (int)n);
         ((uint16_t *)data)[n - 1] = dtype == 2 ? 0x7f80 : 0x7c00;
-        amp_grad_stats(1, &source, &n, &dtype, &norm, &bad, &all, &found, 0, 2);
+        amp_grad_stats(&(struct grad_stats){grads, &norm, &bad, &all, &found, 0});
         EXPECT(bad == 1.0f && isinf(all), "an inf at the end of %d is not seen, dtype %d", (int)n, dtype);
         found = 0.0f;
-        amp_multiply(1, &target, &n, &dtype, &factor, &found, 2);
+        amp_multiply(&(struct multiply){grads, &factor, &found});
         EXPECT(found == 1.0f, "an inf at the end of %d is not seen in a product, dtype %d", (int)n, dtype);
     }
     free(exact);

@@ -16,7 +16,7 @@
 #include <pthread.h>
 #endif
 
-#define ABI 7 /* increases when a function's arguments change; library.py checks it */
+#define ABI 8 /* increases when a function's arguments change; library.py checks it */
 
 #define CHUNK 32768 /* elements: two or more chunks of a large weight stay in the second-level cache */
 #define EXPONENT 0x7f800000u
@@ -226,24 +226,54 @@ static size_t tensor_of(const size_t *chunks, size_t count, size_t chunk) {
 
 static const size_t width_of[4] = {4, 8, 2, 2}; /* bytes, by dtype code */
 
-/* A thread takes consecutive chunks, so it only searches for the tensor of the first. */
-#define FOR_EACH_CHUNK(...)                                                                        \
-    OMP(parallel num_threads(threads) if (threads > 1 && !forked)) {                               \
-        size_t t = count;                                                                          \
-        int64_t c;                                                                                 \
-        OMP(for schedule(static))                                                                  \
-        for (c = 0; c < (int64_t)chunks[count]; c++) {                                             \
-            if (t == count)                                                                        \
-                t = tensor_of(chunks, count, (size_t)c);                                           \
-            while (chunks[t + 1] <= (size_t)c)                                                     \
-                t++;                                                                               \
-            size_t start = ((size_t)c - chunks[t]) * CHUNK;                                        \
-            size_t n = (size_t)sizes[t] - start < CHUNK ? (size_t)sizes[t] - start : CHUNK;        \
-            __VA_ARGS__                                                                            \
-        }                                                                                          \
+#define CHUNKS(...)                                                                                \
+    for (c = 0; c < (int64_t)chunks[count]; c++) {                                                 \
+        if (t == count)                                                                            \
+            t = tensor_of(chunks, count, (size_t)c);                                               \
+        while (chunks[t + 1] <= (size_t)c)                                                         \
+            t++;                                                                                   \
+        size_t start = ((size_t)c - chunks[t]) * CHUNK;                                            \
+        size_t n = (size_t)sizes[t] - start < CHUNK ? (size_t)sizes[t] - start : CHUNK;            \
+        __VA_ARGS__                                                                                \
     }
 
-/* ---- the kernels ---- */
+/* A thread takes consecutive chunks, so it only searches for the tensor of the first. OpenMP takes a
+ * microsecond to start one thread, as long as processing many small tensors: without need, it is not asked. */
+#define FOR_EACH_CHUNK(...)                                                                        \
+    if (threads > 1 && !forked) {                                                                  \
+        OMP(parallel num_threads(threads)) {                                                       \
+            size_t t = count;                                                                      \
+            int64_t c;                                                                             \
+            OMP(for schedule(static))                                                              \
+            CHUNKS(__VA_ARGS__)                                                                    \
+        }                                                                                          \
+    } else {                                                                                       \
+        size_t t = 0;                                                                              \
+        int64_t c;                                                                                 \
+        CHUNKS(__VA_ARGS__)                                                                        \
+    }
+
+/* ---- the kernels ----
+ *
+ * Each takes its arguments in one block, whose layout library.py knows: ctypes converts a pointer to a block in
+ * half the time of separate arguments, and small steps consist of such times. */
+
+/* Tensors, and the number of threads that process them. */
+struct tensors {
+    int64_t count;
+    void *const *data;
+    const int64_t *sizes;
+    const int32_t *dtypes;
+    int64_t threads;
+};
+
+#define UNPACK(tensors)                                                                            \
+    const struct loops *loops = chosen();                                                          \
+    void *const *data = (tensors).data;                                                            \
+    const int64_t *sizes = (tensors).sizes;                                                        \
+    const int32_t *dtypes = (tensors).dtypes;                                                      \
+    size_t count = (size_t)(tensors).count, *chunks = first_chunks(count, sizes);                  \
+    int threads = (int)(tensors).threads
 
 /* A norm as float or, if wide, as double. */
 static void store(void *norms, size_t i, double sum, int wide) {
@@ -253,13 +283,21 @@ static void store(void *norms, size_t i, double sum, int wide) {
         ((float *)norms)[i] = (float)sqrt(sum);
 }
 
+struct grad_stats {
+    struct tensors grads;
+    void *norms;
+    float *bad;
+    void *norm;
+    float *found;
+    int64_t wide;
+};
+
 /* norms[i]: 2-norm of tensor i; bad[i]: 1 if it contains inf or NaN, else 0; *norm and *found: overall.
  * Norms are float or, if wide, double. The data is only read. */
-EXPORT int amp_grad_stats(int64_t count_, const void *const *data, const int64_t *sizes,
-                          const int32_t *dtypes, void *norms, float *bad, void *norm, float *found,
-                          int wide, int threads) {
-    const struct loops *loops = chosen();
-    size_t count = (size_t)count_, *chunks = first_chunks(count, sizes);
+EXPORT int amp_grad_stats(const struct grad_stats *args) {
+    UNPACK(args->grads);
+    float *bad = args->bad, *found = args->found;
+    int wide = (int)args->wide;
     double *part = chunks ? calloc(chunks[count] + 1, sizeof *part) : NULL, total = 0.0;
     uint32_t *flag = chunks ? calloc(chunks[count] + 1, sizeof *flag) : NULL;
     int ok = part != NULL && flag != NULL;
@@ -275,10 +313,10 @@ EXPORT int amp_grad_stats(int64_t count_, const void *const *data, const int64_t
                 if (flag[c])
                     bad[t] = *found = 1.0f;
             }
-            store(norms, t, sum, wide);
+            store(args->norms, t, sum, wide);
             total += sum;
         }
-        store(norm, 0, total, wide);
+        store(args->norm, 0, total, wide);
     }
     free(part);
     free(flag);
@@ -286,13 +324,17 @@ EXPORT int amp_grad_stats(int64_t count_, const void *const *data, const int64_t
     return ok ? 0 : -1;
 }
 
+struct multiply {
+    struct tensors grads;
+    const float *factor;
+    float *found;
+};
+
 /* Multiply in place by *factor; *found becomes 1 if an element is not finite before or after. */
-EXPORT int amp_multiply(int64_t count_, void *const *data, const int64_t *sizes, const int32_t *dtypes,
-                        const float *factor, float *found, int threads) {
-    const struct loops *loops = chosen();
-    size_t count = (size_t)count_, *chunks = first_chunks(count, sizes);
+EXPORT int amp_multiply(const struct multiply *args) {
+    UNPACK(args->grads);
     uint32_t overflow = 0;
-    float by = isnan(*factor) ? NAN : *factor; /* one NaN, whose lower bits are zero */
+    float by = isnan(*args->factor) ? NAN : *args->factor; /* one NaN, whose lower bits are zero */
     if (chunks == NULL)
         return -1;
     FOR_EACH_CHUNK(uint32_t bad = 0;
@@ -301,40 +343,51 @@ EXPORT int amp_multiply(int64_t count_, void *const *data, const int64_t *sizes,
             OMP(atomic)
             overflow |= 1;
         })
-    if (overflow && found != NULL)
-        *found = 1.0f;
+    if (overflow && args->found != NULL)
+        *args->found = 1.0f;
     free(chunks);
     return 0;
 }
 
 #define STREAMED (1 << 23) /* bytes: results that are larger than this do not stay in a core's caches */
 
-/* Cast tensor i from dtype from_dtypes[i] to to_dtypes[i]; they must not overlap. */
-EXPORT int amp_cast(int64_t count_, const void *const *from, const int64_t *sizes,
-                    const int32_t *from_dtypes, void *const *to, const int32_t *to_dtypes, int threads) {
-    const struct loops *loops = chosen();
-    size_t count = (size_t)count_, *chunks = first_chunks(count, sizes), bytes = 0;
+struct cast {
+    struct tensors from;
+    void *const *to;
+    const int32_t *to_dtypes;
+};
+
+/* Cast tensor i from dtype from.dtypes[i] to to_dtypes[i]; they must not overlap. */
+EXPORT int amp_cast(const struct cast *args) {
+    UNPACK(args->from);
+    void *const *to = args->to;
+    const int32_t *to_dtypes = args->to_dtypes;
+    size_t bytes = 0;
     if (chunks == NULL)
         return -1;
     for (size_t t = 0; t < count; t++)
         bytes += (size_t)sizes[t] * width_of[to_dtypes[t]];
-    FOR_EACH_CHUNK(int32_t source = from_dtypes[t]; int32_t result = to_dtypes[t];
+    FOR_EACH_CHUNK(int32_t source = dtypes[t]; int32_t result = to_dtypes[t];
         char *target = (char *)to[t] + start * width_of[result];
         int stream = streaming && bytes > STREAMED && (uintptr_t)target % 64 == 0;
-        loops->cast[source][result]((const char *)from[t] + start * width_of[source], target, n, stream);)
+        loops->cast[source][result]((const char *)data[t] + start * width_of[source], target, n, stream);)
     free(chunks);
     return 0;
 }
 
+struct add {
+    struct tensors grads;
+    float *const *totals;
+};
+
 /* Add tensor i, of a half dtype, to totals[i], in float32; they must not overlap. */
-EXPORT int amp_add(int64_t count_, const void *const *from, const int64_t *sizes, const int32_t *dtypes,
-                   float *const *totals, int threads) {
-    const struct loops *loops = chosen();
-    size_t count = (size_t)count_, *chunks = first_chunks(count, sizes);
+EXPORT int amp_add(const struct add *args) {
+    UNPACK(args->grads);
+    float *const *totals = args->totals;
     if (chunks == NULL)
         return -1;
     FOR_EACH_CHUNK(
-        loops->add[dtypes[t]]((const char *)from[t] + start * width_of[dtypes[t]], totals[t] + start, n);)
+        loops->add[dtypes[t]]((const char *)data[t] + start * width_of[dtypes[t]], totals[t] + start, n);)
     free(chunks);
     return 0;
 }
@@ -367,15 +420,14 @@ EXPORT int amp_calibrate(void) {
     char *room = malloc((size_t)elements * 2 + 64);
     double best[2] = {INFINITY, INFINITY}, begun = now();
     if (data != NULL && room != NULL) {
-        const void *source = data;
-        void *target = room + (64 - (uintptr_t)room % 64) % 64;
+        void *source = data, *target = room + (64 - (uintptr_t)room % 64) % 64;
         memset(target, 0, (size_t)elements * 2);
         for (int64_t i = 0; i < elements; i++)
             data[i] = 1.0f;
         for (int trial = 0; trial < 2 * TRIALS && (trial < 4 || now() - begun < PATIENCE); trial++) {
             streaming = trial % 2;
             double start = now(), taken;
-            amp_cast(1, &source, &elements, &from, &target, &to, 1);
+            amp_cast(&(struct cast){{1, &source, &elements, &from, 1}, &target, &to});
             taken = now() - start;
             best[streaming] = taken < best[streaming] ? taken : best[streaming];
         }
@@ -384,36 +436,4 @@ EXPORT int amp_calibrate(void) {
     free(data);
     free(room);
     return streaming;
-}
-
-/* amp_core.states.loss_scale.next_scale, in place. kind: 0 budget, 1 consecutive, 2 every. */
-EXPORT void amp_update_scale(float *scale, int32_t *tracker, int32_t *left, const float *found, double growth,
-                      double backoff, int64_t interval, double floor, double ceiling, int32_t budget,
-                      int kind) {
-    if (*found > 0.0f) {
-        int32_t remaining = *left - 1;
-        *tracker = 0;
-        if (remaining > 0) {
-            *left = remaining;
-            return;
-        }
-        double lowered = (double)(float)((double)*scale * backoff);
-        lowered = lowered > floor ? lowered : floor;
-        *scale = lowered < (double)*scale ? (float)lowered : *scale;
-        *left = kind == 2 ? budget : (remaining > 0 ? remaining : 0);
-        return;
-    }
-    if (*tracker + 1 < interval) {
-        *tracker += 1;
-        if (kind != 0)
-            *left = budget;
-        return;
-    }
-    float grown = (float)((double)*scale * growth);
-    if (isfinite(grown)) {
-        double capped = (double)grown < ceiling ? (double)grown : ceiling;
-        *scale = capped > (double)*scale ? (float)capped : *scale;
-    }
-    *tracker = 0;
-    *left = budget;
 }
