@@ -10,7 +10,8 @@ from __future__ import annotations
 import functools
 import itertools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -39,6 +40,26 @@ def is_device_type(name: str) -> bool:
 def privateuse1_name() -> str:
     """Return the present name of the PrivateUse1 device type."""
     return torch.device("privateuseone").type  # torch parses the slot's own name and gives the new one
+
+
+def autocast_off(device_type: str) -> AbstractContextManager[Any]:
+    """Return a context in which autocast is off, as in ``torch.autocast(device_type, enabled=False)``.
+
+    torch's own asks a PrivateUse1 device for the dtypes of regions even here, which not every one can say.
+    """
+    if not torch.compiler.is_compiling() and device_type == privateuse1_name():
+        return _switched_off(device_type)
+    return torch_autocast(device_type, enabled=False)
+
+
+@contextmanager
+def _switched_off(device_type: str) -> Iterator[None]:
+    before = torch.is_autocast_enabled(device_type)
+    torch.set_autocast_enabled(device_type, False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled(device_type, before)
 
 
 def privateuse1_amp_dtypes(device_type: str) -> list[torch.dtype]:

@@ -197,12 +197,16 @@ def extent(flat: Tensor) -> tuple[float, int]:
         return 0.0, 0
     if flat.element_size() < 2:  # float8 supports almost no ops
         flat = flat.float()
-    largest = max(abs(float(end)) for end in torch.aminmax(flat))
+    largest = _largest(flat)
     if math.isfinite(largest):
         return largest, 0
-    finite = flat.isfinite()
+    finite = (flat - flat) == 0  # isfinite() needs `abs`, which some devices have for float32 alone
     kept = flat[finite]
-    return float(kept.abs().max()) if kept.numel() else 0.0, flat.numel() - int(finite.sum())
+    return _largest(kept) if kept.numel() else 0.0, flat.numel() - int(finite.sum())
+
+
+def _largest(flat: Tensor) -> float:
+    return max(abs(float(end)) for end in torch.aminmax(flat))
 
 
 def is_plain(tensor: Tensor) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.autograd import Function
 
-from amp_core._torch.internals import torch_autocast
+from amp_core._torch.internals import autocast_off
 from amp_core.dispatch.casting import cast_to
 from amp_core.policy import rules as r
 
@@ -80,7 +80,7 @@ def _casting(forward: Callable[..., Any], name: str, rule: Rule) -> Callable[...
         for dtype in {r.LOWER_PRECISION_FP: [low], r.FP32: [wide], r.LOW_IN_FP32_OUT: [low, wide]}[how]:
             args = tuple(cast_to(a, dtype, device_type, keep=False) for a in args)
             kwargs = {k: cast_to(v, dtype, device_type, keep=False) for k, v in kwargs.items()}
-        with torch_autocast(device_type, enabled=False):
+        with autocast_off(device_type):
             return forward(*args, **kwargs)
 
     return run

@@ -192,7 +192,7 @@ class _Region:
         if not torch.is_autocast_enabled(self.device_type):
             return call(*args, **kwargs)
         args, kwargs = _torch.tree_map_only(torch.Tensor, self._float32, (args, kwargs))
-        with _torch.torch_autocast(self.device_type, enabled=False):
+        with _torch.autocast_off(self.device_type):
             return call(*args, **kwargs)
 
     def _float32(self, tensor: torch.Tensor) -> torch.Tensor:

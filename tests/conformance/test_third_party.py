@@ -160,6 +160,23 @@ def test_a_device_that_follows_torchs_protocol_needs_no_backend(example):
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
 
+def test_module_rules_ask_a_device_for_no_more_than_regions_do(example):
+    """A model with a float32 module would raise where the kit passes."""
+    script = (
+        "import torch\n"
+        "import amp_core\n"
+        "amp_core.get_backend('npy')\n"
+        "del type(torch.npy).get_amp_supported_dtype\n"
+        "model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(2))).to('npy')\n"
+        "x = torch.ones(1, 2, device='npy')\n"
+        "with amp_core.apply_policy(model, {'0': 'fp32'}), amp_core.autocast('npy'):\n"
+        "    found = model[0](x).dtype, model(x).dtype, torch.is_autocast_enabled('npy')\n"
+        "assert found == (torch.float32, torch.bfloat16, True), found\n"
+    )
+    done = example.run("-c", script)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
 @pytest.mark.parametrize("hooks", [ABSENT_HOOKS, BROKEN_HOOKS], ids=["absent", "broken"])
 def test_another_backend_beside_it_does_not_touch_it(tmp_path, hooks):
     """One vendor's fault would take the other vendor's device away."""

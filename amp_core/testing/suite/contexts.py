@@ -84,7 +84,7 @@ class ContextConformance(Judge):
 
     def test_kernels_on_fake_tensors(self) -> None:
         """Tracing asks for shapes, dtypes and strides alone; nothing may be read or written."""
-        real = [spec.build(self.device).detach() for spec in space.specs(self.dtypes(), space.DENSE[:3])]
+        real = [spec.build(self.device).detach() for spec in space.rotated(self.dtypes(), space.DENSE[:3])]
         with _torch.fake_tensor_mode() as mode:
             fake = [mode.from_tensor(t) for t in real]
             expected = [(t.shape, torch.empty_like(t).stride(), torch.bfloat16) for t in fake]

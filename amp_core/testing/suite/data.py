@@ -21,16 +21,25 @@ MANY = 5000
 _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+def plain(tensor: Tensor) -> Tensor:
+    """Return the values on the CPU, as they would print, perhaps in the tensor's own memory."""
+    return tensor.detach().cpu().resolve_conj().resolve_neg()
+
+
+def _integers(tensor: Tensor) -> Tensor:
+    here = plain(tensor)
+    real = torch.view_as_real(here) if here.is_complex() else here
+    return real.view(_INTEGER[real.element_size()])
+
+
 def bits(tensor: Tensor) -> Tensor:
     """Return the bits of `tensor` as integers on the CPU, flat, perhaps in its own memory."""
-    here = tensor.detach().cpu().resolve_conj().resolve_neg()
-    real = torch.view_as_real(here) if here.is_complex() else here
-    return real.contiguous().view(_INTEGER[real.element_size()]).reshape(-1)
+    return _integers(tensor).contiguous().reshape(-1)
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
     """Whether both hold the same bits."""
-    return torch.equal(bits(one), bits(other))
+    return torch.equal(_integers(one), _integers(other))
 
 
 def same_values(one: Tensor, other: Tensor) -> bool:
@@ -50,7 +59,7 @@ def differing(one: Tensor, other: Tensor) -> Tensor:
 
 
 def _nans(tensor: Tensor) -> Tensor:
-    here = tensor.detach().cpu().resolve_conj().resolve_neg()
+    here = plain(tensor)
     real = torch.view_as_real(here) if here.is_complex() else here
     return (real if real.dtype is torch.float64 else real.float()).isnan().reshape(-1)
 

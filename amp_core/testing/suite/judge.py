@@ -252,7 +252,7 @@ class Judge(BackendFixtures):
         self._judge_add([t.detach() for t in tensors()], tensors(), what=what)
 
     def _assert_values(self, result: Tensor, expected: Tensor, what: str) -> None:
-        found, wanted = self._flushed(host(result), expected)
+        found, wanted = self._flushed(data.plain(result), expected)
         if not data.same_values(found, wanted):
             raise AssertionError(f"{what}: {difference(found, wanted)}")
 

@@ -53,7 +53,7 @@ class LayoutConformance(Judge):
         """The cast has the values, dtype, strides, and nothing else is written."""
         targets = itertools.cycle(self.dtypes())
         for number, specs in enumerate(self._lists(self.dtypes(), space.READ_ONLY)):
-            for target in (next(targets),) if len(specs) == 1 else self.dtypes():
+            for target in self.dtypes() if _alike(specs) else (next(targets),):
                 tensors = self._build(specs)
                 self._judge_cast(tensors, target, None, _name(specs), self._form(tensors, specs, number))
 
@@ -61,7 +61,8 @@ class LayoutConformance(Judge):
         """Source and target lie differently; ``out`` is what is written, and all that is."""
         dtypes, layouts = self.dtypes(), self._layouts()
         for number, specs in enumerate(self._lists(dtypes, space.READ_ONLY)):
-            for shift in range(0, len(layouts), 2 if len(specs) == 1 else 4):
+            shifts = range(0, len(layouts), 2 if len(specs) == 1 else 4)
+            for shift in shifts if len(specs) == 1 or _alike(specs) else (number,):
                 outs = [
                     spec.moved(
                         layouts[(i + number + shift) % len(layouts)], dtypes[(i + shift) % len(dtypes)]
@@ -75,7 +76,7 @@ class LayoutConformance(Judge):
         """Totals and gradients lie differently and differ in dtype."""
         layouts, pairs = self._layouts(), itertools.cycle(self._summed_dtypes())
         for number, specs in enumerate(self._lists(self.dtypes(), space.READ_ONLY)):
-            for shift in (None, 0, number):
+            for shift in (None, 0, number) if len(specs) == 1 or _alike(specs) else (number,):
                 kinds = [(spec, *next(pairs)) for spec in specs]
                 grads = [spec._replace(dtype=grad) for spec, _, grad in kinds]
                 totals = [
@@ -98,7 +99,7 @@ class LayoutConformance(Judge):
         orders = itertools.cycle((2.0, 1.0, 2.5, torch.inf))
         for number, specs in enumerate(self._lists(self._gradient_dtypes(), space.READ_ONLY)):
             for bad, tensors in self._bad(specs):
-                for order in (2.0, next(orders)):
+                for order in (2.0, next(orders)) if len(specs) == 1 or _alike(specs) else (next(orders),):
                     form = self._form(tensors, specs, number)
                     self._judge_stats(tensors, order, _name(specs) + bad, form)
 
@@ -165,6 +166,10 @@ class LayoutConformance(Judge):
         memory = space.Memory(tensors)
         self.kernels.prepare(tensors, self.kernels.layout(tensors))
         memory.check()
+
+
+def _alike(specs: Sequence[space.Spec]) -> bool:
+    return len(specs) > 1 and len({spec.dtype for spec in specs}) == 1
 
 
 def _name(specs: Sequence[space.Spec]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -61,8 +62,22 @@ class Spec(NamedTuple):
         return other if writable else other._replace(layout="contiguous")
 
     def build(self, device: torch.device) -> Tensor:
-        """Return normal numbers on `device`, in this layout."""
-        return place(data.random(self.shape, self.dtype, self.seed), self.layout, device)
+        """Return normal numbers on `device`, in this layout; whatever else is in their storage is NaN."""
+        if self.layout.startswith("expanded") and self.shape:
+            dim = 0 if self.layout == "expanded" else len(self.shape) - 1
+            shape = tuple(min(1, n) if d == dim else n for d, n in enumerate(self.shape))
+            return Spec(shape, "contiguous", self.dtype, self.seed).build(device).expand(self.shape)
+        base, strides, offset = _base(self)
+        tensor = torch.as_strided(base.to(device, copy=True), self.shape, strides, offset)
+        if self.layout == "negated":
+            tensor = _torch.neg_view(tensor)
+        if self.layout == "conjugated":
+            return tensor.conj()
+        if self.layout == "parameter":
+            return torch.nn.Parameter(tensor)
+        if self.layout in ("leaf", "graph"):
+            tensor.requires_grad_()
+        return tensor * 1 if self.layout == "graph" else tensor
 
 
 def specs(
@@ -98,29 +113,16 @@ def _strides(shape: tuple[int, ...], layout: str) -> list[int]:
     return strides
 
 
-def place(values: Tensor, layout: str, device: torch.device) -> Tensor:
-    """Return `values` on `device` in a layout; whatever else is in its storage is NaN."""
-    if layout.startswith("expanded") and values.dim():
-        dim = 0 if layout == "expanded" else -1
-        return place(values.narrow(dim, 0, min(1, values.shape[dim])), "contiguous", device).expand(
-            values.shape
-        )
-    strides = _strides(tuple(values.shape), layout)
-    extent = sum((n - 1) * s for n, s in zip(values.shape, strides, strict=True)) + 1 if values.numel() else 0
-    offset = GUARD + (1 if layout == "odd offset" else 0)
+@lru_cache(maxsize=16_384)
+def _base(spec: Spec) -> tuple[Tensor, list[int], int]:
+    """Return the storage of a tensor, NaN where it has no element, with its strides and offset."""
+    values, strides = data.random(spec.shape, spec.dtype, spec.seed), _strides(spec.shape, spec.layout)
+    extent = sum((n - 1) * s for n, s in zip(spec.shape, strides, strict=True)) + 1 if values.numel() else 0
+    offset = GUARD + (1 if spec.layout == "odd offset" else 0)
     base = torch.full((extent + offset + GUARD,), math.nan, dtype=values.dtype)
-    stored = -values if layout == "negated" else values.conj() if layout == "conjugated" else values
-    torch.as_strided(base, values.shape, strides, offset).copy_(stored)
-    tensor = torch.as_strided(base.to(device, copy=True), values.shape, strides, offset)
-    if layout == "negated":
-        tensor = _torch.neg_view(tensor)
-    if layout == "conjugated":
-        return tensor.conj()
-    if layout == "parameter":
-        return torch.nn.Parameter(tensor)
-    if layout in ("leaf", "graph"):
-        tensor.requires_grad_()
-    return tensor * 1 if layout == "graph" else tensor
+    stored = -values if spec.layout == "negated" else values.conj() if spec.layout == "conjugated" else values
+    torch.as_strided(base, spec.shape, strides, offset).copy_(stored)
+    return base, strides, offset
 
 
 def bucket(dtype: torch.dtype, device: torch.device, seed: int = 0) -> list[Tensor]:
@@ -141,8 +143,7 @@ def overlapping(dtype: torch.dtype, device: torch.device) -> list[Tensor]:
 
 def host(tensor: Tensor) -> Tensor:
     """Return the values on the CPU, contiguous, in memory of their own."""
-    values = tensor.detach().cpu().resolve_conj().resolve_neg()
-    return values.clone(memory_format=torch.contiguous_format)
+    return data.plain(tensor).clone(memory_format=torch.contiguous_format)
 
 
 def versions(*tensors: Tensor) -> list[int]:
@@ -202,9 +203,17 @@ class Memory:
 
 
 def _attributes(tensor: Tensor) -> dict[str, object]:
-    names = ("shape", "dtype", "requires_grad", "is_leaf", "grad_fn", "grad")
-    place = {"address": tensor.data_ptr(), "strides": tensor.stride()}
-    return {name: getattr(tensor, name) for name in names if name != "grad" or tensor.is_leaf} | place
+    leaf = tensor.is_leaf
+    return {
+        "shape": tensor.shape,
+        "strides": tensor.stride(),
+        "dtype": tensor.dtype,
+        "address": tensor.data_ptr(),
+        "requires_grad": tensor.requires_grad,
+        "is_leaf": leaf,
+        "grad_fn": tensor.grad_fn,
+        "grad": tensor.grad if leaf else None,
+    }
 
 
 def chunk_edges(numel: int) -> Iterator[int]:
