@@ -49,7 +49,7 @@ def autocast_off(device_type: str) -> AbstractContextManager[Any]:
     """
     if not torch.compiler.is_compiling() and device_type == privateuse1_name():
         return _switched_off(device_type)
-    return torch_autocast(device_type, enabled=False)
+    return cast("AbstractContextManager[Any]", torch_autocast(device_type, enabled=False))
 
 
 @contextmanager
