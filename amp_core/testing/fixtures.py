@@ -139,7 +139,7 @@ class BackendFixtures:
         """
         module = getattr(torch, self.device_type, None)
         if self.device_type == "cpu" or not hasattr(module, "is_available"):
-            pytest.skip(f"{self.device_type} cannot be made to look absent")
+            pytest.skip(f"{self.device_type} cannot be made to look absent; override device_taken_away")
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(module, "is_available", lambda: False)
             yield
@@ -149,7 +149,7 @@ class BackendFixtures:
     def requires(self, capability: str) -> None:
         """Skip the check unless the property `capability` is true."""
         if not getattr(self, capability):
-            pytest.skip(f"{self.device_type}: {capability} is False")
+            pytest.skip(f"the fixtures of {self.device_type} declare {capability} = False")
 
     def dtypes(self) -> list[torch.dtype]:
         """Return the real gradient dtypes that the device supports."""
