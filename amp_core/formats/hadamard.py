@@ -43,7 +43,7 @@ def rotate_back(x: Tensor, size: int, dim: int, length: int) -> Tensor:
 
 def _signs(size: int, device: torch.device) -> Tensor:
     numbers = torch.arange(size, dtype=torch.int32, device=device)
-    return (1 - 2 * random_bits(numbers, _KEY, 1)).to(torch.float32)
+    return (random_bits(numbers, _KEY, 1) * -2 + 1).to(torch.float32)
 
 
 def _walsh_hadamard(x: Tensor) -> Tensor:

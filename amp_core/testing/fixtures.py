@@ -91,6 +91,14 @@ class BackendFixtures:
         return self._can_hold(torch.float8_e4m3fn) and self._can_hold(torch.float8_e5m2)
 
     @property
+    def supports_bit_views(self) -> bool:
+        """Whether ``Tensor.view(dtype)`` works on the device: formats and stored weights need it.
+
+        Default: yes.
+        """
+        return True
+
+    @property
     def supports_lazy_signs(self) -> bool:
         """Whether the device takes lazily negated and conjugated tensors.
 

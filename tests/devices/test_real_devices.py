@@ -67,16 +67,7 @@ class Device:
         if build.exists():  # its own tests need googletest, which is elsewhere in torch's tree
             text = build.read_text()
             build.write_text(text.replace('"Build and run unit tests" ON', '"Build and run unit tests" OFF'))
-        pip = [
-            sys.executable,
-            "-m",
-            "pip",
-            "install",
-            "-q",
-            "--no-deps",
-            "--no-build-isolation",
-            "--no-index",
-        ]
+        pip = [sys.executable, "-m", "pip", "install", "-q", "--no-index"]
         done = subprocess.run(
             [*pip, "--no-deps", "--no-build-isolation", "--target", self.folder / "site", copy],
             capture_output=True,

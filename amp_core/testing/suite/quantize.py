@@ -57,6 +57,7 @@ class QuantizeConformance(Judge):
 
     def test_quantize_follows_every_recipe(self) -> None:
         """Odd sizes, other dimensions and layouts: a tile has the scale of another, or counts its padding."""
+        self.requires("supports_bit_views")
         dtypes = itertools.cycle(d for d in self.dtypes() if d is not torch.float64)
         cases = itertools.cycle(itertools.product(_SHAPES, (-1, -2), (False, True), (False, True)))
         for number, how in enumerate(self._every_quantization()):
@@ -68,6 +69,7 @@ class QuantizeConformance(Judge):
 
     def test_quantize_rounds_ties_to_even_and_saturates(self) -> None:
         """Every value of each format, what lies in the middle of two, and what lies beyond them."""
+        self.requires("supports_bit_views")
         for element in ELEMENTS.values():
             values = torch.arange(64) * element.smallest_subnormal
             binades = 2.0 ** torch.arange(1 - element.bias, element.max_exponent + 3)
@@ -83,6 +85,7 @@ class QuantizeConformance(Judge):
 
     def test_quantize_of_zeros_inf_and_nan(self) -> None:
         """A group of zeros divides by zero, or an overflow hides in the largest value of its format."""
+        self.requires("supports_bit_views")
         x = data.random((6, 64), torch.float32)
         x[0] = 0
         x[1, 40:] = -0.0
@@ -98,6 +101,7 @@ class QuantizeConformance(Judge):
 
     def test_quantize_repeats_itself(self) -> None:
         """The same seed rounds alike on every device and in every run; another one does not."""
+        self.requires("supports_bit_views")
         x = data.random((5, 48), torch.float32)
         for element in ELEMENTS.values():
             how = Quantization(element, 16, "e8m0", rounding="stochastic")

@@ -59,7 +59,7 @@ class UpdateResetsTheFlag(Portable):
 
 
 class UpdateDoesNothing(Portable):
-    fails = ("scaler_follows_the_state_machine",)
+    fails = ("update_follows_the_schedule_through_long_histories",)
 
     def update_scale_(self, state, found_inf, schedule):
         pass

@@ -132,10 +132,18 @@ def _resize(tensor: torch.Tensor, size: Any, **_: Any) -> torch.Tensor:
 def _run_on_aliases(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Run `op` on the arrays; what it wrote to comes back as the tensor that was given."""
     call = _Call(op, kwargs)
-    low_args, low_kwargs = pytree.tree_map(call.lower, (args, kwargs))
+    low_args, low_kwargs = pytree.tree_map(call.lower, (_with_tensors(op, args), kwargs))
     result = op(*low_args, **low_kwargs)
     call.write_outputs()
     return pytree.tree_map(call.lift, result)
+
+
+def _with_tensors(op: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return `args` with a tensor for the number in ``x & 1``: torch takes numbers in arithmetic alone."""
+    if not op._schema.name.startswith("aten::bitwise_"):
+        return args
+    dtype = next(arg.dtype for arg in args if isinstance(arg, torch.Tensor))
+    return tuple(torch.tensor(arg, dtype=dtype) if isinstance(arg, int) else arg for arg in args)
 
 
 class _Call:

@@ -14,8 +14,8 @@ class MycelyaFixtures(BackendFixtures):
     # `torch.full(..., device="mycelya")`, without an index, is a KeyError.
     device = torch.device("mycelya", 0)
 
-    # The result of `Tensor.view(dtype)`, by which the portable kernels round float64 once, cannot be read.
-    supports_float64 = False
+    # The result of `Tensor.view(dtype)` cannot be read; the portable kernels round float64 by it too.
+    supports_bit_views = supports_float64 = False
     norm_rtol = 1e-4  # sums in float32
 
     # `view_as_real` gives a tensor that the machine takes for a complex one.
