@@ -271,9 +271,10 @@ class _SkipAware:
     Copies and pickles of it have the class that it had.
     """
 
-    def __init__(self, target: Any, method: str, scaler: GradScaler) -> None:
+    def __init__(self, target: Any, method: str, scaler: GradScaler, optimizer: Optimizer | None) -> None:
         own = type(target)
-        self._target, self._own, self._scaler = target, own, scaler
+        self._target, self._own = target, own
+        self._scaler, self._optimizer = scaler, optimizer
         self._method = getattr(own, method)
 
         def call(_: Any, *args: Any, **kwargs: Any) -> Any:
@@ -287,12 +288,8 @@ class _SkipAware:
         names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
         target.__class__ = type(own.__name__, (own,), {**names, method: call, "__reduce_ex__": reduce})
 
-    def _whose(self) -> Optimizer | None:
-        """Return the optimizer whose steps count; None for all."""
-        raise NotImplementedError
-
     def _call(self, *args: Any, **kwargs: Any) -> Any:
-        steps, optimizer = self._scaler.last_step, self._whose()
+        steps, optimizer = self._scaler.last_step, self._optimizer
         counts = self._scaler.is_enabled() and (bool(steps) if optimizer is None else optimizer in steps)
         if counts and not self._scaler.landed(optimizer):
             return None
@@ -329,11 +326,7 @@ class SkipAwareScheduler(_SkipAware):
     """
 
     def __init__(self, scheduler: Any, scaler: GradScaler) -> None:
-        super().__init__(scheduler, "step", scaler)
-
-    def _whose(self) -> Optimizer | None:
-        optimizer: Optimizer = self._target.optimizer
-        return optimizer
+        super().__init__(scheduler, "step", scaler, scheduler.optimizer)
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Step the scheduler, unless the last step of its optimizer was skipped."""
@@ -360,11 +353,7 @@ class SkipAwareAverage(_SkipAware):
     """
 
     def __init__(self, averaged: Any, scaler: GradScaler, optimizer: Optimizer | None = None) -> None:
-        super().__init__(averaged, "update_parameters", scaler)
-        self._optimizer = optimizer
-
-    def _whose(self) -> Optimizer | None:
-        return self._optimizer
+        super().__init__(averaged, "update_parameters", scaler, optimizer)
 
     def update_parameters(self, model: Any) -> None:
         """Average the parameters of `model`, unless the last step was skipped."""

@@ -17,6 +17,7 @@ from amp_core.debugging.places import Lines, Place
 from amp_core.debugging.quantized_counts import QuantizedCounts
 from amp_core.debugging.tap import BACKWARD, FORWARD, Frame, Tap, Where, floats_in
 from amp_core.dispatch.scaled_products import Operand
+from amp_core.kernels.portable import finite
 
 OP, MODULE, PARAMETER = "op", "module", "parameter"
 
@@ -200,9 +201,9 @@ def extent(flat: Tensor) -> tuple[float, int]:
     largest = _largest(flat)
     if math.isfinite(largest):
         return largest, 0
-    finite = (flat - flat) == 0  # isfinite() needs `abs`, which some devices have for float32 alone
-    kept = flat[finite]
-    return _largest(kept) if kept.numel() else 0.0, flat.numel() - int(finite.sum())
+    is_finite = finite(flat)
+    kept = flat[is_finite]
+    return _largest(kept) if kept.numel() else 0.0, flat.numel() - int(is_finite.sum())
 
 
 def _largest(flat: Tensor) -> float:

@@ -71,7 +71,7 @@ class Portable(Kernels):
         shows_nonfinite = math.isinf(order) or (
             dtype is torch.float32 and 1.0 <= order <= 7.0 and self._has_float64
         )
-        bad = (~_finite(norms if shows_nonfinite else torch.stack(self._bounds(real)))).float()
+        bad = (~finite(norms if shows_nonfinite else torch.stack(self._bounds(real)))).float()
         total = self._norms([norms], order)[0]
         return GradStats(total.to(dtype), norms.to(dtype), bad, bad.amax())
 
@@ -81,7 +81,7 @@ class Portable(Kernels):
                 _multiply_(bucket, factor.reshape(()))
                 if found_inf is not None:
                     # No product with inf or NaN is finite, so one check covers before and after.
-                    bad = ~_finite(torch.stack(self._bounds(bucket))).all()
+                    bad = ~finite(torch.stack(self._bounds(bucket))).all()
                     found_inf.masked_fill_(bad, 1.0)
 
     def update_scale_(self, state: ScaleTensors, found_inf: Tensor, schedule: LossScaleSchedule) -> None:
@@ -119,7 +119,7 @@ class Portable(Kernels):
         # Without float64, divide by the largest element so that no power overflows.
         tensors = [t if t.numel() else t.new_zeros(1) for t in tensors]
         peaks = [p.float() for p in _norm_each(tensors, math.inf, None)]
-        units = [torch.where((p > 0) & _finite(p), p, torch.ones_like(p)) for p in peaks]
+        units = [torch.where((p > 0) & finite(p), p, torch.ones_like(p)) for p in peaks]
         return [
             torch.linalg.vector_norm(t.float() / u, order) * u for t, u in zip(tensors, units, strict=True)
         ]
@@ -164,7 +164,7 @@ def _with_spare_bits(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return (bits | (back != tensor).int()).view(torch.float32)
 
 
-def _finite(tensor: Tensor) -> Tensor:
+def finite(tensor: Tensor) -> Tensor:
     """Return ``torch.isfinite(tensor)`` without its `abs`, which some devices have for float32 alone."""
     return (tensor - tensor) == 0
 

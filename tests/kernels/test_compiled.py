@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,25 +19,9 @@ COMPILED = cpu.load()
 needs_library = pytest.mark.skipif(
     not isinstance(COMPILED, cpu.Compiled), reason=f"no compiled kernels: {COMPILED.reason}"
 )
+pytestmark = pytest.mark.usefixtures("instruction_set")
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
-SETS = {"AVX-512": 2, "AVX2": 1, "SSE2 and F16C": 0, "SSE2": -1}
 LENGTHS = [0, 1, 15, 16, 17, 31, 33, 32767, 32768, 32769, 65537]
-
-
-@pytest.fixture(autouse=True, params=list(SETS))
-def instruction_set(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Each instruction set in turn that this processor has."""
-    if not isinstance(COMPILED, cpu.Compiled):
-        yield
-        return
-    library = COMPILED._library
-    before = library.amp_limit(SETS[request.param])
-    try:
-        if library.amp_instruction_set().decode() != request.param:
-            pytest.skip(f"this processor, or the compiler, has no {request.param}")
-        yield
-    finally:
-        library.amp_limit(before)
 
 
 def numbers(n: int, dtype: torch.dtype) -> torch.Tensor:

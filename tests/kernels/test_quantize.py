@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
 
@@ -18,27 +17,15 @@ from amp_core import Quantization, Quantized, Recipe, autocast, get_backend, qua
 from amp_core.formats import ELEMENTS, SCALES, ElementFormat
 
 COMPILED = cpu.load()
-pytestmark = pytest.mark.skipif(
-    not isinstance(COMPILED, cpu.Compiled), reason=f"no compiled kernels: {COMPILED.reason}"
-)
-SETS = {"AVX-512": 2, "AVX2": 1, "SSE2 and F16C": 0}
+pytestmark = [
+    pytest.mark.usefixtures("instruction_set"),
+    pytest.mark.skipif(
+        not isinstance(COMPILED, cpu.Compiled), reason=f"no compiled kernels: {COMPILED.reason}"
+    ),
+]
 SHAPES = [(40,), (1, 1), (5, 100), (3, 7, 33), (2, 2, 3, 19), (3, 5000), (1100, 3)]
 LAYOUTS = ["contiguous", "transposed", "strided", "offset"]
 SPECIAL = [0.0, -0.0, math.inf, -math.inf, math.nan, 1e-42]
-
-
-@pytest.fixture(autouse=True, params=list(SETS))
-def instruction_set(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Each instruction set in turn that this processor has."""
-    assert isinstance(COMPILED, cpu.Compiled)
-    library = COMPILED._library
-    before = library.amp_limit(SETS[request.param])
-    try:
-        if library.amp_instruction_set().decode() != request.param:
-            pytest.skip(f"this processor, or the compiler, has no {request.param}")
-        yield
-    finally:
-        library.amp_limit(before)
 
 
 def laid_out(x: torch.Tensor, layout: str) -> torch.Tensor:

@@ -147,8 +147,6 @@ class _Layout:
             self.addresses = [a.buffer_info()[0] for a in (self.sizes, self.codes)]
             self.elements = sum(self.sizes)
             self.wide = _CODES[torch.float64] in self.codes
-            # Waking another thread takes as long as processing this many elements.
-            self.most_threads = self.elements // 2**17 + 1
 
 
 class _Table(list[Tensor]):
@@ -164,7 +162,7 @@ class _Table(list[Tensor]):
         return 0 not in self._addresses or all([t.data_ptr() or not t.numel() for t in self])  # noqa: C419
 
     def threads(self) -> int:
-        return min(torch.get_num_threads(), self.layout.most_threads)
+        return _library.threads_for(self.layout.elements)
 
 
 class _Unsupported(list[Tensor]):

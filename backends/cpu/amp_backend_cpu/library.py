@@ -103,6 +103,11 @@ def instruction_set(library: ctypes.CDLL) -> str:
     return f"{name} ({_env.CPU_CAPABILITY}={forced})" if forced else name
 
 
+def threads_for(elements: int) -> int:
+    """Return how many threads process so many elements fastest: waking one takes as long as 2**17 of them."""
+    return min(torch.get_num_threads(), elements // 2**17 + 1)
+
+
 def _declare(library: ctypes.CDLL) -> None:
     # What takes its arguments packed is not declared: ctypes then passes bytes on without a conversion.
     pointer, count, integer = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int

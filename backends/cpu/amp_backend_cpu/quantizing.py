@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from amp_backend_cpu.library import threads_for
 from amp_core.common.counter_random import key_of
 from amp_core.formats.elements import ElementFormat
 from amp_core.formats.groups import Groups
@@ -51,7 +52,8 @@ class CompiledPasses(Passes):
         tiles = _flat(x) if groups.granularity == "tensor" else _tiles(x, groups)
         amax, counts = torch.empty(tiles.scales, device=_CPU, dtype=torch.float32), _counts()
         self._library.amp_quantize_largest(
-            *(x.data_ptr(), _CODES[x.dtype], tiles.numbers, amax.data_ptr(), counts.data_ptr()), _threads(x)
+            *(x.data_ptr(), _CODES[x.dtype], tiles.numbers, amax.data_ptr(), counts.data_ptr()),
+            threads_for(x.numel()),
         )
         if groups.granularity == "tensor":
             return amax.amax(), counts
@@ -69,7 +71,7 @@ class CompiledPasses(Passes):
         self._library.amp_quantize_round(
             *(x.data_ptr(), _CODES[x.dtype], tiles.numbers, encode.data_ptr(), single),
             *(_element(rounding.element), draws, numbers, out.data_ptr(), rounding.packed),
-            *(counts.data_ptr(), _threads(x)),
+            *(counts.data_ptr(), threads_for(x.numel())),
         )
         return pack_codes(out, rounding.element) if rounding.packed else out, counts
 
@@ -151,8 +153,3 @@ def _from_end(x: Tensor, dim: int) -> int:
 
 def _counts() -> Tensor:
     return torch.empty(2, dtype=torch.int64, device=_CPU)
-
-
-def _threads(x: Tensor) -> int:
-    # Waking another thread takes as long as processing this many elements.
-    return min(torch.get_num_threads(), x.numel() // 2**17 + 1)

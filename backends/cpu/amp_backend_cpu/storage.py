@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from amp_backend_cpu.library import threads_for
 from amp_core.kernels import Portable
 from amp_core.kernels.interface import check_shapes
 from amp_core.kernels.memory import are_plain
@@ -28,7 +29,7 @@ class StorageKernels(Portable):
         check_shapes(lows, wides, "wides", "lows")
         check_shapes(kept, wides, "wides", "kept")
         for wide, low, rest in zip(wides, lows, kept, strict=True):
-            self._library.amp_join(*_addresses(wide, low, rest), *_how(wide, rest), _threads(wide))
+            self._library.amp_join(*_addresses(wide, low, rest), *_how(wide, rest), threads_for(wide.numel()))
         increment_version(wides)
         return None
 
@@ -38,7 +39,9 @@ class StorageKernels(Portable):
         check_shapes(wides, lows, "lows", "wides")
         check_shapes(wides, kept, "kept", "wides")
         for wide, low, rest in zip(wides, lows, kept, strict=True):
-            self._library.amp_split(*_addresses(wide, low, rest), *_how(wide, rest), _threads(wide))
+            self._library.amp_split(
+                *_addresses(wide, low, rest), *_how(wide, rest), threads_for(wide.numel())
+            )
         increment_version([*lows, *kept])
         return None
 
@@ -54,7 +57,9 @@ class StorageKernels(Portable):
         check_shapes(wides, lows, "lows", "wides")
         for wide, low, key, counted in zip(wides, lows, keys, numbers, strict=True):
             where = None if counted is None else counted.data_ptr()
-            self._library.amp_round(*_addresses(wide, low), where, wide.numel(), key, _threads(wide))
+            self._library.amp_round(
+                *_addresses(wide, low), where, wide.numel(), key, threads_for(wide.numel())
+            )
         increment_version(lows)
         return None
 
@@ -69,8 +74,3 @@ def _addresses(*tensors: Tensor) -> list[int]:
 
 def _how(wide: Tensor, kept: Tensor) -> tuple[int, bool]:
     return wide.numel(), kept.dtype is torch.int16
-
-
-def _threads(wide: Tensor) -> int:
-    # Waking another thread takes as long as processing this many elements.
-    return min(torch.get_num_threads(), wide.numel() // 2**17 + 1)

@@ -40,6 +40,18 @@ class ScaleCountsUp(Portable):
                 found_inf.add_(mine)
 
 
+class NothingIsFlagged(Portable):
+    fails = ("scaler_follows_the_state_machine", "multiply_sets_the_flag_of_a_list")
+
+    def grad_stats(self, grads, norm_type=2.0):
+        stats = super().grad_stats(grads, norm_type)
+        stats.found_inf.zero_()
+        return stats
+
+    def multiply_(self, grads, factor, found_inf=None):
+        super().multiply_(grads, factor)
+
+
 class ScaleStopsAtABadElement(Portable):
     fails = ("multiply_of_special_numbers",)
 
