@@ -14,6 +14,7 @@ from torch.nn import Parameter
 
 from amp_core.casts.bulk import cast_weights
 from amp_core.casts.memory import KeptMemory
+from amp_core.dispatch import kept_operands
 from amp_core.dispatch.weight_casts import CASTS, CachedCast, cached, fingerprint, is_cacheable
 from amp_core.errors import StaleCastError
 from amp_core.kernels import Kernels
@@ -94,6 +95,7 @@ class WeightCache:
                 states = list(map(fingerprint, weights))
                 casts = self._make(weights, dtype, kernels, self.memory)
                 for weight, state, cast in zip(weights, states, casts, strict=True):
+                    kept_operands.begin(cast)
                     new_entries[id(weight)] = cached(weight, state, cast)
             entries.update(new_entries)
             return new_entries.get(id(slot.weight))
@@ -107,7 +109,9 @@ class WeightCache:
     def _drop(self, keys: Iterable[int]) -> None:
         for key in keys:
             for entries in list(self._casts.values()):
-                entries.pop(key, None)
+                entry = entries.pop(key, None)
+                if entry is not None:
+                    kept_operands.end(entry.cast)
 
     def _slot_of_new(self, weight: Tensor) -> _Slot | None:
         """Return a slot for an unknown parameter if it has replaced one of the model's."""

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from amp_core.casts.accumulating import AccumulatingCasts
-from amp_core.casts.scope import CachedCasts
+from amp_core.casts.scope import CachedCasts, nbytes_of
 from amp_core.casts.stored import StoredWeights
 
 
@@ -37,10 +37,10 @@ class MasterWeights(CachedCasts):
         self._casts.keep_only(set())
 
     def nbytes(self) -> int:
-        """Return the bytes that the low-precision weights occupy now."""
+        """Return the bytes that the low-precision weights occupy now, with their quantised forms."""
         self._casts.keep_only(set(self._cache.keys()))  # parameters may have been replaced
         live = {id(cast): cast for cast in [*self._casts.all(), *self._cache.casts()]}
-        return sum(cast.nbytes for cast in live.values()) + self._cache.memory.idle_nbytes()
+        return sum(map(nbytes_of, live.values())) + self._cache.memory.idle_nbytes()
 
 
 @overload

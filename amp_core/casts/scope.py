@@ -16,8 +16,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from amp_core.casts.bulk import cast_weights
 from amp_core.casts.cache import MakeCasts, WeightCache
 from amp_core.common.call_site import level_outside
+from amp_core.dispatch import kept_operands
 from amp_core.dispatch.engine import serve_casts
 from amp_core.errors import AmpWarning
+
+
+def nbytes_of(cast: Tensor) -> int:
+    """Return the bytes of a cast and of its quantised forms."""
+    return cast.nbytes + kept_operands.nbytes(cast)
 
 
 class CachedCasts:
@@ -78,8 +84,8 @@ class CachedCasts:
             release()
 
     def nbytes(self) -> int:
-        """Return the bytes that the casts occupy now, including memory kept for later casts."""
-        return sum(cast.nbytes for cast in self._cache.casts()) + self._cache.memory.idle_nbytes()
+        """Return the bytes of the casts, plain and quantised, and of memory kept for later ones."""
+        return sum(map(nbytes_of, self._cache.casts())) + self._cache.memory.idle_nbytes()
 
 
 _scopes: set[CachedCasts] = set()

@@ -11,7 +11,7 @@ up to the order of the sum. Bias and factors are applied before the one rounding
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Literal, NamedTuple
 
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from amp_core._torch import internals as _torch
 from amp_core._torch.dispatcher import Overload, autocast_key, dispatcher_name, excluded, key_set
-from amp_core.dispatch import products
+from amp_core.dispatch import kept_operands, products
 from amp_core.dispatch.work import work
 from amp_core.errors import PolicyError
 from amp_core.formats import Quantization, Quantized, quantize
@@ -97,11 +97,19 @@ def observe(observer: Observer) -> Callable[[], None]:
 
 
 class _Call(NamedTuple):
-    """What the products of one call share."""
+    """What the products of one call share.
+
+    Attributes:
+        rule: the rule of the op.
+        keys: the dispatch keys to exclude.
+        observers: what watches the products.
+        kept: by role, the quantised forms of those factors that are weights in a scope.
+    """
 
     rule: RecipeRule
     keys: Any
     observers: tuple[Observer, ...]
+    kept: Mapping[str, kept_operands.Forms]
 
     def multiply(self, name: ProductName, a: Tensor, b: Tensor) -> Tensor:
         """Return ``a @ b`` of the operands as the recipe quantises them for this product."""
@@ -109,25 +117,31 @@ class _Call(NamedTuple):
             stack.enter_context(excluded(self.keys))  # a backward pass may run in a region
             for observer in self.observers:
                 stack.enter_context(observer.during())
-            product = _multiply(self.rule, name, a, b)
+            product = self._multiply(name, a, b)
         for observer in self.observers:
             observer.after(product)
         return product.result
 
+    def _multiply(self, name: ProductName, a: Tensor, b: Tensor) -> ScaledProduct:
+        recipe = self.rule.recipe
+        hows, accumulate = recipe.operands(name), recipe.accumulate
+        rotated = len({how and how.hadamard for how in hows}) == 1  # the transforms of both cancel out
+        operands, factors = [], []
+        for role, how, tensor, dim in zip(ROLES[name], hows, (a, b), (-1, -2), strict=True):
+            if how is None:
+                factors.append(tensor.to(accumulate))
+                continue
+            quantized = self._quantized(role, tensor, how, dim)
+            operands.append(Operand(role, how, quantized))
+            factors.append(quantized.dequantize(accumulate, rotated=rotated))
+        product = torch.mm if a.dim() == 2 else torch.bmm
+        return ScaledProduct(name, self.rule, (a, b), tuple(operands), product(*factors))
 
-def _multiply(rule: RecipeRule, name: ProductName, a: Tensor, b: Tensor) -> ScaledProduct:
-    hows, accumulate = rule.recipe.operands(name), rule.recipe.accumulate
-    rotated = len({how and how.hadamard for how in hows}) == 1  # the transforms of both cancel out
-    operands, factors = [], []
-    for role, how, tensor, dim in zip(ROLES[name], hows, (a, b), (-1, -2), strict=True):
-        if how is None:
-            factors.append(tensor.to(accumulate))
-            continue
-        quantized = _quantize(tensor, how, dim)
-        operands.append(Operand(role, how, quantized))
-        factors.append(quantized.dequantize(accumulate, rotated=rotated))
-    product = torch.mm if a.dim() == 2 else torch.bmm
-    return ScaledProduct(name, rule, (a, b), tuple(operands), product(*factors))
+    def _quantized(self, role: str, tensor: Tensor, how: Quantization, dim: int) -> Quantized:
+        forms = self.kept.get(role)
+        if forms is None:
+            return _quantize(tensor, how, dim)
+        return kept_operands.quantized(forms, tensor, how, dim, lambda: _quantize(tensor, how, dim))
 
 
 def _quantize(tensor: Tensor, how: Quantization, dim: int) -> Quantized:
@@ -231,7 +245,7 @@ def scaled(op: Overload, rule: RecipeRule, call: Callable[..., Any], device_type
         if small or not _can_multiply(name, args[first], args[first + 1], low):
             return call(*args, **kwargs)
         _check(name, rule, args)
-        shared = _Call(rule, keys, _thread.observers)
+        shared = _Call(rule, keys, _thread.observers, _kept(args[first], args[first + 1]))
 
         def product(a: Tensor, b: Tensor) -> Tensor:
             result: Tensor = _Product.apply(a, b, shared)  # type: ignore[no-untyped-call]
@@ -241,6 +255,14 @@ def scaled(op: Overload, rule: RecipeRule, call: Callable[..., Any], device_type
             return compose(product, *args, **kwargs).to(low)
 
     return run
+
+
+def _kept(a: Tensor, b: Tensor) -> dict[str, kept_operands.Forms]:
+    """Return, by role, the quantised forms of factors that a scope keeps."""
+    if _torch.calls_are_captured():  # they would be constants of a graph
+        return {}
+    forms = {"input": kept_operands.forms_of(a), "weight": kept_operands.forms_of(b)}
+    return {role: kept for role, kept in forms.items() if kept is not None}
 
 
 def _can_multiply(name: str, a: Tensor, b: Tensor, low: torch.dtype) -> bool:
