@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from amp_core.regions.disabling import disable
     from amp_core.regions.materialize import materialize
     from amp_core.regions.modules import apply_policy
+    from amp_core.regions.plan import PrecisionPlan
     from amp_core.regions.region import autocast, is_autocast_available
     from amp_core.scaling.checkpoint_formats import convert_scaler_state
     from amp_core.scaling.grad_scaler import GradScaler, OptState
@@ -101,6 +102,7 @@ __all__ = [
     "OptState",
     "PluginWarning",
     "PolicyError",
+    "PrecisionPlan",
     "Quantization",
     "Quantized",
     "Recipe",
@@ -167,6 +169,7 @@ _NAMES = {
     "policy": "OpPolicy",
     "regions.materialize": "materialize",
     "regions.modules": "apply_policy",
+    "regions.plan": "PrecisionPlan",
     "regions.region": "autocast is_autocast_available",
     "regions.custom_functions": "_cast custom_bwd custom_fwd",
     "regions.decorator": "autocast_decorator",

@@ -38,7 +38,8 @@ _KEYS = (
     "rules",
     "modules",
     "recipes",
-)  # only `amp_core.Advice` uses init_scale
+    "distributed",
+)  # only `amp_core.Advice` uses init_scale, and `amp_core.PrecisionPlan` distributed
 _BASES = ("default", "uniform", "float32", "none")
 
 
@@ -66,16 +67,16 @@ def write_modules(rules: ModuleRules) -> str:
     return "\n".join(lines) + "\n" + recipes.to_toml(own)
 
 
-def read_modules(source: str | PathLike[str]) -> tuple[dict[str, Any], dict[str, str]]:
+def read_modules(source: str | PathLike[str], required: bool = True) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the module rules in `source`, and the position of each glob as ``file:line``.
 
     Raises:
-        PolicyError: `source` is not TOML, or has no ``modules`` table.
+        PolicyError: `source` is not TOML, or has no ``modules`` table although it is `required`.
     """
     text, where = toml.load(source)
     data = _parse(text, where)
-    rules = data.get("modules")
-    if not rules:
+    rules = data.get("modules", {})
+    if not rules and required:
         raise PolicyError(f"{where}: has no rules for modules; add them in a table [modules].")
     places = {glob: f"{where}:{toml.line_of(text, glob, 'modules')}" for glob in rules}
     for glob, what in rules.items():
@@ -88,6 +89,19 @@ def read_value(source: str | PathLike[str], key: str) -> tuple[Any, str]:
     """Return the value of a top-level key in `source` (None if missing), and its place as ``file:line``."""
     text, where = toml.load(source)
     return _parse(text, where).get(key), f"{where}:{toml.line_of(text, key)}"
+
+
+def read_table(source: str | PathLike[str], name: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return a table of `source`, empty if missing, and the place of each of its keys as ``file:line``.
+
+    Raises:
+        PolicyError: `source` is not TOML, or the entry is not a table.
+    """
+    text, where = toml.load(source)
+    table = _parse(text, where).get(name, {})
+    if not isinstance(table, dict):
+        raise PolicyError(f"{where}:{toml.line_of(text, name)}: {name} must be a table, [{name}].")
+    return table, {key: f"{where}:{toml.line_of(text, key)}" for key in table}
 
 
 def read(kind: type[P], source: str | PathLike[str], device_type: str | None) -> P:

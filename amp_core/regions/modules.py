@@ -6,7 +6,7 @@ import difflib
 import fnmatch
 import re
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from os import PathLike
 from typing import Any
 
@@ -29,7 +29,8 @@ Rules = Any
 """A mapping from op to rule, or ``"fp32"``."""
 
 _REGION = "_amp_policy_region"
-_FLOAT32 = "fp32"
+FLOAT32 = "fp32"
+"""The rule of a module that runs without autocast, on float32 inputs."""
 
 
 def apply_policy(
@@ -250,7 +251,7 @@ def _nothing(_module: nn.Module, _args: object) -> None:
 
 def _region(device_type: str, selector: str, what: Rules) -> _Region:
     if isinstance(what, str):
-        if what != _FLOAT32:
+        if what != FLOAT32:
             raise PolicyError(f"{selector!r}: {what!r} is not a rule for a module; use 'fp32' or op rules.")
         return _Region(device_type, None)
     try:
@@ -301,10 +302,39 @@ def _select(model: nn.Module, selector: Selector) -> tuple[list[str], str]:
         names = [name for name in modules if _is_match(name.split("."), selector.split("."))]
         near = list(modules)
     if not names:
-        close = difflib.get_close_matches(selector, near, n=3, cutoff=0.5)
-        hint = f"near names are {', '.join(map(repr, close))}" if close else _listed(tuple(near))
-        raise PolicyError(f"{selector!r} matches no module of {type(model).__name__}; {hint}.")
+        raise _matches_no("module", selector, model, near)
     return names, selector
+
+
+def selected(model: nn.Module, selector: Selector) -> list[str]:
+    """Return the names of the modules of `model` that a selector of `apply_policy` selects.
+
+    Raises:
+        PolicyError: it selects none.
+    """
+    return _select(model, selector)[0]
+
+
+def matching(names: Iterable[str], globs: Iterable[str], kind: str, model: nn.Module) -> set[str]:
+    """Return those `names` of tensors of `model` that a glob matches, as globs match modules.
+
+    Raises:
+        PolicyError: a glob matches none; `kind` says of what.
+    """
+    names = [*names]
+    found: set[str] = set()
+    for glob in globs:
+        matches = [name for name in names if _is_match(name.split("."), glob.split("."))]
+        if not matches:
+            raise _matches_no(kind, glob, model, names)
+        found.update(matches)
+    return found
+
+
+def _matches_no(kind: str, selector: str, model: nn.Module, near: list[str]) -> PolicyError:
+    close = difflib.get_close_matches(selector, near, n=3, cutoff=0.5)
+    hint = f"near names are {', '.join(map(repr, close))}" if close else _listed(tuple(near))
+    return PolicyError(f"{selector!r} matches no {kind} of {type(model).__name__}; {hint}.")
 
 
 def _is_match(name: list[str], glob: list[str]) -> bool:

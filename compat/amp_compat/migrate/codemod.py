@@ -75,7 +75,7 @@ class ModuleRewriter:
                 self._try_site(use)
         self._renamed = self._rename_bindings(plan)
         for use in plan.uses:
-            self._apply(use)
+            self._rewrite(use)
         for string in plan.strings:
             self._string(string)
         if "apex" in self.text:
@@ -182,7 +182,7 @@ class ModuleRewriter:
 
     # -- uses ---------------------------------------------------------------------------------------
 
-    def _apply(self, use: Use) -> None:
+    def _rewrite(self, use: Use) -> None:
         if use.manual:
             self._find(use.node, "manual", use.legacy.dotted, use.manual)
             return

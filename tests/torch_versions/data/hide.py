@@ -182,7 +182,16 @@ def scripted(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return a @ b
 
 
-SCENARIOS: tuple[Callable[[], None], ...] = (listing, regions, scaler, policy, casts, record, script)
+def plan() -> None:
+    from amp_core import OpPolicy, PrecisionPlan
+
+    model = torch.nn.Module()
+    model.register_buffer("angles", torch.ones(2))
+    with PrecisionPlan(OpPolicy("cpu"), float32_buffers=("angles",)).apply(model):
+        assert model.half().angles.dtype is torch.float32
+
+
+SCENARIOS: tuple[Callable[[], None], ...] = (listing, regions, scaler, policy, casts, record, plan, script)
 
 
 def report(mode: str, path: str) -> dict[str, object]:

@@ -1,0 +1,303 @@
+"""`PrecisionPlan`: one file for the dtypes of ops, of sharded weights and of what ranks exchange."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from os import PathLike
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from amp_core.errors import PolicyError
+from amp_core.policy.op_policy import OpPolicy
+from amp_core.policy.toml import read_modules, read_table
+from amp_core.regions.kept_buffers import KeptBuffers
+from amp_core.regions.modules import FLOAT32, AppliedPolicy, Rules, Selector, apply_policy, matching, selected
+
+if TYPE_CHECKING:  # the import takes a second
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+_TABLE = "distributed"
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_GLOBS = ("float32_parameters", "float32_buffers")
+
+
+@dataclass(frozen=True)
+class PrecisionPlan:
+    """The dtypes of a sharded training run, as immutable data: `from_toml` reads them from one file.
+
+    A dtype of None leaves the choice to torch.
+
+    Attributes:
+        policy: the op rules, for ``autocast(policy=...)``.
+        modules: the rules of modules, as for `apply_policy`. Under FSDP2, the weights of modules with the
+            rule ``"fp32"`` stay float32.
+        param_dtype: the dtype in which FSDP2 gathers weights and computes with them.
+        reduce_dtype: the dtype in which FSDP2 and DDP reduce gradients. `amp_core.record` flags narrower
+            reductions, also those over other mesh dimensions, which torch runs in the gradient's dtype.
+        output_dtype: the dtype to which FSDP2 casts what a unit returns.
+        cast_forward_inputs: whether FSDP2 casts a unit's inputs to `param_dtype`.
+        float32_parameters: globs over parameter names, as over module names in `apply_policy`. FSDP2
+            computes with these in float32.
+        float32_buffers: globs over buffer names. These stay float32 when the model is cast.
+        activation_reduce_dtype: the narrowest dtype in which activations and their gradients may be reduced,
+            as tensor parallelism does. Torch has no such setting, so this is only for `amp_core.record`.
+        grad_dtype: the narrowest dtype that gradients may have when the optimizer steps; only checked too.
+        state_dtype: the narrowest dtype of the optimizer's state; only checked too.
+
+    Raises:
+        PolicyError: a dtype is not float32, bfloat16 or float16.
+
+    Example:
+        >>> import torch, amp_core
+        >>> plan = amp_core.PrecisionPlan.from_toml('''
+        ... device_type = "cpu"
+        ... [distributed]
+        ... param_dtype = "bfloat16"
+        ... reduce_dtype = "float32"
+        ... ''')
+        >>> plan.fsdp_policy().reduce_dtype
+        torch.float32
+    """
+
+    policy: OpPolicy
+    modules: Mapping[Selector, Rules] = field(default_factory=dict)
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+    float32_parameters: tuple[str, ...] = ()
+    float32_buffers: tuple[str, ...] = ()
+    activation_reduce_dtype: torch.dtype | None = None
+    grad_dtype: torch.dtype | None = None
+    state_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        for each in dataclasses.fields(self):
+            if not each.name.endswith("_dtype"):
+                continue
+            value = getattr(self, each.name)
+            if value is not None and value not in _DTYPES.values():
+                raise PolicyError(f"{each.name} must be one of {', '.join(_DTYPES)}, not {value!r}.")
+
+    @classmethod
+    def from_toml(cls, source: str | PathLike[str], device_type: str | None = None) -> PrecisionPlan:
+        """Read a plan from TOML: the keys of `OpPolicy.from_toml`, and a table ``distributed``.
+
+        Args:
+            source: a path, or the TOML text itself (any string that contains a line break).
+            device_type: the device type to use if the file does not name one.
+
+        Returns:
+            The plan.
+
+        Raises:
+            PolicyError: the text is not TOML, or has unknown keys, ops, rules or dtypes; the message gives
+                file and line.
+            OSError: the file cannot be read.
+        """
+        table, places = read_table(source, _TABLE)
+        values = {key: _value(key, value, places[key]) for key, value in table.items()}
+        modules, _ = read_modules(source, required=False)
+        return cls(OpPolicy.from_toml(source, device_type), modules, **values)
+
+    def fsdp_policy(
+        self, model: nn.Module | None = None, unit: nn.Module | None = None
+    ) -> MixedPrecisionPolicy:
+        """Return the ``mp_policy`` for ``fully_shard(unit, ...)``.
+
+        Weights that stay float32 need a unit of their own before torch 2.15; from then on, FSDP2 keeps single
+        parameters of a unit in their dtype (``param_dtype_override_fn``).
+
+        Args:
+            model: the whole model, whose names the globs of `float32_parameters` and `modules` match. Only a
+                plan without either needs none.
+            unit: the module that will be sharded, of `model`; by default `model` itself. Shard inner units
+                first: their parameters are then not the outer unit's.
+
+        Returns:
+            torch's ``MixedPrecisionPolicy``.
+
+        Raises:
+            PolicyError: the plan needs `model`; a glob matches nothing; `unit` is not a module of `model`; a
+                weight that should compute in float32 is stored in another dtype; or only a part of the
+                unit's weights should stay float32 and this torch cannot do that.
+        """
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+
+        plain = MixedPrecisionPolicy(
+            self.param_dtype, self.reduce_dtype, self.output_dtype, self.cast_forward_inputs
+        )
+        if self.param_dtype in (None, torch.float32) or not self._keeps_parameters():
+            return plain
+        if model is None:
+            raise PolicyError(
+                "The plan keeps some weights in float32: pass the model whose names its globs match, and the "
+                "unit to shard, as in fully_shard(layer, mp_policy=plan.fsdp_policy(model, layer))."
+            )
+        owned = _owned(model, model if unit is None else unit)
+        kept = {name: param for name, param in owned.items() if name in self._float32_names(model)}
+        _check_stored(kept)
+        if not kept:
+            return plain
+        if len(kept) == len(owned):
+            return dataclasses.replace(plain, param_dtype=torch.float32)
+        return _overridden(plain, kept, [*owned])
+
+    def ddp_hook(self) -> Callable[[Any, Any], torch.futures.Future[torch.Tensor]]:
+        """Return the hook for ``DistributedDataParallel.register_comm_hook(None, hook)``.
+
+        It averages each bucket of gradients in `reduce_dtype`, which may be narrower or wider than the
+        gradients; None means their own dtype. The gradients keep their dtype.
+        """
+        return _average_in(self.reduce_dtype)
+
+    def apply(self, model: nn.Module) -> AppliedPlan:
+        """Give modules of `model` their rules, and keep its `float32_buffers` in float32.
+
+        Apply the plan before you cast the model: afterwards ``model.to(torch.bfloat16)``, ``half()`` and the
+        like leave these buffers as they are, so that rotary frequencies, for example, keep their digits.
+
+        Args:
+            model: the model; modified in place.
+
+        Returns:
+            A handle that undoes it; also a context manager.
+
+        Raises:
+            PolicyError: as for `apply_policy`; a glob matches no buffer; or a buffer is already narrower
+                than float32.
+            TorchFeatureError: this torch casts modules in an unknown way.
+        """
+        names = matching(dict(model.named_buffers()), self.float32_buffers, "buffer", model)
+        kept = KeptBuffers(model, names)
+        rules = (
+            apply_policy(model, self.modules, device_type=self.policy.device_type) if self.modules else None
+        )
+        kept.attach()
+        return AppliedPlan(rules, kept)
+
+    def _keeps_parameters(self) -> bool:
+        return bool(self.float32_parameters) or FLOAT32 in self.modules.values()
+
+    def _float32_names(self, model: nn.Module) -> set[str]:
+        """Return the names of the parameters that stay float32."""
+        whole = [glob for glob, what in self.modules.items() if what == FLOAT32]
+        modules = {name for glob in whole for name in selected(model, glob)}
+        names = [name for name, _ in model.named_parameters()]
+        inside = {name for name in names if any(name.startswith(f"{m}." if m else "") for m in modules)}
+        return inside | matching(names, self.float32_parameters, "parameter", model)
+
+
+class AppliedPlan:
+    """What `PrecisionPlan.apply` did to a model. As a context manager, undoes it on exit.
+
+    Attributes:
+        modules: the names of the modules with their own rules.
+        buffers: the names of the buffers that stay float32.
+    """
+
+    def __init__(self, rules: AppliedPolicy | None, kept: KeptBuffers) -> None:
+        self.modules = () if rules is None else rules.modules
+        self.buffers = kept.names
+        self._rules, self._kept = rules, kept
+
+    def remove(self) -> None:
+        """Remove the rules, and let the buffers be cast again. Calling it again has no effect.
+
+        Raises:
+            PolicyError: as for `AppliedPolicy.remove`.
+        """
+        if self._rules is not None:
+            self._rules.remove()
+        self._kept.detach()
+
+    def __enter__(self) -> AppliedPlan:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+
+def _average_in(dtype: torch.dtype | None) -> Callable[[Any, Any], torch.futures.Future[torch.Tensor]]:
+    """Return a hook of DDP that averages gradients in `dtype`."""
+    from torch import distributed as dist
+
+    def average(group: Any, bucket: Any) -> Any:
+        ranks: Any = group if group is not None else dist.group.WORLD
+        whole: torch.Tensor = bucket.buffer()
+        # Divided first, as torch's own hooks do: float16 would overflow in the sum.
+        part = (whole if dtype is None else whole.to(dtype)).div_(ranks.size())
+        future = dist.all_reduce(part, group=ranks, async_op=True).get_future()
+        return future.then(lambda done: whole.copy_(done.value()[0]))
+
+    average.__annotations__.clear()  # DDP compares them to types, and here they are strings
+    return average
+
+
+def _value(key: str, value: Any, place: str) -> Any:
+    """Return what the entry `key` of the table means.
+
+    Raises:
+        PolicyError: there is no such key, or the value has another type.
+    """
+    keys = [each.name for each in dataclasses.fields(PrecisionPlan)][2:]
+    if key not in keys:
+        raise PolicyError(f"{place}: unknown key {key!r} in [{_TABLE}]; the keys are {', '.join(keys)}.")
+    if key == "cast_forward_inputs":
+        if not isinstance(value, bool):
+            raise PolicyError(f"{place}: {key} must be true or false, not {value!r}.")
+        return value
+    if key in _GLOBS:
+        if not isinstance(value, list) or not all(isinstance(glob, str) for glob in value):
+            raise PolicyError(
+                f'{place}: {key} must be a list of globs, such as ["**.norm.*"], not {value!r}.'
+            )
+        return tuple(value)
+    if value not in [*_DTYPES]:
+        raise PolicyError(f"{place}: {key} must be one of {', '.join(_DTYPES)}, not {value!r}.")
+    return _DTYPES[value]
+
+
+def _owned(model: nn.Module, unit: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the floating-point parameters that ``fully_shard(unit)`` manages, by their name in `model`."""
+    from torch.distributed.fsdp import FSDPModule
+
+    (prefix,) = selected(model, unit)
+    inner = [name for name, module in unit.named_modules() if name and isinstance(module, FSDPModule)]
+    return {
+        f"{prefix}.{name}".lstrip("."): param
+        for name, param in unit.named_parameters()
+        if param.is_floating_point() and not any(name.startswith(f"{other}.") for other in inner)
+    }
+
+
+def _check_stored(params: Mapping[str, nn.Parameter]) -> None:
+    for name, param in params.items():
+        if param.dtype is not torch.float32:
+            raise PolicyError(
+                f"The plan computes with {name!r} in float32, but its weights are {param.dtype}, which has "
+                f"lost their digits. Keep the model in float32: fully_shard casts to param_dtype."
+            )
+
+
+def _overridden(
+    policy: MixedPrecisionPolicy, kept: Mapping[str, nn.Parameter], owned: list[str]
+) -> MixedPrecisionPolicy:
+    if "param_dtype_override_fn" not in {each.name for each in dataclasses.fields(policy)}:
+        rest = next(name for name in owned if name not in kept)
+        raise PolicyError(
+            f"The plan keeps {next(iter(kept))!r} in float32 but not {rest!r} of the same unit, which FSDP2 "
+            f"can do from torch 2.15 on (this is {torch.__version__}). Call fully_shard on a module that has "
+            f"only the former first, with plan.fsdp_policy(model, module)."
+        )
+    ids = {id(param) for param in kept.values()}  # asked while fully_shard runs, so none is freed before
+
+    def dtype_of(param: nn.Parameter) -> torch.dtype | None:
+        return torch.float32 if id(param) in ids else None
+
+    extra: dict[str, Any] = {"param_dtype_override_fn": dtype_of}
+    return dataclasses.replace(policy, **extra)
