@@ -18,18 +18,16 @@ def torchrun(processes: int, script: str, *options: str) -> str:
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=250,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scope", ["cached_casts", "master_weights"])
-@pytest.mark.parametrize("unused", ["find", "all"])
-def test_gradients_are_reduced(scope: str, unused: str) -> None:
+def test_gradients_are_reduced() -> None:
     """Gradients bypass the reducer: the ranks drift apart, or DDP waits for what never comes."""
-    assert torchrun(2, "ddp.py", scope, unused).count("same") == 2
+    assert torchrun(2, "ddp.py").count("same") == 2 * 4
 
 
 @pytest.mark.slow
@@ -41,8 +39,8 @@ def test_sharded_weights_are_left_alone(scope: str, how: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("storage", ["remainder", "stochastic", "kahan"])
-@pytest.mark.parametrize("how", ["fused", "plain"])
-def test_stored_weights_do_not_depend_on_the_number_of_ranks(storage: str, how: str) -> None:
+def test_stored_weights_do_not_depend_on_the_number_of_ranks() -> None:
     """A shard draws other random bits than the whole, or an optimizer meets tensors beside DTensors."""
-    assert torchrun(1, "stored.py", storage, how) == torchrun(2, "stored.py", storage, how) != ""
+    whole, shards = (torchrun(ranks, "stored.py") for ranks in (1, 2))
+    assert whole == shards
+    assert len({*whole.splitlines()}) == 6

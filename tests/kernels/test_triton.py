@@ -47,15 +47,16 @@ def test_the_kit_on_interpreted_kernels() -> None:
 def test_the_whole_kit_on_interpreted_kernels() -> None:
     """What only the longer checks see: orders of the norm, special numbers, long histories.
 
-    Without those that take minutes of an interpreter and see no other code of the programs.
+    Without the quick ones, and those that take minutes of an interpreter and see no other code.
     """
     longest = "memory_layout or among or every_position or many_threads or kernels_"
-    passed = run(str(DATA / "interpreted.py"), f"not ({longest})", TRITON_INTERPRET="1")
+    passed = run(str(DATA / "interpreted.py"), f"not ({longest} or {QUICK})", TRITON_INTERPRET="1")
     assert "failed" not in passed
-    assert passed.count("passed") >= 25, passed
+    assert passed.count("passed") >= 20, passed
 
 
 @needs_triton
+@pytest.mark.slow
 def test_interpreted_kernels_against_the_portable_ones() -> None:
     """On some list of gradients a norm, a flag, a product, a cast or a scale differs from the reference."""
     tests = str(DATA / "differential.py")

@@ -60,10 +60,15 @@ class UpdateConformance(Judge):
 
     def test_update_reads_each_schedule_anew(self) -> None:
         """Schedules are small objects: the next one may lie where the last one was."""
-        for growth, interval, found in itertools.product((2.0, 3.0, 1.5), (1, 2, 5), (0.0, 1.0)):
-            for floor in (1.0, 7.0):
-                schedule = LossScaleSchedule(growth, growth_interval=interval, min_scale=floor)
+        for growth in (2.0, 3.0, 1.5):
+            # Made together, these take the places of the last ones.
+            schedules = [
+                LossScaleSchedule(growth, growth_interval=interval, min_scale=floor)
+                for interval, floor in itertools.product((1, 2, 5), (1.0, 7.0))
+            ]
+            for schedule, found in itertools.product(schedules, (0.0, 1.0)):
                 self._judge_update(ScaleState(8.0, 1), found, schedule)
+            del schedule, schedules
 
     def test_update_never_grows_past_float32(self) -> None:
         """Growth to inf is refused; the interval starts anew."""

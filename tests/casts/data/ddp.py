@@ -1,7 +1,6 @@
-"""Two processes over gloo: gradients under `scope`, accumulated with no_sync too, against plain DDP's."""
+"""Two processes over gloo: gradients under each scope, accumulated with no_sync too, against plain DDP's."""
 
 import os
-import sys
 
 import torch
 import torch.distributed as dist
@@ -26,21 +25,28 @@ def grads(ddp):
     return [p.grad.clone() for p in ddp.parameters()]
 
 
-torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.ReLU(), nn.Linear(5, 3))
-ddp = DistributedDataParallel(model, find_unused_parameters=sys.argv[2] == "find")
-expected = grads(ddp)
-with getattr(amp_core, sys.argv[1])(ddp):
-    with torch.no_grad(), amp_core.autocast("cpu"):
-        ddp.module(torch.ones(4, 6))  # as in an evaluation
-    for _ in range(2):
-        got = grads(ddp)
-        for ours, theirs in zip(got, expected, strict=True):
-            assert torch.equal(ours, theirs), "not plain DDP's gradients"
-for grad in got:
-    same = [torch.empty_like(grad) for _ in range(2)]
-    dist.all_gather(same, grad)
-    assert torch.equal(*same), "the ranks differ"
+def compare(scope, *, find_unused):
+    """Raise where gradients under `scope` are not plain DDP's, or differ between the ranks."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.ReLU(), nn.Linear(5, 3))
+    ddp = DistributedDataParallel(model, find_unused_parameters=find_unused)
+    expected = grads(ddp)
+    with scope(ddp):
+        with torch.no_grad(), amp_core.autocast("cpu"):
+            ddp.module(torch.ones(4, 6))  # as in an evaluation
+        for _ in range(2):
+            got = grads(ddp)
+            for ours, theirs in zip(got, expected, strict=True):
+                assert torch.equal(ours, theirs), "not plain DDP's gradients"
+    for grad in got:
+        same = [torch.empty_like(grad) for _ in range(2)]
+        dist.all_gather(same, grad)
+        assert torch.equal(*same), "the ranks differ"
+
+
+for scope in (amp_core.cached_casts, amp_core.master_weights):
+    for find_unused in (True, False):
+        compare(scope, find_unused=find_unused)
+        print(f"{scope.__name__} {find_unused}: same", flush=True)
 dist.barrier()
-print("same", flush=True)
 os._exit(0)  # gloo's threads let go of tensors while the interpreter ends, and abort it (pytorch#190489)

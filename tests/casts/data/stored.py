@@ -1,7 +1,7 @@
-"""FSDP2 over gloo: prints a hash of the trained weights, which must not depend on the number of ranks."""
+"""FSDP2 over gloo: prints a hash of what each storage trained, the same for any number of ranks."""
 
 import hashlib
-import sys
+import itertools
 
 import torch
 import torch.distributed as dist
@@ -11,21 +11,31 @@ from torch.distributed.fsdp import fully_shard
 
 import amp_core
 
+
+def trained(storage, how):
+    """Return the bits of the stored and of the exact weights after four steps."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3)).to(torch.bfloat16)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=how == "fused")
+    masters = amp_core.master_weights(
+        model, optimizer, storage, state_dtype=torch.bfloat16, lost_updates=True
+    )
+    for step in range(4):
+        optimizer.zero_grad()
+        # One row: gradients are outer products, whose bits no kernel can change; all ranks have the same.
+        model(torch.full((1, 6), 1.0 + step, dtype=torch.bfloat16)).float().sum().backward()
+        optimizer.step()
+    assert len(masters.lost_updates()) == 4
+    kept = [p.full_tensor().view(torch.int16).flatten() for p in model.parameters()]
+    exact = [p.full_tensor().view(torch.int32).flatten() for p in masters.float32_weights().values()]
+    return [torch.cat(bits).tolist() for bits in (kept, exact)]
+
+
 dist.init_process_group("gloo")
-storage, how = sys.argv[1:]
-torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3)).to(torch.bfloat16)
-fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=how == "fused")
-masters = amp_core.master_weights(model, optimizer, storage, state_dtype=torch.bfloat16, lost_updates=True)
-for step in range(4):
-    optimizer.zero_grad()
-    # One row: gradients are outer products, whose bits no kernel can change; all ranks have the same.
-    model(torch.full((1, 6), 1.0 + step, dtype=torch.bfloat16)).float().sum().backward()
-    optimizer.step()
-kept = [p.full_tensor().view(torch.int16).flatten() for p in model.parameters()]
-exact = [p.full_tensor().view(torch.int32).flatten() for p in masters.float32_weights().values()]
-assert len(masters.lost_updates()) == 4
-if dist.get_rank() == 0:
-    print(hashlib.sha256(repr([torch.cat(t).tolist() for t in (kept, exact)]).encode()).hexdigest())
+mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+for storage, how in itertools.product(("remainder", "stochastic", "kahan"), ("fused", "plain")):
+    weights = trained(storage, how)
+    if dist.get_rank() == 0:
+        print(storage, how, hashlib.sha256(repr(weights).encode()).hexdigest())
 dist.destroy_process_group()
