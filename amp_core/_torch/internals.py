@@ -100,7 +100,12 @@ def autocast_devices_enabled() -> list[str]:
 
 def is_dtensor(tensor: torch.Tensor) -> bool:
     """Whether `tensor` is sharded over processes, without importing ``torch.distributed.tensor``."""
-    return type(tensor).__name__ == "DTensor"  # the import takes a second
+    return is_dtensor_type(type(tensor))
+
+
+def is_dtensor_type(kind: type) -> bool:
+    """Whether `kind` is the class ``DTensor``."""
+    return kind.__name__ == "DTensor"  # the import takes a second
 
 
 # ---- tensors -----------------------------------------------------------------------------------------
@@ -539,6 +544,21 @@ next_sequence_number: Callable[[], int] = _BACKWARD.function(
 def current_autograd_node() -> Any:
     """Return the autograd node that runs now; None outside a backward pass."""
     return _current_node() if _BACKWARD.works_or_warn() else None
+
+
+_graph_task = _BACKWARD.function("torch._C._current_graph_task_id", lambda: -1, check=lambda f: f() + 0)
+_AFTER_GRADIENTS = ("torch::autograd::AccumulateGrad", "RegisterPostBackwardFunctionBackward")
+
+
+def in_backward() -> bool:
+    """Whether this thread runs a backward pass, be it a callback between or after its nodes."""
+    return bool(_graph_task() != -1)
+
+
+def at_weight_gradients() -> bool:
+    """Whether the backward pass is where DDP and FSDP2 handle gradients of weights, in no op's node."""
+    node = current_autograd_node()
+    return node is None or node.name() in _AFTER_GRADIENTS
 
 
 def sequence_number(node: Any) -> int:

@@ -120,6 +120,17 @@ class Capture:
         """Count an operand that a recipe quantised."""
         self.quantized.add(operand, where)
 
+    def communicated(
+        self,
+        kind: str,  # noqa: ARG002
+        of: str,  # noqa: ARG002
+        inputs: list[Tensor],
+        outputs: list[Tensor],
+        where: Where,  # noqa: ARG002
+    ) -> None:
+        """Attribute what arrives to what this rank contributed."""
+        self.moved(inputs, outputs)
+
     def framed(self, frame: Frame, inputs: list[Tensor], outputs: list[Tensor], where: Where) -> None:
         """Sample the result of an op that autocast may have changed."""
         if not where.frames and outputs:

@@ -171,6 +171,11 @@ class Guard(Attached):
     def rounded(self, operand: Operand, where: Where) -> None:
         """Ignore operands: their products follow."""
 
+    def communicated(
+        self, kind: str, of: str, inputs: list[Tensor], outputs: list[Tensor], where: Where
+    ) -> None:
+        """Ignore collectives: the ops after them are checked."""
+
     def framed(self, frame: Frame, inputs: list[Tensor], outputs: list[Tensor], where: Where) -> None:
         """Ignore frames: kernels are checked."""
 

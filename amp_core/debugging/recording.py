@@ -15,15 +15,19 @@ from typing_extensions import Self
 
 from amp_core._torch.dispatcher import Overload, dispatcher_name
 from amp_core._torch.internals import version_of
-from amp_core.debugging import saved
+from amp_core.debugging import saved, stored_dtypes
+from amp_core.debugging.collectives import CollectiveCount, CollectiveKey
 from amp_core.debugging.places import Place, Places
 from amp_core.debugging.quantized_counts import QuantizedCount, QuantizedCounts, QuantizedKey
 from amp_core.debugging.report import Report
+from amp_core.debugging.stored_dtypes import TensorKey
 from amp_core.debugging.tables import as_dtype
 from amp_core.debugging.tap import BACKWARD, Frame, Tap, Where, dtypes_of, is_low
+from amp_core.debugging.violations import Violation, violations
 from amp_core.dispatch.scaled_products import Operand
 from amp_core.errors import AmpError
 from amp_core.policy.coverage import REDUCTION, heavy_ops
+from amp_core.regions.plan import PrecisionPlan
 
 _UNRULED = ("", "")
 
@@ -92,14 +96,23 @@ class Recording(Report):
         casts: the conversions between floating-point dtypes, by `CastKey`.
         environment: versions and devices of the run.
         unruled: the matrix products and custom ops of `ops` that ran in a region without a rule.
+        collectives: what ranks exchanged, by `CollectiveKey`.
+        tensors: the number of elements of each parameter and buffer, and of the gradients and optimizer
+            state that there were in a step or at the end of the block, by `TensorKey`.
+        plan: the plan that the report checks.
     """
 
-    def __init__(self, model: nn.Module | None = None) -> None:
+    def __init__(self, model: nn.Module | None = None, plan: PrecisionPlan | None = None) -> None:
         Places.check(model)
+        if not isinstance(plan, PrecisionPlan | None):
+            raise TypeError(f"plan= must be an amp_core.PrecisionPlan, not {type(plan).__name__}.")
+        self.plan = plan
         self.ops: Counter[OpKey] = Counter()
         self.casts: defaultdict[CastKey, CastCount] = defaultdict(CastCount)
         self.environment = saved.environment()
         self.unruled: Counter[OpKey] = Counter()
+        self.collectives: defaultdict[CollectiveKey, CollectiveCount] = defaultdict(CollectiveCount)
+        self.tensors: dict[TensorKey, int] = {}
         self._quantized = QuantizedCounts()
         self._model = model
         self._cast_versions: Any = WeakIdKeyDictionary()
@@ -120,6 +133,8 @@ class Recording(Report):
         self._hook.remove()
         self._tap.__exit__(*exc)
         self._met_compiled |= self._tap.met_compiled
+        for root in [self._model] if self._model is not None else self._tap.places.roots:
+            self.tensors.update(stored_dtypes.of_model(root))
         self._tap = None
         self._cast_versions.clear()
 
@@ -129,6 +144,31 @@ class Recording(Report):
         `other` may be loaded: from another process, device or version.
         """
         return RecordingDiff(self, other)
+
+    def violations(self, plan: PrecisionPlan | None = None) -> list[Violation]:
+        """Return what ran, or was kept, in a dtype that `plan` forbids; by default the plan of `record`.
+
+        A dtype is forbidden if it is narrower than the plan's, or another one of the same width. The plan's
+        `reduce_dtype` holds for reductions of the weights' gradients over any dimension of the mesh.
+
+        Raises:
+            AmpError: there is no plan.
+        """
+        plan = plan or self.plan
+        if plan is None:
+            raise AmpError("There is no plan to check: pass one here, or to amp_core.record(plan=...).")
+        return violations(self.collectives, self.tensors, plan)
+
+    def check(self, plan: PrecisionPlan | None = None) -> None:
+        """Raise if anything ran, or was kept, in a dtype that `plan` forbids.
+
+        Raises:
+            AmpError: `violations` returns some; the message lists them. Or there is no plan.
+        """
+        found = self.violations(plan)
+        if found:
+            lines = "".join(f"\n  {each}" for each in found)
+            raise AmpError(f"The run did not keep to its plan, in {len(found)} places:{lines}")
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the recording to `path`, for `load`.
@@ -145,6 +185,8 @@ class Recording(Report):
             "unruled": [[*key, calls] for key, calls in self.unruled.items()],
             "casts": casts,
             "quantized": self._quantized.as_lists(),
+            "collectives": [[*key, asdict(count)] for key, count in self.collectives.items()],
+            "tensors": [[*key, elements] for key, elements in self.tensors.items()],
         }
         saved.write(path, "recording", data)
 
@@ -163,6 +205,9 @@ class Recording(Report):
         for phase, place, *rest, count in data["casts"]:
             recording.casts[CastKey(phase, Place(*place), *rest)] = CastCount(**count)
         recording._quantized.restore(data.get("quantized", []))
+        for phase, place, *rest, count in data.get("collectives", []):
+            recording.collectives[CollectiveKey(phase, Place(*place), *rest)] = CollectiveCount(**count)
+        recording.tensors = {TensorKey(*key): elements for *key, elements in data.get("tensors", [])}
         recording._met_compiled, recording.environment = data["met_compiled"], data["environment"]
         return recording
 
@@ -223,6 +268,16 @@ class Recording(Report):
         """Count an operand that a recipe quantised."""
         self._quantized.add(operand, where)
 
+    def communicated(
+        self, kind: str, of: str, inputs: list[Tensor], outputs: list[Tensor], where: Where
+    ) -> None:
+        """Count a collective, by dtype."""
+        del outputs
+        for dtype in {tensor.dtype for tensor in inputs}:
+            count = self.collectives[CollectiveKey(where.phase, where.place, kind, of, as_dtype(dtype))]
+            count.calls += 1
+            count.nbytes += sum(t.numel() * t.element_size() for t in inputs if t.dtype is dtype)
+
     def framed(self, frame: Frame, inputs: list[Tensor], outputs: list[Tensor], where: Where) -> None:
         """Ignore frames: kernels are counted."""
 
@@ -238,17 +293,19 @@ class Recording(Report):
         known[dtype] = version
         return bool(repeat)
 
-    def _after_step(self, _optimizer: Any, _args: Any, _kwargs: Any) -> None:
+    def _after_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        self.tensors.update(stored_dtypes.of_step(optimizer, self._weight_name))
         self._cast_versions.clear()  # fused optimizers change weights without a version bump
 
 
-def record(model: nn.Module | None = None) -> Recording:
+def record(model: nn.Module | None = None, *, plan: PrecisionPlan | None = None) -> Recording:
     """Record which op runs in which precision in a ``with amp_core.record() as r:`` block.
 
     For each op, dtypes and module, it counts calls; casts, their bytes and repeats (casts of an unchanged
     tensor to the same dtype); the policy rule behind each; and ops that ran in float32 although they
     received low precision. Ops of the backward pass count towards the modules that created its nodes.
-    Views, copies and ops without floating-point tensors are not counted.
+    Views, copies and ops without floating-point tensors are not counted. It also counts what ranks exchange,
+    by dtype, and notes the dtypes of parameters, buffers, gradients and optimizer state.
 
     It records the thread that enters the block and the backward passes that it starts. Every op in the
     block goes through Python; outside recordings there is no cost. Functions compiled by `torch.compile`
@@ -257,12 +314,13 @@ def record(model: nn.Module | None = None) -> Recording:
     Args:
         model: the model whose ``named_modules()`` names the modules; by default, the outermost
             called module.
+        plan: a plan that the run should keep to: the report lists what it forbids.
 
     Returns:
         A `Recording`: the context manager and report.
 
     Raises:
-        TypeError: `model` is not a module.
+        TypeError: `model` is not a module, or `plan` not a plan.
 
     Example::
 
@@ -271,7 +329,7 @@ def record(model: nn.Module | None = None) -> Recording:
         print(recording)
         recording.to_html("precision.html")
     """
-    return Recording(model)
+    return Recording(model, plan)
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -7,11 +7,14 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from amp_core.debugging import saved
+from amp_core.debugging.collectives import CollectiveCount, CollectiveKey
 from amp_core.debugging.places import Place
 from amp_core.debugging.quantized_counts import QuantizedCount, QuantizedKey
 from amp_core.debugging.recording import CastCount, CastKey, OpKey, Recording, RecordingDiff
 from amp_core.debugging.report import content_of
+from amp_core.debugging.stored_dtypes import TensorKey
 from amp_core.debugging.tables import Content, Table, Value, as_bytes, as_count, as_share, columns
+from amp_core.debugging.violations import Violation
 
 _NO_RULE = "(no rule)"
 
@@ -23,12 +26,15 @@ def _(recording: Recording) -> Content:
         _facts(recording),
         [_COMPILED] if recording.met_compiled else [],
         [
+            *([_violations(recording.violations())] if recording.plan else []),
             _by_op(recording.ops),
             _widened(recording.ops),
             _unruled(recording.unruled),
             quantized_table(recording.quantized),
             _casts(recording.casts),
             _repeats(recording.casts),
+            _collectives(recording.collectives),
+            _tensors(recording.tensors),
             _by_module(recording),
             _all_ops(recording.ops),
         ],
@@ -64,12 +70,19 @@ def _facts(recording: Recording) -> dict[str, str]:
     calls, nbytes = sum(c.calls for c in counts), sum(c.nbytes for c in counts)
     repeats, again = sum(c.repeats for c in counts), sum(c.repeated_bytes for c in counts)
     widened = sum(n for key, n in recording.ops.items() if key.widened)
-    return {
+    facts = {
         "ops": f"{as_count(total)}: {', '.join(shares)}" if total else "none",
         "casts": f"{as_count(calls)}, {as_bytes(nbytes)} written",
         "repeated casts": f"{as_count(repeats)}, {as_bytes(again)}, of tensors unchanged since the last cast",
         "widened to float32": f"{as_count(widened)} of these ops, though given low precision",
     }
+    if recording.collectives:
+        sent = recording.collectives.values()
+        size = as_bytes(sum(c.nbytes for c in sent))
+        facts["collectives"] = f"{as_count(sum(c.calls for c in sent))}, {size} from this rank"
+    if recording.plan is not None:
+        facts["forbidden by the plan"] = as_count(len(recording.violations()))
+    return facts
 
 
 def _by_op(ops: Counter[OpKey]) -> Table:
@@ -180,6 +193,40 @@ def _summed(items: Iterable[tuple[CastKey, CastCount]], group: Callable[[Any], t
         sums[group(key)] = [a + b for a, b in zip(sums[group(key)], parts, strict=True)]
     rows = [(*key, *counts) for key, counts in sums.items()]
     return sorted(rows, key=lambda row: -row[-3])
+
+
+def _violations(found: list[Violation]) -> Table:
+    spec = columns("what, where, phase=pass, dtype, wanted=plan, entry, calls")
+    rows = [(v.what, v.where, v.phase, v.dtype, v.wanted, v.entry, v.calls) for v in found]
+    about = "What ran, or was kept, in another dtype than its entry of the plan allows."
+    return Table("violations", "Forbidden by the plan", spec, rows, about, shown=50)
+
+
+def _collectives(found: dict[CollectiveKey, CollectiveCount]) -> Table:
+    rows: list[tuple[Value, ...]]
+    rows = [(str(k.place), k.phase, k.kind, k.of, k.dtype, c.calls, c.nbytes) for k, c in found.items()]
+    spec = columns("module, phase=pass, kind=collective, of, dtype, calls, bytes")
+    about = (
+        "What ranks exchanged, and the dtype that travels and is added up. Bytes are those that this rank "
+        "contributed."
+    )
+    return Table("collectives", "Collectives", spec, rows, about)
+
+
+def _tensors(found: dict[TensorKey, int]) -> Table:
+    counts: Counter[tuple[str, ...]] = Counter()
+    elements: Counter[tuple[str, ...]] = Counter()
+    names: dict[tuple[str, ...], str] = {}
+    for key, size in found.items():
+        group = key.kind, key.state, key.dtype
+        counts[group] += 1
+        elements[group] += size
+        names.setdefault(group, key.name)
+    rows: list[tuple[Value, ...]]
+    rows = [(*group, n, elements[group], names[group]) for group, n in counts.items()]
+    spec = columns("kind, state, dtype, calls=tensors, elements, name=such as")
+    about = "The dtypes in which parameters, buffers, gradients and the optimizer's state are kept."
+    return Table("tensors", "Stored tensors", spec, rows, about)
 
 
 def _by_module(recording: Recording) -> Table:

@@ -17,7 +17,8 @@ from typing_extensions import Self
 from amp_core._torch import internals as _torch
 from amp_core._torch.dispatcher import Overload, dispatcher_name, is_view
 from amp_core.common.containers import tensors_in
-from amp_core.debugging.places import Place, Places
+from amp_core.debugging.collectives import Collectives, given, kind_of
+from amp_core.debugging.places import NOWHERE, Place, Places
 from amp_core.dispatch.activate import default_policy
 from amp_core.dispatch.engine import Engine, engine
 from amp_core.dispatch.scaled_products import Observer, Operand, ScaledProduct, observe
@@ -94,6 +95,11 @@ class Sink(Protocol):
     def rounded(self, operand: Operand, where: Where, /) -> None:
         """Receive an operand that a recipe quantised, before `ran` receives the product."""
 
+    def communicated(
+        self, kind: str, of: str, inputs: list[Tensor], outputs: list[Tensor], where: Where
+    ) -> None:
+        """Receive a collective: `kind` and `of` as in `CollectiveKey`. The outputs may not be there yet."""
+
 
 class _Muted(threading.local):
     on = False
@@ -154,6 +160,7 @@ class Tap:
         self._frames: list[Frame] = []
         self._reasons: dict[tuple[int, str], tuple[OpPolicy, str, str]] = {}
         self._stack = ExitStack()
+        self._collectives = Collectives()
         self.met_compiled = False
 
     muted = staticmethod(muted)
@@ -223,6 +230,8 @@ class Tap:
 
     def _where(self) -> Where:
         node = _torch.current_autograd_node()
+        if node is None and _torch.in_backward() and not self.places.in_module:
+            return Where(BACKWARD, NOWHERE, tuple(self._frames))
         if node is None or self.places.in_module:  # a module call in a node: a checkpoint being recomputed
             rule = _MODULE_RULE if self.places.in_float32 else None
             return Where(FORWARD, self.places.here, tuple(self._frames), rule)
@@ -232,6 +241,11 @@ class Tap:
     def _observe(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         if _MUTED.on or not isinstance(func, Overload):
             return
+        kind = kind_of(func)
+        if kind is not None:
+            self._communicated(func, kind, args, result)
+            return
+        self._collectives.note(func, result)
         for source, copy in _copied(func, args, result):
             if source.dtype is not copy.dtype and source.is_floating_point() and copy.is_floating_point():
                 self._sink.cast(source, copy, self._where())
@@ -240,6 +254,12 @@ class Tap:
             self._sink.moved(inputs, outputs)
         elif outputs:
             self._sink.ran(func, inputs, outputs, self._where())
+
+    def _communicated(self, op: Overload, kind: str, args: tuple[Any, ...], result: Any) -> None:
+        where, inputs = self._where(), given(op, args)
+        of = self._collectives.purpose(inputs, where.phase == BACKWARD, self.places.in_module)
+        outputs = [*tensors_in(result)] or [*tensors_in(args)]
+        self._sink.communicated(kind, of, inputs, outputs, where)
 
 
 class _Mode(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -252,9 +272,35 @@ class _Mode(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
+        if any(_torch.is_dtensor_type(kind) for kind in types):
+            with _InsideDTensors(self):
+                result = func(*args, **(kwargs or {}))
+        else:
+            result = func(*args, **(kwargs or {}))
+        self.tell(func, args, kwargs or {}, result)
+        return result
+
+    def tell(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """Report an op to all observers."""
         for each in self.observers:
-            each(func, args, kwargs or {}, result)
+            each(func, args, kwargs, result)
+
+
+class _InsideDTensors(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Reports the collectives of which an op on DTensors consists; the op itself is reported as one."""
+
+    def __init__(self, mode: _Mode) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._mode = mode
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(_torch.is_dtensor_type(kind) for kind in types):
+            return NotImplemented  # DTensor's own comes next, with this mode on
+        result = func(*args, **(kwargs or {}))
+        if isinstance(func, Overload) and kind_of(func) is not None:
+            self._mode.tell(func, args, kwargs or {}, result)
         return result
 
 
@@ -312,6 +358,8 @@ _MOVES = {
     "new_zeros",
     "ones_like",
     "set_",
+    "wait_tensor",
+    "_wrap_tensor_autograd",
     "zero_",
     "zeros_like",
 }
@@ -320,7 +368,7 @@ _MOVES = {
 @functools.cache
 def _only_moves(op: Overload) -> bool:
     """Return whether the op computes nothing and only creates a view, a copy or a new tensor."""
-    return is_view(op) or op.namespace == "profiler" or short_name(op) in _MOVES
+    return is_view(op) or op.namespace in ("fsdp", "profiler") or short_name(op) in _MOVES
 
 
 def short_name(op: Overload) -> str:

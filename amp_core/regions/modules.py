@@ -299,7 +299,7 @@ def _select(model: nn.Module, selector: Selector) -> tuple[list[str], str]:
         names = [name for name in modules if selector in kinds[name]]
         near = sorted({classes[0] for classes in kinds.values()})
     else:
-        names = [name for name in modules if _is_match(name.split("."), selector.split("."))]
+        names = [name for name in modules if matches(name, selector)]
         near = list(modules)
     if not names:
         raise _matches_no("module", selector, model, near)
@@ -324,11 +324,16 @@ def matching(names: Iterable[str], globs: Iterable[str], kind: str, model: nn.Mo
     names = [*names]
     found: set[str] = set()
     for glob in globs:
-        matches = [name for name in names if _is_match(name.split("."), glob.split("."))]
-        if not matches:
+        mine = [name for name in names if matches(name, glob)]
+        if not mine:
             raise _matches_no(kind, glob, model, names)
-        found.update(matches)
+        found.update(mine)
     return found
+
+
+def matches(name: str, glob: str) -> bool:
+    """Return whether `glob` matches a dotted name: ``*`` one part of it, ``**`` any number of parts."""
+    return _is_match(name.split("."), glob.split("."))
 
 
 def _matches_no(kind: str, selector: str, model: nn.Module, near: list[str]) -> PolicyError:

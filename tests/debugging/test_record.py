@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -128,6 +129,91 @@ def test_distributed_models():
     command = [sys.executable, script]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_collectives_of_two_ranks():
+    """A reduction in another dtype than the plan's passes unseen, or what FSDP2 and DDP send is misread."""
+    script = Path(__file__).parent / "data" / "collectives.py"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run([*launcher, script], capture_output=True, text=True, check=False, timeout=200)
+    assert done.stdout.count("all is well") == 2, done.stderr
+
+
+def test_collectives_of_one_rank(net, x, tmp_path):
+    """Collectives pass for ops, or are lost in a file; a sum of metrics passes for one of gradients."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with amp_core.record(net) as r:
+            loss = net(x).sum()
+            loss.register_hook(lambda grad: (dist.all_reduce(total := grad.clone()), total)[1])
+            net.first.weight.register_post_accumulate_grad_hook(lambda p: dist.all_reduce(p.grad))
+            loss.backward()
+            dist.all_reduce(loss.detach().bfloat16())
+            dist.broadcast(torch.ones(3, dtype=torch.int64), 0)
+            ops, group = torch.ops._c10d_functional, dist.group.WORLD.group_name
+            ops.wait_tensor(ops.all_gather_into_tensor(torch.ones(2), 1, group))
+    finally:
+        dist.destroy_process_group()
+    counts = {(k.phase, k.kind, k.of, k.dtype): (c.calls, c.nbytes) for k, c in r.collectives.items()}
+    assert counts == {
+        ("backward", "all_reduce", "activation gradients", "float32"): (1, 4),
+        ("backward", "all_reduce", "gradients", "float32"): (1, 256),
+        ("forward", "all_reduce", "other", "bfloat16"): (1, 2),
+        ("forward", "broadcast", "other", "int64"): (1, 24),
+        ("forward", "all_gather", "other", "float32"): (1, 8),
+    }
+    assert not any("c10d" in key.kernel for key in r.ops)
+    r.save(tmp_path / "r.json")
+    again = amp_core.Recording.load(tmp_path / "r.json")
+    assert again.collectives == r.collectives
+    assert again.tensors == r.tensors
+    assert str(again) == str(r)
+
+
+def test_what_a_plan_forbids(net, x):
+    """A gradient, a state, a buffer or a reduction in low precision passes for what the plan asks."""
+    net.register_buffer("angles", torch.ones(2, dtype=torch.bfloat16))
+    net.half()
+    policy, optimizer = amp_core.OpPolicy.default("cpu"), torch.optim.Adam(net.parameters())
+    plan = amp_core.PrecisionPlan(
+        policy,
+        float32_buffers=("ang*",),
+        float32_parameters=("first.bias",),
+        grad_dtype=torch.float32,
+        state_dtype=torch.bfloat16,
+    )
+    with amp_core.record(net, plan=plan) as r:
+        net(x.half()).sum().backward()
+        optimizer.step()
+    found = {(v.what, v.where, v.dtype, v.wanted, v.entry) for v in r.violations()}
+    assert {
+        ("buffer", "angles", "float16", "float32", "float32_buffers"),
+        ("parameter", "first.bias", "float16", "float32", "float32_parameters"),
+        ("gradient", "first.weight", "float16", "float32", "grad_dtype"),
+        ("optimizer state exp_avg", "first.weight", "float16", "bfloat16", "state_dtype"),
+    } <= found
+    assert not any(entry == "float32_parameters" and name != "first.bias" for _, name, *_, entry in found)
+    text = "gradient of first.weight: float16, but grad_dtype is float32"
+    with pytest.raises(
+        amp_core.AmpError, match=f"did not keep to its plan, in {len(found)} places:(.|\n)*{text}"
+    ):
+        r.check()
+    rows = json.loads(r.to_json())
+    assert len(rows["violations"]) == len(found)
+    assert rows["facts"]["forbidden by the plan"] == str(len(found))
+    assert {row["state"] for row in rows["tensors"] if row["kind"] == "optimizer state"} == {
+        "step",
+        "exp_avg",
+        "exp_avg_sq",
+    }
+    r.check(amp_core.PrecisionPlan(policy))
+    with amp_core.record() as bare:
+        pass
+    with pytest.raises(amp_core.AmpError, match="There is no plan to check"):
+        bare.check()
+    with pytest.raises(TypeError, match=r"plan= must be an amp_core\.PrecisionPlan, not str"):
+        amp_core.record(net, plan="plan.toml")
 
 
 def test_casts_bytes_and_repeats_of_weights(net, x):

@@ -1,0 +1,52 @@
+"""The dtypes in which a run keeps parameters, buffers, gradients and the state of optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
+
+from amp_core.debugging.tables import as_dtype
+
+PARAMETER, BUFFER, GRADIENT, STATE = "parameter", "buffer", "gradient", "optimizer state"
+
+
+class TensorKey(NamedTuple):
+    """A tensor that outlives the ops that use it.
+
+    Attributes:
+        kind: ``parameter``, ``buffer``, ``gradient`` or ``optimizer state``.
+        name: the name of the parameter or buffer in the model.
+        state: the entry of the optimizer's state, such as ``exp_avg``; otherwise empty.
+        dtype: its dtype.
+    """
+
+    kind: str
+    name: str
+    state: str
+    dtype: str
+
+
+def of_model(model: nn.Module) -> Iterator[tuple[TensorKey, int]]:
+    """Yield the floating-point tensors of `model`, and the number of their elements over all ranks."""
+    for name, param in model.named_parameters():
+        yield from _entry(PARAMETER, name, "", param)
+        yield from _entry(GRADIENT, name, "", param.grad)
+    for name, buffer in model.named_buffers():
+        yield from _entry(BUFFER, name, "", buffer)
+
+
+def of_step(optimizer: Optimizer, name_of: Callable[[Tensor], str]) -> Iterator[tuple[TensorKey, int]]:
+    """Yield the gradients that `optimizer` has just used, and its state."""
+    for param in (p for group in optimizer.param_groups for p in group["params"]):
+        name = name_of(param)
+        yield from _entry(GRADIENT, name, "", param.grad)
+        for key, value in optimizer.state.get(param, {}).items():
+            yield from _entry(STATE, name, str(key), value)
+
+
+def _entry(kind: str, name: str, state: str, tensor: Any) -> Iterator[tuple[TensorKey, int]]:
+    if isinstance(tensor, Tensor) and tensor.is_floating_point():
+        yield TensorKey(kind, name, state, as_dtype(tensor.dtype)), tensor.numel()
