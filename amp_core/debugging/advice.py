@@ -1,4 +1,4 @@
-"""The results of `advise`: a policy, with the faults that it corrects or the times that it saves."""
+"""The results of `advise`: a policy, with the faults that it corrects, or what it saves."""
 
 from __future__ import annotations
 
@@ -142,3 +142,49 @@ class SpeedAdvice(Advice):
     def __repr__(self) -> str:
         times = ", ".join(f"{name} {seconds * 1e3:.3g} ms" for name, seconds in self.seconds.items())
         return f"<SpeedAdvice: {times}>"
+
+
+@dataclass(frozen=True)
+class LayerInFormat:
+    """One layer of a rehearsal: the calls of an op with a recipe in a module.
+
+    Attributes:
+        module: the module; None for all calls of the op, if some are in no module that has a name.
+        op: its full name.
+        work: its floating-point operations in the forward pass.
+        kept: whether it is in the format in the proposal.
+        alone: the relative error of loss and gradients with this layer alone in the format; None if all
+            layers together bear it.
+    """
+
+    module: str | None
+    op: str
+    work: int
+    kept: bool
+    alone: float | None
+
+
+@dataclass(frozen=True, repr=False)
+class FormatAdvice(Advice):
+    """The proposal of ``advise(format=)``: an `Advice` for the layers that bear a format.
+
+    `before` is the comparison with all layers in the format, `after` the one with the proposal, run again.
+
+    Attributes:
+        share: the share of the work of matrix products, which the policy runs in low precision, that is in
+            the format.
+        tolerance: the relative error that was accepted in loss and gradients.
+        layers: what was found about each layer, in order of computation.
+    """
+
+    share: float = 0.0
+    tolerance: float = 0.0
+    layers: tuple[LayerInFormat, ...] = ()
+
+    @property
+    def bears(self) -> bool:
+        """Whether loss and gradients are within the tolerance with the proposal."""
+        return self.after is not None and self.after.result_error <= self.tolerance
+
+    def __repr__(self) -> str:
+        return f"<FormatAdvice: {self.share:.0%} of the work in the format>"

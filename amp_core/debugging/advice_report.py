@@ -1,12 +1,15 @@
-"""The reports for `Advice` and `SpeedAdvice`."""
+"""The reports for `Advice`, `SpeedAdvice` and `FormatAdvice`."""
 
 from __future__ import annotations
 
-from amp_core.debugging.advice import Advice, SpeedAdvice
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from amp_core.debugging.advice import Advice, FormatAdvice, LayerInFormat, SpeedAdvice
 from amp_core.debugging.capture import OP
 from amp_core.debugging.comparison import Comparison
 from amp_core.debugging.comparison_report import number
-from amp_core.debugging.recording_report import short
+from amp_core.debugging.recording_report import parameters_table, quantized_table, short
 from amp_core.debugging.report import content_of
 from amp_core.debugging.tables import Content, Table, Value, as_seconds, as_share, columns
 
@@ -51,7 +54,7 @@ def _findings(advice: Advice) -> Table:
     return Table("findings", "Faults", spec, rows, about)
 
 
-def _gain(advice: Advice) -> Table:
+def _gain(advice: Advice, more: Mapping[str, Callable[[Comparison], str]] = MappingProxyType({})) -> Table:
     both = [c for c in (advice.before, advice.after) if c is not None]
     measures = {
         "relative error of the loss": [number(c.loss_error) for c in both],
@@ -59,6 +62,7 @@ def _gain(advice: Advice) -> Table:
         "ops whose result has inf or NaN": [str(sum(d.overflow > 0 for d in c.at(OP))) for c in both],
         "ops in low precision": [_low_share(c) for c in both],
     }
+    measures |= {label: [measure(c) for c in both] for label, measure in more.items()}
     rows = [(label, *values) for label, values in measures.items()] if len(both) == 2 else []
     about = "The step against float32, without and with the proposal."
     return Table("gain", "Gain", columns("measure, before, after"), rows, about)
@@ -96,3 +100,49 @@ def _(advice: SpeedAdvice) -> Content:
         [Table("ops", "Ops that may run in low precision", spec, rows, about)],
         {_SPEED_FILE: advice.to_toml()} if advice.enabled else {},
     )
+
+
+@content_of.register
+def _(advice: FormatAdvice) -> Content:
+    kept = sum(layer.kept for layer in advice.layers)
+    facts = {
+        "in the format": f"{as_share(advice.share)} of the work, {kept} of {len(advice.layers)} layers",
+        "left out": ", ".join(_name(layer) for layer in advice.layers if not layer.kept) or "none",
+        "tolerance": f"{number(advice.tolerance)} in loss and gradients",
+    }
+    notes = ["The proposal was tested on this one step. Nothing has been changed."]
+    if advice.after is not None and not advice.bears:
+        notes.insert(0, f"Without the format, the error is {number(advice.after.result_error)} already.")
+    tables = [_layers(advice), _gain(advice, _BESIDE)]
+    if advice.before is not None:
+        tables.append(quantized_table(advice.before.quantized, advice.before.fits))
+        tables += [parameters_table(advice.before.parameters)] if advice.before.parameters else []
+    return Content("Advice for a format", facts, notes, tables, {_FILE: advice.to_toml()})
+
+
+_BESIDE = {"the larger of both, over the largest gradient's norm": lambda c: number(c.result_error)}
+
+
+def _name(layer: LayerInFormat) -> str:
+    return short(layer.op) if layer.module is None else f"{short(layer.op)} in {layer.module or 'the model'}"
+
+
+def _layers(advice: FormatAdvice) -> Table:
+    total = max(sum(layer.work for layer in advice.layers), 1)
+    rows: list[tuple[Value, ...]] = [
+        (
+            "(everywhere)" if layer.module is None else layer.module,
+            short(layer.op),
+            layer.work,
+            as_share(layer.work / total),
+            layer.alone,
+            "yes" if layer.kept else "no",
+        )
+        for layer in advice.layers
+    ]
+    spec = columns("module, op, work, share, error=error alone, kept=in the format")
+    about = (
+        "Work is that of the forward pass. Error alone: of the loss or a gradient, over the largest one's "
+        "norm, with this layer alone in the format."
+    )
+    return Table("layers", "Layers", spec, rows, about)

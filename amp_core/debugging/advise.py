@@ -11,10 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from amp_core.debugging.advice import Advice, SpeedAdvice
+from amp_core.debugging.advice import Advice, FormatAdvice, SpeedAdvice
+from amp_core.debugging.format_search import FormatSearch
 from amp_core.debugging.search import Search
 from amp_core.debugging.speed import SpeedSearch
-from amp_core.debugging.step import Step
+from amp_core.debugging.step import Step, quantising
+from amp_core.formats import Recipe
 from amp_core.policy import OpPolicy
 
 
@@ -40,6 +42,24 @@ def advise(
     fn: Callable[[], Any],
     device: str | torch.device | Tensor = ...,
     *,
+    format: str | Recipe,
+    policy: OpPolicy | None = ...,
+    dtype: torch.dtype | None = ...,
+    model: nn.Module | None = ...,
+    tolerance: float | None = ...,
+    rounds: int = ...,
+    seed: int = ...,
+    limit: int = ...,
+    progress: bool | None = ...,
+) -> FormatAdvice: ...
+
+
+@overload
+def advise(
+    fn: Callable[[], Any],
+    device: str | torch.device | Tensor = ...,
+    *,
+    format: None = ...,
     policy: OpPolicy | None = ...,
     dtype: torch.dtype | None = ...,
     model: nn.Module | None = ...,
@@ -57,6 +77,7 @@ def advise(
     fn: Callable[[], Any],
     device: str | torch.device | Tensor = "auto",
     *,
+    format: str | Recipe | None = None,  # noqa: A002
     policy: OpPolicy | None = None,
     dtype: torch.dtype | None = None,
     model: nn.Module | None = None,
@@ -68,7 +89,7 @@ def advise(
     goal: str = "accuracy",
     optimizer: Optimizer | None = None,
 ) -> Advice:
-    """Propose op and module rules and a loss scale that make a step accurate, or fast, in mixed precision.
+    """Propose rules that make a step accurate or fast in mixed precision, or find the layers for a format.
 
     `advise` runs the step in float32 and in mixed precision, and for float16 once more with a loss scale
     that fits its gradients. If the loss and gradients are then within the tolerance, it proposes no rules.
@@ -83,16 +104,24 @@ def advise(
     result is a `SpeedAdvice`: measured again at the end, the step is no slower with it than in float32 or in
     plain autocast. For this, `fn` must not enter a region itself.
 
+    With `format` it finds the largest share of the work of matrix products that can be in a format of 8, 6
+    or 4 bits while loss and gradients stay within the tolerance, on any machine: it runs the step with each
+    layer alone in the format, then with sets of layers. The result is a `FormatAdvice`: the policy, the
+    layers that have to be left out, and what the format does to each. The step runs once for each layer, and
+    a few times more.
+
     Args:
         fn: as for `compare`; it must leave the backward pass to `advise` to get a loss scale.
         device: as for `compare`.
+        format: as for `compare`.
         policy: the policy to start from; by default the device's.
-        dtype: as for `compare`.
+        dtype: as for `compare`; with `format`, bfloat16 by default.
         model: the model whose modules may get rules; by default, the outermost module that `fn` calls.
         tolerance: the relative error to accept from each op and in the loss and gradients; by default 0.03
             and 0.125, but at least 16 times the dtype's ``eps``. A ReLU can add that much if rounding moves
-            a number across 0.
-        rounds: the maximum number of faults to handle.
+            a number across 0. With `format` only the second counts; errors of gradients are relative to the
+            largest gradient.
+        rounds: the maximum number of faults to handle; with `format`, of layers to try beyond the estimate.
         seed: as for `compare`.
         limit: as for `compare`.
         progress: write progress to stderr; by default only if it is a terminal.
@@ -107,7 +136,8 @@ def advise(
 
     Raises:
         AmpError: as for `compare`.
-        ValueError: `goal` is unknown, or `optimizer` is given for speed.
+        PolicyError: as for `compare`, or no matrix product of the step takes the format.
+        ValueError: `goal` is unknown, or `optimizer` is given for speed; or `format` is given with either.
 
     Example::
 
@@ -118,6 +148,12 @@ def advise(
     """
     if goal not in ("accuracy", "speed"):
         raise ValueError(f'goal= must be "accuracy" or "speed", not {goal!r}.')
+    if format is not None:
+        if goal != "accuracy" or optimizer is not None:
+            raise ValueError("format= seeks the layers that bear a format; it takes no goal= or optimizer=.")
+        step = Step(fn, device, dtype or torch.bfloat16, policy, model, seed, limit)
+        rehearsed = quantising(device, policy, format)
+        return FormatSearch(step, rehearsed, tolerance, _progress_line(progress)).run(rounds)
     step = Step(fn, device, dtype, policy, model, seed, limit)
     if goal == "speed":
         if optimizer is not None:

@@ -13,10 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from amp_core._torch.dispatcher import Overload, dispatcher_name
+from amp_core.debugging.fits import Fit, fit_of
 from amp_core.debugging.places import Lines, Place
-from amp_core.debugging.quantized_counts import QuantizedCounts
+from amp_core.debugging.quantized_counts import QuantizedCounts, QuantizedKey, key_of
 from amp_core.debugging.tap import BACKWARD, FORWARD, Frame, Tap, Where, floats_in
-from amp_core.dispatch.scaled_products import Operand
+from amp_core.dispatch.scaled_products import ROLES, ScaledProduct
+from amp_core.formats import Recipe
 from amp_core.kernels.portable import finite
 
 OP, MODULE, PARAMETER = "op", "module", "parameter"
@@ -78,6 +80,9 @@ class Capture:
         samples: the samples, in order of computation.
         went_back: whether a backward pass has run.
         quantized: the operands that recipes quantised.
+        recipe: the last recipe that did.
+        fits: how well they fit their formats.
+        work: the floating-point operations of products with a recipe in the forward pass, by module and op.
     """
 
     def __init__(
@@ -86,6 +91,9 @@ class Capture:
         self.samples: dict[Key, Sample] = {}
         self.went_back = False
         self.quantized = QuantizedCounts()
+        self.recipe: Recipe | None = None
+        self.fits: dict[QuantizedKey, Fit] = {}
+        self.work: Counter[tuple[Place, str]] = Counter()
         self.tap = Tap(self, model, ops)
         self.tap.places.on_return = self._returned
         self._limit = limit
@@ -116,9 +124,17 @@ class Capture:
         whole = OP, where.phase, where.place, where.frames[0].op
         self._set_producer([*filter(is_plain, outputs)], Key(*whole, self._calls[whole]))
 
-    def rounded(self, operand: Operand, where: Where) -> None:
-        """Count an operand that a recipe quantised."""
-        self.quantized.add(operand, where)
+    def multiplied(self, product: ScaledProduct, where: Where) -> None:
+        """Count the operands that a recipe quantised, and see how they fit its formats."""
+        self.quantized.add(product, where)
+        self.recipe = product.rule.recipe
+        exact = dict(zip(ROLES[product.name], product.factors, strict=True))
+        for operand in product.operands:
+            key = key_of(operand, where)
+            self.fits[key] = self.fits.get(key, Fit()) + fit_of(exact[operand.role], operand.quantized)
+        if where.frames and not self.went_back:  # checkpoints that are recomputed count once
+            a, b = product.factors
+            self.work[where.place, where.frames[-1].op] += 2 * a.numel() * b.shape[-1]
 
     def communicated(
         self,

@@ -79,6 +79,10 @@ class Comparison(Report):
         loss: the loss of the mixed-precision run, if `fn` returned one.
         reference_loss: the loss of the reference run.
         quantized: what recipes did to operands, as in `Recording`.
+        fits: how well these operands fit their formats, by the same keys.
+        parameters: how well the parameters of modules without a recipe, such as norms and embeddings, would
+            fit the format of weights, by name.
+        work: the floating-point operations of products with a recipe in the forward pass, by module and op.
     """
 
     def __init__(self, reference: Run, mixed: Run, dtype: torch.dtype, reference_dtype: torch.dtype) -> None:
@@ -92,6 +96,7 @@ class Comparison(Report):
         self.reference_loss = reference.loss
         self.went_back = reference.went_back
         self.quantized = mixed.quantized
+        self.fits, self.parameters, self.work = mixed.fits, mixed.parameters, mixed.work
         self._loss_producer = mixed.loss_producer
         self.parents = {key: sample.parents for key, sample in mixed.samples.items()}
         self._odd = sum(s.dtype.itemsize < reference_dtype.itemsize for s in reference.samples.values())
@@ -154,6 +159,14 @@ class Comparison(Report):
     def gradient_error(self) -> float:
         """The largest relative error of a parameter's gradient, ignoring noise; 0 without a backward pass."""
         return max((d.error for d in self.at(PARAMETER) if not d.noise), default=0.0)
+
+    @functools.cached_property
+    def result_error(self) -> float:
+        """The largest relative error of the loss and of gradients, those over the largest gradient's norm."""
+        gradients = [d for d in self.at(PARAMETER) if not d.noise]
+        largest = max((d.size for d in gradients), default=0.0)
+        errors = (d.error * d.size / largest if d.size else d.error for d in gradients)
+        return max(self.loss_error, *errors, 0.0)
 
     @property
     def odd_references(self) -> int:

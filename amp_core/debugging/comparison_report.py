@@ -10,7 +10,7 @@ import torch
 from amp_core.debugging.capture import MODULE, OP, PARAMETER
 from amp_core.debugging.chart import Chart, Point
 from amp_core.debugging.comparison import Comparison, Difference, tolerances
-from amp_core.debugging.recording_report import quantized_table, short
+from amp_core.debugging.recording_report import parameters_table, quantized_table, short
 from amp_core.debugging.report import content_of
 from amp_core.debugging.tables import Content, Table, Value, as_count, as_dtype, as_share, columns, written
 
@@ -31,10 +31,17 @@ def _(comparison: Comparison) -> Content:
             _ops(comparison.at(OP)),
             _modules(comparison.at(MODULE)),
             _parameters(comparison.at(PARAMETER)),
-            *([quantized_table(comparison.quantized)] if comparison.quantized else []),
+            *(_in_formats(comparison) if comparison.quantized else []),
         ],
         charts=_charts(comparison),
     )
+
+
+def _in_formats(comparison: Comparison) -> list[Table]:
+    tables = [quantized_table(comparison.quantized, comparison.fits)]
+    if comparison.parameters:
+        tables.append(parameters_table(comparison.parameters))
+    return tables
 
 
 def _charts(comparison: Comparison) -> list[Chart]:
@@ -120,9 +127,18 @@ def _notes(comparison: Comparison) -> list[str]:
         notes.append(_CANCELS)
     if any(d.random and d.error > 0.5 for d in comparison.differences):
         notes.append(_RANDOM)
+    crowded = [name for name, fit in comparison.parameters.items() if fit.saturated > _MANY * fit.elements]
+    if crowded:
+        notes.append(_CROWDED.format(names=", ".join(crowded)))
     return notes
 
 
+_MANY = 0.1
+_CROWDED = (
+    "More than a tenth of the values of these parameters saturate if a format is given to all ops and not "
+    "to matrix products alone, which biases gradients until a training diverges (arXiv 2506.20752): {names}. "
+    "Leave them out, or round the scale up (e8m0_up)."
+)
 _UNMATCHED = (
     "{count} values occur in only one run, because an op uses different kernels there; they are not compared."
 )

@@ -18,7 +18,7 @@ from amp_core.debugging.places import Lines, Place
 from amp_core.debugging.ranges import Extent
 from amp_core.debugging.tables import as_dtype
 from amp_core.debugging.tap import BACKWARD, Frame, Tap, Where, floats_in, muted, short_name
-from amp_core.dispatch.scaled_products import Operand
+from amp_core.dispatch.scaled_products import ScaledProduct
 from amp_core.errors import NonFiniteError
 from amp_core.plugin import get_backend, hookimpl, register, unregister
 
@@ -168,8 +168,8 @@ class Guard(Attached):
         kernel = dispatcher_name(op)
         self._check(where.frames[0].op if where.frames else kernel, kernel, inputs, outputs, where, line)
 
-    def rounded(self, operand: Operand, where: Where) -> None:
-        """Ignore operands: their products follow."""
+    def multiplied(self, product: ScaledProduct, where: Where) -> None:
+        """Ignore operands: the result follows."""
 
     def communicated(
         self, kind: str, of: str, inputs: list[Tensor], outputs: list[Tensor], where: Where

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from amp_core.debugging.places import Place
 from amp_core.debugging.tap import Where
-from amp_core.dispatch.scaled_products import Operand
+from amp_core.dispatch.scaled_products import Operand, ScaledProduct
 from amp_core.formats import COUNTS
 from amp_core.policy.recipes import short
 
@@ -32,6 +32,12 @@ class QuantizedKey(NamedTuple):
     role: str
     format: str
     rule: str
+
+
+def key_of(operand: Operand, where: Where) -> QuantizedKey:
+    """Return the key of an operand of a product at `where`."""
+    rule = "" if where.module_rule is None else where.module_rule[0]
+    return QuantizedKey(where.phase, where.place, operand.role, short(operand.quantization), rule)
 
 
 @dataclass
@@ -62,14 +68,14 @@ class QuantizedCounts:
         self._counts: defaultdict[QuantizedKey, QuantizedCount] = defaultdict(QuantizedCount)
         self._on_device: dict[QuantizedKey, Tensor] = {}
 
-    def add(self, operand: Operand, where: Where) -> None:
-        """Count an operand."""
-        rule = "" if where.module_rule is None else where.module_rule[0]
-        key = QuantizedKey(where.phase, where.place, operand.role, short(operand.quantization), rule)
-        count, counts, known = self._counts[key], operand.quantized.counts, self._on_device.get(key)
-        count.calls += 1
-        count.elements += operand.quantized.shape.numel()
-        self._on_device[key] = counts if known is None else known + counts.to(known.device)
+    def add(self, product: ScaledProduct, where: Where) -> None:
+        """Count the operands of a product."""
+        for operand in product.operands:
+            key = key_of(operand, where)
+            count, counts, known = self._counts[key], operand.quantized.counts, self._on_device.get(key)
+            count.calls += 1
+            count.elements += operand.quantized.shape.numel()
+            self._on_device[key] = counts if known is None else known + counts.to(known.device)
 
     def read(self) -> dict[QuantizedKey, QuantizedCount]:
         """Return all counts; waits for the device."""

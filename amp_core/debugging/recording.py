@@ -24,7 +24,7 @@ from amp_core.debugging.stored_dtypes import TensorKey
 from amp_core.debugging.tables import as_dtype
 from amp_core.debugging.tap import BACKWARD, Frame, Tap, Where, dtypes_of, is_low
 from amp_core.debugging.violations import Violation, violations
-from amp_core.dispatch.scaled_products import Operand
+from amp_core.dispatch.scaled_products import ScaledProduct
 from amp_core.errors import AmpError
 from amp_core.policy.coverage import REDUCTION, heavy_ops
 from amp_core.regions.plan import PrecisionPlan
@@ -264,9 +264,9 @@ class Recording(Report):
     def moved(self, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         """Ignore ops that compute nothing."""
 
-    def rounded(self, operand: Operand, where: Where) -> None:
-        """Count an operand that a recipe quantised."""
-        self._quantized.add(operand, where)
+    def multiplied(self, product: ScaledProduct, where: Where) -> None:
+        """Count the operands that a recipe quantised."""
+        self._quantized.add(product, where)
 
     def communicated(
         self, kind: str, of: str, inputs: list[Tensor], outputs: list[Tensor], where: Where

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from amp_core.common.device_types import device_type_of
 from amp_core.debugging.capture import Capture, Key, Sample
+from amp_core.debugging.fits import Fit, fits_of_parameters
 from amp_core.debugging.places import Place, Places
 from amp_core.debugging.quantized_counts import QuantizedCount, QuantizedKey
 from amp_core.debugging.state_keeper import StateKeeper, seeded
@@ -108,12 +110,13 @@ class Step:
                 self.roots = [self.model] if self.model is not None else capture.tap.places.roots
                 with capture.tap.muted():
                     _keep_gradients(self.roots, capture)
+                    parameters = _fits_of_parameters(self.roots, capture)
                     at_end()
             loss = _number(result)
         producer = capture.producer(result) if loss is not None else None
         scale = scale if self.leaves_backward else 1.0
-        quantized = capture.quantized.read()
-        return Run(capture.samples, capture.went_back, scale, loss, producer, quantized)
+        quantized, fits = capture.quantized.read(), (capture.fits, parameters, capture.work)
+        return Run(capture.samples, capture.went_back, scale, loss, producer, quantized, *fits)
 
 
 def quantising(
@@ -139,6 +142,9 @@ class Run(NamedTuple):
         loss: the loss, if `fn` returned one.
         loss_producer: the op that produced the loss.
         quantized: the operands that recipes quantised.
+        fits: how well they fit their formats.
+        parameters: how well the parameters of modules without such a product fit them, by name.
+        work: the floating-point operations of products with a recipe in the forward pass, by module and op.
     """
 
     samples: dict[Key, Sample]
@@ -147,6 +153,9 @@ class Run(NamedTuple):
     loss: float | None
     loss_producer: Key | None
     quantized: dict[QuantizedKey, QuantizedCount]
+    fits: dict[QuantizedKey, Fit]
+    parameters: dict[str, Fit]
+    work: Counter[tuple[Place, str]]
 
 
 def _run_backward(result: Any, scale: float, capture: Capture) -> bool:
@@ -169,6 +178,12 @@ def _keep_gradients(roots: list[nn.Module], capture: Capture) -> None:
             if parameter.grad is not None and not parameter.grad.is_sparse:
                 place = Place(type(root).__name__, name.rpartition(".")[0])
                 capture.parameter(place, name, parameter.grad)
+
+
+def _fits_of_parameters(roots: list[nn.Module], capture: Capture) -> dict[str, Fit]:
+    if capture.recipe is None:
+        return {}
+    return fits_of_parameters(roots, capture.recipe, {key.place.module for key in capture.fits})
 
 
 def _number(result: Any) -> float | None:

@@ -21,7 +21,7 @@ from amp_core.debugging.collectives import Collectives, given, kind_of
 from amp_core.debugging.places import NOWHERE, Place, Places
 from amp_core.dispatch.activate import default_policy
 from amp_core.dispatch.engine import Engine, engine
-from amp_core.dispatch.scaled_products import Observer, Operand, ScaledProduct, observe
+from amp_core.dispatch.scaled_products import Observer, ScaledProduct, observe
 from amp_core.dispatch.work import work
 from amp_core.errors import AmpError
 from amp_core.plugin import get_backend
@@ -92,8 +92,8 @@ class Sink(Protocol):
     def framed(self, frame: Frame, inputs: list[Tensor], outputs: list[Tensor], where: Where) -> None:
         """Receive an op with a frame after it returns; `where` is its context."""
 
-    def rounded(self, operand: Operand, where: Where, /) -> None:
-        """Receive an operand that a recipe quantised, before `ran` receives the product."""
+    def multiplied(self, product: ScaledProduct, where: Where, /) -> None:
+        """Receive a product of quantised operands, before `ran` receives it as an op."""
 
     def communicated(
         self, kind: str, of: str, inputs: list[Tensor], outputs: list[Tensor], where: Where
@@ -214,8 +214,7 @@ class Tap:
             where = self._where()
             formats = "+".join(sorted({each.quantization.element.name for each in product.operands}))
             where = replace(where, formats=formats, module_rule=(str(product.rule), _FORWARD_OP))
-            for operand in product.operands:
-                self._sink.rounded(operand, where)
+            self._sink.multiplied(product, where)
             op = _aten.mm.default if product.result.dim() == 2 else _aten.bmm.default
             self._sink.ran(op, list(product.factors), [product.result], where)
 
