@@ -10,7 +10,8 @@ import torch
 from amp_core.debugging.capture import MODULE, OP, PARAMETER
 from amp_core.debugging.chart import Chart, Point
 from amp_core.debugging.comparison import Comparison, Difference, tolerances
-from amp_core.debugging.recording_report import parameters_table, quantized_table, short
+from amp_core.debugging.format_tables import parameters_table, quantized_table
+from amp_core.debugging.recording_report import short
 from amp_core.debugging.report import content_of
 from amp_core.debugging.tables import Content, Table, Value, as_count, as_dtype, as_share, columns, written
 

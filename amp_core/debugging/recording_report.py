@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from amp_core.debugging import saved
 from amp_core.debugging.collectives import CollectiveCount, CollectiveKey
-from amp_core.debugging.fits import Fit
+from amp_core.debugging.format_tables import quantized_table
 from amp_core.debugging.places import Place
-from amp_core.debugging.quantized_counts import QuantizedCount, QuantizedKey
 from amp_core.debugging.recording import CastCount, CastKey, OpKey, Recording, RecordingDiff
 from amp_core.debugging.report import content_of
 from amp_core.debugging.stored_dtypes import TensorKey
@@ -131,61 +129,6 @@ def _unruled(ops: Counter[OpKey]) -> Table:
         "OpPolicy.override({op: rule}) gives one a rule."
     )
     return Table("unruled", "Heavy ops without a rule", spec, rows, about)
-
-
-def quantized_table(
-    quantized: Mapping[QuantizedKey, QuantizedCount], fits: Mapping[QuantizedKey, Fit] | None = None
-) -> Table:
-    """Return the table of what recipes did to operands, and of how well these fit, if that was measured."""
-    rows: list[tuple[Value, ...]] = [
-        (
-            str(key.place),
-            key.phase,
-            key.role,
-            key.format,
-            key.rule,
-            count.calls,
-            count.elements,
-            *_shares(count),
-            count.inf,
-            count.nan,
-            *(_figures(fits[key]) if fits else ()),
-        )
-        for key, count in quantized.items()
-    ]
-    spec = "module, pass, role, format, rule, calls, elements, saturated, flushed=flushed to 0, inf, nan"
-    about = (
-        "Operands of matrix products that a recipe quantised. Saturated elements were reduced to the largest "
-        "value of the format; flushed ones became 0."
-    )
-    if fits:
-        spec, about = f"{spec}, {_FIGURES}", f"{about} {_ABOUT_FIGURES}"
-    return Table("quantized", "Quantised operands", columns(spec), rows, about)
-
-
-_FIGURES = "error, largest=largest of max, smallest=least of min"
-_ABOUT_FIGURES = (
-    "Error: what rounding changed, relative to the tensor. The largest and the least magnitude other than 0 "
-    "are in units of the scale, over the largest and the smallest value of the format."
-)
-
-
-def parameters_table(parameters: Mapping[str, Fit]) -> Table:
-    """Return the table of parameters that are in no product with a recipe."""
-    worst_first = sorted(parameters.items(), key=lambda item: -item[1].error)
-    rows = [(name, fit.elements, *_shares(fit), *_figures(fit)) for name, fit in worst_first]
-    spec = columns(f"parameter, elements, saturated, flushed=flushed to 0, {_FIGURES}")
-    about = "What the format of weights would do to parameters that are in no product with a recipe."
-    return Table("in_format", "Other parameters in the format", spec, rows, about)
-
-
-def _shares(count: QuantizedCount | Fit) -> tuple[str, ...]:
-    numbers = (count.saturated, count.flushed)
-    return tuple(as_share(n / count.elements) if count.elements else "" for n in numbers)
-
-
-def _figures(fit: Fit) -> tuple[float | None, ...]:
-    return fit.error, fit.largest, fit.smallest if fit.smallest < math.inf else None
 
 
 def _casts(casts: dict[CastKey, CastCount]) -> Table:
