@@ -38,10 +38,6 @@ class CastConformance(Judge):
 
     AREA = "cast"
 
-    def _cast_dtypes(self) -> list[torch.dtype]:
-        low = [torch.float8_e4m3fn, torch.float8_e5m2] if self.supports_float8 else []
-        return [*self.dtypes(), *low]
-
     def _computable(self, values: Tensor) -> Tensor:
         """Leave out subnormals where the device flushes them."""
         if self.keeps_subnormals:

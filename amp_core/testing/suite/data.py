@@ -23,30 +23,33 @@ _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def plain(tensor: Tensor) -> Tensor:
     """Return the values on the CPU, as they would print, perhaps in the tensor's own memory."""
-    return tensor.detach().cpu().resolve_conj().resolve_neg()
+    here = tensor.detach().cpu()
+    if here.is_complex():
+        here = here.resolve_conj()
+    return here.resolve_neg() if here.is_neg() else here
 
 
-def _integers(tensor: Tensor) -> Tensor:
-    here = plain(tensor)
+def _integers(here: Tensor) -> Tensor:
+    """Return the bits of plain values as integers."""
     real = torch.view_as_real(here) if here.is_complex() else here
-    return real.view(_INTEGER[real.element_size()])
+    return real.view(_INTEGER[real.itemsize])
 
 
 def bits(tensor: Tensor) -> Tensor:
     """Return the bits of `tensor` as integers on the CPU, flat, perhaps in its own memory."""
-    return _integers(tensor).contiguous().reshape(-1)
+    return _integers(plain(tensor)).reshape(-1)
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
     """Whether both hold the same bits."""
-    return torch.equal(_integers(one), _integers(other))
+    return torch.equal(_integers(plain(one)), _integers(plain(other)))
 
 
 def same_values(one: Tensor, other: Tensor) -> bool:
-    """Whether both have one dtype and shape and the same bits; any NaN equals any other."""
+    """Whether plain values have one dtype and shape and the same bits; any NaN equals any other."""
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
-    return same_bits(one, other) or not bool(differing(one, other).any())
+    return torch.equal(_integers(one), _integers(other)) or not bool(differing(one, other).any())
 
 
 def differing(one: Tensor, other: Tensor) -> Tensor:

@@ -14,42 +14,10 @@ from amp_core._torch.internals import version_of
 from amp_core.kernels import GradStats, ScaleTensors
 from amp_core.states.loss_scale import LossScaleSchedule, ScaleState, next_scale
 from amp_core.testing.fixtures import BackendFixtures
-from amp_core.testing.suite import data
+from amp_core.testing.suite import data, reference
 from amp_core.testing.suite.tensors import LAYOUTS, Memory, host
 
 Tensors = Sequence[Tensor]
-
-
-def reference_norm(values: Tensor, order: float) -> float:
-    """Return the norm in float64; NaN if an element is NaN, else inf if one is infinite."""
-    wide = values.to(torch.complex128 if values.is_complex() else torch.float64).abs().reshape(-1)
-    top = float(wide.amax()) if wide.numel() else 0.0
-    if math.isinf(order) or top == 0 or not math.isfinite(top):
-        return top
-    return float(top * ((wide / top) ** order).sum() ** (1 / order))
-
-
-def rounded_sum(total: Tensor, grad: Tensor) -> Tensor:
-    """Return the sum, rounded once to the dtype of `total`.
-
-    Twice the digits and two more make the first of two roundings harmless (Figueroa, "When is double
-    rounding innocuous?", 1995): float32 is enough for 16 bits, float64 for float32.
-    """
-    wide = torch.float32 if total.dtype.itemsize == 2 and grad.dtype.itemsize == 2 else torch.float64
-    return (total.to(wide) + grad.to(wide)).to(total.dtype)
-
-
-def product(values: Tensor, factor: float) -> Tensor:
-    """Return the float32 product (float64 for float64), rounded once to the dtype of `values`."""
-    if values.is_complex():
-        return torch.view_as_complex(product(torch.view_as_real(values), factor))
-    wide = torch.promote_types(values.dtype, torch.float32)
-    return (values.to(wide) * torch.tensor(factor, dtype=torch.float32).to(wide)).to(values.dtype)
-
-
-def nonfinite(values: Tensor) -> bool:
-    """Whether `values` contain inf or NaN."""
-    return not bool(torch.isfinite(values).all())
 
 
 class Judge(BackendFixtures):
@@ -58,6 +26,12 @@ class Judge(BackendFixtures):
     def _gradient_dtypes(self) -> list[torch.dtype]:
         wide = [torch.complex128] if self.supports_float64 else []
         return [*self.dtypes(), *([torch.complex64, *wide] if self.supports_complex else [])]
+
+    def _float8(self) -> list[torch.dtype]:
+        return [torch.float8_e4m3fn, torch.float8_e5m2] if self.supports_float8 else []
+
+    def _cast_dtypes(self) -> list[torch.dtype]:
+        return [*self.dtypes(), *self._float8()]
 
     def _layouts(self) -> list[str]:
         lazy = () if self.supports_lazy_signs else ("negated", "conjugated")
@@ -81,17 +55,23 @@ class Judge(BackendFixtures):
         if not (written and results):
             # Without a tensor, a kernel does not know the device.
             self._assert_own(results, inference, self.device_type if read else None)
+            if not memory.is_apart_from(results):
+                self._assert_apart(results, inference)
         memory.check(wrote=wrote)
         return result
 
     def _assert_own(self, results: Tensors, inference: bool, device_type: str | None) -> None:
-        """Check that results are plain tensors that share memory with nothing else, and keep their values."""
-        values = [host(r) for r in results]
-        for i, result in enumerate(results):
+        """Check that results are plain tensors outside of autograd."""
+        for result in results:
             assert type(result) is Tensor, f"a result is a {type(result).__name__}"
             assert device_type in (None, result.device.type), f"a result is on {result.device}"
             assert not result.requires_grad, "autograd recorded the call"
             assert result.is_inference() == inference, "inference tensors come from inference mode alone"
+
+    def _assert_apart(self, results: Tensors, inference: bool) -> None:
+        """Check that results share memory with nothing else, by writing to them; keep their values."""
+        values = [host(r) for r in results]
+        for i, result in enumerate(results):
             with torch.inference_mode(inference):
                 result.fill_(i % 5 + 1)
         for i, (result, kept) in enumerate(zip(results, values, strict=True)):
@@ -114,26 +94,31 @@ class Judge(BackendFixtures):
         results: list[Tensor] = self._call(lambda: self.kernels.cast(given, dtype, out), tensors, out or ())
         assert len(results) == len(tensors), f"{len(results)} results for {len(tensors)} tensors {what}"
         for i, (result, source, tensor) in enumerate(zip(results, sources, tensors, strict=True)):
-            where = f"{what} tensor {i} of {len(tensors)}, {source.dtype} of shape {tuple(source.shape)}, "
-            if out is None:
-                assert result.dtype is dtype, where + f"became {result.dtype}"
-                strides = torch.empty_like(tensor.detach()).stride()
-                assert result.stride() == strides, where + f"got the strides {result.stride()}, not {strides}"
+            if out is not None:
+                wrong = "" if result is out[i] else "is not the tensor of out="
+            elif result.dtype is not dtype:
+                wrong = f"became {result.dtype}"
+            elif result.stride() != (strides := torch.empty_like(tensor.detach()).stride()):
+                wrong = f"got the strides {result.stride()}, not {strides}"
             else:
-                assert result is out[i], where + "is not the tensor of out="
-            self._assert_values(result, data.rounded_once(source, result.dtype), where + f"to {result.dtype}")
+                wrong = ""
+            wrong = wrong or self._departure(result, data.rounded_once(source, result.dtype))
+            assert not wrong, (
+                f"{what} tensor {i} of {len(tensors)}, {source.dtype} of shape {tuple(source.shape)} "
+                f"to {result.dtype}: {wrong}"
+            )
         return results
 
     def _judge_add(
         self, totals: Tensors, grads: Tensors, what: str = "", given: Tensors | None = None
     ) -> None:
         given = grads if given is None else given
-        expected = [rounded_sum(host(t), host(g)) for t, g in zip(totals, grads, strict=True)]
+        expected = [reference.rounded_sum(host(t), host(g)) for t, g in zip(totals, grads, strict=True)]
         result = self._call(lambda: self.kernels.add_(totals, given), grads, totals)
         assert result is None
         for i, (total, grad, values) in enumerate(zip(totals, grads, expected, strict=True)):
-            where = f"{what} total {i} of {len(totals)}, {grad.dtype} onto {total.dtype}"
-            self._assert_values(total, values, where)
+            wrong = self._departure(total, values)
+            assert not wrong, f"{what} total {i} of {len(totals)}, {grad.dtype} onto {total.dtype}: {wrong}"
 
     def _judge_multiply(
         self,
@@ -145,20 +130,20 @@ class Judge(BackendFixtures):
         given: Tensors | None = None,
     ) -> None:
         given = grads if given is None else given
-        before = [host(g) for g in grads]
-        expected = [product(v, factor) for v in before]
+        expected = [reference.product(host(g), factor) for g in grads]
         number = data.scalar(factor, self.device, shape)
         flags = [] if flag is None else [data.scalar(flag, self.device, shape)]
-        bad = any(map(nonfinite, (*before, *expected)))
+        bad = any(map(reference.nonfinite, expected))  # no product with inf or NaN is finite
         result = self._call(
             lambda: self.kernels.multiply_(given, number, *flags), [number], [*grads], wrote=True
         )
         assert result is None
         for i, (grad, values) in enumerate(zip(grads, expected, strict=True)):
-            where = (
-                f"{what} tensor {i} of {len(grads)}, {grad.dtype} of shape {tuple(grad.shape)} times {factor}"
+            wrong = self._product_departure(grad, values)
+            assert not wrong, (
+                f"{what} tensor {i} of {len(grads)}, {grad.dtype} of shape {tuple(grad.shape)} "
+                f"times {factor}: {wrong}"
             )
-            self._assert_product(grad, values, where)
         for tensor in flags:
             assert (tensor.shape, tensor.dtype) == (shape, torch.float32)
             assert float(tensor) == (1.0 if bad else flag), (
@@ -184,8 +169,8 @@ class Judge(BackendFixtures):
             assert (tuple(part.shape), part.dtype) == (shape, kind), (
                 f"{what} {name} is {part.dtype} {part.shape}"
             )
-        expected = [reference_norm(v, order) for v in values]
-        flags = [float(nonfinite(v)) for v in values]
+        expected = [reference.norm(v, order) for v in values]
+        flags = [float(reference.nonfinite(v)) for v in values]
         assert stats.nonfinite.tolist() == flags, (
             f"{what} nonfinite is wrong for {wrong_at(stats.nonfinite, flags)}"
         )
@@ -193,7 +178,7 @@ class Judge(BackendFixtures):
             f"{what} found_inf is {float(stats.found_inf)}"
         )
         self._assert_norms_close(stats.norms, expected, f"{what} norms of order {order}")
-        whole = [reference_norm(torch.tensor(expected, dtype=torch.float64), order)]
+        whole = [reference.norm(torch.tensor(expected, dtype=torch.float64), order)]
         self._assert_norms_close(stats.norm.reshape(1), whole, f"{what} total norm of order {order}")
         return stats
 
@@ -252,25 +237,32 @@ class Judge(BackendFixtures):
         self._judge_add([t.detach() for t in tensors()], tensors(), what=what)
 
     def _assert_values(self, result: Tensor, expected: Tensor, what: str) -> None:
-        found, wanted = self._flushed(data.plain(result), expected)
-        if not data.same_values(found, wanted):
-            raise AssertionError(f"{what}: {difference(found, wanted)}")
+        wrong = self._departure(result, expected)
+        assert not wrong, f"{what}: {wrong}"
 
-    def _assert_product(self, result: Tensor, expected: Tensor, what: str) -> None:
+    def _departure(self, result: Tensor, expected: Tensor) -> str:
+        """Say how `result` differs from what is expected; empty if it does not."""
+        found, wanted = self._flushed(data.plain(result), expected)
+        return "" if data.same_values(found, wanted) else difference(found, wanted)
+
+    def _product_departure(self, result: Tensor, expected: Tensor) -> str:
         if not self.product_ulps or result.is_complex():
-            self._assert_values(result, expected, what)
-            return
+            return self._departure(result, expected)
         step = torch.finfo(result.dtype).eps * self.product_ulps
         found, wanted = self._flushed(host(result), expected)
-        torch.testing.assert_close(found, wanted, rtol=step, atol=0.0, equal_nan=True, msg=what)
+        close = torch.isclose(found, wanted, rtol=step, atol=0.0, equal_nan=True)
+        return "" if bool(close.all()) else difference(found, wanted, ~close)
 
     def _assert_norms_close(self, norms: Tensor, expected: list[float], what: str) -> None:
         wanted = torch.tensor(expected, dtype=torch.float64).to(norms.dtype)
         smallest = 1e-44 if self.keeps_subnormals else torch.finfo(norms.dtype).tiny
-        close = torch.isclose(
-            norms.detach().cpu(), wanted, rtol=self.norm_rtol, atol=smallest, equal_nan=True
-        )
-        assert bool(close.all()), f"{what}: {difference(norms.cpu(), wanted, ~close)}"
+        found = norms.detach().cpu()
+        far = [
+            not math.isclose(a, b, rel_tol=self.norm_rtol, abs_tol=smallest)
+            and not (math.isnan(a) and math.isnan(b))
+            for a, b in zip(found.tolist(), wanted.tolist(), strict=True)
+        ]
+        assert not any(far), f"{what}: {difference(found, wanted, torch.tensor(far))}"
 
     def _flushed(self, found: Tensor, expected: Tensor) -> tuple[Tensor, Tensor]:
         """On a device that flushes, a subnormal result may also be zero; nothing else may."""

@@ -19,7 +19,7 @@ class LayoutConformance(Judge):
     AREA = "layouts"
 
     def _lists(self, dtypes: Sequence[torch.dtype], extra: Sequence[str] = ()) -> Iterator[list[space.Spec]]:
-        """Yield each layout alone, all and only the dense ones of each dtype, and all of all dtypes."""
+        """Yield each layout alone, all and only dense ones of each dtype, all of all dtypes, odd shapes."""
         layouts = [*self._layouts(), *extra]
         for spec in space.specs(dtypes, layouts) if self.thorough else space.rotated(dtypes, layouts):
             yield [spec]
@@ -29,6 +29,13 @@ class LayoutConformance(Judge):
         everything = space.specs(dtypes, layouts)
         yield everything
         yield everything[::-1]
+        for turned in (dtypes, [*dtypes[1:], dtypes[0]]):
+            yield space.rotated(turned, layouts, space.ODD_SHAPES)
+
+    def _cast_lists(self) -> Iterator[list[space.Spec]]:
+        yield from self._lists(self.dtypes(), space.READ_ONLY)
+        if self.supports_float8:
+            yield space.rotated(self._float8(), (*space.MOVED, *space.READ_ONLY))
 
     def _build(self, specs: Sequence[space.Spec]) -> list[Tensor]:
         return [spec.build(self.device) for spec in specs]
@@ -51,16 +58,16 @@ class LayoutConformance(Judge):
 
     def test_cast_of_every_memory_layout(self) -> None:
         """The cast has the values, dtype, strides, and nothing else is written."""
-        targets = itertools.cycle(self.dtypes())
-        for number, specs in enumerate(self._lists(self.dtypes(), space.READ_ONLY)):
+        targets = itertools.cycle(self._cast_dtypes())
+        for number, specs in enumerate(self._cast_lists()):
             for target in self.dtypes() if _alike(specs) else (next(targets),):
                 tensors = self._build(specs)
                 self._judge_cast(tensors, target, None, _name(specs), self._form(tensors, specs, number))
 
     def test_cast_into_every_memory_layout(self) -> None:
         """Source and target lie differently; ``out`` is what is written, and all that is."""
-        dtypes, layouts = self.dtypes(), self._layouts()
-        for number, specs in enumerate(self._lists(dtypes, space.READ_ONLY)):
+        dtypes, layouts = self._cast_dtypes(), self._layouts()
+        for number, specs in enumerate(self._cast_lists()):
             shifts = range(0, len(layouts), 2 if len(specs) == 1 else 4)
             for shift in shifts if len(specs) == 1 or _alike(specs) else (number,):
                 outs = [

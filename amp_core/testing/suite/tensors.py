@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -31,13 +34,32 @@ SHAPES = (
     (2, 3, 2, 3, 4),
     (2, 1) * 4 + (3, 2),
 )
+# Rows, columns and images whose strides are ambiguous, other numbers of dimensions, and more than one block.
+ODD_SHAPES = (
+    (9, 1),
+    (1, 9),
+    (2, 1, 4, 5),
+    (2, 3, 1, 1),
+    (2, 3, 1, 2, 1, 2),
+    (2, 1, 2, 1, 2, 1, 2),
+    (1100,),
+    (17, 70),
+    (2, 16, 6, 6),
+)
 
-LAYOUTS = (
-    "contiguous", "channels_last", "reversed", "odd offset", "gaps", "padded rows", "negated", "conjugated",
-    "parameter", "leaf", "graph",
+MOVED = (
+    "contiguous", "channels_last", "reversed", "swapped", "odd offset", "gaps", "padded rows", "cut",
 )  # fmt: skip
+LAYOUTS = (*MOVED, "negated", "conjugated", "parameter", "leaf", "graph")
 DENSE = ("contiguous", "channels_last", "odd offset", "parameter")
-READ_ONLY = ("expanded", "expanded inside")
+READ_ONLY = ("expanded", "expanded inside", "expanded between", "expanded all", "windows")
+
+
+_DIMENSIONS = {
+    "channels_last": 3, "reversed": 2, "swapped": 3, "padded rows": 2, "cut": 2,
+    "expanded": 1, "expanded inside": 1, "expanded between": 3, "expanded all": 2, "windows": 2,
+}  # fmt: skip
+"""How many dimensions a layout needs to differ from others."""
 
 
 class Spec(NamedTuple):
@@ -52,8 +74,9 @@ class Spec(NamedTuple):
         """Whether the layout differs from a contiguous one for this shape and dtype."""
         if self.layout == "conjugated":
             return self.dtype.is_complex
-        needed = {"channels_last": 3, "reversed": 2, "padded rows": 2, "expanded": 1, "expanded inside": 1}
-        return len(self.shape) >= needed.get(self.layout, 0)
+        if self.dtype.itemsize == 1 and self.layout not in (*MOVED, *READ_ONLY):
+            return False  # 8-bit floats have no signs to turn and no gradients
+        return len(self.shape) >= _DIMENSIONS.get(self.layout, 0)
 
     def moved(self, layout: str, dtype: torch.dtype) -> Spec:
         """Return a tensor of this shape in another layout, or a contiguous one where it does not apply."""
@@ -63,9 +86,12 @@ class Spec(NamedTuple):
 
     def build(self, device: torch.device) -> Tensor:
         """Return normal numbers on `device`, in this layout; whatever else is in their storage is NaN."""
-        if self.layout.startswith("expanded") and self.shape:
-            dim = 0 if self.layout == "expanded" else len(self.shape) - 1
-            shape = tuple(min(1, n) if d == dim else n for d, n in enumerate(self.shape))
+        if self.layout.startswith("expanded"):
+            first, last = {
+                "expanded": (0, 0), "expanded inside": (-1, -1), "expanded between": (1, -2)
+            }.get(self.layout, (0, -1))  # fmt: skip
+            there = range(first % len(self.shape), last % len(self.shape) + 1)
+            shape = tuple(min(1, n) if d in there else n for d, n in enumerate(self.shape))
             return Spec(shape, "contiguous", self.dtype, self.seed).build(device).expand(self.shape)
         base, strides, offset = _base(self)
         tensor = torch.as_strided(base.to(device, copy=True), self.shape, strides, offset)
@@ -90,9 +116,13 @@ def specs(
     return [spec for i, point in enumerate(space) if (spec := Spec(*point, seed=i)).applies()]
 
 
-def rotated(dtypes: Sequence[torch.dtype], layouts: Sequence[str] = LAYOUTS) -> list[Spec]:
+def rotated(
+    dtypes: Sequence[torch.dtype],
+    layouts: Sequence[str] = LAYOUTS,
+    shapes: Sequence[tuple[int, ...]] = SHAPES,
+) -> list[Spec]:
     """Return every layout of every shape once, with the dtypes in turn."""
-    places = [(shape, layout) for layout in layouts for shape in SHAPES]
+    places = [(shape, layout) for layout in layouts for shape in shapes]
     return [
         spec
         for i, (shape, layout) in enumerate(places)
@@ -104,13 +134,16 @@ def _strides(shape: tuple[int, ...], layout: str) -> list[int]:
     order = list(range(len(shape)))
     if layout == "reversed":
         order.reverse()
-    elif layout == "channels_last" and len(shape) > 2:
+    elif layout == "swapped":
+        order[-2:] = order[:-3:-1]
+    elif layout in ("channels_last", "cut") and len(shape) > 2:
         order = [0, *order[2:], 1]
     strides, width = [0] * len(shape), 2 if layout == "gaps" else 1
     for dim in reversed(order):
         strides[dim] = width
-        width *= max(1, shape[dim]) + (3 if layout == "padded rows" and width == 1 else 0)
-    return strides
+        beyond = 1 if layout == "cut" else 3 if layout == "padded rows" and width == 1 else 0
+        width *= max(1, shape[dim]) + beyond
+    return [1] * len(shape) if layout == "windows" else strides
 
 
 @lru_cache(maxsize=16_384)
@@ -161,35 +194,39 @@ class Memory:
 
     def __init__(self, read: Sequence[Tensor], written: Sequence[Tensor] = ()) -> None:
         self._read, self._written = list(read), list(written)
-        self._attributes = [_attributes(t) for t in (*self._read, *self._written)]
+        everything = (*self._read, *self._written)
+        self._attributes = [_attributes(t) for t in everything]
         self._versions = versions(*self._read), versions(*self._written)
-        self._storages: dict[int, tuple[Tensor, Tensor]] = {}
-        self._kept: dict[int, Tensor] = {}
-        for tensor in (*self._read, *self._written):
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in self._storages and storage.nbytes():
-                whole = tensor.detach().as_strided((storage.nbytes() // tensor.element_size(),), (1,), 0)
-                self._storages[storage.data_ptr()] = whole, data.bits(whole).clone()
+        self._storages = {s.data_ptr(): t for t in everything if (s := t.untyped_storage()).nbytes()}
+        self._before = {address: _raw(tensor) for address, tensor in self._storages.items()}
+        self._parts = defaultdict(list)
         for tensor in self._written:
-            if tensor.numel():
-                address = tensor.untyped_storage().data_ptr()
-                whole, _ = self._storages[address]
-                kept = self._kept.setdefault(address, torch.ones(whole.shape, dtype=torch.bool))
-                kept.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).fill_(False)
+            self._parts[tensor.untyped_storage().data_ptr()].append(tensor)
+
+    def is_apart_from(self, results: Sequence[Tensor]) -> bool:
+        """Whether `results` are dense and their addresses say that they share memory with nothing."""
+        spans = [(0, 0)]
+        for result in results:
+            if result.numel():
+                extent = sum((n - 1) * s for n, s in zip(result.shape, result.stride(), strict=True)) + 1
+                if extent != result.numel() or result.untyped_storage().data_ptr() in self._storages:
+                    return False
+                spans.append((result.data_ptr(), result.data_ptr() + extent * result.itemsize))
+        return all(end <= start for (_, end), (start, _) in pairwise(sorted(spans)))
 
     def check(self, *, wrote: bool = True) -> None:
         """Compare; `wrote` says that the written arguments must have changed versions."""
-        for address, (whole, before) in self._storages.items():
-            now = data.bits(whole)
-            if torch.equal(now, before):
+        for address, tensor in self._storages.items():
+            before, now = self._before[address], _raw(tensor)
+            if now == before:
                 continue
-            changed = now != before
-            if address in self._kept:
-                kept = self._kept[address]
-                changed &= kept.repeat_interleave(before.numel() // kept.numel())
-            assert not changed.any(), (
-                f"the call wrote to what it must only read: element {int(changed.nonzero()[0])} of the "
-                f"{whole.numel()} in a storage of {whole.dtype}"
+            changed = int.from_bytes(before, "little") ^ int.from_bytes(now, "little")
+            for part in self._parts[address]:
+                changed &= _outside(part.shape, part.stride(), part.storage_offset(), part.itemsize, len(now))
+            place = (changed & -changed).bit_length() // 8 // tensor.itemsize
+            assert not changed, (
+                f"the call wrote to what it must only read: element {place} of the "
+                f"{len(now) // tensor.itemsize} in a storage of {tensor.dtype}"
             )
         attributes = [_attributes(t) for t in (*self._read, *self._written)]
         for present, then in zip(attributes, self._attributes, strict=True):
@@ -200,6 +237,23 @@ class Memory:
             t.shape for t, now, then in pairs if wrote and t.numel() and not t.is_inference() and now <= then
         ]
         assert not stale, f"it wrote behind autograd, without moving the version counters of {stale}"
+
+
+def _raw(tensor: Tensor) -> bytes:
+    """Return the bytes of the storage of `tensor`."""
+    whole = tensor.detach()
+    if not whole.is_cpu:
+        whole = whole.as_strided((whole.untyped_storage().nbytes() // whole.itemsize,), (1,), 0).cpu()
+    storage = whole.untyped_storage()
+    return ctypes.string_at(storage.data_ptr(), storage.nbytes())
+
+
+@lru_cache(maxsize=1024)
+def _outside(shape: tuple[int, ...], strides: tuple[int, ...], offset: int, size: int, nbytes: int) -> int:
+    """Return ones for the bits in a storage of `nbytes` that such a tensor has not, as a number."""
+    mask = torch.full((nbytes,), 255, dtype=torch.uint8, device="cpu")
+    mask.as_strided((*shape, size), (*(s * size for s in strides), 1), offset * size).zero_()
+    return int.from_bytes(ctypes.string_at(mask.data_ptr(), nbytes), "little")
 
 
 def _attributes(tensor: Tensor) -> dict[str, object]:
