@@ -28,6 +28,7 @@ from amp_core.plugin import get_backend
 from amp_core.policy import OpPolicy, names
 from amp_core.policy.coverage import PRODUCT, heavy_ops
 from amp_core.policy.rules import UNCHANGED
+from amp_core.regions.direct_calls import call_directly
 from amp_core.regions.region import autocast
 
 
@@ -109,7 +110,8 @@ def materialize(
     _cast_before_moves(graph_module.graph)
     _share_casts(graph_module.graph)
     _store_low(graph_module)
-    graph_module.recompile()
+    ops = {names.full_name(n.target) for n in graph_module.graph.nodes if isinstance(n.target, Overload)}
+    graph_module = call_directly(graph_module, program.call_spec.in_spec)
     for name in ("train", "eval"):  # torch.export forbids both; this graph has one mode
         graph_module.__dict__.pop(name, None)
     graph_module.eval()
@@ -118,11 +120,11 @@ def materialize(
             result = graph_module(*args, **(kwargs or {}))
             with region:
                 wanted = model(*args, **(kwargs or {}))
-        _compare(result, wanted, model, graph_module.graph)
+        _compare(result, wanted, model, ops)
     return graph_module  # type: ignore[no-any-return]
 
 
-def _compare(result: Any, wanted: Any, model: nn.Module, graph: fx.Graph) -> None:
+def _compare(result: Any, wanted: Any, model: nn.Module, ops: set[str]) -> None:
     if all(_same(a, b) for a, b in zip(tensors_in(result), tensors_in(wanted), strict=True)):
         return
     name = type(model).__name__
@@ -134,7 +136,6 @@ def _compare(result: Any, wanted: Any, model: nn.Module, graph: fx.Graph) -> Non
             f"elsewhere and which no trace has. Call torch.backends.mha.set_fastpath_enabled(False) before "
             f"materialize, and before the region that is to give the same bits."
         )
-    ops = {names.full_name(n.target) for n in graph.nodes if isinstance(n.target, Overload)}
     unruled = [op for op, kind in heavy_ops().items() if kind == PRODUCT and op in ops]
     raise MaterializeError(
         f"{differs}Ops whose inner ops autocast may cast: {', '.join(sorted(unruled)) or 'none known'}; give "
