@@ -61,7 +61,8 @@ def _bind(node: Any) -> None:
         return  # it makes a tensor: a default device or dtype would reach the binding
     if node.target is _torch.to_copy:
         # Tensor.to copies only what is in another dtype.
-        casts = set(node.kwargs) == {"dtype"} and first.meta["val"].dtype is not node.kwargs["dtype"]
+        only_casts = isinstance(first, fx.Node) and set(node.kwargs) == {"dtype"}
+        casts = only_casts and node.args[0].meta["val"].dtype is not node.kwargs["dtype"]
         direct: Callable[..., Any] | str | None = "to" if casts else None
     else:
         direct = binding(node.target)
