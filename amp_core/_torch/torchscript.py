@@ -17,6 +17,17 @@ _DIAGNOSIS = Feature(
     probed=("ScriptFunction._torchdynamo_inline",),
 )
 
+_GRADIENTS = Feature(
+    "script_gradients",
+    "amp_core.script cannot tell that TorchScript differentiates a region without its casts",
+)
+_optimises = _GRADIENTS.value("torch._C._get_graph_executor_optimize", lambda: False)
+
+
+def derives_gradients() -> bool:
+    """Whether TorchScript may derive the gradients of the code that runs by its own formulas."""
+    return torch.is_grad_enabled() and _GRADIENTS.works_or_warn() and _optimises()
+
 
 @_DIAGNOSIS.probe
 def _check_original() -> None:

@@ -56,27 +56,34 @@ def script(fn: F) -> F:
     plain = rewrite(fn)
 
     @functools.lru_cache(maxsize=16)
-    def compiled(ambient: Ambient) -> Any:
+    def compiled(ambient: Ambient, with_gradients: bool) -> Any:
+        # One executor for each kind of call: it keeps the plan of its first calls.
         with warnings.catch_warnings():
             # Callers of this function chose TorchScript; the documentation names its replacement. That torch
             # does not support it on their Python (3.14 and later) is news to them.
             warnings.filterwarnings("ignore", "`torch.jit.* is deprecated")
             return torch.jit.script(rewrite(fn, ambient) if ambient else plain)
 
+    def call(ambient: Ambient, *args: Any, **kwargs: Any) -> Any:
+        if not (torch.is_grad_enabled() and (ambient or has_regions)):
+            return compiled(ambient, False)(*args, **kwargs)
+        # TorchScript's own formulas for gradients do not see the casts of eager autocast.
+        with torch.jit.optimized_execution(False):  # type: ignore[no-untyped-call]
+            return compiled(ambient, True)(*args, **kwargs)
+
     @functools.wraps(plain)
     def scripted(*args: Any, **kwargs: Any) -> Any:
         ambient = _ambient()
-        if not ambient:
-            return compiled(ambient)(*args, **kwargs)
         # Under eager autocast, TorchScript would run its own pass over the graph, and a trace would lose the
         # surrounding state. So compile that state into the graph as a region.
         with ExitStack() as stack:
             for device, _ in ambient:
                 stack.enter_context(autocast(device, enabled=False))
-            return compiled(ambient)(*args, **kwargs)
+            return call(ambient, *args, **kwargs)
 
     _torch_script.let_script_compile(scripted, plain)
-    scripted.scripted = compiled(())  # type: ignore[attr-defined]
+    scripted.scripted = compiled((), False)  # type: ignore[attr-defined]
+    has_regions = _torch_script.has_regions(scripted.scripted)  # type: ignore[attr-defined]
     return scripted  # type: ignore[return-value]
 
 

@@ -8,18 +8,32 @@ dtypes.
 # No `from __future__ import annotations`: TorchScript cannot read string annotations.
 
 import threading
+import warnings
 from typing import Any
 
 import torch
 
+from amp_core._torch import torchscript as _torch_script
 from amp_core.regions.region import autocast
 
 _entered = threading.local()
+_GRADIENTS = (
+    "Another scripted function calls this autocast region, or `.scripted` does. TorchScript derives gradients by "
+    "formulas that do not see the region's casts: they may be wrong or raise an error. To train, call what "
+    "amp_core.script returned from Python, or put `with torch.jit.optimized_execution(False):` around every "
+    "call. Otherwise call it under torch.no_grad()."
+)
 
 
 @torch.jit.ignore  # type: ignore[untyped-decorator]
 def enter_region(device: str, dtype: str, enabled: bool) -> None:
-    """Enter eager autocast in this thread; an empty `dtype` means the device's default."""
+    """Enter eager autocast in this thread; an empty `dtype` means the device's default.
+
+    Warns:
+        UserWarning: TorchScript may differentiate the region without its casts.
+    """
+    if _torch_script.derives_gradients():
+        warnings.warn(_GRADIENTS, UserWarning, stacklevel=2)
     region = autocast(device, getattr(torch, dtype) if dtype else None, enabled)
     region.__enter__()
     _stack().append(region)

@@ -2,7 +2,7 @@
 
 A policy and rules for modules say which dtype an op runs in. Nothing else may change a result: not a scope
 that keeps casts (of this model or another, opened outside the region, inside it or in another thread), not an
-observer, not a checkpoint.
+observer, not a comparison, not a checkpoint, not TorchScript.
 """
 
 from __future__ import annotations
@@ -94,6 +94,17 @@ class Net(nn.Module):
 X = torch.randn(5, 6, generator=torch.Generator().manual_seed(1))
 
 
+def layers(x, w1, b1, scale, shift, w2, b2):  # type: ignore[no-untyped-def]
+    """What `Net` computes, in a region of its own that takes the policy around it."""
+    with autocast("cpu", dtype=torch.bfloat16):
+        x = nn.functional.linear(x, w1, b1)
+        x = nn.functional.layer_norm(x, [6], scale, shift)
+        return torch.softmax(nn.functional.linear(x, w2, b2), -1)
+
+
+scripted_layers = amp_core.script(layers)
+
+
 def by_hand(net: Net, policy: str, head: str) -> Tensor:
     """Return what `net` gives in a bfloat16 region, each cast written out."""
     rules = {**BY_DEFAULT, **POLICIES[policy]}
@@ -141,6 +152,8 @@ def run(
     again: bool = False,
     thread: str = "none",
     compiled: bool = False,
+    scripted: bool = False,
+    compared: bool = False,
     steps: int = 2,
 ) -> None:
     """Run one step of a model `steps` times in the features named, and compare with `by_hand`."""
@@ -149,6 +162,12 @@ def run(
         torch._dynamo.reset()
         again = False  # Dynamo does not trace the contexts of a checkpoint
     call = torch.compile(net, backend="eager") if compiled else net
+    if scripted:
+        head, again = "none", False  # functions have neither modules nor a checkpoint
+
+        def call(x: Tensor) -> Tensor:
+            return scripted_layers(x, *net.parameters())
+
     with ExitStack() as around:
         if HEADS[head] is not None:
             around.enter_context(apply_policy(net, {"head": HEADS[head]}))
@@ -162,12 +181,31 @@ def run(
                 SCOPES[scope](net) if inside else nullcontext(),
                 beside(thread, net),
             ):
+                if compared:
+                    compare_step(call, net, policy, head)
                 got = attempt(call, autocast("cpu", dtype=LOW, policy=_policy(policy)) if again else None)
             wanted = EXPECTED[policy, head]
             assert (got is None) == (not wanted)
             if got is not None:
                 got.float().square().sum().backward()
                 check([got.detach(), *(p.grad for p in net.parameters())], wanted)
+
+
+def compare_step(call: Callable[..., Tensor], net: Net, policy: str, head: str) -> None:
+    """Compare the forward pass; its run in low precision must give what the step gives."""
+    outputs = []
+
+    def step() -> Tensor:
+        outputs.append(call(X))
+        return outputs[-1].float().square().sum()
+
+    wanted = EXPECTED[policy, head]
+    try:
+        amp_core.compare(step, "cpu", policy=_policy(policy), dtype=LOW, model=net)
+    except (RuntimeError, TorchRuntimeError) as error:
+        assert not wanted, error
+        return
+    assert any(torch.equal(out, wanted[0]) and out.dtype is wanted[0].dtype for out in outputs)
 
 
 def _policy(name: str) -> OpPolicy | None:
@@ -251,6 +289,8 @@ FEATURES: dict[str, list[dict[str, Any]]] = {
     "checkpoint": [{"again": True}],
     "thread": [{"thread": name} for name in THREADS if name != "none"],
     "compile": [{"compiled": True}],
+    "script": [{"scripted": True}],
+    "compare": [{"compared": True}],
 }
 
 

@@ -213,7 +213,8 @@ def test_trace_calls_script(x: Tensor) -> None:
             with torch.autocast("cpu", cache_enabled=False):
                 return compiled(a)
 
-        return torch.jit.trace(caller, (x,), check_trace=False)(x).dtype
+        with torch.no_grad():
+            return torch.jit.trace(caller, (x,), check_trace=False)(x).dtype
 
     assert replayed(theirs) == FP32
     assert replayed(ours) == BF16
@@ -225,7 +226,45 @@ def no_region(a: Tensor) -> Tensor:
 
 def test_scripted_code_calls_it(x: Tensor) -> None:
     """Code scripted by torch itself can call the result."""
-    assert torch.jit.script(calls_compiled)(x).dtype == BF16
+    with torch.no_grad():
+        assert torch.jit.script(calls_compiled)(x).dtype == BF16
+
+
+def two_layers(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return torch.softmax(torch.nn.functional.linear(torch.nn.functional.linear(x, w), v), -1)
+
+
+def calls_two_layers(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+    return compiled_layers(x, w, v)
+
+
+compiled_layers = script(two_layers)
+
+
+@pytest.mark.parametrize("ambient", [False, True])
+def test_gradients_of_every_call_equal_eager(x: Tensor, ambient: bool) -> None:
+    """From its second call on, TorchScript derives gradients itself: other numbers, or mixed dtypes."""
+    x, w, v = (torch.nn.Parameter(x.clone() + i) for i in range(3))
+    with torch.autocast("cpu", enabled=ambient):
+        wanted = torch.autograd.grad(two_layers(x, w, v).square().sum(), (x, w, v))
+    for _ in range(4):
+        with torch.autocast("cpu", enabled=ambient):
+            loss = compiled_layers(x, w, v).square().sum()
+        for ours, eager in zip(torch.autograd.grad(loss, (x, w, v)), wanted, strict=True):
+            assert torch.equal(ours, eager)
+
+
+def test_gradients_that_torchscript_derives_are_announced(x: Tensor) -> None:
+    """Scripted code that calls the result gets wrong gradients, and nobody says why."""
+    x, w, v = (torch.nn.Parameter(x.clone() + i) for i in range(3))
+    outer = torch.jit.script(calls_two_layers)
+    with torch.jit.optimized_execution(False):
+        assert outer(x, w, v).requires_grad
+    with pytest.warns(UserWarning, match="TorchScript derives gradients"):
+        outer(x, w, v)
+    with pytest.warns(UserWarning, match="optimized_execution"):
+        compiled_layers.scripted(x, w, v)
 
 
 compiled_plain = script(plain)
