@@ -56,7 +56,7 @@ def script(fn: F) -> F:
     plain = rewrite(fn)
 
     @functools.lru_cache(maxsize=16)
-    def compiled(ambient: Ambient, with_gradients: bool) -> Any:
+    def compiled(ambient: Ambient, _with_gradients: bool) -> Any:
         # One executor for each kind of call: it keeps the plan of its first calls.
         with warnings.catch_warnings():
             # Callers of this function chose TorchScript; the documentation names its replacement. That torch
@@ -68,7 +68,7 @@ def script(fn: F) -> F:
         if not (torch.is_grad_enabled() and (ambient or has_regions)):
             return compiled(ambient, False)(*args, **kwargs)
         # TorchScript's own formulas for gradients do not see the casts of eager autocast.
-        with torch.jit.optimized_execution(False):  # type: ignore[no-untyped-call]
+        with torch.jit.optimized_execution(False):
             return compiled(ambient, True)(*args, **kwargs)
 
     @functools.wraps(plain)

@@ -18,10 +18,10 @@ from amp_core.regions.region import autocast
 
 _entered = threading.local()
 _GRADIENTS = (
-    "Another scripted function calls this autocast region, or `.scripted` does. TorchScript derives gradients by "
-    "formulas that do not see the region's casts: they may be wrong or raise an error. To train, call what "
-    "amp_core.script returned from Python, or put `with torch.jit.optimized_execution(False):` around every "
-    "call. Otherwise call it under torch.no_grad()."
+    "Other scripted code calls this autocast region, or `.scripted` does. There TorchScript derives "
+    "gradients by formulas that do not see the region's casts; they may be wrong or raise an error. To "
+    "train, call what amp_core.script returned from Python, or put "
+    "`with torch.jit.optimized_execution(False):` around each call. Otherwise call it under torch.no_grad()."
 )
 
 

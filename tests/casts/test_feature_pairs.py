@@ -202,8 +202,9 @@ def compare_step(call: Callable[..., Tensor], net: Net, policy: str, head: str) 
     wanted = EXPECTED[policy, head]
     try:
         amp_core.compare(step, "cpu", policy=_policy(policy), dtype=LOW, model=net)
-    except (RuntimeError, TorchRuntimeError) as error:
-        assert not wanted, error
+    except (RuntimeError, TorchRuntimeError):
+        if wanted:
+            raise
         return
     assert any(torch.equal(out, wanted[0]) and out.dtype is wanted[0].dtype for out in outputs)
 
