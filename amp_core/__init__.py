@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         count_lost_updates,
         master_weights,
     )
+    from amp_core.casts.delayed import DelayedScales, delayed_scales
     from amp_core.debugging.advice import Advice
     from amp_core.debugging.advise import advise
     from amp_core.debugging.comparison import Comparison, compare
@@ -88,6 +89,7 @@ __all__ = [
     "CachedCasts",
     "Comparison",
     "Delayed",
+    "DelayedScales",
     "EmulationWarning",
     "GradScaler",
     "History",
@@ -134,6 +136,7 @@ __all__ = [
     "count_lost_updates",
     "custom_bwd",
     "custom_fwd",
+    "delayed_scales",
     "disable",
     "get_backend",
     "guard",
@@ -151,6 +154,7 @@ _NAMES = {
     "casts": (
         "CachedCasts LostUpdates MasterWeights StoredWeights cached_casts count_lost_updates master_weights"
     ),
+    "casts.delayed": "DelayedScales delayed_scales",
     "debugging.advice": "Advice",
     "debugging.comparison": "Comparison compare",
     "debugging.guard": "guard",

@@ -69,10 +69,11 @@ def make_runner(op: Overload, rule: str, device_type: str) -> Runner:
         return _unchanged(op, device_type)
     call = _below(op, device_type)
     if isinstance(rule, RecipeRule):
-        from amp_core.dispatch.scaled_products import scaled
+        from amp_core.dispatch.scaled_products import scaled, with_weight
 
         low = target_dtype(r.LOWER_PRECISION_FP, op, device_type)
-        return _casting(op, scaled(op, rule, call, device_type), low, device_type, False)
+        run = _casting(op, scaled(op, rule, call, device_type), low, device_type, False)
+        return with_weight(op, rule, run)
     if rule in _SPECIAL:
         return _SPECIAL[rule](op, call, device_type)
     target = target_dtype(rule, op, device_type)

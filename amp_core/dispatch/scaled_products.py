@@ -20,10 +20,10 @@ from torch import Tensor
 
 from amp_core._torch import internals as _torch
 from amp_core._torch.dispatcher import Overload, autocast_key, dispatcher_name, excluded, key_set
-from amp_core.dispatch import kept_operands, products
+from amp_core.dispatch import delayed_scales, kept_operands, products
 from amp_core.dispatch.work import work
 from amp_core.errors import PolicyError
-from amp_core.formats import Quantization, Quantized, quantize
+from amp_core.formats import AmaxHistory, Quantization, Quantized, quantize
 from amp_core.plugin.default_manager import get_backend
 from amp_core.policy import rules as r
 from amp_core.policy.recipes import RecipeRule
@@ -104,12 +104,14 @@ class _Call(NamedTuple):
         keys: the dispatch keys to exclude.
         observers: what watches the products.
         kept: by role, the quantised forms of those factors that are weights in a scope.
+        histories: by role, those of delayed scales.
     """
 
     rule: RecipeRule
     keys: Any
     observers: tuple[Observer, ...]
     kept: Mapping[str, kept_operands.Forms]
+    histories: Mapping[str, AmaxHistory]
 
     def multiply(self, name: ProductName, a: Tensor, b: Tensor) -> Tensor:
         """Return ``a @ b`` of the operands as the recipe quantises them for this product."""
@@ -138,18 +140,23 @@ class _Call(NamedTuple):
         return ScaledProduct(name, self.rule, (a, b), tuple(operands), product(*factors))
 
     def _quantized(self, role: str, tensor: Tensor, how: Quantization, dim: int) -> Quantized:
+        history = self.histories.get(role)
+        if history is not None:  # the next step has another scale, also of a weight that does not change
+            quantized = _quantize(tensor, how, dim, history.amax)
+            history.record(quantized.amax)
+            return quantized
         forms = self.kept.get(role)
         if forms is None:
             return _quantize(tensor, how, dim)
         return kept_operands.quantized(forms, tensor, how, dim, lambda: _quantize(tensor, how, dim))
 
 
-def _quantize(tensor: Tensor, how: Quantization, dim: int) -> Quantized:
+def _quantize(tensor: Tensor, how: Quantization, dim: int, amax: Tensor | None = None) -> Quantized:
     """Quantise with the device's kernel; in a graph, which cannot hold it, with PyTorch operations."""
     seed = _seed(how, tensor.device)
     if _torch.calls_are_captured():
-        return quantize(tensor, how, dim, seed=seed)
-    return get_backend(tensor.device.type).kernels().quantize(tensor, how, dim, seed=seed)
+        return quantize(tensor, how, dim, seed=seed, amax=amax)
+    return get_backend(tensor.device.type).kernels().quantize(tensor, how, dim, seed=seed, amax=amax)
 
 
 def _seed(how: Quantization, device: torch.device) -> int | Tensor | None:
@@ -245,7 +252,8 @@ def scaled(op: Overload, rule: RecipeRule, call: Callable[..., Any], device_type
         if small or not _can_multiply(name, args[first], args[first + 1], low):
             return call(*args, **kwargs)
         _check(name, rule, args)
-        shared = _Call(rule, keys, _thread.observers, _kept(args[first], args[first + 1]))
+        histories = delayed_scales.histories(rule.recipe)
+        shared = _Call(rule, keys, _thread.observers, _kept(args[first], args[first + 1]), histories)
 
         def product(a: Tensor, b: Tensor) -> Tensor:
             result: Tensor = _Product.apply(a, b, shared)  # type: ignore[no-untyped-call]
@@ -263,6 +271,13 @@ def _kept(a: Tensor, b: Tensor) -> dict[str, kept_operands.Forms]:
         return {}
     forms = {"input": kept_operands.forms_of(a), "weight": kept_operands.forms_of(b)}
     return {role: kept for role, kept in forms.items() if kept is not None}
+
+
+def with_weight(op: Overload, rule: RecipeRule, run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a runner like `run` that knows the weight for delayed scales, if `rule` has some."""
+    if not delayed_scales.is_delayed(rule.recipe):
+        return run
+    return delayed_scales.remembering(run, _OPS[dispatcher_name(op)].first + 1)
 
 
 def _can_multiply(name: str, a: Tensor, b: Tensor, low: torch.dtype) -> bool:

@@ -16,6 +16,9 @@ if TYPE_CHECKING:  # the import takes 10 ms, and few programs have recipes
 OPS = tuple(f"aten::{op}.default" for op in ("addmm", "baddbmm", "bmm", "linear", "matmul", "mm"))
 """The ops that take a recipe: those that are one product of two matrices, or of batches of them."""
 
+ROLES = ("input", "weight", "grad_output")
+"""The roles of a recipe."""
+
 _WORD = "recipe"
 _TEXT = re.compile(rf"{_WORD} (\S+)(?: above (.+))?")
 
@@ -89,7 +92,7 @@ def recipe_of(rule: object) -> Recipe | None:
 
 def describe(recipe: Recipe) -> str:
     """Say how each operand is quantised: ``input e4m3 per block of 32, ...``."""
-    roles = {"input": recipe.input, "weight": recipe.weight, "grad_output": recipe.grad_output}
+    roles = {role: getattr(recipe, role) for role in ROLES}
     return ", ".join(f"{role} {short(each) if each else 'as it is'}" for role, each in roles.items())
 
 
@@ -101,16 +104,11 @@ def short(quantization: Quantization) -> str:
     return f"{quantization.element.name} per {f'block of {shared}' if isinstance(shared, int) else shared}"
 
 
-def refusal(recipe: Recipe, op: str) -> str | None:
-    """Return why the op with the full name `op` cannot have `recipe`; None if it can."""
+def refusal(op: str) -> str | None:
+    """Return why the op with the full name `op` cannot have a recipe; None if it can."""
     if op not in OPS:
         short = (name.removeprefix("aten::").removesuffix(".default") for name in OPS)
         return f"only these ops take a recipe: {', '.join(short)}"
-    from amp_core.formats import Delayed
-
-    roles = [how for how in (recipe.input, recipe.weight, recipe.grad_output) if how is not None]
-    if any(isinstance(how.found, Delayed) for how in roles):
-        return "its scales are delayed, and a policy keeps no history of magnitudes; use found='current'"
     return None
 
 

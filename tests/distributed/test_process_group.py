@@ -29,7 +29,7 @@ def ranks(scenes: str, count: int) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("scenes", "count"),
     [
-        ("plain beyond bucket_views", 2),
+        ("plain beyond bucket_views delayed", 2),
         pytest.param("fsdp fsdp1 overlap reduced", 2, marks=pytest.mark.slow),
         pytest.param("groups", 3, marks=pytest.mark.slow),
         pytest.param("mesh slices decision", 4, marks=pytest.mark.slow),

@@ -167,11 +167,10 @@ def test_other_ops_take_no_recipe(op: str) -> None:
         ("recipe mxfp9", "no recipe 'mxfp9'; the recipes are fp8_tensorwise"),
         ("recipe mxfp8 above", "Unknown rule 'recipe mxfp8 above'"),
         ("recipe mxfp8 above 3 cows", "Unknown rule"),
-        (Recipe.fp8_delayed(), "delayed"),
     ],
 )
 def test_rules_that_mean_nothing_are_refused(rule: Any, text: str) -> None:
-    """A misspelt recipe is no recipe, and nobody says so; delayed scales are found from the tensor itself."""
+    """A misspelt recipe is no recipe, and nobody says so."""
     with pytest.raises(PolicyError, match=text):
         CPU.override({"linear": rule})
 

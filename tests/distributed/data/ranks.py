@@ -502,6 +502,28 @@ def overlap() -> None:
         torch.testing.assert_close(found[1], found[0])
 
 
+def delayed() -> None:
+    """Delayed scales follow from the largest magnitudes of all ranks, agreed on in one collective a step."""
+    net, policy = model(), amp_core.OpPolicy.default("cpu")
+    policy = policy.override({"linear": amp_core.Recipe.fp8_delayed(history=2)})
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with amp_core.delayed_scales(net, process_group=dist.group.WORLD) as scales:
+        for factor in (1.0, 3.0):
+            with amp_core.autocast("cpu", dtype=torch.bfloat16, policy=policy):
+                loss = net(INPUTS[0] * factor * (1 + dist.get_rank())).float().square().mean()
+            loss.backward()
+            with counted() as sizes:
+                optimizer.step()
+            assert sizes == [2 * 3 * 4]
+            optimizer.zero_grad()
+    histories = [state["seen"] for roles in scales.state_dict().values() for state in roles.values()]
+    every = [torch.zeros(6, 2) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, torch.stack(histories))
+    assert all(torch.equal(each, every[0]) for each in every)
+    seen = scales.state_dict()["0.weight"]["input"]["seen"]
+    assert seen.tolist() == [0.5 * dist.get_world_size(), 1.5 * dist.get_world_size()]
+
+
 def gone() -> None:
     """A rank that dies without a word: the others end with an error that names the lost connection."""
     net = model()

@@ -1,0 +1,170 @@
+"""`delayed_scales`: keep the histories that delayed scales of a model's products follow from."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from amp_core.dispatch import delayed_scales as _dispatch
+from amp_core.formats import AmaxHistory, Delayed
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class DelayedScales:
+    """The histories of one model; a context manager in which its products use them.
+
+    Attributes:
+        model: the model.
+    """
+
+    def __init__(self, model: nn.Module, process_group: ProcessGroup | None = None) -> None:
+        self.model = model
+        self._group = process_group
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._histories: dict[str, dict[str, AmaxHistory]] = {}
+        self._loaded: dict[str, dict[str, Any]] = {}
+        self._release: Any = None
+
+    def __enter__(self) -> DelayedScales:
+        if self._release is not None:
+            raise RuntimeError("These delayed_scales are already active. Enter them once at a time.")
+        _watch_optimizers()
+        self._release = _dispatch.register(self)
+        _active.append(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._release()
+        self._release = None
+        _active.remove(self)
+
+    def history(self, weight: Tensor, role: str, delayed: Delayed) -> AmaxHistory | None:
+        """Return the history of one role of the products of `weight`; None if it is not the model's.
+
+        Raises:
+            ValueError: it was created, or loaded, with another length.
+        """
+        name = self._names.get(id(weight))
+        if name is None:
+            return None
+        roles = self._histories.setdefault(name, {})
+        if role not in roles or roles[role].delayed != delayed:
+            if role in roles:
+                raise ValueError(
+                    f"The {role} of {name} has a history for {roles[role].delayed}, and is now quantised "
+                    f"with {delayed}: use one recipe for the products of a weight."
+                )
+            roles[role] = AmaxHistory(delayed, weight.device)
+            state = self._loaded.get(name, {}).pop(role, None)
+            if state is not None:
+                roles[role].load_state_dict(state)
+        return roles[role]
+
+    @torch.no_grad()
+    def step(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """End a step of the histories; optimizers do this after their own.
+
+        With a process group, its ranks first agree on the largest magnitudes, in one collective.
+
+        Args:
+            optimizer: limits it to the weights that it has.
+        """
+        ids = None if optimizer is None else {id(p) for g in optimizer.param_groups for p in g["params"]}
+        names = [name for key, name in self._names.items() if ids is None or key in ids]
+        stepped = [self._histories[n][role] for n in names for role in sorted(self._histories.get(n, ()))]
+        if self._group is not None and stepped:
+            from torch import distributed
+
+            largest = torch.stack([each.current for each in stepped])
+            distributed.all_reduce(largest, op=distributed.ReduceOp.MAX, group=self._group)
+            for history, amax in zip(stepped, largest, strict=True):
+                history.record(amax)
+        for history in stepped:
+            history.step()
+
+    def state_dict(self) -> dict[str, dict[str, dict[str, Tensor]]]:
+        """Return copies of all histories: name of the weight -> role -> `AmaxHistory.state_dict`."""
+        kept = {name: {role: h.state_dict() for role, h in r.items()} for name, r in self._histories.items()}
+        waiting = {name: {role: dict(state) for role, state in r.items()} for name, r in self._loaded.items()}
+        names = dict.fromkeys([*kept, *waiting])
+        both = {name: {**waiting.get(name, {}), **kept.get(name, {})} for name in names}
+        return {name: roles for name, roles in both.items() if roles}
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Mapping[str, Tensor]]]) -> None:
+        """Take over what `state_dict` returned; the scales go on bit for bit.
+
+        Raises:
+            KeyError: the model has no parameter of this name.
+            ValueError: a history has another length than the recipe's.
+        """
+        unknown = sorted({*state} - {*self._names.values()})
+        if unknown:
+            raise KeyError(f"The model has no parameters {', '.join(unknown)}, whose histories were saved.")
+        self._loaded = {name: {role: dict(s) for role, s in roles.items()} for name, roles in state.items()}
+        for name, roles in self._histories.items():
+            for role, history in [*roles.items()]:
+                if role in self._loaded.get(name, {}):
+                    history.load_state_dict(self._loaded[name].pop(role))
+                else:
+                    del roles[role]
+
+
+_active: list[DelayedScales] = []
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    # Register one permanent hook: other threads iterate over torch's hooks while scopes come and go.
+    register_optimizer_step_post_hook(_after_step)
+
+
+def _after_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+    for scales in [*_active]:
+        scales.step(optimizer)
+
+
+def delayed_scales(model: nn.Module, *, process_group: ProcessGroup | None = None) -> DelayedScales:
+    """Keep the histories that the delayed scales of `model`'s products follow from.
+
+    In this scope, recipes with `Delayed` scales, such as `Recipe.fp8_delayed`, work for ops whose second
+    factor is a parameter of `model`. Each weight has a history of largest magnitudes for its input, itself
+    and the gradient of its output; in a step they collect the largest of all micro-batches. When an optimizer
+    that has the weight steps, the step of its histories ends too. Until then, and for weights that no
+    optimizer has, scales follow from the tensors themselves. A step that a `GradScaler` skips on the host
+    ends with the next one that lands; inf and NaN never enter a history.
+
+    Args:
+        model: the model.
+        process_group: the ranks whose scales must be equal. At each step they agree on the largest
+            magnitudes, in one collective; all must step the same optimizers in the same order.
+
+    Returns:
+        A context manager with `state_dict` and `load_state_dict`. The same object can be entered again.
+
+    Raises:
+        PolicyError: in the scope, by an op whose second factor is no parameter of the model, or by compiled
+            code: graphs keep no histories.
+
+    Example::
+
+        from amp_core import OpPolicy, Recipe, autocast, delayed_scales
+
+        model = torch.nn.Linear(16, 16)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        policy = OpPolicy.default("cpu").override({"linear": Recipe.fp8_delayed(history=16)})
+        with delayed_scales(model) as scales:
+            for _ in range(2):
+                with autocast("cpu", dtype=torch.bfloat16, policy=policy):
+                    loss = model(torch.randn(4, 16)).square().mean()
+                loss.backward()
+                optimizer.step()
+        assert scales.state_dict()["weight"].keys() == {"input", "weight", "grad_output"}
+    """
+    return DelayedScales(model, process_group)

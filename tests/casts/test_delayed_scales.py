@@ -1,0 +1,208 @@
+"""Delayed scales in policies: which history each product has, when it moves, and that it resumes."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import amp_core
+from amp_core import OpPolicy, PolicyError, Recipe, autocast, delayed_scales, quantize
+from amp_core.formats import AmaxHistory, from_transformer_engine
+
+RECIPE = Recipe.fp8_delayed(history=3)
+POLICY = OpPolicy.default("cpu").override({"linear": RECIPE})
+LOW = torch.bfloat16
+
+
+def region(policy: OpPolicy = POLICY) -> autocast:
+    return autocast("cpu", dtype=LOW, policy=policy)
+
+
+def model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 24), nn.GELU(), nn.Linear(24, 4))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def batch(step: int) -> Tensor:
+    return torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(step)) * (1 + step)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[Tensor]:
+    """Return the outputs of steps with two micro-batches each."""
+    outputs = []
+    for step in steps:
+        for part in batch(step):
+            with region():
+                y = model(part)
+            y.float().square().mean().backward()
+            outputs.append(y.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+    return outputs
+
+
+def test_products_written_out() -> None:
+    """A scale follows from another tensor, another step, or one micro-batch of the last."""
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.randn(24, 16))
+    optimizer = torch.optim.SGD([weight], lr=0.01)
+    histories = {role: AmaxHistory(getattr(RECIPE, role).found, "cpu") for role in ("input", "weight")}
+    with delayed_scales(nn.ParameterList([weight])):
+        for step in range(5):
+            for x in batch(step):
+                operands = {"input": x.to(LOW), "weight": weight.detach().to(LOW)}
+                near = {}
+                for role, tensor in operands.items():
+                    quantized = quantize(tensor, getattr(RECIPE, role), amax=histories[role].amax)
+                    histories[role].record(quantized.amax)
+                    near[role] = quantized.dequantize()
+                with region():
+                    y = F.linear(x, weight)
+                assert torch.equal(y, (near["input"] @ near["weight"].t()).to(LOW))
+                y.float().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            for history in histories.values():
+                history.step()
+
+
+def test_a_run_resumes_bit_for_bit() -> None:
+    """After a checkpoint, scales start anew, or those of another weight or role are used."""
+    model, optimizer = model_and_optimizer()
+    with delayed_scales(model):
+        wanted = train(model, optimizer, range(6))
+    model, optimizer = model_and_optimizer()
+    with delayed_scales(model) as scales:
+        first = train(model, optimizer, range(3))
+    saved = copy.deepcopy([model.state_dict(), optimizer.state_dict(), scales.state_dict()])
+    assert {*saved[2]} == {"0.weight", "2.weight"}
+    model, optimizer = model_and_optimizer()
+    scales = delayed_scales(model)
+    for target, state in zip((model, optimizer, scales), saved, strict=True):
+        target.load_state_dict(state)
+    before = scales.state_dict()
+    assert all(
+        torch.equal(before[name][role][key], value)
+        for name, roles in saved[2].items()
+        for role, state in roles.items()
+        for key, value in state.items()
+    )
+    with scales:
+        rest = train(model, optimizer, range(3, 6))
+    assert all(torch.equal(a, b) for a, b in zip(first + rest, wanted, strict=True))
+    with scales:  # over what is in use
+        scales.load_state_dict(saved[2])
+    assert torch.equal(
+        scales.state_dict()["0.weight"]["input"]["seen"], saved[2]["0.weight"]["input"]["seen"]
+    )
+
+
+def test_scopes_checkpoints_and_views_keep_the_bits() -> None:
+    """A cached cast, a recomputation or a transposed weight has no history, or counts twice."""
+    torch.manual_seed(0)
+    plain, model = (nn.Linear(16, 16) for _ in range(2))
+    model.load_state_dict(plain.state_dict())
+    both = OpPolicy.default("cpu").override({"linear": RECIPE, "matmul": RECIPE})
+    results = []
+    for net, around in ((plain, amp_core.disable), (model, amp_core.cached_casts)):
+        scope = around(net) if around is amp_core.cached_casts else delayed_scales(nn.Linear(1, 1))
+        with delayed_scales(net) as scales, scope:
+            for step in range(2):
+                x = batch(step)[0]
+                with region(both):
+
+                    def body(x: Tensor, net: nn.Module = net) -> Tensor:
+                        return net(x) @ net.weight.t()
+
+                    again = around is amp_core.cached_casts
+                    y = torch.utils.checkpoint.checkpoint(body, x, use_reentrant=False) if again else body(x)
+                    y.float().square().mean().backward()
+                scales.step()
+        results.append([y.detach(), net.weight.grad, scales.state_dict()["weight"]["grad_output"]["seen"]])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_only_the_weights_of_an_optimizer_step() -> None:
+    """Histories move twice per step, or with the optimizer of another part."""
+    model, _ = model_and_optimizer()
+    one, two = (torch.optim.SGD(model[i].parameters(), lr=0.1) for i in (0, 2))
+    with delayed_scales(model) as scales:
+        with region():
+            model(batch(0)[0]).sum().backward()
+        one.step()
+        seen = {name: roles["input"]["seen"][-1] for name, roles in scales.state_dict().items()}
+        assert seen["0.weight"] > 0 == seen["2.weight"]
+        two.step()
+        assert scales.state_dict()["2.weight"]["input"]["seen"][-1] > 0
+    before = scales.state_dict()["0.weight"]["input"]["seen"]
+    one.step()
+    assert torch.equal(scales.state_dict()["0.weight"]["input"]["seen"], before), "the scope has ended"
+
+
+def test_an_overflow_leaves_no_trace() -> None:
+    """One inf makes all later scales NaN."""
+    model, optimizer = model_and_optimizer()
+    scaler = amp_core.GradScaler("cpu", init_scale=1.0)
+    with delayed_scales(model) as scales:
+        for factor in (1.0, torch.inf, 1.0):
+            with region():
+                loss = model(batch(0)[0] * factor).square().mean()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            assert scaler.last_step[optimizer].skipped is (factor == torch.inf)
+            scaler.update()
+            optimizer.zero_grad()
+    for roles in scales.state_dict().values():
+        assert all(state["seen"].isfinite().all() for state in roles.values())
+
+
+def test_state_of_transformer_engine() -> None:
+    """Converted histories do not fit the scope that goes on with them."""
+    state: dict[str, Any] = {
+        "scale_fwd": torch.full((3,), 4.0),
+        "scale_bwd": torch.full((2,), 8.0),
+        "amax_history_fwd": torch.full((3, 3), 112.0),
+        "amax_history_bwd": torch.full((3, 2), 7168.0),
+    }
+    (roles,) = from_transformer_engine(state, RECIPE)
+    scales = delayed_scales(nn.Linear(16, 4))
+    scales.load_state_dict({"weight": roles})
+    x = torch.randn(8, 16)
+    with scales, region():
+        y = F.linear(x, scales.model.weight)
+    near = quantize(x.to(LOW), RECIPE.input, amax=torch.tensor(112.0)).dequantize()
+    weight = quantize(scales.model.weight.to(LOW), RECIPE.weight, amax=torch.tensor(112.0)).dequantize()
+    assert torch.equal(y, (near @ weight.t()).to(LOW))
+
+
+def test_products_without_histories_are_refused() -> None:
+    """A delayed scale is a current one, and nobody says so."""
+    model, _ = model_and_optimizer()
+    x = batch(0)[0]
+    with region(), pytest.raises(PolicyError, match=r"is not a parameter of a model in amp_core\.delayed"):
+        model(x)
+    with region(), delayed_scales(nn.Linear(2, 2)), pytest.raises(PolicyError, match="is not a parameter"):
+        model(x)
+    scales = delayed_scales(model)
+    with scales:
+        with region():
+            model(x)
+        with pytest.raises(RuntimeError, match="already active"), scales:
+            pass
+        longer = OpPolicy.default("cpu").override({"linear": Recipe.fp8_delayed(history=4)})
+        with region(longer), pytest.raises(ValueError, match="use one recipe for the products of a weight"):
+            model(x)
+        with region(), pytest.raises(PolicyError, match="which a graph cannot keep"):
+            torch.fx.experimental.proxy_tensor.make_fx(model)(x)
+    with pytest.raises(KeyError, match="no parameters other"):
+        scales.load_state_dict({"other": {}})
+    wrong = delayed_scales(model)
+    wrong.load_state_dict({"0.weight": {"input": AmaxHistory(RECIPE.input.found, "cpu").state_dict()}})
+    with wrong, region(longer), pytest.raises(ValueError, match="The saved history has 3 steps"):
+        model(x)
