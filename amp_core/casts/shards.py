@@ -20,6 +20,11 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if _is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
 
 
+def whole(tensor: Tensor) -> Tensor:
+    """Return all of `tensor`, whose parts the ranks of its mesh exchange: all of them must ask."""
+    return tensor.full_tensor() if _is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+
+
 def like(tensor: Tensor, part: Tensor) -> Tensor:
     """Return `part` as the part on this rank of a tensor that is distributed as `tensor` is."""
     if not _is_dtensor(tensor):

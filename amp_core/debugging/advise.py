@@ -102,7 +102,9 @@ def advise(
     With ``goal="speed"`` it instead times each op of the step, by shape, in both precisions, casts included.
     It proposes thresholds on the work of the ops' calls, tries modules in float32, and times whole steps. The
     result is a `SpeedAdvice`: measured again at the end, the step is no slower with it than in float32 or in
-    plain autocast. For this, `fn` must not enter a region itself.
+    plain autocast. For this, `fn` must not enter a region itself, and no other rank may share the model.
+
+    Under DDP, FSDP2 and tensor parallelism all ranks must call it, and get the same advice, as for `compare`.
 
     With `format` it finds the largest share of the work of matrix products that can be in a format of 8, 6
     or 4 bits while loss and gradients stay within the tolerance, on any machine: it runs the step with each
@@ -135,7 +137,7 @@ def advise(
         An `Advice` to print, save or apply.
 
     Raises:
-        AmpError: as for `compare`.
+        AmpError: as for `compare`; or several ranks share a model to be timed.
         PolicyError: as for `compare`, or no matrix product of the step takes the format.
         ValueError: `goal` is unknown, or `optimizer` is given for speed; or `format` is given with either.
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_core._torch.dispatcher import Overload, dispatcher_name
+from amp_core.casts.shards import local, whole
 from amp_core.debugging.fits import Fit, fit_of
 from amp_core.debugging.places import Lines, Place
 from amp_core.debugging.quantized_counts import QuantizedCounts, QuantizedKey, key_of
@@ -200,19 +201,26 @@ class Capture:
 
     def _set_producer(self, tensors: list[Tensor], key: Key | None) -> None:
         for tensor in tensors:
-            storage = tensor.untyped_storage()
+            storage = _storage(tensor)
             self._producers[id(storage)] = weakref.ref(storage), key
 
     def producer(self, tensor: Tensor) -> Key | None:
         """Return the op that produced `tensor`; None if the run did not compute it."""
-        storage = tensor.untyped_storage()
+        storage = _storage(tensor)
         entry = self._producers.get(id(storage))
         return None if entry is None or entry[0]() is not storage else entry[1]
 
 
 @torch.no_grad()
+def _storage(tensor: Tensor) -> torch.UntypedStorage:
+    """Return the memory of this rank's part, also of one that a collective has yet to deliver."""
+    part: Any = local(tensor)
+    return getattr(part, "elem", part).untyped_storage()  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
 def _sample(tensor: Tensor, limit: int, parents: tuple[Key, ...], random: bool, line: str) -> Sample:
-    flat = tensor.detach().reshape(-1)
+    flat = whole(tensor.detach()).reshape(-1)
     step = max(1, -(-flat.numel() // limit))
     wide = torch.float64 if tensor.dtype is torch.float64 else torch.float32
     values = flat[::step].to(wide, copy=True)

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
+from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from amp_core.debugging.agreement import Ranks
 from amp_core.debugging.capture import OP, PARAMETER, Key, Sample
+from amp_core.debugging.places import Place
 from amp_core.debugging.report import Report
 from amp_core.debugging.step import Run, Step, quantising
 from amp_core.formats import Recipe
@@ -83,22 +87,34 @@ class Comparison(Report):
         parameters: how well the parameters of modules without a recipe, such as norms and embeddings, would
             fit the format of weights, by name.
         work: the floating-point operations of products with a recipe in the forward pass, by module and op.
+
+    Over several ranks, a difference is the largest that a rank found, and a loss the mean of all; what recipes
+    did is of this rank.
     """
 
-    def __init__(self, reference: Run, mixed: Run, dtype: torch.dtype, reference_dtype: torch.dtype) -> None:
-        self.differences = _differences(reference, mixed)
-        shared = len(self.differences)
+    def __init__(
+        self,
+        reference: Run,
+        mixed: Run,
+        dtype: torch.dtype,
+        reference_dtype: torch.dtype,
+        ranks: Ranks | None = None,
+    ) -> None:
+        found = _Found.of(reference, mixed)
+        if ranks is not None:
+            found = ranks.merged(found, _Found.merged)
+        self.differences = [*found.differences.values()]
+        shared = len(found.differences)
         self.unmatched = len(reference.samples) + len(mixed.samples) - 2 * shared
         self.dtype = dtype
         self.reference_dtype = reference_dtype
         self.scale = mixed.scale
-        self.loss = mixed.loss
-        self.reference_loss = reference.loss
+        self.loss, self.reference_loss = found.losses
         self.went_back = reference.went_back
         self.quantized = mixed.quantized
-        self.fits, self.parameters, self.work = mixed.fits, mixed.parameters, mixed.work
+        self.fits, self.parameters, self.work = mixed.fits, mixed.parameters, found.work
         self._loss_producer = mixed.loss_producer
-        self.parents = {key: sample.parents for key, sample in mixed.samples.items()}
+        self.parents = found.parents
         self._odd = sum(s.dtype.itemsize < reference_dtype.itemsize for s in reference.samples.values())
 
     def at(self, level: str, phase: str | None = None) -> list[Difference]:
@@ -200,6 +216,10 @@ def compare(
     of torch and ``random`` are restored. Other changes made by `fn` persist, so it should use a fixed batch
     rather than advance an iterator, and no `GradScaler`.
 
+    Under DDP, FSDP2 and tensor parallelism all ranks must call it, and get the same result: values of
+    DTensors are compared whole, and where each rank has its own, such as activations, the worst counts.
+    FSDP2 casts weights in both runs if it has an ``mp_policy``: shard without one, and let autocast cast.
+
     Args:
         fn: the step, a function without arguments. It runs the forward pass and returns the loss; `compare`
             then runs the backward pass with `scale`. If `fn` runs it itself, `scale` is not used.
@@ -219,8 +239,8 @@ def compare(
             checked for inf and NaN.
 
     Raises:
-        AmpError: `fn` returned a tensor that is not a scalar, its model is sharded over processes, or
-            `reference` is not supported.
+        AmpError: `fn` returned a tensor that is not a scalar, FSDP1 shards its model, or `reference`
+            is not supported.
         PolicyError: there is no recipe `format`, or it cannot be a rule.
         TypeError: `fn` is not callable, or `model` is not a module.
         ValueError: `scale` or `limit` is out of range.
@@ -235,16 +255,65 @@ def compare(
         policy, dtype = quantising(device, policy, format), dtype or torch.bfloat16
     step = Step(fn, device, dtype, policy, model, seed, limit)
     wanted = step.reference(reference, scale)
-    return Comparison(wanted, step.mixed(step.policy, scale), step.dtype, reference)
+    mixed = step.mixed(step.policy, scale)
+    return Comparison(wanted, mixed, step.dtype, reference, Ranks(step.roots))
 
 
-def _differences(reference: Run, mixed: Run) -> list[Difference]:
+class _Found(NamedTuple):
+    """What one rank found, or all of them."""
+
+    differences: dict[Key, Difference]
+    parents: dict[Key, tuple[Key, ...]]
+    losses: tuple[float | None, float | None]
+    work: Counter[tuple[Place, str]]
+
+    @classmethod
+    def of(cls, reference: Run, mixed: Run) -> _Found:
+        parents = {key: sample.parents for key, sample in mixed.samples.items()}
+        return cls(_differences(reference, mixed), parents, (mixed.loss, reference.loss), mixed.work)
+
+    @staticmethod
+    def merged(parts: list[_Found]) -> _Found:
+        found: dict[Key, list[Difference]] = {}
+        parents: dict[Key, dict[Key, None]] = {}
+        for part in parts:
+            for key, difference in part.differences.items():
+                found.setdefault(key, []).append(difference)
+            for key, above in part.parents.items():
+                parents.setdefault(key, {}).update(dict.fromkeys(above))
+        return _Found(
+            {key: _largest(differences) for key, differences in found.items()},
+            {key: tuple(above) for key, above in parents.items()},
+            (_mean([part.losses[0] for part in parts]), _mean([part.losses[1] for part in parts])),
+            functools.reduce(operator.or_, [part.work for part in parts]),  # the largest of each
+        )
+
+
+_MEASURES = ("error", "given", "added", "overflow", "underflow", "largest", "size")
+
+
+def _largest(differences: list[Difference]) -> Difference:
+    """Return the differences that ranks found at one value as one."""
+    return replace(
+        differences[0],
+        **{name: max(getattr(each, name) for each in differences) for name in _MEASURES},
+        random=any(each.random for each in differences),
+        noise=all(each.noise for each in differences),
+    )
+
+
+def _mean(losses: list[float | None]) -> float | None:
+    known = [loss for loss in losses if loss is not None]
+    return sum(known) / len(known) if known else None
+
+
+def _differences(reference: Run, mixed: Run) -> dict[Key, Difference]:
     differences: dict[Key, Difference] = {}
     for order, (key, sample) in enumerate(mixed.samples.items()):
         wanted = reference.samples.get(key)
         if wanted is not None and wanted.shape == sample.shape:
             differences[key] = _difference(key, order, wanted, sample, differences)
-    return list(differences.values())
+    return differences
 
 
 @torch.no_grad()

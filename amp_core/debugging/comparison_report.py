@@ -144,8 +144,8 @@ _UNMATCHED = (
     "{count} values occur in only one run, because an op uses different kernels there; they are not compared."
 )
 _ODD = (
-    "{count} values of the reference run are still in low precision: the step casts them itself, or "
-    "enters a region with its own policy."
+    "{count} values of the reference run are still in low precision: the step casts them itself, "
+    "enters a region with its own policy, or runs under an mp_policy of FSDP2."
 )
 _CANCELS = (
     "Where larger numbers cancel and leave only float32 rounding noise (such as the gradient of a bias "

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from amp_core.formats import Quantized, Recipe, quantize
+from amp_core.casts.shards import whole
+from amp_core.formats import Quantization, Quantized, Recipe, quantize
 from amp_core.formats.hadamard import rotate
 
 
@@ -97,7 +98,7 @@ def fits_of_parameters(
     how = recipe.weight or recipe.input
     named = (pair for root in roots for pair in root.named_parameters())
     return {
-        name: fit_of(parameter, quantize(parameter, how, seed=0))
+        name: _fit(whole(parameter.detach()), how)
         for name, parameter in named
         if how is not None
         and name.rpartition(".")[0] not in without
@@ -105,3 +106,7 @@ def fits_of_parameters(
         and parameter.dim()
         and parameter.layout is torch.strided
     }
+
+
+def _fit(tensor: Tensor, how: Quantization) -> Fit:
+    return fit_of(tensor, quantize(tensor, how, seed=0))

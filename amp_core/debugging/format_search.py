@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from amp_core.debugging.advice import FormatAdvice, LayerInFormat
+from amp_core.debugging.agreement import Ranks
 from amp_core.debugging.comparison import Comparison, tolerances
 from amp_core.debugging.places import Place
 from amp_core.debugging.step import Run, Step
@@ -111,7 +112,8 @@ class FormatSearch:
             applied = apply_policy(self._root, modules, device_type=self._step.device_type)
         with applied:
             mixed = self._step.mixed(policy, 1.0)
-        return Comparison(self._reference, mixed, self._step.dtype, torch.float32)
+        ranks = Ranks(self._step.roots)
+        return Comparison(self._reference, mixed, self._step.dtype, torch.float32, ranks)
 
     def _advice(self, layers: Iterable[Layer], alone: dict[Layer, float], whole: Comparison) -> FormatAdvice:
         chosen, total = {*layers}, max(self._work_of(self._work), 1)

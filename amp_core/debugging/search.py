@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from amp_core.casts.lost_updates import lost_to_rounding
 from amp_core.debugging.advice import Advice, Finding
+from amp_core.debugging.agreement import Ranks
 from amp_core.debugging.capture import OP, PARAMETER, Key
 from amp_core.debugging.comparison import Comparison, Difference, tolerances
 from amp_core.debugging.comparison_report import where
@@ -91,7 +92,7 @@ class Search:
         reference = self._references[scale]
         with self._applied(proposal):
             mixed = self._step.mixed(proposal.policy, proposal.scale)
-        return Comparison(reference, mixed, self._step.dtype, torch.float32)
+        return Comparison(reference, mixed, self._step.dtype, torch.float32, Ranks(self._step.roots))
 
     def _applied(self, proposal: Proposal) -> contextlib.AbstractContextManager[Any]:
         if not proposal.modules:
@@ -137,6 +138,7 @@ class Search:
         self._progress("for the updates of the weights")
         with self._applied(proposal):
             self._step.mixed(proposal.policy, proposal.scale, count)
+        lost = Ranks(self._step.roots).merged(lost, _mean_shares)
         for name, share in sorted(lost.items(), key=lambda item: -item[1]):
             if share > _LOST:
                 what = f"{name} loses {share:.0%} of its updates to rounding"
@@ -222,6 +224,14 @@ def _with_module(proposal: Proposal, module: str) -> Proposal:
 def _words(ops: list[str], module: str) -> str:
     listed = ", ".join(map(short, ops))
     return f"{listed} in float32" + (f" in {module}" if module else "")
+
+
+def _mean_shares(parts: list[dict[str, float]]) -> dict[str, float]:
+    """Return the mean of what ranks lost, each of its shard; a rank without elements of a weight has NaN."""
+    found: dict[str, list[float]] = {}
+    for name, share in (item for part in parts for item in part.items() if not math.isnan(item[1])):
+        found.setdefault(name, []).append(share)
+    return {name: math.fsum(shares) / len(shares) for name, shares in found.items()}
 
 
 def _full(op: str) -> str:

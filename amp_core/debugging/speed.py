@@ -16,11 +16,13 @@ from torch import Tensor, nn
 from amp_core._torch import internals as _torch
 from amp_core.common.containers import map_tensors, tensors_in
 from amp_core.debugging.advice import OpTime, SpeedAdvice
+from amp_core.debugging.agreement import Ranks
 from amp_core.debugging.places import Places
 from amp_core.debugging.state_keeper import StateKeeper, seeded
 from amp_core.debugging.step import Step
 from amp_core.dispatch.engine import engine
 from amp_core.dispatch.work import work
+from amp_core.errors import AmpError
 from amp_core.policy import OpPolicy, names
 from amp_core.policy import rules as r
 from amp_core.policy.recipes import recipe_of
@@ -28,6 +30,11 @@ from amp_core.regions.modules import apply_policy
 from amp_core.regions.region import autocast
 
 _ORIGIN = "amp_core.advise"
+_RANKS = (
+    'advise(goal="speed") cannot time a model that several ranks share (DDP, FSDP2, tensor parallelism): '
+    "each rank would measure other times, choose other rules, and wait in other collectives. Ask for advice "
+    "on one rank before the model is wrapped or sharded, and apply it on all."
+)
 _GAIN = 0.98  # a module's rule must save 2 % of the step
 
 
@@ -66,6 +73,8 @@ class SpeedSearch:
         keeper = StateKeeper()
         with keeper.restored(), seeded(self._step.seed, self._step.device_type):
             self._observe(keeper)
+            if Ranks(self._roots).are_several:
+                raise AmpError(_RANKS)
             self._progress(f"{len(self._calls)} ops in two precisions")
             for entry, args, kwargs in self._calls.values():
                 self._time_op(entry, args, kwargs)

@@ -5,20 +5,21 @@ from __future__ import annotations
 import contextlib
 import copy
 import random
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from amp_core._torch import internals as _torch
+from amp_core.casts.shards import local
 from amp_core.errors import AmpError
 
-_SHARDED = (
-    "The parameters of {model} are sharded over processes (DTensor), but compare() and advise() need whole "
-    "parameters to restore them after each run. Compare the model before fully_shard() or "
-    "parallelize_module(); record() also works with sharded models."
+_FSDP1 = (
+    "FullyShardedDataParallel (FSDP1) keeps the model's parameters in flat ones of its own between calls, so "
+    "compare() and advise() cannot restore them after each run. Shard with "
+    "torch.distributed.fsdp.fully_shard, or compare the model before you shard it; record() works with both."
 )
 
 
@@ -46,7 +47,7 @@ class StateKeeper:
     """Saves the tensors of models and the state of optimizers before a run changes them."""
 
     def __init__(self) -> None:
-        self._tensors: dict[int, tuple[Tensor, Tensor, Tensor | None]] = {}
+        self._tensors: dict[int, tuple[Tensor, Tensor, Tensor, Tensor | None]] = {}
         self._optimizers: dict[int, tuple[Optimizer, dict[str, Any]]] = {}
         self._modules: dict[int, _Module] = {}
 
@@ -54,10 +55,9 @@ class StateKeeper:
         """Save the parameters, buffers and training flags of `model`, and clear its gradients.
 
         Raises:
-            AmpError: its parameters are sharded.
+            AmpError: FSDP1 shards it.
         """
-        if any(map(_torch.is_dtensor, model.parameters())):
-            raise AmpError(_SHARDED.format(model=type(model).__name__))
+        _reshard(model.modules())
         for module in model.modules():
             self._modules.setdefault(id(module), _Module.of(module))
         for tensor in (*model.parameters(), *model.buffers()):
@@ -66,7 +66,9 @@ class StateKeeper:
     def keep_tensor(self, tensor: Tensor) -> None:
         """Save the value and gradient of a tensor, and clear the gradient."""
         if id(tensor) not in self._tensors:
-            self._tensors[id(tensor)] = tensor, tensor.detach().clone(), tensor.grad
+            with torch.no_grad():
+                part = local(tensor)
+                self._tensors[id(tensor)] = tensor, part, part.detach().clone(), tensor.grad
             tensor.grad = None
 
     def _keep_optimizer(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
@@ -86,16 +88,31 @@ class StateKeeper:
     def _restore(self) -> None:
         for optimizer, state in self._optimizers.values():
             optimizer.load_state_dict(state)
+        _reshard(each.module for each in self._modules.values())
         with torch.no_grad():
-            for tensor, value, grad in self._tensors.values():
-                if tensor.untyped_storage().nbytes() >= value.nbytes:  # otherwise its owner has freed it
-                    tensor.copy_(value)
+            for tensor, part, value, grad in self._tensors.values():
+                if part.untyped_storage().nbytes() >= value.nbytes:  # otherwise its owner has freed it
+                    part.copy_(value)
                 tensor.grad = grad
         for module in self._modules.values():
             module.restore()
         self._tensors.clear()
         self._optimizers.clear()
         self._modules.clear()
+
+
+def _reshard(modules: Iterable[nn.Module]) -> None:
+    """Let FSDP2 put its shards back where it has gathered parameters.
+
+    Raises:
+        AmpError: FSDP1 shards one of the modules.
+    """
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    for module in modules if fsdp is not None else ():
+        if isinstance(module, fsdp.FullyShardedDataParallel):
+            raise AmpError(_FSDP1)
+        if isinstance(module, fsdp.FSDPModule):
+            module.reshard()
 
 
 @contextlib.contextmanager

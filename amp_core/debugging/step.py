@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from amp_core.casts.shards import whole
 from amp_core.common.device_types import device_type_of
 from amp_core.debugging.capture import Capture, Key, Sample
 from amp_core.debugging.fits import Fit, fits_of_parameters
@@ -187,4 +188,4 @@ def _fits_of_parameters(roots: list[nn.Module], capture: Capture) -> dict[str, F
 
 
 def _number(result: Any) -> float | None:
-    return float(result.detach()) if isinstance(result, Tensor) and result.numel() == 1 else None
+    return float(whole(result.detach())) if isinstance(result, Tensor) and result.numel() == 1 else None

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import math
 import random
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -261,3 +264,12 @@ def test_the_report_has_json_and_a_page(attention, step, tmp_path):
     assert len(data["ops"]) + len(data["modules"]) + len(data["parameters"]) == len(c.differences)
     c.to_html(tmp_path / "c.html")
     assert "blocks.2.attn" in (tmp_path / "c.html").read_text(encoding="utf-8").replace("<wbr>", "")
+
+
+@pytest.mark.slow
+def test_two_ranks_find_what_one_process_finds():
+    """Under DDP, FSDP2 or tensor parallelism, ranks disagree and hang, compare shards, or spoil the model."""
+    script = Path(__file__).parent / "data" / "sharded.py"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run([*launcher, script], capture_output=True, text=True, check=False, timeout=200)
+    assert done.stdout.count("all is well") == 2, done.stderr

@@ -38,12 +38,8 @@ with tempfile.TemporaryDirectory() as folder:
 
     sharded = fully_shard(make(), mesh=init_device_mesh("cpu", (1,)))
     assert recorded(sharded) == {("0", "bfloat16"), ("2", "bfloat16")}
-    try:
-        amp_core.compare(lambda: sharded(x).square().mean(), "cpu")
-    except amp_core.AmpError as error:
-        assert "sharded" in str(error)
-    else:
-        raise AssertionError("a sharded model was compared")
+    c = amp_core.compare(lambda: sharded(x).square().mean(), "cpu")
+    assert 0 < c.gradient_error < 0.1
     dist.destroy_process_group()
 
 os._exit(0)  # gloo's threads let go of tensors while the interpreter ends, and abort it (pytorch#190489)
