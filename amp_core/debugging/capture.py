@@ -13,16 +13,24 @@ import torch
 from torch import Tensor, nn
 
 from amp_core._torch.dispatcher import Overload, dispatcher_name
+from amp_core._torch.internals import is_dtensor
 from amp_core.casts.shards import local, whole
 from amp_core.debugging.fits import Fit, fit_of
 from amp_core.debugging.places import Lines, Place
 from amp_core.debugging.quantized_counts import QuantizedCounts, QuantizedKey, key_of
 from amp_core.debugging.tap import BACKWARD, FORWARD, Frame, Tap, Where, floats_in
 from amp_core.dispatch.scaled_products import ROLES, ScaledProduct
+from amp_core.errors import AmpError
 from amp_core.formats import Recipe
 from amp_core.kernels.portable import finite
 
 OP, MODULE, PARAMETER = "op", "module", "parameter"
+
+
+_DTENSORS = (
+    "compare() and advise() cannot tell how the operands of a tensor-parallel product fit a format: each "
+    "rank rounds its part of a DTensor. Use format= before parallelize_module(); DDP and FSDP2 work."
+)
 
 
 class Key(NamedTuple):
@@ -122,11 +130,17 @@ class Capture:
             self._keep(OP, where.phase, where.place, dispatcher_name(op), inputs, outputs, random)
             return
         # Part of an op that autocast handles. The backward pass may read it, so attribute it to that op.
-        whole = OP, where.phase, where.place, where.frames[0].op
-        self._set_producer([*filter(is_plain, outputs)], Key(*whole, self._calls[whole]))
+        call = OP, where.phase, where.place, where.frames[0].op
+        self._set_producer([*filter(is_plain, outputs)], Key(*call, self._calls[call]))
 
     def multiplied(self, product: ScaledProduct, where: Where) -> None:
-        """Count the operands that a recipe quantised, and see how they fit its formats."""
+        """Count the operands that a recipe quantised, and see how they fit its formats.
+
+        Raises:
+            AmpError: they are DTensors.
+        """
+        if any(map(is_dtensor, product.factors)):
+            raise AmpError(_DTENSORS)
         self.quantized.add(product, where)
         self.recipe = product.rule.recipe
         exact = dict(zip(ROLES[product.name], product.factors, strict=True))

@@ -88,8 +88,8 @@ class Comparison(Report):
             fit the format of weights, by name.
         work: the floating-point operations of products with a recipe in the forward pass, by module and op.
 
-    Over several ranks, a difference is the largest that a rank found, and a loss the mean of all; what recipes
-    did is of this rank.
+    Over several ranks, a difference is the largest that a rank found, and a loss the mean of all; what
+    recipes did is of this rank.
     """
 
     def __init__(

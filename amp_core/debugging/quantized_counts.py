@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from amp_core.casts.shards import whole
 from amp_core.debugging.places import Place
 from amp_core.debugging.tap import Where
 from amp_core.dispatch.scaled_products import Operand, ScaledProduct
@@ -72,7 +73,8 @@ class QuantizedCounts:
         """Count the operands of a product."""
         for operand in product.operands:
             key = key_of(operand, where)
-            count, counts, known = self._counts[key], operand.quantized.counts, self._on_device.get(key)
+            count, known = self._counts[key], self._on_device.get(key)
+            counts = whole(operand.quantized.counts)
             count.calls += 1
             count.elements += operand.quantized.shape.numel()
             self._on_device[key] = counts if known is None else known + counts.to(known.device)

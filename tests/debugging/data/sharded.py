@@ -126,6 +126,12 @@ def refused() -> None:
         assert "FSDP1" in str(error)
     else:
         raise AssertionError("a model of FSDP1 was compared")
+    try:
+        amp_core.compare(step(of_tp(attention()), BATCH), "cpu", format="mxfp8")
+    except AmpError as error:
+        assert "cannot tell how the operands of a tensor-parallel product" in str(error)
+    else:
+        raise AssertionError("rounded DTensors were compared")
 
 
 dist.init_process_group("gloo")
