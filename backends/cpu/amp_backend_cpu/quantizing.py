@@ -13,7 +13,7 @@ from torch import Tensor
 
 from amp_backend_cpu.library import threads_for
 from amp_core.common.counter_random import key_of
-from amp_core.formats.elements import ElementFormat
+from amp_core.formats.elements import E2M1, ElementFormat
 from amp_core.formats.groups import Groups
 from amp_core.formats.packing import pack_codes
 from amp_core.formats.passes import Passes, Rounding
@@ -65,15 +65,19 @@ class CompiledPasses(Passes):
             tiles = _flat(x) if rounding.seed is None else _lines(x)
         else:
             tiles, encode = _tiles(x, groups), _swapped(groups.outward(encode), x).contiguous()
-        out = torch.empty_like(x, dtype=torch.uint8 if rounding.packed else torch.float32)
+        paired = rounding.packed and rounding.element is E2M1 and _is_pairable(x, tiles)
+        if paired:
+            out = x.new_empty((*x.shape[:-1], x.shape[-1] // 2), dtype=torch.uint8)
+        else:
+            out = torch.empty_like(x, dtype=torch.uint8 if rounding.packed else torch.float32)
         counts = _counts()
         draws, numbers = (None, None) if rounding.seed is None else _draws(x, rounding.seed)
         self._library.amp_quantize_round(
             *(x.data_ptr(), _CODES[x.dtype], tiles.numbers, encode.data_ptr(), single),
-            *(_element(rounding.element), draws, numbers, out.data_ptr(), rounding.packed),
+            *(_element(rounding.element), draws, numbers, out.data_ptr(), rounding.packed + paired),
             *(counts.data_ptr(), threads_for(x.numel())),
         )
-        return pack_codes(out, rounding.element) if rounding.packed else out, counts
+        return pack_codes(out, rounding.element) if rounding.packed and not paired else out, counts
 
 
 class _Tiles(NamedTuple):
@@ -114,6 +118,12 @@ def _extent(x: Tensor) -> tuple[int, int, int]:
     if _is_transposed(x):
         rows, columns = columns, rows
     return x.numel() // (rows * columns), rows, columns
+
+
+def _is_pairable(x: Tensor, tiles: _Tiles) -> bool:
+    """Return whether neighbours along the last dimension are pairs in memory, within pieces of the loop."""
+    width = struct.unpack("=5q", tiles.numbers)[-1]
+    return x.is_contiguous() and x.shape[-1] % 2 == 0 and (width % 2 == 0 or width == 1)
 
 
 def _is_transposed(x: Tensor) -> bool:

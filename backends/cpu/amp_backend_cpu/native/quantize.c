@@ -183,8 +183,15 @@ EXPORT void amp_quantize_largest(const void *data, int dtype, const struct tiles
     counts[1] = nan;
 }
 
+/* Store codes of 4 bits two to a byte, the first in the low half. */
+static void pair(const uint8_t *codes, size_t n, uint8_t *out) {
+    for (size_t i = 0; i < n / 2; i++)
+        out[i] = (uint8_t)(codes[2 * i] | codes[2 * i + 1] << 4);
+}
+
 /* Round what amp_quantize_largest measured, multiplied by the tiles' `encode`, or by the one of the tensor if
- * `single`, and count elements that saturated and became 0. `out` receives floats, or codes of one byte. With
+ * `single`, and count elements that saturated and became 0. `out` receives floats, if `coded` codes of one
+ * byte, or if it is 2 pairs of codes of 4 bits: columns must be even then, and tiles of an even width or 1. With
  * `draws`, rounding is stochastic; the number of an element is the sum of its batch, row and column times
  * numbers[0], [1] and [2]. */
 EXPORT void amp_quantize_round(const void *data, int dtype, const struct tiles *tiles, const float *encode,
@@ -196,13 +203,14 @@ EXPORT void amp_quantize_round(const void *data, int dtype, const struct tiles *
     (void)threads;
     int shared = single || width > 1;
     const struct draws none = {0, 0, 0};
-    round_loop *round = loops->round[shared][draws != NULL][coded];
+    round_loop *round = loops->round[shared][draws != NULL][coded != 0];
     OMP(parallel for schedule(static) num_threads(threads) if (threads > 1 && amp_may_thread())
             reduction(+ : saturated, flushed))
     for (i = 0; i < units; i++) {
         struct unit u = unit_of(tiles, i);
         int64_t found[2] = {0, 0};
         float stage[PIECE];
+        uint8_t codes[PIECE];
         FOR_EACH_PIECE({
             const float *by = single ? encode : encode + u.line * across + column / width;
             int64_t run = single || !shared ? n : width;
@@ -211,10 +219,12 @@ EXPORT void amp_quantize_round(const void *data, int dtype, const struct tiles *
                 number = (uint32_t)(row / tiles->rows * numbers[0] + row % tiles->rows * numbers[1] +
                                     column * numbers[2]);
             for (int64_t k = 0; k < n; k += run) {
-                char *to = (char *)out + (at + k) * (coded ? 1 : 4);
+                char *to = coded == 2 ? (char *)codes + k : (char *)out + (at + k) * (coded ? 1 : 4);
                 round(x + k, single ? by : by + k / width, (size_t)least(run, n - k), element,
                       draws ? draws : &none, number + (uint32_t)(k * (draws ? numbers[2] : 0)), to, found);
             }
+            if (coded == 2)
+                pair(codes, (size_t)n, (uint8_t *)out + at / 2);
         })
         saturated += found[0];
         flushed += found[1];

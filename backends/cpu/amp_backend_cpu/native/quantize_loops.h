@@ -123,10 +123,16 @@ INLINE void IN(round)(const float *x, const float *encode, size_t n, const struc
     counts[1] += flushed;
 }
 
+/* Blocks of 16 and 32 have loops of their own: a vector of bytes is longer than they are. */
 #define ROUND(NAME, SHARED, STOCHASTIC, CODED)                                                      \
     static void IN(NAME)(const float *x, const float *encode, size_t n, const struct element *to,   \
                          const struct draws *draws, uint32_t number, void *out, int64_t *counts) {  \
-        IN(round)(x, encode, n, to, draws, number, out, counts, SHARED, STOCHASTIC, CODED);         \
+        if (SHARED && n == 16)                                                                      \
+            IN(round)(x, encode, 16, to, draws, number, out, counts, SHARED, STOCHASTIC, CODED);    \
+        else if (SHARED && n == 32)                                                                 \
+            IN(round)(x, encode, 32, to, draws, number, out, counts, SHARED, STOCHASTIC, CODED);    \
+        else                                                                                        \
+            IN(round)(x, encode, n, to, draws, number, out, counts, SHARED, STOCHASTIC, CODED);     \
     }
 
 ROUND(round_columns, 0, 0, 0)
