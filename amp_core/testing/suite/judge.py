@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from amp_core._torch.internals import version_of
+from amp_core.formats import Recipe
 from amp_core.kernels import GradStats, ScaleTensors
 from amp_core.states.loss_scale import LossScaleSchedule, ScaleState, next_scale
 from amp_core.testing.fixtures import BackendFixtures
@@ -214,7 +215,11 @@ class Judge(BackendFixtures):
         totals = [t.to(torch.promote_types(t.dtype, torch.float32), copy=True) for t in tensors]
         counts = (torch.tensor(1, dtype=torch.int32).to(self.device) for _ in range(2))
         state = ScaleTensors(one.clone(), *counts)
+        how = Recipe.mxfp8().input
+        assert how is not None
+        real = [t for t in tensors if t.is_floating_point() and self.supports_bit_views]
         return {
+            "quantize": lambda: [self.kernels.quantize(t, how).values for t in real],
             "layout": lambda: self.kernels.layout(tensors),
             "prepare": lambda: self.kernels.prepare(tensors),
             "cast": lambda: self.kernels.cast(tensors, torch.bfloat16),

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from amp_core._torch import internals as _torch
 from amp_core.formats import ELEMENTS, SCALES, Quantization, Quantized, Recipe, quantize
+from amp_core.regions.region import autocast
 from amp_core.testing.suite import data
 from amp_core.testing.suite.judge import Judge
 from amp_core.testing.suite.tensors import Memory
+from amp_core.testing.suite.threads import Judged, interleave
 
 _FIELDS = ("values", "scale", "tensor_scale", "amax", "counts")
 _SHAPES = ((3, 50), (2, 17, 33), (70,), (0, 5), (150, 9))
@@ -108,6 +112,41 @@ class QuantizeConformance(Judge):
             first, again, other = (self._judge_quantize(x, how, seed=seed) for seed in (7, 7, 2**40 + 8))
             assert data.same_bits(first.values, again.values)
             assert not data.same_bits(first.values, other.values)
+        self._judge_quantize_in_contexts(x)
+
+    def _judge_quantize_in_contexts(self, x: Tensor) -> None:
+        """Modes, other threads and tracing change nothing: a graph asks for shapes and dtypes alone."""
+        how = Quantization(ELEMENTS["e2m1"], 16, "e4m3")
+        contexts: tuple[Callable[[], AbstractContextManager[Any]], ...] = (
+            torch.inference_mode,
+            torch.enable_grad,
+            lambda: autocast(self.device_type),
+            lambda: torch.device("meta"),
+        )
+        try:
+            for number, context in enumerate(contexts):
+                self._context = context
+                self._judge_quantize(x, how, packed=number % 2 == 0)
+        finally:
+            del self._context
+
+        def judged(number: int) -> Judged:
+            def run(context: Callable[[], AbstractContextManager[Any]]) -> None:
+                judge = type(self)()
+                judge._context = context
+                judge._judge_quantize(x[: number + 2] * (number + 1), how)
+
+            return run
+
+        interleave(judged, 10_000 if self.thorough else 6)
+        real = torch.empty_like(x, device=self.device)
+        with _torch.fake_tensor_mode() as mode:
+            fake = mode.from_tensor(real)
+            result, right = self.kernels.quantize(fake, how), quantize(fake, how)
+        for name in _FIELDS:
+            ours, expected = getattr(result, name), getattr(right, name)
+            assert isinstance(ours, type(fake)), f"{name} of a fake tensor is not fake: {ours}"
+            assert (ours.shape, ours.dtype) == (expected.shape, expected.dtype), name
 
     def test_quantize_refuses_what_it_cannot_take(self) -> None:
         """A wrong argument reads memory that is none, or is taken for another one."""

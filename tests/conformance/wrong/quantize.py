@@ -137,3 +137,26 @@ class QuantizeNeverPacks(Portable):
 
     def quantize(self, tensor, quantization, dim=-1, *, packed=False, **options):
         return super().quantize(tensor, quantization, dim, **options)
+
+
+class QuantizeSharesWhatItIsGiven(Portable):
+    fails = ("quantize_repeats_itself",)
+
+    def quantize(self, tensor, quantization, dim=-1, **options):
+        self.given = tensor
+        super().quantize(tensor, quantization, dim, **options)
+        return super().quantize(self.given, quantization, dim, **options)
+
+
+class QuantizeCountsOnTheDefaultDevice(Quantizer):
+    fails = ("quantize_repeats_itself",)
+
+    def after(self, result):
+        return replace(result, counts=result.counts + torch.zeros(4, dtype=torch.int64))
+
+
+class QuantizeReadsTheValues(Quantizer):
+    fails = ("quantize_repeats_itself",)
+
+    def after(self, result):
+        return result if float(result.values.sum()) != 1e30 else replace(result, dim=-1)
