@@ -108,6 +108,15 @@ def is_dtensor_type(kind: type) -> bool:
     return kind.__name__ == "DTensor"  # the import takes a second
 
 
+def part_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this rank holds of a DTensor, which shares its memory; another tensor as it is."""
+    if not is_dtensor(tensor):
+        return tensor
+    with torch.no_grad():  # otherwise it is a new view
+        part: torch.Tensor = tensor.to_local()  # type: ignore[attr-defined]
+    return part
+
+
 # ---- tensors -----------------------------------------------------------------------------------------
 
 _VERSIONS = Feature(

@@ -27,7 +27,7 @@ def cast_weights(
     """Return `weights` cast to `dtype`; gradients flow back to them, whatever the grad mode.
 
     Args:
-        weights: float32 leaves on one device, all with the same ``requires_grad``.
+        weights: float32 leaves on one device, all with the same ``requires_grad``; all DTensors or none.
         dtype: the dtype of the casts.
         kernels: provides ``cast``.
         memory: provides memory for the casts and their float32 gradients.
@@ -36,6 +36,8 @@ def cast_weights(
     with torch.inference_mode(mode=False), torch.enable_grad():
         if len(weights) == 1 and weights[0].nbytes <= _SMALL:  # weights arrive singly at their first use
             return [run_backward_early(weights[0].to(dtype))]
+        if weights and _torch.is_dtensor(weights[0]):  # kernels know no placements
+            return [run_backward_early(weight.to(dtype)) for weight in weights]
         parts = list(buckets(weights))
         storage = [allocate(part, dtype, memory) for part in parts]
         casts = kernels.cast(weights, dtype, out=[cast for some in storage for cast in some])

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from amp_core._torch.internals import is_dtensor, part_of
 from amp_core.casts.bulk import cast_weights
 from amp_core.casts.memory import KeptMemory
 from amp_core.dispatch import kept_operands
@@ -81,16 +82,17 @@ class WeightCache:
             if current is not None and current.is_fresh(slot.weight):
                 return current  # another thread has just renewed it
             slot.dtypes.add(dtype)
-            groups: dict[tuple[torch.device, bool], list[Tensor]] = defaultdict(list)
+            groups: dict[tuple[torch.device, bool, bool], list[Tensor]] = defaultdict(list)
             for weight in [s.weight for s in self._slots.values() if dtype in s.dtypes]:
-                if weight.data_ptr() == 0 and weight.numel():
+                part = part_of(weight)
+                if part.data_ptr() == 0 and part.numel():
                     continue  # on the meta device, or its memory is freed for now
                 entry = entries.get(id(weight))
                 if entry is None or not entry.is_fresh(weight):
                     entries.pop(id(weight), None)  # free the old cast before allocating the new one
-                    groups[weight.device, weight.requires_grad].append(weight)
+                    groups[weight.device, weight.requires_grad, is_dtensor(weight)].append(weight)
             new_entries: dict[int, CachedCast] = {}
-            for (device, _), weights in groups.items():
+            for (device, *_), weights in groups.items():
                 kernels = get_backend(device.type).kernels()
                 states = list(map(fingerprint, weights))
                 casts = self._make(weights, dtype, kernels, self.memory)
@@ -154,8 +156,8 @@ class WeightCache:
 
 
 def _check(slot: _Slot, entry: CachedCast) -> None:
-    expected = slot.weight.detach().to(entry.cast.dtype)
-    if not torch.equal(expected.nan_to_num(), entry.cast.detach().nan_to_num()):
+    expected = part_of(slot.weight).detach().to(entry.cast.dtype)
+    if not torch.equal(expected.nan_to_num(), part_of(entry.cast).detach().nan_to_num()):
         raise StaleCastError(
             f"The {entry.cast.dtype} cast of weight {slot.name!r} no longer agrees with the weight: "
             f"something wrote to the weight without changing its version counter, such as through `.data` or "

@@ -18,6 +18,8 @@ from amp_core.casts.stored import StoredWeights
 class MasterWeights(CachedCasts):
     """The handle that `master_weights` returns, already active; also a context manager."""
 
+    _COVERS_DTENSORS = False  # gradients are added to ``.grad`` by kernels, which know no placements
+
     def __init__(self, model: nn.Module, *, debug: bool = False) -> None:
         reduced = any(isinstance(m, DistributedDataParallel) for m in model.modules())
         self._casts = AccumulatingCasts(reduced)

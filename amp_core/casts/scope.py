@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from amp_core._torch.internals import is_dtensor, part_of
 from amp_core.casts.bulk import cast_weights
 from amp_core.casts.cache import MakeCasts, WeightCache
 from amp_core.common.call_site import level_outside
@@ -22,20 +23,22 @@ from amp_core.errors import AmpWarning
 
 
 def nbytes_of(cast: Tensor) -> int:
-    """Return the bytes of a cast and of its quantised forms."""
-    return cast.nbytes + kept_operands.nbytes(cast)
+    """Return the bytes of a cast, or of this rank's part of it, and of its quantised forms."""
+    return part_of(cast).nbytes + kept_operands.nbytes(cast)
 
 
 class CachedCasts:
     """The result of `cached_casts`: a context manager, or a handle that is already active if persistent."""
 
+    _COVERS_DTENSORS = True
+
     def __init__(self, model: nn.Module, make: MakeCasts = cast_weights, *, debug: bool = False) -> None:
-        uncached = _uncached(model)
+        uncached = _uncached(model, self._COVERS_DTENSORS)
         if uncached:
             name = next(name for name, weight in model.named_parameters() if id(weight) in uncached)
             text = _UNCACHED.format(count=len(uncached), name=name)
             warnings.warn(text, AmpWarning, stacklevel=level_outside())
-        self._cache = WeightCache(lambda: _weights(model), make, debug=debug)
+        self._cache = WeightCache(lambda: _weights(model, self._COVERS_DTENSORS), make, debug=debug)
         self._release: Callable[[], None] | None = None
 
     def __enter__(self) -> CachedCasts:
@@ -104,25 +107,30 @@ def _after_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> N
             scope.invalidate(group["params"])
 
 
-def _weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    uncached = _uncached(model)
+def _weights(model: nn.Module, dtensors: bool) -> Iterator[tuple[str, Tensor]]:
+    uncached = _uncached(model, dtensors)
     return ((name, weight) for name, weight in model.named_parameters() if id(weight) not in uncached)
 
 
-def _uncached(model: nn.Module) -> set[int]:
-    """Return the ``id`` of each weight that is not a plain tensor, or that FSDP shards.
+def _uncached(model: nn.Module, dtensors: bool) -> set[int]:
+    """Return the ``id`` of each weight that is of another type than those covered, or that FSDP shards.
 
     FSDP gathers a weight into the same memory without changing its version, so no cast of it can be trusted.
     """
     fsdp = sys.modules.get("torch.distributed.fsdp")
     wrappers = (fsdp.FSDPModule, fsdp.FullyShardedDataParallel) if fsdp is not None else ()
     sharded = {id(p) for m in model.modules() if isinstance(m, wrappers) for p in m.parameters()}
-    return sharded | {id(p) for p in model.parameters() if type(p) not in (nn.Parameter, Tensor)}
+    return sharded | {id(p) for p in model.parameters() if not _is_covered(p, dtensors)}
+
+
+def _is_covered(weight: Tensor, dtensors: bool) -> bool:
+    return type(weight) in (nn.Parameter, Tensor) or (dtensors and is_dtensor(weight))
 
 
 _UNCACHED = (
-    "{count} weights, starting with {name!r}, are cast at each use, as without this scope: they are sharded "
-    "(FSDP, DTensor) or of another tensor type. FSDP itself can cast once per all-gather, with "
+    "{count} weights, starting with {name!r}, are cast at each use, as without this scope: FSDP shards them, "
+    "and gathers other values into the same memory unnoticed, or they are of a tensor type that this scope "
+    "does not cover. FSDP itself can cast once per all-gather, with "
     "fully_shard(..., mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))."
 )
 
@@ -138,8 +146,8 @@ def cached_casts(model: nn.Module, *, persistent: bool = False, debug: bool = Fa
     parameter replaces the weight in the model. Gradients are bit-equal to plain autocast's.
 
     Writes through ``.data`` or a NumPy view cannot be detected: call `CachedCasts.invalidate` after them.
-    Under ``torch.compile`` the scope has no effect: the compiler plans its own casts. Sharded weights (FSDP,
-    DTensor) are cast at each use, with a warning.
+    Under ``torch.compile`` the scope has no effect: the compiler plans its own casts. DTensors, as tensor
+    parallelism has them, are covered. Weights that FSDP shards are cast at each use, with a warning.
 
     Args:
         model: the model whose float32 parameters, including frozen ones, are covered.
@@ -156,7 +164,7 @@ def cached_casts(model: nn.Module, *, persistent: bool = False, debug: bool = Fa
         RuntimeError: an active scope is entered again.
 
     Warns:
-        AmpWarning: some weights are sharded or of another tensor type and are cast at each use.
+        AmpWarning: FSDP shards some weights, or they are of another tensor type; these are cast at each use.
 
     Example:
         >>> import torch, amp_core

@@ -35,13 +35,18 @@ class CachedCast(NamedTuple):
         return fingerprint(weight) == self.fingerprint and not _torch.is_freed(self.memory.cdata)
 
 
+_PLAIN = (Parameter, Tensor)
+
+
 def fingerprint(weight: Tensor) -> _Fingerprint:
     """Return a value that changes when `weight` is written to, replaced, moved, frozen or hooked."""
+    part = weight if type(weight) in _PLAIN else _torch.part_of(weight)
     return (
         _torch.version_of(weight),
-        weight.data_ptr(),
-        weight.shape,
-        weight.stride(),
+        0 if part is weight else _torch.version_of(part),  # the program may write to a DTensor's part, too
+        part.data_ptr(),
+        part.shape,
+        part.stride(),
         weight.requires_grad,
         _torch.has_gradient_hooks(weight),
     )
@@ -49,7 +54,7 @@ def fingerprint(weight: Tensor) -> _Fingerprint:
 
 def cached(weight: Tensor, state: _Fingerprint, cast: Tensor) -> CachedCast:
     """Return the cache entry for a cast of `weight` made when its fingerprint was `state`."""
-    memory = _torch.WeakStorage(weight.untyped_storage())  # type: ignore[no-untyped-call]
+    memory = _torch.WeakStorage(_torch.part_of(weight).untyped_storage())  # type: ignore[no-untyped-call]
     return CachedCast(state, memory, cast)
 
 
@@ -178,10 +183,10 @@ def cast(tensor: Tensor, dtype: torch.dtype, device_type: str | None) -> Tensor:
 
 
 def is_cacheable(weight: Tensor) -> bool:
-    """Return whether a cast of `weight` may be cached: it is a plain float32 leaf with a version counter."""
+    """Return whether a cast of `weight` may be cached: a float32 leaf, plain or a DTensor, with a version."""
     return (
         weight.dtype is torch.float32
-        and type(weight) in (Parameter, Tensor)
+        and (type(weight) in _PLAIN or _torch.is_dtensor(weight))
         and weight.is_leaf
         and weight.layout is torch.strided
         and not (_torch.is_tensor_view(weight) or weight.is_nested or weight.is_inference())
