@@ -24,22 +24,19 @@ Rule = Callable[[str], "tuple[str, str] | None"]
 """Maps the name of a function to the device type and rule in force; None if no policy has one."""
 
 _lock = threading.Lock()
-_wrapped: set[str] = set()
-_awaited: dict[str, Rule] = {}
+_rules: dict[str, Rule] = {}
 
 
 def wrap(name: str, rule: Rule) -> None:
     """Let `rule` decide how the function ``package.module:Class`` runs, from its definition on."""
     with _lock:
-        if name in _wrapped:
+        if name in _rules:
             return
-        _wrapped.add(name)
+        _rules[name] = rule
+        _watch_definitions()  # also of a class that is there: a module that is reloaded defines it again
         cls = _imported(name)
         if cls is not None:
             _wrap_class(cls, name, rule)
-        else:
-            _awaited[name] = rule
-            _watch_definitions()
 
 
 def _imported(name: str) -> Any:
@@ -57,7 +54,7 @@ def _watch_definitions() -> None:
     def defined(cls: Any, /, **kwargs: Any) -> None:
         super(Function, cls).__init_subclass__(**kwargs)
         name = f"{cls.__module__}:{cls.__qualname__}"
-        rule = _awaited.pop(name, None)
+        rule = _rules.get(name)
         if rule is not None:
             _wrap_class(cls, name, rule)
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import functools
 import re
+import sys
 
 import torch
 
@@ -66,11 +68,12 @@ def full_names(name: object) -> list[str]:
             and an op in a namespace of which nothing is defined yet.
 
     Raises:
-        PolicyError: as for `overloads`.
+        PolicyError: as for `overloads`; or the module is there, but has no such function.
     """
     if isinstance(name, str) and is_function(name.strip()):
+        _check_function(name.strip())
         return [name.strip()]
-    if isinstance(name, type) and issubclass(name, torch.autograd.Function):
+    if _is_function_class(name):
         return [f"{name.__module__}:{name.__qualname__}"]
     text = _text(name)
     namespace, colons, rest = text.rpartition("::")
@@ -84,6 +87,31 @@ def full_names(name: object) -> list[str]:
 def is_function(name: str) -> bool:
     """Return whether `name` has the form ``package.module:Class``, and so names an autograd function."""
     return _FUNCTION.fullmatch(name) is not None
+
+
+def _check_function(name: str) -> None:
+    path, _, qualname = name.partition(":")
+    module = sys.modules.get(path)
+    if module is None or path == "__main__":  # a script defines its classes as it goes
+        return
+    try:
+        found = functools.reduce(getattr, qualname.split("."), module)
+    except AttributeError:
+        functions = [key for key, value in vars(module).items() if _is_function_class(value)]
+        near = difflib.get_close_matches(qualname, functions, n=1)
+        hint = f"Did you mean '{path}:{near[0]}'?" if near else "Name the module that defines it."
+        raise PolicyError(
+            f"The module {path} has no {qualname!r}, so a rule would have no effect. {hint}"
+        ) from None
+    if not _is_function_class(found):
+        raise PolicyError(
+            f"{name} is no subclass of torch.autograd.Function. Give rules to modules by "
+            f"amp_core.apply_policy, and to ops by their names in torch.ops."
+        )
+
+
+def _is_function_class(value: object) -> bool:
+    return isinstance(value, type) and issubclass(value, torch.autograd.Function)
 
 
 def find(name: str) -> Overload | None:

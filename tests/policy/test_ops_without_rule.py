@@ -216,6 +216,36 @@ def test_a_function_can_be_given_as_a_class(module: tuple[str, Callable[[], type
         assert sys.modules[name].square(torch.ones(2, dtype=LOW)).dtype is HIGH
 
 
+def test_a_function_that_is_defined_again_keeps_its_rule(
+    module: tuple[str, Callable[[], types.ModuleType]],
+) -> None:
+    """After ``importlib.reload``, as notebooks do it, the function runs in another dtype."""
+    name, load = module
+    x = torch.ones(2, dtype=LOW)
+    with autocast("cpu", policy=DEFAULT.override({f"{name}:Square": "fp32"})):
+        for _ in range(3):
+            assert load().square(x).dtype is HIGH
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ("Sqare", r"has no 'Sqare', so a rule would have no effect\. Did you mean '.*:Square'"),
+        ("Elsewhere.f", r"has no 'Elsewhere\.f'.*Name the module that defines it"),
+        ("square", r"is no subclass of torch\.autograd\.Function.*apply_policy"),
+        ("torch.nn.Linear", r"is no subclass of torch\.autograd\.Function"),
+    ],
+)
+def test_what_is_no_function_of_an_imported_module_is_refused(
+    module: tuple[str, Callable[[], types.ModuleType]], wrong: str, message: str
+) -> None:
+    """A misspelt name has no effect, and the ``forward`` of a module would lose its ``self``."""
+    name, load = module
+    load()
+    with pytest.raises(PolicyError, match=message):
+        DEFAULT.override({f"{name}:{wrong}": "fp32"})
+
+
 # Low in, float32 out.
 
 SHAPES = {
