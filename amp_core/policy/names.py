@@ -7,6 +7,7 @@ import fnmatch
 import functools
 import re
 import sys
+from typing import TypeGuard
 
 import torch
 
@@ -110,7 +111,7 @@ def _check_function(name: str) -> None:
         )
 
 
-def _is_function_class(value: object) -> bool:
+def _is_function_class(value: object) -> TypeGuard[type[torch.autograd.Function]]:
     return isinstance(value, type) and issubclass(value, torch.autograd.Function)
 
 
