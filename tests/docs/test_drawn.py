@@ -12,21 +12,30 @@ import pytest
 from amp_core import OpPolicy
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGES = [page for page in DOCS.rglob("*.md") if "<!-- draw:" in page.read_text()]
+MARKS = {"_pictures.py": "<!-- draw:", "_charts.py": "<!-- chart:"}
+PAGES = [
+    (page, hook) for page in DOCS.rglob("*.md") for hook, mark in MARKS.items() if mark in page.read_text()
+]
 
 
-@pytest.fixture(scope="module")
-def pictures() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("docs_pictures", DOCS / "_pictures.py")
+def load(hook: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"docs{Path(hook).stem}", DOCS / hook)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_every_mark_is_drawn(page: Path, pictures: ModuleType) -> None:
+@pytest.fixture(scope="module")
+def pictures() -> ModuleType:
+    return load("_pictures.py")
+
+
+@pytest.mark.parametrize(("page", "hook"), PAGES, ids=lambda part: Path(part).stem)
+def test_every_mark_is_drawn(page: Path, hook: str) -> None:
     """A page asks for a picture that is not there: the build fails."""
-    assert "<!-- draw:" not in pictures.on_page_markdown(page.read_text())
+    drawn = load(hook).on_page_markdown(page.read_text())
+    assert MARKS[hook] not in drawn
+    assert drawn.count("<svg") + drawn.count("<iframe") + drawn.count("|") > page.read_text().count("|")
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "mps"])
