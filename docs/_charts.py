@@ -45,7 +45,30 @@ def agreement() -> str:
     return _svg(figure, "The gap between sampler and trainer in bfloat16 and float16")
 
 
-_DRAW: dict[str, Callable[[], str]] = {f.__name__: f for f in (agreement,)}
+def curves() -> str:
+    """Draw the loss of a small GPT in each format, and above float32's; say where each ends."""
+    measured = json.loads((_RESULTS / "curves" / "gpt.json").read_text())
+    losses, every = measured["loss"], measured["mean_of"]
+    figure, (loss, above) = _figure(2)
+    for colour, (name, values) in zip(_COLOURS, losses.items(), strict=True):
+        steps = [every * (i + 0.5) for i in range(len(values))]
+        loss.plot(steps, values, color=colour, label=name, linewidth=1.2)
+        beyond = [value - exact for value, exact in zip(values, losses["float32"], strict=True)]
+        above.plot(steps, beyond, color=colour, linewidth=1.2)
+    loss.set_title("loss")
+    above.set_title("loss above float32's")
+    above.set_ylim(-0.04, 0.04)
+    for axes in (loss, above):
+        axes.set_xlabel("training step")
+    loss.legend(frameon=False, labelcolor=_GREY)
+    last = 50 // every
+    rows = [f"| {name} | {sum(values[-last:]) / last:.3f} |" for name, values in losses.items()]
+    table = ["| format | mean loss of the last 50 steps |", "|---|--:|", *rows]
+    return _svg(figure, "Loss of a small GPT in seven formats") + "\n\n" + "\n".join(table)
+
+
+_DRAW: dict[str, Callable[[], str]] = {f.__name__: f for f in (agreement, curves)}
+_COLOURS = (_GREY, "#8A7FE8", "#E69F00", "#56B4E9", "#009E73", "#D55E00", "#CC79A7")
 
 
 def _figure(columns: int) -> tuple[Figure, Sequence[Axes]]:

@@ -12,7 +12,7 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
 from html import escape
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -178,59 +178,6 @@ def schedule() -> str:
     return _svg(700, 250, parts, "The loss scale over forty steps")
 
 
-def curves() -> str:
-    """Draw the loss of a small GPT in each format, and above float32's; say where each ends."""
-    measured = json.loads((_RESULTS / "curves" / "gpt.json").read_text())
-    losses = measured["loss"]
-    beyond = {
-        name: [v - exact for v, exact in zip(values, losses["float32"], strict=True)]
-        for name, values in losses.items()
-    }
-    parts = [
-        *_lines(losses, _Axis(1.7, 3.6, 280, 20), (2.0, 2.5, 3.0, 3.5)),
-        *_lines(beyond, _Axis(-0.04, 0.03, 520, 340), (-0.02, 0.0, 0.02)),
-        _text(60, 325, "loss above float32's", "start"),
-        _text(360, 545, f"step, of {measured['steps']}", "middle"),
-    ]
-    for number, (name, colour) in enumerate(zip(losses, _COLOURS, strict=True)):
-        y = 40 + 18 * number
-        parts.append(f'<path d="M470,{y} h30" fill="none" stroke="{colour}" stroke-width="1.5"/>')
-        parts.append(_text(508, y + 5, name, "start"))
-    last = 50 // measured["mean_of"]
-    rows = [f"| {name} | {sum(values[-last:]) / last:.3f} |" for name, values in losses.items()]
-    table = ["| format | mean loss of the last 50 steps |", "|---|--:|", *rows]
-    return _svg(700, 560, parts, "Loss of a small GPT in seven formats") + "\n\n" + "\n".join(table)
-
-
-_COLOURS = ("currentColor", "#7F7F7F", "#E69F00", "#56B4E9", "#009E73", "#D55E00", "#CC79A7")
-
-
-class _Axis(NamedTuple):
-    """Which values are drawn at which heights."""
-
-    low: float
-    high: float
-    bottom: int
-    top: int
-
-    def at(self, value: float) -> float:
-        share = (min(max(value, self.low), self.high) - self.low) / (self.high - self.low)
-        return round(self.bottom - (self.bottom - self.top) * share, 1)
-
-
-def _lines(curves: Mapping[str, list[float]], axis: _Axis, marks: tuple[float, ...]) -> list[str]:
-    parts = []
-    for mark in marks:
-        y = axis.at(mark)
-        parts.append(f'<line x1="60" x2="660" y1="{y}" y2="{y}" stroke="currentColor" opacity="0.15"/>')
-        parts.append(_text(50, y + 5, f"{mark}", "end"))
-    for colour, values in zip(_COLOURS, curves.values(), strict=True):
-        step = 600 / len(values)
-        points = " ".join(f"{60 + step * (i + 0.5):.1f},{axis.at(v)}" for i, v in enumerate(values))
-        parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
-    return parts
-
-
 def dispatch() -> str:
     """Draw the way of one op through its dispatch keys."""
     rule = OpPolicy.default("cpu").rule("aten::mm")
@@ -284,7 +231,7 @@ def _framed(report: Report, title: str) -> str:
 _DRAW: dict[str, Callable[[], str]] = {
     f.__name__: f
     for f in (
-        *(capabilities, comparison, curves, dispatch, hooks, kernels, ops, overheads),
+        *(capabilities, comparison, dispatch, hooks, kernels, ops, overheads),
         *(passes, promises, recording, rules, schedule, stages),
     )
 }
