@@ -137,6 +137,16 @@ is_tensor_view: Callable[[torch.Tensor], bool] = Feature(
     "which is slower",
 ).function("torch.Tensor._is_view", lambda _tensor: True, check=lambda f: f(torch.ones(1)))
 
+_BASES = Feature("view_bases", "delayed scales of a weight that ops get as a view start anew in each call")
+_base_of: Any = _BASES.value("torch.Tensor._base", None)
+
+
+def base_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor that `tensor` is a view of; `tensor` itself if it is none."""
+    base: torch.Tensor | None = _base_of.__get__(tensor) if _BASES.works_or_warn() else None
+    return tensor if base is None else base
+
+
 # ---- the casts of `cached_casts` ---------------------------------------------------------------------
 
 

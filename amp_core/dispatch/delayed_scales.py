@@ -61,7 +61,7 @@ def remembering(run: Callable[..., Any], position: int) -> Callable[..., Any]:
 
     def remember(keyset: Any, args: Any, kwargs: Any) -> Any:
         weight = args[position]
-        before, _thread.weight = _thread.weight, weight._base if weight._is_view() else weight
+        before, _thread.weight = _thread.weight, _torch.base_of(weight)
         try:
             return run(keyset, args, kwargs)
         finally:
