@@ -19,10 +19,12 @@ _nn: Any = _BINDINGS.value("torch._C._nn", torch.nn.functional)
 def binding(op: Overload) -> Callable[..., Any] | str | None:
     """Return the compiled function that torch offers for `op`, or the name of the method of tensors.
 
-    Both take the arguments of the schema. None if there is neither, or if `op` changes an argument.
+    Both take the arguments of the schema. None if there is neither, if `op` changes an argument, or if its
+    binding differs: those of losses have another default reduction, and those of ``index`` take no None.
     """
     space, _, name = op._schema.name.partition("::")
-    if space != "aten" or is_mutable(op) or not _BINDINGS.works_or_warn():
+    differs = any(a.name == "reduction" or "List[Optional" in str(a.type) for a in op._schema.arguments)
+    if space != "aten" or differs or is_mutable(op) or not _BINDINGS.works_or_warn():
         return None
     for owner in (_nn, torch):
         if inspect.isbuiltin(function := getattr(owner, name, None)):

@@ -282,6 +282,21 @@ def test_structures_of_arguments_are_compared() -> None:
         low({"x": x, "z": x}, gain=gain)
 
 
+def test_ops_whose_bindings_have_other_defaults() -> None:
+    """A loss would be summed up in another way, or an image not be resized, only after materialize."""
+
+    class Model(nn.Module):
+        def forward(self, x: Tensor, rows: Tensor) -> list[Tensor]:
+            target = torch.zeros(4, dtype=torch.int64)
+            image = F.interpolate(x.view(1, 1, 4, 8), scale_factor=2, mode="nearest")
+            losses = [F.cross_entropy(x, target), F.binary_cross_entropy_with_logits(x, x), F.mse_loss(x, -x)]
+            return [image, x[:, rows], x[rows], F.triplet_margin_loss(x, x + 1, -x), *losses]
+
+    args = (torch.randn(4, 8), torch.tensor([2, 0]))
+    low, wanted = materialize(Model(), args, dtype=LOW, check=False)(*args), in_region(Model(), *args)
+    assert [torch.equal(a, b) for a, b in zip(low, wanted, strict=True)] == [True] * 7
+
+
 def test_conditions_on_shapes_of_several_arguments() -> None:
     """What the trace took for granted holds for each call, and once more after a second export."""
 
