@@ -31,8 +31,10 @@ PROMISES: Mapping[str, str] = MappingProxyType(
         "threads": "Any thread may call at any time, also in the middle of another thread's call. The "
         "result is that of a call alone.",
         "state": "torch's state (grad and inference mode, autocast and its cache, default dtype and device, "
-        "current device, number of threads), the generators of torch and of Python's `random`, the "
-        "warnings filters and the environment are as before. Nothing is printed, no warning is repeated.",
+        "current device, number of threads, its backends' flags), the generators of torch, of NumPy and of "
+        "Python's `random`, the warnings filters, the environment and Python's own settings (logging, "
+        "collector, search path, signal handlers) are as before; what other threads see of it does not "
+        "change in between either. Nothing is printed, no warning is repeated.",
         "context": "The result depends on the arguments alone: it is the same in a region, in any grad mode, "
         "in inference mode (where new tensors are inference tensors) and under any default dtype or device.",
         "memory": "A kernel keeps neither its arguments nor its results alive after the call, and needs no "

@@ -5,6 +5,8 @@ They stand in ``wrong/``, by what is wrong: add a class with `fails`, the checks
 
 from __future__ import annotations
 
+import gc
+import logging
 import runpy
 from pathlib import Path
 
@@ -41,6 +43,8 @@ def _torch_as_it_was():
     torch.set_grad_enabled(True)
     torch.set_autocast_enabled("cpu", False)
     torch.set_default_device(None)
+    gc.enable()
+    logging.disable(logging.NOTSET)
     while UNDO:
         UNDO.pop()()
 

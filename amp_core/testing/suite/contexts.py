@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -53,8 +54,11 @@ class ContextConformance(Judge):
 
     def test_kernels_in_a_region(self) -> None:
         """Autocast would compute norms and products in low precision."""
-        for dtype in self.backend.supported_dtypes():
-            self._judge_in(lambda dtype=dtype: autocast(self.device_type, dtype=dtype))  # type: ignore[misc]
+        dtypes = itertools.cycle(self.backend.supported_dtypes())
+        for mode, dtype in zip(
+            (torch.enable_grad, torch.no_grad, torch.inference_mode), dtypes, strict=False
+        ):
+            self._judge_in(lambda m=mode, d=dtype: _both(m(), autocast(self.device_type, dtype=d)))  # type: ignore[misc]
 
     def test_kernels_with_and_without_grad_mode(self) -> None:
         """``create_graph=True`` runs them with gradients enabled, on gradients that carry a graph."""
@@ -81,6 +85,15 @@ class ContextConformance(Judge):
         for dtype in (torch.float64, torch.float16):
             self._judge_in(lambda dtype=dtype: _default_dtype(dtype))  # type: ignore[misc]
         self._judge_in(lambda: torch.device("meta"))
+        self._judge_in(_unusual)
+
+    def test_kernels_in_a_backward(self) -> None:
+        """Gradients are added, cast and measured in hooks, while autograd runs."""
+        x = torch.ones(1, device=self.device, requires_grad=True)
+        for sample in self._samples():
+            y = x * 1
+            y.register_hook(lambda _, sample=sample: self._judge_every_method(sample))  # type: ignore[no-untyped-call]
+            y.sum().backward()  # type: ignore[no-untyped-call]
 
     def test_kernels_on_fake_tensors(self) -> None:
         """Tracing asks for shapes, dtypes and strides alone; nothing may be read or written."""
@@ -115,6 +128,9 @@ class ContextConformance(Judge):
 
             return run
 
+        low = torch.func.vjp(lambda row: self.kernels.cast([row], torch.bfloat16)[0], x)[0]
+        wrong = self._departure(low, data.plain(x.bfloat16()))
+        assert not wrong, f"cast under torch.func.vjp: {wrong}"
         half = data.scalar(0.5, self.device)
         cases = {
             "add_": (written(lambda rows: self.kernels.add_(rows, rows)), x + x),
@@ -165,6 +181,10 @@ class MemoryConformance(Judge):
                 self._judge_stats(tensors, 2.0, what, form)
                 self._judge_stats(tensors, torch.inf, what, form)
                 self._judge_add([o.clone() for o in others], tensors, what, form)
+            # Another list of as many tensors, whose dtypes and shapes stand in other places.
+            self._judge_cast(tensors[::-1], self.backend.default_dtype())
+            self._judge_stats(tensors[::-1])
+            self._judge_multiply(tensors[::-1])
 
     def test_multiply_reads_the_factor_of_the_moment(self) -> None:
         """The scaler writes the factor of each step into the same tensor."""
@@ -173,6 +193,11 @@ class MemoryConformance(Judge):
             factor.data.fill_(value)
             self.kernels.multiply_([grad], factor)
             assert grad.cpu().tolist() == [expected] * 3, f"times {value}"
+        flag = data.scalar(0.0, self.device)
+        for value in (torch.inf, 1.0):
+            flag.data.zero_()
+            self.kernels.multiply_([grad.fill_(value)], factor, flag)
+            assert float(flag) == (0.0 if value == 1.0 else 1.0), f"found_inf of {value}"
 
     def test_kernels_keep_nothing_alive(self) -> None:
         """Arguments, results and layouts are the caller's: their memory is free once he drops them."""
@@ -232,6 +257,28 @@ class MemoryConformance(Judge):
             for spec, layout in zip(specs, layouts, strict=True):
                 tensor = spec.build(self.device)
                 self._judge_stats([tensor], 2.0, spec.layout, self.kernels.prepare([tensor], layout))
+
+
+@contextmanager
+def _both(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
+
+
+@contextmanager
+def _unusual() -> Iterator[None]:
+    """Change what few programs change, all at once."""
+    deterministic, cache = torch.are_deterministic_algorithms_enabled(), torch.is_autocast_cache_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.set_autocast_cache_enabled(False)
+    try:
+        with _default_dtype(torch.bfloat16), torch.autograd.set_detect_anomaly(True):
+            yield
+    finally:
+        torch.use_deterministic_algorithms(deterministic)
+        torch.set_autocast_cache_enabled(cache)
 
 
 @contextmanager

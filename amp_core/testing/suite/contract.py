@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 
 from amp_core.plugin import API_VERSION, Availability, Refusal
@@ -41,6 +43,7 @@ class AvailabilityConformance(BackendFixtures):
 
     def test_hooks_answer_without_the_device(self) -> None:
         """On a login node a disabled region is built, and ``amp backends`` lists the backend, without it."""
+        there = self.backend.op_policy()
         with self.device_taken_away():
             for name, ask in data.queries(self.backend).items():
                 try:
@@ -49,6 +52,12 @@ class AvailabilityConformance(BackendFixtures):
                     raise AssertionError(f"{name} raises where the device is absent: {error!r}") from error
             with autocast(self.device_type, enabled=False):
                 torch.ones(2, 2) @ torch.ones(2, 2)
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                default, policy = self.backend.default_dtype(), self.backend.op_policy()
+                assert default in self.backend.supported_dtypes(), f"the default dtype is {default}"
+                assert self.backend.availability().reason.strip(), "the absent device has no reason"
+            assert policy == there, "the op policy is another one where the device is absent"
             status = backends()[self.device_type]
             assert status.status == "absent", f"amp backends lists the device as {status.status}"
 

@@ -74,9 +74,11 @@ def random(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
     return torch.randn(shape, dtype=wide, generator=generator).to(dtype)
 
 
-def scalar(value: float, device: torch.device, shape: tuple[int, ...] = ()) -> Tensor:
-    """Return one float32 element on `device`."""
-    return torch.full(shape, value, dtype=torch.float32).to(device)
+def scalar(
+    value: float, device: torch.device, shape: tuple[int, ...] = (), dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Return one element on `device`, in the middle of others, as callers pack their numbers."""
+    return torch.tensor([7, value, 7], dtype=dtype).to(device)[1:2].reshape(shape)
 
 
 def queries(backend: Backend) -> dict[str, Callable[[], Any]]:

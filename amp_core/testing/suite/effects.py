@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import random
+import itertools
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, cast
+from typing import Any
 
 import pytest
 import torch
@@ -18,20 +17,8 @@ from amp_core.regions.region import autocast
 from amp_core.states.loss_scale import LossScaleSchedule, ScaleState
 from amp_core.testing.suite import data
 from amp_core.testing.suite.judge import Judge
+from amp_core.testing.suite.settings import PROCESS_WIDE, Setting, settings
 from amp_core.testing.suite.threads import Judged, interleave
-
-
-class Setting(NamedTuple):
-    """Something that belongs to the caller, and values to try it with."""
-
-    name: str
-    read: Callable[[], Any]
-    write: Callable[[Any], Any]
-    values: Sequence[Any]
-
-
-def _flushes() -> bool:
-    return float(torch.full((1,), 1e-40).mul_(1.0)) == 0.0
 
 
 class EffectsConformance(Judge):
@@ -48,7 +35,7 @@ class EffectsConformance(Judge):
         for grad in (True, False):
             with torch.set_grad_enabled(grad), warnings.catch_warnings():
                 calls = self._hooks_and_kernels()
-                for setting in self._settings():
+                for setting in settings(self):
                     self._try(setting, calls)
 
     def _try(self, setting: Setting, calls: dict[str, Callable[[], Any]]) -> None:
@@ -105,85 +92,6 @@ class EffectsConformance(Judge):
             assert not caught, f"{name} warns each time: {caught[0].message}"
             assert not any(capfd.readouterr()), f"{name} prints each time"
 
-    def _settings(self) -> list[Setting]:
-        kind, both = self.device_type, (True, False)
-        module = torch.get_device_module(self.device)
-        # Where torch has no autocast of its own, only a region makes its key passable.
-        regions = both if self.default_dtype_is_torchs else (False,)
-        settings = [
-            Setting("grad mode", torch.is_grad_enabled, torch.set_grad_enabled, both),
-            Setting("inference mode", torch.is_inference_mode_enabled, lambda _: None, (False,)),
-            Setting(
-                "autocast",
-                lambda: torch.is_autocast_enabled(kind),
-                lambda value: torch.set_autocast_enabled(kind, value),
-                regions,
-            ),
-            Setting(
-                "autocast's dtype",
-                lambda: torch.get_autocast_dtype(kind),
-                lambda value: torch.set_autocast_dtype(kind, value),
-                self.backend.supported_dtypes(),
-            ),
-            Setting(
-                "autocast's cache", torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled, both
-            ),
-            Setting(
-                "the default dtype",
-                torch.get_default_dtype,
-                torch.set_default_dtype,
-                (torch.float16, torch.float32),
-            ),
-            Setting(
-                "the default device",
-                torch.get_default_device,
-                lambda device: torch.set_default_device(None if str(device) == "cpu" else device),
-                ("meta", "cpu"),
-            ),
-            Setting("the number of threads", torch.get_num_threads, torch.set_num_threads, (1, 2, 3)),
-            Setting(
-                "the precision of float32 products",
-                torch.get_float32_matmul_precision,
-                torch.set_float32_matmul_precision,
-                ("high", "highest"),
-            ),
-            Setting(
-                "deterministic algorithms",
-                torch.are_deterministic_algorithms_enabled,
-                torch.use_deterministic_algorithms,
-                (False,),
-            ),
-            # Not the state alone: a call that seeds would find the state that the one before it left.
-            Setting(
-                "torch's generator", lambda: torch.get_rng_state().tolist(), _seed(torch.manual_seed), (1, 2)
-            ),
-            Setting("Python's generator", random.getstate, _seed(random.seed, random.setstate), (1, 2)),
-            Setting(
-                "the warnings filters", lambda: list(warnings.filters), _set_filters, ("always", "default")
-            ),
-            Setting("the environment", lambda: dict(os.environ), lambda _: None, (0,)),
-        ]
-        if hasattr(module, "get_rng_state") and hasattr(module, "manual_seed_all") and kind != "cpu":
-            settings.append(
-                Setting("the device's generator", self._generator, _seed(module.manual_seed_all), (1, 2))
-            )
-        if hasattr(module, "set_device") and kind != "cpu":
-            devices = range(module.device_count())
-            settings.append(Setting("the current device", module.current_device, module.set_device, devices))
-        if torch.set_flush_denormal(_flushes()):  # which says whether the host can
-            settings.append(
-                Setting("the flushing of subnormals", _flushes, torch.set_flush_denormal, (False,))
-            )
-        return settings
-
-    def _generator(self) -> list[int]:
-        read = torch.get_device_module(self.device).get_rng_state
-        try:
-            state = read()
-        except TypeError:  # some devices have no default for the device
-            state = read(torch.empty(0, device=self.device).device)
-        return cast("list[int]", state.tolist())
-
     def test_hooks_leave_no_thread_behind(self) -> None:
         """A thread per call ends in a full process; one that lives on is a leak."""
         for call in self._hooks_and_kernels().values():
@@ -201,28 +109,65 @@ class EffectsConformance(Judge):
     def test_kernels_serve_many_threads_at_once(self) -> None:
         """Another thread's call at any point of a call changes neither result."""
         for name in ("cast", "add_", "grad_stats", "multiply_", "update_scale_"):
-            interleave(lambda number, name=name: self._judged(name, number), 10_000 if self.thorough else 80)  # type: ignore[misc]
+            turns = itertools.count(1)
 
-    def _judged(self, name: str, number: int) -> Judged:
-        tensors = [torch.full((n,), float(number + 2), device=self.device) for n in (5, 33)]
+            def make(number: int, name: str = name, turns: Iterator[int] = turns) -> Judged:
+                # New sizes in each turn, as what is built for them must also be there for the other thread.
+                self._turn = next(turns) if number else self._turn  # the other one is made first
+                return self._judged(name, number, self._turn)
+
+            interleave(make, 10_000 if self.thorough else 80)
+
+    _turn = 0
+
+    def _judged(self, name: str, number: int, turn: int) -> Judged:
+        """Return a call; the third other one has what is the same in each call of the first."""
+        tensors = [torch.full((n + turn,), float(number + 2), device=self.device) for n in (5, 33)]
         tensors[0][number] = torch.inf if number % 2 else 1.0
+        kinds = (*self.backend.supported_dtypes()[:1], torch.float32, *self.backend.supported_dtypes()[-1:])
 
         def run(context: Any) -> None:
             judge = type(self)()
             judge._context = context  # type: ignore[attr-defined]
             if name == "cast":
-                judge._judge_cast(tensors, self.backend.default_dtype())
+                judge._judge_cast(tensors, kinds[number % 3])
             elif name == "grad_stats":
-                judge._judge_stats(tensors, (2.0, 2.0, 3.0, torch.inf)[number])
+                judge._judge_stats(tensors, (2.0, 3.0, torch.inf)[number % 3])
             elif name == "multiply_":
                 judge._judge_multiply(tensors, 0.5**number)
             elif name == "add_":
                 judge._judge_add([t.clone() for t in tensors], tensors)
             else:
-                schedule = LossScaleSchedule(growth_interval=2 + number)
-                judge._judge_update(ScaleState(8.0 + number, 1), number % 2, schedule)
+                schedule = LossScaleSchedule(growth_interval=2 + number % 3 + 3 * turn)
+                judge._judge_update(ScaleState(8.0 + number, 1 + 3 * turn), number % 2, schedule)
 
         return run
+
+    def test_hooks_change_nothing_meanwhile(self) -> None:
+        """What is set for a moment, and set back, is seen by other threads, which compute with it."""
+        shared = [s for s in settings(self) if s.name in PROCESS_WIDE]
+
+        def read(_: Any = None) -> None:
+            values.append([s.read() for s in shared])
+
+        values: list[Any] = []
+        thread = threading.Thread(target=read)  # some settings are each thread's own
+        thread.start()
+        thread.join()
+        for name, call in self._hooks_and_kernels().items():
+            call()
+
+            def run(context: Any, call: Callable[[], Any] = call) -> None:
+                with context():
+                    call()
+
+            def look(context: Any, name: str = name) -> None:
+                with context():
+                    read()
+                for setting, before, now in zip(shared, values[0], values.pop(), strict=True):
+                    assert now == before, f"{name} sets {setting.name} for a moment: {now!r:.80}"
+
+            interleave(lambda number, run=run, look=look: look if number else run, 12)  # type: ignore[misc]
 
     def _answers(self) -> dict[str, Any]:
         answers = {name: ask() for name, ask in data.queries(self.backend).items()}
@@ -263,21 +208,3 @@ class EffectsConformance(Judge):
     def test_kernels_are_made_once(self) -> None:
         """They are asked for at every step; what they keep from step to step would be lost."""
         assert self.backend.kernels() is self.backend.kernels()
-
-
-def _seed(seed: Callable[[int], Any], restore: Callable[[Any], Any] | None = None) -> Callable[[Any], Any]:
-    """Return a writer of a generator: from a number, or from the state that was read."""
-
-    def write(value: Any) -> None:
-        if isinstance(value, int):
-            seed(value)
-        elif restore is not None:
-            restore(value)
-
-    return write
-
-
-def _set_filters(value: Any) -> None:
-    warnings.resetwarnings()
-    if isinstance(value, str):
-        warnings.simplefilter(value)  # type: ignore[arg-type]

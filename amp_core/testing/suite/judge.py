@@ -184,8 +184,9 @@ class Judge(BackendFixtures):
         return stats
 
     def _scale_tensors(self, state: ScaleState) -> ScaleTensors:
-        counts = [torch.tensor(c, dtype=torch.int32) for c in (state.growth_tracker, state.hysteresis_left)]
-        return ScaleTensors(data.scalar(state.scale, self.device), *(c.to(self.device) for c in counts))
+        counts = state.growth_tracker, state.hysteresis_left
+        integers = (data.scalar(c, self.device, dtype=torch.int32) for c in counts)
+        return ScaleTensors(data.scalar(state.scale, self.device), *integers)
 
     def _judge_update(
         self,
@@ -197,7 +198,8 @@ class Judge(BackendFixtures):
         flag: Tensor | None = None,
     ) -> ScaleState:
         tensors = self._scale_tensors(state) if tensors is None else tensors
-        flag = data.scalar(found, self.device, shape) if flag is None else flag.fill_(found)
+        flag = data.scalar(found, self.device, shape) if flag is None else flag
+        flag.data.fill_(found)  # which moves no version counter
         written = list(vars(tensors).values())
         self._call(lambda: self.kernels.update_scale_(tensors, flag, schedule), [flag], written, wrote=False)
         after = ScaleState(float(tensors.scale), int(tensors.growth_tracker), int(tensors.hysteresis_left))

@@ -77,7 +77,8 @@ class LayoutConformance(Judge):
                     for i, spec in enumerate(specs)
                 ]
                 what = f"{_name(specs)} into {_name(outs)}"
-                self._judge_cast(self._build(specs), dtypes[shift % len(dtypes)], self._build(outs), what)
+                written = (list, tuple)[number % 2](self._build(outs))
+                self._judge_cast(self._build(specs), dtypes[shift % len(dtypes)], written, what)
 
     def test_add_of_every_memory_layout(self) -> None:
         """Totals and gradients lie differently and differ in dtype."""
@@ -91,7 +92,8 @@ class LayoutConformance(Judge):
                     for i, (spec, total, _) in enumerate(kinds)
                 ]
                 tensors, what = self._build(grads), f"{_name(grads)} onto {_name(totals)}"
-                self._judge_add(self._build(totals), tensors, what, self._form(tensors, grads, number))
+                written = (list, tuple)[number % 2](self._build(totals))
+                self._judge_add(written, tensors, what, self._form(tensors, grads, number))
 
     def test_multiply_of_every_memory_layout(self) -> None:
         """Each element once, and a bad one is flagged wherever it lies."""

@@ -14,7 +14,7 @@ from amp_core.testing.suite.tensors import LENGTHS, chunk_edges
 
 BAD = (math.inf, -math.inf, math.nan)
 # 7, 13 and 14: the reciprocals of their reciprocals are other float32 numbers.
-FACTORS = (1.0, 0.5, 1 / 65536, 1 / 3, 3.0, 0.0, -1.0, 1e-9, 7.0, 13 / 1024)
+FACTORS = (1.0, 0.5, 1 / 65536, 1 / 3, 3.0, 0.0, -1.0, 1e-9, 7.0, 13 / 1024, 131072.0)
 
 
 class MultiplyConformance(Judge):
@@ -64,7 +64,8 @@ class MultiplyConformance(Judge):
             below = [info.smallest_normal / 2, info.smallest_normal / 4] if self.keeps_subnormals else []
             numbers = [info.max, info.min, info.smallest_normal, *below, 0.0, -0.0, 1.0]
             finite, everything = (torch.tensor(n * 3, dtype=dtype) for n in (numbers, [*numbers, *BAD]))
-            for factor in (*FACTORS, 2.0, 1e-30, math.inf, math.nan):
+            tiny = (1e-30, 1e-40) if self.keeps_subnormals else (1e-30,)
+            for factor in (*FACTORS, 2.0, *tiny, math.inf, math.nan):
                 self._scaled([finite, torch.empty(0)], factor)
                 self._scaled([everything], factor)
                 for number in everything[: len(numbers) + 3]:
@@ -81,9 +82,9 @@ class MultiplyConformance(Judge):
         for bad in range(len(dtypes)):
             values = [torch.ones(5, dtype=d) for d in dtypes]
             values[bad][4] = math.inf
-            for flag in (0.0, 1.0):
+            for flag in (0.0, 1.0, 3.0):  # a sum over ranks
                 self._scaled(values, 0.5, flag)
         everything = [torch.full((n,), math.inf, dtype=d) for n in (1, 9) for d in self.dtypes()]
         for values in (everything, [torch.ones(3)], [], [torch.empty(0)], [torch.tensor([math.nan])]):
-            for flag in (0.0, 1.0):
+            for flag in (0.0, 1.0, 3.0):
                 self._scaled(values, 0.5, flag)

@@ -148,6 +148,18 @@ class QuantizeConformance(Judge):
             assert isinstance(ours, type(fake)), f"{name} of a fake tensor is not fake: {ours}"
             assert (ours.shape, ours.dtype) == (expected.shape, expected.dtype), name
 
+    def test_quantize_reads_the_values_of_the_moment(self) -> None:
+        """A result kept for a tensor is stale once an optimizer has written it through `data`."""
+        self.requires("supports_bit_views")
+        how, here = Quantization(ELEMENTS["e4m3"]), torch.zeros(4, 32, device=self.device)
+        top = data.scalar(1.0, self.device)
+        for seed in range(2):
+            here.data.copy_(values := data.random((4, 32), torch.float32, seed))
+            top.data.fill_(3.0 + seed)
+            for given, amax in ((None, None), (top, torch.tensor(3.0 + seed))):
+                found, right = self.kernels.quantize(here, how, amax=given), quantize(values, how, amax=amax)
+                assert data.same_values(data.plain(found.values), right.values), f"in call {seed}"
+
     def test_quantize_refuses_what_it_cannot_take(self) -> None:
         """A wrong argument reads memory that is none, or is taken for another one."""
         ones, how = torch.ones(4, 4, device=self.device), Quantization(ELEMENTS["e4m3"], "row")

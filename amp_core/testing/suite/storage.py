@@ -92,6 +92,16 @@ class StorageConformance(Judge):
         numbers = torch.arange(first, first + weight.numel()).to(torch.int32)
         return torch.empty_like(weight, dtype=torch.int32).copy_(numbers.view(weight.shape))
 
+    def test_storage_reads_the_values_of_the_moment(self) -> None:
+        """Low weights that are kept for their tensor are stale after an optimizer's step."""
+        self.requires("supports_bit_views")
+        wide, low = (torch.zeros(9, dtype=d, device=self.device) for d in (torch.float32, torch.bfloat16))
+        kept = torch.zeros(9, dtype=torch.int16, device=self.device)
+        for value in (1.5, -2.25):
+            low.data.fill_(value)
+            self.kernels.join_([wide], [low], [kept])
+            assert wide.cpu().tolist() == [value] * 9
+
     def test_storage_refuses_other_shapes_before_it_writes(self) -> None:
         """A weight that is left out, or broadcast, must not pass silently."""
 

@@ -59,15 +59,19 @@ class _Thread(threading.Thread):
 
 
 def _run(judged: Judged, meanwhile: Callable[[], None] | None = None, point: int = 0) -> int:
-    """Run a call in a new thread, with `meanwhile` at a point of it; return the number of its points."""
-    count = 0
+    """Run a call in a new thread, with `meanwhile` at a point of it; return the number of its points.
+
+    A point is an instruction that is run for the first time.
+    """
+    count, seen = 0, set()
 
     def trace(frame: Any, event: str, _argument: Any) -> Any:
         nonlocal count
         if "/torch/" in frame.f_code.co_filename:
             return None
         frame.f_trace_opcodes = True
-        if event == "opcode":
+        if event == "opcode" and (place := (frame.f_code, frame.f_lasti)) not in seen:
+            seen.add(place)
             if meanwhile is not None and count == point:
                 sys.settrace(None)
                 meanwhile()

@@ -321,6 +321,20 @@ class PolicyNeedsTheDevice(Present):
         return super().op_policy()
 
 
+class HasAnotherPolicyWhereAbsent(Present):
+    fails = ABSENT
+
+    def op_policy(self):
+        return super().op_policy() if Present.there else OpPolicy.float32("cpu")
+
+
+class DefaultsToFloat32WhereAbsent(Present):
+    fails = ABSENT
+
+    def default_dtype(self):
+        return super().default_dtype() if Present.there else torch.float32
+
+
 class StaysAvailable(Present):
     fails = ("availability_follows_the_device",)
 

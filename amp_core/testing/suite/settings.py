@@ -1,0 +1,181 @@
+"""What belongs to the caller of a hook or kernel: settings of torch, of Python and of the process."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import random
+import signal
+import sys
+import tempfile
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+
+from amp_core.testing.fixtures import BackendFixtures
+
+BOTH = (True, False)
+
+
+class Setting(NamedTuple):
+    """Something that belongs to the caller, and values to try it with."""
+
+    name: str
+    read: Callable[[], Any]
+    write: Callable[[Any], Any]
+    values: Sequence[Any]
+
+
+PROCESS_WIDE = frozenset(
+    {
+        "the default dtype", "the precision of float32 products", "deterministic algorithms",
+        "oneDNN", "torch's generator", "Python's generator", "NumPy's generator", "the environment",
+        "the warnings filters", "the level of logging", "the working directory", "the search path of modules",
+    }
+)  # fmt: skip
+"""Settings that other threads see too, so that they may not change for a moment either."""
+
+
+def settings(subject: BackendFixtures) -> list[Setting]:
+    """Return all settings, for the device of `subject`."""
+    found = [*_of_autocast(subject), *_OF_TORCH, *_OF_PYTHON, *_of_device(subject.device)]
+    if "numpy" in sys.modules:
+        numpy = sys.modules["numpy"].random
+        read = lambda: [str(part) for part in numpy.get_state()]  # noqa: E731  # arrays compare by element
+        found.append(Setting("NumPy's generator", read, _seed(numpy.seed), (1, 2)))
+    if torch.set_flush_denormal(_flushes()):  # which says whether the host can
+        found.append(Setting("the flushing of subnormals", _flushes, torch.set_flush_denormal, (False,)))
+    return found
+
+
+def _of_autocast(subject: BackendFixtures) -> list[Setting]:
+    kind = subject.device_type
+    # Where torch has no autocast of its own, only a region makes its key passable.
+    regions = BOTH if subject.default_dtype_is_torchs else (False,)
+    return [
+        Setting(
+            "autocast",
+            lambda: torch.is_autocast_enabled(kind),
+            lambda value: torch.set_autocast_enabled(kind, value),
+            regions,
+        ),
+        Setting(
+            "autocast's dtype",
+            lambda: torch.get_autocast_dtype(kind),
+            lambda value: torch.set_autocast_dtype(kind, value),
+            subject.backend.supported_dtypes(),
+        ),
+        Setting("autocast's cache", torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled, BOTH),
+    ]
+
+
+def _of_device(device: torch.device) -> list[Setting]:
+    module, found = torch.get_device_module(device), []
+    if device.type == "cpu":
+        return []
+    if hasattr(module, "get_rng_state") and hasattr(module, "manual_seed_all"):
+
+        def generator() -> list[int]:
+            try:
+                state = module.get_rng_state()
+            except TypeError:  # some devices have no default for the device
+                state = module.get_rng_state(torch.empty(0, device=device).device)
+            return cast("list[int]", state.tolist())
+
+        found.append(Setting("the device's generator", generator, _seed(module.manual_seed_all), (1, 2)))
+    if hasattr(module, "set_device"):
+        devices = range(module.device_count())
+        found.append(Setting("the current device", module.current_device, module.set_device, devices))
+    return found
+
+
+def _seed(seed: Callable[[int], Any], restore: Callable[[Any], Any] | None = None) -> Callable[[Any], Any]:
+    """Return a writer of a generator: from a number, or from the state that was read."""
+
+    def write(value: Any) -> None:
+        if isinstance(value, int):
+            seed(value)
+        elif restore is not None:
+            restore(value)
+
+    return write
+
+
+def _set_filters(value: Any) -> None:
+    warnings.resetwarnings()
+    if isinstance(value, str):
+        warnings.simplefilter(value)  # type: ignore[arg-type]
+
+
+def _flushes() -> bool:
+    return float(torch.full((1,), 1e-40).mul_(1.0)) == 0.0
+
+
+def _handle_interrupts(handler: Any) -> None:
+    if threading.current_thread() is threading.main_thread():  # no other one may
+        signal.signal(signal.SIGINT, handler)
+
+
+def _no_write(_: Any) -> None:
+    pass
+
+
+_OF_TORCH = (
+    Setting("grad mode", torch.is_grad_enabled, torch.set_grad_enabled, BOTH),
+    Setting("inference mode", torch.is_inference_mode_enabled, _no_write, (False,)),
+    Setting("anomaly mode", torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly, BOTH),
+    Setting(
+        "the default dtype", torch.get_default_dtype, torch.set_default_dtype, (torch.float16, torch.float32)
+    ),
+    Setting(
+        "the default device",
+        torch.get_default_device,
+        lambda device: torch.set_default_device(None if str(device) == "cpu" else device),
+        ("meta", "cpu"),
+    ),
+    Setting("the number of threads", torch.get_num_threads, torch.set_num_threads, (1, 2, 3)),
+    Setting(
+        "the precision of float32 products",
+        torch.get_float32_matmul_precision,
+        torch.set_float32_matmul_precision,
+        ("high", "highest"),
+    ),
+    Setting(
+        "the sums of float16 products",
+        lambda: torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
+        lambda value: setattr(torch.backends.cuda.matmul, "allow_fp16_reduced_precision_reduction", value),
+        BOTH,
+    ),
+    Setting("oneDNN", lambda: torch.backends.mkldnn.enabled, torch.backends.mkldnn.set_flags, (True,)),
+    Setting(
+        "deterministic algorithms",
+        torch.are_deterministic_algorithms_enabled,
+        lambda value: torch.use_deterministic_algorithms(value, warn_only=True),
+        BOTH,
+    ),
+    # Not the state alone: a call that seeds would find the state that the one before it left.
+    Setting("torch's generator", lambda: torch.get_rng_state().tolist(), _seed(torch.manual_seed), (1, 2)),
+    Setting("the repetition of warnings", torch.is_warn_always_enabled, torch.set_warn_always, BOTH),
+)
+
+_OF_PYTHON = (
+    Setting("Python's generator", random.getstate, _seed(random.seed, random.setstate), (1, 2)),
+    Setting("the warnings filters", lambda: list(warnings.filters), _set_filters, ("always", "default")),
+    Setting("the level of logging", lambda: logging.root.manager.disable, logging.disable, (0, 10)),
+    Setting("the collector", gc.isenabled, lambda value: gc.enable() if value else gc.disable(), BOTH),
+    Setting("the environment", lambda: dict(os.environ), _no_write, (0,)),
+    Setting("the working directory", os.getcwd, os.chdir, (tempfile.gettempdir(),)),
+    Setting("the search path of modules", lambda: list(sys.path), _no_write, (0,)),
+    Setting("the limit of recursion", sys.getrecursionlimit, sys.setrecursionlimit, (3000,)),
+    Setting(
+        "the handler of Ctrl-C",
+        lambda: signal.getsignal(signal.SIGINT),
+        _handle_interrupts,
+        (signal.default_int_handler,),
+    ),
+    Setting("the hooks for errors", lambda: (sys.excepthook, threading.excepthook), _no_write, (0,)),
+)
