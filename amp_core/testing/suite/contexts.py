@@ -64,6 +64,7 @@ class ContextConformance(Judge):
         """``create_graph=True`` runs them with gradients enabled, on gradients that carry a graph."""
         self._judge_in(torch.enable_grad)
         self._judge_in(torch.no_grad)
+        self._judge_in_a_backward()
 
     def test_kernels_in_inference_mode(self) -> None:
         """Tensors made there have no version counter; those made outside are written as before."""
@@ -87,7 +88,7 @@ class ContextConformance(Judge):
         self._judge_in(lambda: torch.device("meta"))
         self._judge_in(_unusual)
 
-    def test_kernels_in_a_backward(self) -> None:
+    def _judge_in_a_backward(self) -> None:
         """Gradients are added, cast and measured in hooks, while autograd runs."""
         x = torch.ones(1, device=self.device, requires_grad=True)
         for sample in self._samples():

@@ -37,6 +37,7 @@ class EffectsConformance(Judge):
                 calls = self._hooks_and_kernels()
                 for setting in settings(self):
                     self._try(setting, calls)
+        self._judge_what_changes_meanwhile()
 
     def _try(self, setting: Setting, calls: dict[str, Callable[[], Any]]) -> None:
         original = setting.read()
@@ -143,7 +144,7 @@ class EffectsConformance(Judge):
 
         return run
 
-    def test_hooks_change_nothing_meanwhile(self) -> None:
+    def _judge_what_changes_meanwhile(self) -> None:
         """What is set for a moment, and set back, is seen by other threads, which compute with it."""
         shared = [s for s in settings(self) if s.name in PROCESS_WIDE]
 

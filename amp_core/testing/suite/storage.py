@@ -66,6 +66,7 @@ class StorageConformance(Judge):
                 self._assert_values(parts[1], rest, f"{what}, the rest")
             self._written(lambda h=here, p=parts: self.kernels.join_([h], p[:1], p[1:]), parts, [here])
             self._assert_values(here, joined, f"{what}, joined")
+        self._judge_the_moment_of_joining()
 
     def test_storage_rounds_by_the_bits_of_each_number(self) -> None:
         """Other random bits, and a run goes on otherwise on another device or number of ranks."""
@@ -92,9 +93,8 @@ class StorageConformance(Judge):
         numbers = torch.arange(first, first + weight.numel()).to(torch.int32)
         return torch.empty_like(weight, dtype=torch.int32).copy_(numbers.view(weight.shape))
 
-    def test_storage_reads_the_values_of_the_moment(self) -> None:
+    def _judge_the_moment_of_joining(self) -> None:
         """Low weights that are kept for their tensor are stale after an optimizer's step."""
-        self.requires("supports_bit_views")
         wide, low = (torch.zeros(9, dtype=d, device=self.device) for d in (torch.float32, torch.bfloat16))
         kept = torch.zeros(9, dtype=torch.int16, device=self.device)
         for value in (1.5, -2.25):
