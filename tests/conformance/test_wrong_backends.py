@@ -38,6 +38,8 @@ def make(cls):
 def _torch_as_it_was():
     threads = torch.get_num_threads()
     yield
+    while UNDO:  # first, as the end of inference mode restores autocast
+        UNDO.pop()()
     torch.set_flush_denormal(False)
     torch.set_num_threads(threads)
     torch.set_grad_enabled(True)
@@ -45,8 +47,6 @@ def _torch_as_it_was():
     torch.set_default_device(None)
     gc.enable()
     logging.disable(logging.NOTSET)
-    while UNDO:
-        UNDO.pop()()
 
 
 @pytest.mark.parametrize("name", WRONG)

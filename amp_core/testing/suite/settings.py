@@ -42,7 +42,7 @@ PROCESS_WIDE = frozenset(
 
 def settings(subject: BackendFixtures) -> list[Setting]:
     """Return all settings, for the device of `subject`."""
-    found = [*_of_autocast(subject), *_OF_TORCH, *_OF_PYTHON, *_of_device(subject.device)]
+    found = [*_OF_TORCH, *_of_autocast(subject), *_OF_PYTHON, *_of_device(subject.device)]
     if "numpy" in sys.modules:
         numpy = sys.modules["numpy"].random
         read = lambda: [str(part) for part in numpy.get_state()]  # noqa: E731  # arrays compare by element
