@@ -168,7 +168,7 @@ class EffectsConformance(Judge):
                 for setting, before, now in zip(shared, values[0], values.pop(), strict=True):
                     assert now == before, f"{name} sets {setting.name} for a moment: {now!r:.80}"
 
-            interleave(lambda number, run=run, look=look: look if number else run, 12)  # type: ignore[misc]
+            interleave(lambda number, run=run, look=look: look if number else run, 6)  # type: ignore[misc]
 
     def _answers(self) -> dict[str, Any]:
         answers = {name: ask() for name, ask in data.queries(self.backend).items()}

@@ -45,7 +45,7 @@ def settings(subject: BackendFixtures) -> list[Setting]:
     found = [*_OF_TORCH, *_of_autocast(subject), *_OF_PYTHON, *_of_device(subject.device)]
     if "numpy" in sys.modules:
         numpy = sys.modules["numpy"].random
-        read = lambda: [str(part) for part in numpy.get_state()]  # noqa: E731  # arrays compare by element
+        read = lambda: (numpy.get_state()[1].tobytes(), *numpy.get_state()[2:])  # noqa: E731
         found.append(Setting("NumPy's generator", read, _seed(numpy.seed), (1, 2)))
     if torch.set_flush_denormal(_flushes()):  # which says whether the host can
         found.append(Setting("the flushing of subnormals", _flushes, torch.set_flush_denormal, (False,)))
