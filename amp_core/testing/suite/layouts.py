@@ -20,7 +20,8 @@ class LayoutConformance(Judge):
 
     def _lists(self, dtypes: Sequence[torch.dtype], extra: Sequence[str] = ()) -> Iterator[list[space.Spec]]:
         """Yield each layout alone, all and only dense ones of each dtype, all of all dtypes, odd shapes."""
-        layouts = [*self._layouts(), *extra]
+        every = [*self._layouts(), *extra]
+        layouts = every if self.thorough else [layout for layout in every if layout not in space.RARE]
         for spec in space.specs(dtypes, layouts) if self.thorough else space.rotated(dtypes, layouts):
             yield [spec]
         for dtype in dtypes:
@@ -29,8 +30,9 @@ class LayoutConformance(Judge):
         everything = space.specs(dtypes, layouts)
         yield everything
         yield everything[::-1]
+        yield space.rotated(dtypes, [layout for layout in every if layout in space.RARE])
         for turned in (dtypes, [*dtypes[1:], dtypes[0]]):
-            yield space.rotated(turned, layouts, space.ODD_SHAPES)
+            yield space.rotated(turned, every, space.ODD_SHAPES)
 
     def _cast_lists(self) -> Iterator[list[space.Spec]]:
         yield from self._lists(self.dtypes(), space.READ_ONLY)

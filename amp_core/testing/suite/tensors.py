@@ -52,6 +52,7 @@ MOVED = (
 )  # fmt: skip
 LAYOUTS = (*MOVED, "negated", "conjugated", "parameter", "leaf", "graph")
 DENSE = ("contiguous", "channels_last", "odd offset", "parameter")
+RARE = ("swapped", "cut", "expanded between", "expanded all", "windows")
 READ_ONLY = ("expanded", "expanded inside", "expanded between", "expanded all", "windows")
 
 
