@@ -168,7 +168,9 @@ class MemoryConformance(Judge):
         tensors, others = self._gradients(), self._gradients(seed=50)
         layout = self.kernels.layout(others)
         forms = [tensors, self.kernels.prepare(tensors), self.kernels.prepare(tensors, layout)]
+        orders = [2.0, torch.inf]
         for change in ("nothing", "copy_", "data", "multiply_"):
+            orders.reverse()  # so that the last one kept is the first one asked for again
             for tensor, other in zip(tensors, others, strict=True):
                 # A write through `data` moves no version counter, as optimizers and DDP do.
                 target = {"copy_": tensor, "data": tensor.data}.get(change)
@@ -179,8 +181,8 @@ class MemoryConformance(Judge):
                 if change == "multiply_":
                     self._judge_multiply(tensors, what=what, given=form)
                 self._judge_cast(tensors, self.backend.default_dtype(), None, what, form)
-                self._judge_stats(tensors, 2.0, what, form)
-                self._judge_stats(tensors, torch.inf, what, form)
+                for order in orders:
+                    self._judge_stats(tensors, order, what, form)
                 self._judge_add([o.clone() for o in others], tensors, what, form)
             # Another list of as many tensors, whose dtypes and shapes stand in other places.
             self._judge_cast(tensors[::-1], self.backend.default_dtype())
@@ -273,12 +275,15 @@ def _both(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
 def _unusual() -> Iterator[None]:
     """Change what few programs change, all at once."""
     deterministic, cache = torch.are_deterministic_algorithms_enabled(), torch.is_autocast_cache_enabled()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.set_autocast_cache_enabled(False)
     try:
         with _default_dtype(torch.bfloat16), torch.autograd.set_detect_anomaly(True):
             yield
     finally:
+        torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(deterministic)
         torch.set_autocast_cache_enabled(cache)
 

@@ -111,6 +111,7 @@ class QuantizeConformance(Judge):
             how = Quantization(element, 16, "e8m0", rounding="stochastic")
             first, again, other = (self._judge_quantize(x, how, seed=seed) for seed in (7, 7, 2**40 + 8))
             assert data.same_bits(first.values, again.values)
+            self._judge_quantize(x, how, seed=torch.tensor(7))
             assert not data.same_bits(first.values, other.values)
         self._judge_the_moment_of_quantizing()
         self._judge_quantize_in_contexts(x)
