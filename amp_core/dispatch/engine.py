@@ -54,7 +54,14 @@ class ThreadState(threading.local):
     """The policy in force and the observer of one thread, on one device type."""
 
     in_force: Prepared | None = None
+    observers: tuple[Observer, ...] = ()
     observer: Observer | None = None
+    """All of `observers`, the last one outermost."""
+
+    def observe_with(self, *observers: Observer) -> None:
+        """Replace the observers."""
+        self.observers = observers
+        self.observer = functools.reduce(_both, observers) if observers else None
 
 
 class Engine:
@@ -112,17 +119,18 @@ class Engine:
     def watch(self, ops: Iterable[str], observer: Observer) -> Callable[[], None]:
         """Let `observer` run each of `ops` in this thread, and every other op with a kernel of ours.
 
-        The function it receives calls the previous observer, if there is one.
+        The function it receives calls the previous observer, if there is one. Observations may end in any
+        order.
 
         Returns:
             A function that ends the observation; call it in the same thread.
         """
-        local, earlier = self.local, self.local.observer
+        local = self.local
         uninstall = self._installed_until(ops)
-        local.observer = observer if earlier is None else _both(observer, earlier)
+        local.observe_with(*local.observers, observer)
 
         def end() -> None:
-            local.observer = earlier
+            local.observe_with(*(other for other in local.observers if other is not observer))
             uninstall()
 
         return end
@@ -217,7 +225,7 @@ def _with_weight_casts(native: Callable[..., Any], device_type: str) -> Callable
     return run
 
 
-def _both(observer: Observer, earlier: Observer) -> Observer:
+def _both(earlier: Observer, observer: Observer) -> Observer:
     def observe(name: str, call: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return observer(name, lambda: earlier(name, call, args, kwargs), args, kwargs)
 

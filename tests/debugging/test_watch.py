@@ -15,6 +15,7 @@ import amp_core
 from amp_core import AmpError, OpPolicy, autocast
 from amp_core.debugging.ranges import Format
 from amp_core.debugging.watching import Watch
+from amp_core.dispatch.engine import engine
 
 FP16, FP8 = torch.float16, torch.float8_e4m3fn
 
@@ -237,5 +238,6 @@ def test_tools_may_end_in_any_order():
         seen = first.ops.copy()
         runs(torch.ones(2, 8))
     assert first.ops == seen
+    assert engine("cpu").observer is None
     torch.compile(torch.sin, backend=backend)(torch.ones(1))
     assert len(compiled) == 1
