@@ -4,60 +4,19 @@ from __future__ import annotations
 
 import functools
 import math
-import operator
-from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from amp_core.debugging.agreement import Ranks
-from amp_core.debugging.capture import OP, PARAMETER, Key, Sample
-from amp_core.debugging.places import Place
+from amp_core.debugging.capture import OP, PARAMETER, Key
+from amp_core.debugging.difference import Difference, Found, scalar_error
 from amp_core.debugging.report import Report
 from amp_core.debugging.step import Run, Step, quantising
 from amp_core.formats import Recipe
 from amp_core.policy import OpPolicy
-
-
-@dataclass(frozen=True)
-class Difference:
-    """How one value of the mixed-precision run differs from the reference.
-
-    Attributes:
-        key: identifies the value.
-        order: its position in the order of computation.
-        dtype: its dtype in mixed precision.
-        error: norm of the difference over norm of the reference; inf if finite values became inf or NaN.
-        given: the largest error among the inputs of its op.
-        added: the error that the op adds, ``error - given``; inf if it turned finite values into inf or NaN.
-        overflow: share of its values that are inf or NaN although the reference is finite.
-        underflow: share of its values that are 0 because the reference is too small for `dtype`.
-        largest: the largest finite magnitude of the reference, with the loss scale of the mixed run.
-        random: whether the op draws random numbers, which may differ between dtypes.
-        noise: whether the reference is only rounding noise left by canceling larger float32 numbers.
-        size: norm of the reference.
-        line: ``file:line`` of the program that called the op, or the forward op of a backward op.
-    """
-
-    key: Key
-    order: int
-    dtype: torch.dtype
-    error: float
-    given: float
-    added: float
-    overflow: float
-    underflow: float
-    largest: float
-    random: bool
-    noise: bool
-    size: float
-    line: str = ""
-
-
-_NOISE = 1e-5  # about 100 times float32's eps
 
 
 def tolerances(dtype: torch.dtype, given: float | None = None) -> tuple[float, float]:
@@ -100,9 +59,9 @@ class Comparison(Report):
         reference_dtype: torch.dtype,
         ranks: Ranks | None = None,
     ) -> None:
-        found = _Found.of(reference, mixed)
+        found = Found.of(reference, mixed)
         if ranks is not None:
-            found = ranks.merged(found, _Found.merged)
+            found = ranks.merged(found, Found.merged)
         self.differences = [*found.differences.values()]
         shared = len(found.differences)
         self.unmatched = len(reference.samples) + len(mixed.samples) - 2 * shared
@@ -169,7 +128,7 @@ class Comparison(Report):
     @functools.cached_property
     def loss_error(self) -> float:
         """The relative error of the loss; 0 if there is none."""
-        return _scalar_error(self.loss, self.reference_loss)
+        return scalar_error(self.loss, self.reference_loss)
 
     @functools.cached_property
     def gradient_error(self) -> float:
@@ -257,131 +216,3 @@ def compare(
     wanted = step.reference(reference, scale)
     mixed = step.mixed(step.policy, scale)
     return Comparison(wanted, mixed, step.dtype, reference, Ranks(step.roots))
-
-
-class _Found(NamedTuple):
-    """What one rank found, or all of them."""
-
-    differences: dict[Key, Difference]
-    parents: dict[Key, tuple[Key, ...]]
-    losses: tuple[float | None, float | None]
-    work: Counter[tuple[Place, str]]
-
-    @classmethod
-    def of(cls, reference: Run, mixed: Run) -> _Found:
-        parents = {key: sample.parents for key, sample in mixed.samples.items()}
-        return cls(_differences(reference, mixed), parents, (mixed.loss, reference.loss), mixed.work)
-
-    @staticmethod
-    def merged(parts: list[_Found]) -> _Found:
-        found: dict[Key, list[Difference]] = {}
-        parents: dict[Key, dict[Key, None]] = {}
-        for part in parts:
-            for key, difference in part.differences.items():
-                found.setdefault(key, []).append(difference)
-            for key, above in part.parents.items():
-                parents.setdefault(key, {}).update(dict.fromkeys(above))
-        return _Found(
-            {key: _largest(differences) for key, differences in found.items()},
-            {key: tuple(above) for key, above in parents.items()},
-            (_mean([part.losses[0] for part in parts]), _mean([part.losses[1] for part in parts])),
-            functools.reduce(operator.or_, [part.work for part in parts]),  # the largest of each
-        )
-
-
-_MEASURES = ("error", "given", "added", "overflow", "underflow", "largest", "size")
-
-
-def _largest(differences: list[Difference]) -> Difference:
-    """Return the differences that ranks found at one value as one."""
-    return replace(
-        differences[0],
-        **{name: max(getattr(each, name) for each in differences) for name in _MEASURES},
-        random=any(each.random for each in differences),
-        noise=all(each.noise for each in differences),
-    )
-
-
-def _mean(losses: list[float | None]) -> float | None:
-    known = [loss for loss in losses if loss is not None]
-    return sum(known) / len(known) if known else None
-
-
-def _differences(reference: Run, mixed: Run) -> dict[Key, Difference]:
-    differences: dict[Key, Difference] = {}
-    for order, (key, sample) in enumerate(mixed.samples.items()):
-        wanted = reference.samples.get(key)
-        if wanted is not None and wanted.shape == sample.shape:
-            differences[key] = _difference(key, order, wanted, sample, differences)
-    return differences
-
-
-@torch.no_grad()
-def _difference(
-    key: Key, order: int, wanted: Sample, sample: Sample, known: Mapping[Key, Difference]
-) -> Difference:
-    exact, values = wanted.values.cpu().double(), sample.values.cpu().double()  # some devices have no float64
-    lost = exact.isfinite() & ~values.isfinite()
-    overflows = bool(lost.any()) or sample.not_finite > wanted.not_finite
-    error = math.inf if overflows else _relative(values, exact)
-    parents = [known[p] for p in sample.parents if p in known]
-    given = max((parent.error for parent in parents), default=0.0)
-    size = float(exact.norm()) * math.sqrt(math.prod(sample.shape) / max(1, exact.numel()))
-    noise = not overflows and _is_noise(key, size, parents)
-    return Difference(
-        key,
-        order,
-        sample.dtype,
-        error,
-        given,
-        0.0 if noise or given == math.inf else max(0.0, error - given),
-        _overflow_share(lost, sample, overflows),
-        _underflow_share(exact, values, sample.dtype),
-        wanted.largest,
-        wanted.random or sample.random,
-        noise,
-        size,
-        sample.line,
-    )
-
-
-def _is_noise(key: Key, size: float, parents: list[Difference]) -> bool:
-    """Return whether the reference is only rounding noise left by canceling float32 numbers.
-
-    For example, the gradient of a bias before a normalization is 0, but computed as a sum of nonzero numbers.
-    """
-    if key.level == PARAMETER:
-        return any(parent.noise or size < _NOISE * parent.size for parent in parents)
-    scales = key.name.partition("::")[2].partition(".")[0].rstrip("_") in ("mul", "div")
-    return not scales and size < _NOISE * max((parent.size for parent in parents), default=0.0)
-
-
-def _relative(values: Tensor, exact: Tensor) -> float:
-    finite = exact.isfinite() & values.isfinite()
-    zero = torch.zeros((), dtype=exact.dtype, device=exact.device)
-    size = float(torch.where(finite, exact, zero).norm())
-    away = float(torch.where(finite, values - exact, zero).norm())
-    if size == 0:
-        return 1.0 if away else 0.0
-    return away / size
-
-
-def _overflow_share(lost: Tensor, sample: Sample, overflows: bool) -> float:
-    if not overflows:
-        return 0.0
-    whole = sample.not_finite / max(1, math.prod(sample.shape))
-    return max(float(lost.double().mean()), whole)
-
-
-def _underflow_share(exact: Tensor, values: Tensor, dtype: torch.dtype) -> float:
-    smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps  # the smallest subnormal number
-    gone = (values == 0) & (exact != 0) & (exact.abs() < smallest)
-    return float(gone.double().mean()) if gone.numel() else 0.0
-
-
-def _scalar_error(value: float | None, exact: float | None) -> float:
-    if value is None or exact is None or not math.isfinite(exact):
-        return 0.0
-    if not math.isfinite(value):
-        return math.inf
-    return abs(value - exact) / abs(exact) if exact else float(value != 0)

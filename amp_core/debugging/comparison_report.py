@@ -9,7 +9,8 @@ import torch
 
 from amp_core.debugging.capture import MODULE, OP, PARAMETER
 from amp_core.debugging.chart import Chart, Point
-from amp_core.debugging.comparison import Comparison, Difference, tolerances
+from amp_core.debugging.comparison import Comparison, tolerances
+from amp_core.debugging.difference import Difference
 from amp_core.debugging.format_tables import parameters_table, quantized_table
 from amp_core.debugging.recording_report import short
 from amp_core.debugging.report import content_of

@@ -168,7 +168,7 @@ class Recording(Report):
         found = self.violations(plan)
         if found:
             lines = "".join(f"\n  {each}" for each in found)
-            raise AmpError(f"The run did not keep to its plan, in {len(found)} places:{lines}")
+            raise AmpError(f"The run did not keep to its plan:{lines}")
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the recording to `path`, for `load`.

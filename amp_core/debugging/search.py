@@ -15,8 +15,9 @@ from amp_core.casts.lost_updates import lost_to_rounding
 from amp_core.debugging.advice import Advice, Finding
 from amp_core.debugging.agreement import Ranks
 from amp_core.debugging.capture import OP, PARAMETER, Key
-from amp_core.debugging.comparison import Comparison, Difference, tolerances
+from amp_core.debugging.comparison import Comparison, tolerances
 from amp_core.debugging.comparison_report import where
+from amp_core.debugging.difference import Difference
 from amp_core.debugging.recording_report import short
 from amp_core.debugging.step import Run, Step
 from amp_core.errors import PolicyError

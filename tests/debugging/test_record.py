@@ -195,9 +195,7 @@ def test_what_a_plan_forbids(net, x):
     } <= found
     assert not any(entry == "float32_parameters" and name != "first.bias" for _, name, *_, entry in found)
     text = "gradient of first.weight: float16, but grad_dtype is float32"
-    with pytest.raises(
-        amp_core.AmpError, match=f"did not keep to its plan, in {len(found)} places:(.|\n)*{text}"
-    ):
+    with pytest.raises(amp_core.AmpError, match=f"did not keep to its plan:(.|\n)*{text}"):
         r.check()
     rows = json.loads(r.to_json())
     assert len(rows["violations"]) == len(found)
