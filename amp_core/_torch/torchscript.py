@@ -21,12 +21,14 @@ _GRADIENTS = Feature(
     "script_gradients",
     "amp_core.script cannot tell that TorchScript differentiates a region without its casts",
 )
-_optimises = _GRADIENTS.value("torch._C._get_graph_executor_optimize", lambda: False)
+_optimises = _GRADIENTS.function(
+    "torch._C._get_graph_executor_optimize", lambda: False, check=lambda function: function()
+)
 
 
 def derives_gradients() -> bool:
     """Whether TorchScript may derive the gradients of the code that runs by its own formulas."""
-    return torch.is_grad_enabled() and _GRADIENTS.works_or_warn() and _optimises()
+    return torch.is_grad_enabled() and bool(_optimises())
 
 
 @_DIAGNOSIS.probe
