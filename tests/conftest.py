@@ -1,8 +1,12 @@
-"""What the tests of regions share: torch's op lists, and a check that no test leaves a region on."""
+"""What tests share: real processes over gloo, and a check that no test leaves a region on."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,6 +28,35 @@ def clean_autocast_state() -> Iterator[None]:
     depth = torch.autocast_increment_nesting()
     torch.autocast_decrement_nesting()
     assert depth == 1
+
+
+@pytest.fixture(scope="session")
+def torchrun() -> Callable[..., str]:
+    """Return a function that runs a script on `ranks` processes and returns what they print."""
+
+    def run(script: Path, *options: str, ranks: int = 2, last_word: str = "") -> str:
+        launcher = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={ranks}",
+        ]
+        done = subprocess.run(
+            [*launcher, str(script), *options],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=250,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        # gloo's threads let go of tensors while the interpreter ends, and may abort it (pytorch#190489).
+        aborted = "terminate called without an active exception" in done.stderr
+        finished = done.returncode == 0 or (aborted and last_word and last_word in done.stdout)
+        assert finished, done.stderr[-3000:]
+        return done.stdout
+
+    return run
 
 
 def _state() -> tuple[object, ...]:

@@ -36,14 +36,12 @@ class DelayedScales:
         if self._release is not None:
             raise RuntimeError("These delayed_scales are already active. Enter them once at a time.")
         _watch_optimizers()
-        self._release = _dispatch.register(self)
-        _active.append(self)
+        self._release = _dispatch.sources.register(self)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._release()
         self._release = None
-        _active.remove(self)
 
     def history(self, weight: Tensor, role: str, delayed: Delayed) -> AmaxHistory | None:
         """Return the history of one role of the products of `weight`; None if it is not the model's.
@@ -116,9 +114,6 @@ class DelayedScales:
                     del roles[role]
 
 
-_active: list[DelayedScales] = []
-
-
 @functools.cache
 def _watch_optimizers() -> None:
     # Register one permanent hook: other threads iterate over torch's hooks while scopes come and go.
@@ -126,7 +121,7 @@ def _watch_optimizers() -> None:
 
 
 def _after_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-    for scales in [*_active]:
+    for scales in _dispatch.sources.active:
         scales.step(optimizer)
 
 

@@ -6,9 +6,11 @@ import threading
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from amp_core._torch import internals as _torch
+from amp_core.dispatch.sources import Sources
 from amp_core.errors import PolicyError
 from amp_core.formats import AmaxHistory, Delayed, Quantization, Recipe
 from amp_core.policy.recipes import ROLES
@@ -20,9 +22,11 @@ class HistorySource(Protocol):
     def history(self, weight: Tensor, role: str, delayed: Delayed) -> AmaxHistory | None:
         """Return the history of one role of the products of `weight`; None if the scope does not cover it."""
 
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """End a step of the histories whose weights `optimizer` has."""
 
-_sources: tuple[HistorySource, ...] = ()
-_lock = threading.Lock()
+
+sources = Sources[HistorySource]()
 
 
 class _Thread(threading.local):
@@ -31,20 +35,6 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
-
-
-def register(source: HistorySource) -> Callable[[], None]:
-    """Find histories in `source` from now on; return a function that ends this."""
-    global _sources  # noqa: PLW0603  # replaced as a whole, so that ops can read it without a lock
-    with _lock:
-        _sources = (*_sources, source)
-
-    def unregister() -> None:
-        global _sources  # noqa: PLW0603
-        with _lock:
-            _sources = tuple(other for other in _sources if other is not source)
-
-    return unregister
 
 
 def is_delayed(recipe: Recipe) -> bool:
@@ -96,7 +86,7 @@ def histories(recipe: Recipe) -> dict[str, AmaxHistory]:
 
 
 def _history(weight: Tensor, role: str, delayed: Delayed) -> AmaxHistory | None:
-    found = (source.history(weight, role, delayed) for source in _sources)
+    found = (source.history(weight, role, delayed) for source in sources.active)
     return next((history for history in found if history is not None), None)
 
 

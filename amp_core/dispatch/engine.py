@@ -263,7 +263,7 @@ def serve_casts(source: weight_casts.CastSource, device_types: Iterable[str]) ->
         for device_type in sorted(device_types)
         if has_dispatch_key(autocast_key(device_type))
     ]
-    ends.append(weight_casts.register(source))
+    ends.append(weight_casts.sources.register(source))
 
     def end() -> None:
         for stop in reversed(ends):

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from amp_core._torch import internals as _torch
+from amp_core.dispatch.sources import Sources
 from amp_core.dispatch.target_dtype import eligible
 
 _Fingerprint = tuple[object, ...]
@@ -95,22 +96,7 @@ WEIGHT_OPS = frozenset(
 )
 """The ops that take weights, among those torch runs in low precision on every device."""
 
-_sources: tuple[CastSource, ...] = ()
-_lock = threading.Lock()
-
-
-def register(source: CastSource) -> Callable[[], None]:
-    """Look up casts in `source` from now on; return a function that ends this."""
-    global _sources  # noqa: PLW0603  # replaced as a whole, so that ops can read it without a lock
-    with _lock:
-        _sources = (*_sources, source)
-
-    def unregister() -> None:
-        global _sources  # noqa: PLW0603
-        with _lock:
-            _sources = tuple(s for s in _sources if s is not source)
-
-    return unregister
+sources = Sources[CastSource]()
 
 
 def replace_weights(args: Sequence[Any], device_type: str) -> Sequence[Any]:
@@ -119,7 +105,7 @@ def replace_weights(args: Sequence[Any], device_type: str) -> Sequence[Any]:
     torch's own kernel casts the rest. Nothing is replaced while the call is captured or transformed: a graph
     would bake in the cast as a constant.
     """
-    if not _sources or _torch.calls_are_captured():
+    if not sources.active or _torch.calls_are_captured():
         return args
     dtype = torch.get_autocast_dtype(device_type)
     casts = CASTS[dtype]
@@ -137,7 +123,7 @@ def replace_weights(args: Sequence[Any], device_type: str) -> Sequence[Any]:
 
 
 def _from_scopes(tensor: Tensor, dtype: torch.dtype) -> Tensor | None:
-    for source in _sources:
+    for source in sources.active:
         cast = source.lookup(tensor, dtype)
         if cast is not None:
             return cast
@@ -174,7 +160,7 @@ def cast(tensor: Tensor, dtype: torch.dtype, device_type: str | None) -> Tensor:
         dtype: the dtype that the op's rule requires.
         device_type: the region's device type; None bypasses the cache, for an op that writes to the result.
     """
-    if device_type is not None and (tensor.requires_grad or _sources):
+    if device_type is not None and (tensor.requires_grad or sources.active):
         reused = _cached_cast(tensor, dtype, device_type)
         if reused is not None:
             return reused

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import math
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -267,9 +265,7 @@ def test_the_report_has_json_and_a_page(attention, step, tmp_path):
 
 
 @pytest.mark.slow
-def test_two_ranks_find_what_one_process_finds():
+def test_two_ranks_find_what_one_process_finds(torchrun):
     """Under DDP, FSDP2 or tensor parallelism, ranks disagree and hang, compare shards, or spoil the model."""
     script = Path(__file__).parent / "data" / "sharded.py"
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run([*launcher, script], capture_output=True, text=True, check=False, timeout=200)
-    assert done.stdout.count("all is well") == 2, done.stderr
+    assert torchrun(script, last_word="all is well").count("all is well") == 2

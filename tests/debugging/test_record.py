@@ -132,12 +132,10 @@ def test_distributed_models():
 
 
 @pytest.mark.slow
-def test_collectives_of_two_ranks():
+def test_collectives_of_two_ranks(torchrun):
     """A reduction in another dtype than the plan's passes unseen, or what FSDP2 and DDP send is misread."""
     script = Path(__file__).parent / "data" / "collectives.py"
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run([*launcher, script], capture_output=True, text=True, check=False, timeout=200)
-    assert done.stdout.count("all is well") == 2, done.stderr
+    assert torchrun(script, last_word="all is well").count("all is well") == 2
 
 
 def test_collectives_of_one_rank(net, x, tmp_path):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -71,23 +69,16 @@ def test_a_run_that_has_not_begun(kind: type, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
-def test_a_checkpoint_of_one_process_goes_on_sharded_and_back(tmp_path: Path) -> None:
+def test_a_checkpoint_of_one_process_goes_on_sharded_and_back(
+    torchrun: Callable[..., str], tmp_path: Path
+) -> None:
     """Moments, low bits of weights, scales of keys or histories start anew, or belong to one rank's shard."""
     run = Run()
     for _ in range(4):
         run.step()
     dcp.save(run.parts(), checkpoint_id=tmp_path / "one")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     script = Path(__file__).parent / "data" / "checkpoint.py"
-    done = subprocess.run(
-        [*launcher, str(script), str(tmp_path / "one"), str(tmp_path / "two")],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    torchrun(script, str(tmp_path / "one"), str(tmp_path / "two"))
     run.step()
     again = Run()
     again.load(tmp_path / "two")

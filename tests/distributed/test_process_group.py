@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,17 +14,6 @@ import pytest
 import amp_core
 
 SCRIPT = Path(__file__).parent / "data" / "ranks.py"
-
-
-def ranks(scenes: str, count: int) -> subprocess.CompletedProcess[str]:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
-    return subprocess.run(
-        [*launcher, str(SCRIPT), *scenes.split()],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
 
 
 @pytest.mark.parametrize(
@@ -35,11 +25,9 @@ def ranks(scenes: str, count: int) -> subprocess.CompletedProcess[str]:
         pytest.param("mesh slices decision", 4, marks=pytest.mark.slow),
     ],
 )
-def test_all_ranks_take_the_same_step(scenes: str, count: int) -> None:
+def test_all_ranks_take_the_same_step(torchrun: Callable[..., str], scenes: str, count: int) -> None:
     """Ranks step on their own flag or norm and part for good; replicas are counted twice."""
-    done = ranks(scenes, count)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("all is well") == count
+    assert torchrun(SCRIPT, *scenes.split(), ranks=count).count("all is well") == count
 
 
 @pytest.mark.slow

@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import runpy
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,22 +21,18 @@ def read(out: str) -> tuple[float, list[float]]:
 
 
 @pytest.mark.slow
-def test_a_mesh_learns_as_one_process_does(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mesh_learns_as_one_process_does(
+    torchrun: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
     """Shards, heads or micro-batches count twice, or ranks part when one of them overflows."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
     options = ["--dp", "2", "--tp", "2", "--steps", "6", "--overflow-at", "3"]
-    done = subprocess.run(
-        [*launcher, str(SCRIPT), *options], capture_output=True, text=True, check=False, timeout=250
-    )
-    # gloo's threads let go of tensors while the interpreter ends, and may abort it (pytorch#190489).
-    aborted = "terminate called without an active exception" in done.stderr and "losses" in done.stdout
-    assert done.returncode == 0 or aborted, done.stderr
+    out = torchrun(SCRIPT, *options, ranks=4, last_word="losses")
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     runpy.run_path(str(SCRIPT))["train"](argparse.Namespace(dp=1, tp=1, steps=6, overflow_at=3))
     dist.destroy_process_group()
     scale, losses = read(capsys.readouterr().out)
-    ours, mesh_losses = read(done.stdout)
+    ours, mesh_losses = read(out)
     assert ours == scale == 2.0**15
     assert losses[3] == losses[4]  # the overflow was skipped
     assert losses[-1] < 0.8 * losses[0]
