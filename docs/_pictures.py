@@ -21,9 +21,9 @@ import amp_core
 from amp_core import OpPolicy
 from amp_core.debugging.page import as_page
 from amp_core.debugging.report import Report
-from amp_core.kernels import Kernels
+from amp_core.kernels import Kernels, ScaledProducts
 from amp_core.plugin import Backend
-from amp_core.plugin.contract import HOOKS, KERNELS, PROMISES, Promise
+from amp_core.plugin.contract import HOOKS, KERNELS, PROMISES, SCALED_PRODUCTS, Promise
 from amp_core.policy.rules import RULES
 from amp_core.states.loss_scale import LossScaleSchedule, OptState, ScaleState, next_scale, next_stage
 
@@ -134,6 +134,11 @@ def kernels() -> str:
     return _promises(Kernels, KERNELS)
 
 
+def scaled_products() -> str:
+    """Say what products of quantised matrices promise."""
+    return _promises(ScaledProducts, SCALED_PRODUCTS)
+
+
 def _promises(cls: type, promises: Mapping[str, Promise]) -> str:
     lines = ["| method | gives | writes | host waits | errors |", "|---|---|---|---|---|"]
     for name, promise in promises.items():
@@ -232,7 +237,7 @@ _DRAW: dict[str, Callable[[], str]] = {
     f.__name__: f
     for f in (
         *(capabilities, comparison, dispatch, hooks, kernels, ops, overheads),
-        *(passes, promises, recording, rules, schedule, stages),
+        *(passes, promises, recording, rules, scaled_products, schedule, stages),
     )
 }
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from amp_core.cli.tables import print_table
+
+if TYPE_CHECKING:
+    from amp_core.plugin import Backend
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +41,14 @@ def describe_backends() -> list[dict[str, Any]]:
 
 
 def _abilities(device_type: str, status: str) -> dict[str, Any]:
-    nothing = {"default_dtype": "", "supported_dtypes": [], "kernels": "", "kernels_reason": ""}
+    nothing = {
+        "default_dtype": "",
+        "supported_dtypes": [],
+        "kernels": "",
+        "kernels_reason": "",
+        "native_formats": [],
+        "emulated_formats": {},
+    }
     if status not in {"available", "absent"}:
         return nothing
     from amp_core.debugging.tables import as_dtype
@@ -52,10 +62,38 @@ def _abilities(device_type: str, status: str) -> dict[str, Any]:
             "supported_dtypes": [as_dtype(dtype) for dtype in backend.supported_dtypes()],
             "kernels": kernels.name,
             "kernels_reason": kernels.reason,
+            **_formats(backend),
         }
     except Exception as error:
         # One broken plugin must not hide the others.
         return {**nothing, "kernels_reason": f"{type(error).__name__}: {error}".splitlines()[0]}
+
+
+def _formats(backend: Backend) -> dict[str, Any]:
+    """Return the recipes whose products the device has, and the others with what it emulates and why."""
+    from amp_core.formats import Recipe
+    from amp_core.kernels.scaled import emulated
+
+    products = backend.scaled_products()
+    reasons = {name: emulated(products, Recipe.named(name)) for name in Recipe.names()}
+    return {
+        "native_formats": [name for name, each in reasons.items() if not each],
+        "emulated_formats": {name: each for name, each in reasons.items() if each},
+    }
+
+
+def _print_formats(rows: list[dict[str, Any]]) -> None:
+    for row in rows:
+        if row["status"] != "available":
+            continue
+        by_reason: dict[str, list[str]] = {}
+        for name, reasons in row["emulated_formats"].items():
+            every = len(reasons) == 3 and len({*reasons.values()}) == 1
+            said = [*reasons.values()][:1] if every else [f"{k}: {v}" for k, v in reasons.items()]
+            by_reason.setdefault("; ".join(said), []).append(name)
+        print(f"{row['device']}: native formats: {', '.join(row['native_formats']) or 'none'}")
+        for text, names in by_reason.items():
+            print(f"{row['device']}: emulated: {', '.join(names)} ({text})")
 
 
 def _print_features(features: list[dict[str, Any]]) -> None:
@@ -72,6 +110,7 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         if row["path"]:
             print(f"{row['device']}: {row['path']}")
+    _print_formats(rows)
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:

@@ -26,7 +26,7 @@ from amp_core.plugin.status import unknown_to_torch
 from amp_core.policy import OpPolicy, names
 from amp_core.policy import rules as r
 from amp_core.policy.op_policy import added_rules, native_rules
-from amp_core.policy.recipes import OPS, recipe_of
+from amp_core.policy.recipes import BATCHED, OPS, recipe_of
 
 if TYPE_CHECKING:
     from amp_core.formats import Recipe
@@ -297,7 +297,7 @@ def _guards(policy: OpPolicy) -> Table:
         return {}
     from amp_core.dispatch.scaled_products import guarded
 
-    _warn_of_emulation(policy.device_type)
+    _warn_of_emulation(policy)
     own = {op: _runner(op, policy.rules.get(op, r.UNCHANGED), policy.device_type) for op in OPS}
     return {op: guarded(run) for op, run in own.items() if run is not None}
 
@@ -310,11 +310,30 @@ def _changes(policy: OpPolicy) -> dict[str, str]:
     return {op: rule for op, rule in wanted.items() if rule != native.get(op, r.UNCHANGED)}
 
 
-@lru_cache(maxsize=256)
-def _warn_of_emulation(device_type: str) -> None:
+def _warn_of_emulation(policy: OpPolicy) -> None:
+    """Say which recipes the device emulates, and why; once for each reason."""
+    from amp_core.kernels.scaled import emulated
+
+    products = get_backend(policy.device_type).scaled_products()
+    for op, rule in policy.rules.items():
+        recipe = recipe_of(rule)
+        if recipe is not None:
+            reasons = emulated(products, recipe, batched=op in BATCHED)
+            for reason in dict.fromkeys(reasons.values()):
+                _warn_once(policy.device_type, reason, rule)
+
+
+_warned = set[tuple[str, str]]()
+
+
+def _warn_once(device_type: str, reason: str, rule: str) -> None:
+    if (device_type, reason) in _warned:
+        return
+    _warned.add((device_type, reason))
     warnings.warn(
-        f"Recipes are emulated on {device_type!r}: operands are quantised, dequantised and multiplied in the "
-        f"recipe's accumulate dtype. The results are those of the format; time and memory are not.",
+        f"Recipes are emulated on {device_type!r}, {rule.removeprefix('recipe ')} at least in part: {reason}."
+        f" Operands are quantised, dequantised and multiplied in the recipe's accumulate dtype. The results "
+        f"are those of the format; time and memory are not. `amp backends` lists what each device has.",
         EmulationWarning,
         stacklevel=level_outside(),
     )

@@ -51,7 +51,13 @@ def nbytes(cast: Tensor) -> int:
 
 
 def quantized(
-    forms: Forms, tensor: Tensor, how: Quantization, dim: int, make: Callable[[], Quantized]
+    forms: Forms,
+    tensor: Tensor,
+    how: Quantization,
+    dim: int,
+    make: Callable[[], Quantized],
+    *,
+    packed: bool,
 ) -> Quantized:
     """Return what `make` returns, from `forms` if it is there.
 
@@ -60,14 +66,15 @@ def quantized(
         tensor: the operand.
         how: its quantisation; stochastic rounding draws anew each time and is not kept.
         dim: the contracted dimension.
-        make: quantises `tensor`.
+        make: quantises `tensor`, to the bits of the formats if `packed`.
+        packed: whether the result has the bits of the formats, not float32 values.
     """
     if how.rounding == "stochastic":
         return make()
     key = how, dim, tensor.shape, tensor.stride()
     form = forms.get(key)
     if form is not None:
-        return _unpacked(form)
+        return form.packed if packed else _unpacked(form)
     with torch.inference_mode(mode=False):  # a training step may use what inference has made
         made = make()
         forms[key] = _Form(made.packed(), made.values.stride())

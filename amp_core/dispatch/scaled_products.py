@@ -2,10 +2,10 @@
 
 The operands are cast to the region's dtype, as under ``lower_precision_fp``. Each of the three products of a
 layer (output, gradient of the input, gradient of the weight) then quantises its own two operands along the
-dimension that it sums over, dequantises them to the recipe's ``accumulate`` and multiplies with torch's op in
-that dtype. A format's values times its scale are exact or rounded once in float32; bfloat16 would round them
-again. The result has the accuracy of a device that multiplies the quantised operands and sums in that dtype,
-up to the order of the sum. Bias and factors are applied before the one rounding to the region's dtype.
+dimension that it sums over, and the backend multiplies them. Where it emulates, it dequantises them to the
+recipe's ``accumulate`` and multiplies with torch's op in that dtype. A format's values times its scale are
+exact or rounded once in float32; bfloat16 would round them again. So both ways have the same accuracy, up to
+the order of the sum. Bias and factors are applied before the one rounding to the region's dtype.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from amp_core.dispatch import delayed_scales, kept_operands, products
 from amp_core.dispatch.work import work
 from amp_core.errors import PolicyError
 from amp_core.formats import AmaxHistory, Quantization, Quantized, quantize
+from amp_core.kernels.scaled import why_emulated
 from amp_core.plugin.default_manager import get_backend
 from amp_core.policy import rules as r
 from amp_core.policy.recipes import RecipeRule
@@ -127,36 +128,46 @@ class _Call(NamedTuple):
     def _multiply(self, name: ProductName, a: Tensor, b: Tensor) -> ScaledProduct:
         recipe = self.rule.recipe
         hows, accumulate = recipe.operands(name), recipe.accumulate
-        rotated = len({how and how.hadamard for how in hows}) == 1  # the transforms of both cancel out
-        operands, factors = [], []
+        products = get_backend(a.device.type).scaled_products()
+        native = not why_emulated(products, *hows, accumulate, batched=a.dim() != 2)
+        operands, factors = list[Operand](), list[Quantized | Tensor]()
         for role, how, tensor, dim in zip(ROLES[name], hows, (a, b), (-1, -2), strict=True):
             if how is None:
-                factors.append(tensor.to(accumulate))
+                factors.append(tensor)
                 continue
-            quantized = self._quantized(role, tensor, how, dim)
+            quantized = self._quantized(role, tensor, how, dim, packed=native)
             operands.append(Operand(role, how, quantized))
-            factors.append(quantized.dequantize(accumulate, rotated=rotated))
-        product = torch.mm if a.dim() == 2 else torch.bmm
-        return ScaledProduct(name, self.rule, (a, b), tuple(operands), product(*factors))
+            factors.append(quantized)
+        left, right = factors
+        result = products.multiply(left, right, accumulate)
+        return ScaledProduct(name, self.rule, (a, b), tuple(operands), result)
 
-    def _quantized(self, role: str, tensor: Tensor, how: Quantization, dim: int) -> Quantized:
+    def _quantized(
+        self, role: str, tensor: Tensor, how: Quantization, dim: int, *, packed: bool
+    ) -> Quantized:
         history = self.histories.get(role)
         if history is not None:  # the next step has another scale, also of a weight that does not change
-            quantized = _quantize(tensor, how, dim, history.amax)
+            quantized = _quantize(tensor, how, dim, history.amax, packed=packed)
             history.record(quantized.amax)
             return quantized
         forms = self.kept.get(role)
         if forms is None:
-            return _quantize(tensor, how, dim)
-        return kept_operands.quantized(forms, tensor, how, dim, lambda: _quantize(tensor, how, dim))
+            return _quantize(tensor, how, dim, packed=packed)
+        return kept_operands.quantized(
+            forms, tensor, how, dim, lambda: _quantize(tensor, how, dim, packed=packed), packed=packed
+        )
 
 
-def _quantize(tensor: Tensor, how: Quantization, dim: int, amax: Tensor | None = None) -> Quantized:
+def _quantize(
+    tensor: Tensor, how: Quantization, dim: int, amax: Tensor | None = None, *, packed: bool
+) -> Quantized:
     """Quantise with the device's kernel; in a graph, which cannot hold it, with PyTorch operations."""
     seed = _seed(how, tensor.device)
     if _torch.calls_are_captured():
-        return quantize(tensor, how, dim, seed=seed, amax=amax)
-    return get_backend(tensor.device.type).kernels().quantize(tensor, how, dim, seed=seed, amax=amax)
+        made = quantize(tensor, how, dim, seed=seed, amax=amax)
+        return made.packed() if packed else made
+    kernels = get_backend(tensor.device.type).kernels()
+    return kernels.quantize(tensor, how, dim, seed=seed, amax=amax, packed=packed)
 
 
 def _seed(how: Quantization, device: torch.device) -> int | Tensor | None:

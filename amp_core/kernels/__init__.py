@@ -6,6 +6,7 @@ import functools
 
 from amp_core.kernels.interface import GradStats, Kernels, ScaleTensors
 from amp_core.kernels.portable import Portable
+from amp_core.kernels.scaled import ScaledProducts
 
 
 @functools.cache
@@ -15,5 +16,15 @@ def portable_kernels(*, has_float64: bool) -> Portable:
 
 
 PORTABLE = portable_kernels(has_float64=True)
+EMULATED = ScaledProducts()
 
-__all__ = ["PORTABLE", "GradStats", "Kernels", "Portable", "ScaleTensors", "portable_kernels"]
+__all__ = [
+    "EMULATED",
+    "PORTABLE",
+    "GradStats",
+    "Kernels",
+    "Portable",
+    "ScaleTensors",
+    "ScaledProducts",
+    "portable_kernels",
+]

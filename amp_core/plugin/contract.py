@@ -74,6 +74,7 @@ HOOKS: Mapping[str, Promise] = MappingProxyType(
             "the `Recipe` of a region with the dtype float8_e4m3fn, equal each time"
         ),
         "kernels": Promise("a `Kernels`, the same object each time for the devices that are present"),
+        "scaled_products": Promise("a `ScaledProducts`, for the devices that are present"),
     }
 )
 
@@ -127,6 +128,19 @@ KERNELS: Mapping[str, Promise] = MappingProxyType(
             "nothing; bit for bit as `Kernels.round_`",
             writes="`lows`; `wides`, with anything",
             errors="`ValueError` if the shapes differ",
+        ),
+    }
+)
+
+SCALED_PRODUCTS: Mapping[str, Promise] = MappingProxyType(
+    {
+        "why_emulated": Promise(
+            "words: why `multiply` emulates such a product; empty if the device has it. Equal each time",
+        ),
+        "multiply": Promise(
+            "a new tensor in `accumulate`. Each element is within rounding of the exact product of what the "
+            "operands stand for: `(2 k + 4) 2^-24` of the sum of the magnitudes of its `k` terms, for "
+            "float32; NaN where a row or column of the operands has a scale of NaN",
         ),
     }
 )

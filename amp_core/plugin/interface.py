@@ -40,7 +40,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from amp_core.kernels import Kernels, portable_kernels
+from amp_core.kernels import EMULATED, Kernels, ScaledProducts, portable_kernels
 from amp_core.plugin.results import RESULTS, Availability, Refusal, checked
 from amp_core.policy.op_policy import OpPolicy
 
@@ -150,6 +150,10 @@ class Backend(ABC):
     def kernels(self) -> Kernels:
         """Return the cast and gradient kernels; by default, the portable ones built on torch ops."""
         return portable_kernels(has_float64=self.has_float64)
+
+    def scaled_products(self) -> ScaledProducts:
+        """Return the products of quantised matrices; by default, all are emulated."""
+        return EMULATED
 
     def _display_name(self) -> str:
         return self.device_type.upper()

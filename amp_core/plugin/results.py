@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from amp_core.errors import BackendError
-from amp_core.kernels import Kernels
+from amp_core.kernels import Kernels, ScaledProducts
 from amp_core.policy.op_policy import OpPolicy
 
 
@@ -66,6 +66,10 @@ RESULTS: dict[str, tuple[Callable[[object], bool], str]] = {
     "op_policy": (lambda v: isinstance(v, OpPolicy), "an amp_core.OpPolicy"),
     "recommended_recipe": (_is_recipe, "an amp_core.Recipe"),
     "kernels": (lambda v: isinstance(v, Kernels), "an amp_core.kernels.Kernels"),
+    "scaled_products": (
+        lambda v: isinstance(v, ScaledProducts),
+        "an amp_core.kernels.ScaledProducts",
+    ),
 }
 """Maps each `Backend` method to a check of its result and a description of a valid one."""
 

@@ -16,6 +16,9 @@ if TYPE_CHECKING:  # the import takes 10 ms, and few programs have recipes
 OPS = tuple(f"aten::{op}.default" for op in ("addmm", "baddbmm", "bmm", "linear", "matmul", "mm"))
 """The ops that take a recipe: those that are one product of two matrices, or of batches of them."""
 
+BATCHED = tuple(f"aten::{op}.default" for op in ("baddbmm", "bmm"))
+"""Those that are products of batches."""
+
 ROLES = ("input", "weight", "grad_output")
 """The roles of a recipe."""
 

@@ -70,9 +70,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[tuple[int, ...]]]
     counted: Counter[tuple[int, ...]] = Counter()
     quantize = scaled_products._quantize
 
-    def count(tensor: Tensor, *args: Any) -> Any:
+    def count(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         counted[tuple(tensor.shape)] += 1
-        return quantize(tensor, *args)
+        return quantize(tensor, *args, **kwargs)
 
     monkeypatch.setattr(scaled_products, "_quantize", count)
     return counted

@@ -11,6 +11,7 @@ from importlib import metadata
 import pytest
 import torch
 
+from amp_core import Recipe
 from amp_core.cli import COMMANDS
 
 ROW = {
@@ -25,6 +26,8 @@ ROW = {
     "supported_dtypes",
     "kernels",
     "kernels_reason",
+    "native_formats",
+    "emulated_formats",
 }
 
 
@@ -61,6 +64,11 @@ def test_the_cpu_row_says_what_the_cpu_does(rows: dict[str, dict[str, object]]) 
     assert set(cpu["supported_dtypes"]) == {"bfloat16", "float16"}
     assert cpu["kernels"]
     assert os.path.isdir(str(cpu["path"]))
+    assert cpu["native_formats"] == []
+    formats = cpu["emulated_formats"]
+    assert isinstance(formats, dict)
+    assert set(formats) == set(Recipe.names())
+    assert set(formats["nvfp4"]) == {"output", "grad_input", "grad_weight"}
 
 
 def test_reasons_say_why(rows: dict[str, dict[str, object]]) -> None:
@@ -78,7 +86,8 @@ def test_the_table() -> None:
     """The table cannot be printed, or lacks what ``--json`` has."""
     done = amp("backends")
     assert done.returncode == 0, done.stderr
-    for text in ("cpu", "available", "bfloat16, float16", "amp-core", "amp_backend_cpu"):
+    listed = ("cpu: native formats: none", "emulated: fp8_tensorwise, fp8_rowwise")
+    for text in ("cpu", "available", "bfloat16, float16", "amp-core", "amp_backend_cpu", *listed):
         assert text in done.stdout
 
 

@@ -546,7 +546,7 @@ def test_float8_as_the_dtype_of_a_region() -> None:
 
 def test_emulation_is_said_once() -> None:
     """A user takes the time of a rehearsal for that of the format."""
-    activate._warn_of_emulation.cache_clear()
+    activate._warned.clear()
     activate._prepared_once.cache_clear()
     with pytest.warns(EmulationWarning, match="emulated on 'cpu'") as caught:
         region("recipe mxfp8")

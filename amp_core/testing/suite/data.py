@@ -93,6 +93,7 @@ def queries(backend: Backend) -> dict[str, Callable[[], Any]]:
         "op_policy": backend.op_policy,
         "recommended_recipe": backend.recommended_recipe,
         "kernels": backend.kernels,
+        "scaled_products": backend.scaled_products,
     }
 
 

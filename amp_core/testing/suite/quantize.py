@@ -16,7 +16,7 @@ from amp_core._torch import internals as _torch
 from amp_core.formats import ELEMENTS, SCALES, Quantization, Quantized, Recipe, quantize
 from amp_core.regions.region import autocast
 from amp_core.testing.suite import data
-from amp_core.testing.suite.judge import Judge
+from amp_core.testing.suite.scaled import ScaledJudge
 from amp_core.testing.suite.tensors import Memory
 from amp_core.testing.suite.threads import Judged, interleave
 
@@ -24,8 +24,8 @@ _FIELDS = ("values", "scale", "tensor_scale", "amax", "counts")
 _SHAPES = ((3, 50), (2, 17, 33), (70,), (0, 5), (150, 9))
 
 
-class QuantizeConformance(Judge):
-    """Quantised tensors are those of `amp_core.quantize` on the host, bit for bit."""
+class QuantizeConformance(ScaledJudge):
+    """Quantised tensors are those of `amp_core.quantize` on the host, bit for bit; products are theirs."""
 
     AREA = "quantize"
 
@@ -70,6 +70,7 @@ class QuantizeConformance(Judge):
                 x = data.random(shape, next(dtypes), number) * 3
                 x = x.mT.contiguous().mT if transposed and x.dim() > 1 else x
                 self._judge_quantize(x, how, max(dim, -x.dim()), packed=packed, seed=number, **amax)
+        self._judge_products_of_every_recipe()
 
     def test_quantize_rounds_ties_to_even_and_saturates(self) -> None:
         """Every value of each format, what lies in the middle of two, and what lies beyond them."""
@@ -102,6 +103,8 @@ class QuantizeConformance(Judge):
             result = self._judge_quantize(x, how, packed=granularity == 16)
             assert result.counts[:2].tolist() == [2, 1]
             self._judge_quantize(torch.zeros(3, 40), how)
+        self._judge_products_of_batches_and_of_nothing()
+        self._judge_products_with_inf()
 
     def test_quantize_repeats_itself(self) -> None:
         """The same seed rounds alike on every device and in every run; another one does not."""
@@ -172,3 +175,4 @@ class QuantizeConformance(Judge):
             self.kernels.quantize(ones[0, 0], how)
         with pytest.raises(ValueError):  # noqa: PT011
             self.kernels.quantize(ones, Quantization(ELEMENTS["e4m3"], "row", rounding="stochastic"))
+        self._judge_reasons()

@@ -10,7 +10,7 @@ import torch
 
 from amp_backend_cuda.op_policy import LISTS
 from amp_core.common import environment as _env
-from amp_core.kernels import Kernels
+from amp_core.kernels import Kernels, ScaledProducts
 from amp_core.kernels.gpu import foreach_kernels, kernels_of
 from amp_core.plugin import Availability, Backend, Refusal
 
@@ -72,14 +72,33 @@ class CudaBackend(Backend):
         available = torch.cuda.is_initialized() or torch.cuda.is_available()  # type: ignore[no-untyped-call]
         return _kernels() if available else _NONE
 
+    def scaled_products(self) -> ScaledProducts:
+        """Return those of ``scaled_mm`` that the least of the GPUs has."""
+        return _products() if torch.cuda.is_available() else _NO_PRODUCTS
+
 
 _NONE = foreach_kernels("no GPU is available for Triton")
+_NO_PRODUCTS = ScaledProducts("no GPU is available")
+
+
+@functools.cache
+def _products() -> ScaledProducts:
+    from amp_backend_cuda.scaled import CudaScaledProducts  # few programs have recipes
+
+    if torch.version.hip is not None:
+        return ScaledProducts("native products have not been tried on ROCm")
+    return CudaScaledProducts(_oldest())
+
+
+def _oldest() -> tuple[int, int]:
+    """Return the least compute capability of the GPUs."""
+    return min(torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count()))
 
 
 @functools.cache
 def _kernels() -> Kernels:
     """Return the kernels for the available GPUs, which do not change."""
-    oldest = min(torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count()))
+    oldest = _oldest()
     if torch.version.hip is None and oldest < _TRITON:
         return foreach_kernels(f"Triton needs compute capability 7.0, and a GPU has {oldest[0]}.{oldest[1]}")
     return kernels_of("cuda", "nvidia" if torch.version.hip is None else "amd")
