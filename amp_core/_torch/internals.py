@@ -174,7 +174,10 @@ def is_fsdp_shard(param: torch.Tensor) -> bool:
 
     With ``NO_SHARD`` every rank has the whole parameter.
     """
-    if "torch.distributed.fsdp" not in sys.modules or not _SHARDS.works_or_warn():
+    if "torch.distributed.fsdp" not in sys.modules:
+        return False
+    # Dynamo cannot trace the probe, which takes a lock.
+    if not (torch.compiler.is_dynamo_compiling() or _SHARDS.works_or_warn()):
         return False
     if not getattr(param, "_fsdp_flattened", False):
         return False
@@ -429,11 +432,16 @@ def _norm_of_each(
     return [torch.linalg.vector_norm(tensor, order, dtype=dtype) for tensor in tensors]
 
 
+def _divide_each(tensors: Sequence[torch.Tensor], by: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensor / divisor for tensor, divisor in zip(tensors, by, strict=True)]
+
+
 def _one() -> torch.Tensor:
     return torch.ones((), device="cpu")
 
 
 foreach_copy_ = _FOREACH.function("torch._foreach_copy_", _copy_each, lambda f: f([_one()], [_one()]))
+foreach_div = _FOREACH.function("torch._foreach_div", _divide_each, lambda f: f([_one()], [_one()]))
 foreach_mul_ = _FOREACH.function("torch._foreach_mul_", _multiply_each, lambda f: f([_one()], _one()))
 foreach_norm = _FOREACH.function(
     "torch._foreach_norm", _norm_of_each, lambda f: f([_one()], 2.0, dtype=torch.float64)
@@ -443,6 +451,11 @@ foreach_norm = _FOREACH.function(
 neg_view = Feature("negated_gradients", "a GradScaler refuses gradients that are lazily negated").function(
     "torch._neg_view"
 )
+
+# Whether two tensors have one memory; without it, the portable kernels write back what they need not.
+is_alias_of: Callable[[torch.Tensor, torch.Tensor], bool] = Feature(
+    "alias", "the portable kernels copy complex gradients once more"
+).function("torch._C._is_alias_of", lambda *_: False, lambda f: f(_one(), _one()))
 
 # Whether ``torch.func`` is transforming what runs now: its tensors are plain by type but have no memory.
 functorch_is_at_work: Callable[[], bool] = Feature(

@@ -65,7 +65,7 @@ class Portable(Kernels):
             return self._grad_stats(grads, math.inf if math.isinf(norm_type) else norm_type, dtype)
 
     def _grad_stats(self, grads: Sequence[Tensor], order: float, dtype: torch.dtype) -> GradStats:
-        real = [_real(g.detach()) for g in grads]
+        real = [_real(_without_signs(g.detach())) for g in grads]
         norms = torch.stack(self._norms([self._moduli(g, order) for g in grads], order))
         # One pass gives both, unless a sum over finite elements can overflow float64.
         shows_nonfinite = math.isinf(order) or (
@@ -77,12 +77,17 @@ class Portable(Kernels):
 
     def multiply_(self, grads: Sequence[Tensor], factor: Tensor, found_inf: Tensor | None = None) -> None:
         with torch.no_grad(), _outside_autocast(factor.device.type):
-            for bucket in _buckets(grads):
+            memory = [_without_signs(g.detach()) for g in grads]
+            parts = [_real(m) for m in memory]
+            for bucket in _buckets(parts):
                 _multiply_(bucket, factor.reshape(()))
                 if found_inf is not None:
                     # No product with inf or NaN is finite, so one check covers before and after.
                     bad = ~finite(torch.stack(self._bounds(bucket))).all()
                     found_inf.masked_fill_(bad, 1.0)
+            for whole, part in zip(memory, parts, strict=True):
+                if part is not whole and not _is_view(part, whole):
+                    whole.copy_(torch.view_as_complex(part))
 
     def update_scale_(self, state: ScaleTensors, found_inf: Tensor, schedule: LossScaleSchedule) -> None:
         """Compute both outcomes and select one on the device, without synchronization."""
@@ -109,7 +114,7 @@ class Portable(Kernels):
         """Return real numbers with the same norm as `grad`; for order 2, a view of its parts."""
         grad = grad.detach()
         if not grad.is_complex() or order == 2.0:
-            return _real(grad)
+            return _real(_without_signs(grad))
         return (grad.to(torch.complex128) if self._has_float64 else grad).abs()
 
     def _norms(self, tensors: list[Tensor], order: float) -> list[Tensor]:
@@ -118,11 +123,10 @@ class Portable(Kernels):
             return _norm_each(tensors, order, torch.float64)
         # Without float64, divide by the largest element so that no power overflows.
         tensors = [t if t.numel() else t.new_zeros(1) for t in tensors]
-        peaks = [p.float() for p in _norm_each(tensors, math.inf, None)]
-        units = [torch.where((p > 0) & finite(p), p, torch.ones_like(p)) for p in peaks]
-        return [
-            torch.linalg.vector_norm(t.float() / u, order) * u for t, u in zip(tensors, units, strict=True)
-        ]
+        peaks = torch.stack([p.float() for p in _norm_each(tensors, math.inf, None)])
+        units = torch.where((peaks > 0) & finite(peaks), peaks, torch.ones_like(peaks))
+        ratios = _torch.foreach_div([t.float() for t in tensors], units.unbind())
+        return list((torch.stack(_norm_each(ratios, order, None)) * units).unbind())
 
     def _bounds(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return for each real tensor a number that is finite if and only if all its elements are."""
@@ -169,18 +173,25 @@ def finite(tensor: Tensor) -> Tensor:
     return (tensor - tensor) == 0
 
 
-def _real(tensor: Tensor) -> Tensor:
-    """Return a complex tensor as a real view of its parts.
+def _without_signs(tensor: Tensor) -> Tensor:
+    """Return the memory of a lazily negated or conjugated tensor.
 
-    Lazy signs are dropped because neither norms nor in-place products depend on them.
+    Neither norms nor in-place products depend on the signs of the parts.
     """
     # Dynamo cannot trace is_neg(), but resolves lazy signs itself.
     if not torch.compiler.is_dynamo_compiling() and tensor.is_neg():
         tensor = _torch.neg_view(tensor)
-    if not tensor.is_complex():
-        return tensor
-    # The parts of a lazily conjugated tensor differ from its memory only in sign.
-    return torch.view_as_real(tensor.conj() if tensor.is_conj() else tensor)
+    return tensor.conj() if tensor.is_complex() and tensor.is_conj() else tensor
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """Return a real tensor as it is, and a complex one as its parts."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _is_view(part: Tensor, whole: Tensor) -> bool:
+    """Whether what is written to `part` is in `whole`: devices without complex views give a copy."""
+    return torch.compiler.is_dynamo_compiling() or _torch.is_alias_of(part, whole)
 
 
 def _norm_each(tensors: Sequence[Tensor], order: float, dtype: torch.dtype | None) -> list[Tensor]:
@@ -207,12 +218,11 @@ def _multiply_(bucket: list[Tensor], factor: Tensor) -> None:
     _torch.foreach_copy_(bucket, wide)
 
 
-def _buckets(grads: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield real views of `grads` in buckets of one dtype, limited in size if they need a wide copy."""
+def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield real tensors in buckets of one dtype, limited in size if they need a wide copy."""
     groups: dict[torch.dtype, list[Tensor]] = defaultdict(list)
-    for grad in grads:
-        real = _real(grad.detach())
-        groups[real.dtype].append(real)
+    for tensor in tensors:
+        groups[tensor.dtype].append(tensor)
     for dtype, group in groups.items():
         bucket: list[Tensor] = []
         for grad in group:
