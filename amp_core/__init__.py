@@ -45,6 +45,7 @@ if TYPE_CHECKING:
         NonFiniteError,
         PluginWarning,
         PolicyError,
+        RankLostError,
         ScaleFloorError,
         ScaleFloorWarning,
         ScriptRegionError,
@@ -107,6 +108,7 @@ __all__ = [
     "PrecisionPlan",
     "Quantization",
     "Quantized",
+    "RankLostError",
     "Recipe",
     "Recording",
     "ScaleChange",
@@ -165,7 +167,7 @@ _NAMES = {
         "AmpError AmpWarning BackendConflictError BackendDisabledError BackendError "
         "BackendLoadError BackendNotFoundError EmulationWarning KernelLaunchError "
         "MaterializeError NonFiniteError "
-        "PluginWarning PolicyError ScaleFloorError ScaleFloorWarning ScriptRegionError "
+        "PluginWarning PolicyError RankLostError ScaleFloorError ScaleFloorWarning ScriptRegionError "
         "SkippedStepsWarning StaleCastError TorchFeatureError TorchFeatureWarning"
     ),
     "formats": "Delayed Quantization Quantized Recipe quantize",

@@ -59,6 +59,24 @@ class ScaleFloorError(AmpError, RuntimeError):
     """Gradients overflowed with the scale at its floor, and the schedule is set to `AtFloor.RAISE`."""
 
 
+class RankLostError(AmpError, RuntimeError):
+    """Ranks that take steps together did not all arrive at a decision; torch's error is the ``__cause__``.
+
+    Attributes:
+        ranks: the ranks that this one waited for.
+        step: the number of the step, as in `StepRecord.number`; None if no `GradScaler` knows it.
+    """
+
+    def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.ranks = ranks
+        self.step: int | None = None
+
+    def __str__(self) -> str:
+        message = super().__str__()
+        return message if self.step is None else f"In step {self.step}: {message}"
+
+
 class NonFiniteError(AmpError, FloatingPointError):
     """A model under `amp_core.guard` computed inf or NaN.
 
@@ -106,6 +124,7 @@ for _public in [
     MaterializeError,
     NonFiniteError,
     PolicyError,
+    RankLostError,
     ScaleFloorError,
     ScriptRegionError,
     StaleCastError,

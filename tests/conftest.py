@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -55,6 +56,34 @@ def torchrun() -> Callable[..., str]:
         finished = done.returncode == 0 or (aborted and last_word and last_word in done.stdout)
         assert finished, done.stderr[-3000:]
         return done.stdout
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def forked() -> Callable[..., list[tuple[list[int], str]]]:
+    """Return a function that runs jobs as `forked.py` does; for each, the exit codes and what was printed.
+
+    Several jobs share one import of torch, which takes most of the time of a small one.
+    """
+
+    def run(*jobs: str, imports: str = "") -> list[tuple[list[int], str]]:
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", str(Path(__file__).parent / "forked.py"), imports, *jobs],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=800,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        parts = re.split(r"exit codes of the ranks:(.*)\n", done.stdout)
+        found = [
+            ([*map(int, codes.split())], out) for out, codes in zip(parts[::2], parts[1::2], strict=False)
+        ]
+        for codes, _ in found:
+            assert 1 not in codes, done.stderr[-3000:]
+        return found
 
     return run
 

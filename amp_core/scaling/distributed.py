@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from amp_core._torch import internals as _torch
+from amp_core.errors import RankLostError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -244,7 +245,7 @@ def agree(
         device: where the results go.
 
     Raises:
-        RuntimeError: a rank is gone; from ``torch.distributed``.
+        RankLostError: a rank is gone.
     """
     largest = math.isinf(norm_type)
     flag = _any(flags, device).double()
@@ -300,4 +301,22 @@ def _reduce(values: Tensor, ranks: Ranks, *, largest: bool) -> None:
 
     how = distributed.ReduceOp.MAX if largest else distributed.ReduceOp.SUM
     for group in ranks.groups:
-        distributed.all_reduce(values, op=how, group=group)
+        try:
+            distributed.all_reduce(values, op=how, group=group)
+        except RuntimeError as error:
+            raise _lost(group) from error
+
+
+def _lost(group: ProcessGroup) -> RankLostError:
+    from torch import distributed
+
+    here = distributed.get_rank()
+    others = tuple(rank for rank in distributed.get_process_group_ranks(group) if rank != here)
+    return RankLostError(
+        f"Rank {here} waited for the gradients of ranks {', '.join(map(str, others))} (process group "
+        f"{group.group_name!r}, {distributed.get_backend(group)}) to decide on the step, but at least one of "
+        f"them has ended, hangs, or made other calls; torch's reason is in the error above. Rank {here} has "
+        f"not stepped. Start all ranks again from the last checkpoint. How long a rank waits is a setting of "
+        f"the group: init_process_group(timeout=) or new_group(timeout=).",
+        others,
+    )

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from amp_core._torch import internals as _torch
 from amp_core.common.containers import map_tensors
 from amp_core.common.device_types import device_type_of
-from amp_core.errors import AmpWarning, BackendNotFoundError
+from amp_core.errors import AmpWarning, BackendNotFoundError, RankLostError
 from amp_core.kernels.memory import on_host, read
 from amp_core.plugin.default_manager import get_backend
 from amp_core.plugin.results import Refusal
@@ -214,6 +214,7 @@ class GradScaler(torch.amp.GradScaler):
         Raises:
             RuntimeError: it was called twice without `update` in between, or with a closure; torch's texts
                 (see `step_closure`).
+            RankLostError: ranks that must agree did not arrive.
             AssertionError: no loss was scaled yet, or no parameter has a gradient.
             ValueError: a gradient is float16 and ``allow_fp16_gradients`` is not set; no loss was scaled
                 under `key`.
@@ -229,9 +230,17 @@ class GradScaler(torch.amp.GradScaler):
             return cast("float | None", optimizer.step(*args, **kwargs))
         if "closure" in kwargs or (args and callable(args[0])):
             raise RuntimeError(_CLOSURE)
-        if not fused.is_traceable(optimizer) if is_tracing() else _torch.frames_are_compiled() is not None:
-            return _step_eagerly(self, optimizer, max_norm, norm_type, key, args, kwargs)
-        return self._step(optimizer, max_norm, norm_type, key, args, kwargs)
+        try:
+            if (
+                not fused.is_traceable(optimizer)
+                if is_tracing()
+                else _torch.frames_are_compiled() is not None
+            ):
+                return _step_eagerly(self, optimizer, max_norm, norm_type, key, args, kwargs)
+            return self._step(optimizer, max_norm, norm_type, key, args, kwargs)
+        except RankLostError as error:
+            error.step = self._log.updates
+            raise
 
     def _step(
         self,
@@ -429,7 +438,11 @@ class GradScaler(torch.amp.GradScaler):
             scaler.step(optimizer)
         """
         if self._enabled:
-            self._unscale(*self._enter_all(_as_list(optimizer), key, "unscale_"))
+            try:
+                self._unscale(*self._enter_all(_as_list(optimizer), key, "unscale_"))
+            except RankLostError as error:
+                error.step = self._log.updates
+                raise
 
     def _unscale(
         self,
@@ -490,7 +503,11 @@ class GradScaler(torch.amp.GradScaler):
             params = [param for each in optimizers for param in parameters_of(each)]
             return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
         optimizers, loss_scale, states = self._enter_all(optimizers, key, "clip_grad_norm_")
-        return self._clip(optimizers, loss_scale, states, max_norm, norm_type, error_if_nonfinite)
+        try:
+            return self._clip(optimizers, loss_scale, states, max_norm, norm_type, error_if_nonfinite)
+        except RankLostError as error:
+            error.step = self._log.updates
+            raise
 
     def _clip(
         self,
