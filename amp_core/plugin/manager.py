@@ -166,8 +166,8 @@ class Manager:
             self.registry.drop(owner)
             if module is not None:
                 self._forget(module)
-            # A plugin that calls sys.exit() on import must not end the program.
-            if not isinstance(error, (Exception, SystemExit)):
+            # A plugin that calls sys.exit() or pytest.importorskip() on import must not end the program.
+            if isinstance(error, KeyboardInterrupt):
                 raise
             return Failure(owner, stage, error)
         self.registry.drop(owner, _env.disabled_backends())

@@ -131,8 +131,11 @@ def _check(backend: Backend, owner: Owner) -> None:
         raise TypeError(f"{owner} added {what}, which is not an amp_core.plugin.Backend instance.")
     name = type(backend).__name__
     device_type = getattr(backend, "device_type", None)
-    if not isinstance(device_type, str) or not device_type:
-        raise TypeError(f"{name} of {owner} must set device_type to a non-empty string.")
+    if not isinstance(device_type, str) or not device_type.isidentifier():
+        raise TypeError(
+            f"{name} of {owner} must set device_type to the `type` of a torch.device, such as 'npu' without "
+            f"an index; it is {device_type!r}."
+        )
     version = getattr(backend, "api_version", None)
     if version is None:
         raise BackendLoadError(

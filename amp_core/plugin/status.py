@@ -42,8 +42,8 @@ class Failure:
     error: BaseException
 
     def __str__(self) -> str:
-        kind = type(self.error).__name__
-        return f"{self.owner} failed at stage {self.stage!r} with {kind}: {self.error}"
+        what = f"{type(self.error).__name__}: {self.error}"
+        return f"{self.owner} failed at stage {self.stage!r} with {what.rstrip('.: ')}"
 
 
 def status_of(backend: Backend, owner: Owner) -> BackendStatus:

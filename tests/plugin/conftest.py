@@ -64,6 +64,9 @@ BROKEN = {
     "halfway": GOOD.format(device="halfway") + "    raise RuntimeError('half done')\n",
     "silent": "",
     "nameless": GOOD.format(device=""),
+    "indexed": GOOD.format(device="indexed:0"),
+    # As pytest.importorskip does, whose exception is no Exception either.
+    "base": "raise type('Skipped', (BaseException,), {})('no device')",
     "abstract": GOOD.format(device="abstract").replace("def default_dtype", "def default_type"),
     "twin": GOOD.format(device="good"),
     "exits": "import sys; sys.exit('no licence')",

@@ -69,6 +69,8 @@ def test_each_broken_one_is_named_once(listed: Any, broken: list[str]) -> None:
         ("halfway", "register", "RuntimeError: half done"),
         ("silent", "register", "registered no backend"),
         ("nameless", "register", "must set device_type"),
+        ("indexed", "register", "without an index; it is 'indexed:0'"),
+        ("base", "import", "Skipped: no device. The plugin was skipped"),
         ("abstract", "register", "default_dtype"),
         ("exits", "import", "SystemExit: no licence"),
         ("later", "requirements", "it requires 'amp-core>=2', but amp-core 0.1.0 is installed"),

@@ -33,6 +33,7 @@ class Setting(NamedTuple):
 PROCESS_WIDE = frozenset(
     {
         "the default dtype", "the precision of float32 products", "deterministic algorithms",
+        "the number of threads", "cuDNN's TF32",
         "oneDNN", "torch's generator", "Python's generator", "NumPy's generator", "the environment",
         "the warnings filters", "the level of logging", "the working directory", "the search path of modules",
     }
@@ -120,6 +121,14 @@ def _handle_interrupts(handler: Any) -> None:
         signal.signal(signal.SIGINT, handler)
 
 
+def _set_cudnn_precision(value: Any) -> None:
+    """Switch TF32 on or off, or restore a precision that only the newer setting knows."""
+    if value in (True, False, "tf32", "none"):
+        torch.backends.cudnn.allow_tf32 = value in (True, "tf32")
+    else:
+        torch.backends.cudnn.conv.fp32_precision = value
+
+
 def _no_write(_: Any) -> None:
     pass
 
@@ -150,6 +159,7 @@ _OF_TORCH = (
         lambda value: setattr(torch.backends.cuda.matmul, "allow_fp16_reduced_precision_reduction", value),
         BOTH,
     ),
+    Setting("cuDNN's TF32", lambda: torch.backends.cudnn.conv.fp32_precision, _set_cudnn_precision, BOTH),
     Setting("oneDNN", lambda: torch.backends.mkldnn.enabled, torch.backends.mkldnn.set_flags, (True,)),
     Setting(
         "deterministic algorithms",

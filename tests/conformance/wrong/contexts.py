@@ -347,3 +347,22 @@ class SupportsADtypeInWhichNothingRuns(Loopback):
 
     def supported_dtypes(self):
         return (torch.bfloat16, torch.float16, torch.float8_e5m2)
+
+
+class TakesTheThreadsForAMoment(Loopback):
+    fails = STATE
+
+    def availability(self):
+        threads = torch.get_num_threads()
+        torch.set_num_threads(threads + 1)
+        found = super().availability()
+        torch.set_num_threads(threads)
+        return found
+
+
+class SwitchesCudnnsPrecision(Portable):
+    fails = STATE
+
+    def grad_stats(self, grads, norm_type=2.0):
+        torch.backends.cudnn.allow_tf32 = True
+        return super().grad_stats(grads, norm_type)
