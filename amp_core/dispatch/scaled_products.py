@@ -21,6 +21,7 @@ from torch import Tensor
 from amp_core._torch import internals as _torch
 from amp_core._torch.dispatcher import Overload, autocast_key, dispatcher_name, excluded, key_set
 from amp_core.dispatch import delayed_scales, kept_operands, products
+from amp_core.dispatch.bilinear import Bilinear, Compute, bilinear
 from amp_core.dispatch.work import work
 from amp_core.errors import PolicyError
 from amp_core.formats import AmaxHistory, Quantization, Quantized, quantize
@@ -114,22 +115,22 @@ class _Call(NamedTuple):
     kept: Mapping[str, kept_operands.Forms]
     histories: Mapping[str, AmaxHistory]
 
-    def multiply(self, name: ProductName, a: Tensor, b: Tensor) -> Tensor:
-        """Return ``a @ b`` of the operands as the recipe quantises them for this product."""
+    def multiply(self, name: ProductName, a: Tensor, b: Tensor, compute: Compute | None = None) -> Tensor:
+        """Return ``a @ b``, or what `compute` returns, of the operands as the recipe quantises them."""
         with ExitStack() as stack:
             stack.enter_context(excluded(self.keys))  # a backward pass may run in a region
             for observer in self.observers:
                 stack.enter_context(observer.during())
-            product = self._multiply(name, a, b)
+            product = self._multiply(name, a, b, compute)
         for observer in self.observers:
             observer.after(product)
         return product.result
 
-    def _multiply(self, name: ProductName, a: Tensor, b: Tensor) -> ScaledProduct:
+    def _multiply(self, name: ProductName, a: Tensor, b: Tensor, compute: Compute | None) -> ScaledProduct:
         recipe = self.rule.recipe
         hows, accumulate = recipe.operands(name), recipe.accumulate
         products = get_backend(a.device.type).scaled_products()
-        native = not why_emulated(products, *hows, accumulate, batched=a.dim() != 2)
+        native = compute is None and not why_emulated(products, *hows, accumulate, batched=a.dim() != 2)
         operands, factors = list[Operand](), list[Quantized | Tensor]()
         for role, how, tensor, dim in zip(ROLES[name], hows, (a, b), (-1, -2), strict=True):
             if how is None:
@@ -139,7 +140,10 @@ class _Call(NamedTuple):
             operands.append(Operand(role, how, quantized))
             factors.append(quantized)
         left, right = factors
-        result = products.multiply(left, right, accumulate)
+        if compute is None:
+            result = products.multiply(left, right, accumulate)
+        else:
+            result = compute(*(_wide(factor, accumulate) for factor in (left, right)))
         return ScaledProduct(name, self.rule, (a, b), tuple(operands), result)
 
     def _quantized(
@@ -156,6 +160,10 @@ class _Call(NamedTuple):
         return kept_operands.quantized(
             forms, tensor, how, dim, lambda: _quantize(tensor, how, dim, packed=packed), packed=packed
         )
+
+
+def _wide(factor: Quantized | Tensor, dtype: torch.dtype) -> Tensor:
+    return factor.to(dtype) if isinstance(factor, Tensor) else factor.dequantize(dtype)
 
 
 def _quantize(
@@ -204,6 +212,26 @@ class _Product(torch.autograd.Function):
         return _once(grad_a, grad, a, b), _once(grad_b, grad, a, b), None
 
 
+class _Bilinear(torch.autograd.Function):
+    """A `Bilinear` op and its two gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor, call: _Call, op: Bilinear) -> Tensor:
+        ctx.save_for_backward(a, b, a.new_empty(0))  # see _Product
+        ctx.call, ctx.op = call, op
+        return call.multiply("output", a, b, op.compute)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        a, b, _ = ctx.saved_tensors
+        grad_a = grad_b = None
+        if ctx.needs_input_grad[0]:
+            grad_a = ctx.call.multiply("grad_input", grad, b, ctx.op.of_first(a)).to(a.dtype)
+        if ctx.needs_input_grad[1]:
+            grad_b = ctx.call.multiply("grad_weight", a, grad, ctx.op.of_second(b)).to(b.dtype)
+        return _once(grad_a, grad, a, b), _once(grad_b, grad, a, b), None, None
+
+
 class _Once(torch.autograd.Function):
     """Makes a gradient depend on what it was computed from, and refuses to differentiate it."""
 
@@ -242,38 +270,51 @@ _OPS = {
     "aten::addmm": _Op(products.plus, first=1, dims=2),
     "aten::baddbmm": _Op(products.plus, first=1, dims=3),
 }
+_TWO_FACTORS = _Op(products.matmul)
+"""The places of the factors in ops that `bilinear` takes apart."""
 
 
 def scaled(op: Overload, rule: RecipeRule, call: Callable[..., Any], device_type: str) -> Callable[..., Any]:
     """Return how to run `op` on operands that autocast has cast to the region's dtype.
 
     Args:
-        op: one of `amp_core.policy.recipes.OPS`.
+        op: one of `OPS` or `BILINEAR` in `amp_core.policy.recipes`.
         rule: the recipe, perhaps with a threshold.
         call: runs the op itself: small calls, float32 regions, and arguments that it has to refuse.
         device_type: the region's device type.
     """
     keys, limit = key_set(autocast_key(device_type)), r.threshold(rule)
     name = dispatcher_name(op)
-    compose, first, _ = _OPS[name]
+    takes_apart = name not in _OPS
+    shape: _Op = _OPS.get(name, _TWO_FACTORS)
+    first = shape.first
 
     def run(*args: Any, **kwargs: Any) -> Any:
         low = torch.get_autocast_dtype(device_type)
         small = limit is not None and work(op, args, kwargs) <= limit
-        if small or not _can_multiply(name, args[first], args[first + 1], low):
+        factors = args[first], args[first + 1]
+        if small or not (_are_low(*factors, low) and (takes_apart or _can_multiply(name, *factors))):
             return call(*args, **kwargs)
         _check(name, rule, args)
         histories = delayed_scales.histories(rule.recipe)
-        shared = _Call(rule, keys, _thread.observers, _kept(args[first], args[first + 1]), histories)
+        shared = _Call(rule, keys, _thread.observers, _kept(*factors), histories)
+        if takes_apart:
+            return _bilinear(shared, factors, bilinear(op, call, args, kwargs), low)
 
         def product(a: Tensor, b: Tensor) -> Tensor:
             result: Tensor = _Product.apply(a, b, shared)  # type: ignore[no-untyped-call]
             return result
 
         with excluded(keys):
-            return compose(product, *args, **kwargs).to(low)
+            return shape.compose(product, *args, **kwargs).to(low)
 
     return run
+
+
+def _bilinear(shared: _Call, factors: tuple[Tensor, Tensor], op: Bilinear, low: torch.dtype) -> Tensor:
+    with excluded(shared.keys):
+        result: Tensor = _Bilinear.apply(*factors, shared, op)  # type: ignore[no-untyped-call]
+        return (result if op.bias is None else result + op.bias).to(op.dtype or low)
 
 
 def _kept(a: Tensor, b: Tensor) -> dict[str, kept_operands.Forms]:
@@ -288,13 +329,16 @@ def with_weight(op: Overload, rule: RecipeRule, run: Callable[..., Any]) -> Call
     """Return a runner like `run` that knows the weight for delayed scales, if `rule` has some."""
     if not delayed_scales.is_delayed(rule.recipe):
         return run
-    return delayed_scales.remembering(run, _OPS[dispatcher_name(op)].first + 1)
+    return delayed_scales.remembering(run, _OPS.get(dispatcher_name(op), _TWO_FACTORS).first + 1)
 
 
-def _can_multiply(name: str, a: Tensor, b: Tensor, low: torch.dtype) -> bool:
-    """Return whether the factors have the region's dtype, unless that is float32, and shapes that match."""
-    if not a.dtype is b.dtype is low or low is torch.float32 or 0 in (a.dim(), b.dim()):
-        return False
+def _are_low(a: Tensor, b: Tensor, low: torch.dtype) -> bool:
+    """Return whether the factors have the region's dtype, unless that is float32, and dimensions."""
+    return a.dtype is b.dtype is low and low is not torch.float32 and 0 not in (a.dim(), b.dim())
+
+
+def _can_multiply(name: str, a: Tensor, b: Tensor) -> bool:
+    """Return whether the shapes of the factors match."""
     if name == "aten::linear":
         return bool(b.dim() < 3 and a.shape[-1] == b.shape[-1])
     dims = _OPS[name].dims

@@ -37,6 +37,9 @@ def work(op: Overload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
         weight = given["weight"]
         rows = given["input"].numel()
         return int(2 * rows * (weight.shape[0] if weight.dim() > 1 else 1))
+    if kind == "grouped":
+        left, right = given["self"], given["mat2"]
+        return int(2 * min(left.numel() * right.shape[-1], right.numel() * left.shape[-2]))
     if kind == "convolution":
         return _convolution("transpose" in dispatcher_name(op), **given)
     if kind == "attention":
@@ -54,7 +57,9 @@ def _kind(op: Overload) -> tuple[str, tuple[str, ...]]:
         return "product", names
     if "conv" in name and {"input", "weight"} <= {*names} and name != "conv_tbc":
         return "convolution", names
-    return {"linear": "linear", "scaled_dot_product_attention": "attention"}.get(name, ""), names
+    return {"linear": "linear", "_grouped_mm": "grouped", "scaled_dot_product_attention": "attention"}.get(
+        name, ""
+    ), names
 
 
 def _product(left: Tensor, right: Tensor) -> int:

@@ -445,7 +445,7 @@ def _refusal(rule: str, name: str) -> str | None:
         return None if rule in r.FOR_FUNCTIONS else f"an autograd function can have only {kept}"
     recipe = recipes.recipe_of(rule)
     if recipe is not None:
-        return recipes.refusal(name)
+        return recipes.refusal(name, recipe)
     overload = names.find(name)
     return None if overload is None else r.refusal(rule, overload)
 

@@ -16,6 +16,13 @@ if TYPE_CHECKING:  # the import takes 10 ms, and few programs have recipes
 OPS = tuple(f"aten::{op}.default" for op in ("addmm", "baddbmm", "bmm", "linear", "matmul", "mm"))
 """The ops that take a recipe: those that are one product of two matrices, or of batches of them."""
 
+BILINEAR = (
+    "aten::_grouped_mm.default",
+    *(f"aten::conv{n}d.{overload}" for n in (1, 2, 3) for overload in ("default", "padding")),
+    *("aten::conv_transpose1d.default", "aten::conv_transpose2d.input", "aten::conv_transpose3d.input"),
+)
+"""Those that take a recipe with one scale per tensor."""
+
 BATCHED = tuple(f"aten::{op}.default" for op in ("baddbmm", "bmm"))
 """Those that are products of batches."""
 
@@ -107,12 +114,35 @@ def short(quantization: Quantization) -> str:
     return f"{quantization.element.name} per {f'block of {shared}' if isinstance(shared, int) else shared}"
 
 
-def refusal(op: str) -> str | None:
-    """Return why the op with the full name `op` cannot have a recipe; None if it can."""
+def refusal(op: str, recipe: Recipe) -> str | None:
+    """Return why the op with the full name `op` cannot have `recipe`; None if it can."""
+    if op in BILINEAR:
+        wrong = next(filter(None, (_finer(getattr(recipe, role), role) for role in ROLES)), None)
+        return wrong and f"it takes one scale per tensor, as fp8_tensorwise has; {wrong}. {_why_tensors(op)}"
     if op not in OPS:
-        short = (name.removeprefix("aten::").removesuffix(".default") for name in OPS)
-        return f"only these ops take a recipe: {', '.join(short)}"
+        short = (name.removeprefix("aten::").rpartition(".")[0] for name in (*OPS, *BILINEAR))
+        return f"only these ops take a recipe: {', '.join(dict.fromkeys(short))}"
     return None
+
+
+def _finer(how: Quantization | None, role: str) -> str | None:
+    """Say what in `how` is finer than one scale per tensor; None if nothing is."""
+    if how is None or (how.granularity == "tensor" and how.hadamard is None):
+        return None
+    transformed = "" if how.hadamard is None else f" after a Hadamard transform of {how.hadamard}"
+    return f"the {role} of this recipe is {short(how)}{transformed}"
+
+
+def _why_tensors(op: str) -> str:
+    if op.startswith("aten::_grouped"):
+        return (
+            "The gradient of its weights sums over the tokens of a group, and only the device knows where "
+            "groups end: no row or block of that sum is known"
+        )
+    return (
+        "It sums over unfolded patches: there, an element of the input has a copy in each patch that covers "
+        "it, and a finer scale would differ between the copies"
+    )
 
 
 # In files.
