@@ -73,6 +73,7 @@ setup(
                 "amp_compiler",
                 "amp_quantize_largest",
                 "amp_quantize_round",
+                "amp_quantize_scales",
                 "amp_start",
                 "amp_stream",
             ],

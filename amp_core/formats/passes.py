@@ -12,7 +12,8 @@ from amp_core.common.counter_random import element_numbers, key_of, random_bits
 from amp_core.formats.elements import ElementFormat
 from amp_core.formats.elementwise import count_nonfinite, round_and_count
 from amp_core.formats.groups import Groups
-from amp_core.formats.packing import pack
+from amp_core.formats.packing import pack, pack_scale
+from amp_core.formats.scales import GroupScales, find_scales
 
 
 class Rounding(NamedTuple):
@@ -46,6 +47,30 @@ class Passes(ABC):
             x: what `prepare` returned.
             groups: of the shape of `x`.
         """
+
+    def scales(
+        self,
+        own: Tensor,
+        found: Tensor,
+        element: ElementFormat,
+        kind: str,
+        tensor_amax: Tensor,
+        *,
+        packed: bool,
+    ) -> GroupScales:
+        """Return the scales that follow from `found`, NaN where `own` is inf or NaN.
+
+        Args:
+            own: what `largest` returned first.
+            found: the magnitudes that scales follow from, of the same shape.
+            element: the format of the elements.
+            kind: a key of `SCALES`.
+            tensor_amax: see `find_scales`.
+            packed: return `GroupScales.scale` in the dtype of its format.
+        """
+        scales = find_scales(found, element, kind, tensor_amax)
+        scale = torch.where(own.isfinite(), scales.scale, torch.nan)
+        return scales._replace(scale=pack_scale(scale, kind) if packed else scale)
 
     @abstractmethod
     def round(self, x: Tensor, groups: Groups, encode: Tensor, rounding: Rounding) -> tuple[Tensor, Tensor]:

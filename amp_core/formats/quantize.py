@@ -13,7 +13,6 @@ from amp_core.formats.hadamard import rotate, rotate_back
 from amp_core.formats.packing import pack, pack_scale, unpack
 from amp_core.formats.passes import Passes, PortablePasses, Rounding
 from amp_core.formats.quantization import Delayed, Quantization
-from amp_core.formats.scales import find_scales
 
 COUNTS = ("inf", "nan", "saturated", "flushed")
 """What the elements of `Quantized.counts` count."""
@@ -176,14 +175,13 @@ def quantize_by(
     own, nonfinite = passes.largest(x, groups)
     found = _found(own, amax, groups, quantization)
     of_tensor = _of_tensor(found, amax, quantization)
-    scales = find_scales(found, quantization.element, quantization.scale, of_tensor)
+    scales = passes.scales(own, found, quantization.element, quantization.scale, of_tensor, packed=packed)
     stochastic = seed if quantization.rounding == "stochastic" else None
     rounding = Rounding(quantization.element, stochastic, amax is not None, packed)
     values, outside = passes.round(x, groups, scales.encode, rounding)
-    scale = groups.outward(torch.where(own.isfinite(), scales.scale, torch.nan))
     return Quantized(
         values=values,
-        scale=pack_scale(scale, quantization.scale) if packed else scale,
+        scale=groups.outward(scales.scale),
         tensor_scale=scales.tensor_scale,
         amax=groups.outward(own),
         counts=torch.cat([nonfinite if before is None else before, outside]),

@@ -58,7 +58,7 @@ def find_scales(amax: Tensor, element: ElementFormat, scale: str, tensor_amax: T
     if scale == "power_of_two":
         encode = _exponent_field(encode).bitwise_left_shift(23).view(torch.float32)
     encode = torch.where(amax == 0, 1.0, encode)
-    encode = _nan_unless_finite(encode, amax)
+    encode = nan_unless_finite(encode, amax)
     return GroupScales(encode, 1.0 / encode)
 
 
@@ -67,12 +67,17 @@ def _two_levels(amax: Tensor, element: ElementFormat, tensor_amax: Tensor) -> Gr
 
     Scales below the smallest e4m3 value are raised to it, so that none is 0.
     """
-    outer = tensor_amax / _filled(tensor_amax, E4M3.max * element.max)
-    outer = torch.where(outer == 0, 1.0, outer)
+    outer = outer_scale(tensor_amax, element)
     inner = E4M3.round(amax / _filled(amax, element.max) / outer).clamp(min=E4M3.smallest_subnormal)
-    inner = _nan_unless_finite(inner, amax)
+    inner = nan_unless_finite(inner, amax)
     encode = ((1.0 / outer) / inner).clamp(max=torch.finfo(torch.float32).max)
-    return GroupScales(encode, inner, _nan_unless_finite(outer, tensor_amax))
+    return GroupScales(encode, inner, nan_unless_finite(outer, tensor_amax))
+
+
+def outer_scale(tensor_amax: Tensor, element: ElementFormat) -> Tensor:
+    """Return the second scale of ``"e4m3"``, of a tensor with the largest magnitude `tensor_amax`."""
+    outer = tensor_amax / _filled(tensor_amax, E4M3.max * element.max)
+    return torch.where(outer == 0, 1.0, outer)
 
 
 def _e8m0(amax: Tensor, element: ElementFormat, *, up: bool) -> GroupScales:
@@ -82,7 +87,7 @@ def _e8m0(amax: Tensor, element: ElementFormat, *, up: bool) -> GroupScales:
     encode = (254 - stored).bitwise_left_shift(23).view(torch.float32)
     # 2**-127 is subnormal in float32.
     scale = stored.bitwise_left_shift(23).view(torch.float32).clamp(min=2.0**-127)
-    return GroupScales(_nan_unless_finite(encode, amax), _nan_unless_finite(scale, amax))
+    return GroupScales(nan_unless_finite(encode, amax), nan_unless_finite(scale, amax))
 
 
 def _filled(like: Tensor, value: float) -> Tensor:
@@ -95,5 +100,6 @@ def _exponent_field(x: Tensor) -> Tensor:
     return (x.view(torch.int32) >> 23) & 0xFF
 
 
-def _nan_unless_finite(x: Tensor, amax: Tensor) -> Tensor:
+def nan_unless_finite(x: Tensor, amax: Tensor) -> Tensor:
+    """Return `x`, NaN where `amax` is inf or NaN."""
     return torch.where(amax.isfinite(), x, torch.nan)

@@ -15,6 +15,7 @@ from amp_backend_cpu import kernels as cpu
 from amp_backend_cpu import quantizing
 from amp_core import Quantization, Quantized, Recipe, autocast, get_backend, quantize
 from amp_core.formats import ELEMENTS, SCALES, ElementFormat
+from amp_core.formats.passes import PortablePasses
 
 COMPILED = cpu.load()
 pytestmark = [
@@ -149,3 +150,27 @@ def test_a_region_quantises_with_the_kernel_of_its_device() -> None:
     region = autocast("cpu", dtype=torch.bfloat16, policy=policy)
     with used, region, pytest.raises(RuntimeError, match="used"):
         layer(torch.randn(8, 64))
+
+
+@pytest.mark.parametrize("kind", SCALES)
+def test_the_scale_of_every_magnitude(kind: str) -> None:
+    """A scale of a subnormal, the largest or a borderline magnitude has another bit, or another code."""
+    bits = torch.arange(0, 0x7F800000, 29_989, dtype=torch.int32)
+    bits = torch.cat(
+        [bits, torch.arange(256, dtype=torch.int32) << 23, torch.tensor([1, 0x7F7FFFFF, 0x7FC00000])]
+    )
+    found = bits.to(torch.int32).view(torch.float32)
+    own = torch.where(torch.arange(len(found)) % 7 == 0, torch.inf, found)
+    tensors = (0.0, 1e-42, 1.0, 3e38, math.inf, math.nan) if kind == "e4m3" else (1.0,)
+    compiled = quantizing.CompiledPasses(cpu._library.load())
+    for element in (ELEMENTS["e4m3"], ELEMENTS["e2m1"]):
+        for whole in tensors:
+            for packed in (False, True):
+                arguments = own, found, element, kind, torch.tensor(whole)
+                ours = compiled.scales(*arguments, packed=packed)
+                theirs = PortablePasses().scales(*arguments, packed=packed)
+                assert_same(ours.encode, theirs.encode)
+                assert_same(ours.scale, theirs.scale)
+                if theirs.tensor_scale is not None:
+                    assert ours.tensor_scale is not None
+                    assert_same(ours.tensor_scale, theirs.tensor_scale)

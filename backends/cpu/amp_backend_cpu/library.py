@@ -14,7 +14,7 @@ import torch
 
 from amp_core.common import environment as _env
 
-_ABI = 8
+_ABI = 9
 """The ABI version in `native/kernels.c`; a library with another version must not be called."""
 
 # Pack the arguments of a function; in `native/kernels.c`, a struct with its name has the same layout.
@@ -122,7 +122,9 @@ def _declare(library: ctypes.CDLL) -> None:
         *[pointer] * 4,
         *(integer, pointer, integer),
     )
+    library.amp_quantize_scales.argtypes = (*[pointer] * 2, ctypes.c_int64, *[pointer] * 4, integer, integer)
     library.amp_quantize_largest.restype = library.amp_quantize_round.restype = None
+    library.amp_quantize_scales.restype = None
     library.amp_instruction_set.restype = library.amp_compiler.restype = ctypes.c_char_p
     library.amp_stream.argtypes = library.amp_limit.argtypes = (ctypes.c_int,)
     library.amp_calibrate.argtypes = library.amp_start.argtypes = ()

@@ -17,10 +17,14 @@ from amp_core.formats.elements import E2M1, ElementFormat
 from amp_core.formats.groups import Groups
 from amp_core.formats.packing import pack_codes
 from amp_core.formats.passes import Passes, Rounding
+from amp_core.formats.scales import SCALES, GroupScales, nan_unless_finite, outer_scale
 from amp_core.kernels.memory import are_real
 
 _CODES = {torch.float32: 0, torch.bfloat16: 2, torch.float16: 3}
 _CPU = torch.device("cpu")
+_STORED = {"e8m0": torch.float8_e8m0fnu, "e8m0_up": torch.float8_e8m0fnu, "e4m3": torch.float8_e4m3fn}
+_FEW = 64
+"""For fewer scales, the library's call takes longer than PyTorch's."""
 _LINE = 2**15
 """A tensor with one scale is seen as lines of so many elements, which threads share."""
 
@@ -59,6 +63,30 @@ class CompiledPasses(Passes):
             return amax.amax(), counts
         return groups.inward(_swapped(amax, x)), counts
 
+    def scales(
+        self,
+        own: Tensor,
+        found: Tensor,
+        element: ElementFormat,
+        kind: str,
+        tensor_amax: Tensor,
+        *,
+        packed: bool,
+    ) -> GroupScales:
+        if own.numel() < _FEW or own.stride() != found.stride() or not _is_dense(own):
+            return super().scales(own, found, element, kind, tensor_amax, packed=packed)
+        dtype = _STORED.get(kind) if packed else None
+        encode, scale = torch.empty_like(found), torch.empty_like(found, dtype=dtype or torch.float32)
+        outer = outer_scale(tensor_amax, element) if kind == "e4m3" else None
+        self._library.amp_quantize_scales(
+            *(own.data_ptr(), found.data_ptr(), own.numel()),
+            struct.pack("=ifi", list(SCALES).index(kind), element.max, element.max_exponent),
+            *(outer.data_ptr() if outer is not None else None, encode.data_ptr(), scale.data_ptr()),
+            *(dtype is not None, threads_for(own.numel())),
+        )
+        second = None if outer is None else nan_unless_finite(outer, tensor_amax)
+        return GroupScales(encode, scale, second)
+
     def round(self, x: Tensor, groups: Groups, encode: Tensor, rounding: Rounding) -> tuple[Tensor, Tensor]:
         single = groups.granularity == "tensor"
         if single:
@@ -85,6 +113,11 @@ class _Tiles(NamedTuple):
 
     numbers: bytes
     scales: tuple[int, ...]
+
+
+def _is_dense(x: Tensor) -> bool:
+    """Return whether `x` is contiguous in some order of its dimensions."""
+    return x.is_contiguous() or (x.dim() > 1 and x.mT.is_contiguous())
 
 
 def _flat(x: Tensor) -> _Tiles:

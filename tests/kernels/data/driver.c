@@ -201,6 +201,44 @@ static void quantising(int64_t columns, int64_t height, int64_t width) {
     free(x), free(amax), free(values), free(encode), free(codes);
 }
 
+/* Scales in e8m0 and e4m3: floats, and codes that stand for them. */
+static void scaling(int64_t n) {
+    const struct scaling e8m0 = {2, 448.0f, 8}, e4m3 = {4, 6.0f, 2};
+    const float outer = 0.75f;
+    float *amax = malloc((size_t)n * 4), *encode = malloc((size_t)n * 4), *scale = malloc((size_t)n * 4);
+    uint8_t *codes = malloc((size_t)n);
+    for (int64_t i = 0; i < n; i++)
+        amax[i] = ldexpf((float)(i * 7919 % 2048 + 1), (int)(i % 40) - 20);
+    amax[0] = NAN;
+    for (int kind = 0; kind < 2; kind++) {
+        const struct scaling *to = kind ? &e4m3 : &e8m0;
+        amp_quantize_scales(amax, amax, n, to, &outer, encode, scale, 0, 2);
+        amp_quantize_scales(amax, amax, n, to, &outer, encode, codes, 1, 2);
+        EXPECT(isnan(scale[0]) && isnan(encode[0]) && codes[0] == (kind ? 0x7f : 0xff), "NaN has a scale");
+        for (int64_t i = 1; i < n; i++) {
+            int exponent;
+            double wanted, code;
+            if (kind) {
+                float x = amax[i] / 6.0f / outer;
+                frexpf(x, &exponent);
+                exponent = exponent < -5 ? -9 : exponent - 4;
+                wanted = ldexp(nearbyint(ldexp((double)x, -exponent)), exponent);
+                wanted = fmin(fmax(wanted, ldexp(1.0, -9)), 448.0);
+                code = codes[i] & 0x78 ? ldexp((codes[i] & 7) + 8, (codes[i] >> 3) - 1) : codes[i];
+                code = ldexp(code, -9);
+            } else {
+                frexpf(amax[i], &exponent);
+                wanted = ldexp(1.0, exponent - 9);
+                code = ldexp(1.0, codes[i] - 127);
+                EXPECT(encode[i] * scale[i] == 1.0f, "%g is encoded by %g", (double)scale[i], (double)encode[i]);
+            }
+            EXPECT((double)scale[i] == wanted, "%g has the scale %g", (double)amax[i], (double)scale[i]);
+            EXPECT(code == wanted, "%g has the code of %g", wanted, code);
+        }
+    }
+    free(amax), free(encode), free(scale), free(codes);
+}
+
 int main(void) {
     const int64_t lengths[] = {1, 3, 4, 7, 8, 9, 31, 33, 511, 513, 4097, 32769, 70001};
     amp_start();
@@ -214,6 +252,8 @@ int main(void) {
         quantising(lengths[i], 1, 32);
         quantising(lengths[i], 3, 1);
         quantising(lengths[i], 2, 5000);
+        quantising(lengths[i], 1, 16);
+        scaling(lengths[i]);
     }
     printf("%s: %d failures\n", amp_instruction_set(), failures);
     return failures != 0;

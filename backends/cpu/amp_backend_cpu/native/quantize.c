@@ -11,6 +11,7 @@
 #include <string.h>
 
 #define PIECE 4096 /* elements of a row that a loop takes at once: they stay in the first-level cache */
+#define NARROW 128 /* tiles up to this width are rounded together, by a factor for each element */
 #define STRIP 1024 /* columns that a thread takes at least */
 
 #define MAGNITUDE 0x7fffffffu
@@ -37,6 +38,13 @@ struct tiles {
     int64_t batches, rows, columns, height, width;
 };
 
+/* How scales follow from largest magnitudes. */
+struct scaling {
+    int32_t kind; /* 0 float32, 1 a power of two in float32, 2 e8m0, 3 e8m0 rounded up, 4 e4m3 */
+    float max;    /* of the element format, and its exponent */
+    int32_t emax;
+};
+
 typedef void round_loop(const float *x, const float *encode, size_t n, const struct element *to,
                         const struct draws *draws, uint32_t number, void *out, int64_t *counts);
 
@@ -44,6 +52,10 @@ struct quantizing_loops {
     void (*widen)(const uint16_t *from, int is_bf16, float *to, size_t n);
     void (*largest)(const float *x, size_t n, size_t group, uint32_t *best);
     void (*nonfinite)(const float *x, size_t n, int64_t *counts);
+    void (*scales)(const float *own, const float *found, size_t n, const struct scaling *to, float outer,
+                   float *encode, void *out, int packed);
+    void (*spread)(const float *from, size_t n, size_t width, float *to);
+    void (*store_pairs)(const uint8_t *codes, size_t n, uint8_t *out);
     round_loop *round[2][2][2]; /* by whether a run of elements shares a scale, is drawn, and stored as codes */
 };
 
@@ -183,10 +195,19 @@ EXPORT void amp_quantize_largest(const void *data, int dtype, const struct tiles
     counts[1] = nan;
 }
 
-/* Store codes of 4 bits two to a byte, the first in the low half. */
-static void pair(const uint8_t *codes, size_t n, uint8_t *out) {
-    for (size_t i = 0; i < n / 2; i++)
-        out[i] = (uint8_t)(codes[2 * i] | codes[2 * i + 1] << 4);
+/* Scales from the largest magnitudes `found`, and NaN where `own` is inf or NaN: n floats, or bytes of the
+ * formats of one byte if `packed`. `outer` is the second scale of e4m3. */
+EXPORT void amp_quantize_scales(const float *own, const float *found, int64_t n, const struct scaling *scaling,
+                                const float *outer, float *encode, void *out, int packed, int threads) {
+    const struct quantizing_loops *loops = quantizing_loops();
+    int64_t units = parts(n, PIECE), i;
+    (void)threads;
+    OMP(parallel for schedule(static) num_threads(threads) if (threads > 1 && amp_may_thread()))
+    for (i = 0; i < units; i++) {
+        int64_t at = i * PIECE;
+        loops->scales(own + at, found + at, (size_t)least(PIECE, n - at), scaling, outer ? *outer : 1.0f,
+                      encode + at, (char *)out + at * (packed ? 1 : 4), packed);
+    }
 }
 
 /* Round what amp_quantize_largest measured, multiplied by the tiles' `encode`, or by the one of the tensor if
@@ -201,7 +222,7 @@ EXPORT void amp_quantize_round(const void *data, int dtype, const struct tiles *
     int64_t units = units_of(tiles), piece = piece_of(tiles), across = parts(tiles->columns, tiles->width);
     int64_t saturated = 0, flushed = 0, width = tiles->width, i;
     (void)threads;
-    int shared = single || width > 1;
+    int spread = !single && width > 1 && width <= NARROW, shared = single || (width > 1 && !spread);
     const struct draws none = {0, 0, 0};
     round_loop *round = loops->round[shared][draws != NULL][coded != 0];
     OMP(parallel for schedule(static) num_threads(threads) if (threads > 1 && amp_may_thread())
@@ -209,11 +230,15 @@ EXPORT void amp_quantize_round(const void *data, int dtype, const struct tiles *
     for (i = 0; i < units; i++) {
         struct unit u = unit_of(tiles, i);
         int64_t found[2] = {0, 0};
-        float stage[PIECE];
+        float stage[PIECE], factors[PIECE + NARROW];
         uint8_t codes[PIECE];
         FOR_EACH_PIECE({
             const float *by = single ? encode : encode + u.line * across + column / width;
             int64_t run = single || !shared ? n : width;
+            if (spread) {
+                loops->spread(by, (size_t)n, (size_t)width, factors);
+                by = factors;
+            }
             uint32_t number = 0;
             if (draws != NULL)
                 number = (uint32_t)(row / tiles->rows * numbers[0] + row % tiles->rows * numbers[1] +
@@ -224,7 +249,7 @@ EXPORT void amp_quantize_round(const void *data, int dtype, const struct tiles *
                       draws ? draws : &none, number + (uint32_t)(k * (draws ? numbers[2] : 0)), to, found);
             }
             if (coded == 2)
-                pair(codes, (size_t)n, (uint8_t *)out + at / 2);
+                loops->store_pairs(codes, (size_t)n, (uint8_t *)out + at / 2);
         })
         saturated += found[0];
         flushed += found[1];

@@ -52,6 +52,101 @@ static void IN(largest)(const float *x, size_t n, size_t group, uint32_t *best) 
     }
 }
 
+/* The scales of groups: amp_core.formats.scales.find_scales. A group with inf or NaN has the scale NaN. */
+INLINE void IN(store_scale)(float scale, uint32_t code, int good, size_t i, void *out, int packed) {
+    if (packed)
+        ((uint8_t *)out)[i] = (uint8_t)code;
+    else
+        ((float *)out)[i] = good ? scale : as_float(0x7fc00000u);
+}
+
+INLINE void IN(float_scales)(const float *own, const float *found, size_t n, const struct scaling *to,
+                             float *encode, float *scales, int power_of_two) {
+    const float max = to->max;
+    for (size_t i = 0; i < n; i++) {
+        float by = max / found[i];
+        by = by > 0x1p126f ? 0x1p126f : by;
+        by = power_of_two ? as_float(as_bits(by) & INFINITE) : by;
+        by = found[i] == 0.0f ? 1.0f : by;
+        by = (as_bits(found[i]) & MAGNITUDE) < INFINITE ? by : as_float(0x7fc00000u);
+        encode[i] = by;
+        scales[i] = (as_bits(own[i]) & MAGNITUDE) < INFINITE ? 1.0f / by : as_float(0x7fc00000u);
+    }
+}
+
+INLINE void IN(power_scales)(const float *own, const float *found, size_t n, const struct scaling *to,
+                             float *encode, void *out, int up, int packed) {
+    const float max = to->max;
+    const int32_t emax = to->emax;
+    for (size_t i = 0; i < n; i++) {
+        float x = up ? max / found[i] : found[i];
+        int32_t power = (int32_t)(as_bits(x) >> 23 & 0xff), stored = up ? 254 - power : power - emax;
+        stored = stored < 0 ? 0 : stored;
+        stored = stored > 254 ? 254 : stored;
+        int finite = (as_bits(found[i]) & MAGNITUDE) < INFINITE;
+        int good = finite & ((as_bits(own[i]) & MAGNITUDE) < INFINITE);
+        encode[i] = finite ? as_float((uint32_t)(254 - stored) << 23) : as_float(0x7fc00000u);
+        /* 2**-127 is subnormal in float32 */
+        float scale = stored == 0 ? as_float(0x00400000u) : as_float((uint32_t)stored << 23);
+        IN(store_scale)(scale, good ? (uint32_t)stored : 0xffu, good, i, out, packed);
+    }
+}
+
+INLINE void IN(e4m3_scales)(const float *own, const float *found, size_t n, const struct scaling *to,
+                            float outer, float *encode, void *out, int packed) {
+    const float max = to->max, inverse = 1.0f / outer;
+    for (size_t i = 0; i < n; i++) {
+        float x = found[i] / max / outer, power = as_float(as_bits(x) & INFINITE);
+        power = power < 0x1p-6f ? 0x1p-6f : power;
+        float step = power * 0x1p-3f, rounded = (x / step + 0x1p23f - 0x1p23f) * step;
+        rounded = rounded > 448.0f ? 448.0f : rounded;
+        rounded = rounded < 0x1p-9f ? 0x1p-9f : rounded;
+        /* By masks: compilers would make branches of conditions on NaN, and no vectors. */
+        uint32_t finite = 0u - (uint32_t)((as_bits(found[i]) & MAGNITUDE) < INFINITE);
+        uint32_t bits = (as_bits(rounded) & finite) | (0x7fc00000u & ~finite);
+        float by = inverse / as_float(bits);
+        encode[i] = by > 0x1.fffffep127f ? 0x1.fffffep127f : by;
+        uint32_t good = 0u - (uint32_t)((as_bits(own[i]) & MAGNITUDE) < INFINITE);
+        good &= 0u - (uint32_t)((bits & MAGNITUDE) <= INFINITE);
+        uint32_t small = (uint32_t)(int32_t)(as_float(bits & good) * 512.0f); /* exact, the code below 2**-6 */
+        uint32_t below = 0u - (uint32_t)(bits < 0x3c800000u);
+        uint32_t code = (small & below) | (((bits >> 20) - 960) & ~below);
+        if (packed)
+            ((uint8_t *)out)[i] = (uint8_t)((code & good) | (0x7fu & ~good));
+        else
+            ((uint32_t *)out)[i] = (bits & good) | (0x7fc00000u & ~good);
+    }
+}
+
+static void IN(scales)(const float *own, const float *found, size_t n, const struct scaling *to, float outer,
+                       float *encode, void *out, int packed) {
+    switch (to->kind) {
+    case 0:
+        IN(float_scales)(own, found, n, to, encode, out, 0);
+        break;
+    case 1:
+        IN(float_scales)(own, found, n, to, encode, out, 1);
+        break;
+    case 2:
+        if (packed)
+            IN(power_scales)(own, found, n, to, encode, out, 0, 1);
+        else
+            IN(power_scales)(own, found, n, to, encode, out, 0, 0);
+        break;
+    case 3:
+        if (packed)
+            IN(power_scales)(own, found, n, to, encode, out, 1, 1);
+        else
+            IN(power_scales)(own, found, n, to, encode, out, 1, 0);
+        break;
+    default:
+        if (packed)
+            IN(e4m3_scales)(own, found, n, to, outer, encode, out, 1);
+        else
+            IN(e4m3_scales)(own, found, n, to, outer, encode, out, 0);
+    }
+}
+
 /* Count inf and NaN. */
 static void IN(nonfinite)(const float *x, size_t n, int64_t *counts) {
     uint32_t infinite = 0, nan = 0;
@@ -123,16 +218,10 @@ INLINE void IN(round)(const float *x, const float *encode, size_t n, const struc
     counts[1] += flushed;
 }
 
-/* Blocks of 16 and 32 have loops of their own: a vector of bytes is longer than they are. */
 #define ROUND(NAME, SHARED, STOCHASTIC, CODED)                                                      \
     static void IN(NAME)(const float *x, const float *encode, size_t n, const struct element *to,   \
                          const struct draws *draws, uint32_t number, void *out, int64_t *counts) {  \
-        if (SHARED && n == 16)                                                                      \
-            IN(round)(x, encode, 16, to, draws, number, out, counts, SHARED, STOCHASTIC, CODED);    \
-        else if (SHARED && n == 32)                                                                 \
-            IN(round)(x, encode, 32, to, draws, number, out, counts, SHARED, STOCHASTIC, CODED);    \
-        else                                                                                        \
-            IN(round)(x, encode, n, to, draws, number, out, counts, SHARED, STOCHASTIC, CODED);     \
+        IN(round)(x, encode, n, to, draws, number, out, counts, SHARED, STOCHASTIC, CODED);         \
     }
 
 ROUND(round_columns, 0, 0, 0)
@@ -145,10 +234,36 @@ ROUND(draw_run, 1, 1, 0)
 ROUND(draw_code_run, 1, 1, 1)
 #undef ROUND
 
+/* Repeat each of `from` for the `width` elements of its group; `n` elements in all. */
+static void IN(spread)(const float *from, size_t n, size_t width, float *to) {
+#define SPREAD(WIDTH)                                                                               \
+    for (size_t i = 0; i < n; i += (WIDTH)) {                                                       \
+        float value = from[i / (WIDTH)];                                                            \
+        for (size_t j = 0; j < (WIDTH); j++) /* past the end, up to a whole group */                \
+            to[i + j] = value;                                                                      \
+    }
+    if (width == 16)
+        SPREAD(16)
+    else if (width == 32)
+        SPREAD(32)
+    else
+        SPREAD(width)
+#undef SPREAD
+}
+
+/* Store codes of 4 bits two to a byte, the first in the low half. */
+static void IN(store_pairs)(const uint8_t *codes, size_t n, uint8_t *out) {
+    for (size_t i = 0; i < n / 2; i++)
+        out[i] = (uint8_t)(codes[2 * i] | codes[2 * i + 1] << 4);
+}
+
 static const struct quantizing_loops IN(quantizing) = {
     IN(widen),
     IN(largest),
     IN(nonfinite),
+    IN(scales),
+    IN(spread),
+    IN(store_pairs),
     {{{IN(round_columns), IN(code_columns)}, {IN(draw_columns), IN(draw_code_columns)}},
      {{IN(round_run), IN(code_run)}, {IN(draw_run), IN(draw_code_run)}}},
 };
