@@ -64,7 +64,8 @@ def seconds(arm: Arm, batch: Tensor) -> tuple[float, float]:
 
 def compare(first: Arm, second: Arm, pairs: int) -> tuple[float, float]:
     """Return the ratios, second to first, of wall and CPU time: means over the ranks."""
-    order, took = random.Random(0), {id(first): [], id(second): []}
+    order = random.Random(0)
+    took: dict[int, list[tuple[float, float]]] = {id(first): [], id(second): []}
     for number, batch in zip(range(WARM_UP + pairs), batches(), strict=False):
         for arm in [first, second] if order.random() < 0.5 else [second, first]:
             spent = seconds(arm, batch)

@@ -120,7 +120,8 @@ class Training:
 
     def backward(self) -> Tensor:
         """Accumulate gradients over micro-batches; return the loss, on stages before the last 0."""
-        inputs, targets, losses = self.words[:, :-1], self.words[:, 1:], []
+        inputs, targets = self.words[:, :-1], self.words[:, 1:]
+        losses: list[Tensor] = []
         if self.schedule is not None:
             self.schedule.step(*[inputs] * self.first, target=targets if self.last else None, losses=losses)
         else:
