@@ -20,7 +20,7 @@ TOKENS = (torch.arange(4 * 16).reshape(4, 16) * 7 % 61) % 50
 def model_after(steps: int) -> tuple[nn.Module, Any]:
     torch.manual_seed(0)
     config = hf.GPT2Config(
-        n_layer=2, n_embd=32, n_head=4, vocab_size=50, n_positions=16, bos_token_id=0, eos_token_id=0
+        n_layer=1, n_embd=32, n_head=4, vocab_size=50, n_positions=16, bos_token_id=0, eos_token_id=0
     )
     model = hf.GPT2LMHeadModel(config).eval()
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
@@ -41,7 +41,7 @@ def test_a_gpt_of_transformers(steps: int) -> None:
     model, loss = model_after(steps)
     advice = amp_core.advise(loss, "cpu", format="mxfp4", tolerance=0.15)
     names = {layer.module for layer in advice.layers}
-    assert names >= {f"transformer.h.{i}.{part}" for i in (0, 1) for part in ("attn.c_attn", "mlp.c_proj")}
+    assert names >= {f"transformer.h.0.{part}" for part in ("attn.c_attn", "mlp.c_proj")}
     assert advice.bears
     assert 0 < advice.share < 1
     assert advice.before.result_error > 0.15 >= advice.after.result_error

@@ -184,7 +184,7 @@ class EffectsConformance(Judge):
                 answers = self._answers()
             assert answers == alone
 
-        interleave(lambda _: run, 10_000 if self.thorough else 200)
+        interleave(lambda _: run, 10_000 if self.thorough else 100)
 
     def test_hooks_answer_alike_in_every_context(self) -> None:
         """A region that is built inside another one, or without gradients, computes as outside."""

@@ -27,7 +27,7 @@ class LayoutConformance(Judge):
         for dtype in dtypes:
             yield space.specs([dtype], layouts)
             yield space.specs([dtype], space.DENSE, [*space.SHAPES, *((n,) for n in space.LENGTHS)])
-        everything = space.specs(dtypes, layouts)
+        everything = (space.specs if self.thorough else space.rotated)(dtypes, layouts)
         yield everything
         yield everything[::-1]
         yield space.rotated(dtypes, [layout for layout in every if layout in space.RARE])
@@ -70,7 +70,7 @@ class LayoutConformance(Judge):
         """Source and target lie differently; ``out`` is what is written, and all that is."""
         dtypes, layouts = self._cast_dtypes(), self._layouts()
         for number, specs in enumerate(self._cast_lists()):
-            shifts = range(0, len(layouts), 2 if len(specs) == 1 else 4)
+            shifts = range(0, len(layouts), 2 if len(specs) == 1 else 8)
             for shift in shifts if len(specs) == 1 or _alike(specs) else (number,):
                 outs = [
                     spec.moved(

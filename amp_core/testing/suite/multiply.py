@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from amp_core.testing.suite import data
+from amp_core.testing.suite import data, reference
 from amp_core.testing.suite.judge import Judge
 from amp_core.testing.suite.tensors import LENGTHS, chunk_edges
 
@@ -68,8 +68,13 @@ class MultiplyConformance(Judge):
             for factor in (*FACTORS, 2.0, *tiny, math.inf, math.nan):
                 self._scaled([finite, torch.empty(0)], factor)
                 self._scaled([everything], factor)
-                for number in everything[: len(numbers) + 3]:
-                    self._scaled([number.reshape(1)], factor)
+                good: list[Tensor] = []  # together, as one bad number sets the flag of all
+                for number in torch.split(everything[: len(numbers) + 3], 1):
+                    if reference.nonfinite(reference.product(number, factor)):
+                        self._scaled([number], factor)
+                    else:
+                        good.append(number)
+                self._scaled(good, factor)
         if self.supports_complex:
             for bad in (1.0, complex(1.0, math.inf), complex(math.nan, 1.0)):
                 values = data.random((17,), torch.complex64)

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
+
+import torch
+
+import amp_core
+
+_OTHERS = tuple(f"{module.__path__[0]}{os.sep}" for module in (amp_core, torch))
 
 Judged = Callable[[Callable[[], AbstractContextManager[Any]]], None]
 """Runs a call inside the context that its argument returns, and raises if the outcome is wrong."""
@@ -61,13 +68,13 @@ class _Thread(threading.Thread):
 def _run(judged: Judged, meanwhile: Callable[[], None] | None = None, point: int = 0) -> int:
     """Run a call in a new thread, with `meanwhile` at a point of it; return the number of its points.
 
-    A point is an instruction that is run for the first time.
+    A point is an instruction of the backend's own code that is run for the first time.
     """
     count, seen = 0, set()
 
     def trace(frame: Any, event: str, _argument: Any) -> Any:
         nonlocal count
-        if "/torch/" in frame.f_code.co_filename:
+        if frame.f_code.co_filename.startswith(_OTHERS):
             return None
         frame.f_trace_opcodes = True
         if event == "opcode" and (place := (frame.f_code, frame.f_lasti)) not in seen:
