@@ -10,6 +10,7 @@ import importlib.abc
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from importlib.machinery import ModuleSpec
 from types import CodeType, ModuleType
 from typing import Any
@@ -158,8 +159,19 @@ def _add_guard(manager: Any, holds: Callable[[Any], bool], name: str, guard: Any
         manager.add_lambda_guard(holds, [f"{name} changed"])
 
 
-def tag_caches(tag: Callable[[], str]) -> None:
-    """Add `tag()` to the keys of torch's caches of compiled code while a graph is compiled.
+_BACKWARD = Feature(
+    "compiled_backward",
+    "a function compiled inside a region with a policy runs its backward pass by that region's rules",
+    "torch._functorch.config.backward_pass_autocast",
+)
+
+
+def compile_under(tag: Callable[[], str]) -> None:
+    """Compile graphs for what `tag()` names: for it alone, and with a backward pass outside of regions.
+
+    It is added to the keys of torch's caches of compiled code. By itself, torch compiles the backward pass as
+    if it ran in the region of the forward pass, where the rule of ``mm`` would change what the policy has
+    ``linear`` compute in float32; a choice that the user made in torch's configuration is kept.
 
     For: graphs that were traced alike and compute otherwise. If it goes: a program loads code that another
     one compiled under another policy. Dynamo must be loaded.
@@ -173,10 +185,23 @@ def tag_caches(tag: Callable[[], str]) -> None:
     @functools.wraps(call_user_compiler)
     def tagged(self: Any, *args: Any, **kwargs: Any) -> Any:
         # Not a compile callback: torch._dynamo.reset() forgets those.
-        with config.patch(cache_key_tag=f"{config.cache_key_tag}{tag()}"):
+        added = tag()
+        with _backward_outside(bool(added)), config.patch(cache_key_tag=f"{config.cache_key_tag}{added}"):
             return call_user_compiler(self, *args, **kwargs)
 
     OutputGraph.call_user_compiler = tagged  # type: ignore[method-assign]
+
+
+def _backward_outside(wanted: bool) -> AbstractContextManager[Any]:
+    if not wanted or not _BACKWARD.works_or_warn():
+        return nullcontext()
+    from torch._functorch import config as functorch_config
+
+    config: Any = functorch_config
+    if config.backward_pass_autocast != "same_as_forward":
+        return nullcontext()
+    outside: AbstractContextManager[Any] = config.patch(backward_pass_autocast="off")
+    return outside
 
 
 def run_uncompiled(functions: Sequence[Callable[..., Any]]) -> None:

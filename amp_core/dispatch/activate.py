@@ -6,8 +6,8 @@ import contextlib
 import threading
 import warnings
 from collections import OrderedDict
-from collections.abc import Mapping
-from functools import lru_cache
+from collections.abc import Hashable, Mapping
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -76,6 +76,11 @@ class Activation:
     def pop(self) -> None:
         """Undo the last push of this thread; never raises."""
         restore(len(_thread.hidden) - 1)
+
+    @cached_property
+    def identity(self) -> Hashable:
+        """Equal for activations that do the same."""
+        return self.policy, self.policy._origins, self.by_default, frozenset(self.table)
 
     def __reduce__(self) -> tuple[object, ...]:
         return _prepared, (self.policy, self.by_default)
@@ -154,6 +159,11 @@ class RuleOverrides:
     def push(self) -> None:
         """Put the changed policy in force in this thread."""
         self.activated(engine(self.device_type).policy).push()
+
+    @cached_property
+    def identity(self) -> Hashable:
+        """Equal for overrides that do the same."""
+        return self.device_type, frozenset(self.rules.items()), self.origin
 
     def __reduce__(self) -> tuple[object, ...]:
         return RuleOverrides, (self.device_type, dict(self.rules), self.origin)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import threading
+from collections.abc import Hashable
 
 from amp_core._torch.context_manager import ContextManager, Step
 from amp_core._torch.dynamo import (
+    compile_under,
     guard_on,
-    tag_caches,
     trace_as_context_manager,
     when_loaded,
 )
@@ -31,17 +32,17 @@ class OverridesInForce:
 
 # Graphs refer to what they push by its index in this list, which keeps it alive.
 _in_graphs: list[Activation | RuleOverrides] = []
+_numbers: dict[Hashable, int] = {}
 _graph_lock = threading.Lock()
 
 
 def number_in_graphs(item: Activation | RuleOverrides) -> int:
-    """Return the number that graphs use for `item`, and keep `item` alive from now on."""
+    """Return the number that graphs use for `item` and its equals, and keep the first of them alive."""
     with _graph_lock:
-        for number, known in enumerate(_in_graphs):
-            if known is item:
-                return number
-        _in_graphs.append(item)
-        return len(_in_graphs) - 1
+        number = _numbers.setdefault(item.identity, len(_in_graphs))
+        if number == len(_in_graphs):
+            _in_graphs.append(item)
+        return number
 
 
 def push_number(number: int) -> None:
@@ -81,7 +82,7 @@ def cache_tag() -> str:
 
 def _register_with_dynamo() -> None:
     guard_on(policies_in_force, "amp_core policy")
-    tag_caches(cache_tag)
+    compile_under(cache_tag)
     how = ContextManager(
         lambda block: (number_in_graphs(block.changes),),
         lambda number: (graph_step(number),),

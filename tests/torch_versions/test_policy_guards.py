@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._functorch import config as functorch_config
 
 from amp_core import OpPolicy, apply_policy, autocast
 
@@ -159,3 +160,21 @@ def test_equal_regions_share_a_graph(policy: OpPolicy | None) -> None:
     assert compiled(autocast("cpu", torch.float16, policy=policy), X).dtype is not torch.bfloat16
     assert compiled(autocast("cpu", enabled=False), X).dtype is torch.float32
     assert counter.frame_count == 3
+
+
+@pytest.mark.parametrize("setting", ["same_as_forward", "off", [{"device_type": "cpu"}]], ids=str)
+def test_the_backward_pass_is_compiled_outside_of_the_region(setting: Any) -> None:
+    """A gradient is multiplied in bfloat16 though its op has the rule fp32, or a user's choice is lost."""
+    weight = torch.linspace(-2, 1, 16).reshape(4, 4).requires_grad_()
+
+    def gradient(call: Callable[..., Tensor]) -> Tensor:
+        with autocast("cpu", policy=DEFAULT.override({"linear": "fp32"})):
+            out = call(X, weight)
+        (found,) = torch.autograd.grad(out.square().sum(), weight)
+        return found
+
+    linear = torch.nn.functional.linear
+    torch._dynamo.reset()
+    with functorch_config.patch(backward_pass_autocast=setting):
+        compiled = gradient(torch.compile(lambda x, w: linear(x, w), backend="aot_eager"))
+    assert torch.equal(compiled, gradient(linear)) == isinstance(setting, str)
