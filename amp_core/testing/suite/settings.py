@@ -121,12 +121,15 @@ def _handle_interrupts(handler: Any) -> None:
         signal.signal(signal.SIGINT, handler)
 
 
+_CONV: Any = torch.backends.cudnn.conv  # type: ignore[attr-defined]
+
+
 def _set_cudnn_precision(value: Any) -> None:
     """Switch TF32 on or off, or restore a precision that only the newer setting knows."""
     if value in (True, False, "tf32", "none"):
         torch.backends.cudnn.allow_tf32 = value in (True, "tf32")
     else:
-        torch.backends.cudnn.conv.fp32_precision = value
+        _CONV.fp32_precision = value
 
 
 def _no_write(_: Any) -> None:
@@ -159,7 +162,7 @@ _OF_TORCH = (
         lambda value: setattr(torch.backends.cuda.matmul, "allow_fp16_reduced_precision_reduction", value),
         BOTH,
     ),
-    Setting("cuDNN's TF32", lambda: torch.backends.cudnn.conv.fp32_precision, _set_cudnn_precision, BOTH),
+    Setting("cuDNN's TF32", lambda: _CONV.fp32_precision, _set_cudnn_precision, BOTH),
     Setting("oneDNN", lambda: torch.backends.mkldnn.enabled, torch.backends.mkldnn.set_flags, (True,)),
     Setting(
         "deterministic algorithms",
