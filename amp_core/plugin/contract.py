@@ -36,7 +36,8 @@ PROMISES: Mapping[str, str] = MappingProxyType(
         "collector, search path, signal handlers) are as before; what other threads see of it does not "
         "change in between either. Nothing is printed, no warning is repeated.",
         "context": "The result depends on the arguments alone: it is the same in a region, in any grad mode, "
-        "in inference mode (where new tensors are inference tensors) and under any default dtype or device.",
+        "in inference mode (where new tensors are inference tensors), under any default dtype or device, and "
+        "under a `TorchDispatchMode` that only looks.",
         "memory": "A kernel keeps neither its arguments nor its results alive after the call, and needs no "
         "more memory with every call. The result of `prepare` may keep tensors; that of `layout` may not.",
         "identity": "A kernel reads the values of the moment. The same object, or the same address, may "

@@ -51,6 +51,13 @@ class BackendFixtures:
     large_numel: int = 2_000_003
     """Size of the tensor in which one bad element must be found. Default: a large odd number."""
 
+    many_tensors: int = 5000
+    """Length of the list in which one bad tensor must be found.
+
+    Default: more tensors than fit into the argument of a launch, or into a page of pointers. A device that
+    takes milliseconds for each op, such as a remote one, can name fewer.
+    """
+
     thorough: bool = False
     """Whether to check every combination instead of a sample. Set by ``--thorough``."""
 

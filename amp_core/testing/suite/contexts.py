@@ -91,6 +91,7 @@ class ContextConformance(Judge):
             self._judge_in(lambda dtype=dtype: _default_dtype(dtype))  # type: ignore[misc]
         self._judge_in(lambda: torch.device("meta"))
         self._judge_in(_unusual)
+        self._judge_in(_Passing)
 
     def _judge_in_a_backward(self) -> None:
         """Gradients are added, cast and measured in hooks, while autograd runs."""
@@ -271,6 +272,19 @@ class MemoryConformance(Judge):
             for spec, layout in zip(specs, layouts, strict=True):
                 tensor = spec.build(self.device)
                 self._judge_stats([tensor], 2.0, spec.layout, self.kernels.prepare([tensor], layout))
+
+
+class _Passing(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in torch
+    """Changes nothing, as a mode that counts or records; the tensors in it are real."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if result is None and args and isinstance(args[0], list):
+            for tensor in args[0]:  # under a mode, torch itself moves no version counter of lists
+                torch.autograd.graph.increment_version(tensor)
+        return result
 
 
 @contextmanager

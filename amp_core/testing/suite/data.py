@@ -15,9 +15,6 @@ from amp_core._torch.dispatcher import dispatcher_name
 from amp_core._torch.internals import TorchDispatchMode
 from amp_core.plugin import Backend
 
-MANY = 5000
-"""Tensors in a long list: more than fit into the argument of a launch, or into a page of pointers."""
-
 _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

@@ -349,6 +349,24 @@ class SupportsADtypeInWhichNothingRuns(Loopback):
         return (torch.bfloat16, torch.float16, torch.float8_e5m2)
 
 
+def _watched():
+    return torch.utils._python_dispatch._get_current_dispatch_mode() is not None
+
+
+class CastsWronglyUnderADispatchMode(Portable):
+    fails = ("kernels_under_other_defaults",)
+
+    def cast(self, tensors, dtype, out=None):
+        return super().cast([t.detach().half() if _watched() else t for t in tensors], dtype, out)
+
+
+class MultipliesWronglyUnderADispatchMode(Portable):
+    fails = ("kernels_under_other_defaults",)
+
+    def multiply_(self, grads, factor, found_inf=None):
+        super().multiply_(grads, factor.bfloat16().float() * 2 if _watched() else factor, found_inf)
+
+
 class TakesTheThreadsForAMoment(Loopback):
     fails = STATE
 

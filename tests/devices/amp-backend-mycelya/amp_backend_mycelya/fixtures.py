@@ -18,6 +18,8 @@ class MycelyaFixtures(BackendFixtures):
     supports_bit_views = supports_float64 = False
     norm_rtol = 1e-4  # sums in float32
 
+    many_tensors = 500  # each op of each tensor is a call of the machine
+
     # `view_as_real` gives a tensor that the machine takes for a complex one.
     supports_complex = False
 
