@@ -326,8 +326,9 @@ def _lost(group: ProcessGroup) -> RankLostError:
 
     here = distributed.get_rank()
     others = tuple(rank for rank in distributed.get_process_group_ranks(group) if rank != here)
+    who = f"rank{'s' if len(others) > 1 else ''} {', '.join(map(str, others))}"
     return RankLostError(
-        f"Rank {here} waited for the gradients of ranks {', '.join(map(str, others))} (process group "
+        f"Rank {here} waited for the gradients of {who} (process group "
         f"{group.group_name!r}, {distributed.get_backend(group)}) to decide on the step, but at least one of "
         f"them has ended, hangs, or made other calls; torch's reason is in the error above. Rank {here} has "
         f"not stepped. Start all ranks again from the last checkpoint. How long a rank waits is a setting of "

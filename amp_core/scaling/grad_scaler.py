@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
 
 __all__ = ["GradScaler", "OptState"]
 
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
 
 def _of_own_scale(name: str) -> Any:
     """Alias an attribute that torch's scaler has to that of the `LossScale` without a key."""
@@ -57,6 +60,20 @@ def _of_own_scale(name: str) -> Any:
         setattr(scaler._own, name, value)
 
     return property(get, set_)
+
+
+def _numbering_lost_steps(method: _Method) -> _Method:
+    """Let a `RankLostError` of `method` say in which step it came."""
+
+    @functools.wraps(method)
+    def run(self: GradScaler, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        except RankLostError as error:
+            error.step = self._log.updates
+            raise
+
+    return cast("_Method", run)
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -230,18 +247,11 @@ class GradScaler(torch.amp.GradScaler):
             return cast("float | None", optimizer.step(*args, **kwargs))
         if "closure" in kwargs or (args and callable(args[0])):
             raise RuntimeError(_CLOSURE)
-        try:
-            if (
-                not fused.is_traceable(optimizer)
-                if is_tracing()
-                else _torch.frames_are_compiled() is not None
-            ):
-                return _step_eagerly(self, optimizer, max_norm, norm_type, key, args, kwargs)
-            return self._step(optimizer, max_norm, norm_type, key, args, kwargs)
-        except RankLostError as error:
-            error.step = self._log.updates
-            raise
+        if not fused.is_traceable(optimizer) if is_tracing() else _torch.frames_are_compiled() is not None:
+            return _step_eagerly(self, optimizer, max_norm, norm_type, key, args, kwargs)
+        return self._step(optimizer, max_norm, norm_type, key, args, kwargs)
 
+    @_numbering_lost_steps
     def _step(
         self,
         optimizer: torch.optim.Optimizer,
@@ -438,12 +448,9 @@ class GradScaler(torch.amp.GradScaler):
             scaler.step(optimizer)
         """
         if self._enabled:
-            try:
-                self._unscale(*self._enter_all(_as_list(optimizer), key, "unscale_"))
-            except RankLostError as error:
-                error.step = self._log.updates
-                raise
+            self._unscale(*self._enter_all(_as_list(optimizer), key, "unscale_"))
 
+    @_numbering_lost_steps
     def _unscale(
         self,
         optimizers: Sequence[torch.optim.Optimizer],
@@ -503,12 +510,9 @@ class GradScaler(torch.amp.GradScaler):
             params = [param for each in optimizers for param in parameters_of(each)]
             return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
         optimizers, loss_scale, states = self._enter_all(optimizers, key, "clip_grad_norm_")
-        try:
-            return self._clip(optimizers, loss_scale, states, max_norm, norm_type, error_if_nonfinite)
-        except RankLostError as error:
-            error.step = self._log.updates
-            raise
+        return self._clip(optimizers, loss_scale, states, max_norm, norm_type, error_if_nonfinite)
 
+    @_numbering_lost_steps
     def _clip(
         self,
         optimizers: Sequence[torch.optim.Optimizer],

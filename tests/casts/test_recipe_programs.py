@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import random
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -24,7 +23,11 @@ from amp_core import OpPolicy, PrecisionPlan, Recipe, autocast, cached_casts, de
 from amp_core.dispatch.activate import pushed
 from amp_core.dispatch.engine import engine
 
-pytestmark = pytest.mark.filterwarnings("ignore::amp_core.EmulationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::amp_core.EmulationWarning"),
+    # Dynamo instantiates the class.
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+]
 
 LOW = torch.bfloat16
 CPU = OpPolicy.default("cpu")
@@ -186,7 +189,8 @@ def beside(program: dict[str, Any], net: Net) -> Iterator[None]:
         return
     failures: list[BaseException] = []
     done = threading.Event()
-    other = net if program["thread"] == "same" else Net()
+    with torch.random.fork_rng(devices=()):  # the rounding of the program's gradients draws from it
+        other = net if program["thread"] == "same" else Net()
     policy = CPU.override({"linear": Recipe.mxfp6(), f"{__name__}:Gated": "fp32"})
 
     def work() -> None:
@@ -243,24 +247,22 @@ def random_program(choose: random.Random) -> dict[str, Any]:
     program = {name: choose.choice(choices) for name, choices in CHOICES.items()}
     for name in choose.sample(list(CHOICES), choose.randint(0, len(CHOICES) - 2)):
         program[name] = PLAIN[name]
-    if program["linear"] == "delayed":
-        program["compiled"] = False  # refused: graphs keep no histories
+    if program["linear"] in ("delayed", "nvfp4"):  # graphs keep no histories, and draw other random numbers
+        program["compiled"] = False
     return program
 
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_random_programs(seed: int) -> None:
     """What surrounds a region changes what a recipe or a rule of a function gives in it."""
-    choose, end = random.Random(seed), time.monotonic() + 2
-    while True:
+    choose = random.Random(seed)
+    for _ in range(6):
         program = random_program(choose)
         try:
             check(program)
         except BaseException as error:
             error.add_note(f"program: { {k: v for k, v in program.items() if v != PLAIN[k]} }")
             raise
-        if time.monotonic() > end:
-            break
 
 
 def test_materialized_models() -> None:

@@ -127,7 +127,8 @@ _CONV: Any = torch.backends.cudnn.conv  # type: ignore[attr-defined]
 def _set_cudnn_precision(value: Any) -> None:
     """Switch TF32 on or off, or restore a precision that only the newer setting knows."""
     if value in (True, False, "tf32", "none"):
-        torch.backends.cudnn.allow_tf32 = value in (True, "tf32")
+        # Unlike the attribute, this also works where `torch.testing` has frozen the flags.
+        torch.backends.cudnn.set_flags(_allow_tf32=value in (True, "tf32"), _fp32_precision=None)  # type: ignore[no-untyped-call]
     else:
         _CONV.fp32_precision = value
 

@@ -382,5 +382,5 @@ class SwitchesCudnnsPrecision(Portable):
     fails = STATE
 
     def grad_stats(self, grads, norm_type=2.0):
-        torch.backends.cudnn.allow_tf32 = True
+        torch.backends.cudnn.set_flags(_allow_tf32=True, _fp32_precision=None)
         return super().grad_stats(grads, norm_type)
