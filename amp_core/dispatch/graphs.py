@@ -6,6 +6,8 @@ import hashlib
 import threading
 from collections.abc import Hashable
 
+import torch
+
 from amp_core._torch.context_manager import ContextManager, Step
 from amp_core._torch.dynamo import (
     compile_under,
@@ -13,7 +15,7 @@ from amp_core._torch.dynamo import (
     trace_as_context_manager,
     when_loaded,
 )
-from amp_core.dispatch.activate import Activation, RuleOverrides, pushed, restore
+from amp_core.dispatch.activate import Activation, RuleOverrides, pushed, restore, rule_in_force
 from amp_core.dispatch.engine import policies_in_force
 
 
@@ -82,6 +84,7 @@ def cache_tag() -> str:
 
 def _register_with_dynamo() -> None:
     guard_on(policies_in_force, "amp_core policy")
+    torch.compiler.assume_constant_result(rule_in_force)  # as long as that guard holds
     compile_under(cache_tag)
     how = ContextManager(
         lambda block: (number_in_graphs(block.changes),),

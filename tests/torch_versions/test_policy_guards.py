@@ -178,3 +178,33 @@ def test_the_backward_pass_is_compiled_outside_of_the_region(setting: Any) -> No
     with functorch_config.patch(backward_pass_autocast=setting):
         compiled = gradient(torch.compile(lambda x, w: linear(x, w), backend="aot_eager"))
     assert torch.equal(compiled, gradient(linear)) == isinstance(setting, str)
+
+
+class Product(torch.autograd.Function):
+    """A function that a policy names."""
+
+    @staticmethod
+    def forward(_: Any, x: Tensor) -> Tensor:
+        return x @ x
+
+    @staticmethod
+    def backward(_: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does it
+def test_rules_of_functions(inside: bool) -> None:
+    """A graph keeps the rule that a function had when it was traced, or Dynamo fails on the rule."""
+    rules = ["fp32", "lower_precision_fp", "fp32", "low_in_fp32_out"]
+    torch._dynamo.reset()
+    product = torch.compile(lambda x: Product.apply(x), backend="aot_eager")
+    for rule in rules:
+        region = autocast("cpu", policy=DEFAULT.override({f"{__name__}:Product": rule}))
+        call = (
+            torch.compile(region(lambda x: Product.apply(x)), backend="aot_eager")
+            if inside
+            else region(product)
+        )
+        found, wanted = call(X), region(Product.apply)(X)
+        assert (found.dtype, found.tolist()) == (wanted.dtype, wanted.tolist())
