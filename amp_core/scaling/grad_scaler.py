@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from amp_core._torch import internals as _torch
+from amp_core.common.call_site import level_outside
 from amp_core.common.containers import map_tensors
 from amp_core.common.device_types import device_type_of
 from amp_core.errors import AmpWarning, BackendNotFoundError, RankLostError
@@ -302,7 +303,7 @@ class GradScaler(torch.amp.GradScaler):
         kwargs: dict[str, Any],
     ) -> Any:
         if fused.takes_scaler(optimizer):
-            warnings.warn(fused.PASSES_ITSELF, FutureWarning, stacklevel=4)
+            warnings.warn(fused.PASSES_ITSELF, FutureWarning, stacklevel=level_outside())
             return optimizer.step(*args, **{**kwargs, "grad_scaler": self})
         scale, _ = loss_scale.check("step")
         divisor = None
