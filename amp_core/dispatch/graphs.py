@@ -84,7 +84,8 @@ def cache_tag() -> str:
 
 def _register_with_dynamo() -> None:
     guard_on(policies_in_force, "amp_core policy")
-    torch.compiler.assume_constant_result(rule_in_force)  # type: ignore[no-untyped-call]  # as long as that guard holds
+    # A constant as long as that guard holds.
+    torch.compiler.assume_constant_result(rule_in_force)  # type: ignore[no-untyped-call]
     compile_under(cache_tag)
     how = ContextManager(
         lambda block: (number_in_graphs(block.changes),),
