@@ -206,6 +206,6 @@ def test_two_thousand_files_in_a_minute(tmp_path: Path) -> None:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    # Processor time, which does not depend on what else the machine does; two cores share it.
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2 * 60
+    # Processor time, which depends least on what else the machine does.
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 60
     assert "2000 files: 200 changed" in done.stdout

@@ -191,6 +191,12 @@ REWRITES = {
         "import torch\nclass S(torch.amp.GradScaler):\n    def __init__(self, n):\n"
         '        super().__init__("cuda", growth_interval=n)\n',
     ),
+    "subclass with a long constructor": (
+        "import torch\nclass S(torch.cuda.amp.GradScaler):\n    def __init__(self, n):\n        self.n = n\n"
+        "        self.m = n\n        self.k = n\n        super().__init__(n)\n",
+        "import torch\nclass S(torch.amp.GradScaler):\n    def __init__(self, n):\n        self.n = n\n"
+        '        self.m = n\n        self.k = n\n        super().__init__("cuda", n)\n',
+    ),
     "star import": (
         "from torch.cuda.amp import *\nwith autocast():\n    GradScaler()\n",
         'from torch.amp import GradScaler, autocast\nwith autocast("cuda"):\n    GradScaler("cuda")\n',

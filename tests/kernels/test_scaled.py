@@ -21,8 +21,10 @@ from amp_core.testing import Loopback, check
 pytestmark = pytest.mark.skipif(torch_scaled._scaled_mm is None, reason="this torch has no scaled_mm")
 
 
-RELEASE = tuple(int(part) for part in torch.__version__.split(".")[:2])
-takes_all = pytest.mark.skipif(RELEASE < (2, 13), reason="the op has been tried on torch 2.13 and later only")
+on_the_cpu = pytest.mark.skipif(
+    not torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm_v2", "CPU"),
+    reason="this torch has scaled_mm for GPUs alone",
+)
 
 
 class OfTheCpu(TorchScaledProducts):
@@ -42,7 +44,7 @@ def operands(recipe: Recipe, name: Literal["output", "grad_weight"], m: int, k: 
     ]
 
 
-@takes_all
+@on_the_cpu
 def test_the_kit_passes_with_torchs_op() -> None:
     """Padding, layouts or scales are not those that torch's op takes."""
 
@@ -54,7 +56,7 @@ def test_the_kit_passes_with_torchs_op() -> None:
     assert report.ok, report.to_markdown()
 
 
-@takes_all
+@on_the_cpu
 @pytest.mark.parametrize("name", ["fp8_tensorwise", "fp8_rowwise", "fp8_delayed"])
 @pytest.mark.parametrize("shape", [(16, 32, 16), (33, 257, 5), (1, 1, 1)])
 def test_torchs_op_on_a_cpu_is_what_we_emulate(name: str, shape: tuple[int, int, int]) -> None:
@@ -66,7 +68,7 @@ def test_torchs_op_on_a_cpu_is_what_we_emulate(name: str, shape: tuple[int, int,
         torch.testing.assert_close(ours, torchs, rtol=1e-5, atol=1e-5)
 
 
-@takes_all
+@on_the_cpu
 def test_a_region_uses_what_the_device_has(monkeypatch: pytest.MonkeyPatch) -> None:
     """A native product is not used, is used for what it cannot multiply, or trains another model."""
     called = list[torch.Size]()
@@ -127,7 +129,7 @@ def test_what_a_gpu_has(capability: tuple[int, int], native: list[str]) -> None:
         )
 
 
-@takes_all
+@on_the_cpu
 @pytest.mark.parametrize("name", ["fp8_tensorwise", "fp8_rowwise", "mxfp8", "nvfp4"])
 @pytest.mark.parametrize("shape", [(16, 64, 16), (200, 100, 33), (1, 1, 1)])
 def test_cuda_takes_the_arguments(

@@ -18,7 +18,6 @@ from amp_core.dispatch.work import work
 from amp_core.formats import E4M3, Quantization
 
 LOW = torch.bfloat16
-RELEASE = tuple(int(part) for part in torch.__version__.split(".")[:2])
 CPU = OpPolicy.default("cpu")
 RECIPE = Recipe.fp8_tensorwise()
 OFFSETS = torch.tensor([8, 8, 24], dtype=torch.int32)
@@ -64,8 +63,6 @@ def rounded(x: Tensor, role: str) -> Tensor:
 @pytest.mark.parametrize("case", CASES)
 def test_the_three_products_written_out(case: str) -> None:
     """A product has the operands of another role, or is rounded on its way."""
-    if case == "grouped" and RELEASE < (2, 13):
-        pytest.skip("float32 gradients of _grouped_mm have been tried on torch 2.13 and later only")
     torch.manual_seed(0)
     op, call, *shapes, channels = CASES[case]
     x, w = (torch.randn(shape).to(LOW).requires_grad_() for shape in shapes)  # type: ignore[arg-type]

@@ -32,25 +32,31 @@ class EffectsConformance(Judge):
 
     def test_hooks_leave_torchs_state_as_it_was(self) -> None:
         """What belongs to the caller is as the caller set it, whatever it was set to."""
-        for grad in (True, False):
-            with torch.set_grad_enabled(grad), warnings.catch_warnings():
-                calls = self._hooks_and_kernels()
-                for setting in settings(self):
-                    self._try(setting, calls)
+        owned = settings(self)
+        with warnings.catch_warnings():
+            for turn in range(max(len(setting.values) for setting in owned)):
+                self._try([(setting, setting.values[turn % len(setting.values)]) for setting in owned])
         self._judge_what_changes_meanwhile()
 
-    def _try(self, setting: Setting, calls: dict[str, Callable[[], Any]]) -> None:
-        original = setting.read()
+    def _try(self, chosen: list[tuple[Setting, Any]]) -> None:
+        calls = self._hooks_and_kernels()
+        originals = [(setting, setting.read()) for setting, _ in chosen]
         try:
-            for value in setting.values:
-                for name, call in calls.items():
+            for name, call in calls.items():
+                for setting, value in chosen:
                     setting.write(value)
-                    before = setting.read()
+                before = [setting.read() for setting, _ in chosen]
+                try:
                     call()
-                    after = setting.read()
-                    assert after == before, f"{name} changed {setting.name}: {before!r:.80} to {after!r:.80}"
+                except Exception as error:
+                    where = ", ".join(f"{setting.name} {value}" for setting, value in chosen)
+                    raise AssertionError(f"{name} fails where the caller has {where}") from error
+                for (setting, _), old in zip(chosen, before, strict=True):
+                    new = setting.read()
+                    assert new == old, f"{name} changed {setting.name}: {old!r:.80} to {new!r:.80}"
         finally:
-            setting.write(original)
+            for setting, original in reversed(originals):
+                setting.write(original)
 
     def test_hooks_keep_the_casts_of_a_region(self) -> None:
         """A region casts each weight once; a call that clears its cache makes it cast them again."""

@@ -113,7 +113,7 @@ def _set_filters(value: Any) -> None:
 
 
 def _flushes() -> bool:
-    return float(torch.full((1,), 1e-40).mul_(1.0)) == 0.0
+    return float(torch.full((1,), 1e-40, dtype=torch.float32, device="cpu").mul_(1.0)) == 0.0
 
 
 def _handle_interrupts(handler: Any) -> None:
