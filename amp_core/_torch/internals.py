@@ -471,6 +471,18 @@ _PROXY_MODE = _CAPTURE.value("torch._C._TorchDispatchModeKey.PROXY", None)
 _CAPTURE.attempt(lambda: _dispatch_mode(_PROXY_MODE))
 
 
+_FAKES = Feature(
+    "fake_weights",
+    "torch.compile refuses recipes with delayed scales",
+    "torch._subclasses.fake_tensor.is_fake",
+)
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` stands for another one while a graph is traced, and has no values."""
+    return _FAKES.works_or_warn() and bool(resolve("torch._subclasses.fake_tensor.is_fake")(tensor))
+
+
 def calls_are_captured() -> bool:
     """Whether ops that run now are transformed by ``torch.func`` or traced into a graph of any kind.
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from amp_core.dispatch import delayed_scales as _dispatch
+from amp_core.dispatch.history_sources import sources
 from amp_core.formats import AmaxHistory, Delayed
+from amp_core.policy.recipes import ROLES
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -30,13 +33,15 @@ class DelayedScales:
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._histories: dict[str, dict[str, AmaxHistory]] = {}
         self._loaded: dict[str, dict[str, Any]] = {}
+        self._agreed = WeakKeyDictionary[torch.optim.Optimizer, Tensor]()
+        self._past = deque[tuple[tuple[str, ...], Tensor]](maxlen=Delayed.history)
         self._release: Any = None
 
     def __enter__(self) -> DelayedScales:
         if self._release is not None:
             raise RuntimeError("These delayed_scales are already active. Enter them once at a time.")
         _watch_optimizers()
-        self._release = _dispatch.sources.register(self)
+        self._release = sources.register(self)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -53,39 +58,93 @@ class DelayedScales:
         if name is None:
             return None
         roles = self._histories.setdefault(name, {})
-        if role not in roles or roles[role].delayed != delayed:
-            if role in roles:
-                raise ValueError(
-                    f"The {role} of {name} has a history for {roles[role].delayed}, and is now quantised "
-                    f"with {delayed}: use one recipe for the products of a weight."
-                )
-            roles[role] = AmaxHistory(delayed, weight.device)
-            state = self._loaded.get(name, {}).pop(role, None)
-            if state is not None:
-                roles[role].load_state_dict(state)
+        if role not in roles:
+            roles[role] = self._new(name, role, delayed, weight.device)
+        if roles[role].delayed != delayed:
+            raise ValueError(
+                f"The {role} of {name} has a history for {roles[role].delayed}, and is now quantised "
+                f"with {delayed}: use one recipe for the products of a weight."
+            )
         return roles[role]
+
+    @torch.no_grad()
+    def _new(self, name: str, role: str, delayed: Delayed, device: torch.device) -> AmaxHistory:
+        history = AmaxHistory(delayed, device)
+        state = self._loaded.get(name, {}).pop(role, None)
+        if state is not None:
+            history.load_state_dict(state)
+        for names, largest in self._past:  # other ranks may have used this weight before
+            if name in names:
+                history.settle(largest[len(ROLES) * names.index(name) + ROLES.index(role)])
+                history.step()
+        return history
 
     @torch.no_grad()
     def step(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """End a step of the histories; optimizers do this after their own.
 
-        With a process group, its ranks first agree on the largest magnitudes, in one collective.
+        With a process group, its ranks agree on the largest magnitudes first, unless a `GradScaler` let them
+        do so when they decided on the step.
 
         Args:
             optimizer: limits it to the weights that it has.
         """
-        ids = None if optimizer is None else {id(p) for g in optimizer.param_groups for p in g["params"]}
-        names = [name for key, name in self._names.items() if ids is None or key in ids]
-        stepped = [self._histories[n][role] for n in names for role in sorted(self._histories.get(n, ()))]
-        if self._group is not None and stepped:
-            from torch import distributed
+        names = self._names_of(optimizer)
+        if self._group is not None:
+            largest = None if optimizer is None else self._agreed.pop(optimizer, None)
+            if largest is None:
+                largest = self._agree(names, self._group)
+            self._past.append((names, largest))
+        for name in names:
+            for history in self._histories.get(name, {}).values():
+                history.step()
 
-            largest = torch.stack([each.current for each in stepped])
-            distributed.all_reduce(largest, op=distributed.ReduceOp.MAX, group=self._group)
-            for history, amax in zip(stepped, largest, strict=True):
-                history.record(amax)
-        for history in stepped:
-            history.step()
+    def _agree(self, names: tuple[str, ...], group: ProcessGroup) -> Tensor:
+        from torch import distributed
+
+        largest = self._largest(names)
+        distributed.all_reduce(largest, op=distributed.ReduceOp.MAX, group=group)
+        self._settle(names, largest)
+        return largest
+
+    def largest(self, optimizers: Sequence[torch.optim.Optimizer], ranks: Sequence[int]) -> Tensor | None:
+        """Return what this rank contributes to the collective of a scaler; see `HistorySource`."""
+        if self._group is None:
+            return None
+        from torch import distributed
+
+        if distributed.get_process_group_ranks(self._group) != [*ranks]:
+            return None
+        return torch.cat([self._largest(self._names_of(optimizer)) for optimizer in optimizers])
+
+    @torch.no_grad()
+    def settle(self, largest: Tensor, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Take over what the ranks agreed on; see `HistorySource`."""
+        names = [self._names_of(optimizer) for optimizer in optimizers]
+        parts = torch.split(largest, [len(ROLES) * len(each) for each in names])
+        for optimizer, of_it, part in zip(optimizers, names, parts, strict=True):
+            self._agreed[optimizer] = part
+            self._settle(of_it, part)
+
+    def _settle(self, names: tuple[str, ...], largest: Tensor) -> None:
+        for (name, role), amax in zip(_slots(names), largest.unbind(), strict=True):
+            history = self._histories.get(name, {}).get(role)
+            if history is not None:
+                history.settle(amax)
+
+    def _largest(self, names: tuple[str, ...]) -> Tensor:
+        """Return one element per slot, also for those that only other ranks have a history for."""
+        found = [self._histories.get(name, {}).get(role) for name, role in _slots(names)]
+        device = next((each.current.device for each in found if each is not None), None)
+        none = torch.zeros((), dtype=torch.float32, device=device)
+        rows = [none if each is None else each.current.to(none.device) for each in found]
+        return torch.stack(rows) if rows else none.view(1)[:0]
+
+    def _names_of(self, optimizer: torch.optim.Optimizer | None) -> tuple[str, ...]:
+        if optimizer is None:
+            return tuple(self._names.values())
+        ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        return tuple(name for key, name in self._names.items() if key in ids)
 
     def state_dict(self) -> dict[str, dict[str, dict[str, Tensor]]]:
         """Return copies of all histories: name of the weight -> role -> `AmaxHistory.state_dict`."""
@@ -114,6 +173,10 @@ class DelayedScales:
                     del roles[role]
 
 
+def _slots(names: tuple[str, ...]) -> list[tuple[str, str]]:
+    return [(name, role) for name in names for role in ROLES]
+
+
 @functools.cache
 def _watch_optimizers() -> None:
     # Register one permanent hook: other threads iterate over torch's hooks while scopes come and go.
@@ -121,7 +184,7 @@ def _watch_optimizers() -> None:
 
 
 def _after_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-    for scales in _dispatch.sources.active:
+    for scales in sources.active:
         scales.step(optimizer)
 
 
@@ -133,19 +196,21 @@ def delayed_scales(model: nn.Module, *, process_group: ProcessGroup | None = Non
     and the gradient of its output; in a step they collect the largest of all micro-batches. When an optimizer
     that has the weight steps, the step of its histories ends too. Until then, and for weights that no
     optimizer has, scales follow from the tensors themselves. A step that a `GradScaler` skips on the host
-    ends with the next one that lands; inf and NaN never enter a history.
+    ends with the next one that lands; inf and NaN never enter a history. Code compiled by ``torch.compile``
+    uses the same histories, but enter the scope outside of it.
 
     Args:
         model: the model.
-        process_group: the ranks whose scales must be equal. At each step they agree on the largest
-            magnitudes, in one collective; all must step the same optimizers in the same order.
+        process_group: the ranks whose scales must be equal. They agree on the largest magnitudes: in the
+            collective of a `GradScaler` that decides on the step with the same process group; else in one of
+            their own after each step. All must step the same optimizers in the same order.
 
     Returns:
         A context manager with `state_dict` and `load_state_dict`. The same object can be entered again.
 
     Raises:
-        PolicyError: in the scope, by an op whose second factor is no parameter of the model, or by compiled
-            code: graphs keep no histories.
+        PolicyError: in the scope, by an op whose second factor is no parameter of the model; in compiled
+            code when it runs.
 
     Example::
 

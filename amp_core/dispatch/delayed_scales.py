@@ -4,29 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from amp_core._torch import internals as _torch
-from amp_core.dispatch.sources import Sources
+from amp_core.dispatch.history_sources import sources
 from amp_core.errors import PolicyError
-from amp_core.formats import AmaxHistory, Delayed, Quantization, Recipe
+from amp_core.formats import AmaxHistory, Delayed, Quantization, Quantized, Recipe, quantize
 from amp_core.policy.recipes import ROLES
-
-
-class HistorySource(Protocol):
-    """A scope that keeps histories."""
-
-    def history(self, weight: Tensor, role: str, delayed: Delayed) -> AmaxHistory | None:
-        """Return the history of one role of the products of `weight`; None if the scope does not cover it."""
-
-    def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """End a step of the histories whose weights `optimizer` has."""
-
-
-sources = Sources[HistorySource]()
 
 
 class _Thread(threading.local):
@@ -60,29 +48,82 @@ def remembering(run: Callable[..., Any], position: int) -> Callable[..., Any]:
     return remember
 
 
-def histories(recipe: Recipe) -> dict[str, AmaxHistory]:
+class GraphHistory(NamedTuple):
+    """What stands for a history in a graph, which finds it by the weight whenever it runs.
+
+    Attributes:
+        weight: the second factor of the op, before it was cast.
+        role: the operand.
+    """
+
+    weight: Tensor
+    role: str
+
+    def quantize(self, tensor: Tensor, how: Quantization, dim: int, seed: int | Tensor | None) -> Quantized:
+        """Quantise with PyTorch operations and the history's scale, and record the largest magnitude."""
+        delayed = how.found
+        assert isinstance(delayed, Delayed)
+        # What both calls compute is in the graph once; the rounding of this one is not.
+        own = quantize(tensor, replace(how, found="current"), dim, seed=seed).amax
+        with torch.no_grad():  # of the weight itself: a detached one is another tensor
+            amax = _exchange(self.weight, own, self.role, delayed.history, delayed.margin, delayed.algorithm)
+        return quantize(tensor, how, dim, seed=seed, amax=amax)
+
+
+@torch.library.custom_op("amp_core::delayed_amax", mutates_args=())
+def _exchange(weight: Tensor, amax: Tensor, role: str, history: int, margin: int, algorithm: str) -> Tensor:
+    """Record `amax` and return that of earlier steps.
+
+    It may be left out, repeated and moved within a step like an op without effect: a second record of a
+    magnitude changes nothing, and what is returned changes with the step alone.
+    """
+    delayed = Delayed(history, margin, _ALGORITHMS[algorithm])
+    found = _require(weight, role, delayed)
+    before = found.amax
+    found.record(amax)
+    return before
+
+
+_ALGORITHMS: dict[str, Literal["max", "most_recent"]] = {"max": "max", "most_recent": "most_recent"}
+
+
+@_exchange.register_fake
+def _(
+    weight: Tensor,  # noqa: ARG001
+    amax: Tensor,
+    role: str,  # noqa: ARG001
+    history: int,  # noqa: ARG001
+    margin: int,  # noqa: ARG001
+    algorithm: str,  # noqa: ARG001
+) -> Tensor:
+    return amax.new_empty((), dtype=torch.float32)
+
+
+def histories(recipe: Recipe) -> dict[str, AmaxHistory | GraphHistory]:
     """Return, by role, the histories for the products of the op that runs in this thread.
 
     Raises:
-        PolicyError: no scope keeps them, or the op is captured by a graph.
+        PolicyError: no scope keeps them. A graph raises it when it runs.
     """
     if not is_delayed(recipe):
         return {}
-    if _torch.calls_are_captured():
-        raise PolicyError(f"{_name(recipe)} has delayed scales, which a graph cannot keep. {_INSTEAD}")
-    weight, found = _thread.weight, dict[str, AmaxHistory]()
+    weight, found = _thread.weight, dict[str, AmaxHistory | GraphHistory]()
     for role in ROLES:
         delayed = _delayed(getattr(recipe, role))
         if delayed is None:
             continue
-        history = None if weight is None else _history(weight, role, delayed)
-        if history is None:
-            raise PolicyError(
-                f"{_name(recipe)} has delayed scales, and nothing keeps the histories of this product: its "
-                f"second factor is not a parameter of a model in amp_core.delayed_scales(model). {_INSTEAD}"
-            )
-        found[role] = history
+        if weight is not None and (_torch.calls_are_captured() or _torch.is_fake(weight)):
+            found[role] = GraphHistory(weight, role)
+        else:
+            found[role] = _require(weight, role, delayed)
     return found
+
+
+def _require(weight: Tensor | None, role: str, delayed: Delayed) -> AmaxHistory:
+    history = None if weight is None else _history(weight, role, delayed)
+    if history is None:
+        raise PolicyError(_NOTHING_KEEPS)
+    return history
 
 
 def _history(weight: Tensor, role: str, delayed: Delayed) -> AmaxHistory | None:
@@ -90,8 +131,8 @@ def _history(weight: Tensor, role: str, delayed: Delayed) -> AmaxHistory | None:
     return next((history for history in found if history is not None), None)
 
 
-def _name(recipe: Recipe) -> str:
-    return f"The recipe {recipe.name!r}"
-
-
-_INSTEAD = "Enter that scope, or give the op another rule, such as a recipe with found='current'."
+_NOTHING_KEEPS = (
+    "A recipe with delayed scales is in force, and nothing keeps the histories of this product: its second "
+    "factor is not a parameter of a model in amp_core.delayed_scales(model). Enter that scope, or give the "
+    "op another rule, such as a recipe with found='current'."
+)

@@ -113,7 +113,7 @@ class _Call(NamedTuple):
     keys: Any
     observers: tuple[Observer, ...]
     kept: Mapping[str, kept_operands.Forms]
-    histories: Mapping[str, AmaxHistory]
+    histories: Mapping[str, AmaxHistory | delayed_scales.GraphHistory]
 
     def multiply(self, name: ProductName, a: Tensor, b: Tensor, compute: Compute | None = None) -> Tensor:
         """Return ``a @ b``, or what `compute` returns, of the operands as the recipe quantises them."""
@@ -150,6 +150,9 @@ class _Call(NamedTuple):
         self, role: str, tensor: Tensor, how: Quantization, dim: int, *, packed: bool
     ) -> Quantized:
         history = self.histories.get(role)
+        if isinstance(history, delayed_scales.GraphHistory):
+            made = history.quantize(tensor, how, dim, _seed(how, tensor.device))
+            return made.packed() if packed else made
         if history is not None:  # the next step has another scale, also of a weight that does not change
             quantized = _quantize(tensor, how, dim, history.amax, packed=packed)
             history.record(quantized.amax)

@@ -36,6 +36,7 @@ class AmaxHistory:
         self.delayed = delayed
         self._seen = torch.zeros(delayed.history, dtype=torch.float32, device=device)
         self._current = torch.zeros((), dtype=torch.float32, device=device)
+        self._settled: Tensor | None = None
 
     @property
     def amax(self) -> Tensor:
@@ -45,8 +46,8 @@ class AmaxHistory:
 
     @property
     def current(self) -> Tensor:
-        """The largest magnitude in this step: 0-dim float32. Ranks that agree on it have equal scales."""
-        return self._current
+        """The largest magnitude in this step: 0-dim float32."""
+        return self._current if self._settled is None else torch.maximum(self._current, self._settled)
 
     @torch.no_grad()
     def record(self, amax: Tensor) -> None:
@@ -59,15 +60,32 @@ class AmaxHistory:
         torch.maximum(self._current, finite, out=self._current)
 
     @torch.no_grad()
+    def settle(self, amax: Tensor) -> None:
+        """Let `amax` be the largest magnitude of this step; what is recorded from now on is the next one's.
+
+        Ranks that settle on the same magnitude, the largest of their `current`, have equal scales.
+
+        Args:
+            amax: one element.
+        """
+        self._settled = amax.to(self._current, copy=True).view(())
+        self._current.zero_()
+
+    @torch.no_grad()
     def step(self) -> None:
         """End the step: its largest magnitude enters the history, and the oldest one leaves it."""
-        self._seen = torch.cat([self._seen[1:], self._current.view(1)])
-        self._current = torch.zeros_like(self._current)
+        # The memory stays where it is: a CUDA graph writes to it.
+        last = self._current if self._settled is None else self._settled
+        self._seen.copy_(torch.cat([self._seen[1:], last.view(1)]))
+        if self._settled is None:
+            self._current.zero_()
+        self._settled = None
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return copies of ``seen``, oldest first, of shape ``(history,)``, and ``current``, 0-dim."""
-        return {"seen": self._seen.clone(), "current": self._current.clone()}
+        return {"seen": self._seen.clone(), "current": self.current.clone()}
 
+    @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` returned.
 
@@ -81,5 +99,6 @@ class AmaxHistory:
                 f"The saved history has {seen.numel()} steps, this one {self.delayed.history}: create it "
                 f"with Delayed(history={seen.numel()})."
             )
-        self._seen = seen.to(self._seen, copy=True)
-        self._current = current.to(self._current, copy=True)
+        self._seen.copy_(seen)
+        self._current.copy_(current)
+        self._settled = None

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from amp_core._torch import internals as _torch
-from amp_core.errors import RankLostError
 from amp_core.kernels.memory import on_host, read
+from amp_core.scaling.collective import Ranks, agreed
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -44,16 +44,21 @@ WHOLE = Sharding()
 _FSDP1 = Sharding(None)
 
 
-class Ranks(NamedTuple):
-    """The ranks that agree.
+class Deciders(NamedTuple):
+    """Who decides on a step, and of which optimizers.
 
     Attributes:
-        groups: collectives over each of these in turn reach all ranks; usually one group.
-        size: the number of ranks.
+        process_group: the ranks that share the parameters; None to tell by the gradients.
+        optimizers: those that step or skip together.
     """
 
-    groups: tuple[ProcessGroup, ...]
-    size: int
+    process_group: ProcessGroup | None
+    optimizers: tuple[torch.optim.Optimizer, ...]
+
+    def ranks(self, shardings: Sequence[Sharding]) -> Ranks | None:
+        """Return the ranks that decide; see `ranks_of`."""
+        ranks = ranks_of(shardings, self.process_group)
+        return None if ranks is None else ranks._replace(optimizers=self.optimizers)
 
 
 def check_group(process_group: object, name: str = "process_group") -> ProcessGroup:
@@ -262,7 +267,7 @@ def agree(
             for norm, sharding in zip(norms, shardings, strict=True)
         ]
         both = torch.stack([torch.stack(shares).sum() if shares else torch.zeros_like(flag), flag])
-    _reduce(both, ranks, largest=largest)
+    both = agreed(both, ranks, largest=largest)
     norm = torch.where(both[1] > 1.0, torch.nan, both[0]) if largest else both[0] ** (1.0 / norm_type)
     return norm, both[1].clamp(max=1.0).float()
 
@@ -300,38 +305,9 @@ def _share(sharding: Sharding, shardings: Sequence[Sharding], ranks: Ranks) -> f
 
 def agree_on_flag(flags: Sequence[Tensor], ranks: Ranks, device: torch.device) -> Tensor:
     """Return 1.0 if any flag of any rank is, else 0.0."""
-    flag = _any(flags, device).clone()
-    _reduce(flag, ranks, largest=True)
-    return flag
+    return agreed(_any(flags, device).view(1), ranks, largest=True).view(())
 
 
 def _any(flags: Sequence[Tensor], device: torch.device) -> Tensor:
     here = [flag.to(device).float().reshape(()) for flag in flags]
     return torch.stack(here).amax() if here else torch.zeros((), device=device)
-
-
-def _reduce(values: Tensor, ranks: Ranks, *, largest: bool) -> None:
-    from torch import distributed
-
-    how = distributed.ReduceOp.MAX if largest else distributed.ReduceOp.SUM
-    for group in ranks.groups:
-        try:
-            distributed.all_reduce(values, op=how, group=group)
-        except RuntimeError as error:
-            raise _lost(group) from error
-
-
-def _lost(group: ProcessGroup) -> RankLostError:
-    from torch import distributed
-
-    here = distributed.get_rank()
-    others = tuple(rank for rank in distributed.get_process_group_ranks(group) if rank != here)
-    who = f"rank{'s' if len(others) > 1 else ''} {', '.join(map(str, others))}"
-    return RankLostError(
-        f"Rank {here} waited for the gradients of {who} (process group "
-        f"{group.group_name!r}, {distributed.get_backend(group)}) to decide on the step, but at least one of "
-        f"them has ended, hangs, or made other calls; torch's reason is in the error above. Rank {here} has "
-        f"not stepped. Start all ranks again from the last checkpoint. How long a rank waits is a setting of "
-        f"the group: init_process_group(timeout=) or new_group(timeout=).",
-        others,
-    )

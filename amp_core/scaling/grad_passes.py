@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,14 +19,11 @@ from amp_core.scaling.arithmetic import (
     unscale_and_clip,
     zero,
 )
-from amp_core.scaling.distributed import WHOLE, agree, agree_on_flag, ranks_of
+from amp_core.scaling.distributed import WHOLE, Deciders, agree, agree_on_flag
 from amp_core.scaling.gradients import Gradients
 from amp_core.scaling.optimizer_state import _MultiDeviceReplicator
 from amp_core.scaling.overlap import Overlap
 from amp_core.states.loss_scale import float32
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 Flags = dict[torch.device, Tensor]
 """One overflow flag per device: 1.0 if a gradient is not finite, else 0.0."""
@@ -54,7 +51,7 @@ def read_gradients(
     parts: Sequence[Gradients],
     norm_type: float,
     device: torch.device,
-    process_group: ProcessGroup | None,
+    deciders: Deciders,
     overlap: Overlap | None,
 ) -> GlobalGradStats:
     """Read the gradients once, unless the backward already has; agree with other ranks that share them.
@@ -63,20 +60,20 @@ def read_gradients(
         parts: the gradients.
         norm_type: the order of the norm.
         device: where the norm goes.
-        process_group: the ranks that share the parameters; None to tell by the gradients.
+        deciders: the ranks that share the parameters.
         overlap: what was read during the backward.
     """
     if overlap is None or is_tracing():
         stats = [part.grad_stats(norm_type) for part in parts]
     else:
         stats = [overlap.grad_stats(part, norm_type) for part in parts]
-    if process_group is None and len(parts) == 1 and parts[0].sharding is WHOLE:  # the usual case
+    if deciders.process_group is None and len(parts) == 1 and parts[0].sharding is WHOLE:  # the usual case
         (only,), flags = stats, {parts[0].device: stats[0].found_inf}
         norm = only.norm if only.norm.device == device else only.norm.to(device, non_blocking=True)
         return GlobalGradStats(stats, norm, flags, dtype=only.norm.dtype)
     dtype = torch.float64 if any([s.norm.dtype is torch.float64 for s in stats]) else torch.float32  # noqa: C419
     shardings = [part.sharding for part in parts]
-    ranks = ranks_of(shardings, process_group)
+    ranks = deciders.ranks(shardings)
     if ranks is None:
         flags = by_device([(p.device, s.found_inf) for p, s in zip(parts, stats, strict=True)])
         return GlobalGradStats(stats, _total_norm(stats, norm_type, device), flags, dtype=dtype)
@@ -103,16 +100,14 @@ def by_device(flags: Sequence[tuple[torch.device, Tensor]]) -> Flags:
     return {device: any_of(several) for device, several in grouped.items()}
 
 
-def multiply_all_(
-    parts: Sequence[Gradients], factor: Tensor, found_inf: Tensor, process_group: ProcessGroup | None
-) -> Flags:
+def multiply_all_(parts: Sequence[Gradients], factor: Tensor, found_inf: Tensor, deciders: Deciders) -> Flags:
     """Multiply all gradients; return the flags, those of all ranks that share the parameters.
 
     Args:
         parts: the gradients; written.
         factor: 0-dim float32.
         found_inf: 0-dim float32; set to 1.0 if a gradient on its device is not finite.
-        process_group: as for `read_gradients`.
+        deciders: as for `read_gradients`.
     """
     if len(parts) == 1 and parts[0].device == factor.device:  # the usual case, without bookkeeping
         parts[0].multiply_(factor, found_inf)
@@ -122,9 +117,9 @@ def multiply_all_(
         for part in parts:
             part.multiply_(factors.get(part.device), flags.get(part.device))
         found = flags._per_device_tensors
-    if process_group is None and len(parts) == 1 and parts[0].sharding is WHOLE:
+    if deciders.process_group is None and len(parts) == 1 and parts[0].sharding is WHOLE:
         return found
-    ranks = ranks_of([part.sharding for part in parts], process_group)
+    ranks = deciders.ranks([part.sharding for part in parts])
     if ranks is None:
         return found
     device = found_inf.device
@@ -137,7 +132,7 @@ def clip_factor(
     scale: Tensor,
     max_norm: float,
     norm_type: float,
-    process_group: ProcessGroup | None,
+    deciders: Deciders,
     *,
     as_divisor: bool = False,
 ) -> tuple[Tensor, Tensor, GlobalGradStats]:
@@ -154,7 +149,7 @@ def clip_factor(
         return true_norm.to(stats.dtype), factors, _flag_unusable_norm(stats)
     norm, by = read(stats.norm), read(scale)
     if norm > _LARGE and by >= 1.0 and not any(map(read, flags)):  # a smaller scale makes gradients overflow
-        return _clip_large(parts, stats, scale, max_norm, norm_type, process_group, as_divisor=as_divisor)
+        return _clip_large(parts, stats, scale, max_norm, norm_type, deciders, as_divisor=as_divisor)
     true, factor = clip_on_host(norm, by, inverse_of(by), max_norm, as_divisor=as_divisor)
     if by < 1.0 and stats.dtype is torch.float32 and math.isinf(float32(true)):
         # The unscaled gradients may be beyond float32: an overflow, as in torch.
@@ -181,7 +176,7 @@ def _clip_large(
     scale: Tensor,
     max_norm: float,
     norm_type: float,
-    process_group: ProcessGroup | None,
+    deciders: Deciders,
     *,
     as_divisor: bool,
 ) -> tuple[Tensor, Tensor, GlobalGradStats]:
@@ -189,7 +184,7 @@ def _clip_large(
     while read(stats.norm) > _LARGE:
         _shift_(parts, -_SHIFT)
         shifts += 1
-        stats = read_gradients(parts, norm_type, scale.device, process_group, None)
+        stats = read_gradients(parts, norm_type, scale.device, deciders, None)
     divisor = math.ldexp(read(scale), -_SHIFT * shifts)
     norm, inverse = read(stats.norm), 1.0 / divisor
     true, factor = clip_on_host(norm, divisor, inverse, max_norm, as_divisor=as_divisor)

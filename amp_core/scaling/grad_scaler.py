@@ -23,7 +23,7 @@ from amp_core.plugin.results import Refusal
 from amp_core.scaling import fused
 from amp_core.scaling.arithmetic import combine, is_tracing, overflows, reciprocal
 from amp_core.scaling.closure import Closure, OverflowedError, Snapshot, evaluate
-from amp_core.scaling.distributed import check_group
+from amp_core.scaling.distributed import Deciders, check_group
 from amp_core.scaling.grad_passes import (
     by_device,
     clip_factor,
@@ -324,13 +324,14 @@ class GradScaler(torch.amp.GradScaler):
     ) -> Tensor:
         """Read the gradients; return the number that the optimizer has to divide them by."""
         parts = group_by_device(optimizer, allow_fp16=True)
-        stats = read_gradients(parts, norm_type, scale.device, self._process_group, self._overlap)
+        deciders = Deciders(self._process_group, (optimizer,))
+        stats = read_gradients(parts, norm_type, scale.device, deciders, self._overlap)
         unscaled = state.stage is OptState.UNSCALED
         divisor = torch.ones_like(scale) if unscaled else scale
         beyond = overflows(stats.norm, scale) if parts and not unscaled else None
         if max_norm is not None:
             state.total_norm, divisor, stats = clip_factor(
-                parts, stats, divisor, max_norm, norm_type, self._process_group, as_divisor=True
+                parts, stats, divisor, max_norm, norm_type, deciders, as_divisor=True
             )
         flags = [*state.found_inf_per_device.items(), *stats.flags.items()]
         if beyond is not None:
@@ -467,7 +468,7 @@ class GradScaler(torch.amp.GradScaler):
             found = self._unscale_grads_(optimizers[0], inverse, found_inf, self._allow_fp16)
         else:
             parts = joined([group_by_device(o, allow_fp16=self._allow_fp16) for o in optimizers])
-            found = multiply_all_(parts, inverse, found_inf, self._process_group)
+            found = multiply_all_(parts, inverse, found_inf, Deciders(self._process_group, tuple(optimizers)))
         for state in states:
             state.stage, state.found_inf_per_device = stage, found
 
@@ -528,13 +529,14 @@ class GradScaler(torch.amp.GradScaler):
         if not unscaled:
             for state in states:
                 next_stage(state.stage, "unscale_")
-        group, divisor = self._process_group, torch.ones_like(scale) if unscaled else scale
+        deciders = Deciders(self._process_group, tuple(optimizers))
+        divisor = torch.ones_like(scale) if unscaled else scale
         groups = [group_by_device(each, allow_fp16=self._allow_fp16) for each in optimizers]
         parts = joined(groups)
-        stats = read_gradients(parts, norm_type, scale.device, group, self._overlap)
+        stats = read_gradients(parts, norm_type, scale.device, deciders, self._overlap)
         if error_if_nonfinite and not bool(stats.norm.isfinite()):
             raise RuntimeError(_NONFINITE_NORM.format(norm_type=norm_type))
-        norm, factor, stats = clip_factor(parts, stats, divisor, max_norm, norm_type, group)
+        norm, factor, stats = clip_factor(parts, stats, divisor, max_norm, norm_type, deciders)
         before = states[0].found_inf_per_device
         if len(states) > 1:
             before = by_device([flag for state in states for flag in state.found_inf_per_device.items()])
@@ -955,7 +957,7 @@ class GradScaler(torch.amp.GradScaler):
         allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:
         parts = group_by_device(optimizer, allow_fp16=allow_fp16)
-        return multiply_all_(parts, inv_scale, found_inf, self._process_group)
+        return multiply_all_(parts, inv_scale, found_inf, Deciders(self._process_group, (optimizer,)))
 
     def _get_scale_async(self) -> Tensor | None:
         return self._own.scale

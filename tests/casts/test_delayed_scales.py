@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -181,6 +182,57 @@ def test_state_of_transformer_engine() -> None:
     assert torch.equal(y, (near @ weight.t()).to(LOW))
 
 
+class Shared(nn.Module):
+    """Two layers that one graph computes, and a weight that an op gets as a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+
+    def forward(self, x: Tensor, layer: Callable[[nn.Module, Tensor], Tensor]) -> Tensor:
+        return torch.stack([layer(each, x) for each in self.layers])
+
+
+def tied(layer: nn.Module, x: Tensor) -> Tensor:
+    return layer(x) @ layer.weight.t()
+
+
+@pytest.mark.slow
+def test_graphs_use_the_same_histories() -> None:
+    """A graph keeps to the weights that it was traced with, or loses histories of the backward pass."""
+    both = OpPolicy.default("cpu").override({"linear": RECIPE, "matmul": RECIPE})
+    torch._dynamo.reset()
+    compiled = torch.compile(tied, backend="aot_eager", fullgraph=True)
+    results = []
+    for layer in (tied, compiled):
+        model, kept = Shared(), []
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scales = delayed_scales(model)
+        for step in range(3):
+            if step == 1:
+                state = scales.state_dict()
+                scales = delayed_scales(model)
+                scales.load_state_dict(state)
+            with scales:
+                for part in batch(step):
+                    with region(both):
+                        y = model(part, layer)
+                    y.float().square().mean().backward()
+                kept += [y.detach(), *(p.grad.clone() for p in model.parameters())]
+                optimizer.step()
+            optimizer.zero_grad()
+        saved = scales.state_dict()
+        kept += [
+            t for name in sorted(saved) for role in sorted(saved[name]) for t in saved[name][role].values()
+        ]
+        results.append(kept)
+    assert len(results[0]) == 3 * 5 + 2 * 3 * 2
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    with region(both), pytest.raises(PolicyError, match=r"Enter that scope"):
+        compiled(model.layers[0], batch(0)[0])
+
+
 def test_products_without_histories_are_refused() -> None:
     """A delayed scale is a current one, and nobody says so."""
     model, _ = model_and_optimizer()
@@ -198,8 +250,6 @@ def test_products_without_histories_are_refused() -> None:
         longer = OpPolicy.default("cpu").override({"linear": Recipe.fp8_delayed(history=4)})
         with region(longer), pytest.raises(ValueError, match="use one recipe for the products of a weight"):
             model(x)
-        with region(), pytest.raises(PolicyError, match="which a graph cannot keep"):
-            torch.fx.experimental.proxy_tensor.make_fx(model)(x)
     with pytest.raises(KeyError, match="no parameters other"):
         scales.load_state_dict({"other": {}})
     wrong = delayed_scales(model)

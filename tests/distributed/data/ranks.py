@@ -504,25 +504,46 @@ def overlap() -> None:
 
 
 def delayed() -> None:
-    """Delayed scales follow from the largest magnitudes of all ranks, agreed on in one collective a step."""
-    net, policy = model(), amp_core.OpPolicy.default("cpu")
-    policy = policy.override({"linear": amp_core.Recipe.fp8_delayed(history=2)})
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    with amp_core.delayed_scales(net, process_group=dist.group.WORLD) as scales:
-        for factor in (1.0, 3.0):
-            with amp_core.autocast("cpu", dtype=torch.bfloat16, policy=policy):
-                loss = net(INPUTS[0] * factor * (1 + dist.get_rank())).float().square().mean()
-            loss.backward()
-            with counted() as sizes:
-                optimizer.step()
-            assert sizes == [2 * 3 * 4]
-            optimizer.zero_grad()
-    histories = [state["seen"] for roles in scales.state_dict().values() for state in roles.values()]
-    every = [torch.zeros(6, 2) for _ in range(dist.get_world_size())]
-    dist.all_gather(every, torch.stack(histories))
-    assert all(torch.equal(each, every[0]) for each in every)
-    seen = scales.state_dict()["0.weight"]["input"]["seen"]
-    assert seen.tolist() == [0.5 * dist.get_world_size(), 1.5 * dist.get_world_size()]
+    """Delayed scales are those of all ranks, agreed on in one collective a step, which is the scaler's.
+
+    Rank 1 first uses the second layer in the last step.
+    """
+    policy = amp_core.OpPolicy.default("cpu")
+    policy = policy.override({"linear": amp_core.Recipe.fp8_delayed(history=4)})
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    for norm_type in (None, 0.0, 2.0, math.inf):  # no scaler, no norm, and two kinds of norms
+        net = model()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+        enabled = norm_type is not None
+        scaler = amp_core.GradScaler("cpu", 2.0, enabled=enabled, process_group=dist.group.WORLD)
+        steps = (1.0, 3.0, math.inf, 2.0) if enabled else (1.0, 3.0, 2.0)
+        with amp_core.delayed_scales(net, process_group=dist.group.WORLD) as scales:
+            for step, factor in enumerate(steps):
+                used = net[:1] if rank and step < len(steps) - 1 else net
+                with amp_core.autocast("cpu", dtype=torch.bfloat16, policy=policy):
+                    loss = used(INPUTS[0] * factor * (1 + rank)).float().square().mean()
+                scaler.scale(loss).backward()
+                with counted() as sizes:
+                    if norm_type:
+                        norm = scaler.clip_grad_norm_(optimizer, 1e9, norm_type)
+                        assert norm.isfinite() == (factor < math.inf)
+                    scaler.step(optimizer)
+                    scaler.update()
+                if norm_type is None:
+                    assert sizes == [4 * 12]
+                elif norm_type == 2.0:
+                    assert sizes == [8 * (12 + ranks + 1)]
+                else:
+                    assert sizes == [(8 if norm_type else 4) * (12 + 1 + bool(norm_type))]
+                optimizer.zero_grad()
+        states = scales.state_dict()
+        assert {*states} == {"0.weight", "2.weight"}
+        histories = [states[name][role]["seen"] for name in sorted(states) for role in sorted(states[name])]
+        every = [torch.zeros(6, 4) for _ in range(ranks)]
+        dist.all_gather(every, torch.stack(histories))
+        assert all(torch.equal(each, every[0]) for each in every)
+        assert states["0.weight"]["input"]["seen"].tolist() == [0.0, 0.5 * ranks, 1.5 * ranks, 1.0 * ranks]
+        assert states["2.weight"]["input"]["seen"].count_nonzero() == 3
 
 
 dist.init_process_group("gloo")
