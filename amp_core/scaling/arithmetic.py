@@ -69,14 +69,6 @@ def unscale_and_clip(
         max_norm: the largest norm allowed.
         as_divisor: return the reciprocal of the factor, for optimizers that divide.
     """
-    if on_host(norm, scale) and isinstance(max_norm, (int, float)):
-        by = read(scale)
-        true, factor = clip_on_host(read(norm), by, inverse_of(by), max_norm, as_divisor=as_divisor)
-        true = float32(true) if norm.dtype is torch.float32 else true
-        return (
-            torch.full((), true, dtype=norm.dtype, device="cpu"),
-            torch.full((), float32(factor), dtype=torch.float32, device="cpu"),
-        )
     inverses = reciprocal(scale)
     true_norm = norm * inverses
     shares = _clip_coefficient(true_norm, max_norm).nan_to_num(nan=1.0)

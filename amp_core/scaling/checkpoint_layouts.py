@@ -20,8 +20,8 @@ from amp_core.states.loss_scale import (
     Hysteresis,
     LossScaleSchedule,
     ScaleState,
-    further_fields,
     known_fields,
+    saved_form,
     valid_scale,
 )
 
@@ -94,24 +94,12 @@ def _read_torch(state: Any, schedule: LossScaleSchedule | None) -> _Scales:
 
 def _write_torch(scales: _Scales) -> dict[str, Any]:
     at, rule = scales[None]
-    return {
-        "scale": at.scale,
-        "growth_factor": rule.growth_factor,
-        "backoff_factor": rule.backoff_factor,
-        "growth_interval": rule.growth_interval,
-        "_growth_tracker": at.growth_tracker,
-    }
+    return saved_form(at, LossScaleSchedule(rule.growth_factor, rule.backoff_factor, rule.growth_interval))
 
 
 def _write_own(scales: _Scales) -> dict[str, Any]:
-    at, rule = scales[None]
-    state = _write_torch(scales)
-    if rule.hysteresis > 1:
-        state["_hysteresis_left"] = at.hysteresis_left
-    if further_fields(rule):
-        state["_schedule"] = further_fields(rule)
-    keyed = {key: _write_own({None: held}) for key, held in scales.items() if key is not None}
-    return {**state, "_keys": keyed} if keyed else state
+    keyed = {key: saved_form(*held) for key, held in scales.items() if key is not None}
+    return {**saved_form(*scales[None]), **({"_keys": keyed} if keyed else {})}
 
 
 # -- DeepSpeed ---------------------------------------------------------------------------------------

@@ -6,10 +6,11 @@ import functools
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from amp_core._torch import internals as _torch
@@ -32,7 +33,7 @@ from amp_core.scaling.grad_passes import (
     read_gradients,
 )
 from amp_core.scaling.gradients import describe_sharding, group_by_device, joined, parameters_of
-from amp_core.scaling.hooks import ScaleHook, StepHook
+from amp_core.scaling.hooks import ScaleHook, StepHook, add_hook
 from amp_core.scaling.loss_scale import LossScale, check_saved
 from amp_core.scaling.optimizer_state import OptimizerState
 from amp_core.scaling.overlap import Overlap
@@ -49,6 +50,14 @@ if TYPE_CHECKING:
 __all__ = ["GradScaler", "OptState"]
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+class _Entry(NamedTuple):
+    """The optimizers of one call, which step as one, with the scale of their gradients and their states."""
+
+    optimizers: Sequence[Optimizer]
+    loss_scale: LossScale
+    states: Sequence[OptimizerState]
 
 
 def _of_own_scale(name: str) -> Any:
@@ -206,7 +215,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def step(
         self,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Optimizer,
         *args: Any,
         max_norm: float | None = None,
         norm_type: float = 2.0,
@@ -249,42 +258,37 @@ class GradScaler(torch.amp.GradScaler):
         if "closure" in kwargs or (args and callable(args[0])):
             raise RuntimeError(_CLOSURE)
         if not fused.is_traceable(optimizer) if is_tracing() else _torch.frames_are_compiled() is not None:
-            return _step_eagerly(self, optimizer, max_norm, norm_type, key, args, kwargs)
-        return self._step(optimizer, max_norm, norm_type, key, args, kwargs)
+            return _step_eagerly(self, optimizer, key, max_norm, norm_type, args, kwargs)
+        return self._step(optimizer, key, max_norm, norm_type, args, kwargs)
 
     @_numbering_lost_steps
     def _step(
         self,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Optimizer,
+        key: str | None,
         max_norm: float | None,
         norm_type: float,
-        key: str | None,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        args: Any,
+        kwargs: Any,
     ) -> float | None:
-        loss_scale, state = self._enter(optimizer, key, "step")
+        entry = self._enter([optimizer], key, "step")
+        (state,) = entry.states
         stage = next_stage(state.stage, "step")
         if self._overlap is not None and not is_tracing():
             self._overlap.watch(optimizer)
         step = self._step_fused if _torch.is_fused(optimizer) else self._step_plain
-        result = step(optimizer, loss_scale, state, max_norm, norm_type, args, kwargs)
+        result = step(entry, max_norm, norm_type, args, kwargs)
         state.stage = stage
         return cast("float | None", result)
 
     def _step_plain(
-        self,
-        optimizer: torch.optim.Optimizer,
-        loss_scale: LossScale,
-        state: OptimizerState,
-        max_norm: float | None,
-        norm_type: float,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, entry: _Entry, max_norm: float | None, norm_type: float, args: Any, kwargs: Any
     ) -> Any:
+        (optimizer,), loss_scale, (state,) = entry
         if max_norm is not None:
-            self._clip([optimizer], loss_scale, [state], max_norm, norm_type)
+            self._clip(entry, max_norm, norm_type)
         elif state.stage is OptState.READY:
-            self._unscale([optimizer], loss_scale, [state])
+            self._unscale(entry)
         if not state.found_inf_per_device:
             raise AssertionError(_no_gradients(optimizer))
         record = self._log.record(optimizer, loss_scale, state)
@@ -293,36 +297,26 @@ class GradScaler(torch.amp.GradScaler):
         return optimizer.step(*args, **kwargs)
 
     def _step_fused(
-        self,
-        optimizer: torch.optim.Optimizer,
-        loss_scale: LossScale,
-        state: OptimizerState,
-        max_norm: float | None,
-        norm_type: float,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, entry: _Entry, max_norm: float | None, norm_type: float, args: Any, kwargs: Any
     ) -> Any:
+        (optimizer,), loss_scale, (state,) = entry
         if fused.takes_scaler(optimizer):
             warnings.warn(fused.PASSES_ITSELF, FutureWarning, stacklevel=level_outside())
             return optimizer.step(*args, **{**kwargs, "grad_scaler": self})
-        scale, _ = loss_scale.check("step")
+        scale = loss_scale.check("step")
         divisor = None
         if max_norm is not None or state.stage is not OptState.UNSCALED:
-            divisor = self._fused_divisor(optimizer, scale, state, max_norm, norm_type)
+            divisor = self._fused_divisor(entry, scale, max_norm, norm_type)
         if not is_tracing():  # a growing history would recompile every step
             self._log.record(optimizer, loss_scale, state)
         found_inf = combine(state.flags(), scale.device)
         return fused.step_on_device(optimizer, divisor, found_inf, args, kwargs)
 
     def _fused_divisor(
-        self,
-        optimizer: torch.optim.Optimizer,
-        scale: Tensor,
-        state: OptimizerState,
-        max_norm: float | None,
-        norm_type: float,
+        self, entry: _Entry, scale: Tensor, max_norm: float | None, norm_type: float
     ) -> Tensor:
         """Read the gradients; return the number that the optimizer has to divide them by."""
+        (optimizer,), _, (state,) = entry
         parts = group_by_device(optimizer, allow_fp16=True)
         deciders = Deciders(self._process_group, (optimizer,))
         stats = read_gradients(parts, norm_type, scale.device, deciders, self._overlap)
@@ -343,7 +337,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def step_closure(
         self,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Optimizer,
         closure: Closure,
         *,
         max_norm: float | None = None,
@@ -394,15 +388,16 @@ class GradScaler(torch.amp.GradScaler):
             return optimizer.step(clipped)
         loss_scale = self._own if key is None else self._scale_of_new_key(key)
         state = loss_scale.optimizer_states.of(optimizer)
+        entry = _Entry([optimizer], loss_scale, [state])
         stage = next_stage(state.stage, "step")
 
         def unscaled() -> Any:
             state.stage, state.found_inf_per_device = OptState.READY, {}
             loss = evaluate(closure)
             if max_norm is None:
-                self._unscale([optimizer], loss_scale, [state])
+                self._unscale(entry)
             else:
-                self._clip([optimizer], loss_scale, [state], max_norm, norm_type)
+                self._clip(entry, max_norm, norm_type)
             _raise_if_overflowed(optimizer, state)
             return loss
 
@@ -424,9 +419,7 @@ class GradScaler(torch.amp.GradScaler):
         state.stage = stage
         return result
 
-    def unscale_(
-        self, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer], key: str | None = None
-    ) -> None:
+    def unscale_(self, optimizer: Optimizer | Sequence[Optimizer], key: str | None = None) -> None:
         """Divide the gradients of `optimizer` by the scale, in place, and check whether all are finite.
 
         `step` does this by itself; call it only to read or change gradients before, or to let several
@@ -450,16 +443,12 @@ class GradScaler(torch.amp.GradScaler):
             scaler.step(optimizer)
         """
         if self._enabled:
-            self._unscale(*self._enter_all(_as_list(optimizer), key, "unscale_"))
+            self._unscale(self._enter(_as_list(optimizer), key, "unscale_"))
 
     @_numbering_lost_steps
-    def _unscale(
-        self,
-        optimizers: Sequence[torch.optim.Optimizer],
-        loss_scale: LossScale,
-        states: Sequence[OptimizerState],
-    ) -> None:
-        scale, _ = loss_scale.check("unscale_")
+    def _unscale(self, entry: _Entry) -> None:
+        optimizers, loss_scale, states = entry
+        scale = loss_scale.check("unscale_")
         for state in states:
             stage = next_stage(state.stage, "unscale_")
         inverse = reciprocal(scale)
@@ -474,7 +463,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def clip_grad_norm_(
         self,
-        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        optimizer: Optimizer | Sequence[Optimizer],
         max_norm: float,
         norm_type: float = 2.0,
         error_if_nonfinite: bool = False,
@@ -511,20 +500,15 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             params = [param for each in optimizers for param in parameters_of(each)]
             return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
-        optimizers, loss_scale, states = self._enter_all(optimizers, key, "clip_grad_norm_")
-        return self._clip(optimizers, loss_scale, states, max_norm, norm_type, error_if_nonfinite)
+        entry = self._enter(optimizers, key, "clip_grad_norm_")
+        return self._clip(entry, max_norm, norm_type, error_if_nonfinite)
 
     @_numbering_lost_steps
     def _clip(
-        self,
-        optimizers: Sequence[torch.optim.Optimizer],
-        loss_scale: LossScale,
-        states: Sequence[OptimizerState],
-        max_norm: float,
-        norm_type: float,
-        error_if_nonfinite: bool = False,
+        self, entry: _Entry, max_norm: float, norm_type: float, error_if_nonfinite: bool = False
     ) -> Tensor:
-        scale, _ = loss_scale.check("clip_grad_norm_")
+        optimizers, loss_scale, states = entry
+        scale = loss_scale.check("clip_grad_norm_")
         unscaled = all([state.stage is OptState.UNSCALED for state in states])  # noqa: C419
         if not unscaled:
             for state in states:
@@ -551,36 +535,25 @@ class GradScaler(torch.amp.GradScaler):
 
     # -- which scale -----------------------------------------------------------------------------
 
-    def _enter(
-        self, optimizer: torch.optim.Optimizer, key: str | None, call: str
-    ) -> tuple[LossScale, OptimizerState]:
-        """Return the scale of the gradients of `optimizer`, and its state: the start of every call.
+    def _enter(self, optimizers: Sequence[Optimizer], key: str | None, call: str) -> _Entry:
+        """Return `optimizers` with the scale of their gradients and their states: the start of every call.
 
         Raises:
             AssertionError: no loss was scaled yet; torch's text.
-            ValueError: no loss was scaled under `key`; or it is missing, and all losses had keys.
-            RuntimeError: another key was given for this optimizer since the last update.
+            ValueError: no loss was scaled under `key`; or it is missing, and all losses had keys; or there
+                are no optimizers, or their gradients have different scales.
+            RuntimeError: another key was given for one of them since the last update.
         """
-        loss_scale = self._own
+        scales = [self._own] * len(optimizers)
         if key is not None or self._keyed:
-            loss_scale = self._scale_in_use(optimizer, key, call)
-        loss_scale.check(call)
-        return loss_scale, loss_scale.optimizer_states.of(optimizer)
+            scales = [self._scale_in_use(optimizer, key, call) for optimizer in optimizers]
+        for loss_scale in scales:
+            loss_scale.check(call)
+        if len({id(loss_scale) for loss_scale in scales}) != 1:
+            raise ValueError(_NOT_ONE.format(call=call, count=len(optimizers)))
+        return _Entry(optimizers, scales[0], [scales[0].optimizer_states.of(each) for each in optimizers])
 
-    def _enter_all(
-        self, optimizers: Sequence[torch.optim.Optimizer], key: str | None, call: str
-    ) -> tuple[Sequence[torch.optim.Optimizer], LossScale, list[OptimizerState]]:
-        """Return optimizers that step as one, with their scale and states.
-
-        Raises:
-            ValueError: there are none, or their gradients have different scales.
-        """
-        entered = [self._enter(optimizer, key, call) for optimizer in optimizers]
-        if len({id(loss_scale) for loss_scale, _ in entered}) != 1:
-            raise ValueError(_NOT_ONE.format(call=call, count=len(entered)))
-        return optimizers, entered[0][0], [state for _, state in entered]
-
-    def _scale_in_use(self, optimizer: torch.optim.Optimizer, key: str | None, call: str) -> LossScale:
+    def _scale_in_use(self, optimizer: Optimizer, key: str | None, call: str) -> LossScale:
         wanted = self._own if key is None else self._scale_of_key(key)
         for loss_scale in (self._own, *self._keyed.values()):
             state = loss_scale.optimizer_states.known(optimizer)
@@ -757,7 +730,7 @@ class GradScaler(torch.amp.GradScaler):
         return self._log.history
 
     @property
-    def last_step(self) -> WeakKeyDictionary[torch.optim.Optimizer, StepRecord]:
+    def last_step(self) -> WeakKeyDictionary[Optimizer, StepRecord]:
         """The `StepRecord` of the last step of each optimizer.
 
         Example::
@@ -767,7 +740,7 @@ class GradScaler(torch.amp.GradScaler):
         """
         return self._log.last_step
 
-    def landed(self, optimizer: torch.optim.Optimizer | None = None) -> Tensor:
+    def landed(self, optimizer: Optimizer | None = None) -> Tensor:
         """Return whether the last step was taken. Does not wait for the device; ``bool(...)`` of it does.
 
         Ranks that share the parameters get the same answer, as they take the same step.
@@ -827,7 +800,7 @@ class GradScaler(torch.amp.GradScaler):
 
             scaler.register_step_hook(lambda scaler, record: print(record))
         """
-        return self._log.hooks.on_step(hook)
+        return add_hook(self._log.hooks.step, hook)
 
     def register_skip_hook(self, hook: StepHook) -> RemovableHandle:
         """Call ``hook(scaler, record)`` for each skipped step; otherwise like `register_step_hook`.
@@ -836,7 +809,7 @@ class GradScaler(torch.amp.GradScaler):
 
             scaler.register_skip_hook(lambda scaler, record: print(record.bad_parameters))
         """
-        return self._log.hooks.on_skip(hook)
+        return add_hook(self._log.hooks.skip, hook)
 
     def register_scale_change_hook(self, hook: ScaleHook) -> RemovableHandle:
         """Call ``hook(scaler, change)`` in each `update` that moves the scale; see `register_step_hook`.
@@ -851,7 +824,7 @@ class GradScaler(torch.amp.GradScaler):
 
             scaler.register_scale_change_hook(lambda scaler, change: print(change.before, change.after))
         """
-        return self._log.hooks.on_scale_change(hook)
+        return add_hook(self._log.hooks.change, hook)
 
     # -- saving ----------------------------------------------------------------------------------
 
@@ -947,11 +920,11 @@ class GradScaler(torch.amp.GradScaler):
         self._own.allocate(dev)
 
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
-        return self._own.check(funcname)
+        return self._own.check(funcname), cast(Tensor, self._own.growth_tracker)
 
     def _unscale_grads_(
         self,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Optimizer,
         inv_scale: Tensor,
         found_inf: Tensor,
         allow_fp16: bool,
@@ -963,16 +936,16 @@ class GradScaler(torch.amp.GradScaler):
         return self._own.scale
 
     def _get_growth_tracker(self) -> int:
-        return self._own.growth() if self._enabled else 0
+        return self._own.state().growth_tracker if self._enabled else 0
 
-    def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    def _check_inf_per_device(self, optimizer: Optimizer) -> dict[str, Any]:
         self._own.check("_check_inf_per_device")
         state = self._own.optimizer_states.of(optimizer)
         parts = group_by_device(optimizer, allow_fp16=True)
         state.found_inf_per_device = by_device([(p.device, p.grad_stats(2.0).found_inf) for p in parts])
         return cast("dict[str, Any]", state.found_inf_per_device)  # torch's annotation; keys are devices
 
-    def _found_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    def _found_inf_per_device(self, optimizer: Optimizer) -> dict[str, Any]:
         return cast("dict[str, Any]", self._own.optimizer_states.of(optimizer).found_inf_per_device)
 
 
@@ -1009,9 +982,9 @@ _UNKNOWN_DEVICE = (
 
 
 def _as_list(
-    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
-) -> Sequence[torch.optim.Optimizer]:
-    return optimizer if isinstance(optimizer, (list, tuple)) else [cast("torch.optim.Optimizer", optimizer)]
+    optimizer: Optimizer | Sequence[Optimizer],
+) -> Sequence[Optimizer]:
+    return optimizer if isinstance(optimizer, (list, tuple)) else [cast("Optimizer", optimizer)]
 
 
 def _shown(loss_scale: LossScale) -> str:
@@ -1026,7 +999,7 @@ def _refuse_output(value: Any) -> Any:  # noqa: ARG001
     raise ValueError("outputs must be a Tensor or an iterable of Tensors")
 
 
-def _raise_if_overflowed(optimizer: torch.optim.Optimizer, state: OptimizerState) -> None:
+def _raise_if_overflowed(optimizer: Optimizer, state: OptimizerState) -> None:
     flags = state.flags()
     if not flags:
         raise AssertionError(
@@ -1037,7 +1010,7 @@ def _raise_if_overflowed(optimizer: torch.optim.Optimizer, state: OptimizerState
         raise OverflowedError
 
 
-def _no_gradients(optimizer: torch.optim.Optimizer) -> str:
+def _no_gradients(optimizer: Optimizer) -> str:
     count = len(parameters_of(optimizer))
     return (
         f"No inf checks were recorded for this optimizer. None of the {count} parameters of this "
@@ -1046,7 +1019,7 @@ def _no_gradients(optimizer: torch.optim.Optimizer) -> str:
     )
 
 
-def _two_keys(call: str, key: str, before: str | None, optimizer: torch.optim.Optimizer) -> str:
+def _two_keys(call: str, key: str, before: str | None, optimizer: Optimizer) -> str:
     was = "no key" if before is None else f"the key {before!r}"
     return (
         f"{call}() was called with the key {key!r} for this {type(optimizer).__name__}, but its gradients "

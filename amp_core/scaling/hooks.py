@@ -40,40 +40,35 @@ ScaleHook = Callable[[Any, ScaleChange], object]
 
 
 class Hooks:
-    """The hooks of one scaler, and those of plugins, which are called for every scaler."""
+    """The hooks of one scaler, and those of plugins, which are called for every scaler.
+
+    Attributes:
+        step: called for each step.
+        skip: called for each skipped step.
+        change: called for each update that moves the scale.
+    """
 
     def __init__(self) -> None:
-        self._step: OrderedDict[int, StepHook] = OrderedDict()
-        self._skip: OrderedDict[int, StepHook] = OrderedDict()
-        self._change: OrderedDict[int, ScaleHook] = OrderedDict()
-
-    def on_step(self, hook: StepHook) -> RemovableHandle:
-        """Call `hook` for each step."""
-        return _add(self._step, hook)
-
-    def on_skip(self, hook: StepHook) -> RemovableHandle:
-        """Call `hook` for each skipped step."""
-        return _add(self._skip, hook)
-
-    def on_scale_change(self, hook: ScaleHook) -> RemovableHandle:
-        """Call `hook` for each update that moves the scale."""
-        return _add(self._change, hook)
+        self.step: OrderedDict[int, StepHook] = OrderedDict()
+        self.skip: OrderedDict[int, StepHook] = OrderedDict()
+        self.change: OrderedDict[int, ScaleHook] = OrderedDict()
 
     def exist(self) -> bool:
         """Whether there is any hook to call."""
-        return bool(self._step or self._skip or self._change or plugins_listen())
+        return bool(self.step or self.skip or self.change or plugins_listen())
 
     def call(self, scaler: object, records: Iterable[StepRecord], change: ScaleChange | None) -> None:
         """Call all hooks in the order of registration. Their errors reach the caller."""
         for record in records:
-            _call(self._step, "amp_step", scaler, record=record)
+            _call(self.step, "amp_step", scaler, record=record)
             if record.skipped:
-                _call(self._skip, "amp_skip", scaler, record=record)
+                _call(self.skip, "amp_skip", scaler, record=record)
         if change is not None:
-            _call(self._change, "amp_scale_change", scaler, change=change)
+            _call(self.change, "amp_scale_change", scaler, change=change)
 
 
-def _add(hooks: OrderedDict[int, Any], hook: Callable[..., object]) -> RemovableHandle:
+def add_hook(hooks: OrderedDict[int, Any], hook: Callable[..., object]) -> RemovableHandle:
+    """Add `hook` to one kind of `Hooks`; the handle removes it."""
     if not callable(hook):
         raise TypeError(f"A hook must be callable with two arguments, got {type(hook).__name__}.")
     handle = RemovableHandle(hooks)

@@ -19,9 +19,9 @@ from amp_core.states.loss_scale import (
     AtFloor,
     LossScaleSchedule,
     ScaleState,
-    further_fields,
     known_fields,
     next_scale,
+    saved_form,
     valid_scale,
 )
 
@@ -34,9 +34,7 @@ class SavedScale(NamedTuple):
     """A saved state after all checks, ready to load."""
 
     schedule: LossScaleSchedule
-    scale: float
-    growth_tracker: int
-    hysteresis_left: int
+    state: ScaleState
 
 
 class LossScale:
@@ -81,15 +79,15 @@ class LossScale:
         wide = tensor.float() if tensor.dtype is torch.float16 else tensor
         return wide * cast(Tensor, self.scale).to(tensor.device, non_blocking=True)
 
-    def check(self, call: str) -> tuple[Tensor, Tensor]:
-        """Return scale and growth tracker.
+    def check(self, call: str) -> Tensor:
+        """Return the scale.
 
         Raises:
             AssertionError: no loss was scaled yet; torch's text.
         """
         assert self.scale is not None, f"Attempted {call} but _scale is None.  {_NO_SCALE}"
         assert self.growth_tracker is not None, f"Attempted {call} but _growth_tracker is None.  {_NO_SCALE}"
-        return self.scale, self.growth_tracker
+        return self.scale
 
     # -- moving ----------------------------------------------------------------------------------
 
@@ -103,8 +101,8 @@ class LossScale:
         Raises:
             AssertionError: no gradients were checked since the last update; torch's text.
         """
-        scale, tracker = self.check("update")
-        left = cast(Tensor, self.hysteresis_left)
+        scale = self.check("update")
+        tracker, left = cast(Tensor, self.growth_tracker), cast(Tensor, self.hysteresis_left)
         flags = self.optimizer_states.found_infs()
         if not flags:  # not an assert statement, which Dynamo would turn into an operation
             raise AssertionError("No inf checks were recorded prior to update.")
@@ -118,7 +116,7 @@ class LossScale:
 
     def set(self, new_scale: float | Tensor, device_type: str) -> None:
         """Set the scale; see `GradScaler.update`."""
-        scale, _ = self.check("update")
+        scale = self.check("update")
         if isinstance(new_scale, Tensor):
             right = (new_scale.device.type, new_scale.numel(), new_scale.requires_grad)
             assert right == (device_type, 1, False), (
@@ -138,7 +136,7 @@ class LossScale:
     def stop(self) -> None:
         """Set the scale to 1 for good."""
         self.schedule = replace(self.schedule, min_scale=1.0, max_scale=1.0, at_floor=AtFloor.WARN)
-        self.check("update")[0].fill_(1.0)
+        self.check("update").fill_(1.0)
 
     # -- reading ---------------------------------------------------------------------------------
 
@@ -146,40 +144,27 @@ class LossScale:
         """Return the scale; waits for the device."""
         return self.init_scale if self.scale is None else float(self.scale.item())
 
-    def growth(self) -> int:
-        """Return the number of finite steps in a row; waits for the device."""
-        tracker = self.growth_tracker
-        return self.init_growth_tracker if tracker is None else int(tracker.item())
-
-    def forgiven(self) -> int:
-        """Return the number of overflows left before the scale drops; waits for the device."""
-        left = self.hysteresis_left
-        return self.init_hysteresis_left if left is None else int(left.item())
+    def state(self) -> ScaleState:
+        """Return the scale and both counts; waits for the device."""
+        if self.growth_tracker is None or self.hysteresis_left is None:
+            return ScaleState(self.init_scale, self.init_growth_tracker, self.init_hysteresis_left)
+        return ScaleState(self.value(), int(self.growth_tracker.item()), int(self.hysteresis_left.item()))
 
     # -- saving ----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state in torch's format, and under ``"_schedule"`` what torch has no name for."""
-        state = {
-            "scale": self.value(),
-            "growth_factor": self.schedule.growth_factor,
-            "backoff_factor": self.schedule.backoff_factor,
-            "growth_interval": self.schedule.growth_interval,
-            "_growth_tracker": self.growth(),
-        }
-        if self.schedule.hysteresis > 1:
-            state["_hysteresis_left"] = self.forgiven()
-        further = further_fields(self.schedule)
-        return {**state, "_schedule": further} if further else state
+        """Return the state as `saved_form`."""
+        return saved_form(self.state(), self.schedule)
 
     def load(self, saved: SavedScale) -> None:
         """Take over what was saved."""
-        self.schedule, self.init_scale = saved.schedule, saved.scale
-        self.init_growth_tracker, self.init_hysteresis_left = saved.growth_tracker, saved.hysteresis_left
-        if self.scale is not None and self.growth_tracker is not None:
-            self.scale.fill_(saved.scale)
-            self.growth_tracker.fill_(saved.growth_tracker)
-            cast(Tensor, self.hysteresis_left).fill_(saved.hysteresis_left)
+        self.schedule = saved.schedule
+        self.init_scale, self.init_growth_tracker, self.init_hysteresis_left = saved.state
+        for tensor, value in zip(
+            (self.scale, self.growth_tracker, self.hysteresis_left), saved.state, strict=True
+        ):
+            if tensor is not None:
+                tensor.fill_(value)
 
     def __getstate__(self) -> dict[str, Any]:
         recorded = self.optimizer_states or self.optimizer_states.orphans
@@ -187,11 +172,12 @@ class LossScale:
             "A GradScaler instance may only be pickled at the beginning "
             "of an iteration, or at the end after scaler.update()."
         )
+        state = self.state()
         return {
             **self.__dict__,
-            "init_scale": self.value(),
-            "init_growth_tracker": self.growth(),
-            "init_hysteresis_left": self.forgiven(),
+            "init_scale": state.scale,
+            "init_growth_tracker": state.growth_tracker,
+            "init_hysteresis_left": state.hysteresis_left,
             "scale": None,
             "growth_tracker": None,
             "hysteresis_left": None,
@@ -238,7 +224,7 @@ def check_saved(state: object, schedule: LossScaleSchedule) -> SavedScale:
     )
     tracker = _count("_growth_tracker", state["_growth_tracker"])
     left = _count("_hysteresis_left", state.get("_hysteresis_left", schedule.hysteresis))
-    return SavedScale(schedule, valid_scale(state["scale"]), tracker, left)
+    return SavedScale(schedule, ScaleState(valid_scale(state["scale"]), tracker, left))
 
 
 def _count(name: str, value: Any) -> int:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from amp_core.common.call_site import level_outside
 from amp_core.errors import ScaleFloorError, ScaleFloorWarning, SkippedStepsWarning
@@ -56,16 +57,10 @@ class StepLog:
     def _start(self, size: int | None) -> None:
         self.history = History(size)
         self.hooks = Hooks()
-        self.last_step: weakref.WeakKeyDictionary[torch.optim.Optimizer, StepRecord] = (
-            weakref.WeakKeyDictionary()
-        )
+        self.last_step: WeakKeyDictionary[Optimizer, StepRecord] = WeakKeyDictionary()
         self._pending: dict[str | None, list[StepRecord]] = {}
-        self._skips_in_a_row: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = (
-            weakref.WeakKeyDictionary()
-        )
-        self._described: weakref.WeakKeyDictionary[
-            torch.optim.Optimizer, tuple[list[int], ParameterNames]
-        ] = weakref.WeakKeyDictionary()
+        self._skips_in_a_row: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        self._described: WeakKeyDictionary[Optimizer, tuple[list[int], ParameterNames]] = WeakKeyDictionary()
 
     def __getstate__(self) -> dict[str, Any]:
         # ids, hooks and tensors of this process mean nothing in another
@@ -78,11 +73,9 @@ class StepLog:
 
     # -- at a step -------------------------------------------------------------------------------
 
-    def record(
-        self, optimizer: torch.optim.Optimizer, loss_scale: LossScale, state: OptimizerState
-    ) -> StepRecord:
+    def record(self, optimizer: Optimizer, loss_scale: LossScale, state: OptimizerState) -> StepRecord:
         """Record a step of `optimizer`; does not wait for the device."""
-        scale, _ = loss_scale.check("step")
+        scale = loss_scale.check("step")
         norm, state.total_norm = state.total_norm, None
         record = StepRecord(
             self.updates,
@@ -105,14 +98,14 @@ class StepLog:
         self.last_step[optimizer] = record
         return record
 
-    def skipped(self, record: StepRecord, optimizer: torch.optim.Optimizer) -> bool:
+    def skipped(self, record: StepRecord, optimizer: Optimizer) -> bool:
         """Return whether the step is to be skipped, and note why; waits for the device."""
         skipped = record.skipped
         if skipped and record._micro_batches is None:
             record._bad = self.bad_parameters(optimizer)
         return skipped
 
-    def landed(self, optimizer: torch.optim.Optimizer | None) -> Tensor:
+    def landed(self, optimizer: Optimizer | None) -> Tensor:
         """Return whether the last step was taken; see `GradScaler.landed`."""
         known = self.last_step
         if optimizer is not None:
@@ -126,13 +119,13 @@ class StepLog:
         landed = [record.landed for record in records]
         return torch.stack([each.to(landed[0].device, non_blocking=True) for each in landed]).all()
 
-    def bad_parameters(self, optimizer: torch.optim.Optimizer) -> tuple[BadParameter, ...]:
+    def bad_parameters(self, optimizer: Optimizer) -> tuple[BadParameter, ...]:
         """Return the parameters whose gradients are not finite; waits for the device."""
         parts = group_by_device(optimizer, allow_fp16=True)
         return tuple(b for p in parts for b in bad_parameters(p.params, p.grads, self.names))
 
     def describe(
-        self, optimizer: torch.optim.Optimizer, parts: Sequence[Gradients], stats: Sequence[GradStats]
+        self, optimizer: Optimizer, parts: Sequence[Gradients], stats: Sequence[GradStats]
     ) -> tuple[ParameterNames, Tensor] | None:
         """Return the names of the parameters, and on the device which of their gradients are not finite."""
         if not parts:
@@ -173,7 +166,7 @@ class StepLog:
         """
         records = self._pending.pop(loss_scale.key, [])
         if records:
-            after = snapshot(loss_scale.check("update")[0])
+            after = snapshot(loss_scale.check("update"))
             for record in records:
                 record._scale_after = after
         hooks = self.hooks.exist()
@@ -202,7 +195,7 @@ class StepLog:
                     self._explain(record, owner, row)
         return bool(flag)
 
-    def _explain(self, record: StepRecord, owner: torch.optim.Optimizer, row: int) -> None:
+    def _explain(self, record: StepRecord, owner: Optimizer, row: int) -> None:
         if record._bad is None and record._micro_batches is None:
             record._bad = self.bad_parameters(owner) or None
         if row == self.warn_after:

@@ -27,6 +27,7 @@ __all__ = [
     "known_fields",
     "next_scale",
     "next_stage",
+    "saved_form",
     "valid_scale",
 ]
 
@@ -181,6 +182,21 @@ class ScaleState(NamedTuple):
     scale: float
     growth_tracker: int = 0
     hysteresis_left: int = 1
+
+
+def saved_form(state: ScaleState, schedule: LossScaleSchedule) -> dict[str, Any]:
+    """Return a scale and its schedule in torch's format, with entries of our own for what torch lacks."""
+    saved = {
+        "scale": state.scale,
+        "growth_factor": schedule.growth_factor,
+        "backoff_factor": schedule.backoff_factor,
+        "growth_interval": schedule.growth_interval,
+        "_growth_tracker": state.growth_tracker,
+    }
+    if schedule.hysteresis > 1:
+        saved["_hysteresis_left"] = state.hysteresis_left
+    further = further_fields(schedule)
+    return {**saved, "_schedule": further} if further else saved
 
 
 def next_scale(state: ScaleState, found_inf: bool, schedule: LossScaleSchedule) -> ScaleState:

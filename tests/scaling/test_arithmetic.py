@@ -13,7 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from amp_core.scaling import arithmetic
-from amp_core.scaling.arithmetic import any_of, overflows, reciprocal, unscale_and_clip
+from amp_core.scaling.arithmetic import (
+    any_of,
+    clip_on_host,
+    inverse_of,
+    overflows,
+    reciprocal,
+    unscale_and_clip,
+)
+from amp_core.states.loss_scale import float32
 
 T = TypeVar("T")
 POSITIVE = st.floats(0.0, math.inf, width=32, allow_nan=False, exclude_min=True)
@@ -44,7 +52,10 @@ def test_the_host_clips_as_a_device_does(
 ) -> None:
     """A step on the CPU, fused or not, is clipped otherwise than one on a GPU, or divides by zero."""
     numbers = torch.tensor(norm, dtype=dtype), torch.tensor(scale)
-    here, there = here_and_there(lambda: unscale_and_clip(*numbers, max_norm, as_divisor=as_divisor))
+    true, factor = clip_on_host(norm, scale, inverse_of(scale), max_norm, as_divisor=as_divisor)
+    here = torch.tensor(true, dtype=dtype), torch.tensor(float32(factor))
+    with patch.object(arithmetic, "on_host", lambda *_: False):
+        there = unscale_and_clip(*numbers, max_norm, as_divisor=as_divisor)
     torch.testing.assert_close(here[0], there[0], rtol=0, atol=0, equal_nan=True)
     assert here[1].dtype is there[1].dtype is torch.float32
     # What tensors lose of coefficients below float32.
@@ -85,5 +96,8 @@ def test_flags_of_one_element_that_are_no_scalars() -> None:
 def test_a_scale_of_zero_is_no_error() -> None:
     """A scale that another program wrote raises ZeroDivisionError here and is inf elsewhere."""
     zero = torch.tensor(0.0)
-    here, there = here_and_there(lambda: (reciprocal(zero), *unscale_and_clip(torch.tensor(1.0), zero, 1.0)))
-    assert [float(n) for n in here[:2]] == [float(n) for n in there[:2]] == [math.inf, math.inf]
+    here, there = here_and_there(
+        lambda: (reciprocal(zero), unscale_and_clip(torch.tensor(1.0), zero, 1.0)[0])
+    )
+    on_host, _ = clip_on_host(1.0, 0.0, inverse_of(0.0), 1.0, as_divisor=False)
+    assert [*map(float, here), on_host] == [*map(float, there), on_host] == [math.inf] * 3
