@@ -18,12 +18,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from amp_core.common.handle import Handle
 from amp_core.plugin import hookimpl
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.utils.tensorboard import SummaryWriter
-    from typing_extensions import Self
 
     from amp_core.scaling.grad_scaler import GradScaler
     from amp_core.scaling.hooks import ScaleChange
@@ -264,7 +264,7 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-class _SkipAware:
+class _SkipAware(Handle):
     """Makes one method of an object do nothing after a skipped step, until `remove`.
 
     The object gets a subclass of its class: an attribute would become part of a scheduler's ``state_dict``.
@@ -298,12 +298,6 @@ class _SkipAware:
     def remove(self) -> None:
         """Restore the method."""
         self._target.__class__ = self._own
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.remove()
 
 
 class SkipAwareScheduler(_SkipAware):

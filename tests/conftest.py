@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -32,35 +33,6 @@ def clean_autocast_state() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def torchrun() -> Callable[..., str]:
-    """Return a function that runs a script on `ranks` processes and returns what they print."""
-
-    def run(script: Path, *options: str, ranks: int = 2, last_word: str = "") -> str:
-        launcher = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            f"--nproc-per-node={ranks}",
-        ]
-        done = subprocess.run(
-            [*launcher, str(script), *options],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=250,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        # gloo's threads let go of tensors while the interpreter ends, and may abort it (pytorch#190489).
-        aborted = "terminate called without an active exception" in done.stderr
-        finished = done.returncode == 0 or (aborted and last_word and last_word in done.stdout)
-        assert finished, done.stderr[-3000:]
-        return done.stdout
-
-    return run
-
-
-@pytest.fixture(scope="session")
 def forked() -> Callable[..., list[tuple[list[int], str]]]:
     """Return a function that runs jobs as `forked.py` does; for each, the exit codes and what was printed.
 
@@ -84,6 +56,18 @@ def forked() -> Callable[..., list[tuple[list[int], str]]]:
         for codes, _ in found:
             assert 1 not in codes, done.stderr[-3000:]
         return found
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def on_ranks(forked: Callable[..., list[tuple[list[int], str]]]) -> Callable[..., str]:
+    """Return a function that runs a script on `ranks` processes and returns what they print."""
+
+    def run(script: Path, *options: str, ranks: int = 2) -> str:
+        ((codes, printed),) = forked(shlex.join([str(ranks), str(script), *options]))
+        assert codes == [0] * ranks, printed
+        return printed
 
     return run
 

@@ -36,6 +36,7 @@ def run(count: int, script: str, options: list[str]) -> list[int]:
             place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "MASTER_PORT": port}
             os.environ.update({key: str(value) for key, value in place.items()}, MASTER_ADDR="127.0.0.1")
             sys.argv, code = [script, *options], 0
+            sys.path[0] = os.path.dirname(script)  # as Python has it
             try:
                 runpy.run_path(script, run_name="__main__")
             except BaseException:

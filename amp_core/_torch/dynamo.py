@@ -50,11 +50,6 @@ def autocast_step(device: str, dtype: torch.dtype, enabled: bool, keeps_casts: b
     return Step(enter_autocast, (device, dtype, enabled, keeps_casts), exit_autocast, hands_over=True)
 
 
-def is_loaded() -> bool:
-    """Whether Dynamo has been imported, so that something may have been compiled."""
-    return "torch._dynamo" in sys.modules
-
-
 def when_loaded(callback: Callable[[], None]) -> None:
     """Call `callback` once Dynamo is imported: now, or when ``torch.compile`` imports it.
 

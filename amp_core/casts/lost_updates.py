@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from amp_core.casts.shards import like, local
 from amp_core.casts.stand_ins import buckets, in_place_of, unhooked_step
 from amp_core.casts.storage import widen_state
+from amp_core.common.handle import Handle
 
 _LOW = (torch.bfloat16, torch.float16)
 
@@ -62,7 +63,7 @@ class Counts:
         self._optimizer.__dict__.pop("_amp_core_lost_updates", None)
 
 
-class LostUpdates:
+class LostUpdates(Handle):
     """The handle that `count_lost_updates` returns; also a context manager."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
@@ -112,12 +113,6 @@ class LostUpdates:
         while self._hooks:
             self._hooks.pop().remove()
             self._counts.remove()
-
-    def __enter__(self) -> LostUpdates:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.remove()
 
 
 def count_lost_updates(model: nn.Module, optimizer: Optimizer) -> LostUpdates:

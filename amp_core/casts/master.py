@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from typing_extensions import Self
 
 from amp_core.casts.accumulating import AccumulatingCasts
 from amp_core.casts.scope import CachedCasts, nbytes_of
@@ -26,7 +27,7 @@ class MasterWeights(CachedCasts):
         super().__init__(model, self._casts.cast, debug=debug)
         super().__enter__()
 
-    def __enter__(self) -> MasterWeights:
+    def __enter__(self) -> Self:
         if self._release is None:
             raise RuntimeError(
                 "These master_weights were removed. Call master_weights(model) again to enable them."

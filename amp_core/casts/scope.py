@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from types import TracebackType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim import Optimizer
+from typing_extensions import Self
 
 from amp_core._torch.internals import is_dtensor, part_of
 from amp_core.casts.bulk import cast_weights
 from amp_core.casts.cache import MakeCasts, WeightCache
 from amp_core.common.call_site import level_outside
+from amp_core.common.handle import Handle
+from amp_core.common.optimizers import after_every_step, parameters_of
 from amp_core.dispatch import kept_operands
 from amp_core.dispatch.engine import serve_casts
 from amp_core.errors import AmpWarning
@@ -27,7 +27,7 @@ def nbytes_of(cast: Tensor) -> int:
     return part_of(cast).nbytes + kept_operands.nbytes(cast)
 
 
-class CachedCasts:
+class CachedCasts(Handle):
     """The result of `cached_casts`: a context manager, or a handle that is already active if persistent."""
 
     _COVERS_DTENSORS = True
@@ -41,14 +41,14 @@ class CachedCasts:
         self._cache = WeightCache(lambda: _weights(model, self._COVERS_DTENSORS), make, debug=debug)
         self._release: Callable[[], None] | None = None
 
-    def __enter__(self) -> CachedCasts:
+    def __enter__(self) -> Self:
         if self._release is not None:
             raise RuntimeError(
                 "This cached_casts scope is already active. Create one scope per `with` statement; do not "
                 "enter a persistent one."
             )
         release_ops = serve_casts(self._cache, self._device_types())
-        _watch_optimizers()
+        after_every_step(_drop_stepped)
         _scopes.add(self)
 
         def release() -> None:
@@ -68,14 +68,6 @@ class CachedCasts:
             types |= {"cpu"} if accelerator is None else {"cpu", accelerator.type}
         return types
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.remove()
-
     def invalidate(self, weights: Iterable[Tensor] | None = None) -> None:
         """Drop the casts of `weights` (default: all) after a write that torch cannot detect."""
         self._cache.invalidate(weights)
@@ -94,17 +86,10 @@ class CachedCasts:
 _scopes: set[CachedCasts] = set()
 
 
-@functools.cache
-def _watch_optimizers() -> None:
-    # Register one permanent hook: other threads iterate over torch's hooks while scopes come and go.
-    register_optimizer_step_post_hook(_after_step)
-
-
-def _after_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+def _drop_stepped(optimizer: Optimizer) -> None:
     """Drop casts of stepped weights: fused optimizers write without changing version counters."""
     for scope in list(_scopes):
-        for group in optimizer.param_groups:
-            scope.invalidate(group["params"])
+        scope.invalidate(parameters_of(optimizer))
 
 
 def _weights(model: nn.Module, dtensors: bool) -> Iterator[tuple[str, Tensor]]:

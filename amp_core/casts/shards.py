@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 from torch import Tensor
 
+from amp_core._torch.internals import is_dtensor, part_of
 from amp_core.common.counter_random import element_numbers
 
-
-def _is_dtensor(tensor: Tensor) -> bool:
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
-
-
-def local(tensor: Tensor) -> Tensor:
-    """Return the part of `tensor` on this rank; shares its memory."""
-    return tensor.to_local() if _is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+local = part_of
+"""Returns the part of a tensor on this rank; shares its memory."""
 
 
 def whole(tensor: Tensor) -> Tensor:
     """Return all of `tensor`, whose parts the ranks of its mesh exchange: all of them must ask."""
-    return tensor.full_tensor() if _is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+    return tensor.full_tensor() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def like(tensor: Tensor, part: Tensor) -> Tensor:
     """Return `part` as the part on this rank of a tensor that is distributed as `tensor` is."""
-    if not _is_dtensor(tensor):
+    if not is_dtensor(tensor):
         return part
     from torch.distributed.tensor import DTensor
 

@@ -22,6 +22,8 @@ from amp_core.casts.memory import KeptMemory
 from amp_core.casts.shards import like, local
 from amp_core.casts.stand_ins import Bucket, buckets, in_place_of, unhooked_step
 from amp_core.casts.storage import STORAGES, Draw, narrow_state, widen_state
+from amp_core.common.handle import Handle
+from amp_core.common.optimizers import parameters_of
 
 KEPT = "amp_core_kept"
 """The entry of the optimizer's state, per parameter, that holds what its weight lacks."""
@@ -31,7 +33,7 @@ _IDLE_BYTES = 32 * 2**20
 """At most so many bytes of work memory stay between two steps, on devices that do not cache it themselves."""
 
 
-class StoredWeights:
+class StoredWeights(Handle):
     """The handle that `master_weights` returns for bfloat16 storage; also a context manager.
 
     Attributes:
@@ -52,7 +54,7 @@ class StoredWeights:
     ) -> None:
         optimizer = _checked(optimizer, storage, state_dtype)
         globs = tuple(keep)
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        held = set(map(id, parameters_of(optimizer)))
         self.storage, self.optimizer = storage, optimizer
         self._memory = KeptMemory()
         self._how, self._seed, self._state_dtype = STORAGES[storage], seed, state_dtype
@@ -84,8 +86,7 @@ class StoredWeights:
         ]
 
     def _params(self) -> Iterator[Tensor]:
-        params = chain.from_iterable(group["params"] for group in self.optimizer.param_groups)
-        return (p for p in params if id(p) in self._names)
+        return (p for p in parameters_of(self.optimizer) if id(p) in self._names)
 
     def _convert(self, param: Tensor) -> None:
         """Store a float32 parameter, rounded to nearest; no random bits are drawn."""
@@ -195,8 +196,7 @@ class StoredWeights:
         loaded, self._loaded = self._loaded, {}
         self._first = {}
         ids = chain.from_iterable(group["params"] for group in loaded["param_groups"])
-        params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-        for number, param in zip(ids, params, strict=True):
+        for number, param in zip(ids, parameters_of(optimizer), strict=True):
             state = loaded["state"].get(number, {})
             for key, value in state.items():
                 if id(param) in self._names and key != "step" and isinstance(value, Tensor):
@@ -232,12 +232,6 @@ class StoredWeights:
             self._lost.remove()
             self._lost = None
         self._names = {}  # a learning-rate scheduler may go on calling this step
-
-    def __enter__(self) -> StoredWeights:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.remove()
 
 
 def _checked(optimizer: object, storage: str, state_dtype: torch.dtype) -> Optimizer:

@@ -63,16 +63,13 @@ def _answer(args: argparse.Namespace) -> str:
     if args.op is not None:
         answer = policy.explain(args.op)
         return _dump(map(_entry, answer)) if args.json else str(answer)
-    if args.like is not None:
-        from amp_core.cli import like
-
-        if not args.missing:
-            raise UsageError("--like OTHER needs --missing.")
-        return like.report(policy, _policy(args.like, args.uniform), as_json=args.json)
+    if args.like is not None and not args.missing:
+        raise UsageError("--like OTHER needs --missing.")
     if args.missing:
         from amp_core.cli.missing import report
 
-        return report(policy, as_json=args.json)
+        other = None if args.like is None else _policy(args.like, args.uniform)
+        return report(policy, other, as_json=args.json)
     lines = [policy.explain(op)[0] for op, _ in sorted(policy, key=lambda item: (item[1], item[0]))]
     if args.json:
         return _dump(map(_entry, lines))
@@ -98,11 +95,12 @@ def _long(lines: list[Explanation]) -> list[str]:
 
 def _by_rule(lines: list[Explanation]) -> list[str]:
     """Group the ops by rule and origin, in paragraphs that fit the terminal."""
+    from amp_core.policy.names import short
     from amp_core.policy.rules import describe
 
     ops = defaultdict(list)
     for line in lines:
-        ops[line.rule, line.origin].append(line.op.removeprefix("aten::").removesuffix(".default"))
+        ops[line.rule, line.origin].append(short(line.op))
     rows = []
     for (rule, origin), names in ops.items():
         title = f"{rule}: {describe(rule)} ({len(names)}; {origin})"

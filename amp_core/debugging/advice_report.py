@@ -10,9 +10,9 @@ from amp_core.debugging.capture import OP
 from amp_core.debugging.comparison import Comparison
 from amp_core.debugging.comparison_report import number
 from amp_core.debugging.format_tables import parameters_table, quantized_table
-from amp_core.debugging.recording_report import short
 from amp_core.debugging.report import content_of
 from amp_core.debugging.tables import Content, Table, Value, as_seconds, as_share, columns
+from amp_core.policy.names import short
 
 _FILE = "The proposal: autocast(policy=advice.policy), advice.apply(model), GradScaler(init_scale=...)"
 

@@ -7,15 +7,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
-from typing_extensions import Self
 
 from amp_core._torch.internals import outside_graphs
+from amp_core.common.handle import Handle
+from amp_core.common.optimizers import parameters_of
 from amp_core.debugging.places import Places
 
 
-class Attached:
+class Attached(Handle):
     """Hooks on a model and on the optimizers that step its parameters, until `remove`.
 
     Everything that `torch.compile` has compiled is compiled again.
@@ -42,19 +43,13 @@ class Attached:
         while self._removers:
             self._removers.pop()()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.remove()
-
     def _before(self) -> None:
         """Handle the start of a training step."""
 
     def _after(self, args: Any, kwargs: Any, result: Any) -> None:
         """Handle the end of its forward pass."""
 
-    def _optimize(self, optimizer: Optimizer, parameters: list[nn.Parameter]) -> None:
+    def _optimize(self, optimizer: Optimizer, parameters: list[Tensor]) -> None:
         """Handle an optimizer that is about to step some of the model's `parameters`."""
 
     @outside_graphs  # a model that is compiled later has these hooks
@@ -70,7 +65,6 @@ class Attached:
 
     def _step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         mine = {id(parameter) for parameter in self.model.parameters()}
-        groups = optimizer.param_groups
-        parameters = [p for g in groups for p in g["params"] if p.grad is not None and id(p) in mine]
+        parameters = [p for p in parameters_of(optimizer) if p.grad is not None and id(p) in mine]
         if parameters:
             self._optimize(optimizer, parameters)

@@ -18,7 +18,7 @@ from amp_core.casts.shards import local, whole
 from amp_core.debugging.fits import Fit, fit_of
 from amp_core.debugging.places import Lines, Place
 from amp_core.debugging.quantized_counts import QuantizedCounts, QuantizedKey, key_of
-from amp_core.debugging.tap import BACKWARD, FORWARD, Frame, Tap, Where, floats_in
+from amp_core.debugging.tap import BACKWARD, FORWARD, Frame, Sink, Tap, Where, floats_in
 from amp_core.dispatch.scaled_products import ROLES, ScaledProduct
 from amp_core.errors import AmpError
 from amp_core.formats import Recipe
@@ -76,7 +76,7 @@ class Sample:
     line: str = ""
 
 
-class Capture:
+class Capture(Sink):
     """A sink for `Tap` that samples the values of a run.
 
     Args:
@@ -152,14 +152,10 @@ class Capture:
             self.work[where.place, where.frames[-1].op] += 2 * a.numel() * b.shape[-1]
 
     def communicated(
-        self,
-        kind: str,  # noqa: ARG002
-        of: str,  # noqa: ARG002
-        inputs: list[Tensor],
-        outputs: list[Tensor],
-        where: Where,  # noqa: ARG002
+        self, kind: str, of: str, inputs: list[Tensor], outputs: list[Tensor], where: Where
     ) -> None:
         """Attribute what arrives to what this rank contributed."""
+        del kind, of, where
         self.moved(inputs, outputs)
 
     def framed(self, frame: Frame, inputs: list[Tensor], outputs: list[Tensor], where: Where) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -46,6 +47,8 @@ class Comparison(Report):
         parameters: how well the parameters of modules without a recipe, such as norms and embeddings, would
             fit the format of weights, by name.
         work: the floating-point operations of products with a recipe in the forward pass, by module and op.
+        odd_references: the number of reference values narrower than the reference dtype, because `fn` casts
+            them itself.
 
     Over several ranks, a difference is the largest that a rank found, and a loss the mean of all; what
     recipes did is of this rank.
@@ -74,7 +77,9 @@ class Comparison(Report):
         self.fits, self.parameters, self.work = mixed.fits, mixed.parameters, found.work
         self._loss_producer = mixed.loss_producer
         self.parents = found.parents
-        self._odd = sum(s.dtype.itemsize < reference_dtype.itemsize for s in reference.samples.values())
+        self.odd_references = sum(
+            s.dtype.itemsize < reference_dtype.itemsize for s in reference.samples.values()
+        )
 
     def at(self, level: str, phase: str | None = None) -> list[Difference]:
         """Return the differences at one level in one or both phases, largest added error first."""
@@ -143,13 +148,18 @@ class Comparison(Report):
         errors = (d.error * d.size / largest if d.size else d.error for d in gradients)
         return max(self.loss_error, *errors, 0.0)
 
-    @property
-    def odd_references(self) -> int:
-        """The number of reference values narrower than the reference dtype because `fn` casts them itself."""
-        return self._odd
-
     def __repr__(self) -> str:
         return f"<Comparison of {len(self.differences)} values in {self.dtype}>"
+
+
+def compared(
+    step: Step, policy: OpPolicy, modules: Mapping[Any, Any] = MappingProxyType({}), scale: float = 1.0
+) -> Comparison:
+    """Compare `step` in float32 with `step` under `policy`, with rules for `modules`."""
+    reference = step.reference(torch.float32, scale)
+    with step.applied(modules):
+        mixed = step.mixed(policy, scale)
+    return Comparison(reference, mixed, step.dtype, torch.float32, Ranks(step.roots))
 
 
 def compare(

@@ -12,9 +12,9 @@ from amp_core.debugging.chart import Chart, Point
 from amp_core.debugging.comparison import Comparison, tolerances
 from amp_core.debugging.difference import Difference
 from amp_core.debugging.format_tables import parameters_table, quantized_table
-from amp_core.debugging.recording_report import short
 from amp_core.debugging.report import content_of
 from amp_core.debugging.tables import Content, Table, Value, as_count, as_dtype, as_share, columns, written
+from amp_core.policy.names import short
 
 _PASS = {"forward": "activation", "backward": "gradient"}
 _FIGURES = (

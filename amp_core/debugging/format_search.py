@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from typing import Any
-
-import torch
-from torch import nn
 
 from amp_core.debugging.advice import FormatAdvice, LayerInFormat
-from amp_core.debugging.agreement import Ranks
-from amp_core.debugging.comparison import Comparison, tolerances
+from amp_core.debugging.comparison import Comparison, compared, tolerances
 from amp_core.debugging.places import Place
-from amp_core.debugging.step import Run, Step
+from amp_core.debugging.step import Step
 from amp_core.errors import PolicyError
 from amp_core.policy import OpPolicy
-from amp_core.regions.modules import apply_policy
 
 _ORIGIN = "amp_core.advise"
 _LESS = 0.8  # of the room for errors, if the estimate was too low
@@ -46,7 +39,6 @@ class FormatSearch:
     ) -> None:
         self._step, self._policy, self._progress = step, policy, progress
         _, self._tolerance = tolerances(step.dtype, tolerance)
-        self._reference: Run | None = None
         self._work: dict[Layer, int] = {}
         self._tried: dict[frozenset[Layer], Comparison] = {}
 
@@ -105,15 +97,7 @@ class FormatSearch:
 
     def _measure(self, policy: OpPolicy, modules: dict[str, dict[str, str]], words: str) -> Comparison:
         self._progress(words)
-        if self._reference is None:
-            self._reference = self._step.reference(torch.float32, 1.0)
-        applied: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-        if modules:
-            applied = apply_policy(self._root, modules, device_type=self._step.device_type)
-        with applied:
-            mixed = self._step.mixed(policy, 1.0)
-        ranks = Ranks(self._step.roots)
-        return Comparison(self._reference, mixed, self._step.dtype, torch.float32, ranks)
+        return compared(self._step, policy, modules)
 
     def _advice(self, layers: Iterable[Layer], alone: dict[Layer, float], whole: Comparison) -> FormatAdvice:
         chosen, total = {*layers}, max(self._work_of(self._work), 1)
@@ -136,13 +120,11 @@ class FormatSearch:
 
     # Layers and rules.
 
-    @property
-    def _root(self) -> nn.Module:
-        return self._step.roots[0]
-
     def _layers(self, work: dict[tuple[Place, str], int]) -> dict[Layer, int]:
         """Return the work of each layer; an op that also runs where no module has a name is one layer."""
-        named = {name for name, _ in self._root.named_modules()} if len(self._step.roots) == 1 else set()
+        named = (
+            {name for name, _ in self._step.roots[0].named_modules()} if len(self._step.roots) == 1 else set()
+        )
         nameless = {op for place, op in work if not place.model or place.module not in named}
         layers: defaultdict[Layer, int] = defaultdict(int)
         for (place, op), count in work.items():

@@ -17,10 +17,10 @@ from amp_core.debugging.capture import extent, is_plain
 from amp_core.debugging.places import Lines, Place
 from amp_core.debugging.ranges import Extent
 from amp_core.debugging.tables import as_dtype
-from amp_core.debugging.tap import BACKWARD, Frame, Tap, Where, floats_in, muted, short_name
-from amp_core.dispatch.scaled_products import ScaledProduct
+from amp_core.debugging.tap import BACKWARD, Sink, Tap, Where, floats_in, muted, short_name
 from amp_core.errors import NonFiniteError
 from amp_core.plugin import get_backend, hookimpl, register, unregister
+from amp_core.policy.names import short
 
 _FILLS = {"masked_fill", "masked_fill_", "where", "masked_scatter", "index_fill", "index_fill_"}
 
@@ -52,10 +52,9 @@ class OpFault:
     result: Extent
 
     def __str__(self) -> str:
-        op = self.op.removeprefix("aten::").removesuffix(".default")
         return "\n".join(
             [
-                f"{op} in {self.place} makes inf or NaN ({self.phase} pass of step {self.step}).",
+                f"{short(self.op)} in {self.place} makes inf or NaN ({self.phase} pass of step {self.step}).",
                 f"  line    {self.line or 'unknown'}",
                 f"  rule    {self.rule or 'none: the op ran in the dtypes that it was given'}",
                 *(f"  input   {tensor}" for tensor in self.inputs),
@@ -64,7 +63,7 @@ class OpFault:
         )
 
 
-class Guard(Attached):
+class Guard(Attached, Sink):
     """Watches a model until `remove`; see `guard`.
 
     Attributes:
@@ -110,7 +109,7 @@ class Guard(Attached):
         finally:
             self._stop()
 
-    def _optimize(self, optimizer: Optimizer, parameters: list[nn.Parameter]) -> None:
+    def _optimize(self, optimizer: Optimizer, parameters: list[Tensor]) -> None:
         if optimizer in self._scaled or getattr(optimizer, "found_inf", None) is not None:
             return  # the scaler checks the gradients and skips the step
         if self._all_finite([p.grad for p in parameters if p.grad is not None]):
@@ -167,17 +166,6 @@ class Guard(Attached):
             return
         kernel = dispatcher_name(op)
         self._check(where.frames[0].op if where.frames else kernel, kernel, inputs, outputs, where, line)
-
-    def multiplied(self, product: ScaledProduct, where: Where) -> None:
-        """Ignore operands: the result follows."""
-
-    def communicated(
-        self, kind: str, of: str, inputs: list[Tensor], outputs: list[Tensor], where: Where
-    ) -> None:
-        """Ignore collectives: the ops after them are checked."""
-
-    def framed(self, frame: Frame, inputs: list[Tensor], outputs: list[Tensor], where: Where) -> None:
-        """Ignore frames: kernels are checked."""
 
     def _note(self, tensors: list[Tensor]) -> list[Tensor]:
         with muted():

@@ -22,7 +22,7 @@ from amp_core.debugging.quantized_counts import QuantizedCount, QuantizedCounts,
 from amp_core.debugging.report import Report
 from amp_core.debugging.stored_dtypes import TensorKey
 from amp_core.debugging.tables import as_dtype
-from amp_core.debugging.tap import BACKWARD, Frame, Tap, Where, dtypes_of, is_low
+from amp_core.debugging.tap import BACKWARD, Sink, Tap, Where, dtypes_of, is_low
 from amp_core.debugging.violations import Violation, violations
 from amp_core.dispatch.scaled_products import ScaledProduct
 from amp_core.errors import AmpError
@@ -88,7 +88,7 @@ class CastCount:
     repeated_bytes: int = 0
 
 
-class Recording(Report):
+class Recording(Report, Sink):
     """A record of a ``with amp_core.record()`` block; `print` it, or save it with `to_json` and `to_html`.
 
     Attributes:
@@ -100,6 +100,7 @@ class Recording(Report):
         tensors: the number of elements of each parameter and buffer, and of the gradients and optimizer
             state that there were in a step or at the end of the block, by `TensorKey`.
         plan: the plan that the report checks.
+        met_compiled: whether a backward pass ran that was compiled before the block.
     """
 
     def __init__(self, model: nn.Module | None = None, plan: PrecisionPlan | None = None) -> None:
@@ -117,7 +118,7 @@ class Recording(Report):
         self._model = model
         self._cast_versions: Any = WeakIdKeyDictionary()
         self._tap: Tap | None = None
-        self._met_compiled = False
+        self.met_compiled = False
 
     def __enter__(self) -> Self:
         if self._tap is not None:
@@ -132,7 +133,7 @@ class Recording(Report):
         assert self._tap is not None, "__exit__ without __enter__"
         self._hook.remove()
         self._tap.__exit__(*exc)
-        self._met_compiled |= self._tap.met_compiled
+        self.met_compiled |= self._tap.met_compiled
         for root in [self._model] if self._model is not None else self._tap.places.roots:
             self.tensors.update(stored_dtypes.of_model(root))
         self._tap = None
@@ -208,18 +209,13 @@ class Recording(Report):
         for phase, place, *rest, count in data.get("collectives", []):
             recording.collectives[CollectiveKey(phase, Place(*place), *rest)] = CollectiveCount(**count)
         recording.tensors = {TensorKey(*key): elements for *key, elements in data.get("tensors", [])}
-        recording._met_compiled, recording.environment = data["met_compiled"], data["environment"]
+        recording.met_compiled, recording.environment = data["met_compiled"], data["environment"]
         return recording
 
     @property
     def quantized(self) -> dict[QuantizedKey, QuantizedCount]:
         """The operands that recipes quantised, by `QuantizedKey`; reading it waits for the device."""
         return self._quantized.read()
-
-    @property
-    def met_compiled(self) -> bool:
-        """Whether a backward pass ran that was compiled before the block."""
-        return self._met_compiled
 
     def __repr__(self) -> str:
         casts = sum(c.calls for c in self.casts.values())
@@ -261,9 +257,6 @@ class Recording(Report):
             count.repeats += 1
             count.repeated_bytes += nbytes
 
-    def moved(self, inputs: list[Tensor], outputs: list[Tensor]) -> None:
-        """Ignore ops that compute nothing."""
-
     def multiplied(self, product: ScaledProduct, where: Where) -> None:
         """Count the operands that a recipe quantised."""
         self._quantized.add(product, where)
@@ -277,9 +270,6 @@ class Recording(Report):
             count = self.collectives[CollectiveKey(where.phase, where.place, kind, of, as_dtype(dtype))]
             count.calls += 1
             count.nbytes += sum(t.numel() * t.element_size() for t in inputs if t.dtype is dtype)
-
-    def framed(self, frame: Frame, inputs: list[Tensor], outputs: list[Tensor], where: Where) -> None:
-        """Ignore frames: kernels are counted."""
 
     def _weight_name(self, tensor: Tensor) -> str:
         assert self._tap is not None

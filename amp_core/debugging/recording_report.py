@@ -15,6 +15,7 @@ from amp_core.debugging.report import content_of
 from amp_core.debugging.stored_dtypes import TensorKey
 from amp_core.debugging.tables import Content, Table, Value, as_bytes, as_count, as_share, columns
 from amp_core.debugging.violations import Violation
+from amp_core.policy.names import short
 
 _NO_RULE = "(no rule)"
 
@@ -46,11 +47,6 @@ _COMPILED = (
     "kernels that it calls through the dispatcher are recorded. To record everything, move the forward "
     "pass into the block."
 )
-
-
-def short(op: str) -> str:
-    """Return the op's name without ``aten::`` and ``.default``."""
-    return op.removeprefix("aten::").removesuffix(".default")
 
 
 def called(op: str, kernel: str) -> str:

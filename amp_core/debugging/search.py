@@ -6,24 +6,23 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from amp_core.casts.lost_updates import lost_to_rounding
+from amp_core.common.optimizers import parameters_of
 from amp_core.debugging.advice import Advice, Finding
 from amp_core.debugging.agreement import Ranks
 from amp_core.debugging.capture import OP, PARAMETER, Key
-from amp_core.debugging.comparison import Comparison, tolerances
+from amp_core.debugging.comparison import Comparison, compared, tolerances
 from amp_core.debugging.comparison_report import where
 from amp_core.debugging.difference import Difference
-from amp_core.debugging.recording_report import short
-from amp_core.debugging.step import Run, Step
+from amp_core.debugging.step import Step
 from amp_core.errors import PolicyError
 from amp_core.policy import OpPolicy, names
 from amp_core.policy import rules as r
-from amp_core.regions.modules import apply_policy
+from amp_core.policy.names import short
 
 _LARGEST_SCALE = 2.0**24
 _HEADROOM = 8  # range left above this step's largest gradient, for larger ones in other steps
@@ -61,7 +60,6 @@ class Search:
         self._given = tolerance
         self._tolerance, _ = tolerances(step.dtype, tolerance)
         self._progress = progress
-        self._references: dict[float, Run] = {}
         self._findings: list[Finding] = []
 
     def run(self, rounds: int) -> Advice:
@@ -87,18 +85,7 @@ class Search:
 
     def _try(self, proposal: Proposal, words: str) -> Comparison:
         self._progress(words)
-        scale = proposal.scale
-        if scale not in self._references:
-            self._references = {scale: self._step.reference(torch.float32, scale)}
-        reference = self._references[scale]
-        with self._applied(proposal):
-            mixed = self._step.mixed(proposal.policy, proposal.scale)
-        return Comparison(reference, mixed, self._step.dtype, torch.float32, Ranks(self._step.roots))
-
-    def _applied(self, proposal: Proposal) -> contextlib.AbstractContextManager[Any]:
-        if not proposal.modules:
-            return contextlib.nullcontext()
-        return apply_policy(self._step.roots[0], proposal.modules, device_type=self._step.device_type)
+        return compared(self._step, proposal.policy, proposal.modules, proposal.scale)
 
     # The loss scale.
 
@@ -132,12 +119,12 @@ class Search:
         def count() -> None:
             names = {id(p): name for root in self._step.roots for name, p in root.named_parameters()}
             if proposal.scale != 1.0:
-                for param in (p for group in optimizer.param_groups for p in group["params"]):
+                for param in parameters_of(optimizer):
                     param.grad = None if param.grad is None else param.grad / proposal.scale
             lost.update(lost_to_rounding(optimizer, names))
 
         self._progress("for the updates of the weights")
-        with self._applied(proposal):
+        with self._step.applied(proposal.modules):
             self._step.mixed(proposal.policy, proposal.scale, count)
         lost = Ranks(self._step.roots).merged(lost, _mean_shares)
         for name, share in sorted(lost.items(), key=lambda item: -item[1]):

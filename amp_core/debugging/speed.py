@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 import time
@@ -26,7 +25,6 @@ from amp_core.errors import AmpError
 from amp_core.policy import OpPolicy, names
 from amp_core.policy import rules as r
 from amp_core.policy.recipes import recipe_of
-from amp_core.regions.modules import apply_policy
 from amp_core.regions.region import autocast
 
 _ORIGIN = "amp_core.advise"
@@ -64,7 +62,6 @@ class SpeedSearch:
         progress: Callable[[str], None] = lambda _words: None,
     ) -> None:
         self._step, self._policy, self._progress = step, policy, progress
-        self._roots: list[nn.Module] = []
         self._calls: dict[Any, tuple[OpTime, tuple[Any, ...], dict[str, Any]]] = {}
         self._runs_backward = False
 
@@ -73,7 +70,7 @@ class SpeedSearch:
         keeper = StateKeeper()
         with keeper.restored(), seeded(self._step.seed, self._step.device_type):
             self._observe(keeper)
-            if Ranks(self._roots).are_several:
+            if Ranks(self._step.roots).are_several:
                 raise AmpError(_RANKS)
             self._progress(f"{len(self._calls)} ops in two precisions")
             for entry, args, kwargs in self._calls.values():
@@ -125,8 +122,10 @@ class SpeedSearch:
         finally:
             end()
             places.detach()
-        self._roots = [step.model] if step.model is not None else places.roots
-        self._runs_backward = not any(p.grad is not None for root in self._roots for p in root.parameters())
+        self._step.roots = [step.model] if step.model is not None else places.roots
+        self._runs_backward = not any(
+            p.grad is not None for root in self._step.roots for p in root.parameters()
+        )
         self._backward(result)
 
     def _note(self, op: str, args: tuple[Any, ...], kwargs: dict[str, Any], module: str) -> None:
@@ -183,7 +182,7 @@ class SpeedSearch:
 
     def _with_modules(self, best: _Setting, rounds: int) -> _Setting:
         """Run children of the model in float32, one after the other, where the step becomes faster."""
-        root = self._roots[0] if len(self._roots) == 1 else nn.Module()
+        root = self._step.roots[0] if len(self._step.roots) == 1 else nn.Module()
         losing = (e for e, *_ in self._calls.values() if e.low > e.float32)
         users = {module for entry in losing for module in entry.modules}
         children = [n for n, _ in root.named_children() if any(f"{u}.".startswith(f"{n}.") for u in users)]
@@ -195,12 +194,9 @@ class SpeedSearch:
 
     def _run(self, setting: _Setting) -> None:
         device_type = self._step.device_type
-        for root in self._roots:
+        for root in self._step.roots:
             root.zero_grad(set_to_none=True)
-        rules = contextlib.nullcontext()
-        if setting.modules:
-            rules = apply_policy(self._roots[0], setting.modules, device_type=device_type)  # type: ignore[assignment]
-        with rules:
+        with self._step.applied(setting.modules):
             with autocast(
                 device_type, dtype=self._step.dtype, enabled=setting.enabled, policy=setting.policy
             ):

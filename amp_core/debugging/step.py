@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +23,7 @@ from amp_core.formats import Recipe
 from amp_core.plugin import get_backend
 from amp_core.policy import OpPolicy
 from amp_core.policy.recipes import as_rule
+from amp_core.regions.modules import apply_policy
 from amp_core.regions.region import autocast
 
 
@@ -65,12 +66,15 @@ class Step:
         self._float32 = OpPolicy.float32(self.device_type)
         self.roots: list[nn.Module] = []
         self.leaves_backward = False
+        self._exact: tuple[float, Run] | None = None
         self.fn, self.model, self.seed, self._limit = fn, model, seed, limit
 
     def reference(self, dtype: torch.dtype, scale: float) -> Run:
-        """Run the step in `dtype`; for float32, all ops with a rule run in float32."""
+        """Run the step in `dtype`; for float32, all ops with a rule run in float32, once for each scale."""
         if dtype is torch.float32:
-            return self._run(self.dtype, self._float32, scale)
+            if self._exact is None or self._exact[0] != scale:
+                self._exact = scale, self._run(self.dtype, self._float32, scale)
+            return self._exact[1]
         if dtype is torch.float64:
             raise AmpError(
                 "reference=torch.float64: autocast does not support float64; convert the model inside fn."
@@ -80,6 +84,12 @@ class Step:
     def mixed(self, policy: OpPolicy, scale: float, at_end: Callable[[], None] = lambda: None) -> Run:
         """Run the step in mixed precision; call `at_end` while its gradients are there."""
         return self._run(self.dtype, policy, scale, at_end)
+
+    def applied(self, modules: Mapping[Any, Any]) -> contextlib.AbstractContextManager[Any]:
+        """Return a context in which `modules` of the model have rules, as for `apply_policy`."""
+        if not modules:
+            return contextlib.nullcontext()
+        return apply_policy(self.roots[0], modules, device_type=self.device_type)
 
     @contextlib.contextmanager
     def _in_force(self, policy: OpPolicy) -> Iterator[None]:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
+from amp_core.common.optimizers import parameters_of
 from amp_core.debugging.tables import as_dtype
 
 PARAMETER, BUFFER, GRADIENT, STATE = "parameter", "buffer", "gradient", "optimizer state"
@@ -40,7 +41,7 @@ def of_model(model: nn.Module) -> Iterator[tuple[TensorKey, int]]:
 
 def of_step(optimizer: Optimizer, name_of: Callable[[Tensor], str]) -> Iterator[tuple[TensorKey, int]]:
     """Yield the gradients that `optimizer` has just used, and its state."""
-    for param in (p for group in optimizer.param_groups for p in group["params"]):
+    for param in parameters_of(optimizer):
         name = name_of(param)
         yield from _entry(GRADIENT, name, "", param.grad)
         for key, value in optimizer.state.get(param, {}).items():

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -77,8 +77,8 @@ class Where:
         return next(((f.rule, f.origin) for f in ruled), self.module_rule)
 
 
-class Sink(Protocol):
-    """Receives the observed ops."""
+class Sink:
+    """Receives the observed ops; by default it ignores them."""
 
     def cast(self, source: Tensor, result: Tensor, where: Where, /) -> None:
         """Receive a conversion from one floating-point dtype to another."""

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from amp_core import GradScaler, autocast, compare, get_backend
-from amp_core.debugging.recording_report import short
 from amp_core.demo.data import Digits
 from amp_core.demo.model import build_model
 from amp_core.demo.train import Settings
+from amp_core.policy.names import short
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -276,7 +276,7 @@ def in_float32(policy: OpPolicy) -> OpPolicy:
 def emulation(policy: OpPolicy) -> Activation:
     """Return an activation that runs every rule of `policy` from Python, even those torch has natively.
 
-    `amp_core.testing` and the tests use it to compare the engine with torch's native kernels.
+    The tests use it to compare the engine with torch's native kernels.
     """
     _require_autocast(policy.device_type)
     ops = {**dict.fromkeys(native_rules(policy.device_type), r.UNCHANGED), **policy.rules}

@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
-from unittest import mock
 
-import accelerate
+import accelerate.accelerator
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import AutocastKwargs, DistributedType
 from torch import nn
 
 from amp_core import GradScaler, OpPolicy, autocast
-from amp_core.integrations.checks import check_scaler
+from amp_core.integrations.checks import check_scaler, replaced
 
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -80,7 +79,7 @@ class Accelerator(accelerate.Accelerator):
 
     def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         """Prepare the model so that its forward pass runs in an amp-core region."""
-        with mock.patch("accelerate.accelerator.get_mixed_precision_context_manager", self._region):
+        with replaced(accelerate.accelerator, "get_mixed_precision_context_manager", self._region):
             prepared: nn.Module = super().prepare_model(model, *args, **kwargs)
         if self.scaler is not None:
             self.scaler.name_parameters(self.unwrap_model(prepared).named_parameters())

@@ -1,6 +1,10 @@
-"""Checks shared by the integrations."""
+"""What the integrations share."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 from amp_core import GradScaler
 
@@ -10,3 +14,18 @@ def check_scaler(scaler: object) -> None:
     if scaler is not None and not isinstance(scaler, GradScaler):
         kind = f"{type(scaler).__module__}.{type(scaler).__qualname__}"
         raise TypeError(f"scaler= takes an amp_core.GradScaler, not a {kind}.")
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
+    """Give a module or an object of a library another attribute for a block."""
+    own = name in vars(owner)  # else its class has it
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if own:
+            setattr(owner, name, before)
+        else:
+            delattr(owner, name)

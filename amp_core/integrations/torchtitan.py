@@ -7,7 +7,6 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from importlib.metadata import version
 from typing import Any
-from unittest import mock
 
 import torch
 import torchtitan.trainer
@@ -17,6 +16,7 @@ from torchtitan.components.loss import ChunkedLossWrapper
 
 from amp_core import GradScaler, OpPolicy, PrecisionPlan
 from amp_core.callbacks import SkipAwareScheduler
+from amp_core.integrations.checks import replaced
 from amp_core.regions.modules import FLOAT32
 
 _TESTED = "0.3"
@@ -104,8 +104,8 @@ class Trainer(torchtitan.trainer.Trainer):
             super().train_step(data_iterator)
             return
         self._stepped = False
-        clip = mock.patch.object(torchtitan.trainer.dist_utils, "clip_grad_norm_", self._clip)
-        with clip, mock.patch.object(self.optimizers, "step", self._step):
+        clip = replaced(torchtitan.trainer.dist_utils, "clip_grad_norm_", self._clip)
+        with clip, replaced(self.optimizers, "step", self._step):
             super().train_step(data_iterator)
         if not self._stepped:
             raise RuntimeError(
@@ -119,7 +119,7 @@ class Trainer(torchtitan.trainer.Trainer):
     def _step(self) -> None:
         """Step as the container does, with its hooks, but each optimizer through the scaler."""
         through = [_Through(self.scaler, optimizer) for optimizer in self.optimizers]
-        with mock.patch.object(self.optimizers, "optimizers", through):
+        with replaced(self.optimizers, "optimizers", through):
             type(self.optimizers).step(self.optimizers)
         self.scaler.update()
         self._stepped = True
@@ -200,7 +200,7 @@ def _policies_of(plan: PrecisionPlan, model: nn.Module) -> Iterator[None]:
                 ours = dataclasses.replace(ours, **{key: getattr(mp_policy, key)})
         return shard(unit, mp_policy=ours, **kwargs)
 
-    with mock.patch.object(torchtitan.distributed.fsdp, "fully_shard", planned):
+    with replaced(torchtitan.distributed.fsdp, "fully_shard", planned):
         yield
 
 

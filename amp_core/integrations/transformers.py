@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 from typing import Any
-from unittest import mock
 
-import transformers
+import transformers.trainer
 
 from amp_core import GradScaler, OpPolicy
 from amp_core.integrations.accelerate import Accelerator
+from amp_core.integrations.checks import replaced
 
 
 class Trainer(transformers.Trainer):
@@ -37,5 +37,5 @@ class Trainer(transformers.Trainer):
     def create_accelerator_and_postprocess(self) -> None:
         """Create the accelerator. transformers looks up its class in its own module."""
         ours = functools.partial(Accelerator, **self._amp)
-        with mock.patch("transformers.trainer.Accelerator", ours):
+        with replaced(transformers.trainer, "Accelerator", ours):
             super().create_accelerator_and_postprocess()

@@ -132,6 +132,11 @@ def full_name(overload: Overload) -> str:
     return name if "." in name.rpartition("::")[2] else f"{name}.default"
 
 
+def short(op: str) -> str:
+    """Return a full name without ``aten::`` and ``.default``, for people."""
+    return op.removeprefix("aten::").removesuffix(".default")
+
+
 def _text(name: object) -> str:
     text = op_text(name)
     if text is not None:

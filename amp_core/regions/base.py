@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -12,6 +11,7 @@ from typing_extensions import ParamSpec
 from amp_core._torch.context_manager import ContextManager
 from amp_core._torch.dynamo import trace_as_context_manager, when_loaded
 from amp_core.common.device_types import device_type_of
+from amp_core.common.optimizers import after_every_step
 from amp_core.dispatch.activate import Activation, activation, default_policy, with_recipe
 from amp_core.plugin.default_manager import get_backend
 from amp_core.policy import OpPolicy
@@ -117,7 +117,7 @@ def _resolve(backend: Backend, dtype: torch.dtype, policy: OpPolicy | None) -> _
     if policy is None and known is not None:
         return known
     if known is None:
-        _watch_optimizers()
+        after_every_step(_clear_casts)
         refusal = backend.autocast_refusal(dtype)
         if refusal is not None and refusal.error:
             raise RuntimeError(refusal.message)
@@ -129,12 +129,6 @@ def _resolve(backend: Backend, dtype: torch.dtype, policy: OpPolicy | None) -> _
     return resolved
 
 
-@functools.cache
-def _watch_optimizers() -> None:
-    """Clear torch's cast cache after every optimizer step, since torch does not notice changed weights."""
-    from torch.optim.optimizer import register_optimizer_step_post_hook
-
-    def after_step(_optimizer: Any, _args: Any, _kwargs: Any) -> None:
-        torch.clear_autocast_cache()
-
-    register_optimizer_step_post_hook(after_step)
+def _clear_casts(_optimizer: torch.optim.Optimizer) -> None:
+    """Clear torch's cast cache, since torch does not notice changed weights."""
+    torch.clear_autocast_cache()

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from amp_core._torch import internals as _torch
+from amp_core.common.handle import Handle
 from amp_core.dispatch.activate import RuleOverrides
 from amp_core.dispatch.graphs import OverridesInForce
 from amp_core.dispatch.target_dtype import eligible
@@ -100,7 +101,7 @@ def apply_policy(
     return AppliedPolicy(model, device_type, planned, written)
 
 
-class AppliedPolicy:
+class AppliedPolicy(Handle):
     """The rules that `apply_policy` applied to a model. As a context manager, removes them on exit.
 
     Attributes:
@@ -154,12 +155,6 @@ class AppliedPolicy:
         if module not in self._regions:
             raise PolicyError(f"The module {module!r} has no rules of its own; {_listed(self.modules)}.")
         return self._regions[module].on(OpPolicy.default(self._device_type)).explain(op)
-
-    def __enter__(self) -> AppliedPolicy:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.remove()
 
     def __repr__(self) -> str:
         return f"<AppliedPolicy on {len(self.modules)} modules: {', '.join(map(repr, self.modules))}>"

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from amp_core.common.handle import Handle
 from amp_core.errors import PolicyError
 from amp_core.policy.op_policy import OpPolicy
 from amp_core.policy.toml import read_modules, read_table
@@ -192,7 +193,7 @@ class PrecisionPlan:
         return inside | matching(names, self.float32_parameters, "parameter", model)
 
 
-class AppliedPlan:
+class AppliedPlan(Handle):
     """What `PrecisionPlan.apply` did to a model. As a context manager, undoes it on exit.
 
     Attributes:
@@ -214,12 +215,6 @@ class AppliedPlan:
         if self._rules is not None:
             self._rules.remove()
         self._kept.detach()
-
-    def __enter__(self) -> AppliedPlan:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.remove()
 
 
 def _average_in(dtype: torch.dtype | None) -> Callable[[Any, Any], torch.futures.Future[torch.Tensor]]:

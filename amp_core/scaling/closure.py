@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp_core.scaling.gradients import parameters_of
+from amp_core.common.optimizers import parameters_of
 
 Closure = Callable[[], Any]
 

@@ -17,6 +17,7 @@ from amp_core._torch import internals as _torch
 from amp_core.common.call_site import level_outside
 from amp_core.common.containers import map_tensors
 from amp_core.common.device_types import device_type_of
+from amp_core.common.optimizers import parameters_of
 from amp_core.errors import AmpWarning, BackendNotFoundError, RankLostError
 from amp_core.kernels.memory import on_host, read
 from amp_core.plugin.default_manager import get_backend
@@ -32,7 +33,7 @@ from amp_core.scaling.grad_passes import (
     multiply_and_flag_,
     read_gradients,
 )
-from amp_core.scaling.gradients import describe_sharding, group_by_device, joined, parameters_of
+from amp_core.scaling.gradients import describe_sharding, group_by_device, joined
 from amp_core.scaling.hooks import ScaleHook, StepHook, add_hook
 from amp_core.scaling.loss_scale import LossScale, check_saved
 from amp_core.scaling.optimizer_state import OptimizerState

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from amp_core._torch import internals as _torch
+from amp_core.common.optimizers import parameters_of
 from amp_core.kernels import PORTABLE, GradStats, Kernels
 from amp_core.plugin.default_manager import get_backend
 from amp_core.scaling.arithmetic import is_tracing
@@ -50,14 +51,6 @@ class Gradients(NamedTuple):
     def multiply_(self, factor: Tensor, found_inf: Tensor | None) -> None:
         """Multiply the gradients; set `found_inf` to 1 if one is not finite before or after."""
         self.kernels.multiply_(self.grads, factor, found_inf)
-
-
-def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Return the parameters of all groups in order."""
-    groups = optimizer.param_groups
-    if len(groups) == 1:
-        return list(groups[0]["params"])
-    return [param for group in groups for param in group["params"]]
 
 
 def group_by_device(optimizer: torch.optim.Optimizer, *, allow_fp16: bool) -> list[Gradients]:

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from amp_core._torch.internals import is_tensor_view
+from amp_core.common.optimizers import parameters_of
 from amp_core.scaling.arithmetic import combine
 from amp_core.scaling.distributed import agree_on_flag, ranks_of
 from amp_core.scaling.grad_scaler import GradScaler
-from amp_core.scaling.gradients import Gradients, group_by_device, parameters_of
+from amp_core.scaling.gradients import Gradients, group_by_device
 from amp_core.scaling.loss_scale import LossScale
 from amp_core.scaling.step_record import name_of
 from amp_core.states.loss_scale import OptState

@@ -11,23 +11,23 @@ DATA = Path(__file__).with_name("data")
 
 
 @pytest.mark.slow
-def test_gradients_are_reduced(torchrun: Callable[..., str]) -> None:
+def test_gradients_are_reduced(on_ranks: Callable[..., str]) -> None:
     """Gradients bypass the reducer: the ranks drift apart, or DDP waits for what never comes."""
-    assert torchrun(DATA / "ddp.py").count("same") == 2 * 4
+    assert on_ranks(DATA / "ddp.py").count("same") == 2 * 4
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scope", ["cached_casts", "master_weights"])
 @pytest.mark.parametrize("how", ["reshard", "keep", "tensors"])
-def test_sharded_weights(torchrun: Callable[..., str], scope: str, how: str) -> None:
+def test_sharded_weights(on_ranks: Callable[..., str], scope: str, how: str) -> None:
     """A stale cast of a gathered weight is used, freed memory is read, or DTensors are cast each time."""
     ranks = 2 if how == "tensors" else 1
-    assert torchrun(DATA / "sharded.py", how, scope, ranks=ranks).count("same") == ranks
+    assert on_ranks(DATA / "sharded.py", how, scope, ranks=ranks).count("same") == ranks
 
 
 @pytest.mark.slow
-def test_stored_weights_do_not_depend_on_the_number_of_ranks(torchrun: Callable[..., str]) -> None:
+def test_stored_weights_do_not_depend_on_the_number_of_ranks(on_ranks: Callable[..., str]) -> None:
     """A shard draws other random bits than the whole, or an optimizer meets tensors beside DTensors."""
-    whole, shards = (torchrun(DATA / "stored.py", ranks=ranks) for ranks in (1, 2))
+    whole, shards = (on_ranks(DATA / "stored.py", ranks=ranks) for ranks in (1, 2))
     assert whole == shards
     assert len({*whole.splitlines()}) == 6

@@ -70,7 +70,7 @@ def test_a_run_that_has_not_begun(kind: type, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def test_a_checkpoint_of_one_process_goes_on_sharded_and_back(
-    torchrun: Callable[..., str], tmp_path: Path
+    on_ranks: Callable[..., str], tmp_path: Path
 ) -> None:
     """Moments, low bits of weights, scales of keys or histories start anew, or belong to one rank's shard."""
     run = Run()
@@ -78,7 +78,7 @@ def test_a_checkpoint_of_one_process_goes_on_sharded_and_back(
         run.step()
     dcp.save(run.parts(), checkpoint_id=tmp_path / "one")
     script = Path(__file__).parent / "data" / "checkpoint.py"
-    torchrun(script, str(tmp_path / "one"), str(tmp_path / "two"))
+    on_ranks(script, str(tmp_path / "one"), str(tmp_path / "two"))
     run.step()
     again = Run()
     again.load(tmp_path / "two")

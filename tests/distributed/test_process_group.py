@@ -21,9 +21,9 @@ SCRIPT = Path(__file__).parent / "data" / "ranks.py"
         pytest.param("mesh slices decision experts", 4, marks=pytest.mark.slow),
     ],
 )
-def test_all_ranks_take_the_same_step(torchrun: Callable[..., str], scenes: str, count: int) -> None:
+def test_all_ranks_take_the_same_step(on_ranks: Callable[..., str], scenes: str, count: int) -> None:
     """Ranks step on their own flag or norm and part for good; replicas are counted twice."""
-    assert torchrun(SCRIPT, *scenes.split(), ranks=count).count("all is well") == count
+    assert on_ranks(SCRIPT, *scenes.split(), ranks=count).count("all is well") == count
 
 
 @pytest.mark.parametrize("wrong", ["world", 2, object()])

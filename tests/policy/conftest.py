@@ -12,8 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from amp_core import OpPolicy, get_backend
 from amp_core._torch import dispatcher as _torch_dispatch
-from amp_core.dispatch import activation
-from amp_core.dispatch.activate import pushed
+from amp_core.dispatch.activate import activation, pushed
 from amp_core.dispatch.engine import engine, policies_in_force
 from amp_core.testing.observe import consistent
 

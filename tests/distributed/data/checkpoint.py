@@ -1,4 +1,4 @@
-"""A run with every part that a checkpoint holds; run by torchrun, it loads one, steps, and saves another."""
+"""A run with every part that a checkpoint holds; run on each rank, it loads one, steps, and saves another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one rank does in the tests of `process_group`; run by torchrun. The arguments name the scenes."""
+"""What one rank does in the tests of `process_group`. The arguments name the scenes."""
 
 from __future__ import annotations
 

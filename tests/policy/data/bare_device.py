@@ -10,8 +10,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 from amp_core import OpPolicy, get_backend
 from amp_core._torch.dispatcher import registered
-from amp_core.dispatch import activation
-from amp_core.dispatch.activate import emulation
+from amp_core.dispatch.activate import activation, emulation
 
 _setup_privateuseone_for_python_backend("npu")
 torch.npu.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
