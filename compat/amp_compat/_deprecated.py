@@ -12,8 +12,10 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
+from amp_core import GradScaler
 from amp_core import autocast as core_autocast
 from amp_core.common import environment as _env
+from amp_core.scaling.step_record import rank
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -32,13 +34,7 @@ def warn(message: str, stacklevel: int) -> None:
 
 
 def _is_first(message: str, frame: Any) -> bool:
-    if (
-        torch.distributed.is_available()
-        and torch.distributed.is_initialized()
-        and torch.distributed.get_rank()
-    ):
-        return False
-    if _env.rank() > 0:
+    if rank() or _env.rank() > 0:
         return False
     site = (message, frame.f_code.co_filename, frame.f_lineno)
     with _lock:
@@ -60,6 +56,26 @@ def deprecated_function(message: str) -> Callable[[F], F]:
         return wrapper  # type: ignore[return-value]
 
     return decorate
+
+
+def init_of_scaler(device: str) -> Any:
+    """Return the ``__init__`` of the deprecated `GradScaler` of one device."""
+
+    @deprecated_function(
+        f"`torch.{device}.amp.GradScaler(args...)` is deprecated. "
+        f"Please use `torch.amp.GradScaler('{device}', args...)` instead."
+    )
+    def __init__(  # noqa: N807
+        self: GradScaler,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+    ) -> None:
+        GradScaler.__init__(self, device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+
+    return __init__
 
 
 class DeprecatedAutocast(core_autocast):

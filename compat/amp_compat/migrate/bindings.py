@@ -10,6 +10,7 @@ from libcst.helpers import get_full_name_for_node
 from libcst.metadata import Assignment, BaseAssignment, ImportAssignment, Scope
 
 from amp_compat.migrate.names import OBJECTS, parse_legacy
+from amp_compat.migrate.tree import around
 
 _CALLED = {"autocast", "GradScaler", "custom_fwd", "custom_bwd"}
 
@@ -52,7 +53,7 @@ class Resolver:
         stars: Mapping[str, str],
     ) -> None:
         self._scopes = scopes
-        self.parents = self._parents = parents
+        self.parents = parents
         self._stars = stars
         self._active: set[cst.CSTNode] = set()
 
@@ -88,13 +89,8 @@ class Resolver:
 
     def scope_of(self, node: cst.CSTNode) -> Scope | None:
         """Return the scope of `node`."""
-        ancestor: cst.CSTNode | None = node
-        while ancestor is not None:
-            scope = self._scopes.get(ancestor)
-            if scope is not None:
-                return scope
-            ancestor = self._parents.get(ancestor)
-        return None
+        scopes = (self._scopes.get(each) for each in (node, *around(node, self.parents)))
+        return next((scope for scope in scopes if scope is not None), None)
 
     def _name(self, node: cst.Name) -> Resolved | None:
         scope = self.scope_of(node)
@@ -152,28 +148,23 @@ class Resolver:
         """Return the right-hand side of ``name = value``, or None for other bindings."""
         if isinstance(binding, ImportAssignment) or not isinstance(binding, Assignment):
             return None
-        parent = self._parents.get(binding.node)
+        parent = self.parents.get(binding.node)
         if isinstance(parent, cst.AssignTarget):
-            statement = self._parents[parent]
+            statement = self.parents[parent]
             return statement.value if isinstance(statement, cst.Assign) else None
         return parent.value if isinstance(parent, cst.AnnAssign) else None
 
     def _is_fallback(self, binding: BaseAssignment, meaning: Resolved | None) -> bool:
         """Return whether `binding` only replaces a missing deprecated name (torch before 1.6)."""
-        if meaning is not None or not isinstance(binding, Assignment):
+        if meaning is not None or isinstance(binding, ImportAssignment):
             return False
-        if isinstance(binding, ImportAssignment):
+        if not isinstance(binding, Assignment):
             return False
-        if _is_none(self._value(binding)):
-            return True
-        return self.in_except(binding.node)
+        return _is_none(self._value(binding)) or self.in_except(binding.node)
 
     def in_except(self, node: cst.CSTNode) -> bool:
         """Return whether `node` is in an ``except`` block."""
-        ancestor: cst.CSTNode | None = node
-        while ancestor is not None and not isinstance(ancestor, cst.ExceptHandler):
-            ancestor = self._parents.get(ancestor)
-        return ancestor is not None
+        return any(isinstance(each, cst.ExceptHandler) for each in (node, *around(node, self.parents)))
 
 
 def getattr_literal(node: cst.BaseExpression) -> str | None:

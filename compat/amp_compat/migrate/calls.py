@@ -57,9 +57,13 @@ def name_positional(legacy: Legacy, args: Sequence[cst.Arg]) -> list[cst.Arg]:
         order = _ORDERS.get(legacy.name, ())
         if position >= len(order):
             raise CannotConvertError("more positional arguments than the deprecated signature has")
-        equal = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
-        named.append(arg.with_changes(keyword=cst.Name(order[position]), equal=equal))
+        named.append(_named(arg, order[position]))
     return named
+
+
+def _named(arg: cst.Arg, keyword: str) -> cst.Arg:
+    equal = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
+    return arg.with_changes(keyword=cst.Name(keyword), equal=equal)
 
 
 def has_positional(args: Sequence[cst.Arg]) -> bool:
@@ -95,8 +99,7 @@ def _without_comments(gap: cst.BaseParenthesizableWhitespace) -> cst.BaseParenth
 def _custom(args: Sequence[cst.Arg], device: str, opening: str) -> list[cst.Arg]:
     if keyword_of(args, "device_type") is not None:
         return list(args)
-    equal = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
-    new = cst.Arg(cst.SimpleString(device), keyword=cst.Name("device_type"), equal=equal)
+    new = _named(cst.Arg(cst.SimpleString(device)), "device_type")
     count = sum(1 for a in args if a.keyword is None and a.star != "**")
     head, tail = list(args[:count]), list(args[count:])
     if not head:
@@ -114,8 +117,7 @@ def _cast_args(args: Sequence[cst.Arg], device: str) -> list[cst.Arg]:
         raise CannotConvertError("`_cast` takes (value, device_type, dtype) now")
     if has_positional(args) and args[1].keyword is None:
         return [args[0], *prepend(args[1:], cst.Arg(cst.SimpleString(device)))]
-    equal = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
-    new = cst.Arg(cst.SimpleString(device), keyword=cst.Name("device_type"), equal=equal)
+    new = _named(cst.Arg(cst.SimpleString(device)), "device_type")
     return [args[0], *prepend(args[1:], new)]
 
 

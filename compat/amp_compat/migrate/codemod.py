@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from functools import partial
-from typing import cast
 
 import libcst as cst
-from libcst.metadata import (
-    BaseAssignment,
-    CodeRange,
-    ImportAssignment,
-    MetadataWrapper,
-    ParentNodeProvider,
-    PositionProvider,
-    Scope,
-    ScopeProvider,
-)
+from libcst.metadata import BaseAssignment, ImportAssignment
 
 from amp_compat.migrate.apex.to_amp_core import ApexRewriter
 from amp_compat.migrate.bindings import Resolver, module_name, star_imports, star_names
@@ -29,7 +19,18 @@ from amp_compat.migrate.names import Legacy, Target, parse_legacy
 from amp_compat.migrate.plan import Plan, Use
 from amp_compat.migrate.prune import prune
 from amp_compat.migrate.rules import settle_aliases, settle_shared
-from amp_compat.migrate.tree import Apply, Edit, args_of, dunder_all, quote_of, root_of, super_init, with_args
+from amp_compat.migrate.tree import (
+    Apply,
+    Edit,
+    args_of,
+    around,
+    dunder_all,
+    metadata_of,
+    quote_of,
+    root_of,
+    super_init,
+    with_args,
+)
 
 
 class ModuleRewriter:
@@ -44,11 +45,7 @@ class ModuleRewriter:
     def __init__(self, text: str, target: Target, exported: Collection[str]) -> None:
         self.text = text
         self.module, self.restored = prune(cst.parse_module(text), text)
-        wrapper = MetadataWrapper(self.module, unsafe_skip_copy=True)
-        metadata = wrapper.resolve_many([ParentNodeProvider, PositionProvider, ScopeProvider])
-        self.parents = cast("Mapping[cst.CSTNode, cst.CSTNode]", metadata[ParentNodeProvider])
-        self.positions = cast("Mapping[cst.CSTNode, CodeRange]", metadata[PositionProvider])
-        scopes = cast("Mapping[cst.CSTNode, Scope | None]", metadata[ScopeProvider])
+        self.parents, self.positions, scopes = metadata_of(self.module)
         self.stars = star_names(self.module)
         self.resolver = Resolver(scopes, self.parents, self.stars)
         self.target = target
@@ -138,7 +135,7 @@ class ModuleRewriter:
 
     def _legacy_imports(self) -> list[ImportAssignment]:
         imports: dict[tuple[int, str], ImportAssignment] = {}
-        for scope in {s for s in self.resolver.scopes() if s is not None}:
+        for scope in self.resolver.scopes():
             for binding in scope.assignments:
                 if isinstance(binding, ImportAssignment) and self.imports.concerns(
                     binding.node, binding.name
@@ -230,12 +227,11 @@ class ModuleRewriter:
 
     def _quote_at(self, node: cst.CSTNode) -> str:
         """Return the file's quotation mark, or the other one inside an f-string that uses it."""
-        ancestor: cst.CSTNode | None = node
-        while ancestor is not None and not isinstance(ancestor, cst.FormattedString):
-            ancestor = self.parents.get(ancestor)
-        if isinstance(ancestor, cst.FormattedString):
-            return '"' if ancestor.quote[0] == "'" else "'"
-        return self.quote
+        strings = (n for n in (node, *around(node, self.parents)) if isinstance(n, cst.FormattedString))
+        outer = next(strings, None)
+        if outer is None:
+            return self.quote
+        return '"' if outer.quote[0] == "'" else "'"
 
     def _call_edit(self, legacy: Legacy, call: cst.Call, *, bare: bool) -> Edit | None:
         if bare:

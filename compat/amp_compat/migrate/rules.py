@@ -12,6 +12,7 @@ from amp_compat.migrate.bindings import Resolver
 from amp_compat.migrate.calls import AUTOCAST_ORDER, has_positional, passes_device
 from amp_compat.migrate.names import OBJECTS
 from amp_compat.migrate.plan import Parents, Plan, Use
+from amp_compat.migrate.tree import around
 
 
 def classify(use: Use, parents: Parents, resolver: Resolver) -> None:
@@ -60,9 +61,7 @@ def _call(use: Use, parent: cst.CSTNode, at: _Place) -> bool:
 def _inside_dtype_region(call: cst.Call, parents: Parents) -> bool:
     if any(a.keyword is not None and a.keyword.value == "dtype" for a in call.args) or len(call.args) > 1:
         return False
-    node: cst.CSTNode = call
-    while node in parents:
-        node = parents[node]
+    for node in around(call, parents):
         if isinstance(node, cst.With):
             items = [item.item for item in node.items if isinstance(item.item, cst.Call)]
             if any(item is not call and _sets_dtype(item) for item in items):

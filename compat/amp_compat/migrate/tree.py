@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import libcst as cst
+from libcst.metadata import (
+    CodeRange,
+    MetadataWrapper,
+    ParentNodeProvider,
+    PositionProvider,
+    Scope,
+    ScopeProvider,
+)
 
 from amp_compat.migrate.calls import CannotConvertError
 
@@ -56,6 +64,34 @@ class NameWalker(cst.CSTVisitor):
     def visit_Name(self, node: cst.Name) -> None:
         """Offer a bare name."""
         self.take(node)
+
+
+class Metadata(NamedTuple):
+    """What libcst knows of the nodes of a module.
+
+    Attributes:
+        parents: the parent of each.
+        positions: where each is in the source.
+        scopes: the scope of each, where it has one.
+    """
+
+    parents: Mapping[cst.CSTNode, cst.CSTNode]
+    positions: Mapping[cst.CSTNode, CodeRange]
+    scopes: Mapping[cst.CSTNode, Scope | None]
+
+
+def metadata_of(module: cst.Module) -> Metadata:
+    """Return the metadata of the nodes of `module` itself, not of a copy."""
+    providers = [ParentNodeProvider, PositionProvider, ScopeProvider]
+    resolved: Any = MetadataWrapper(module, unsafe_skip_copy=True).resolve_many(providers)
+    return Metadata(*(resolved[provider] for provider in providers))
+
+
+def around(node: cst.CSTNode, parents: Mapping[cst.CSTNode, cst.CSTNode]) -> Iterator[cst.CSTNode]:
+    """Yield the ancestors of `node`, innermost first."""
+    while node in parents:
+        node = parents[node]
+        yield node
 
 
 def args_of(node: cst.CSTNode) -> list[cst.Arg]:

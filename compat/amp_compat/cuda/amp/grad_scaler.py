@@ -1,7 +1,7 @@
 """Mirror of `torch.cuda.amp.grad_scaler`."""
 
 import amp_core
-from amp_compat._deprecated import deprecated_function
+from amp_compat._deprecated import init_of_scaler
 from amp_core.scaling.grad_scaler import OptState  # noqa: F401  # code imports it from here
 
 __all__ = ["GradScaler"]
@@ -14,23 +14,4 @@ class GradScaler(amp_core.GradScaler):
         FutureWarning: with torch's text, at the caller's line.
     """
 
-    @deprecated_function(
-        "`torch.cuda.amp.GradScaler(args...)` is deprecated. "
-        "Please use `torch.amp.GradScaler('cuda', args...)` instead."
-    )
-    def __init__(
-        self,
-        init_scale: float = 2.0**16,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 2000,
-        enabled: bool = True,
-    ) -> None:
-        super().__init__(
-            "cuda",
-            init_scale=init_scale,
-            growth_factor=growth_factor,
-            backoff_factor=backoff_factor,
-            growth_interval=growth_interval,
-            enabled=enabled,
-        )
+    __init__ = init_of_scaler("cuda")

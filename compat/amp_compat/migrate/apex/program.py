@@ -21,6 +21,7 @@ from amp_compat.migrate.apex.search import (
     uses_model,
 )
 from amp_compat.migrate.bindings import Resolver
+from amp_compat.migrate.tree import around
 
 Block = cst.IndentedBlock | cst.Module
 Statement = cst.SimpleStatementLine | cst.BaseCompoundStatement
@@ -119,9 +120,7 @@ class Reader:
 
     def around(self, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
         """Yield the ancestors of `node`, innermost first."""
-        while node in self._parents:
-            node = self._parents[node]
-            yield node
+        return around(node, self._parents)
 
     def scope_of(self, node: cst.CSTNode) -> cst.FunctionDef | cst.Module:
         """Return the function that encloses `node`, or else the module."""

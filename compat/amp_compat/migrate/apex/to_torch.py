@@ -4,19 +4,11 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import libcst as cst
 from libcst import matchers
-from libcst.metadata import (
-    CodeRange,
-    MetadataWrapper,
-    ParentNodeProvider,
-    PositionProvider,
-    Scope,
-    ScopeProvider,
-)
 
 from amp_compat.migrate.apex.calls import CannotFollowError
 from amp_compat.migrate.apex.program import Backward, Program, Reader
@@ -25,6 +17,7 @@ from amp_compat.migrate.bindings import Resolver, star_names
 from amp_compat.migrate.imports import ImportEditor, bound_names
 from amp_compat.migrate.model import Finding, Level
 from amp_compat.migrate.names import Target
+from amp_compat.migrate.tree import metadata_of
 
 _NAMES = ("scaler", "grad_scaler", "amp_scaler", "torch_amp_scaler")
 
@@ -46,11 +39,7 @@ def apex_to_torch(text: str, target: Target, quote: str) -> tuple[str, list[Find
         CannotRewriteError: part of it cannot be rewritten without changing its meaning.
     """
     module = cst.parse_module(text)
-    wrapper = MetadataWrapper(module, unsafe_skip_copy=True)
-    metadata = wrapper.resolve_many([ParentNodeProvider, PositionProvider, ScopeProvider])
-    parents = cast("Mapping[cst.CSTNode, cst.CSTNode]", metadata[ParentNodeProvider])
-    positions = cast("Mapping[cst.CSTNode, CodeRange]", metadata[PositionProvider])
-    scopes = cast("Mapping[cst.CSTNode, Scope | None]", metadata[ScopeProvider])
+    parents, positions, scopes = metadata_of(module)
 
     def find(node: cst.CSTNode, level: Level, name: str, message: str) -> Finding:
         start = positions[node].start
