@@ -12,7 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import amp_core
 from amp_core import OpPolicy, PolicyError, get_backend
-from amp_core.dispatch import activation
+from amp_core.dispatch.activate import activation
 from amp_core.dispatch.engine import engine
 from amp_core.errors import AmpWarning
 from amp_core.plugin import Availability, Backend
