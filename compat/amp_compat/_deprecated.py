@@ -1,6 +1,6 @@
 """Deprecation warnings with torch's text and category, attributed to the caller's line."""
 
-from __future__ import annotations
+# No `from __future__ import annotations`: inspect.signature would show strings.
 
 import functools
 import inspect
