@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from amp_core._torch.internals import outside_graphs
 from amp_core.dispatch.history_sources import sources
 from amp_core.formats import AmaxHistory, Delayed
 from amp_core.policy.recipes import ROLES
@@ -184,6 +185,12 @@ def _watch_optimizers() -> None:
 
 
 def _after_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+    if sources.active:
+        _step_all(optimizer)
+
+
+@outside_graphs
+def _step_all(optimizer: torch.optim.Optimizer) -> None:
     for scales in sources.active:
         scales.step(optimizer)
 

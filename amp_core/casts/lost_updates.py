@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from amp_core._torch.internals import outside_graphs
 from amp_core.casts.shards import like, local
 from amp_core.casts.stand_ins import buckets, in_place_of, unhooked_step
 from amp_core.casts.storage import widen_state
@@ -82,6 +83,7 @@ class LostUpdates(Handle):
             optimizer.register_step_post_hook(self._after_step),
         ]
 
+    @outside_graphs
     def _before_step(self, _optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if any(callable(value) for value in (*args, *kwargs.values())):
             raise RuntimeError(
@@ -95,6 +97,7 @@ class LostUpdates(Handle):
             for name, param, wanted in float32_steps(self._optimizer, self._names)
         ]
 
+    @outside_graphs
     def _after_step(self, *_: object) -> None:
         for name, param, before in self._before:
             self._counts.count(name, local(param).detach() == before)

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import Self
 
-from amp_core._torch.internals import is_dtensor, part_of
+from amp_core._torch.internals import is_dtensor, outside_graphs, part_of
+from amp_core._torch.list_writes import see_list_writes
 from amp_core.casts.bulk import cast_weights
 from amp_core.casts.cache import MakeCasts, WeightCache
 from amp_core.common.call_site import level_outside
@@ -49,6 +50,7 @@ class CachedCasts(Handle):
             )
         release_ops = serve_casts(self._cache, self._device_types())
         after_every_step(_drop_stepped)
+        see_list_writes()
         _scopes.add(self)
 
         def release() -> None:
@@ -88,6 +90,12 @@ _scopes: set[CachedCasts] = set()
 
 def _drop_stepped(optimizer: Optimizer) -> None:
     """Drop casts of stepped weights: fused optimizers write without changing version counters."""
+    if not torch.compiler.is_dynamo_compiling() or getattr(optimizer, "defaults", {}).get("fused"):
+        _drop(optimizer)
+
+
+@outside_graphs
+def _drop(optimizer: Optimizer) -> None:
     for scope in list(_scopes):
         scope.invalidate(parameters_of(optimizer))
 

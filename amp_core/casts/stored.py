@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from amp_core._torch.internals import outside_graphs
 from amp_core.casts.lost_updates import Counts
 from amp_core.casts.memory import KeptMemory
 from amp_core.casts.shards import like, local
@@ -99,6 +100,7 @@ class StoredWeights(Handle):
 
     # One step.
 
+    @outside_graphs  # the random bits of each step would be traced, number by number
     def _take_step(self, _optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
         if closure is not None:

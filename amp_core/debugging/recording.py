@@ -14,7 +14,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import Self
 
 from amp_core._torch.dispatcher import Overload, dispatcher_name
-from amp_core._torch.internals import version_of
+from amp_core._torch.internals import outside_graphs, version_of
+from amp_core._torch.list_writes import see_list_writes
 from amp_core.debugging import saved, stored_dtypes
 from amp_core.debugging.collectives import CollectiveCount, CollectiveKey
 from amp_core.debugging.places import Place, Places
@@ -126,6 +127,7 @@ class Recording(Report, Sink):
         self._heavy = {op for op, kind in heavy_ops().items() if kind != REDUCTION}
         self._tap = Tap(self, self._model, self._heavy)
         self._tap.__enter__()
+        see_list_writes()
         self._hook = register_optimizer_step_post_hook(self._after_step)
         return self
 
@@ -283,6 +285,7 @@ class Recording(Report, Sink):
         known[dtype] = version
         return bool(repeat)
 
+    @outside_graphs
     def _after_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
         self.tensors.update(stored_dtypes.of_step(optimizer, self._weight_name))
         self._cast_versions.clear()  # fused optimizers change weights without a version bump

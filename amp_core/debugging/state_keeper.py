@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from amp_core._torch.internals import outside_graphs
 from amp_core.casts.shards import local
 from amp_core.errors import AmpError
 
@@ -71,6 +72,7 @@ class StateKeeper:
                 self._tensors[id(tensor)] = tensor, part, part.detach().clone(), tensor.grad
             tensor.grad = None
 
+    @outside_graphs
     def _keep_optimizer(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         if id(optimizer) not in self._optimizers:
             self._optimizers[id(optimizer)] = optimizer, copy.deepcopy(optimizer.state_dict())

@@ -43,14 +43,21 @@ def fingerprint(weight: Tensor) -> _Fingerprint:
     """Return a value that changes when `weight` is written to, replaced, moved, frozen or hooked."""
     part = weight if type(weight) in _PLAIN else _torch.part_of(weight)
     return (
-        _torch.version_of(weight),
-        0 if part is weight else _torch.version_of(part),  # the program may write to a DTensor's part, too
+        _version(weight),
+        0 if part is weight else _version(part),  # the program may write to a DTensor's part, too
         part.data_ptr(),
         part.shape,
         part.stride(),
         weight.requires_grad,
         _torch.has_gradient_hooks(weight),
     )
+
+
+def _version(tensor: Tensor) -> object:
+    try:
+        return _torch.version_of(tensor)
+    except RuntimeError:  # an inference tensor, swapped in for a weight: its writes are not counted
+        return object()
 
 
 def cached(weight: Tensor, state: _Fingerprint, cast: Tensor) -> CachedCast:

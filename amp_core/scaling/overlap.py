@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from amp_core._torch.internals import version_of
+from amp_core._torch.list_writes import see_list_writes
 from amp_core.common.optimizers import parameters_of
 from amp_core.kernels import GradStats
 from amp_core.plugin.default_manager import get_backend
@@ -51,6 +52,7 @@ class Overlap:
 
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
         """From now on, read the gradients of `optimizer` during each backward."""
+        see_list_writes()
         for param in parameters_of(optimizer):
             if id(param) not in self._hooked and param.requires_grad:
                 self._hooked[id(param)] = self._hook(param)
