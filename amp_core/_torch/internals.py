@@ -595,7 +595,7 @@ _AFTER_GRADIENTS = ("torch::autograd::AccumulateGrad", "RegisterPostBackwardFunc
 
 
 def in_backward() -> bool:
-    """Whether this thread runs a backward pass, be it a callback between or after its nodes."""
+    """Whether this thread runs a backward pass, including callbacks between or after its nodes."""
     return bool(_graph_task() != -1)
 
 

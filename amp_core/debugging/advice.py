@@ -154,7 +154,7 @@ class LayerInFormat:
         work: its floating-point operations in the forward pass.
         kept: whether it is in the format in the proposal.
         alone: the relative error of loss and gradients with this layer alone in the format; None if all
-            layers together bear it.
+            layers together tolerate it.
     """
 
     module: str | None
@@ -166,7 +166,7 @@ class LayerInFormat:
 
 @dataclass(frozen=True, repr=False)
 class FormatAdvice(Advice):
-    """The proposal of ``advise(format=)``: an `Advice` for the layers that bear a format.
+    """The proposal of ``advise(format=)``: an `Advice` for the layers that tolerate a format.
 
     `before` is the comparison with all layers in the format, `after` the one with the proposal, run again.
 

@@ -152,7 +152,9 @@ def advise(
         raise ValueError(f'goal= must be "accuracy" or "speed", not {goal!r}.')
     if format is not None:
         if goal != "accuracy" or optimizer is not None:
-            raise ValueError("format= seeks the layers that bear a format; it takes no goal= or optimizer=.")
+            raise ValueError(
+                "format= finds the layers that tolerate a format; it takes no goal= or optimizer=."
+            )
         step = Step(fn, device, dtype or torch.bfloat16, policy, model, seed, limit)
         rehearsed = quantising(device, policy, format)
         return FormatSearch(step, rehearsed, tolerance, _progress_line(progress)).run(rounds)

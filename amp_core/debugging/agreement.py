@@ -1,4 +1,4 @@
-"""Ranks that run a model together find the same, so that they go on with the same runs."""
+"""Give ranks that run a model together the same results, so that they continue with the same runs."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ def _notes(comparison: Comparison) -> list[str]:
 _MANY = 0.1
 _CROWDED = (
     "More than a tenth of the values of these parameters saturate if a format is given to all ops and not "
-    "to matrix products alone, which biases gradients until a training diverges (arXiv 2506.20752): {names}. "
+    "to matrix products alone, which biases gradients until training diverges (arXiv 2506.20752): {names}. "
     "Leave them out, or round the scale up (e8m0_up)."
 )
 _UNMATCHED = (

@@ -1,4 +1,4 @@
-"""``advise(format=)``: find the layers that bear a format, and the policy that gives it to them."""
+"""``advise(format=)``: find the layers that tolerate a format, and a policy for them."""
 
 from __future__ import annotations
 

@@ -205,7 +205,7 @@ def _policies_of(plan: PrecisionPlan, model: nn.Module) -> Iterator[None]:
 
 
 def _check_described(name: str, param: Tensor, stages: int) -> None:
-    """Refuse a parameter that does not tell how it is spread over the ranks of its stage."""
+    """Refuse a parameter that does not say how it is spread over the ranks of its stage."""
     ranks = distributed.get_world_size() // stages
     reach = param.device_mesh.size() if isinstance(param, DTensor) else 1
     if reach != ranks:
@@ -217,7 +217,7 @@ def _check_described(name: str, param: Tensor, stages: int) -> None:
 
 
 def _scale_losses(loss_fn: Any, scaler: GradScaler) -> None:
-    """Let the losses that backward passes begin from come scaled."""
+    """Scale the losses from which backward passes start."""
     leaf = loss_fn.loss_fn if isinstance(loss_fn, ChunkedLossWrapper) else loss_fn
     own = type(leaf)
 

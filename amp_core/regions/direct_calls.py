@@ -1,4 +1,4 @@
-"""Exported graphs whose calls cost what those of a hand-written model cost."""
+"""Make calls of an exported graph as cheap as those of a hand-written model."""
 
 from __future__ import annotations
 

@@ -226,7 +226,7 @@ _MOVES = {
 
 
 def _cast_before_moves(graph: fx.Graph) -> None:
-    """Cast a weight itself where it is used in one low dtype only, be it after views or a choice of rows."""
+    """Cast a weight itself where it is used in one low dtype only, also after views or a choice of rows."""
     for weight in graph.find_nodes(op="get_attr"):
         paths = [_path_to_cast(weight, user) for user in weight.users]
         dtypes = {path[-1].kwargs["dtype"] if path else None for path in paths}

@@ -22,20 +22,20 @@ def convert_scaler_state(
     Systems: ``"amp_core"``, ``"torch"``, ``"deepspeed"``, ``"megatron"``, ``"apex"``, ``"paddle"``.
 
     Args:
-        state: what the system's ``state_dict`` returned. Of DeepSpeed also its loss scaler itself, or an
-            optimizer's state that holds it; of Megatron also an optimizer's state (``"grad_scaler"``).
-        to: the system that is to load the result.
-        source: the system that `state` is of; found out by its entries where it is left out.
-        schedule: the rule by which the scale moved. Needed where it is neither in the state (Megatron and
-            apex keep none of it) nor that system's default.
-        lossy: convert even if `to` has no place for all of the schedule, or for several scales.
+        state: what the system's ``state_dict`` returned. For DeepSpeed, also its loss scaler itself, or an
+            optimizer's state that holds it; for Megatron, also an optimizer's state (``"grad_scaler"``).
+        to: the system that will load the result.
+        source: the system that saved `state`; by default, it is recognised by its entries.
+        schedule: the rule by which the scale moved, if it is neither in the state (Megatron and apex save
+            none of it) nor that system's default.
+        lossy: convert even if `to` cannot hold the whole schedule, or several scales.
 
     Returns:
         a new state: a dict, for DeepSpeed the attributes of its ``DynamicLossScaler``.
 
     Raises:
-        ValueError: `state` or `to` is of no known system, an entry is out of range, or something would
-            be lost and `lossy` is not set.
+        ValueError: no known system saved `state`, `to` or `source` is unknown, an entry is out of range, or
+            something would be lost and `lossy` is not set.
         KeyError: an entry is missing.
 
     Example::
@@ -57,7 +57,7 @@ def convert_scaler_state(
 
 def _system(name: str) -> System:
     if name not in SYSTEMS:
-        raise ValueError(f"There is no system {name!r}; known: {', '.join(map(repr, sorted(SYSTEMS)))}.")
+        raise ValueError(f"Unknown system {name!r}; the systems are {', '.join(map(repr, sorted(SYSTEMS)))}.")
     return SYSTEMS[name]
 
 

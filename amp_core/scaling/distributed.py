@@ -29,7 +29,7 @@ class Sharding(NamedTuple):
 
     Attributes:
         shards: the number of pieces it is cut into, of which this rank has one; 1 if it is whole. None for
-            a flattened parameter of ``FullyShardedDataParallel``, which does not tell: the ranks of the
+            a flattened parameter of ``FullyShardedDataParallel``, which does not say: the ranks of the
             scaler's process group then hold one piece each.
         mesh: the ranks that hold the pieces, for a DTensor; otherwise None.
         over: the number of ranks, or meshes, that each hold another part of the model; see `describe`.

@@ -6,7 +6,7 @@ import functools
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -35,7 +35,8 @@ from amp_core.scaling.grad_passes import (
 )
 from amp_core.scaling.gradients import describe_sharding, group_by_device, joined
 from amp_core.scaling.hooks import ScaleHook, StepHook, add_hook
-from amp_core.scaling.loss_scale import LossScale, check_saved
+from amp_core.scaling.loss_scale import LossScale
+from amp_core.scaling.loss_scales import Entry, LossScales
 from amp_core.scaling.optimizer_state import OptimizerState
 from amp_core.scaling.overlap import Overlap
 from amp_core.scaling.step_log import StepLog
@@ -53,22 +54,14 @@ __all__ = ["GradScaler", "OptState"]
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
-class _Entry(NamedTuple):
-    """The optimizers of one call, which step as one, with the scale of their gradients and their states."""
-
-    optimizers: Sequence[Optimizer]
-    loss_scale: LossScale
-    states: Sequence[OptimizerState]
-
-
 def _of_own_scale(name: str) -> Any:
     """Alias an attribute that torch's scaler has to that of the `LossScale` without a key."""
 
     def get(scaler: GradScaler) -> Any:
-        return getattr(scaler._own, name)
+        return getattr(scaler._scales.own, name)
 
     def set_(scaler: GradScaler, value: Any) -> None:
-        setattr(scaler._own, name, value)
+        setattr(scaler._scales.own, name, value)
 
     return property(get, set_)
 
@@ -119,11 +112,6 @@ class GradScaler(torch.amp.GradScaler):
         overlap: compute norm and overflow during the backward, soon after each gradient is written, so
             that only the step itself remains. Takes effect with the second step of an optimizer.
 
-    Attributes:
-        history: `History` of the last steps.
-        last_step: optimizer -> `StepRecord` of its last step.
-        schedule: the `LossScaleSchedule` of losses without a key.
-
     Raises:
         BackendLoadError: the backend of the device type failed to load.
         BackendDisabledError: ``AMP_DISABLE_BACKENDS`` names the device type.
@@ -171,13 +159,10 @@ class GradScaler(torch.amp.GradScaler):
         self._enabled = enabled and refusal is None
         self._log = StepLog(history, warn_after, named_parameters if self._enabled else ())
         if not self._enabled:
-            self._own = LossScale(1.0, schedule or LossScaleSchedule())
+            self._scales = LossScales(1.0, schedule or LossScaleSchedule(), {})
             return
         schedule = schedule or LossScaleSchedule(growth_factor, backoff_factor, growth_interval)
-        self._own = LossScale(init_scale, schedule)
-        self._keyed: dict[str, LossScale] = {}
-        self._first_scale = init_scale
-        self._schedules = dict(schedules or {})
+        self._scales = LossScales(init_scale, schedule, schedules or {})
         self._allow_fp16 = allow_fp16_gradients
         self._process_group = None if process_group is None else check_group(process_group)
         if sharded_over:
@@ -209,7 +194,7 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return outputs
-        loss_scale = self._own if key is None else self._scale_of_new_key(key)
+        loss_scale = self._scales.for_loss(key)
         return map_tensors(outputs, loss_scale.times, other=_refuse_output)
 
     # -- stepping --------------------------------------------------------------------------------
@@ -272,7 +257,7 @@ class GradScaler(torch.amp.GradScaler):
         args: Any,
         kwargs: Any,
     ) -> float | None:
-        entry = self._enter([optimizer], key, "step")
+        entry = self._scales.enter([optimizer], key, "step")
         (state,) = entry.states
         stage = next_stage(state.stage, "step")
         if self._overlap is not None and not is_tracing():
@@ -283,7 +268,7 @@ class GradScaler(torch.amp.GradScaler):
         return cast("float | None", result)
 
     def _step_plain(
-        self, entry: _Entry, max_norm: float | None, norm_type: float, args: Any, kwargs: Any
+        self, entry: Entry, max_norm: float | None, norm_type: float, args: Any, kwargs: Any
     ) -> Any:
         (optimizer,), loss_scale, (state,) = entry
         if max_norm is not None:
@@ -298,7 +283,7 @@ class GradScaler(torch.amp.GradScaler):
         return optimizer.step(*args, **kwargs)
 
     def _step_fused(
-        self, entry: _Entry, max_norm: float | None, norm_type: float, args: Any, kwargs: Any
+        self, entry: Entry, max_norm: float | None, norm_type: float, args: Any, kwargs: Any
     ) -> Any:
         (optimizer,), loss_scale, (state,) = entry
         if fused.takes_scaler(optimizer):
@@ -313,9 +298,7 @@ class GradScaler(torch.amp.GradScaler):
         found_inf = combine(state.flags(), scale.device)
         return fused.step_on_device(optimizer, divisor, found_inf, args, kwargs)
 
-    def _fused_divisor(
-        self, entry: _Entry, scale: Tensor, max_norm: float | None, norm_type: float
-    ) -> Tensor:
+    def _fused_divisor(self, entry: Entry, scale: Tensor, max_norm: float | None, norm_type: float) -> Tensor:
         """Read the gradients; return the number that the optimizer has to divide them by."""
         (optimizer,), _, (state,) = entry
         parts = group_by_device(optimizer, allow_fp16=True)
@@ -387,9 +370,9 @@ class GradScaler(torch.amp.GradScaler):
                 return loss
 
             return optimizer.step(clipped)
-        loss_scale = self._own if key is None else self._scale_of_new_key(key)
+        loss_scale = self._scales.for_loss(key)
         state = loss_scale.optimizer_states.of(optimizer)
-        entry = _Entry([optimizer], loss_scale, [state])
+        entry = Entry([optimizer], loss_scale, [state])
         stage = next_stage(state.stage, "step")
 
         def unscaled() -> Any:
@@ -444,10 +427,10 @@ class GradScaler(torch.amp.GradScaler):
             scaler.step(optimizer)
         """
         if self._enabled:
-            self._unscale(self._enter(_as_list(optimizer), key, "unscale_"))
+            self._unscale(self._scales.enter(_as_list(optimizer), key, "unscale_"))
 
     @_numbering_lost_steps
-    def _unscale(self, entry: _Entry) -> None:
+    def _unscale(self, entry: Entry) -> None:
         optimizers, loss_scale, states = entry
         scale = loss_scale.check("unscale_")
         for state in states:
@@ -501,12 +484,12 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             params = [param for each in optimizers for param in parameters_of(each)]
             return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
-        entry = self._enter(optimizers, key, "clip_grad_norm_")
+        entry = self._scales.enter(optimizers, key, "clip_grad_norm_")
         return self._clip(entry, max_norm, norm_type, error_if_nonfinite)
 
     @_numbering_lost_steps
     def _clip(
-        self, entry: _Entry, max_norm: float, norm_type: float, error_if_nonfinite: bool = False
+        self, entry: Entry, max_norm: float, norm_type: float, error_if_nonfinite: bool = False
     ) -> Tensor:
         optimizers, loss_scale, states = entry
         scale = loss_scale.check("clip_grad_norm_")
@@ -533,61 +516,6 @@ class GradScaler(torch.amp.GradScaler):
                 state.nonfinite = self._log.describe(optimizer, own, read_of_own)
             start += len(own)
         return norm
-
-    # -- which scale -----------------------------------------------------------------------------
-
-    def _enter(self, optimizers: Sequence[Optimizer], key: str | None, call: str) -> _Entry:
-        """Return `optimizers` with the scale of their gradients and their states: the start of every call.
-
-        Raises:
-            AssertionError: no loss was scaled yet; torch's text.
-            ValueError: no loss was scaled under `key`; or it is missing, and all losses had keys; or there
-                are no optimizers, or their gradients have different scales.
-            RuntimeError: another key was given for one of them since the last update.
-        """
-        scales = [self._own] * len(optimizers)
-        if key is not None or self._keyed:
-            scales = [self._scale_in_use(optimizer, key, call) for optimizer in optimizers]
-        for loss_scale in scales:
-            loss_scale.check(call)
-        if len({id(loss_scale) for loss_scale in scales}) != 1:
-            raise ValueError(_NOT_ONE.format(call=call, count=len(optimizers)))
-        return _Entry(optimizers, scales[0], [scales[0].optimizer_states.of(each) for each in optimizers])
-
-    def _scale_in_use(self, optimizer: Optimizer, key: str | None, call: str) -> LossScale:
-        wanted = self._own if key is None else self._scale_of_key(key)
-        for loss_scale in (self._own, *self._keyed.values()):
-            state = loss_scale.optimizer_states.known(optimizer)
-            if state is not None and state.stage is not OptState.READY:
-                if key is not None and loss_scale is not wanted:
-                    raise RuntimeError(_two_keys(call, key, loss_scale.key, optimizer))
-                wanted = loss_scale
-        if wanted is self._own and wanted.scale is None:
-            raise ValueError(
-                f"{call}() needs a key: losses were scaled under the keys "
-                f"{', '.join(map(repr, sorted(self._keyed)))} and none without. Say whose scale the "
-                f"gradients of this {type(optimizer).__name__} have: {call}(optimizer, key=...)."
-            )
-        return wanted
-
-    def _scale_of_key(self, key: str) -> LossScale:
-        if key not in self._keyed:
-            known = ", ".join(map(repr, sorted(self._keyed))) or "none"
-            raise ValueError(
-                f"No loss was scaled under the key {key!r}; keys so far: {known}. "
-                f"A key begins with scale(loss, key={key!r})."
-            )
-        return self._keyed[key]
-
-    def _scale_of_new_key(self, key: str) -> LossScale:
-        if key not in self._keyed:
-            self._keyed[key] = self._new_scale(key)
-        return self._keyed[key]
-
-    def _new_scale(self, key: str) -> LossScale:
-        if not isinstance(key, str):
-            raise TypeError(f"The key of a scale must be a string, got {key!r}.")
-        return LossScale(self._first_scale, self._schedules.get(key, self._own.schedule), key)
 
     # -- the scale -------------------------------------------------------------------------------
 
@@ -621,13 +549,7 @@ class GradScaler(torch.amp.GradScaler):
             self._update(new_scale, key)
 
     def _update(self, new_scale: float | Tensor | None, key: str | None) -> None:
-        if key is not None:
-            scales = [self._scale_of_key(key)]
-        elif new_scale is not None or not self._keyed:
-            scales = [self._own]
-        else:
-            each = (self._own, *self._keyed.values())
-            scales = [scale for scale in each if scale.has_flags()] or [self._own]
+        scales = self._scales.to_update(new_scale, key)
         tracing = is_tracing()
         before = [] if tracing else [self._log.scale_before(scale) for scale in scales]
         for scale in scales:
@@ -660,16 +582,16 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return 1.0
-        return (self._own if key is None else self._scale_of_key(key)).value()
+        return self._scales.of(key).value()
 
     @property
     def schedule(self) -> LossScaleSchedule:
         """The rule by which the scale of losses without a key moves."""
-        return self._own.schedule
+        return self._scales.own.schedule
 
     def get_growth_factor(self) -> float:
         """Return the factor by which the scale grows."""
-        return self._own.schedule.growth_factor
+        return self._scales.own.schedule.growth_factor
 
     def set_growth_factor(self, new_factor: float) -> None:
         """Set the factor by which the scale grows.
@@ -681,11 +603,11 @@ class GradScaler(torch.amp.GradScaler):
             AssertionError: it is not above 1; torch's text.
             ValueError: it is not finite.
         """
-        self._own.schedule = replace(self._own.schedule, growth_factor=new_factor)
+        self._scales.own.schedule = replace(self._scales.own.schedule, growth_factor=new_factor)
 
     def get_backoff_factor(self) -> float:
         """Return the factor by which an overflow lowers the scale."""
-        return self._own.schedule.backoff_factor
+        return self._scales.own.schedule.backoff_factor
 
     def set_backoff_factor(self, new_factor: float) -> None:
         """Set the factor by which an overflow lowers the scale.
@@ -697,11 +619,11 @@ class GradScaler(torch.amp.GradScaler):
             AssertionError: it is not below 1; torch's text.
             ValueError: it is not above 0.
         """
-        self._own.schedule = replace(self._own.schedule, backoff_factor=new_factor)
+        self._scales.own.schedule = replace(self._scales.own.schedule, backoff_factor=new_factor)
 
     def get_growth_interval(self) -> int:
         """Return the number of finite steps in a row before the scale grows."""
-        return self._own.schedule.growth_interval
+        return self._scales.own.schedule.growth_interval
 
     def set_growth_interval(self, new_interval: int) -> None:
         """Set the number of finite steps in a row before the scale grows.
@@ -712,7 +634,7 @@ class GradScaler(torch.amp.GradScaler):
         Raises:
             ValueError: it is not a positive whole number.
         """
-        self._own.schedule = replace(self._own.schedule, growth_interval=new_interval)
+        self._scales.own.schedule = replace(self._scales.own.schedule, growth_interval=new_interval)
 
     def is_enabled(self) -> bool:
         """Return whether this scaler does anything."""
@@ -843,15 +765,7 @@ class GradScaler(torch.amp.GradScaler):
 
             torch.save({"model": model.state_dict(), "scaler": scaler.state_dict()}, path)
         """
-        if not self._enabled:
-            return {}
-        state = self._own.state_dict()
-        keyed = {
-            key: self._keyed.get(key) or self._new_scale(key) for key in {**self._schedules, **self._keyed}
-        }
-        if keyed:
-            state["_keys"] = {key: scale.state_dict() for key, scale in keyed.items()}
-        return state
+        return self._scales.state_dict() if self._enabled else {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load the result of `state_dict`, or of that of torch's scaler.
@@ -874,19 +788,7 @@ class GradScaler(torch.amp.GradScaler):
                 "The source state dict is empty, possibly because it was saved "
                 "from a disabled instance of GradScaler."
             )
-        own = check_saved(state_dict, self._own.schedule)
-        saved = state_dict.get("_keys", {})
-        if not isinstance(saved, Mapping):
-            raise TypeError(f'"_keys" of the state of a GradScaler must be a mapping, got {saved!r}.')
-        keyed = {}
-        for key, state in saved.items():
-            scale = self._keyed.get(key) or self._new_scale(key)
-            schedule = scale.schedule if key in self._keyed or key in self._schedules else own.schedule
-            keyed[key] = scale, check_saved(state, schedule)
-        self._own.load(own)
-        for key, (scale, checked) in keyed.items():
-            scale.load(checked)
-            self._keyed[key] = scale
+        self._scales.load_state_dict(state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
@@ -901,8 +803,8 @@ class GradScaler(torch.amp.GradScaler):
         name = type(self).__name__
         if not self._enabled:
             return f"{name}({self._device!r}, enabled=False)"
-        parts = [repr(self._device), f"scale={_shown(self._own)}"]
-        parts += [f"scale[{key!r}]={_shown(scale)}" for key, scale in self._keyed.items()]
+        parts = [repr(self._device), f"scale={_shown(self._scales.own)}"]
+        parts += [f"scale[{key!r}]={_shown(scale)}" for key, scale in self._scales.keyed.items()]
         parts += [f"{len(self.history)} steps in history"]
         return f"{name}({', '.join(parts)})"
 
@@ -918,10 +820,10 @@ class GradScaler(torch.amp.GradScaler):
     _growth_interval = property(get_growth_interval, set_growth_interval)
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
-        self._own.allocate(dev)
+        self._scales.own.allocate(dev)
 
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
-        return self._own.check(funcname), cast(Tensor, self._own.growth_tracker)
+        return self._scales.own.check(funcname), cast(Tensor, self._scales.own.growth_tracker)
 
     def _unscale_grads_(
         self,
@@ -934,29 +836,25 @@ class GradScaler(torch.amp.GradScaler):
         return multiply_all_(parts, inv_scale, found_inf, Deciders(self._process_group, (optimizer,)))
 
     def _get_scale_async(self) -> Tensor | None:
-        return self._own.scale
+        return self._scales.own.scale
 
     def _get_growth_tracker(self) -> int:
-        return self._own.state().growth_tracker if self._enabled else 0
+        return self._scales.own.state().growth_tracker if self._enabled else 0
 
     def _check_inf_per_device(self, optimizer: Optimizer) -> dict[str, Any]:
-        self._own.check("_check_inf_per_device")
-        state = self._own.optimizer_states.of(optimizer)
+        self._scales.own.check("_check_inf_per_device")
+        state = self._scales.own.optimizer_states.of(optimizer)
         parts = group_by_device(optimizer, allow_fp16=True)
         state.found_inf_per_device = by_device([(p.device, p.grad_stats(2.0).found_inf) for p in parts])
         return cast("dict[str, Any]", state.found_inf_per_device)  # torch's annotation; keys are devices
 
     def _found_inf_per_device(self, optimizer: Optimizer) -> dict[str, Any]:
-        return cast("dict[str, Any]", self._own.optimizer_states.of(optimizer).found_inf_per_device)
+        return cast("dict[str, Any]", self._scales.own.optimizer_states.of(optimizer).found_inf_per_device)
 
 
 _step_eagerly = _torch.outside_graphs(GradScaler._step)
 _update_eagerly = _torch.outside_graphs(GradScaler._update)
 
-_NOT_ONE = (
-    "{call}() of {count} optimizers: optimizers that step as one need one scale, so there must be at least "
-    "one, and the losses of all must be scaled under the same key."
-)
 _CLOSURE = "Closure use is not currently supported if GradScaler is enabled."
 _NONFINITE_NORM = (
     "The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it "
@@ -1017,14 +915,4 @@ def _no_gradients(optimizer: Optimizer) -> str:
         f"No inf checks were recorded for this optimizer. None of the {count} parameters of this "
         f"{type(optimizer).__name__} has a gradient: either no backward pass reached them, or they were set "
         f"to None by zero_grad() before step()."
-    )
-
-
-def _two_keys(call: str, key: str, before: str | None, optimizer: Optimizer) -> str:
-    was = "no key" if before is None else f"the key {before!r}"
-    return (
-        f"{call}() was called with the key {key!r} for this {type(optimizer).__name__}, but its gradients "
-        f"were treated as having the scale of {was} since the last update(). Gradients of one optimizer must "
-        f"have one scale: scale all losses that reach its parameters under one key, or clear the gradients "
-        f"and call update() in between."
     )

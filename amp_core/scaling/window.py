@@ -121,7 +121,8 @@ class AccumulationWindow:
             )
 
     def _loss_scale(self) -> LossScale | None:
-        return self._scaler._own if self._key is None else self._scaler._keyed.get(self._key)
+        scales = self._scaler._scales
+        return scales.own if self._key is None else scales.keyed.get(self._key)
 
     def _put(self, grads: list[Tensor | None]) -> None:
         for param, grad in zip(self._params, grads, strict=False):  # the block may have added parameters

@@ -122,7 +122,7 @@ def test_what_all_layers_bear_needs_no_search():
 @pytest.mark.parametrize("what", [{"goal": "speed"}, {"optimizer": "any"}])
 def test_a_format_has_no_other_goal(what):
     """An argument is ignored."""
-    with pytest.raises(ValueError, match="format= seeks the layers"):
+    with pytest.raises(ValueError, match="format= finds the layers"):
         amp_core.advise(lambda: None, "cpu", format="mxfp8", **what)
 
 

@@ -43,7 +43,7 @@ def test_a_scaler_that_has_stopped_stays_so(tmp_path: Path) -> None:
     rule = LossScaleSchedule(min_scale=2.0, at_floor=AtFloor.STOP)
     stopped, again = (GradScaler("cpu", schedule=rule, schedules={"g": rule}) for _ in range(2))
     stopped.scale(torch.ones(()), "g")
-    stopped._keyed["g"].stop()
+    stopped._scales.keyed["g"].stop()
     dcp.save({"scaler": stopped}, checkpoint_id=tmp_path)
     dcp.load({"scaler": again}, checkpoint_id=tmp_path)
     assert again.get_scale("g") == 1.0

@@ -271,7 +271,7 @@ def test_states_of_no_system(state: Any) -> None:
 
 def test_wrong_names_and_values() -> None:
     """A misspelt system or an impossible scale is taken."""
-    with pytest.raises(ValueError, match="no system 'keras'; known: 'amp_core', 'apex'"):
+    with pytest.raises(ValueError, match="Unknown system 'keras'; the systems are 'amp_core', 'apex'"):
         convert_scaler_state(GradScaler("cpu").state_dict(), to="keras")
     with pytest.raises(ValueError, match="positive and finite"):
         convert_scaler_state({"loss_scaler0": {"loss_scale": 0.0, "unskipped": 0}})

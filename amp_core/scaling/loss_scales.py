@@ -1,0 +1,155 @@
+"""The loss scales of one scaler, and which of them the gradients of an optimizer have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from amp_core.scaling.loss_scale import LossScale, check_saved
+from amp_core.scaling.optimizer_state import OptimizerState
+from amp_core.states.loss_scale import LossScaleSchedule, OptState
+
+
+class Entry(NamedTuple):
+    """The optimizers of one call, which step as one, with the scale of their gradients and their states."""
+
+    optimizers: Sequence[Optimizer]
+    loss_scale: LossScale
+    states: Sequence[OptimizerState]
+
+
+class LossScales:
+    """The scale of losses without a key, and one for each key.
+
+    Args:
+        init_scale: the initial value of each.
+        schedule: how the one without a key moves, and those of keys that have no schedule of their own.
+        schedules: key -> schedule.
+
+    Attributes:
+        own: the scale of losses without a key.
+        keyed: key -> scale, for the keys that were used.
+    """
+
+    def __init__(
+        self, init_scale: float, schedule: LossScaleSchedule, schedules: Mapping[str, LossScaleSchedule]
+    ) -> None:
+        self.own = LossScale(init_scale, schedule)
+        self.keyed: dict[str, LossScale] = {}
+        self._init_scale, self._schedules = init_scale, dict(schedules)
+
+    def for_loss(self, key: str | None) -> LossScale:
+        """Return the scale for a loss with this key; its first use creates it.
+
+        Raises:
+            TypeError: `key` is not a string.
+        """
+        if key is None:
+            return self.own
+        if key not in self.keyed:
+            self.keyed[key] = self._new(key)
+        return self.keyed[key]
+
+    def _new(self, key: str) -> LossScale:
+        if not isinstance(key, str):
+            raise TypeError(f"The key of a scale must be a string, got {key!r}.")
+        return LossScale(self._init_scale, self._schedules.get(key, self.own.schedule), key)
+
+    def of(self, key: str | None) -> LossScale:
+        """Return the scale of this key.
+
+        Raises:
+            ValueError: no loss was scaled under it.
+        """
+        if key is None:
+            return self.own
+        if key not in self.keyed:
+            known = ", ".join(map(repr, sorted(self.keyed))) or "none"
+            raise ValueError(
+                f"No loss was scaled under the key {key!r}; keys so far: {known}. "
+                f"A key begins with scale(loss, key={key!r})."
+            )
+        return self.keyed[key]
+
+    def enter(self, optimizers: Sequence[Optimizer], key: str | None, call: str) -> Entry:
+        """Return `optimizers` with the scale of their gradients and their states: the start of every call.
+
+        Raises:
+            AssertionError: no loss was scaled yet; torch's text.
+            ValueError: no loss was scaled under `key`; or it is missing, and all losses had keys; or there
+                are no optimizers, or their gradients have different scales.
+            RuntimeError: another key was given for one of them since the last update.
+        """
+        scales = [self.own] * len(optimizers)
+        if key is not None or self.keyed:
+            scales = [self._in_use(optimizer, key, call) for optimizer in optimizers]
+        for loss_scale in scales:
+            loss_scale.check(call)
+        if len({id(loss_scale) for loss_scale in scales}) != 1:
+            raise ValueError(_NOT_ONE.format(call=call, count=len(optimizers)))
+        return Entry(optimizers, scales[0], [scales[0].optimizer_states.of(each) for each in optimizers])
+
+    def _in_use(self, optimizer: Optimizer, key: str | None, call: str) -> LossScale:
+        wanted = self.of(key)
+        for loss_scale in (self.own, *self.keyed.values()):
+            state = loss_scale.optimizer_states.known(optimizer)
+            if state is not None and state.stage is not OptState.READY:
+                if key is not None and loss_scale is not wanted:
+                    raise RuntimeError(_two_keys(call, key, loss_scale.key, optimizer))
+                wanted = loss_scale
+        if wanted is self.own and wanted.scale is None:
+            raise ValueError(
+                f"{call}() needs a key: losses were scaled under the keys "
+                f"{', '.join(map(repr, sorted(self.keyed)))} and none without. Say whose scale the "
+                f"gradients of this {type(optimizer).__name__} have: {call}(optimizer, key=...)."
+            )
+        return wanted
+
+    def to_update(self, new_scale: float | Tensor | None, key: str | None) -> list[LossScale]:
+        """Return the scales that `GradScaler.update` moves."""
+        if key is not None or new_scale is not None or not self.keyed:
+            return [self.of(key)]
+        return [scale for scale in (self.own, *self.keyed.values()) if scale.has_flags()] or [self.own]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of all scales, those of keys under ``"_keys"``; waits for the device."""
+        keyed = {key: self.keyed.get(key) or self._new(key) for key in {**self._schedules, **self.keyed}}
+        state = self.own.state_dict()
+        if keyed:
+            state["_keys"] = {key: scale.state_dict() for key, scale in keyed.items()}
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Check a state whole, then load it; see `GradScaler.load_state_dict`."""
+        own = check_saved(state, self.own.schedule)
+        saved = state.get("_keys", {})
+        if not isinstance(saved, Mapping):
+            raise TypeError(f'"_keys" of the state of a GradScaler must be a mapping, got {saved!r}.')
+        keyed = {}
+        for key, entry in saved.items():
+            scale = self.keyed.get(key) or self._new(key)
+            known = key in self.keyed or key in self._schedules
+            keyed[key] = scale, check_saved(entry, scale.schedule if known else own.schedule)
+        self.own.load(own)
+        for key, (scale, checked) in keyed.items():
+            scale.load(checked)
+            self.keyed[key] = scale
+
+
+_NOT_ONE = (
+    "{call}() of {count} optimizers: optimizers that step as one need one scale, so there must be at least "
+    "one, and the losses of all must be scaled under the same key."
+)
+
+
+def _two_keys(call: str, key: str, before: str | None, optimizer: Optimizer) -> str:
+    was = "no key" if before is None else f"the key {before!r}"
+    return (
+        f"{call}() was called with the key {key!r} for this {type(optimizer).__name__}, but its gradients "
+        f"were treated as having the scale of {was} since the last update(). Gradients of one optimizer must "
+        f"have one scale: scale all losses that reach its parameters under one key, or clear the gradients "
+        f"and call update() in between."
+    )
