@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -10,9 +9,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from amp_core._torch.internals import outside_graphs
+from amp_core.common.optimizers import after_every_step
 from amp_core.dispatch.history_sources import sources
 from amp_core.formats import AmaxHistory, Delayed
 from amp_core.policy.recipes import ROLES
@@ -41,7 +40,7 @@ class DelayedScales:
     def __enter__(self) -> DelayedScales:
         if self._release is not None:
             raise RuntimeError("These delayed_scales are already active. Enter them once at a time.")
-        _watch_optimizers()
+        after_every_step(_after_step)
         self._release = sources.register(self)
         return self
 
@@ -178,13 +177,7 @@ def _slots(names: tuple[str, ...]) -> list[tuple[str, str]]:
     return [(name, role) for name in names for role in ROLES]
 
 
-@functools.cache
-def _watch_optimizers() -> None:
-    # Register one permanent hook: other threads iterate over torch's hooks while scopes come and go.
-    register_optimizer_step_post_hook(_after_step)
-
-
-def _after_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+def _after_step(optimizer: torch.optim.Optimizer) -> None:
     if sources.active:
         _step_all(optimizer)
 

@@ -60,11 +60,9 @@ class Comparison(Report):
         mixed: Run,
         dtype: torch.dtype,
         reference_dtype: torch.dtype,
-        ranks: Ranks | None = None,
+        ranks: Ranks,
     ) -> None:
-        found = Found.of(reference, mixed)
-        if ranks is not None:
-            found = ranks.merged(found, Found.merged)
+        found = ranks.merged(Found.of(reference, mixed), Found.merged)
         self.differences = [*found.differences.values()]
         shared = len(found.differences)
         self.unmatched = len(reference.samples) + len(mixed.samples) - 2 * shared
