@@ -8,7 +8,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -85,6 +85,7 @@ def test_rounding_is_to_nearest_even_everywhere(element: ElementFormat) -> None:
 
 
 @each
+@settings(deadline=None)
 @given(value=st.floats(width=32, allow_nan=False, allow_infinity=False))
 def test_any_float32_rounds_as_exact_arithmetic(element: ElementFormat, value: float) -> None:
     """A value that no table of ours has rounds wrongly."""
