@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
+from amp_core._torch.cast_cache import one_at_a_time
 from amp_core._torch.dispatcher import (
     Overload,
     autocast_key,
@@ -212,7 +213,8 @@ class Engine:
             return lambda keyset, *args, **kwargs: run(keyset, args, kwargs)
         # An op that was defined after its kernel has this engine's kernel alone.
         if name not in self._installed and has_kernel(dispatcher_name(overload), self.key):
-            return native_kernel(dispatcher_name(overload), self.key)
+            kernel = native_kernel(dispatcher_name(overload), self.key)
+            return one_at_a_time(kernel) if self._is_low(name) else kernel
         return redispatch_below(overload, self.key)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from amp_core._torch import cast_cache
 from amp_core._torch import internals as _torch
 from amp_core.dispatch.activate import Activation, pushed, restore, take_out
 from amp_core.errors import PolicyError
@@ -26,7 +27,7 @@ _is_cached = torch.is_autocast_cache_enabled
 _set_cached = torch.set_autocast_cache_enabled
 _enter_nesting = torch.autocast_increment_nesting
 _leave_nesting = torch.autocast_decrement_nesting
-_clear_cache = torch.clear_autocast_cache
+_clear_cache = cast_cache.clear
 _modes_are_on = _torch.function_modes_are_on
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 from typing_extensions import ParamSpec
 
+from amp_core._torch import cast_cache
 from amp_core._torch.context_manager import ContextManager
 from amp_core._torch.dynamo import trace_as_context_manager, when_loaded
 from amp_core.common.device_types import device_type_of
@@ -131,4 +132,7 @@ def _resolve(backend: Backend, dtype: torch.dtype, policy: OpPolicy | None) -> _
 
 def _clear_casts(_optimizer: torch.optim.Optimizer) -> None:
     """Clear torch's cast cache, since torch does not notice changed weights."""
-    torch.clear_autocast_cache()
+    if torch.compiler.is_dynamo_compiling():
+        torch.clear_autocast_cache()  # Dynamo traces no locks
+    else:
+        cast_cache.clear()

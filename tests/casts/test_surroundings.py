@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -197,3 +199,42 @@ def test_threads(scope: Scope) -> None:
             thread.join()
     if work.failures:
         raise work.failures[0]
+
+
+THREADS_UNDER_A_MODE = """
+import faulthandler, sys, threading
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from amp_core import autocast, cached_casts, record
+
+faulthandler.dump_traceback_later(60, exit=True)  # a hang holds the interpreter's lock
+
+
+class Looking(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def work():
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(10)))
+    with Looking():
+        for _ in range(4):
+            with autocast("cpu"):
+                model(torch.ones(2, 4))
+
+
+sys.setswitchinterval(1e-4)
+with cached_casts(nn.Linear(4, 4)), record():
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    work()
+    for thread in threads:
+        thread.join()
+"""
+
+
+def test_threads_under_a_mode() -> None:
+    """Two threads wait for torch's cache of casts and for the interpreter, each for what the other has."""
+    subprocess.run([sys.executable, "-c", THREADS_UNDER_A_MODE], check=True, timeout=120)
