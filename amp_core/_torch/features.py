@@ -176,7 +176,7 @@ FEATURES: list[Feature] = []
 
 def statuses() -> list[FeatureStatus]:
     """Probe every feature and describe it."""
-    for module in ("bindings", "dispatcher", "dynamo", "internals", "torchscript"):
+    for module in ("bindings", "dispatcher", "dynamo", "internals", "list_writes", "torchscript"):
         importlib.import_module(f"amp_core._torch.{module}")
     return [feature.status() for feature in FEATURES]
 
