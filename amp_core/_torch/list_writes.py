@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from amp_core._torch.dispatcher import (
+    POLICIES,
     Overload,
     all_op_names,
     arguments,
@@ -30,12 +31,14 @@ _LIST_WRITES = Feature(
     "list_writes",
     "what _foreach_ ops write under a TorchDispatchMode is not seen: call invalidate() of cached_casts and "
     "master_weights, and use no GradScaler(overlap=True) there",
+    probed=("PythonTLSSnapshot",),
 )
 
 
 @_LIST_WRITES.probe
 def _check_key() -> None:
-    native_kernel("aten::_foreach_zero_", _KEY)
+    if POLICIES.works():  # otherwise they are what is off
+        native_kernel("aten::_foreach_zero_", _KEY)
 
 
 @functools.cache
@@ -45,7 +48,7 @@ def see_list_writes() -> None:
     Their kernels consist of other ops, one per tensor, which move the counters; below a mode these do not.
     Without a mode nothing is called.
     """
-    if not _LIST_WRITES.works_or_warn():
+    if not (POLICIES.works() and _LIST_WRITES.works_or_warn()):
         return
     packets = {name.partition(".")[0] for name in all_op_names() if name.startswith("aten::_foreach_")}
     for packet in packets:
