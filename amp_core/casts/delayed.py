@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from amp_core._torch.internals import outside_graphs
 from amp_core.common.optimizers import after_every_step
+from amp_core.common.process_groups import check_group
 from amp_core.dispatch.history_sources import sources
 from amp_core.formats import AmaxHistory, Delayed
 from amp_core.policy.recipes import ROLES
@@ -28,8 +29,10 @@ class DelayedScales:
     """
 
     def __init__(self, model: nn.Module, process_group: ProcessGroup | None = None) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"delayed_scales takes a torch.nn.Module, got {type(model).__name__}.")
         self.model = model
-        self._group = process_group
+        self._group = None if process_group is None else check_group(process_group)
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._histories: dict[str, dict[str, AmaxHistory]] = {}
         self._loaded: dict[str, dict[str, Any]] = {}
@@ -159,11 +162,15 @@ class DelayedScales:
 
         Raises:
             KeyError: the model has no parameter of this name.
-            ValueError: a history has another length than the recipe's.
+            TypeError: it is another kind of state, such as that of the model.
+            ValueError: a role or an entry is unknown or missing; or a history has another length than the
+                recipe's, which the first product of the weight tells.
         """
         unknown = sorted({*state} - {*self._names.values()})
         if unknown:
             raise KeyError(f"The model has no parameters {', '.join(unknown)}, whose histories were saved.")
+        for name, roles in state.items():
+            _check(name, roles)
         self._loaded = {name: {role: dict(s) for role, s in roles.items()} for name, roles in state.items()}
         for name, roles in self._histories.items():
             for role, history in [*roles.items()]:
@@ -171,6 +178,20 @@ class DelayedScales:
                     history.load_state_dict(self._loaded[name].pop(role))
                 else:
                     del roles[role]
+
+
+def _check(name: str, roles: Any) -> None:
+    if not isinstance(roles, Mapping):
+        raise TypeError(
+            f"The state of {name} is {type(roles).__name__}, not a mapping from roles to histories: pass "
+            f"what delayed_scales(model).state_dict() returned."
+        )
+    for role, state in roles.items():
+        if role not in ROLES or {*state} != {"seen", "current"}:
+            raise ValueError(
+                f"The state of {name} has {role!r} with the entries {', '.join(state)}. Histories are of "
+                f"{', '.join(ROLES)} and have the entries seen and current."
+            )
 
 
 def _slots(names: tuple[str, ...]) -> list[tuple[str, str]]:
@@ -209,6 +230,7 @@ def delayed_scales(model: nn.Module, *, process_group: ProcessGroup | None = Non
         A context manager with `state_dict` and `load_state_dict`. The same object can be entered again.
 
     Raises:
+        TypeError: `model` is no module, or `process_group` no group that this rank is a member of.
         PolicyError: in the scope, by an op whose second factor is no parameter of the model; in compiled
             code when it runs.
 

@@ -22,7 +22,7 @@ def quoted(text: str) -> str:
 
 def load(source: str | PathLike[str]) -> tuple[str, str]:
     """Return the text of `source`, a path or the text itself, and how errors refer to it."""
-    if isinstance(source, str) and "\n" in source:
+    if isinstance(source, str) and ("\n" in source or not source):
         return source, "<toml>"
     path = fspath(source)
     return Path(path).read_text(encoding="utf-8"), path

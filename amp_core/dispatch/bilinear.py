@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from amp_core._torch.dispatcher import Overload, arguments
+from amp_core._torch import internals as _torch
+from amp_core._torch.dispatcher import Overload, arguments, dispatcher_name
 
 Compute = Callable[[Tensor, Tensor], Tensor]
 
@@ -18,21 +20,23 @@ class Bilinear(NamedTuple):
 
     Attributes:
         compute: the op on its two factors, without a bias.
+        gradient: (name of the product, its two factors, what the gradient is of) -> the gradient.
         bias: what is added to the result, of a shape that broadcasts; or None.
         dtype: of the result, if the call gives one.
     """
 
     compute: Compute
+    gradient: Callable[[str, Tensor, Tensor, Tensor], Tensor]
     bias: Tensor | None
     dtype: torch.dtype | None
 
     def of_first(self, like: Tensor) -> Compute:
         """Return (gradient of the result, second factor) -> gradient of the first factor, as `like`."""
-        return lambda grad, other: _gradient(lambda x: self.compute(x, other), like, grad)
+        return lambda grad, other: self.gradient("grad_input", grad, other, like)
 
     def of_second(self, like: Tensor) -> Compute:
         """Return (first factor, gradient of the result) -> gradient of the second factor, as `like`."""
-        return lambda other, grad: _gradient(lambda x: self.compute(other, x), like, grad)
+        return lambda other, grad: self.gradient("grad_weight", other, grad, like)
 
 
 def bilinear(
@@ -50,7 +54,15 @@ def bilinear(
         values = {names[0]: a, names[1]: b, "bias": None, **rest}
         return call(*(values[name] for name in names if name in values))
 
-    return Bilinear(compute, bias, dtype)
+    if dispatcher_name(op) == "aten::_grouped_mm" and _is_traced(*args[:2]):
+        return _in_graph(given.get("offs"), bias, dtype)
+    return Bilinear(compute, functools.partial(_either, compute), bias, dtype)
+
+
+def _either(compute: Compute, product: str, a: Tensor, b: Tensor, like: Tensor) -> Tensor:
+    if product == "grad_input":
+        return _gradient(lambda x: compute(x, b), like, a)
+    return _gradient(lambda x: compute(a, x), like, b)
 
 
 def _gradient(of: Callable[[Tensor], Tensor], like: Tensor, grad: Tensor) -> Tensor:
@@ -58,3 +70,38 @@ def _gradient(of: Callable[[Tensor], Tensor], like: Tensor, grad: Tensor) -> Ten
         point = torch.zeros_like(like, dtype=grad.dtype, requires_grad=True)  # of a linear function: any
         (result,) = torch.autograd.grad(of(point), point, grad)
     return result
+
+
+# ---- grouped products in graphs: torch 2.13 knows the shape of bfloat16 ones only ---------------------
+
+
+def _is_traced(*tensors: Tensor) -> bool:
+    return _torch.calls_are_captured() or any(map(_torch.is_fake, tensors))
+
+
+def _in_graph(offsets: Tensor | None, bias: Tensor | None, dtype: torch.dtype | None) -> Bilinear:
+    def compute(a: Tensor, b: Tensor) -> Tensor:
+        return _grouped(a, b, offsets)
+
+    def gradient(product: str, a: Tensor, b: Tensor, _like: Tensor) -> Tensor:
+        if product == "grad_input":
+            return _grouped(a, b.mT, offsets)
+        return _grouped(a.mT, b, offsets)
+
+    return Bilinear(compute, gradient, bias, dtype)
+
+
+@torch.library.custom_op("amp_core::grouped_mm", mutates_args=())
+def _grouped(a: Tensor, b: Tensor, offsets: Tensor | None) -> Tensor:
+    """Return ``_grouped_mm`` in the dtype of the factors."""
+    with torch.autocast(a.device.type, enabled=False):
+        return torch.ops.aten._grouped_mm(a, b, offs=offsets).contiguous()
+
+
+@_grouped.register_fake
+def _(a: Tensor, b: Tensor, offsets: Tensor | None) -> Tensor:
+    if a.dim() == b.dim() == 3:
+        groups = [a.shape[0]]
+    else:
+        groups = [offsets.shape[0]] if offsets is not None and a.dim() == b.dim() else []
+    return a.new_empty([*groups, a.shape[-2], b.shape[-1]])

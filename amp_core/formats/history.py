@@ -34,8 +34,9 @@ class AmaxHistory:
 
     def __init__(self, delayed: Delayed, device: torch.device | str) -> None:
         self.delayed = delayed
-        self._seen = torch.zeros(delayed.history, dtype=torch.float32, device=device)
-        self._current = torch.zeros((), dtype=torch.float32, device=device)
+        with torch.inference_mode(False):  # a training may go on with it
+            self._seen = torch.zeros(delayed.history, dtype=torch.float32, device=device)
+            self._current = torch.zeros((), dtype=torch.float32, device=device)
         self._settled: Tensor | None = None
 
     @property

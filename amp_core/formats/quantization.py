@@ -68,8 +68,8 @@ class Quantization:
     def __post_init__(self) -> None:
         if not isinstance(self.element, ElementFormat):
             raise TypeError(
-                f"element must be an ElementFormat ({', '.join(ELEMENTS)} in amp_core.formats), "
-                f"got {self.element!r}."
+                f"element must be an ElementFormat: {', '.join(map(str.upper, ELEMENTS))} of "
+                f"amp_core.formats, not their names or dtypes; got {self.element!r}."
             )
         if not _is_granularity(self.granularity):
             raise ValueError(

@@ -120,8 +120,9 @@ def quantize(
             `Quantized.scale`. Where it is 0, the tensor's own is used.
 
     Raises:
-        TypeError: `tensor` is not a floating-point tensor.
-        ValueError: stochastic rounding without a seed, a delayed scale without `amax`, or `tensor` is 0-dim
+        TypeError: `tensor` is not a floating-point tensor, or `quantization` not a `Quantization`.
+        ValueError: stochastic rounding without a seed, a delayed scale without `amax`, `amax` of another
+            size, or `tensor` is 0-dim
             and has no rows.
         IndexError: `tensor` has no dimension `dim`.
 
@@ -193,6 +194,13 @@ def quantize_by(
 
 
 def _check(tensor: Tensor, quantization: Quantization, dim: int, seed: int | Tensor | None) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"quantize takes a tensor, got {type(tensor).__name__}.")
+    if not isinstance(quantization, Quantization):
+        raise TypeError(
+            f"quantize takes the Quantization of one role, such as Recipe.mxfp8().input, got "
+            f"{type(quantization).__name__}."
+        )
     if not tensor.is_floating_point():
         raise TypeError(f"quantize takes floating-point tensors, not {tensor.dtype}.")
     if quantization.rounding == "stochastic" and seed is None:
@@ -210,7 +218,10 @@ def _found(own: Tensor, amax: Tensor | None, groups: Groups, quantization: Quant
     """Return the largest magnitudes from which the scales of groups follow."""
     if amax is None or quantization.scale == "e4m3":
         return own
-    given = groups.inward(amax.to(torch.float32).view(groups.outward(own).shape))
+    shape = groups.outward(own).shape
+    if amax.numel() != shape.numel():
+        raise ValueError(f"amax has {amax.numel()} elements; the scales are of shape {tuple(shape)}.")
+    given = groups.inward(amax.to(torch.float32).view(shape))
     return torch.where(given > 0, given, own)
 
 

@@ -76,6 +76,8 @@ class Recipe:
         Raises:
             KeyError: there is no such product.
         """
+        if product not in _ROLES:
+            raise KeyError(f"There is no product {product!r}; the products are {', '.join(_ROLES)}.")
         first, second = (getattr(self, role) for role in _ROLES[product])
         if product == "grad_weight" and first is not None and second is not None:
             return first, second

@@ -121,8 +121,10 @@ def _role(table: object) -> Quantization | None:
     unknown = [key for key in table if key not in _ROLE_KEYS]
     if unknown:
         raise ValueError(f"unknown key {unknown[0]!r}; the keys are {', '.join(_ROLE_KEYS)}.")
-    if table.get("element") not in ELEMENTS:
-        raise ValueError(f"element must be one of {', '.join(ELEMENTS)}, got {table.get('element')!r}.")
+    if "element" not in table:
+        raise ValueError(f"element is missing: one of {', '.join(ELEMENTS)}.")
+    if table["element"] not in ELEMENTS:
+        raise ValueError(f"element must be one of {', '.join(ELEMENTS)}, got {table['element']!r}.")
     fields = {k: v for k, v in table.items() if k not in _DELAYED} | {"element": ELEMENTS[table["element"]]}
     delayed = {k: v for k, v in table.items() if k in _DELAYED}
     if table.get("found") == "delayed":

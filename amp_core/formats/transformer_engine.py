@@ -14,6 +14,8 @@ from amp_core.formats.recipe import Recipe
 _ROLES = {"input": ("fwd", 3, 0), "weight": ("fwd", 3, 1), "grad_output": ("bwd", 2, 0)}
 """Role -> the suffix of its entries, how many columns a matrix product has there, and which is its own."""
 
+_ENTRIES = ("scale_fwd", "scale_bwd", "amax_history_fwd", "amax_history_bwd")
+
 
 def from_transformer_engine(
     state: Mapping[str, Tensor], recipe: Recipe
@@ -37,6 +39,12 @@ def from_transformer_engine(
         KeyError: an entry is missing.
         ValueError: a role of `recipe` is not delayed, or its history has another length.
     """
+    missing = [name for name in _ENTRIES if name not in state]
+    if missing:
+        raise KeyError(
+            f"The state has no {', '.join(missing)}. Pass the loaded extra state of one module that ran with "
+            f"DelayedScaling, from a buffer: torch.load of what module.get_extra_state() holds."
+        )
     count = state["scale_fwd"].numel() // _ROLES["input"][1]
     return [
         {role: _convert(state, recipe, role, number) for role in _ROLES if getattr(recipe, role)}

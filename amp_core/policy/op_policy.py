@@ -453,6 +453,9 @@ def _refusal(rule: str, name: str) -> str | None:
 def _check_rule(op: OpName, rule: object) -> None:
     if r.is_known(rule):
         return
+    wanted = recipes.meant(rule)
+    if wanted is not None:
+        raise PolicyError(f"Unknown rule {rule!r} for {op!r}: {wanted}")
     import difflib
 
     near = difflib.get_close_matches(str(rule), r.RULES, n=2, cutoff=0.5)

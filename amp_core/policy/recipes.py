@@ -95,6 +95,22 @@ def as_rule(rule: Any, own: Mapping[str, Recipe] | None = None) -> Any:
     return RecipeRule(known[match[1]] or Recipe.named(match[1]), match[2] or "")
 
 
+def meant(rule: object) -> str | None:
+    """Say what to write for a rule that is unknown and looks like a recipe; None if it does not."""
+    from amp_core.formats import Quantization, Recipe
+
+    if isinstance(rule, Quantization):
+        return "it says how one role is quantised. Pass a Recipe, which has three roles."
+    if getattr(rule, "__self__", None) is Recipe:
+        return "it is a method. Call it, as in Recipe.mxfp8()."
+    if rule in Recipe.names():
+        return f"write '{_WORD} {rule}', or pass Recipe.named({rule!r})."
+    match = _TEXT.fullmatch(rule) if isinstance(rule, str) else None
+    if match is not None:
+        return f"{match[2]!r} is no amount of work, such as '8 MFLOP'."
+    return None
+
+
 def recipe_of(rule: object) -> Recipe | None:
     """Return the recipe of a rule; None if it is not the rule of one."""
     return rule.recipe if isinstance(rule, RecipeRule) else None

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from amp_core._torch import internals as _torch
+from amp_core.common.process_groups import check_group
 from amp_core.kernels.memory import on_host, read
 from amp_core.scaling.collective import Ranks, agreed
 
@@ -59,23 +60,6 @@ class Deciders(NamedTuple):
         """Return the ranks that decide; see `ranks_of`."""
         ranks = ranks_of(shardings, self.process_group)
         return None if ranks is None else ranks._replace(optimizers=self.optimizers)
-
-
-def check_group(process_group: object, name: str = "process_group") -> ProcessGroup:
-    """Return `process_group` if a scaler on this rank can use it.
-
-    Raises:
-        TypeError: it is not a process group, or this rank is not a member of it.
-    """
-    from torch import distributed
-
-    if distributed.is_available() and isinstance(process_group, distributed.ProcessGroup):
-        return process_group
-    raise TypeError(
-        f"{name} must be a torch.distributed.ProcessGroup that this rank is a member of, got "
-        f"{process_group!r}. On ranks that are not members, torch.distributed.new_group returns a number "
-        f"instead of a group; give the scaler there no group."
-    )
 
 
 _over: dict[int, int] = {}

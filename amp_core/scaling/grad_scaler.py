@@ -18,6 +18,7 @@ from amp_core.common.call_site import level_outside
 from amp_core.common.containers import map_tensors
 from amp_core.common.device_types import device_type_of
 from amp_core.common.optimizers import parameters_of
+from amp_core.common.process_groups import check_group
 from amp_core.errors import AmpWarning, BackendNotFoundError, RankLostError
 from amp_core.kernels.memory import on_host, read
 from amp_core.plugin.default_manager import get_backend
@@ -25,7 +26,7 @@ from amp_core.plugin.results import Refusal
 from amp_core.scaling import fused
 from amp_core.scaling.arithmetic import combine, is_tracing, overflows, reciprocal
 from amp_core.scaling.closure import Closure, OverflowedError, Snapshot, evaluate
-from amp_core.scaling.distributed import Deciders, check_group
+from amp_core.scaling.distributed import Deciders
 from amp_core.scaling.grad_passes import (
     by_device,
     clip_factor,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
 from dataclasses import replace
@@ -132,9 +133,10 @@ def test_a_network_trains_with_scopes_and_delayed_scales() -> None:
 
 
 @pytest.mark.slow
-def test_compiled_convolutions() -> None:
+@pytest.mark.parametrize("case", ["conv2d", "grouped"])
+def test_compiled_products(case: str) -> None:
     """A graph breaks, or its gradients are others."""
-    op, call, *shapes, _ = CASES["conv2d"]
+    op, call, *shapes, _ = CASES[case]
     policy = CPU.override({op: RECIPE})
 
     def run(x: Tensor, w: Tensor) -> Tensor:
@@ -151,6 +153,30 @@ def test_compiled_convolutions() -> None:
     compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
     for mine, theirs in zip(gradients(compiled), gradients(run), strict=True):
         assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [((24, 16), (3, 16, 8)), ((16, 24), (24, 8)), ((3, 4, 16), (16, 24)), ((3, 4, 16), (3, 16, 8))],
+)
+def test_shapes_of_grouped_products_in_graphs(a: tuple[int, ...], b: tuple[int, ...]) -> None:
+    """A graph is traced with other shapes than it has when it runs."""
+    policy = CPU.override({"_grouped_mm": RECIPE})
+    offsets = None if len(a) == len(b) == 3 else OFFSETS
+
+    def products(mode: Any) -> list[tuple[torch.Size, torch.dtype]]:
+        with mode:
+            x, w = (torch.ones(shape, dtype=LOW, requires_grad=True) for shape in (a, b))
+            with autocast("cpu", dtype=LOW, policy=policy):
+                y = torch._grouped_mm(x, w, offs=offsets)
+            y.sum().backward()
+            assert x.grad is not None
+            assert w.grad is not None
+        return [(t.shape, t.dtype) for t in (y, x.grad, w.grad)]
+
+    plain = contextlib.nullcontext()
+    fake = torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True)
+    assert products(fake) == products(plain)
 
 
 def test_the_work_of_grouped_products() -> None:
