@@ -169,8 +169,10 @@ class DelayedScales:
         unknown = sorted({*state} - {*self._names.values()})
         if unknown:
             raise KeyError(f"The model has no parameters {', '.join(unknown)}, whose histories were saved.")
-        for name, roles in state.items():
-            _check(name, roles)
+        for name, saved in state.items():
+            _check(name, saved)
+        self._past.clear()
+        self._agreed.clear()
         self._loaded = {name: {role: dict(s) for role, s in roles.items()} for name, roles in state.items()}
         for name, roles in self._histories.items():
             for role, history in [*roles.items()]:

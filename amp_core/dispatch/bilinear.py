@@ -81,12 +81,11 @@ def _is_traced(*tensors: Tensor) -> bool:
 
 def _in_graph(offsets: Tensor | None, bias: Tensor | None, dtype: torch.dtype | None) -> Bilinear:
     def compute(a: Tensor, b: Tensor) -> Tensor:
-        return _grouped(a, b, offsets)
+        result: Tensor = _grouped(a, b, offsets)
+        return result
 
     def gradient(product: str, a: Tensor, b: Tensor, _like: Tensor) -> Tensor:
-        if product == "grad_input":
-            return _grouped(a, b.mT, offsets)
-        return _grouped(a.mT, b, offsets)
+        return compute(a, b.mT) if product == "grad_input" else compute(a.mT, b)
 
     return Bilinear(compute, gradient, bias, dtype)
 
@@ -95,7 +94,8 @@ def _in_graph(offsets: Tensor | None, bias: Tensor | None, dtype: torch.dtype | 
 def _grouped(a: Tensor, b: Tensor, offsets: Tensor | None) -> Tensor:
     """Return ``_grouped_mm`` in the dtype of the factors."""
     with torch.autocast(a.device.type, enabled=False):
-        return torch.ops.aten._grouped_mm(a, b, offs=offsets).contiguous()
+        result: Tensor = torch.ops.aten._grouped_mm(a, b, offs=offsets)
+        return result.contiguous()
 
 
 @_grouped.register_fake

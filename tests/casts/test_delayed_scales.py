@@ -252,6 +252,15 @@ def test_products_without_histories_are_refused() -> None:
             model(x)
     with pytest.raises(KeyError, match="no parameters other"):
         scales.load_state_dict({"other": {}})
+    with pytest.raises(TypeError, match=r"state of 0\.weight is Tensor, not a mapping"):
+        scales.load_state_dict(model.state_dict())
+    for state in ({"inputs": {"seen": x, "current": x}}, {"input": {"seen": x}}):
+        with pytest.raises(ValueError, match="have the entries seen and current"):
+            scales.load_state_dict({"0.weight": state})
+    with pytest.raises(TypeError, match=r"takes a torch\.nn\.Module, got list"):
+        delayed_scales([model])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"process_group must be a torch\.distributed\.ProcessGroup"):
+        delayed_scales(model, process_group="world")  # type: ignore[arg-type]
     wrong = delayed_scales(model)
     wrong.load_state_dict({"0.weight": {"input": AmaxHistory(RECIPE.input.found, "cpu").state_dict()}})
     with wrong, region(longer), pytest.raises(ValueError, match="The saved history has 3 steps"):

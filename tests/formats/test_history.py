@@ -101,6 +101,36 @@ class Engine:
         self.history[0] = 0
 
 
+def test_a_history_from_inference_mode_goes_on_in_training() -> None:
+    """An evaluation before the first step makes that step fail."""
+    with torch.inference_mode():
+        history = AmaxHistory(Delayed(2), "cpu")
+        history.record(torch.tensor(3.0))
+        history.step()
+    history.record(torch.tensor(2.0))
+    history.step()
+    assert history.state_dict()["seen"].tolist() == [3.0, 2.0]
+
+
+def test_what_ranks_settled_on_is_not_mixed_with_later_magnitudes() -> None:
+    """A forward pass between decision and step gives ranks different scales."""
+    history = AmaxHistory(Delayed(2), "cpu")
+    history.record(torch.tensor(1.0))
+    history.settle(torch.tensor(2.0))
+    history.record(torch.tensor(5.0))
+    assert history.current == 5.0
+    history.step()
+    assert history.state_dict()["seen"].tolist() == [0.0, 2.0]
+    history.step()
+    assert history.state_dict()["seen"].tolist() == [2.0, 5.0]
+
+
+def test_another_state_of_transformer_engine_is_refused() -> None:
+    """The state of the wrong module fails without a hint."""
+    with pytest.raises(KeyError, match="has no scale_fwd, scale_bwd, amax_history_fwd, amax_history_bwd"):
+        from_transformer_engine({"weight": torch.ones(2)}, Recipe.fp8_delayed())
+
+
 @pytest.mark.parametrize("margin", [0, 2])
 def test_a_run_of_transformer_engine_goes_on_with_its_scales(margin: int) -> None:
     """A converted checkpoint rounds otherwise than the run that wrote it."""

@@ -219,6 +219,12 @@ def test_what_cannot_be_quantised_is_refused() -> None:
         quantize(torch.ones(2, 2), Quantization(E4M3), 2)
     with pytest.raises(ValueError, match=r"delayed scale: pass .*amax=history"):
         quantize(torch.ones(2), Quantization(E4M3, found=Delayed()))
+    with pytest.raises(ValueError, match=r"amax has 3 elements; the scales are of shape \(\)"):
+        quantize(torch.ones(2), Quantization(E4M3), amax=torch.ones(3))
+    with pytest.raises(TypeError, match=r"Quantization of one role, such as .* got Recipe"):
+        quantize(torch.ones(2), Recipe.mxfp8())  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="takes a tensor, got list"):
+        quantize([1.0], Quantization(E4M3))  # type: ignore[arg-type]
     assert quantize(torch.tensor(3.0), Quantization(E4M3)).dequantize() == 3.0
 
 

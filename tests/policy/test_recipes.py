@@ -166,7 +166,11 @@ def test_other_ops_take_no_recipe(op: str) -> None:
     [
         ("recipe mxfp9", "no recipe 'mxfp9'; the recipes are fp8_tensorwise"),
         ("recipe mxfp8 above", "Unknown rule 'recipe mxfp8 above'"),
-        ("recipe mxfp8 above 3 cows", "Unknown rule"),
+        ("recipe mxfp8 above 3 cows", "'3 cows' is no amount of work, such as '8 MFLOP'"),
+        ("mxfp8", "write 'recipe mxfp8'"),
+        (Recipe.mxfp8, "it is a method. Call it"),
+        (Recipe.mxfp8().input, "Pass a Recipe, which has three roles"),
+        (["mxfp8"], "the rules are lower_precision_fp"),
     ],
 )
 def test_rules_that_mean_nothing_are_refused(rule: Any, text: str) -> None:
