@@ -11,6 +11,7 @@ from torch import Tensor
 
 from amp_core._torch import internals as _torch
 from amp_core._torch.dispatcher import Overload, arguments, dispatcher_name
+from amp_core.policy import names
 
 Compute = Callable[[Tensor, Tensor], Tensor]
 
@@ -43,16 +44,16 @@ def bilinear(
     op: Overload, call: Callable[..., Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Bilinear:
     """Take a call of `op` apart; `call` runs it."""
-    names = [argument.name for argument in arguments(op)]
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    rest = {name: value for name, value in given.items() if name not in (*names[:2], "bias", "out_dtype")}
+    takes = [argument.name for argument in arguments(op)]
+    given = {**dict(zip(takes, args, strict=False)), **kwargs}
+    rest = {name: value for name, value in given.items() if name not in (*takes[:2], "bias", "out_dtype")}
     bias, dtype = given.get("bias"), given.get("out_dtype")
-    if bias is not None and "weight" in names:  # of a convolution: one element per channel
+    if bias is not None and "weight" in takes:  # of a convolution: one element per channel
         bias = bias.view(-1, *[1] * (given["weight"].dim() - 2))
 
     def compute(a: Tensor, b: Tensor) -> Tensor:
-        values = {names[0]: a, names[1]: b, "bias": None, **rest}
-        return call(*(values[name] for name in names if name in values))
+        values = {takes[0]: a, takes[1]: b, "bias": None, **rest}
+        return call(*(values[name] for name in takes if name in values))
 
     if dispatcher_name(op) == "aten::_grouped_mm" and _is_traced(*args[:2]):
         return _in_graph(given.get("offs"), bias, dtype)
@@ -94,7 +95,9 @@ def _in_graph(offsets: Tensor | None, bias: Tensor | None, dtype: torch.dtype | 
 def _grouped(a: Tensor, b: Tensor, offsets: Tensor | None) -> Tensor:
     """Return ``_grouped_mm`` in the dtype of the factors."""
     with torch.autocast(a.device.type, enabled=False):
-        result: Tensor = torch.ops.aten._grouped_mm(a, b, offs=offsets)
+        op = names.find("aten::_grouped_mm.default")
+        assert op is not None
+        result: Tensor = op(a, b, offs=offsets)
         return result.contiguous()
 
 
