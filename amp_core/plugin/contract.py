@@ -45,7 +45,8 @@ PROMISES: Mapping[str, str] = MappingProxyType(
         "arguments": "Shapes that do not match raise `ValueError` before anything is written. All "
         "that is only read stays as it is: values, version counters, `requires_grad`, and the memory around.",
         "traced tensors": "For FakeTensors the results are fake, with the shapes, dtypes and strides of real "
-        "ones. Under `torch.func`, `cast` follows the transform; other kernels follow it or raise.",
+        "ones, and no address is read. Under `torch.func`, `cast` follows the transform; others follow it "
+        "or raise.",
         "absent device": "Every hook answers where the device or its driver is missing, as on a login node.",
     }
 )

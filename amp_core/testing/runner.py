@@ -206,6 +206,8 @@ class Collector:
         name = _name(report.nodeid)
         details = str(report.longrepr) if report.failed else ""
         area = self._areas[report.nodeid]
+        if report.when == "teardown":  # what the check did to the process outweighs its own outcome
+            self.results[:] = [result for result in self.results if result.check != name]
         self.results.append(
             CheckResult(area, name, _outcome(report), _line(report), details, report.duration)
         )

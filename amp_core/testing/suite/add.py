@@ -19,10 +19,12 @@ class AddConformance(Judge):
     def test_add_keeps_what_is_not_finite(self) -> None:
         """An overflow in one micro-batch must be found after the last; zeros are added to like others."""
         for total, grad in self._summed_dtypes():
-            values = torch.tensor(
-                [0.0, math.inf, -math.inf, math.inf, math.nan, 1.0, -0.0, 0.0, 1.0], dtype=total
+            small = [torch.finfo(dtype).smallest_normal for dtype in (total, grad)]
+            bad = math.inf, math.nan
+            values = torch.tensor([0.0, bad[0], -bad[0], *bad, 1.0, -0.0, 0.0, 1.0, small[0]], dtype=total)
+            others = torch.tensor(
+                [2.0, 1.0, 1.0, -bad[0], 1.0, bad[0], -0.0, -0.0, bad[1], small[1]], dtype=grad
             )
-            others = torch.tensor([2.0, 1.0, 1.0, -math.inf, 1.0, math.inf, -0.0, -0.0, math.nan], dtype=grad)
             for places in (slice(None), *range(len(values))):
                 self._judge_add([values[places].to(self.device)], [others[places].to(self.device)])
 

@@ -53,7 +53,9 @@ class CastConformance(Judge):
     def test_cast_is_exact_for_numbers_of_every_size(self) -> None:
         """Numbers over the whole range of exponents."""
         for source, target in itertools.product(self._cast_dtypes(), repeat=2):
-            self._judge_cast([self._computable(_patterns(source)).to(self.device)], target)
+            values = self._computable(_patterns(source)).to(self.device)
+            self._judge_cast([values], target)
+            self._judge_cast([values], target, [torch.empty_like(values, dtype=target)])
 
     def test_cast_keeps_nan_inf_and_signed_zero(self) -> None:
         """A NaN must stay a NaN whatever its payload; its upper bits may all be zero."""

@@ -48,7 +48,7 @@ class ContextConformance(Judge):
             for specs in self._samples():
                 self._judge_specs(specs)
                 for spec in specs[:3]:
-                    self._judge_specs([spec])
+                    self._judge_specs([spec._replace(finite=False)])
             for bad in (0.0, 1.0):
                 self._judge_update(ScaleState(8.0, 1), bad, LossScaleSchedule(growth_interval=2))
         finally:
@@ -115,10 +115,13 @@ class ContextConformance(Judge):
                 casts, stats = self.kernels.cast(given, torch.bfloat16), self.kernels.grad_stats(given)
                 self.kernels.multiply_(given, one, flag)
                 self.kernels.add_(fake, given)
+                self.kernels.cast(given, torch.bfloat16, fake)
                 results = [*casts, *vars(stats).values()]
                 assert all(isinstance(r, type(fake[0])) for r in results), "a result is not fake"
                 assert [(c.shape, c.stride(), c.dtype) for c in casts] == expected
                 assert [tuple(v.shape) for v in vars(stats).values()] == [(), (len(real),), (len(real),), ()]
+        texts = [str(warning.message) for warning in self._caught]
+        assert not any("data pointer" in text for text in texts), "a kernel read the address of a FakeTensor"
 
     def test_kernels_under_function_transforms(self) -> None:
         """A kernel follows ``torch.func``, or raises; only `cast` may not raise."""
@@ -129,7 +132,7 @@ class ContextConformance(Judge):
         except (RuntimeError, NotImplementedError) as error:
             pytest.skip(f"{self.device_type} itself cannot run torch.func.vmap: {error}")
 
-        def written(call: Callable[[list[Tensor]], None]) -> Callable[[Tensor], Tensor]:
+        def written(call: Callable[[list[Tensor]], object]) -> Callable[[Tensor], Tensor]:
             def run(row: Tensor) -> Tensor:
                 copy = row.clone()
                 call([copy])
@@ -143,6 +146,7 @@ class ContextConformance(Judge):
         half = data.scalar(0.5, self.device)
         cases = {
             "add_": (written(lambda rows: self.kernels.add_(rows, rows)), x + x),
+            "cast(out=)": (written(lambda rows: self.kernels.cast([-rows[0]], x.dtype, rows)), -x),
             "multiply_": (written(lambda rows: self.kernels.multiply_(rows, half)), x * 0.5),
             "grad_stats": (
                 lambda row: self.kernels.grad_stats([row]).found_inf,
@@ -213,8 +217,10 @@ class MemoryConformance(Judge):
 
     def test_kernels_keep_nothing_alive(self) -> None:
         """Arguments, results and layouts are the caller's: their memory is free once he drops them."""
+        every = space.rotated(self.dtypes(), self._layouts())
         for name in self._kernel_calls([]):
-            tensors = self._gradients()
+            specs = self._specs() if name == "quantize" else every
+            tensors = [spec.build(self.device) for spec in specs]
             result = self._kernel_calls(tensors)[name]()
             results = list(vars(result).values()) if isinstance(result, GradStats) else result
             tracked = [*tensors, *(results if isinstance(results, list) else ())]

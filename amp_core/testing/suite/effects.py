@@ -17,7 +17,7 @@ from amp_core.regions.region import autocast
 from amp_core.states.loss_scale import LossScaleSchedule, ScaleState
 from amp_core.testing.suite import data
 from amp_core.testing.suite.judge import Judge
-from amp_core.testing.suite.settings import PROCESS_WIDE, Setting, settings
+from amp_core.testing.suite.settings import PROCESS_WIDE, Setting, change, settings
 from amp_core.testing.suite.threads import Judged, interleave
 
 
@@ -53,7 +53,7 @@ class EffectsConformance(Judge):
                     raise AssertionError(f"{name} fails where the caller has {where}") from error
                 for (setting, _), old in zip(chosen, before, strict=True):
                     new = setting.read()
-                    assert new == old, f"{name} changed {setting.name}: {old!r:.80} to {new!r:.80}"
+                    assert new == old, f"{name} changed {change(setting, old, new)}"
         finally:
             for setting, original in reversed(originals):
                 setting.write(original)
@@ -125,8 +125,6 @@ class EffectsConformance(Judge):
 
             interleave(make, 10_000 if self.thorough else 80)
 
-    _turn = 0
-
     def _judged(self, name: str, number: int, turn: int) -> Judged:
         """Return a call; the third other one has what is the same in each call of the first."""
         tensors = [torch.full((n + turn,), float(number + 2), device=self.device) for n in (5, 33)]
@@ -137,7 +135,8 @@ class EffectsConformance(Judge):
             judge = type(self)()
             judge._context = context  # type: ignore[attr-defined]
             if name == "cast":
-                judge._judge_cast(tensors, kinds[number % 3])
+                out = [torch.empty_like(t) for t in tensors] if turn % 2 else None
+                judge._judge_cast(tensors, kinds[number % 3], out)
             elif name == "grad_stats":
                 judge._judge_stats(tensors, (2.0, 3.0, torch.inf)[number % 3])
             elif name == "multiply_":
@@ -146,7 +145,9 @@ class EffectsConformance(Judge):
                 judge._judge_add([t.clone() for t in tensors], tensors)
             else:
                 schedule = LossScaleSchedule(growth_interval=2 + number % 3 + 3 * turn)
-                judge._judge_update(ScaleState(8.0 + number, 1 + 3 * turn), number % 2, schedule)
+                # The first is at the end of its interval, the one of the same schedule is not.
+                state = ScaleState(8.0 + number, (number != 3) + 3 * turn)
+                judge._judge_update(state, number == 1, schedule)
 
         return run
 

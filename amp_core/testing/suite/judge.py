@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -14,15 +15,17 @@ from amp_core._torch.internals import version_of
 from amp_core.formats import Recipe
 from amp_core.kernels import GradStats, ScaleTensors
 from amp_core.states.loss_scale import LossScaleSchedule, ScaleState, next_scale
-from amp_core.testing.fixtures import BackendFixtures
 from amp_core.testing.suite import data, reference
+from amp_core.testing.suite.manners import Manners, assert_not_kept
 from amp_core.testing.suite.tensors import LAYOUTS, Memory, host
 
 Tensors = Sequence[Tensor]
 
 
-class Judge(BackendFixtures):
+class Judge(Manners):
     """The judged calls that the areas of kernels share."""
+
+    _turn = 0
 
     def _gradient_dtypes(self) -> list[torch.dtype]:
         wide = [torch.complex128] if self.supports_float64 else []
@@ -47,11 +50,22 @@ class Judge(BackendFixtures):
         """Return the context in which kernels are called."""
         return getattr(self, "_context", nullcontext)()
 
-    def _call(self, call: Callable[[], Any], read: Tensors, written: Tensors, *, wrote: bool = True) -> Any:
-        memory = Memory(read, written)
+    def _call(
+        self,
+        call: Callable[[], Any],
+        read: Tensors,
+        written: Tensors,
+        *,
+        wrote: bool = True,
+        given: Tensors = (),
+    ) -> Any:
+        memory, held = Memory(read, written), [*read, *written]
+        before = list(map(sys.getrefcount, held))
         with self._around():
             inference = torch.is_inference_mode_enabled()
             result = call()
+        if type(given) in (list, tuple):  # a prepared list may keep its tensors from its first use on
+            assert_not_kept(held, before, 0 if result is None or result is written else len(written))
         results = list(vars(result).values()) if isinstance(result, GradStats) else result or []
         if not (written and results):
             # Without a tensor, a kernel does not know the device.
@@ -92,7 +106,9 @@ class Judge(BackendFixtures):
         """Cast `tensors`, which the kernel may be `given` in another form, and check the results."""
         given = tensors if given is None else given
         sources = [host(t) for t in tensors]
-        results: list[Tensor] = self._call(lambda: self.kernels.cast(given, dtype, out), tensors, out or ())
+        results: list[Tensor] = self._call(
+            lambda: self.kernels.cast(given, dtype, out), tensors, out or (), given=given
+        )
         assert len(results) == len(tensors), f"{len(results)} results for {len(tensors)} tensors {what}"
         for i, (result, source, tensor) in enumerate(zip(results, sources, tensors, strict=True)):
             if out is not None:
@@ -115,7 +131,7 @@ class Judge(BackendFixtures):
     ) -> None:
         given = grads if given is None else given
         expected = [reference.rounded_sum(host(t), host(g)) for t, g in zip(totals, grads, strict=True)]
-        result = self._call(lambda: self.kernels.add_(totals, given), grads, totals)
+        result = self._call(lambda: self.kernels.add_(totals, given), grads, totals, given=given)
         assert result is None
         for i, (total, grad, values) in enumerate(zip(totals, grads, expected, strict=True)):
             wrong = self._departure(total, values)
@@ -136,7 +152,7 @@ class Judge(BackendFixtures):
         flags = [] if flag is None else [data.scalar(flag, self.device, shape)]
         bad = any(map(reference.nonfinite, expected))  # no product with inf or NaN is finite
         result = self._call(
-            lambda: self.kernels.multiply_(given, number, *flags), [number], [*grads], wrote=True
+            lambda: self.kernels.multiply_(given, number, *flags), [number], grads, given=given
         )
         assert result is None
         for i, (grad, values) in enumerate(zip(grads, expected, strict=True)):
@@ -157,7 +173,7 @@ class Judge(BackendFixtures):
     ) -> GradStats:
         given = grads if given is None else given
         values = [host(g) for g in grads]
-        stats: GradStats = self._call(lambda: self.kernels.grad_stats(given, order), grads, ())
+        stats: GradStats = self._call(lambda: self.kernels.grad_stats(given, order), grads, (), given=given)
         wide = any(v.dtype in (torch.float64, torch.complex128) for v in values)
         dtype, n = torch.float64 if wide else torch.float32, len(grads)
         for name, shape, kind in (
@@ -237,9 +253,11 @@ class Judge(BackendFixtures):
         """Judge each kernel on fresh tensors."""
         low = self.backend.supported_dtypes()[0]
         self._judge_cast(tensors(), low, what=what)
-        self._judge_stats(tensors(), what=what)
+        self._turn += 1
+        self._judge_stats(tensors(), (2.0, torch.inf, 3.0)[self._turn % 3], what=what)
         with torch.no_grad():
-            written = [t.detach() for t in tensors()]
+            written, out = ([t.detach() for t in tensors()] for _ in range(2))
+        self._judge_cast(tensors(), low, out, what)
         self._judge_multiply(written, what=what)
         self._judge_add([t.detach() for t in tensors()], tensors(), what=what)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from amp_core.testing.suite import data
 from amp_core.testing.suite import tensors as space
 from amp_core.testing.suite.judge import Judge
+from amp_core.testing.suite.manners import assert_not_kept
 
 
 class LayoutConformance(Judge):
@@ -29,13 +31,18 @@ class LayoutConformance(Judge):
             yield space.specs([dtype], space.DENSE, [*space.SHAPES, *((n,) for n in space.LENGTHS)])
         everything = (space.specs if self.thorough else space.rotated)(dtypes, layouts)
         yield everything
-        yield everything[::-1]
+        yield [spec._replace(finite=i % 6 > 0) for i, spec in enumerate(everything[::-1])]
         yield space.rotated(dtypes, [layout for layout in every if layout in space.RARE])
         for turned in (dtypes, [*dtypes[1:], dtypes[0]]):
             yield space.rotated(turned, every, space.ODD_SHAPES)
 
+    def _bad_lists(self) -> Iterator[list[space.Spec]]:
+        """Yield the lists of what is only read, with inf and NaN in some tensors."""
+        for specs in self._lists(self.dtypes(), space.READ_ONLY):
+            yield [spec._replace(finite=spec.seed % 6 > 0) for spec in specs]
+
     def _cast_lists(self) -> Iterator[list[space.Spec]]:
-        yield from self._lists(self.dtypes(), space.READ_ONLY)
+        yield from self._bad_lists()
         if self.supports_float8:
             yield space.rotated(self._float8(), (*space.MOVED, *space.READ_ONLY))
 
@@ -80,12 +87,14 @@ class LayoutConformance(Judge):
                 ]
                 what = f"{_name(specs)} into {_name(outs)}"
                 written = (list, tuple)[number % 2](self._build(outs))
-                self._judge_cast(self._build(specs), dtypes[shift % len(dtypes)], written, what)
+                tensors = self._build(specs)
+                given = (tensors, tuple(tensors), self.kernels.prepare(tensors))[number % 3]
+                self._judge_cast(tensors, dtypes[shift % len(dtypes)], written, what, given)
 
     def test_add_of_every_memory_layout(self) -> None:
         """Totals and gradients lie differently and differ in dtype."""
         layouts, pairs = self._layouts(), itertools.cycle(self._summed_dtypes())
-        for number, specs in enumerate(self._lists(self.dtypes(), space.READ_ONLY)):
+        for number, specs in enumerate(self._bad_lists()):
             for shift in (None, 0, number) if len(specs) == 1 or _alike(specs) else (number,):
                 kinds = [(spec, *next(pairs)) for spec in specs]
                 grads = [spec._replace(dtype=grad) for spec, _, grad in kinds]
@@ -121,6 +130,9 @@ class LayoutConformance(Judge):
                 self._judge_cast(view(dtype, self.device), self.backend.default_dtype())
                 for order in (2.0, torch.inf):
                     self._judge_stats(view(dtype, self.device), order)
+            grads = space.overlapping(dtype, self.device)
+            self._judge_cast(grads, dtype, [torch.empty_like(t) for t in grads])
+            self._judge_add([torch.ones_like(t) for t in grads], grads)
             self._judge_multiply(space.bucket(dtype, self.device))
             self._judge_add(space.bucket(dtype, self.device), space.bucket(dtype, self.device, seed=1))
             for total in self.dtypes():
@@ -146,10 +158,15 @@ class LayoutConformance(Judge):
         def parts(whole: Tensor) -> list[Tensor]:
             return list(torch.split(whole, 3))
 
-        casts = torch.cat(self.kernels.cast(parts(values), torch.bfloat16))
-        self.kernels.cast(parts(values), torch.bfloat16, parts(low))
-        self.kernels.add_(parts(sums), parts(low))
-        self.kernels.multiply_(parts(product), data.scalar(0.5, self.device))
+        read, targets, totals, grads = lists = [parts(t) for t in (values, low, sums, product)]
+        held = list(itertools.chain(*lists))
+        before = list(map(sys.getrefcount, held))
+        casts = torch.cat(self.kernels.cast(read, torch.bfloat16))
+        self.kernels.cast(read, torch.bfloat16, targets)
+        self.kernels.add_(totals, targets)
+        self.kernels.multiply_(grads, data.scalar(0.5, self.device))
+        self.kernels.grad_stats(read)
+        assert_not_kept(held, before, 0)
         for name, result, expected in (
             ("cast", casts, values.bfloat16()),
             ("cast(out=)", low, values.bfloat16()),

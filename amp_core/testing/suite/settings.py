@@ -22,7 +22,7 @@ BOTH = (True, False)
 
 
 class Setting(NamedTuple):
-    """Something that belongs to the caller, and values to try it with."""
+    """Something that belongs to the caller, and values to try it with; one where there is no write."""
 
     name: str
     read: Callable[[], Any]
@@ -41,13 +41,21 @@ PROCESS_WIDE = frozenset(
 """Settings that other threads see too, so that they may not change for a moment either."""
 
 
+def change(setting: Setting, before: Any, now: Any) -> str:
+    """Say what changed."""
+    if isinstance(before, dict):
+        before, now = (dict(set(a.items()) - set(b.items())) for a, b in ((before, now), (now, before)))
+    return f"{setting.name}: {before!r:.80} to {now!r:.80}"
+
+
 def settings(subject: BackendFixtures) -> list[Setting]:
     """Return all settings, for the device of `subject`."""
     found = [*_OF_TORCH, *_of_autocast(subject), *_OF_PYTHON, *_of_device(subject.device)]
     if "numpy" in sys.modules:
         numpy = sys.modules["numpy"].random
-        read = lambda: (numpy.get_state()[1].tobytes(), *numpy.get_state()[2:])  # noqa: E731
-        found.append(Setting("NumPy's generator", read, _seed(numpy.seed), (1, 2)))
+        read = lambda: (numpy.get_state()[1].tolist(), *numpy.get_state()[2:])  # noqa: E731
+        restore = lambda state: numpy.set_state(("MT19937", *state))  # noqa: E731
+        found.append(Setting("NumPy's generator", read, _seed(numpy.seed, restore), (1, 2)))
     if torch.set_flush_denormal(_flushes()):  # which says whether the host can
         found.append(Setting("the flushing of subnormals", _flushes, torch.set_flush_denormal, (False,)))
     return found
@@ -133,6 +141,10 @@ def _set_cudnn_precision(value: Any) -> None:
         _CONV.fp32_precision = value
 
 
+def _restore_generator(state: list[int]) -> None:
+    torch.set_rng_state(torch.tensor(state, dtype=torch.uint8, device="cpu"))
+
+
 def _no_write(_: Any) -> None:
     pass
 
@@ -172,7 +184,12 @@ _OF_TORCH = (
         BOTH,
     ),
     # Not the state alone: a call that seeds would find the state that the one before it left.
-    Setting("torch's generator", lambda: torch.get_rng_state().tolist(), _seed(torch.manual_seed), (1, 2)),
+    Setting(
+        "torch's generator",
+        lambda: torch.get_rng_state().tolist(),
+        _seed(torch.manual_seed, _restore_generator),
+        (1, 2),
+    ),
     Setting("the repetition of warnings", torch.is_warn_always_enabled, torch.set_warn_always, BOTH),
 )
 

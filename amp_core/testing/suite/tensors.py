@@ -51,6 +51,7 @@ MOVED = (
     "contiguous", "channels_last", "reversed", "swapped", "odd offset", "gaps", "padded rows", "cut",
 )  # fmt: skip
 LAYOUTS = (*MOVED, "negated", "conjugated", "parameter", "leaf", "graph")
+_ANY_STRIDES = ("negated", "conjugated", "parameter", "leaf", "graph")
 DENSE = ("contiguous", "channels_last", "odd offset", "parameter")
 RARE = ("swapped", "cut", "expanded between", "expanded all", "windows")
 READ_ONLY = ("expanded", "expanded inside", "expanded between", "expanded all", "windows")
@@ -70,6 +71,7 @@ class Spec(NamedTuple):
     layout: str
     dtype: torch.dtype
     seed: int = 0
+    finite: bool = True
 
     def applies(self) -> bool:
         """Whether the layout differs from a contiguous one for this shape and dtype."""
@@ -81,19 +83,20 @@ class Spec(NamedTuple):
 
     def moved(self, layout: str, dtype: torch.dtype) -> Spec:
         """Return a tensor of this shape in another layout, or a contiguous one where it does not apply."""
-        other = Spec(self.shape, layout, dtype, self.seed + 7)
+        other = Spec(self.shape, layout, dtype, self.seed + 7, self.finite)
         writable = other.applies() and layout not in READ_ONLY
         return other if writable else other._replace(layout="contiguous")
 
     def build(self, device: torch.device) -> Tensor:
-        """Return normal numbers on `device`, in this layout; whatever else is in their storage is NaN."""
+        """Return numbers on `device`, in this layout; whatever else is in their storage is NaN."""
         if self.layout.startswith("expanded"):
             first, last = {
                 "expanded": (0, 0), "expanded inside": (-1, -1), "expanded between": (1, -2)
             }.get(self.layout, (0, -1))  # fmt: skip
             there = range(first % len(self.shape), last % len(self.shape) + 1)
             shape = tuple(min(1, n) if d in there else n for d, n in enumerate(self.shape))
-            return Spec(shape, "contiguous", self.dtype, self.seed).build(device).expand(self.shape)
+            whole = self._replace(shape=shape, layout="contiguous").build(device)
+            return whole.expand(self.shape)
         base, strides, offset = _base(self)
         tensor = torch.as_strided(base.to(device, copy=True), self.shape, strides, offset)
         if self.layout == "negated":
@@ -147,10 +150,36 @@ def _strides(shape: tuple[int, ...], layout: str) -> list[int]:
     return [1] * len(shape) if layout == "windows" else strides
 
 
+# Ties of bfloat16 and float16, and what is a tie only once it is rounded to float32.
+_HARD = (1 + 2.0**-8 + 2.0**-30, -0.0, -1 - 2.0**-11 - 2.0**-30, 1 + 3 * 2.0**-9, 1 - 2.0**-12)
+_BAD = (math.inf, -math.inf, math.nan)
+
+
+@lru_cache(maxsize=64)
+def _pool(dtype: torch.dtype, finite: bool) -> Tensor:
+    """Return normal numbers, among them some that are hard to round, and bad ones if asked for."""
+    values = data.random((1 << 14,), dtype)
+    for places, kinds in ((values[1::4], _HARD), (values[: 0 if finite else None : 3], _BAD)):
+        row = torch.tensor(kinds, dtype=torch.float64, device="cpu")
+        places.copy_(row.repeat(len(places))[: len(places)])
+    return values
+
+
+def _numbers(spec: Spec) -> Tensor:
+    count, pool = math.prod(spec.shape), _pool(spec.dtype, spec.finite)
+    first = spec.seed * 997 % (len(pool) - count)
+    return pool[first : first + count].view(spec.shape)
+
+
 @lru_cache(maxsize=16_384)
 def _base(spec: Spec) -> tuple[Tensor, list[int], int]:
     """Return the storage of a tensor, NaN where it has no element, with its strides and offset."""
-    values, strides = data.random(spec.shape, spec.dtype, spec.seed), _strides(spec.shape, spec.layout)
+    # What is no matter of strides comes with any: a weight may be channels_last, a gradient transposed.
+    turned = ("contiguous", "channels_last", "contiguous", "reversed")[spec.seed % 4]
+    values, strides = (
+        _numbers(spec),
+        _strides(spec.shape, turned if spec.layout in _ANY_STRIDES else spec.layout),
+    )
     extent = sum((n - 1) * s for n, s in zip(spec.shape, strides, strict=True)) + 1 if values.numel() else 0
     offset = GUARD + (1 if spec.layout == "odd offset" else 0)
     base = torch.full((extent + offset + GUARD,), math.nan, dtype=values.dtype)

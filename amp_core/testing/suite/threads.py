@@ -13,7 +13,8 @@ import torch
 
 import amp_core
 
-_OTHERS = tuple(f"{module.__path__[0]}{os.sep}" for module in (amp_core, torch))
+_OTHERS = ("<", *(f"{module.__path__[0]}{os.sep}" for module in (amp_core, torch)))
+_PYTHON = f"{os.path.dirname(os.__file__)}{os.sep}"  # as code objects name their files
 
 Judged = Callable[[Callable[[], AbstractContextManager[Any]]], None]
 """Runs a call inside the context that its argument returns, and raises if the outcome is wrong."""
@@ -74,7 +75,8 @@ def _run(judged: Judged, meanwhile: Callable[[], None] | None = None, point: int
 
     def trace(frame: Any, event: str, _argument: Any) -> Any:
         nonlocal count
-        if frame.f_code.co_filename.startswith(_OTHERS):
+        file = frame.f_code.co_filename
+        if file.startswith(_OTHERS) or (file.startswith(_PYTHON) and "site-packages" not in file):
             return None
         frame.f_trace_opcodes = True
         if event == "opcode" and (place := (frame.f_code, frame.f_lasti)) not in seen:
