@@ -11,6 +11,7 @@ from typing_extensions import ParamSpec
 from amp_core._torch import cast_cache
 from amp_core._torch.context_manager import ContextManager
 from amp_core._torch.dynamo import trace_as_context_manager, when_loaded
+from amp_core._torch.internals import outside_graphs
 from amp_core.common.device_types import device_type_of
 from amp_core.common.optimizers import after_every_step
 from amp_core.dispatch.activate import Activation, activation, default_policy, with_recipe
@@ -130,9 +131,12 @@ def _resolve(backend: Backend, dtype: torch.dtype, policy: OpPolicy | None) -> _
     return resolved
 
 
-def _clear_casts(_optimizer: torch.optim.Optimizer) -> None:
-    """Clear torch's cast cache, since torch does not notice changed weights."""
-    if torch.compiler.is_dynamo_compiling():
-        torch.clear_autocast_cache()  # Dynamo traces no locks
-    else:
+def _clear_casts(optimizer: torch.optim.Optimizer) -> None:
+    """Clear torch's cast cache, which is empty outside of regions: torch does not notice changed weights."""
+    if not torch.compiler.is_dynamo_compiling():
         cast_cache.clear()
+    elif torch.is_autocast_enabled(optimizer.param_groups[0]["params"][0].device.type):
+        _clear_outside_graphs()
+
+
+_clear_outside_graphs = outside_graphs(cast_cache.clear)

@@ -256,6 +256,22 @@ def test_compiled_steps(around: Callable[[nn.Module, Any], Any], fused: bool) ->
     assert all(map(torch.equal, *results))
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_compiled_steps_inside_regions(fused: bool) -> None:
+    """The rest of the region computes with the casts of the weights before the step."""
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, fused=fused, foreach=not fused)
+    step = torch.compile(optimizer.step, backend="aot_eager")
+    for _ in range(3):
+        with autocast("cpu"):
+            model(X).float().square().mean().backward()
+            step()
+            optimizer.zero_grad()
+            after = model(X)
+        with autocast("cpu"):
+            assert torch.equal(after, model(X))
+
+
 def test_a_step_that_compiles_into_one_graph_still_does() -> None:
     """The scope's hook breaks the graph of an optimizer whose writes torch counts."""
     torch.compiler.reset()
