@@ -94,7 +94,7 @@ def _in_graph(offsets: Tensor | None, bias: Tensor | None, dtype: torch.dtype | 
 @torch.library.custom_op("amp_core::grouped_mm", mutates_args=())
 def _grouped(a: Tensor, b: Tensor, offsets: Tensor | None) -> Tensor:
     """Return ``_grouped_mm`` in the dtype of the factors."""
-    with torch.autocast(a.device.type, enabled=False):
+    with _torch.torch_autocast(a.device.type, enabled=False):
         op = names.find("aten::_grouped_mm.default")
         assert op is not None
         result: Tensor = op(a, b, offs=offsets)

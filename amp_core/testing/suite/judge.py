@@ -58,8 +58,9 @@ class Judge(Manners):
         *,
         wrote: bool = True,
         given: Tensors = (),
+        flags: Tensors = (),
     ) -> Any:
-        memory, held = Memory(read, written), [*read, *written]
+        memory, held = Memory(read, written, flags), [*read, *flags, *written]
         before = list(map(sys.getrefcount, held))
         with self._around():
             inference = torch.is_inference_mode_enabled()
@@ -152,7 +153,7 @@ class Judge(Manners):
         flags = [] if flag is None else [data.scalar(flag, self.device, shape)]
         bad = any(map(reference.nonfinite, expected))  # no product with inf or NaN is finite
         result = self._call(
-            lambda: self.kernels.multiply_(given, number, *flags), [number], grads, given=given
+            lambda: self.kernels.multiply_(given, number, *flags), [number], grads, given=given, flags=flags
         )
         assert result is None
         for i, (grad, values) in enumerate(zip(grads, expected, strict=True)):

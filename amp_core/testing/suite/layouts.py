@@ -152,7 +152,11 @@ class LayoutConformance(Judge):
     def test_kernels_of_thousands_of_tensors(self) -> None:
         """Lists are cut into chunks; none may be lost, and each bad tensor counts."""
         many = self.many_tensors
-        values = data.random((3 * many,), torch.float32).to(self.device)
+        finite = data.random((3 * many,), torch.float32)
+        values = finite.clone()
+        for i, number in enumerate((-0.0, 1e-40, torch.inf, -torch.inf, torch.nan)):
+            values[i :: 7 + 2 * i] = number
+        values = values.to(self.device)
         low, sums, product = torch.zeros_like(values).bfloat16(), values.clone(), values.clone()
 
         def parts(whole: Tensor) -> list[Tensor]:
@@ -165,7 +169,7 @@ class LayoutConformance(Judge):
         self.kernels.cast(read, torch.bfloat16, targets)
         self.kernels.add_(totals, targets)
         self.kernels.multiply_(grads, data.scalar(0.5, self.device))
-        self.kernels.grad_stats(read)
+        stats = self.kernels.grad_stats(parts(finite.to(self.device)))
         assert_not_kept(held, before, 0)
         for name, result, expected in (
             ("cast", casts, values.bfloat16()),
@@ -174,9 +178,14 @@ class LayoutConformance(Judge):
             ("multiply_", product, values * 0.5),
         ):
             self._assert_values(result, expected.cpu(), f"{name} of {many} tensors")
+        norms = torch.linalg.vector_norm(finite.view(many, 3).double(), dim=1)
+        self._assert_norms_close(stats.norms, norms.tolist(), f"norms of {many} tensors")
+        self._assert_norms_close(stats.norm.reshape(1), [float(norms.norm())], f"norm of {many} tensors")
+        assert not stats.nonfinite.any()
+        assert float(stats.found_inf) == 0.0
         one, flag = data.scalar(1.0, self.device), data.scalar(0.0, self.device)
         for bad in sorted({0, min(749, many - 1), min(1499, many - 1), many - 1}):
-            tensors = parts(values.clone())
+            tensors = parts(finite.to(self.device, copy=True))
             tensors[bad][1] = torch.nan
             stats = self.kernels.grad_stats(tensors)
             assert float(stats.found_inf) == 1.0, f"tensor {bad} of {many}"

@@ -220,17 +220,20 @@ class Memory:
     Args:
         read: the arguments that are only read.
         written: the arguments that are written.
+        flags: the arguments that are written where something is bad.
     """
 
-    def __init__(self, read: Sequence[Tensor], written: Sequence[Tensor] = ()) -> None:
+    def __init__(
+        self, read: Sequence[Tensor], written: Sequence[Tensor] = (), flags: Sequence[Tensor] = ()
+    ) -> None:
         self._read, self._written = list(read), list(written)
-        everything = (*self._read, *self._written)
+        everything = self._everything = (*self._read, *self._written, *flags)
         self._attributes = [_attributes(t) for t in everything]
         self._versions = versions(*self._read), versions(*self._written)
         self._storages = {s.data_ptr(): t for t in everything if (s := t.untyped_storage()).nbytes()}
         self._before = {address: _raw(tensor) for address, tensor in self._storages.items()}
         self._parts = defaultdict(list)
-        for tensor in self._written:
+        for tensor in (*self._written, *flags):
             self._parts[tensor.untyped_storage().data_ptr()].append(tensor)
 
     def is_apart_from(self, results: Sequence[Tensor]) -> bool:
@@ -258,7 +261,7 @@ class Memory:
                 f"the call wrote to what it must only read: element {place} of the "
                 f"{len(now) // tensor.itemsize} in a storage of {tensor.dtype}"
             )
-        attributes = [_attributes(t) for t in (*self._read, *self._written)]
+        attributes = [_attributes(t) for t in self._everything]
         for present, then in zip(attributes, self._attributes, strict=True):
             assert present == then, f"the call changed an argument from {then} to {present}"
         assert versions(*self._read) == self._versions[0], "it moved a version counter of what it only reads"
