@@ -12,7 +12,7 @@ import pytest
 
 from amp_core.testing import Loopback, check, runner
 
-SEED, SAMPLE = 20, 18
+SEED, SAMPLE = 20, 12
 
 with pytest.MonkeyPatch.context() as patch:
     patch.syspath_prepend(str(Path(__file__).with_name("mutated")))
