@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -29,6 +30,10 @@ if hasattr(os, "register_at_fork"):
 
 def one_at_a_time(kernel: Callable[..., Any]) -> Callable[..., Any]:
     """Return `kernel`, which may cast through torch's cache, for one thread at a time."""
+    global clear  # noqa: PLW0603  # a lock takes a tenth of a region's time
+    if clear is not _clear_alone:
+        clear = _clear_alone
+        time.sleep(0.001)  # lets calls without the lock that have begun end
 
     def call(*args: Any, **kwargs: Any) -> Any:
         with _Shared.lock:
@@ -37,4 +42,10 @@ def one_at_a_time(kernel: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-clear: Callable[[], None] = one_at_a_time(torch.clear_autocast_cache)
+def _clear_alone() -> None:
+    with _Shared.lock:
+        torch.clear_autocast_cache()
+
+
+clear: Callable[[], None] = torch.clear_autocast_cache
+"""Clears torch's cache. Each region ends with it, so it takes no lock until there are such kernels."""

@@ -27,7 +27,6 @@ _is_cached = torch.is_autocast_cache_enabled
 _set_cached = torch.set_autocast_cache_enabled
 _enter_nesting = torch.autocast_increment_nesting
 _leave_nesting = torch.autocast_decrement_nesting
-_clear_cache = cast_cache.clear
 _modes_are_on = _torch.function_modes_are_on
 
 
@@ -62,7 +61,7 @@ def enter(
             _set_enabled(device, enabled)
         if was_dtype is not dtype:
             _set_dtype(device, dtype)
-            _clear_cache()  # torch's cast cache does not record dtypes
+            cast_cache.clear()  # torch's cast cache does not record dtypes
         if was_cached is not cached:
             _set_cached(cached)
         frame.nesting = _enter_nesting()
@@ -115,7 +114,7 @@ def leave(frames: RegionStack, region: Any, settings: tuple[str, bool, torch.dty
             _set_dtype(device, was_dtype)
             _set_cached(was_cached)
         if depth == 0 or settings[2] is not was_dtype:
-            _clear_cache()  # it does not record dtypes
+            cast_cache.clear()  # it does not record dtypes
         frames.pop()
     except BaseException:
         _undo(frames, frame)
@@ -156,7 +155,7 @@ def _undo(frames: RegionStack, frame: Frame) -> None:
         _set_cached(cached)
     if frame.nesting:
         _lower_nesting(frame.nesting)
-    _clear_cache()
+    cast_cache.clear()
     if frame in frames:
         frames.remove(frame)
 

@@ -139,4 +139,6 @@ def _clear_casts(optimizer: torch.optim.Optimizer) -> None:
         _clear_outside_graphs()
 
 
-_clear_outside_graphs = outside_graphs(cast_cache.clear)
+@outside_graphs
+def _clear_outside_graphs() -> None:
+    cast_cache.clear()

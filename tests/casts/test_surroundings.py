@@ -235,6 +235,18 @@ with cached_casts(nn.Linear(4, 4)), record():
 """
 
 
+def test_regions_take_no_lock_where_none_is_needed() -> None:
+    """Each region pays for threads that call torch's kernels from Python, though there is no such kernel."""
+    code = (
+        "import torch, amp_core\nfrom amp_core._torch import cast_cache\n"
+        "with amp_core.autocast('cpu'): torch.ones(2, 2) @ torch.ones(2, 2)\n"
+        "assert cast_cache.clear is torch.clear_autocast_cache\n"
+        "with amp_core.record(), amp_core.autocast('cpu'): torch.ones(2, 2) @ torch.ones(2, 2)\n"
+        "assert cast_cache.clear is not torch.clear_autocast_cache\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_threads_under_a_mode() -> None:
     """Two threads wait for torch's cache of casts and for the interpreter, each for what the other has."""
     subprocess.run([sys.executable, "-c", THREADS_UNDER_A_MODE], check=True, timeout=120)
