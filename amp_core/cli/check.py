@@ -53,20 +53,15 @@ def _check(args: argparse.Namespace) -> Report:
         import pytest  # noqa: F401  # check before anything runs
     except ImportError as error:
         raise UsageError("the kit needs pytest: pip install 'amp-core[testing]'") from error
-    from amp_core._torch.internals import is_device_type
     from amp_core.errors import BackendError
     from amp_core.plugin import get_backend
-    from amp_core.plugin.status import unknown_to_torch
     from amp_core.testing import check
-    from amp_core.testing.runner import load_fixtures
+    from amp_core.testing.report import require_folders
+    from amp_core.testing.runner import load_fixtures, require_present
 
     try:
-        backend = get_backend(args.device)
-        available = backend.availability()
-        if not available.usable:
-            raise UsageError(f"{args.device!r} cannot be checked here: {available.reason}")
-        if not is_device_type(backend.device_type):
-            raise UsageError(unknown_to_torch(backend))
+        require_folders(filter(None, (args.markdown, args.badge)))
+        require_present(get_backend(args.device))
         return check(
             args.device,
             areas=args.area,

@@ -35,10 +35,13 @@ def run(args: argparse.Namespace) -> int:
     folder = args.directory / f"amp-backend-{args.name.replace('_', '-')}"
     if folder.exists():
         raise UsageError(f"{folder} exists already; remove it or choose another --directory.")
-    for target, template in _FILES.items():
-        path = folder / target.format(name=args.name)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(_filled(template, args.name), encoding="utf-8")
+    try:
+        for target, template in _FILES.items():
+            path = folder / target.format(name=args.name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(_filled(template, args.name), encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{folder} cannot be written: {error}") from error
     # Without a separator, pip would treat the folder as a package name on the index.
     print(f"Wrote {folder}. Fill in what `grep -rn 'FILL IN' {folder}` shows, then:")
     print(f"  pip install {os.curdir + os.sep if not folder.is_absolute() else ''}{folder}")

@@ -6,6 +6,7 @@ pass: they only exclude inputs that the device does not support.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
@@ -14,11 +15,12 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from amp_core._torch import internals as _torch
+from amp_core._torch.autocast import privateuse1_name
 from amp_core._torch.dispatcher import autograd_key, has_dispatch_key
+from amp_core.errors import BackendError
 from amp_core.kernels import Kernels
 from amp_core.plugin import Backend, get_backend
-from amp_core.plugin.default_manager import manager, replace_backend
+from amp_core.plugin.default_manager import manager
 
 
 class BackendFixtures:
@@ -142,7 +144,7 @@ class BackendFixtures:
     @property
     def default_dtype_is_torchs(self) -> bool:
         """Whether the default dtype must be torch's. Default: yes, except for PrivateUse1."""
-        return self.device_type != _torch.privateuse1_name()
+        return self.device_type != privateuse1_name()
 
     # Simulated events.
 
@@ -188,16 +190,14 @@ class BackendFixtures:
 @contextmanager
 def serving(backend: Backend) -> Iterator[None]:
     """Serve the device type with `backend` inside the block."""
-    registry = manager().registry
-    if registry.get(backend.device_type) is backend:
+    before = None
+    with contextlib.suppress(BackendError):  # loaded inside the block, it would find its place taken
+        before = get_backend(backend.device_type)
+    if before is backend:
         yield
         return
-    before = registry.snapshot()
-    replace_backend(backend)
-    try:
+    with manager().registry.serving(backend):
         yield
-    finally:
-        registry.restore(before)
 
 
 def _check_name(item: Any) -> str:

@@ -30,16 +30,19 @@ def pytest_configure(config: pytest.Config) -> None:
     """Add the kit's checks to the session."""
     device = config.getoption("--amp-device")
     if device is None:
+        if config.getoption("--amp-fixtures") or config.getoption("--amp-report"):
+            raise pytest.UsageError("--amp-fixtures and --amp-report need --amp-device=DEVICE.")
         return
     from amp_core.errors import BackendError
     from amp_core.plugin import get_backend
-    from amp_core.testing.report import require_suffixes
-    from amp_core.testing.runner import COLLECTED, Collector, load_fixtures
+    from amp_core.testing.report import require_folders, require_suffixes
+    from amp_core.testing.runner import COLLECTED, Collector, load_fixtures, require_present
 
     try:
         require_suffixes(config.getoption("--amp-report"))
+        require_folders(config.getoption("--amp-report"))
         fixtures = load_fixtures(config.getoption("--amp-fixtures"))
-        backend = get_backend(device)
+        require_present(backend := get_backend(device))
     except (BackendError, ValueError) as error:
         raise pytest.UsageError(str(error)) from error
     collector = Collector(backend, (), fixtures, thorough=config.getoption("--amp-thorough"))

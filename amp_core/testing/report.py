@@ -132,6 +132,14 @@ def require_suffixes(paths: Iterable[str | PathLike[str]]) -> None:
             raise ValueError(f"{path} is no report: its suffix must be one of {', '.join(_WRITERS)}.")
 
 
+def require_folders(paths: Iterable[str | PathLike[str]]) -> None:
+    """Raise ValueError for a path that no file can have, before any check runs."""
+    for path in map(Path, paths):
+        if path.is_dir() or not path.parent.is_dir():
+            why = f"{path} is a folder" if path.is_dir() else f"there is no folder {path.parent}"
+            raise ValueError(f"no report can be written to {path}: {why}.")
+
+
 def versions() -> dict[str, str]:
     """Return the versions that a result depends on."""
     result = {"python": platform.python_version(), "platform": _platform()}

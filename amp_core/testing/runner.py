@@ -10,7 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from amp_core._torch.autocast import is_device_type
 from amp_core.plugin import Backend, get_backend
+from amp_core.plugin.status import unknown_to_torch
 from amp_core.testing.report import CheckResult, Report
 
 if TYPE_CHECKING:
@@ -45,7 +47,7 @@ def check(
 
     Raises:
         BackendNotFoundError: no backend exists for `device_type`.
-        ValueError: an area is unknown.
+        ValueError: an area is unknown, `keyword` is no expression, or `fixtures` no `BackendFixtures`.
     """
     import pytest
 
@@ -55,10 +57,21 @@ def check(
     arguments += ["-k", keyword] if keyword else []
     arguments += [f"--junit-xml={junit}"] if junit else []
     with _on_its_own(), _collected_anew():
-        pytest.main(arguments, plugins=[collector])
+        ended = pytest.main(arguments, plugins=[collector])
     if collector.error is not None:
         raise collector.error
+    if ended == pytest.ExitCode.USAGE_ERROR:
+        raise ValueError(f"pytest takes no expression {keyword!r}; write one as 'cast and not layout'.")
     return collector.report()
+
+
+def require_present(backend: Backend) -> None:
+    """Raise ValueError if the device of `backend` cannot be used here."""
+    available = backend.availability()
+    if not available.usable:
+        raise ValueError(f"{backend.device_type!r} cannot be checked here: {available.reason}")
+    if not is_device_type(backend.device_type):
+        raise ValueError(unknown_to_torch(backend))
 
 
 def load_fixtures(name: str | None) -> type | None:
@@ -74,9 +87,15 @@ def load_fixtures(name: str | None) -> type | None:
         found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"{name} names no fixtures, as package.module:Class does: {error}") from error
-    if not isinstance(found, type):
-        raise ValueError(f"{name} is a {type(found).__name__}, not a subclass of BackendFixtures.")
-    return found
+    _require_fixtures(found, name)
+    return found  # type: ignore[no-any-return]
+
+
+def _require_fixtures(found: object, name: str) -> None:
+    from amp_core.testing.fixtures import BackendFixtures
+
+    if not (isinstance(found, type) and issubclass(found, BackendFixtures)):
+        raise ValueError(f"{name} is {found!r}, no subclass of amp_core.testing.BackendFixtures.")
 
 
 _ARGUMENTS = [
@@ -129,7 +148,7 @@ class Collector:
         progress: Callable[[str], None] | None = None,
     ) -> None:
         self.results: list[CheckResult] = []
-        self.error: ValueError | None = None
+        self.error: BaseException | None = None
         self._progress, self._count = progress, 0
         self._backend, self._chosen, self._fixtures, self._thorough = backend, areas, fixtures, thorough
         self._areas: dict[str, str] = {}
@@ -157,9 +176,11 @@ class Collector:
         SUBJECTS.append({name: self._subject})
 
     def _build(self) -> type:
+        from amp_core.testing.fixtures import BackendFixtures
         from amp_core.testing.suite import AREAS
 
-        backend = self._backend
+        backend, fixtures = self._backend, self._fixtures or BackendFixtures
+        _require_fixtures(fixtures, "fixtures=")
         unknown = set(self._chosen) - set(AREAS)
         if unknown:
             raise ValueError(f"unknown areas {sorted(unknown)}; there are {', '.join(AREAS)}")
@@ -169,7 +190,8 @@ class Collector:
             "backend": property(lambda _: backend),
             "thorough": self._thorough,
         }
-        return type("TestBackend", ((self._fixtures,) if self._fixtures else ()) + tuple(bases), given)
+        first = () if fixtures is BackendFixtures else (fixtures,)
+        return type("TestBackend", (*first, *bases), given)
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
         """Put the kit's checks last, in the order of the areas."""
@@ -181,6 +203,8 @@ class Collector:
             self._areas[item.nodeid] = owner
         order = [*AREAS, "own"]
         mine.sort(key=lambda item: order.index(self._areas[item.nodeid]))
+        chosen = {*(self._chosen or AREAS), "own"}  # the fixtures may be a test class, with every area
+        mine = [item for item in mine if self._areas[item.nodeid] in chosen]
         items[:] = [item for item in items if item.nodeid not in self._areas] + mine
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
@@ -191,6 +215,10 @@ class Collector:
         """Name the check that starts."""
         if self._progress is not None:
             self._progress(f"{len(self.results) + 1}/{self._count} {_name(nodeid)}")
+
+    def pytest_internalerror(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
+        """Keep what ended pytest itself, such as a module that cannot be imported."""
+        self.error = excinfo.value
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """Keep a failure to define the checks."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 from amp_core.kernels import GradStats, Portable
-from amp_core.plugin import Availability
+from amp_core.plugin import Availability, Refusal
 from amp_core.policy import OpPolicy
 from amp_core.testing import BackendFixtures, Loopback, check
 
@@ -91,6 +93,51 @@ class CachesByLayout(Portable):
         return self.known.setdefault(key, len(self.known))
 
 
+class InItsOwnThread(Portable):
+    """Measures in a thread that it keeps, which lets go of a call a moment after it has returned."""
+
+    def __init__(self):
+        super().__init__()
+        self.pool = ThreadPoolExecutor(1)
+
+    def grad_stats(self, grads, norm_type=2.0):
+        if any(type(g) not in (torch.Tensor, torch.nn.Parameter) for g in grads):
+            return super().grad_stats(grads, norm_type)
+        inference, measure = torch.is_inference_mode_enabled(), super().grad_stats
+
+        def run():
+            with torch.no_grad(), torch.inference_mode(inference):
+                return measure(grads, norm_type)
+
+        return self.pool.submit(run).result()
+
+
+class Contiguous(Portable):
+    """Works on contiguous copies."""
+
+    def grad_stats(self, grads, norm_type=2.0):
+        return super().grad_stats([g.detach().resolve_neg().contiguous() for g in grads], norm_type)
+
+    def add_(self, totals, grads):
+        super().add_(totals, [g.detach().resolve_neg().contiguous() for g in grads])
+
+
+class Unusual(Loopback):
+    """Answers in other ways: cached, bound to the class, in several lines; and refuses with errors."""
+
+    aliases = ("processor", "host")
+    supported_dtypes = functools.cache(Loopback.supported_dtypes)
+
+    @classmethod
+    def availability(cls):
+        return Availability(True, "3 devices,\n  2 of them busy")
+
+    def autocast_refusal(self, dtype):
+        if dtype in (*self.supported_dtypes(), torch.float32):
+            return None
+        return Refusal(f"{dtype} is too slow here", error=True)
+
+
 POLICY = OpPolicy.default("cpu").override({"exp": "fp32", "relu": "lower_precision_fp"})
 
 
@@ -117,6 +164,9 @@ RIGHT = {
     "departs from torch's policy": (
         Loopback(policy=POLICY), Departs, ("policy", "regions", "functions"), "",
     ),
+    "measures in its own thread": (Loopback(kernels=InItsOwnThread()), None, ("memory",), "moment or alive"),
+    "copies": (Loopback(kernels=Contiguous()), None, ("layouts", "add"), "add or kernels_of_no"),
+    "answers in other ways": (Unusual(), None, ("availability", "dtypes", "regions"), ""),
     "has no float64": (Loopback(kernels=Portable(has_float64=False)), Narrow, NUMBERS, ""),
 }  # fmt: skip
 

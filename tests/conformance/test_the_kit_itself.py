@@ -12,7 +12,7 @@ import pytest
 
 from amp_core.cli import main
 from amp_core.kernels import Portable
-from amp_core.testing import BackendFixtures, Loopback, check
+from amp_core.testing import BackendConformance, BackendFixtures, Loopback, check
 
 
 class Wrong(Portable):
@@ -55,6 +55,24 @@ def test_the_command_shows_a_table_and_fails_with_the_kit(capsys):
     assert "does not pass" in out
 
 
+SERVED_FIRST = """
+from amp_core import get_backend
+from amp_core.testing import Loopback
+from amp_core.testing.fixtures import serving
+
+with serving(Loopback()):
+    get_backend("cuda")
+print(get_backend("cpu"), get_backend("cuda"))
+"""
+
+
+def test_installed_backends_serve_again_after_the_kit():
+    """A process that checks a backend before it uses any other would train with torch's generic ones."""
+    run = [sys.executable, "-W", "ignore", "-c", SERVED_FIRST]
+    printed = subprocess.run(run, capture_output=True, text=True, check=True).stdout
+    assert printed == "<CpuBackend for 'cpu'> <CudaBackend for 'cuda'>\n"
+
+
 @pytest.mark.parametrize(
     ("args", "text"),
     [
@@ -62,13 +80,36 @@ def test_the_command_shows_a_table_and_fails_with_the_kit(capsys):
         (["cpu", "--area", "nosuch"], "unknown areas"),
         (["xpu"], "cannot be"),
         (["cpu", "--fixtures", "nosuch:Npu"], "nosuch:Npu names no fixtures"),
-        (["cpu", "--fixtures", "json:dumps"], "not a subclass"),
+        (["cpu", "--fixtures", "json:dumps"], "no subclass"),
+        (["cpu", "--fixtures", "json:JSONDecoder"], "no subclass"),
+        (["cpu", "--area", "update", "-k", "a or ("], "no expression 'a or ('"),
+        (["cpu", "--markdown", "nosuch/r.md"], "there is no folder nosuch"),
+        (["cpu", "--badge", "."], "is a folder"),
     ],
 )
 def test_the_command_explains_what_it_cannot_check(args, text, capsys):
     """A traceback, or a green run of nothing, would be the answer to a mistyped name."""
     assert main(["check", *args]) == 2
     assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("fixtures", [BackendFixtures, BackendConformance])
+def test_every_class_of_fixtures_leaves_the_areas_as_chosen(fixtures):
+    """A maker who passes his test class would get all areas; who passes the base, an error of Python."""
+    report = check("cpu", areas=["update"], fixtures=fixtures)
+    assert report.ok
+    assert {r.area for r in report.results} == {"update"}
+
+
+def test_what_ends_pytest_is_raised(monkeypatch):
+    """A module that cannot be imported would be hidden by an error about a report of nothing."""
+
+    def missing(_):
+        raise ModuleNotFoundError("No module named 'torch_npu'")
+
+    monkeypatch.setattr("amp_core.testing.runner.Collector._build", missing)
+    with pytest.raises(ModuleNotFoundError, match="torch_npu"):
+        check("cpu", areas=["update"])
 
 
 def test_a_known_failure_is_excused_by_name_and_only_while_it_fails():
@@ -206,7 +247,13 @@ def test_the_kit_as_a_pytest_plugin(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("option", "text"), [("--amp-device=nosuch", "No backend"), ("--amp-report=r.txt", "r.txt")]
+    ("option", "text"),
+    [
+        ("--amp-device=nosuch", "No backend"),
+        ("--amp-device=xpu", "'xpu' cannot be checked here"),
+        ("--amp-report=r.txt", "r.txt"),
+        ("--amp-report=nosuch/r.md", "there is no folder nosuch"),
+    ],
 )
 def test_the_plugin_refuses_what_it_cannot_do_before_it_runs(tmp_path, option, text):
     """A mistyped name would end in a traceback, or after minutes without a report."""
@@ -214,3 +261,10 @@ def test_the_plugin_refuses_what_it_cannot_do_before_it_runs(tmp_path, option, t
     assert done.returncode == 4
     assert text in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_the_plugin_needs_a_device(tmp_path):
+    """A run without the device's name would end well, with no report."""
+    done = run_pytest(tmp_path, "--amp-report=r.md")
+    assert done.returncode == 4
+    assert "need --amp-device=DEVICE" in done.stderr

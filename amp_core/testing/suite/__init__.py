@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from amp_core.testing.suite.add import AddConformance
 from amp_core.testing.suite.cast import CastConformance
-from amp_core.testing.suite.contexts import ContextConformance, MemoryConformance
+from amp_core.testing.suite.contexts import ContextConformance
 from amp_core.testing.suite.contract import AvailabilityConformance, DtypeConformance, PolicyConformance
 from amp_core.testing.suite.effects import EffectsConformance
 from amp_core.testing.suite.grad_stats import GradStatsConformance
 from amp_core.testing.suite.layouts import LayoutConformance
+from amp_core.testing.suite.memory import MemoryConformance
 from amp_core.testing.suite.multiply import MultiplyConformance
 from amp_core.testing.suite.quantize import QuantizeConformance
 from amp_core.testing.suite.regions import FunctionConformance, RegionConformance

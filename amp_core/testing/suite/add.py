@@ -27,6 +27,9 @@ class AddConformance(Judge):
             )
             for places in (slice(None), *range(len(values))):
                 self._judge_add([values[places].to(self.device)], [others[places].to(self.device)])
+            if self.keeps_subnormals:
+                tiny = torch.full((3,), small[0] / 4, dtype=total)
+                self._judge_add([tiny.to(self.device)], [torch.zeros(3, dtype=grad).to(self.device)])
 
     def test_add_refuses_other_shapes_before_it_writes(self) -> None:
         """A gradient that is left out, or broadcast, must not pass silently."""
@@ -38,3 +41,4 @@ class AddConformance(Judge):
                 with pytest.raises(ValueError):  # noqa: PT011  # the words are the backend's
                     self.kernels.add_(totals, grads)
                 memory.check()
+            self._judge_add(totals, [t.clone() for t in totals], "after a call that was refused:")

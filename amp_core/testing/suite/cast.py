@@ -75,3 +75,4 @@ class CastConformance(Judge):
             with pytest.raises(ValueError):  # noqa: PT011  # the words are the backend's
                 self.kernels.cast(tensors, torch.bfloat16, out=out)
             memory.check()
+        self._judge_cast(tensors, torch.bfloat16, what="after a call that was refused:")

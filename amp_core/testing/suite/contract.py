@@ -7,6 +7,7 @@ import warnings
 import torch
 
 from amp_core.plugin import API_VERSION, Availability, Refusal
+from amp_core.plugin.attributes import wrong_attribute
 from amp_core.plugin.default_manager import backends
 from amp_core.policy import OpPolicy
 from amp_core.regions.region import autocast
@@ -62,9 +63,11 @@ class AvailabilityConformance(BackendFixtures):
             assert status.status == "absent", f"amp backends lists the device as {status.status}"
 
     def test_backend_names_its_device_and_contract(self) -> None:
-        """The registry files it under these."""
+        """The registry files it under these. An attribute of the wrong kind, such as "no", counts as yes."""
         assert self.backend.device_type == self.device_type == self.device.type
         assert self.backend.api_version == API_VERSION
+        wrong = wrong_attribute(self.backend, read=True)
+        assert not wrong, wrong
 
     def test_questions_do_no_work_on_the_device(self) -> None:
         """Regions ask when they are built; a device context must not come from asking."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from amp_core._torch.dispatcher import dispatcher_name
-from amp_core._torch.internals import TorchDispatchMode
+from amp_core._torch.tracing import TorchDispatchMode
 from amp_core.plugin import Backend
 
 _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -34,8 +34,11 @@ class EffectsConformance(Judge):
         """What belongs to the caller is as the caller set it, whatever it was set to."""
         owned = settings(self)
         with warnings.catch_warnings():
-            for turn in range(max(len(setting.values) for setting in owned)):
-                self._try([(setting, setting.values[turn % len(setting.values)]) for setting in owned])
+            for turn in range(max(4, *(len(setting.values) for setting in owned))):
+                # Half the pace lets every other setting meet both grad modes.
+                steps = [turn // 2 if setting.name == "grad mode" else turn for setting in owned]
+                chosen = zip(owned, steps, strict=True)
+                self._try([(setting, setting.values[step % len(setting.values)]) for setting, step in chosen])
         self._judge_what_changes_meanwhile()
 
     def _try(self, chosen: list[tuple[Setting, Any]]) -> None:

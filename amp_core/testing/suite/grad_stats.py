@@ -97,7 +97,8 @@ class GradStatsConformance(Judge):
     def test_grad_stats_of_nothing(self) -> None:
         """No gradients, or none with an element: norm 0, no flag, and the promised shapes."""
         values = torch.tensor([3.0, 4.0])
-        for tensors in ([], [torch.empty(0)], [torch.empty(0), values, torch.empty(2, 0)]):
+        none = torch.empty(0), torch.empty(2, 0)
+        for tensors in ([], [none[0]], [*none], [none[0], values, none[1]]):
             self._measured(tensors, 2.0, math.inf)
         before = torch.get_default_dtype()
         torch.set_default_dtype(torch.float64)

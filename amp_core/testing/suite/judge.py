@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -11,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp_core._torch.internals import version_of
+from amp_core._torch.tensors import version_of
 from amp_core.formats import Recipe
 from amp_core.kernels import GradStats, ScaleTensors
 from amp_core.states.loss_scale import LossScaleSchedule, ScaleState, next_scale
 from amp_core.testing.suite import data, reference
-from amp_core.testing.suite.manners import Manners, assert_not_kept
+from amp_core.testing.suite.manners import Manners, References
 from amp_core.testing.suite.tensors import LAYOUTS, Memory, host
 
 Tensors = Sequence[Tensor]
@@ -60,13 +59,18 @@ class Judge(Manners):
         given: Tensors = (),
         flags: Tensors = (),
     ) -> Any:
-        memory, held = Memory(read, written, flags), [*read, *flags, *written]
-        before = list(map(sys.getrefcount, held))
+        memory, references = Memory(read, written, flags), References([*read, *flags, *written])
         with self._around():
             inference = torch.is_inference_mode_enabled()
-            result = call()
+            warned = len(self._caught)
+            boxed = [call()]
+        self._assert_quiet(warned)
         if type(given) in (list, tuple):  # a prepared list may keep its tensors from its first use on
-            assert_not_kept(held, before, 0 if result is None or result is written else len(written))
+            if boxed[0] is None or boxed[0] is written:
+                references.assert_as_before([], 0)
+            else:
+                references.assert_as_before(boxed, len(written))
+        result = boxed[0]
         results = list(vars(result).values()) if isinstance(result, GradStats) else result or []
         if not (written and results):
             # Without a tensor, a kernel does not know the device.
@@ -146,11 +150,13 @@ class Judge(Manners):
         shape: tuple[int, ...] = (),
         what: str = "",
         given: Tensors | None = None,
+        flag_shape: tuple[int, ...] | None = None,
     ) -> None:
         given = grads if given is None else given
+        flag_shape = shape if flag_shape is None else flag_shape
         expected = [reference.product(host(g), factor) for g in grads]
         number = data.scalar(factor, self.device, shape)
-        flags = [] if flag is None else [data.scalar(flag, self.device, shape)]
+        flags = [] if flag is None else [data.scalar(flag, self.device, flag_shape)]
         bad = any(map(reference.nonfinite, expected))  # no product with inf or NaN is finite
         result = self._call(
             lambda: self.kernels.multiply_(given, number, *flags), [number], grads, given=given, flags=flags
@@ -163,7 +169,7 @@ class Judge(Manners):
                 f"times {factor}: {wrong}"
             )
         for tensor in flags:
-            assert (tensor.shape, tensor.dtype) == (shape, torch.float32)
+            assert (tensor.shape, tensor.dtype) == (flag_shape, torch.float32)
             assert float(tensor) == (1.0 if bad else flag), (
                 f"{what} found_inf: {float(tensor)} after {flag}, {factor}"
             )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -11,11 +10,11 @@ from torch import Tensor
 
 from amp_core.testing.suite import data
 from amp_core.testing.suite import tensors as space
-from amp_core.testing.suite.judge import Judge
-from amp_core.testing.suite.manners import assert_not_kept
+from amp_core.testing.suite.lists import ListJudge
+from amp_core.testing.suite.manners import References
 
 
-class LayoutConformance(Judge):
+class LayoutConformance(ListJudge):
     """Each kernel gives the reference's values for tensors that lie in memory in any way."""
 
     AREA = "layouts"
@@ -125,6 +124,7 @@ class LayoutConformance(Judge):
 
     def test_kernels_tell_views_of_one_storage_apart(self) -> None:
         """Views with one address, one storage or one object are still tensors of their own."""
+        self._judge_targets_that_are_the_sources()
         for dtype in self.dtypes():
             for view in (space.overlapping, space.bucket):
                 self._judge_cast(view(dtype, self.device), self.backend.default_dtype())
@@ -148,6 +148,7 @@ class LayoutConformance(Judge):
             self._judge_stats([], given=given)
             self._judge_multiply([], given=given)
             self._judge_add([], [], given=given)
+        self._judge_short_lists()
 
     def test_kernels_of_thousands_of_tensors(self) -> None:
         """Lists are cut into chunks; none may be lost, and each bad tensor counts."""
@@ -163,14 +164,13 @@ class LayoutConformance(Judge):
             return list(torch.split(whole, 3))
 
         read, targets, totals, grads = lists = [parts(t) for t in (values, low, sums, product)]
-        held = list(itertools.chain(*lists))
-        before = list(map(sys.getrefcount, held))
+        references = References(list(itertools.chain(*lists)))
         casts = torch.cat(self.kernels.cast(read, torch.bfloat16))
         self.kernels.cast(read, torch.bfloat16, targets)
         self.kernels.add_(totals, targets)
         self.kernels.multiply_(grads, data.scalar(0.5, self.device))
         stats = self.kernels.grad_stats(parts(finite.to(self.device)))
-        assert_not_kept(held, before, 0)
+        references.assert_as_before([], 0)
         for name, result, expected in (
             ("cast", casts, values.bfloat16()),
             ("cast(out=)", low, values.bfloat16()),
@@ -192,11 +192,13 @@ class LayoutConformance(Judge):
             assert stats.nonfinite.cpu().nonzero().flatten().tolist() == [bad]
             self.kernels.multiply_(tensors, one, flag.zero_())
             assert float(flag) == 1.0, f"tensor {bad} of {many}"
+        self._judge_long_mixed_lists()
 
     def test_kernels_of_a_large_tensor(self) -> None:
         """The last elements of millions."""
         values = data.random((self.large_numel,), torch.float32).to(self.device)
         self._judge_every_method(lambda: [values.clone()])
+        self._judge_last_of_many_elements()
 
     def test_prepare_only_reads(self) -> None:
         """Preparing a list, or taking its layout, writes nothing."""

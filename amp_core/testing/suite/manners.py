@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
+import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import pytest
 from torch import Tensor
 
+from amp_core._torch.tensors import users_of_memory
+from amp_core.kernels import GradStats
 from amp_core.testing.fixtures import BackendFixtures
 from amp_core.testing.suite.settings import change, settings
 
@@ -22,31 +27,78 @@ class Manners(BackendFixtures):
     """Watches what `EffectsConformance` tries on purpose, in all checks and with all of their arguments."""
 
     _caught: Sequence[warnings.WarningMessage] = ()
+    _said: frozenset[str] = frozenset()
 
     @pytest.fixture(autouse=True)
     def _leaves_the_process_as_it_was(self) -> Iterator[None]:
         """Compare what belongs to the caller before and after the check, and record warnings in it."""
         # Not what the first use of a library may change, nor what `EffectsConformance` cannot put back.
         everything = [setting for setting in settings(self) if setting.name not in _UNSTABLE]
-        before = [setting.read() for setting in everything]
+        before, variables = [setting.read() for setting in everything], dict(os.environ)
         with warnings.catch_warnings(record=True) as self._caught:
             warnings.simplefilter("always")
             yield
         for setting, then in zip(everything, before, strict=True):
             now = setting.read()
             assert now == then, f"a kernel changed {change(setting, then, now)}"
+        # New ones may be those of a library that has just been loaded.
+        other = [k for k, v in variables.items() if os.environ.get(k) != v and k != "PYTEST_CURRENT_TEST"]
+        assert not other, f"a kernel changed the environment: {other}"
+
+    def _assert_quiet(self, before: int) -> None:
+        """Check that no warning after the first `before` of this check has been given in an earlier call."""
+        texts = frozenset(str(warning.message) for warning in self._caught[before:])
+        assert not texts & self._said, f"a kernel warns each time: {', '.join(texts & self._said)}"
+        self._said |= texts
 
 
-def assert_not_kept(tensors: Sequence[Tensor], before: Sequence[int], returned: int) -> None:
-    """Check that no tensor has more references than before; the last `returned` are in a list besides."""
+class References:
+    """The references to tensors and to their memory, taken before a call."""
 
-    def kept() -> list[int]:
-        extra = [0] * (len(tensors) - returned) + [1] * returned
-        now = map(sys.getrefcount, tensors)
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = tensors
+        self._objects, self._memory = list(map(sys.getrefcount, tensors)), users_of_memory(tensors)
+
+    def assert_as_before(self, boxed: list[Any], returned: int) -> None:
+        """Check that the call keeps no argument and no result.
+
+        Args:
+            boxed: the result, if it is new, as the one element of a list that alone refers to it.
+            returned: how many of the last arguments the result contains.
+        """
+        for attempt in range(20):
+            kept, results = self._kept(returned), not returned and _are_kept(boxed)
+            if not kept and not results:
+                return
+            if attempt == 10:
+                gc.collect()  # it may be a cycle
+            time.sleep(0.002)  # or another thread that is just done with the call
+        assert not kept, f"the call keeps arguments alive: {kept[:5]} of {len(self._tensors)}"
+        assert not results, "the call keeps results alive"
+
+    def _kept(self, returned: int) -> list[int]:
+        extra = [0] * (len(self._tensors) - returned) + [1] * returned
+        objects = zip(map(sys.getrefcount, self._tensors), self._objects, extra, strict=True)
+        memory = zip(users_of_memory(self._tensors), self._memory, strict=True)
         return [
-            i for i, (n, then, more) in enumerate(zip(now, before, extra, strict=True)) if n > then + more
+            i
+            for i, ((n, then, more), (users, before)) in enumerate(zip(objects, memory, strict=True))
+            if n > then + more or users > before
         ]
 
-    if kept():
-        gc.collect()  # it may be a cycle
-        assert not kept(), f"the call keeps arguments alive: {kept()[:5]} of {len(tensors)}"
+
+def _are_kept(boxed: list[Any]) -> bool:
+    """Whether the result, or a tensor in it, has other references than these."""
+    counts = list(map(sys.getrefcount, boxed))
+    for parts in map(_parts, boxed):
+        counts += map(sys.getrefcount, parts)
+    return any(count > _IN_A_LIST for count in counts)
+
+
+def _parts(result: object) -> Iterable[object]:
+    return (
+        vars(result).values() if isinstance(result, GradStats) else result if isinstance(result, list) else ()
+    )
+
+
+_IN_A_LIST = max(map(sys.getrefcount, [object()]))

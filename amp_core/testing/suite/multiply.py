@@ -65,7 +65,7 @@ class MultiplyConformance(Judge):
             numbers = [info.max, info.min, info.smallest_normal, *below, 0.0, -0.0, 1.0]
             finite, everything = (torch.tensor(n * 3, dtype=dtype) for n in (numbers, [*numbers, *BAD]))
             tiny = (1e-30, 1e-40) if self.keeps_subnormals else (1e-30,)
-            for factor in (*FACTORS, 2.0, *tiny, math.inf, math.nan):
+            for factor in (*FACTORS, 2.0, -0.0, 3e38, *tiny, math.inf, -math.inf, math.nan):
                 self._scaled([finite, torch.empty(0)], factor)
                 self._scaled([everything], factor)
                 good: list[Tensor] = []  # together, as one bad number sets the flag of all
@@ -89,6 +89,8 @@ class MultiplyConformance(Judge):
             values[bad][4] = math.inf
             for flag in (0.0, 1.0, 3.0):  # a sum over ranks
                 self._scaled(values, 0.5, flag)
+        for shape, flag_shape in (((), (1,)), ((1,), ())):
+            self._judge_multiply([v.to(self.device) for v in values], shape=shape, flag_shape=flag_shape)
         everything = [torch.full((n,), math.inf, dtype=d) for n in (1, 9) for d in self.dtypes()]
         for values in (everything, [torch.ones(3)], [], [torch.empty(0)], [torch.tensor([math.nan])]):
             for flag in (0.0, 1.0, 3.0):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from amp_core._torch import internals as _torch
+from amp_core._torch.tracing import fake_tensor_mode
 from amp_core.formats import ELEMENTS, SCALES, Quantization, Quantized, Recipe, quantize
 from amp_core.regions.region import autocast
 from amp_core.testing.suite import data
@@ -70,7 +70,28 @@ class QuantizeConformance(ScaledJudge):
                 x = data.random(shape, next(dtypes), number) * 3
                 x = x.mT.contiguous().mT if transposed and x.dim() > 1 else x
                 self._judge_quantize(x, how, max(dim, -x.dim()), packed=packed, seed=number, **amax)
+        self._judge_quantize_of_many_kinds()
         self._judge_products_of_every_recipe()
+
+    def _judge_quantize_of_many_kinds(self) -> None:
+        """More dimensions and elements, rare amax: what recipes rarely meet."""
+        how = Quantization(ELEMENTS["e4m3"], "row")
+        x = data.random((2, 3, 4, 5), torch.float32)
+        for dim in (0, 1, 2, -4):
+            self._judge_quantize(x, how, dim)
+        self._judge_quantize(x * 1e-32, how)
+        self._judge_quantize(data.random((257, 260), torch.float32), Quantization(ELEMENTS["e4m3"]))
+        for amax in (0.0, math.inf, math.nan):
+            self._judge_quantize(x, Quantization(ELEMENTS["e4m3"]), amax=torch.tensor(amax))
+        leaf = torch.empty(7, 6, device=self.device, requires_grad=True)
+        odd = torch.empty(43, device=self.device)[1:].view(7, 6)
+        wide = torch.empty(1, 6, device=self.device).expand(7, 6)
+        row = data.random((1, 6), torch.float32)
+        for here in (leaf, odd, wide):
+            (here[:1] if here is wide else here).detach().copy_(row)
+            found, right = self.kernels.quantize(here, how), quantize(row.expand(7, 6), how)
+            for ours, wanted in ((found.values, right.values), (found.scale, right.scale)):
+                assert data.same_values(data.plain(ours), wanted), "of another layout"
 
     def test_quantize_rounds_ties_to_even_and_saturates(self) -> None:
         """Every value of each format, what lies in the middle of two, and what lies beyond them."""
@@ -145,7 +166,7 @@ class QuantizeConformance(ScaledJudge):
 
         interleave(judged, 10_000 if self.thorough else 6)
         real = torch.empty_like(x, device=self.device)
-        with _torch.fake_tensor_mode() as mode:
+        with fake_tensor_mode() as mode:
             fake = mode.from_tensor(real)
             result, right = self.kernels.quantize(fake, how), quantize(fake, how)
         for name in _FIELDS:

@@ -11,7 +11,7 @@ import torch
 
 from amp_core.errors import PolicyError
 from amp_core.policy import OpPolicy
-from amp_core.policy.op_policy import native_rules
+from amp_core.policy.native_rules import native_rules
 from amp_core.policy.rules import NATIVE
 from amp_core.regions.custom_functions import custom_bwd, custom_fwd
 from amp_core.regions.region import autocast

@@ -66,7 +66,24 @@ class StorageConformance(Judge):
                 self._assert_values(parts[1], rest, f"{what}, the rest")
             self._written(lambda h=here, p=parts: self.kernels.join_([h], p[:1], p[1:]), parts, [here])
             self._assert_values(here, joined, f"{what}, joined")
+        self._judge_a_list_of_weights()
         self._judge_the_moment_of_joining()
+
+    def _judge_a_list_of_weights(self) -> None:
+        """Every weight of a list is split and joined, each into the kind that is kept of it."""
+        wides = [data.random((n,), torch.float32, n) for n in (5, 17, 3)]
+        lows = [torch.zeros_like(w, dtype=torch.bfloat16) for w in wides]
+        kinds = (torch.int16, torch.bfloat16, torch.int16)
+        kept = [torch.zeros_like(w, dtype=kind) for w, kind in zip(wides, kinds, strict=True)]
+        here, *parts = ([self._here(t) for t in some] for some in (wides, lows, kept))
+        PORTABLE.split_([w.clone() for w in wides], lows, kept)
+        self.kernels.split_(here, *parts)
+        joined, expected = ([torch.zeros_like(w) for w in some] for some in (here, wides))
+        self.kernels.join_(joined, *parts)
+        PORTABLE.join_(expected, lows, kept)
+        for found, wanted in ((parts[0], lows), (joined, expected)):
+            for i, (result, right) in enumerate(zip(found, wanted, strict=True)):
+                self._assert_values(result, right, f"weight {i} of a list")
 
     def test_storage_rounds_by_the_bits_of_each_number(self) -> None:
         """Other random bits, and a run goes on otherwise on another device or number of ranks."""
@@ -74,13 +91,15 @@ class StorageConformance(Judge):
         weights = list(self._weights())
         for key, numbered in itertools.product(_KEYS, (False, True)):
             lows = [torch.empty_like(w, dtype=torch.bfloat16) for w in weights]
-            counted = [self._numbers(w) if numbered else None for w in weights]
-            PORTABLE.round_([w.clone() for w in weights], lows, [key] * len(lows), counted)
+            # Some are numbered, or the others; each has a key of its own.
+            counted = [self._numbers(w) if i % 2 == numbered else None for i, w in enumerate(weights)]
+            keys = [key ^ i for i in range(len(lows))]
+            PORTABLE.round_([w.clone() for w in weights], lows, keys, counted)
             here = [self._here(torch.zeros_like(low)) for low in lows]
             wides = [self._here(w) for w in weights]
             numbers = [None if n is None else self._here(n) for n in counted]
             self._written(
-                lambda w=wides, h=here, n=numbers, k=key: self.kernels.round_(w, h, [k] * len(h), n),
+                lambda w=wides, h=here, n=numbers, k=keys: self.kernels.round_(w, h, k, n),
                 [n for n in numbers if n is not None],
                 here,
             )

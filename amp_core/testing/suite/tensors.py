@@ -13,7 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from amp_core._torch import internals as _torch
+from amp_core._torch.steps import neg_view
+from amp_core._torch.tensors import version_of
 from amp_core.testing.suite import data
 
 GUARD = 8
@@ -100,7 +101,7 @@ class Spec(NamedTuple):
         base, strides, offset = _base(self)
         tensor = torch.as_strided(base.to(device, copy=True), self.shape, strides, offset)
         if self.layout == "negated":
-            tensor = _torch.neg_view(tensor)
+            tensor = neg_view(tensor)
         if self.layout == "conjugated":
             return tensor.conj()
         if self.layout == "parameter":
@@ -201,7 +202,8 @@ def overlapping(dtype: torch.dtype, device: torch.device) -> list[Tensor]:
     """Return views of one storage that share addresses, lengths or elements; two are the same object."""
     base = data.random((36,), dtype).to(device)
     square = base.view(6, 6)
-    return [base, square, square.t(), base[:6], base[::6], base[:7], square[0], base, base[6:12]]
+    windows = base.unfold(0, 6, 2)
+    return [base, square, square.t(), base[:6], base[::6], base[:7], square[0], base, base[6:12], windows]
 
 
 def host(tensor: Tensor) -> Tensor:
@@ -211,7 +213,7 @@ def host(tensor: Tensor) -> Tensor:
 
 def versions(*tensors: Tensor) -> list[int]:
     """Return the version counters."""
-    return [0 if t.is_inference() else _torch.version_of(t) for t in tensors]
+    return [0 if t.is_inference() else version_of(t) for t in tensors]
 
 
 class Memory:

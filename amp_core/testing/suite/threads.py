@@ -23,7 +23,7 @@ Judged = Callable[[Callable[[], AbstractContextManager[Any]]], None]
 def interleave(make: Callable[[int], Judged], most: int) -> None:
     """Run the call `make` (0) with another one at up to `most` of its points; raise what either raises."""
     points = _run(make(0))
-    wait = 1.0
+    late = 0
     for number, point in enumerate(range(0, points, points // most + 1)):
         called, done = threading.Event(), threading.Event()
 
@@ -38,10 +38,11 @@ def interleave(make: Callable[[int], Judged], most: int) -> None:
         other = _Thread(make(1 + number % 3), until_done)
 
         def meanwhile(other: _Thread = other, called: threading.Event = called) -> None:
-            nonlocal wait
+            nonlocal late
             other.start()
-            # A call that waits for a lock ends only after the one that it interrupts.
-            wait = wait if called.wait(wait) else 0.01
+            # A call that waits for a lock ends only after the one that it interrupts. A busy machine may
+            # delay one that does not.
+            late += not called.wait(1.0 if late < 2 else 0.01)
 
         try:
             _run(make(0), meanwhile, point)

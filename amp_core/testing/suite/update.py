@@ -13,6 +13,7 @@ SCHEDULES = (
     LossScaleSchedule(growth_interval=3),
     LossScaleSchedule(growth_factor=1.7, backoff_factor=0.3, growth_interval=2),
     LossScaleSchedule(growth_interval=1, min_scale=8.0, max_scale=100.0),
+    LossScaleSchedule(1000.0, 1e-3, growth_interval=2, hysteresis=300),
     *(
         LossScaleSchedule(growth_interval=3, hysteresis=h, hysteresis_kind=k)
         for h in (2, 3)
@@ -80,5 +81,5 @@ class UpdateConformance(Judge):
 
     def test_update_reads_any_positive_flag(self) -> None:
         """A sum over devices may exceed 1; one element may have one dimension."""
-        for found, shape in itertools.product((0.0, 1.0, 2.0, 17.0), ((), (1,))):
+        for found, shape in itertools.product((0.0, 1e-30, 1.0, 2.0, 17.0, -1.0), ((), (1,))):
             self._judge_update(ScaleState(8.0, 1), found, LossScaleSchedule(), shape)

@@ -36,6 +36,7 @@ class Call:
 
     def __init__(self, kernels, given, pairs, **arguments):
         self.given, self.pairs, self.number = given, pairs, kernels.calls
+        self.mode = torch.utils._python_dispatch._get_current_dispatch_mode() is not None
         self.fake = any(isinstance(s, FakeTensor) for s, _ in pairs)
         self.busy, self._kernels = kernels.running, kernels
         self.__dict__.update(arguments)

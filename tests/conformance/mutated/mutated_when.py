@@ -158,9 +158,7 @@ CONTEXT = {
     "a default dtype of float64": lambda c: torch.get_default_dtype() is torch.float64,
     "a default dtype of float16": lambda c: torch.get_default_dtype() is torch.float16,
     "another default device": lambda c: torch.get_default_device().type != "cpu",
-    "a dispatch mode": lambda c: (
-        torch.utils._python_dispatch._get_current_dispatch_mode() is not None and not c.fake
-    ),
+    "a dispatch mode": lambda c: c.mode and not c.fake,
     "FakeTensors": lambda c: c.fake,
     "torch.func": lambda c: torch._C._functorch.maybe_current_level() is not None,
     "a backward pass": lambda c: torch._C._current_graph_task_id() != -1,

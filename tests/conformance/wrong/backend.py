@@ -57,6 +57,14 @@ class SupportsIntegers(Loopback):
         return (torch.bfloat16, torch.float16, torch.int8)
 
 
+class AnswersNoInWords(Loopback):
+    fails = ("backend_names_its_device_and_contract",)
+
+    @property
+    def has_float64(self):
+        return "no"
+
+
 class HasNoReason(Loopback):
     fails = ("availability_gives_a_reason_in_words",)
 

@@ -1,0 +1,135 @@
+"""What kernels keep from call to call: no tensor, no result, no more memory each time."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from amp_core.kernels import GradStats
+from amp_core.testing.suite import data
+from amp_core.testing.suite import tensors as space
+from amp_core.testing.suite.judge import Judge
+
+
+class MemoryConformance(Judge):
+    """Kernels keep no tensor and no result, and each call reads the values of its moment."""
+
+    AREA = "memory"
+
+    def _gradients(self, seed: int = 0) -> list[Tensor]:
+        return [spec._replace(seed=seed + i).build(self.device) for i, spec in enumerate(self._specs())]
+
+    def _specs(self) -> list[space.Spec]:
+        return space.specs(self.dtypes(), ("contiguous", "reversed"), [(17,), (6, 10), (0,)])
+
+    def test_kernels_read_the_values_of_the_moment(self) -> None:
+        """A result kept for a tensor, a list or a prepared list is stale once the tensor is written."""
+        tensors, others = self._gradients(), self._gradients(seed=50)
+        layout = self.kernels.layout(others)
+        forms = [tensors, self.kernels.prepare(tensors), self.kernels.prepare(tensors, layout)]
+        orders = [2.0, torch.inf]
+        for change in ("nothing", "copy_", "data", "multiply_"):
+            orders.reverse()  # so that the last one kept is the first one asked for again
+            for tensor, other in zip(tensors, others, strict=True):
+                # A write through `data` moves no version counter, as optimizers and DDP do.
+                target = {"copy_": tensor, "data": tensor.data}.get(change)
+                if target is not None:
+                    target.copy_(other + len(change))
+            for form in forms:
+                what = f"after {change}:"
+                if change == "multiply_":
+                    self._judge_multiply(tensors, 0.5, float(form is tensors), what=what, given=form)
+                low = self.backend.default_dtype()
+                self._judge_cast(tensors, low, None, what, form)
+                self._judge_cast(tensors, low, [t.clone() for t in others], what, form)
+                for order in orders:
+                    self._judge_stats(tensors, order, what, form)
+                self._judge_add([o.clone() for o in others], tensors, what, form)
+            # Another list of as many tensors, whose dtypes and shapes stand in other places.
+            self._judge_cast(tensors[::-1], self.backend.default_dtype())
+            self._judge_stats(tensors[::-1])
+            if change == "multiply_":
+                self._judge_multiply(tensors[::-1])
+
+    def test_multiply_reads_the_factor_of_the_moment(self) -> None:
+        """The scaler writes the factor of each step into the same tensor."""
+        grad, factor = torch.ones(3, device=self.device), data.scalar(0.5, self.device)
+        for value, expected in ((0.5, 0.5), (4.0, 2.0), (0.25, 0.5)):
+            factor.data.fill_(value)
+            self.kernels.multiply_([grad], factor)
+            assert grad.cpu().tolist() == [expected] * 3, f"times {value}"
+        flag = data.scalar(0.0, self.device)
+        for value in (torch.inf, 1.0):
+            flag.data.zero_()
+            self.kernels.multiply_([grad.fill_(value)], factor, flag)
+            assert float(flag) == (0.0 if value == 1.0 else 1.0), f"found_inf of {value}"
+
+    def test_kernels_keep_nothing_alive(self) -> None:
+        """Arguments, results and layouts are the caller's: their memory is free once he drops them."""
+        every = space.rotated(self.dtypes(), self._layouts())
+        for name in self._kernel_calls([]):
+            specs = self._specs() if name == "quantize" else every
+            tensors = [spec.build(self.device) for spec in specs]
+            result = self._kernel_calls(tensors)[name]()
+            results = list(vars(result).values()) if isinstance(result, GradStats) else result
+            tracked = [*tensors, *(results if isinstance(results, list) else ())]
+            objects = [weakref.ref(t) for t in tracked]
+            memory = [StorageWeakRef(t.untyped_storage()) for t in tracked if t.numel()]  # type: ignore[no-untyped-call]
+            kept = result if name == "layout" else None
+            del tensors, result, results, tracked
+            gc.collect(0)
+            alive = (
+                sum(ref() is not None for ref in objects),
+                sum(not m.expired() for m in memory),  # type: ignore[no-untyped-call]
+            )
+            assert alive == (0, 0), (
+                f"{name} keeps {alive[0]} tensors and {alive[1]} storages alive ({kept!r:.60})"
+            )
+
+    def test_kernels_need_no_more_memory_with_every_call(self) -> None:
+        """What is kept per call fills the memory of a long training run."""
+        names = [*self._kernel_calls([])]
+        gc.collect()
+        gc.freeze()  # garbage of others that a collection frees in the meantime would hide growth
+        try:
+            # What a device in Python needs for its tensors; the first time also warms up.
+            unavoidable = max(0, min(self._growth(), self._growth()))
+            grown = {"together": self._growth(*names) - unavoidable}
+            for _ in range(2):  # whatever else the process allocates is rarely there each time
+                if max(grown.values()) >= 25:
+                    grown = {name: self._growth(name) - unavoidable for name in names}
+        finally:
+            gc.unfreeze()
+        grown = {name: blocks for name, blocks in grown.items() if blocks >= 25}
+        assert not grown, f"blocks of Python's memory that 50 calls leave in use: {grown}"
+
+    def _growth(self, *names: str) -> int:
+        """Return by how many blocks of memory 50 calls grow, in the median: other changes happen once."""
+        blocks = []
+        for _ in range(4):
+            for _ in range(50):
+                calls = self._kernel_calls([torch.ones(5, device=self.device)])
+                for name in names:
+                    calls[name]()
+                calls.clear()
+            gc.collect()  # of all generations, which also empties Python's free lists
+            blocks.append(sys.getallocatedblocks())
+        return sorted(after - before for before, after in pairwise(blocks))[1]
+
+    def test_layout_is_of_the_tensors_strides(self) -> None:
+        """The gradients of the next step may have the same shapes, but lie otherwise."""
+        for dtype in self.dtypes():
+            specs = [
+                space.Spec((6, 4), layout, dtype)
+                for layout in ("contiguous", "reversed", "gaps", "padded rows")
+            ]
+            layouts = [self.kernels.layout([spec.build(self.device)]) for spec in specs]
+            for spec, layout in zip(specs, layouts, strict=True):
+                tensor = spec.build(self.device)
+                self._judge_stats([tensor], 2.0, spec.layout, self.kernels.prepare([tensor], layout))

@@ -1,0 +1,106 @@
+"""Wrong in what a call keeps, says or sets, with rare arguments alone, or where kernels rarely run."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from dataclasses import replace
+from itertools import count
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from amp_core.kernels import GradStats, Portable
+
+MOMENT = ("kernels_read_the_values_of_the_moment",)
+
+
+class KeepsStatisticsOfWindows(Portable):
+    fails = ("grad_stats_of_every_memory_layout",)
+
+    def grad_stats(self, grads, norm_type=2.0):
+        stats = super().grad_stats(grads, norm_type)
+        if any(g.dim() > 1 and set(g.stride()) == {1} for g in grads):
+            self.kept = stats
+        return stats
+
+
+class KeepsMemoryOfHalves(Portable):
+    fails = ("add_of_every_memory_layout",)
+
+    def add_(self, totals, grads):
+        super().add_(totals, grads)
+        self.kept = [g.detach() for g in grads if g.dtype is torch.float16]
+
+
+class WarnsOfExpanded(Portable):
+    fails = ("cast_into_every_memory_layout",)
+
+    def cast(self, tensors, dtype, out=None):
+        if out is not None and any(0 in t.stride() and t.numel() > 1 for t in tensors):
+            warnings.warn("slow", stacklevel=2)
+        return super().cast(tensors, dtype, out)
+
+
+class SetsTheEnvironment(Portable):
+    fails = ("grad_stats_of_every_memory_layout",)
+    calls = count()
+
+    def grad_stats(self, grads, norm_type=2.0):
+        os.environ["PYTEST_ADDOPTS"] = str(next(self.calls))  # which the kit puts back after its run
+        return super().grad_stats(grads, norm_type)
+
+
+class LosesFlagsOfInferenceTensors(Portable):
+    fails = ("kernels_in_inference_mode",)
+
+    def grad_stats(self, grads, norm_type=2.0):
+        stats = super().grad_stats(grads, norm_type)
+        lost = any(g.is_inference() for g in grads)
+        return replace(stats, found_inf=stats.found_inf * 0) if lost else stats
+
+
+class GivesParametersForFakeTensors(Portable):
+    fails = ("kernels_on_fake_tensors",)
+
+    def cast(self, tensors, dtype, out=None):
+        results = super().cast(tensors, dtype, out)
+        fake = out is None and any(isinstance(t, FakeTensor) for t in tensors)
+        return [torch.nn.Parameter(r, requires_grad=False) for r in results] if fake else results
+
+
+class MeasuresInFloat16UnderTransforms(Portable):
+    fails = ("kernels_under_function_transforms",)
+
+    def grad_stats(self, grads, norm_type=2.0):
+        if torch._C._functorch.maybe_current_level() is None:
+            return super().grad_stats(grads, norm_type)
+        bad = torch.stack([1.0 - g.isfinite().all().float() for g in grads])
+        norms = torch.stack([g.half().float().norm() for g in grads])
+        return GradStats(norms.norm(), norms, bad, bad.amax())
+
+
+class ClearsTheFlagOfTheListOfBefore(Portable):
+    fails = MOMENT
+    last = None
+
+    def multiply_(self, grads, factor, found_inf=None):
+        if found_inf is not None and grads and self.last == id(grads[0]):
+            found_inf.zero_()
+        self.last = id(grads[0]) if grads else None
+        super().multiply_(grads, factor, found_inf)
+
+
+class WritesWhatItCastBefore(Portable):
+    fails = MOMENT
+
+    def __init__(self):
+        super().__init__()
+        self.known = {}
+
+    def cast(self, tensors, dtype, out=None):
+        if out is None:
+            return super().cast(tensors, dtype)
+        key = (*map(id, tensors), len(out))
+        values = self.known.setdefault(key, [t.detach().clone() for t in tensors])
+        return super().cast(values, dtype, out)
