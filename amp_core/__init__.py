@@ -13,8 +13,8 @@ from amp_core.common import op_lists as _lists
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from amp_core._torch.internals import enter_autocast as _enter_autocast
-    from amp_core._torch.internals import exit_autocast as _exit_autocast
+    from amp_core._torch.autocast import enter_autocast as _enter_autocast
+    from amp_core._torch.autocast import exit_autocast as _exit_autocast
     from amp_core.casts import (
         CachedCasts,
         LostUpdates,
@@ -152,7 +152,7 @@ __all__ = [
 ]
 
 _NAMES = {
-    "_torch.internals": "_enter_autocast=enter_autocast _exit_autocast=exit_autocast",
+    "_torch.autocast": "_enter_autocast=enter_autocast _exit_autocast=exit_autocast",
     "casts": (
         "CachedCasts LostUpdates MasterWeights StoredWeights cached_casts count_lost_updates master_weights"
     ),

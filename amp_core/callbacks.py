@@ -275,7 +275,7 @@ class _SkipAware(Handle):
         own = type(target)
         self._target, self._own = target, own
         self._scaler, self._optimizer = scaler, optimizer
-        self._method = getattr(own, method)
+        self._method, self._removed = getattr(own, method), False
 
         def call(_: Any, *args: Any, **kwargs: Any) -> Any:
             return self._call(*args, **kwargs)
@@ -286,18 +286,26 @@ class _SkipAware(Handle):
             return operator.getitem, ((plain,), 0)  # pickle refuses an object of another class
 
         names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
-        target.__class__ = type(own.__name__, (own,), {**names, method: call, "__reduce_ex__": reduce})
+        self._changed = type(own.__name__, (own,), {**names, method: call, "__reduce_ex__": reduce})
+        target.__class__ = self._changed
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
+        if self._removed:
+            return self._method(self._target, *args, **kwargs)
         steps, optimizer = self._scaler.last_step, self._optimizer
         counts = self._scaler.is_enabled() and (bool(steps) if optimizer is None else optimizer in steps)
         if counts and not self._scaler.landed(optimizer):
             return None
         return self._method(self._target, *args, **kwargs)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_changed": None}
+
     def remove(self) -> None:
-        """Restore the method."""
-        self._target.__class__ = self._own
+        """Restore the method. Calling it again has no effect."""
+        self._removed = True
+        if type(self._target) is self._changed:  # else another one came later, or it was removed before
+            self._target.__class__ = self._own
 
 
 class SkipAwareScheduler(_SkipAware):

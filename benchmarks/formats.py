@@ -36,9 +36,12 @@ def run() -> Iterator[Ratio]:
         portable = _packed(x, quantization)
         yield compare(f"{name}, {size}, in storage: the portable form", portable, ours, rounds=5)
     if importlib.util.find_spec("torchao"):
-        theirs, ours = _torchao(x), _packed(x, Quantization(E4M3))
+        theirs, portable = _torchao(x), _packed(x, Quantization(E4M3))
+        ours = partial(kernels.quantize, x, Quantization(E4M3), packed=True)
         yield compare(f"e4m3 per tensor, {size}: torchao", theirs, ours, rounds=7)
-        sides = [torch.compile(side, fullgraph=True) for side in (theirs, ours)]
+        compiled = torch.compile(theirs, fullgraph=True)
+        yield compare(f"e4m3 per tensor, {size}: torchao, compiled", compiled, ours, rounds=7)
+        sides = compiled, torch.compile(portable, fullgraph=True)
         yield compare(f"e4m3 per tensor, {size}: torchao, both compiled", *sides, rounds=7)
 
 

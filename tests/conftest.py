@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from amp_core.plugin.default_manager import plugins_listen
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Give slow tests, which share two cores, three times the limit of the others."""
@@ -23,7 +25,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def clean_autocast_state() -> Iterator[None]:
-    """Fail the test that leaves autocast on, a dtype changed, or the nesting count above zero."""
+    """Fail the test that leaves autocast on, a dtype changed, the nesting count above zero, or a plugin."""
     before = _state()
     yield
     assert _state() == before
@@ -75,4 +77,5 @@ def on_ranks(forked: Callable[..., list[tuple[list[int], str]]]) -> Callable[...
 def _state() -> tuple[object, ...]:
     devices = ("cpu", "cuda", "xpu")
     on = tuple(torch.is_autocast_enabled(d) for d in devices)
-    return on, tuple(torch.get_autocast_dtype(d) for d in devices), torch.is_autocast_cache_enabled()
+    dtypes = tuple(torch.get_autocast_dtype(d) for d in devices)
+    return on, dtypes, torch.is_autocast_cache_enabled(), plugins_listen()

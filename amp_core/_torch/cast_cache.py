@@ -2,7 +2,8 @@
 
 torch locks the cache while it casts, and a `TorchDispatchMode` makes the cast run Python code. Ops that are
 called as usual wait for the cache without the interpreter's lock. A kernel that Python calls by itself keeps
-it, so two threads would wait for each other.
+it, so two threads would wait for each other. So would a thread that clears the cache, as torch's own regions
+do when they end, if it has to free a cast that Python has seen.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from amp_core._torch.dynamo import never_compile
 
 
 class _Shared:
@@ -33,6 +36,8 @@ def one_at_a_time(kernel: Callable[..., Any]) -> Callable[..., Any]:
     global clear  # noqa: PLW0603  # a lock takes a tenth of a region's time
     if clear is not _clear_alone:
         clear = _clear_alone
+        never_compile(_clear_alone)
+        setattr(torch, _CLEAR, _clear_alone)  # torch's regions end with it, too
         time.sleep(0.001)  # lets calls without the lock that have begun end
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -43,9 +48,14 @@ def one_at_a_time(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _clear_alone() -> None:
+    if torch.compiler.is_dynamo_compiling():  # a graph has torch's function
+        _torchs_clear()
+        return
     with _Shared.lock:
-        torch.clear_autocast_cache()
+        _torchs_clear()
 
 
-clear: Callable[[], None] = torch.clear_autocast_cache
+_CLEAR = "clear_autocast_cache"
+_torchs_clear: Callable[[], None] = getattr(torch, _CLEAR)
+clear = _torchs_clear
 """Clears torch's cache. Each region ends with it, so it takes no lock until there are such kernels."""

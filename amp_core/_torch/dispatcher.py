@@ -1,4 +1,4 @@
-"""The private torch names for ops and the dispatcher; see `amp_core._torch.internals`."""
+"""The private torch names for ops and the dispatcher."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
+from amp_core._torch.autocast import autocast_known
 from amp_core._torch.features import Feature
-from amp_core._torch.internals import autocast_known
 
 K = TypeVar("K")
 

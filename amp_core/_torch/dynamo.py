@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
+from amp_core._torch.autocast import enter_autocast, exit_autocast
 from amp_core._torch.context_manager import ContextManager, Step
 from amp_core._torch.features import Feature
-from amp_core._torch.internals import enter_autocast, exit_autocast
 
 _GRAPHS = Feature(
     "compiled_regions",

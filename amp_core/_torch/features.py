@@ -173,10 +173,15 @@ class Feature:
 FEATURES: list[Feature] = []
 """Every feature, in the order of import."""
 
+_MODULES = (
+    "autocast", "autograd", "bindings", "dispatcher", "dynamo", "list_writes", "modules", "steps", "tensors",
+    "torchscript", "tracing",
+)  # fmt: skip
+
 
 def statuses() -> list[FeatureStatus]:
     """Probe every feature and describe it."""
-    for module in ("bindings", "dispatcher", "dynamo", "internals", "list_writes", "torchscript"):
+    for module in _MODULES:
         importlib.import_module(f"amp_core._torch.{module}")
     return [feature.status() for feature in FEATURES]
 

@@ -1,4 +1,4 @@
-"""The private torch names for TorchScript; see `amp_core._torch.internals`."""
+"""The private torch names for TorchScript."""
 
 from __future__ import annotations
 

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp_core._torch import internals as _torch
+from amp_core._torch.autograd import gradient_is_accumulated, has_gradient_hooks, inside_ddp
+from amp_core._torch.tensors import identity_of
 from amp_core.casts.bulk import allocate, buckets, cast_weights, run_backward_early
 from amp_core.casts.memory import KeptMemory
 from amp_core.kernels import Kernels
@@ -33,7 +34,7 @@ class AccumulatingCasts:
         self, weights: Sequence[Tensor], dtype: torch.dtype, kernels: Kernels, memory: KeptMemory
     ) -> list[Tensor]:
         """Return up-to-date casts of `weights`; see `amp_core.casts.cache.MakeCasts`."""
-        self._reduced = self._reduced or _torch.inside_ddp()
+        self._reduced = self._reduced or inside_ddp()
         if self._reduced or not weights[0].requires_grad:
             return cast_weights(weights, dtype, kernels, memory)
         with torch.inference_mode(mode=False):
@@ -46,7 +47,8 @@ class AccumulatingCasts:
 
     def _fits(self, weight: Tensor, dtype: torch.dtype) -> bool:
         cast = self._kept.get((id(weight), dtype))
-        return cast is not None and (cast.shape, cast.stride(), cast.device) == (
+        return cast is not None and (cast.grad_fn.identity, cast.shape, cast.stride(), cast.device) == (  # type: ignore[union-attr]
+            identity_of(weight),
             weight.shape,
             weight.stride(),
             weight.device,
@@ -80,6 +82,7 @@ class _Accumulate(torch.autograd.Function):
     def forward(ctx: Any, cast: list[Tensor], kernels: Kernels, memory: KeptMemory, weight: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.weight, ctx.kernels, ctx.memory = weight, kernels, memory
+        ctx.identity = identity_of(weight)  # the node of the gradients of a swapped tensor is poisoned
         return cast[0]
 
     @staticmethod
@@ -103,11 +106,11 @@ def _goes_to_grad(node: Any, grad: Tensor) -> bool:
     weight = node.weight
     return (
         not torch.is_grad_enabled()  # create_graph=True
-        and not _torch.has_gradient_hooks(weight)
+        and not has_gradient_hooks(weight)
         and grad.layout is torch.strided
         and (weight.grad is None or (weight.grad.layout, weight.grad.dtype) == (torch.strided, weight.dtype))
         and getattr(weight, "grad_dtype", None) in (None, weight.dtype)  # an attribute since torch 2.13
-        and _torch.gradient_is_accumulated(node.next_functions[0][0])
+        and gradient_is_accumulated(node.next_functions[0][0])
     )
 
 

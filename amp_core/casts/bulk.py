@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp_core._torch import internals as _torch
+from amp_core._torch.autograd import has_gradient_hooks, run_as_soon_as_ready
+from amp_core._torch.tensors import is_dtensor
 from amp_core.casts.memory import KeptMemory
 from amp_core.kernels import Kernels
 
@@ -19,6 +20,10 @@ with the backward pass."""
 
 _SMALL = 2**20
 """Up to this many bytes per weight, a plain cast beats kernel dispatch."""
+
+_SMALL_ON_HOST = 2**16
+"""Up to this many bytes, a CPU's plain casts of many weights beat one call for all: nothing is launched, and
+the C library's heap usually has memory for them and their gradients."""
 
 
 def cast_weights(
@@ -36,8 +41,11 @@ def cast_weights(
     with torch.inference_mode(mode=False), torch.enable_grad():
         if len(weights) == 1 and weights[0].nbytes <= _SMALL:  # weights arrive singly at their first use
             return [run_backward_early(weights[0].to(dtype))]
-        if weights and _torch.is_dtensor(weights[0]):  # kernels know no placements
-            return [run_backward_early(weight.to(dtype)) for weight in weights]
+        if any(alone := [_is_cast_alone(weight) for weight in weights]):
+            pairs = list(zip(weights, alone, strict=True))
+            others = [weight for weight, is_alone in pairs if not is_alone]
+            rest = iter(cast_weights(others, dtype, kernels, memory) if others else ())
+            return [run_backward_early(w.to(dtype)) if is_alone else next(rest) for w, is_alone in pairs]
         parts = list(buckets(weights))
         storage = [allocate(part, dtype, memory) for part in parts]
         casts = kernels.cast(weights, dtype, out=[cast for some in storage for cast in some])
@@ -50,6 +58,11 @@ def cast_weights(
     return [cast for first, *rest in linked for cast in (run_backward_early(first), *rest)]
 
 
+def _is_cast_alone(weight: Tensor) -> bool:
+    # Kernels know no placements.
+    return (weight.is_cpu and weight.nbytes <= _SMALL_ON_HOST) or is_dtensor(weight)
+
+
 def run_backward_early(cast: Tensor) -> Tensor:
     """Let autograd run the node of `cast` as soon as its gradients are ready; return `cast`.
 
@@ -57,7 +70,7 @@ def run_backward_early(cast: Tensor) -> Tensor:
     stay in memory until the end of the backward pass, and DDP would have nothing to overlap.
     """
     if cast.requires_grad:
-        _torch.run_as_soon_as_ready(cast)
+        run_as_soon_as_ready(cast)
     return cast
 
 
@@ -98,7 +111,7 @@ def buckets(weights: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     bucket: list[Tensor] = []
     size = 0.0
     for weight in weights:
-        alone = _torch.has_gradient_hooks(weight)
+        alone = has_gradient_hooks(weight)
         if bucket and (alone or size + weight.nbytes > BUCKET_BYTES):
             yield bucket
             bucket, size = [], 0.0
@@ -117,8 +130,8 @@ def allocate(weights: Sequence[Tensor], dtype: torch.dtype, memory: KeptMemory) 
     for weight in weights:
         offsets.append(total)
         total += -(-weight.numel() // align) * align
-    storage = memory.empty(total, dtype, weights[0].device).untyped_storage()
+    whole = memory.empty(total, dtype, weights[0].device)
+    # `.data`: casts are not views of each other, and a write to one does not change the version of all.
     return [
-        torch.empty(0, dtype=dtype, device=w.device).set_(storage, offset, w.shape, w.stride())
-        for w, offset in zip(weights, offsets, strict=True)
+        whole.as_strided(w.shape, w.stride(), offset).data for w, offset in zip(weights, offsets, strict=True)
     ]

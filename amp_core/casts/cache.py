@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, field
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from amp_core._torch.internals import is_dtensor, part_of
+from amp_core._torch.tensors import WeakStorage, identity_of, is_dtensor, is_freed, part_of
 from amp_core.casts.bulk import cast_weights
 from amp_core.casts.memory import KeptMemory
 from amp_core.dispatch import kept_operands
@@ -53,7 +52,8 @@ class WeightCache:
         self._make = make
         self.memory = KeptMemory()
         self._slots: dict[int, _Slot] = {}
-        self._foreign: dict[int, weakref.ref[Tensor]] = {}  # parameters of other models
+        # Parameters of other models. A weak reference to a tensor would forbid torch.utils.swap_tensors.
+        self._foreign: dict[int, tuple[int, WeakStorage]] = {}
         self._lock = threading.Lock()
         # In debug mode, bypass the table that ops read directly, so that every use is checked.
         self._casts = defaultdict(dict) if debug else CASTS
@@ -117,16 +117,17 @@ class WeightCache:
 
     def _slot_of_new(self, weight: Tensor) -> _Slot | None:
         """Return a slot for an unknown parameter if it has replaced one of the model's."""
-        if not isinstance(weight, Parameter):
+        if not (isinstance(weight, Parameter) and is_cacheable(weight)):
             return None
         known = self._foreign.get(id(weight))
-        if known is not None and known() is weight:
+        if known is not None and known[0] == identity_of(weight) and not is_freed(known[1].cdata):
             return None
         with self._lock:
             self._update_slots()
             slot = self._slots.get(id(weight))
             if slot is None:
-                self._foreign[id(weight)] = weakref.ref(weight)
+                memory = WeakStorage(part_of(weight).untyped_storage())  # type: ignore[no-untyped-call]
+                self._foreign[id(weight)] = identity_of(weight), memory
             return slot
 
     def _update_slots(self) -> None:
@@ -135,7 +136,7 @@ class WeightCache:
         self._slots = {
             key: self._slots.get(key) or _Slot(weight, name) for key, (name, weight) in present.items()
         }
-        self._foreign = {key: ref for key, ref in self._foreign.items() if ref() is not None}
+        self._foreign = {key: seen for key, seen in self._foreign.items() if not is_freed(seen[1].cdata)}
 
     def keys(self) -> Set[int]:
         """Return the ``id`` of each weight."""

@@ -10,23 +10,27 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from amp_core._torch.internals import outside_graphs
+from amp_core._torch.tracing import outside_graphs
+from amp_core.common.handle import Local
 from amp_core.common.optimizers import after_every_step
 from amp_core.common.process_groups import check_group
 from amp_core.dispatch.history_sources import sources
 from amp_core.formats import AmaxHistory, Delayed
+from amp_core.formats.history import check_saved
 from amp_core.policy.recipes import ROLES
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-class DelayedScales:
+class DelayedScales(Local):
     """The histories of one model; a context manager in which its products use them.
 
     Attributes:
         model: the model.
     """
+
+    _INSTEAD = " Its histories are in state_dict(), which delayed_scales(copy).load_state_dict() takes over."
 
     def __init__(self, model: nn.Module, process_group: ProcessGroup | None = None) -> None:
         if not isinstance(model, nn.Module):
@@ -161,16 +165,21 @@ class DelayedScales:
         """Take over what `state_dict` returned; the scales go on bit for bit.
 
         Raises:
-            KeyError: the model has no parameter of this name.
+            KeyError: the model has no parameter of this name, or an entry is missing.
             TypeError: it is another kind of state, such as that of the model.
-            ValueError: a role or an entry is unknown or missing; or a history has another length than the
-                recipe's, which the first product of the weight tells.
+            ValueError: a role is unknown, an entry is no history, or a history has another length than the
+                recipe's, which the first product of the weight may tell.
         """
-        unknown = sorted({*state} - {*self._names.values()})
+        if not isinstance(state, Mapping):
+            raise TypeError(f"The state of delayed scales must be a mapping, got {type(state).__name__}.")
+        unknown = sorted(map(str, {*state} - {*self._names.values()}))
         if unknown:
             raise KeyError(f"The model has no parameters {', '.join(unknown)}, whose histories were saved.")
         for name, saved in state.items():
             _check(name, saved)
+            for role, history in self._histories.get(name, {}).items():
+                if role in saved:
+                    history.check(saved[role])
         self._past.clear()
         self._agreed.clear()
         self._loaded = {name: {role: dict(s) for role, s in roles.items()} for name, roles in state.items()}
@@ -189,11 +198,12 @@ def _check(name: str, roles: Any) -> None:
             f"what delayed_scales(model).state_dict() returned."
         )
     for role, state in roles.items():
-        if role not in ROLES or {*state} != {"seen", "current"}:
-            raise ValueError(
-                f"The state of {name} has {role!r} with the entries {', '.join(state)}. Histories are of "
-                f"{', '.join(ROLES)} and have the entries seen and current."
-            )
+        if role not in ROLES:
+            raise ValueError(f"The state of {name} has {role!r}. Histories are of {', '.join(ROLES)}.")
+        try:
+            check_saved(state)
+        except (KeyError, TypeError, ValueError) as error:
+            raise type(error)(f"The {role} of {name}: {error.args[0]}") from None
 
 
 def _slots(names: tuple[str, ...]) -> list[tuple[str, str]]:

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from amp_core._torch.internals import outside_graphs
+from amp_core._torch.tracing import outside_graphs
 from amp_core.casts.shards import like, local
 from amp_core.casts.stand_ins import buckets, in_place_of, unhooked_step
 from amp_core.casts.storage import widen_state
-from amp_core.common.handle import Handle
+from amp_core.common.arguments import check_module
+from amp_core.common.handle import LocalHandle
 
 _LOW = (torch.bfloat16, torch.float16)
 
@@ -64,10 +65,11 @@ class Counts:
         self._optimizer.__dict__.pop("_amp_core_lost_updates", None)
 
 
-class LostUpdates(Handle):
+class LostUpdates(LocalHandle):
     """The handle that `count_lost_updates` returns; also a context manager."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        check_module(model, "count_lost_updates")
         if not isinstance(optimizer, Optimizer):
             raise TypeError(
                 f"count_lost_updates needs a torch.optim.Optimizer, not {type(optimizer).__name__}."

@@ -14,14 +14,17 @@ from typing_extensions import Self
 from amp_core.casts.accumulating import AccumulatingCasts
 from amp_core.casts.scope import CachedCasts, nbytes_of
 from amp_core.casts.stored import StoredWeights
+from amp_core.common.arguments import check_module
 
 
 class MasterWeights(CachedCasts):
     """The handle that `master_weights` returns, already active; also a context manager."""
 
+    _FUNCTION = "master_weights"
     _COVERS_DTENSORS = False  # gradients are added to ``.grad`` by kernels, which know no placements
 
     def __init__(self, model: nn.Module, *, debug: bool = False) -> None:
+        check_module(model, self._FUNCTION)
         reduced = any(isinstance(m, DistributedDataParallel) for m in model.modules())
         self._casts = AccumulatingCasts(reduced)
         super().__init__(model, self._casts.cast, debug=debug)
@@ -101,14 +104,15 @@ def master_weights(
 
     Args:
         model: the model whose float32 parameters are the masters. If you use DistributedDataParallel, wrap
-            the model first.
+            the model first; with bfloat16 storage, afterwards.
         optimizer: steps the parameters; only for bfloat16 storage. It may be any but LBFGS.
         storage: ``"fp32"``; or for bfloat16 weights ``"remainder"`` (the other 16 bits of the float32 weight,
             exact), ``"kahan"`` (a bfloat16 compensation) or ``"stochastic"`` (stochastic rounding; nothing).
         debug: check each copy against its master at every use; slow. Only for ``"fp32"``.
         seed: of stochastic rounding. The same seed gives the same bits on every device and number of ranks.
         state_dtype: float32, or bfloat16 (rounded stochastically) to halve the optimizer's states.
-        keep: globs over names of parameters that stay as they are, such as ``"*norm*"``.
+        keep: globs over names of parameters that stay as they are, such as ``"*norm*"``; ``*`` also matches
+            dots.
         lost_updates: count them at each step, for `StoredWeights.lost_updates`.
 
     Returns:
@@ -119,7 +123,9 @@ def master_weights(
     Raises:
         StaleCastError: in debug mode, at the use of a weight that changed in a way torch cannot detect.
         RuntimeError: the handle is entered after ``remove()``, or ``optimizer.step`` was replaced before.
-        ValueError: the storage is unknown or needs an optimizer, or no parameter can be stored.
+        ValueError: the storage is unknown or has no use for an argument, or no parameter can be stored,
+            or float32 ones are in a DistributedDataParallel or sharded.
+        PolicyError: a glob of `keep` matches no parameter.
         TypeError: `optimizer` is not a ``torch.optim.Optimizer``.
 
     Warns:
@@ -134,7 +140,11 @@ def master_weights(
         torch.float32
     """
     if storage == "fp32":
+        low = state_dtype is not torch.float32
+        given = {"keep": keep != (), "state_dtype": low, "lost_updates": lost_updates}
+        _refuse(given, 'a bfloat16 storage, such as storage="remainder"')
         return MasterWeights(model, debug=debug)
+    _refuse({"debug": debug}, 'storage="fp32"')
     return StoredWeights(
         model,
         optimizer,
@@ -144,3 +154,10 @@ def master_weights(
         keep=keep,
         lost_updates=lost_updates,
     )
+
+
+def _refuse(given: dict[str, bool], needed: str) -> None:
+    """Raise ValueError for arguments that have no effect without what is needed."""
+    for name, is_given in given.items():
+        if is_given:
+            raise ValueError(f"master_weights({name}=...) needs {needed}; it would have no effect here.")

@@ -11,12 +11,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import Self
 
-from amp_core._torch.internals import is_dtensor, outside_graphs, part_of
 from amp_core._torch.list_writes import see_list_writes
+from amp_core._torch.tensors import is_dtensor, part_of
+from amp_core._torch.tracing import outside_graphs
 from amp_core.casts.bulk import cast_weights
 from amp_core.casts.cache import MakeCasts, WeightCache
+from amp_core.common.arguments import check_module
 from amp_core.common.call_site import level_outside
-from amp_core.common.handle import Handle
+from amp_core.common.handle import LocalHandle
 from amp_core.common.optimizers import after_every_step, parameters_of
 from amp_core.dispatch import kept_operands
 from amp_core.dispatch.engine import serve_casts
@@ -28,12 +30,14 @@ def nbytes_of(cast: Tensor) -> int:
     return part_of(cast).nbytes + kept_operands.nbytes(cast)
 
 
-class CachedCasts(Handle):
+class CachedCasts(LocalHandle):
     """The result of `cached_casts`: a context manager, or a handle that is already active if persistent."""
 
     _COVERS_DTENSORS = True
+    _FUNCTION = "cached_casts"
 
     def __init__(self, model: nn.Module, make: MakeCasts = cast_weights, *, debug: bool = False) -> None:
+        check_module(model, self._FUNCTION)
         uncached = _uncached(model, self._COVERS_DTENSORS)
         if uncached:
             name = next(name for name, weight in model.named_parameters() if id(weight) in uncached)

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from amp_core._torch.internals import is_dtensor, part_of
+from amp_core._torch.tensors import is_dtensor, part_of
 from amp_core.common.counter_random import element_numbers
 
 local = part_of

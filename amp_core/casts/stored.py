@@ -17,14 +17,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from amp_core._torch.internals import outside_graphs
+from amp_core._torch.tracing import outside_graphs
 from amp_core.casts.lost_updates import Counts
 from amp_core.casts.memory import KeptMemory
 from amp_core.casts.shards import like, local
 from amp_core.casts.stand_ins import Bucket, buckets, in_place_of, unhooked_step
 from amp_core.casts.storage import STORAGES, Draw, narrow_state, widen_state
-from amp_core.common.handle import Handle
+from amp_core.common.arguments import check_module
+from amp_core.common.handle import LocalHandle
 from amp_core.common.optimizers import parameters_of
+from amp_core.regions.selecting import matches_no
 
 KEPT = "amp_core_kept"
 """The entry of the optimizer's state, per parameter, that holds what its weight lacks."""
@@ -34,7 +36,7 @@ _IDLE_BYTES = 32 * 2**20
 """At most so many bytes of work memory stay between two steps, on devices that do not cache it themselves."""
 
 
-class StoredWeights(Handle):
+class StoredWeights(LocalHandle):
     """The handle that `master_weights` returns for bfloat16 storage; also a context manager.
 
     Attributes:
@@ -54,7 +56,10 @@ class StoredWeights(Handle):
         lost_updates: bool,
     ) -> None:
         optimizer = _checked(optimizer, storage, state_dtype)
-        globs = tuple(keep)
+        check_module(model, "master_weights")
+        kept = _kept(model, keep)
+        if not isinstance(seed, int):
+            raise TypeError(f"seed= must be an integer, not {seed!r}.")
         held = set(map(id, parameters_of(optimizer)))
         self.storage, self.optimizer = storage, optimizer
         self._memory = KeptMemory()
@@ -62,14 +67,20 @@ class StoredWeights(Handle):
         self._names = {
             id(p): name
             for name, p in model.named_parameters()
-            if id(p) in held
-            and p.dtype in (torch.float32, torch.bfloat16)
-            and not any(fnmatch.fnmatchcase(name, glob) for glob in globs)
+            if id(p) in held and p.dtype in (torch.float32, torch.bfloat16) and id(p) not in kept
         }
         sharded = [p for p in self._params() if local(p) is not p and p.dtype is torch.float32]
         if sharded:
             name = self._names[id(sharded[0])]
             raise ValueError(f"{name} is a float32 shard: call model.to(torch.bfloat16) before fully_shard.")
+        wrapped = _in_ddp(model)
+        wide = next((p for p in self._params() if p.dtype is torch.float32 and id(p) in wrapped), None)
+        if wide is not None:
+            raise ValueError(
+                f"{self._names[id(wide)]} is float32, and DistributedDataParallel, which has wrapped it, "
+                f"would no longer reduce its gradient in bfloat16: call master_weights on the model, "
+                f"or model.to(torch.bfloat16), and wrap it then."
+            )
         if not self._names:
             raise ValueError("No float32 or bfloat16 parameter of the model is stepped by the optimizer.")
         self._lost = Counts(optimizer) if lost_updates else None
@@ -219,7 +230,10 @@ class StoredWeights(Handle):
         return sum(local(each).nbytes for each in (*kept, *self._first.values()))
 
     def remove(self) -> None:
-        """Let the optimizer step on the bfloat16 weights again. Calling it again has no effect."""
+        """Let the optimizer step on the bfloat16 weights again; its states are rounded to bfloat16, too.
+
+        Calling it again has no effect.
+        """
         if not self._hooks:
             return
         while self._hooks:
@@ -228,12 +242,37 @@ class StoredWeights(Handle):
             del self.optimizer.step
         self._memory.clear()
         for param in self._params():
-            self.optimizer.state.get(param, {}).pop(KEPT, None)
+            state = self.optimizer.state.get(param, {})
+            state.pop(KEPT, None)
+            for key, value in state.items():
+                if key != "step" and isinstance(value, Tensor) and value.is_floating_point():
+                    state[key] = value.to(param.dtype)  # as torch's load_state_dict does
         self._first = {}
         if self._lost is not None:
             self._lost.remove()
             self._lost = None
         self._names = {}  # a learning-rate scheduler may go on calling this step
+
+
+def _kept(model: nn.Module, keep: Iterable[str]) -> set[int]:
+    """Return the ``id`` of each parameter that a glob of ``keep=`` matches, by any of its names."""
+    globs = None if isinstance(keep, str) or not isinstance(keep, Iterable) else [*keep]
+    if globs is None or not all(isinstance(glob, str) for glob in globs):
+        raise TypeError(f"keep= must be a list of globs, such as ['*norm*'], not {keep!r}.")
+    named = [*model.named_parameters(remove_duplicate=False)]
+    kept: set[int] = set()
+    for glob in globs:
+        found = {id(param) for name, param in named if fnmatch.fnmatchcase(name, glob)}
+        if not found:
+            raise matches_no("parameter", glob, model, [name for name, _ in named])
+        kept |= found
+    return kept
+
+
+def _in_ddp(model: nn.Module) -> set[int]:
+    """Return the ``id`` of each parameter in a DistributedDataParallel of `model`."""
+    wrappers = (m for m in model.modules() if isinstance(m, nn.parallel.DistributedDataParallel))
+    return {id(param) for wrapper in wrappers for param in wrapper.parameters()}
 
 
 def _checked(optimizer: object, storage: str, state_dtype: torch.dtype) -> Optimizer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import ClassVar, NoReturn, SupportsIndex
 
 from typing_extensions import Self
 
@@ -19,3 +20,21 @@ class Handle(ABC):
 
     def __exit__(self, *_: object) -> None:
         self.remove()
+
+
+class Local:
+    """Something whose copy could not act on the copied model."""
+
+    _INSTEAD: ClassVar[str] = ""
+    """What to copy or save instead, as a sentence."""
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise TypeError(
+            f"{type(self).__name__} belongs to one model in this process, so it cannot be copied or pickled, "
+            f"nor can a model that has it as an attribute: keep it outside of the model, or delete the "
+            f"attribute before you copy or save the model.{self._INSTEAD}"
+        )
+
+
+class LocalHandle(Local, Handle):
+    """A handle of that kind."""

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 
 from torch import Tensor
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
@@ -24,3 +29,39 @@ def after_every_step(callback: Callable[[Optimizer], None]) -> None:
     A hook that came and went with a scope would change torch's hooks while other threads iterate over them.
     """
     register_optimizer_step_post_hook(lambda optimizer, _args, _kwargs: callback(optimizer))
+
+
+def watch_steps(
+    callback: Callable[[Optimizer], None],
+    *,
+    after: bool,
+    is_ours: Callable[[Tensor], bool] | None = None,
+) -> Callable[[], None]:
+    """Call `callback` before, or after, each step of any optimizer; return a function that ends that.
+
+    Args:
+        callback: what to call.
+        after: whether to call it after the step.
+        is_ours: leaves out other threads' steps of optimizers none of whose parameters it accepts.
+    """
+    calls, here = _watching(after), threading.get_ident()
+
+    def call(optimizer: Optimizer) -> None:
+        if is_ours is None or threading.get_ident() == here or any(map(is_ours, parameters_of(optimizer))):
+            callback(optimizer)
+
+    calls.append(call)
+    return lambda: calls.remove(call)
+
+
+@functools.cache
+def _watching(after: bool) -> list[Callable[[Optimizer], None]]:
+    """Return who is called; torch's hook stays for good, as above."""
+    calls: list[Callable[[Optimizer], None]] = []
+
+    def tell(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
+        for call in tuple(calls):
+            call(optimizer)
+
+    (register_optimizer_step_post_hook if after else register_optimizer_step_pre_hook)(tell)
+    return calls

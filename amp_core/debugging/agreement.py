@@ -9,7 +9,7 @@ from torch import distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from amp_core._torch.internals import is_dtensor
+from amp_core._torch.tensors import is_dtensor
 
 T = TypeVar("T")
 

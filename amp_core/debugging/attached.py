@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer
 
-from amp_core._torch.internals import outside_graphs
+from amp_core._torch.tracing import outside_graphs
 from amp_core.common.handle import Handle
-from amp_core.common.optimizers import parameters_of
+from amp_core.common.optimizers import parameters_of, watch_steps
 from amp_core.debugging.places import Places
 
 
@@ -33,10 +33,13 @@ class Attached(Handle):
         if "torch._dynamo" in sys.modules:  # compiled code does not look for new hooks
             torch.compiler.reset()
         self._removers: list[Callable[[], None]] = [
-            model.register_forward_pre_hook(self._enter, with_kwargs=True).remove,
-            model.register_forward_hook(self._leave, with_kwargs=True).remove,
-            register_optimizer_step_pre_hook(self._step).remove,
+            model.register_forward_pre_hook(Hook(self._enter), with_kwargs=True).remove,
+            model.register_forward_hook(Hook(self._leave), with_kwargs=True).remove,
+            watch_steps(self._step, after=False),
         ]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_removers": []}  # a copy has the findings, and is attached to nothing
 
     def remove(self) -> None:
         """Detach from the model. Calling it again has no effect."""
@@ -63,8 +66,26 @@ class Attached(Handle):
         if self._removers and torch.is_grad_enabled():
             self._after(args, kwargs, result)
 
-    def _step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    def _step(self, optimizer: Optimizer) -> None:
         mine = {id(parameter) for parameter in self.model.parameters()}
         parameters = [p for p in parameters_of(optimizer) if p.grad is not None and id(p) in mine]
         if parameters:
             self._optimize(optimizer, parameters)
+
+
+class Hook:
+    """A hook of a module. Copies and pickles of the module have one that does nothing."""
+
+    def __init__(self, call: Callable[..., None]) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any) -> None:
+        """Call what was given."""
+        self._call(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Hook, (_do_nothing,)
+
+
+def _do_nothing(*_: Any) -> None:
+    pass

@@ -13,13 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from amp_core._torch.dispatcher import Overload, dispatcher_name
-from amp_core._torch.internals import is_dtensor
+from amp_core._torch.tensors import is_dtensor
 from amp_core.casts.shards import local, whole
 from amp_core.debugging.fits import Fit, fit_of
+from amp_core.debugging.op_kinds import floats_in
 from amp_core.debugging.places import Lines, Place
 from amp_core.debugging.quantized_counts import QuantizedCounts, QuantizedKey, key_of
-from amp_core.debugging.tap import BACKWARD, FORWARD, Frame, Sink, Tap, Where, floats_in
-from amp_core.dispatch.scaled_products import ROLES, ScaledProduct
+from amp_core.debugging.sink import BACKWARD, FORWARD, Frame, Sink, Where
+from amp_core.debugging.tap import Tap
+from amp_core.dispatch.quantized_products import ROLES, ScaledProduct
 from amp_core.errors import AmpError
 from amp_core.formats import Recipe
 from amp_core.kernels.portable import finite

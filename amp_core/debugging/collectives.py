@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from amp_core._torch import internals as _torch
+from amp_core._torch.autograd import at_weight_gradients
 from amp_core._torch.dispatcher import Overload
 from amp_core.common.containers import tensors_in
 from amp_core.debugging.places import Place
@@ -87,4 +87,4 @@ class Collectives:
             return WEIGHTS
         if not backward:
             return ACTIVATIONS if in_module else OTHER
-        return GRADIENTS if _torch.at_weight_gradients() else ACTIVATION_GRADIENTS
+        return GRADIENTS if at_weight_gradients() else ACTIVATION_GRADIENTS

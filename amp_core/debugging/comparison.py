@@ -181,7 +181,8 @@ def compare(
     Both runs start from the same state and seed. Afterwards the parameters, buffers, gradients and training
     flags of the modules that `fn` calls, the state of the optimizers that it steps, and the random generators
     of torch and ``random`` are restored. Other changes made by `fn` persist, so it should use a fixed batch
-    rather than advance an iterator, and no `GradScaler`.
+    rather than advance an iterator, and no `GradScaler`. Gradients that it clears before it calls the model
+    are restored only if `model` is passed.
 
     Under DDP, FSDP2 and tensor parallelism all ranks must call it, and get the same result: values of
     DTensors are compared whole, and where each rank has its own, such as activations, the worst counts.

@@ -14,10 +14,12 @@ from torch.optim.optimizer import Optimizer
 from amp_core._torch.dispatcher import Overload, dispatcher_name
 from amp_core.debugging.attached import Attached
 from amp_core.debugging.capture import extent, is_plain
+from amp_core.debugging.op_kinds import floats_in, short_name
 from amp_core.debugging.places import Lines, Place
 from amp_core.debugging.ranges import Extent
+from amp_core.debugging.sink import BACKWARD, Sink, Where
 from amp_core.debugging.tables import as_dtype
-from amp_core.debugging.tap import BACKWARD, Sink, Tap, Where, floats_in, muted, short_name
+from amp_core.debugging.tap import Tap, muted
 from amp_core.errors import NonFiniteError
 from amp_core.plugin import get_backend, hookimpl, register, unregister
 from amp_core.policy.names import short
@@ -84,6 +86,9 @@ class Guard(Attached, Sink):
         self._tap: Tap | None = None
         register(self)
         self._removers += [lambda: unregister(self), self._stop]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_scaled": None, "_tap": None}
 
     # Steps that are only watched.
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from amp_core._torch import internals as _torch
+from amp_core._torch.autograd import current_autograd_node, next_sequence_number, sequence_number
 from amp_core.common.call_site import place_outside
 from amp_core.regions.modules import runs_in_float32
 
@@ -118,7 +118,7 @@ class Places:
         """Return the module whose call created the autograd node."""
         if node.name() == _ACCUMULATE:
             return self.of_parameter(node.variable)[0]
-        index = bisect.bisect_right(self._starts, _torch.sequence_number(node)) - 1
+        index = bisect.bisect_right(self._starts, sequence_number(node)) - 1
         return self._places[index] if index >= 0 else NOWHERE
 
     def of_parameter(self, tensor: Any) -> tuple[Place, str]:
@@ -145,7 +145,7 @@ class Places:
                 self.on_return(place, args, result)
 
     def _mark(self) -> None:
-        self._starts.append(_torch.next_sequence_number())
+        self._starts.append(next_sequence_number())
         self._places.append(self.here)
 
     def _place(self, module: nn.Module) -> Place:
@@ -177,10 +177,10 @@ class Lines:
     def of_op(self, backward: bool) -> str:
         """Return ``file:line`` for the op that just ran; in the backward pass, for its forward op."""
         if backward:
-            node = _torch.current_autograd_node()
-            index = bisect.bisect_right(self._ends, _torch.sequence_number(node))
+            node = current_autograd_node()
+            index = bisect.bisect_right(self._ends, sequence_number(node))
             return self._lines[index] if index < len(self._lines) else ""
-        self._ends.append(_torch.next_sequence_number())
+        self._ends.append(next_sequence_number())
         self._lines.append(place_outside(("torch",)))
         return self._lines[-1]
 

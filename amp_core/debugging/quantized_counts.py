@@ -11,8 +11,8 @@ from torch import Tensor
 
 from amp_core.casts.shards import whole
 from amp_core.debugging.places import Place
-from amp_core.debugging.tap import Where
-from amp_core.dispatch.scaled_products import Operand, ScaledProduct
+from amp_core.debugging.sink import Where
+from amp_core.dispatch.quantized_products import Operand, ScaledProduct
 from amp_core.formats import COUNTS
 from amp_core.policy.recipes import short
 

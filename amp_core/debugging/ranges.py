@@ -66,12 +66,26 @@ class Format:
 
     @classmethod
     def of(cls, what: torch.dtype | tuple[int, int]) -> Format:
-        """Return the format of a dtype, or of (bits of the exponent, bits of the mantissa) as in IEEE 754."""
+        """Return the format of a dtype, or of (bits of the exponent, bits of the mantissa) as in IEEE 754.
+
+        Raises:
+            TypeError: it is neither, or a dtype of integers.
+            ValueError: there are no such numbers of bits.
+        """
         if isinstance(what, torch.dtype):
             info = torch.finfo(what)
             normal, subnormal = math.log2(info.smallest_normal), math.log2(info.smallest_normal * info.eps)
             return cls(as_dtype(what), round(subnormal), round(normal), math.frexp(info.max)[1] - 1)
+        if not isinstance(what, (tuple, list)) or [*map(type, what)] != [int, int]:
+            raise TypeError(
+                f"format= must be a floating-point dtype, or the bits of exponent and mantissa, such as "
+                f"(4, 3), not {what!r}."
+            )
         bits, mantissa = what
+        if not (2 <= bits <= 15 and mantissa >= 0):
+            raise ValueError(
+                f"format={what!r}: a format has 2 to 15 bits of exponent, and 0 or more of mantissa."
+            )
         bias = 2 ** (bits - 1) - 1
         return cls(f"e{bits}m{mantissa}", 1 - bias - mantissa, 1 - bias, bias)
 

@@ -3,90 +3,49 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from os import PathLike
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import Self
 
 from amp_core._torch.dispatcher import Overload, dispatcher_name
-from amp_core._torch.internals import outside_graphs, version_of
 from amp_core._torch.list_writes import see_list_writes
+from amp_core._torch.tensors import identity_of, version_of
+from amp_core._torch.tracing import outside_graphs
+from amp_core.common.optimizers import watch_steps
 from amp_core.debugging import saved, stored_dtypes
 from amp_core.debugging.collectives import CollectiveCount, CollectiveKey
+from amp_core.debugging.op_counts import CastCount, CastKey, OpKey
+from amp_core.debugging.op_kinds import dtypes_of
 from amp_core.debugging.places import Place, Places
 from amp_core.debugging.quantized_counts import QuantizedCount, QuantizedCounts, QuantizedKey
 from amp_core.debugging.report import Report
+from amp_core.debugging.sink import BACKWARD, Sink, Where
 from amp_core.debugging.stored_dtypes import TensorKey
 from amp_core.debugging.tables import as_dtype
-from amp_core.debugging.tap import BACKWARD, Sink, Tap, Where, dtypes_of, is_low
+from amp_core.debugging.tap import Tap
 from amp_core.debugging.violations import Violation, violations
-from amp_core.dispatch.scaled_products import ScaledProduct
+from amp_core.dispatch.quantized_products import ScaledProduct
 from amp_core.errors import AmpError
 from amp_core.policy.coverage import REDUCTION, heavy_ops
 from amp_core.regions.plan import PrecisionPlan
 
 _UNRULED = ("", "")
-
-
-class OpKey(NamedTuple):
-    """The key by which calls of an op are counted.
-
-    Attributes:
-        phase: ``forward`` or ``backward``.
-        place: the model and module.
-        op: the op as autocast received it, such as ``aten::linear.default``; otherwise the same as `kernel`.
-        kernel: the op that ran, such as ``aten::addmm``.
-        given: the floating-point input dtypes of `op`, before casts.
-        dtypes: the floating-point input dtypes of `kernel`.
-        result: the dtype of its result.
-        rule: the policy rule that applied to `op`; empty if none did.
-        origin: the origin of that rule.
-    """
-
-    phase: str
-    place: Place
-    op: str
-    kernel: str
-    given: str
-    dtypes: str
-    result: str
-    rule: str
-    origin: str
-
-    @property
-    def widened(self) -> bool:
-        """Whether the op ran in float32 although some of its inputs were in low precision."""
-        if self.rule.startswith("recipe "):
-            return False
-        return any(is_low(_dtype(name)) for name in self.given.split("+")) and self.result == "float32"
-
-
-class CastKey(NamedTuple):
-    """The key by which casts are counted; `cause` is the op that needed the cast."""
-
-    phase: str
-    place: Place
-    cause: str
-    source: str
-    result: str
-    weight: str
-    rule: str
-    origin: str
-
-
-@dataclass
-class CastCount:
-    """The number of casts and of bytes they wrote, in total and for repeated casts of unchanged tensors."""
-
-    calls: int = 0
-    nbytes: int = 0
-    repeats: int = 0
-    repeated_bytes: int = 0
+_FINDINGS = (
+    "ops",
+    "casts",
+    "environment",
+    "unruled",
+    "collectives",
+    "tensors",
+    "plan",
+    "met_compiled",
+    "_quantized",
+)
 
 
 class Recording(Report, Sink):
@@ -118,6 +77,7 @@ class Recording(Report, Sink):
         self._quantized = QuantizedCounts()
         self._model = model
         self._cast_versions: Any = WeakIdKeyDictionary()
+        self._weight_versions: dict[Tensor, Any] = {}  # weak references would forbid torch.utils.swap_tensors
         self._tap: Tap | None = None
         self.met_compiled = False
 
@@ -128,18 +88,31 @@ class Recording(Report, Sink):
         self._tap = Tap(self, self._model, self._heavy)
         self._tap.__enter__()
         see_list_writes()
-        self._hook = register_optimizer_step_post_hook(self._after_step)
+        places = self._tap.places  # a step of another thread may end after the block
+        self._end_watching = watch_steps(
+            lambda optimizer: self._after_step(optimizer, places),
+            after=True,
+            is_ours=lambda p: bool(places.of_parameter(p)[1]),
+        )
         return self
 
     def __exit__(self, *exc: object) -> None:
         assert self._tap is not None, "__exit__ without __enter__"
-        self._hook.remove()
+        self._end_watching()
+        del self._end_watching  # it holds the model
         self._tap.__exit__(*exc)
         self.met_compiled |= self._tap.met_compiled
         for root in [self._model] if self._model is not None else self._tap.places.roots:
             self.tensors.update(stored_dtypes.of_model(root))
         self._tap = None
-        self._cast_versions.clear()
+        self._forget_versions()
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._quantized.read()  # a copy waits for no device
+        return {name: self.__dict__[name] for name in _FINDINGS}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(Recording().__dict__, **state)  # it has the findings, and no model to name
 
     def diff(self, other: Recording) -> RecordingDiff:
         """Return the ops that ran in other dtypes or a different number of times in `other`.
@@ -198,20 +171,21 @@ class Recording(Report, Sink):
         """Read a file that `save` wrote.
 
         Raises:
-            AmpError: it is not such a file.
+            AmpError: it is not such a file, or is damaged.
             OSError: it cannot be read.
         """
-        data, recording = saved.read(path, "recording"), cls()
-        for counter, entries in ((recording.ops, data["ops"]), (recording.unruled, data["unruled"])):
-            for phase, place, *rest, calls in entries:
-                counter[OpKey(phase, Place(*place), *rest)] = calls
-        for phase, place, *rest, count in data["casts"]:
-            recording.casts[CastKey(phase, Place(*place), *rest)] = CastCount(**count)
-        recording._quantized.restore(data.get("quantized", []))
-        for phase, place, *rest, count in data.get("collectives", []):
-            recording.collectives[CollectiveKey(phase, Place(*place), *rest)] = CollectiveCount(**count)
-        recording.tensors = {TensorKey(*key): elements for *key, elements in data.get("tensors", [])}
-        recording.met_compiled, recording.environment = data["met_compiled"], data["environment"]
+        recording = cls()
+        with saved.reading(path, "recording") as data:
+            for counter, entries in ((recording.ops, data["ops"]), (recording.unruled, data["unruled"])):
+                for phase, place, *rest, calls in entries:
+                    counter[OpKey(phase, Place(*place), *rest)] = calls
+            for phase, place, *rest, count in data["casts"]:
+                recording.casts[CastKey(phase, Place(*place), *rest)] = CastCount(**count)
+            recording._quantized.restore(data.get("quantized", []))
+            for phase, place, *rest, count in data.get("collectives", []):
+                recording.collectives[CollectiveKey(phase, Place(*place), *rest)] = CollectiveCount(**count)
+            recording.tensors = {TensorKey(*key): elements for *key, elements in data.get("tensors", [])}
+            recording.met_compiled, recording.environment = data["met_compiled"], data["environment"]
         return recording
 
     @property
@@ -246,8 +220,9 @@ class Recording(Report, Sink):
 
     def cast(self, source: Tensor, result: Tensor, where: Where) -> None:
         """Count one cast."""
+        assert self._tap is not None
         cause = where.frames[0].op if where.frames else ""
-        name = self._weight_name(source)
+        name = _name_in(self._tap.places, source)
         dtypes = as_dtype(source.dtype), as_dtype(result.dtype)
         count = self.casts[
             CastKey(where.phase, where.place, cause, *dtypes, name, *(where.cause or _UNRULED))
@@ -273,22 +248,22 @@ class Recording(Report, Sink):
             count.calls += 1
             count.nbytes += sum(t.numel() * t.element_size() for t in inputs if t.dtype is dtype)
 
-    def _weight_name(self, tensor: Tensor) -> str:
-        assert self._tap is not None
-        name = self._tap.places.of_parameter(tensor)[1]
-        return name or ("(a parameter)" if isinstance(tensor, nn.Parameter) else "")
-
     def _is_repeat(self, source: Tensor, dtype: torch.dtype) -> bool:
-        version = 0 if source.is_inference() else version_of(source)
-        known = self._cast_versions.setdefault(source, {})
+        version = 0 if source.is_inference() else (identity_of(source), version_of(source))
+        versions = self._weight_versions if isinstance(source, nn.Parameter) else self._cast_versions
+        known = versions.setdefault(source, {})
         repeat = known.get(dtype) == version
         known[dtype] = version
         return bool(repeat)
 
     @outside_graphs
-    def _after_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
-        self.tensors.update(stored_dtypes.of_step(optimizer, self._weight_name))
-        self._cast_versions.clear()  # fused optimizers change weights without a version bump
+    def _after_step(self, optimizer: Any, places: Places) -> None:
+        self.tensors.update(stored_dtypes.of_step(optimizer, lambda tensor: _name_in(places, tensor)))
+        self._forget_versions()  # fused optimizers change weights without a version bump
+
+    def _forget_versions(self) -> None:
+        self._cast_versions.clear()
+        self._weight_versions.clear()
 
 
 def record(model: nn.Module | None = None, *, plan: PrecisionPlan | None = None) -> Recording:
@@ -300,9 +275,10 @@ def record(model: nn.Module | None = None, *, plan: PrecisionPlan | None = None)
     Views, copies and ops without floating-point tensors are not counted. It also counts what ranks exchange,
     by dtype, and notes the dtypes of parameters, buffers, gradients and optimizer state.
 
-    It records the thread that enters the block and the backward passes that it starts. Every op in the
-    block goes through Python; outside recordings there is no cost. Functions compiled by `torch.compile`
-    run eagerly during the block, in all threads (`torch.compiler.set_stance`).
+    It records the thread that enters the block and the backward passes that it starts; of other threads,
+    only steps of optimizers that have parameters of the recorded model. Every op in the block goes through
+    Python; outside recordings there is no cost. Functions compiled by `torch.compile` run eagerly during
+    the block, in all threads (`torch.compiler.set_stance`).
 
     Args:
         model: the model whose ``named_modules()`` names the modules; by default, the outermost
@@ -325,9 +301,8 @@ def record(model: nn.Module | None = None, *, plan: PrecisionPlan | None = None)
     return Recording(model, plan)
 
 
-def _dtype(name: str) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
+def _name_in(places: Places, tensor: Tensor) -> str:
+    return places.of_parameter(tensor)[1] or ("(a parameter)" if isinstance(tensor, nn.Parameter) else "")
 
 
 def _joined(dtypes: tuple[torch.dtype, ...]) -> str:

@@ -9,8 +9,9 @@ from typing import Any
 from amp_core.debugging import saved
 from amp_core.debugging.collectives import CollectiveCount, CollectiveKey
 from amp_core.debugging.format_tables import quantized_table
+from amp_core.debugging.op_counts import CastCount, CastKey, OpKey
 from amp_core.debugging.places import Place
-from amp_core.debugging.recording import CastCount, CastKey, OpKey, Recording, RecordingDiff
+from amp_core.debugging.recording import Recording, RecordingDiff
 from amp_core.debugging.report import content_of
 from amp_core.debugging.stored_dtypes import TensorKey
 from amp_core.debugging.tables import Content, Table, Value, as_bytes, as_count, as_share, columns

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib.metadata import version
 from os import PathLike
 from pathlib import Path
@@ -39,20 +40,30 @@ def write(path: str | PathLike[str], kind: str, data: Mapping[str, Any]) -> None
     Path(path).write_text(json.dumps({"kind": kind, "format": _FORMAT, **data}), encoding="utf-8")
 
 
-def read(path: str | PathLike[str], kind: str) -> dict[str, Any]:
-    """Read a file of `write`.
+@contextmanager
+def reading(path: str | PathLike[str], kind: str) -> Iterator[dict[str, Any]]:
+    """Read a file of `write` for a block that takes it apart.
 
     Raises:
-        AmpError: the file is not a saved `kind`, or comes from a newer amp-core.
+        AmpError: the file is not a saved `kind`, comes from a newer amp-core, or is damaged, which is what an
+            error of the block means.
     """
+    data = _read(path, kind)
+    try:
+        yield data
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise AmpError(f"{path} is a damaged {kind}: {type(error).__name__}: {error}") from error
+
+
+def _read(path: str | PathLike[str], kind: str) -> dict[str, Any]:
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
     except ValueError as error:
         raise AmpError(f"{path} is not a saved {kind}: {error}") from error
     if not isinstance(data, dict) or data.get("kind") != kind:
         raise AmpError(f"{path} is not a saved {kind}; save() writes one.")
-    if data["format"] != _FORMAT:
-        raise AmpError(f"{path} has format {data['format']}, and this amp-core reads format {_FORMAT}.")
+    if data.get("format") != _FORMAT:
+        raise AmpError(f"{path} has format {data.get('format')}, and this amp-core reads format {_FORMAT}.")
     return data
 
 

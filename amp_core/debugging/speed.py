@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amp_core._torch import internals as _torch
+from amp_core._torch.autograd import current_autograd_node
 from amp_core.common.containers import map_tensors, tensors_in
 from amp_core.debugging.advice import OpTime, SpeedAdvice
 from amp_core.debugging.agreement import Ranks
@@ -109,7 +109,7 @@ class SpeedSearch:
         low = [op for op, rule in step.policy.rules.items() if r.lowers(rule) and recipe_of(rule) is None]
 
         def observe(op: str, call: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if op in low and _torch.current_autograd_node() is None:
+            if op in low and current_autograd_node() is None:
                 self._note(op, args, kwargs, str(places.here))
             return call()
 

@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer
 
-from amp_core._torch.internals import outside_graphs
+from amp_core._torch.tracing import outside_graphs
 from amp_core.casts.shards import local
+from amp_core.common.optimizers import watch_steps
 from amp_core.errors import AmpError
 
 _FSDP1 = (
@@ -73,18 +74,21 @@ class StateKeeper:
             tensor.grad = None
 
     @outside_graphs
-    def _keep_optimizer(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    def _keep_optimizer(self, optimizer: Optimizer) -> None:
         if id(optimizer) not in self._optimizers:
             self._optimizers[id(optimizer)] = optimizer, copy.deepcopy(optimizer.state_dict())
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """Save optimizers when they step in a block, and restore all saved state at its end."""
-        hook = register_optimizer_step_pre_hook(self._keep_optimizer)
+        """Save optimizers when they step in a block, and restore all saved state at its end.
+
+        Other threads may train meanwhile, with optimizers of other parameters.
+        """
+        end = watch_steps(self._keep_optimizer, after=False, is_ours=lambda p: id(p) in self._tensors)
         try:
             yield
         finally:
-            hook.remove()
+            end()
             self._restore()
 
     def _restore(self) -> None:

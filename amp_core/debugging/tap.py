@@ -3,102 +3,36 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from typing_extensions import Self
 
-from amp_core._torch import internals as _torch
-from amp_core._torch.dispatcher import Overload, dispatcher_name, is_view
+from amp_core._torch.autocast import autocast_devices_enabled
+from amp_core._torch.autograd import current_autograd_node, in_backward
+from amp_core._torch.dispatcher import Overload
 from amp_core.common.containers import tensors_in
 from amp_core.debugging.collectives import Collectives, given, kind_of
-from amp_core.debugging.places import NOWHERE, Place, Places
+from amp_core.debugging.op_kinds import copied, dtypes_of, floats_in, only_moves
+from amp_core.debugging.op_modes import observe_ops
+from amp_core.debugging.places import NOWHERE, Places
+from amp_core.debugging.sink import BACKWARD, FORWARD, Frame, Sink, Where
 from amp_core.dispatch.activate import default_policy
 from amp_core.dispatch.engine import Engine, engine
-from amp_core.dispatch.scaled_products import Observer, ScaledProduct, observe
+from amp_core.dispatch.quantized_products import Observer, ScaledProduct, observe
 from amp_core.dispatch.work import work
 from amp_core.errors import AmpError
 from amp_core.plugin import get_backend
 from amp_core.policy import OpPolicy, names
 from amp_core.policy.rules import as_work, threshold
 
-FORWARD, BACKWARD = "forward", "backward"
 _FORWARD_OP = "the forward op"
 _MODULE_RULE = "fp32", "module rule 'fp32'"
-_aten = torch.ops.aten
-_CASTS = (_torch.to_copy, torch.ops.prims.convert_element_type.default)
-
-
-@dataclass(frozen=True)
-class Frame:
-    """A call of an op that may have an autocast rule on some device.
-
-    Attributes:
-        op: its full name.
-        given: the floating-point dtypes of its inputs, before any cast.
-        rule: the rule of the active policy; with a threshold, followed by the work of this call.
-        origin: the origin of that rule.
-    """
-
-    op: str
-    given: tuple[torch.dtype, ...]
-    rule: str
-    origin: str
-
-
-@dataclass(frozen=True)
-class Where:
-    """The context of a call.
-
-    Attributes:
-        phase: `FORWARD` or `BACKWARD`.
-        place: the module.
-        frames: the enclosing autocast frames, outermost first.
-        module_rule: rule and origin of the whole module's rule, if any, or of the forward op.
-        formats: the element formats of the operands, if a recipe quantised them.
-    """
-
-    phase: str
-    place: Place
-    frames: tuple[Frame, ...]
-    module_rule: tuple[str, str] | None = None
-    formats: str = ""
-
-    @property
-    def cause(self) -> tuple[str, str] | None:
-        """Rule and origin of the innermost frame with an effective rule, or else of the module."""
-        ruled = (f for f in reversed(self.frames) if f.rule != "unchanged")
-        return next(((f.rule, f.origin) for f in ruled), self.module_rule)
-
-
-class Sink:
-    """Receives the observed ops; by default it ignores them."""
-
-    def cast(self, source: Tensor, result: Tensor, where: Where, /) -> None:
-        """Receive a conversion from one floating-point dtype to another."""
-
-    def moved(self, inputs: list[Tensor], outputs: list[Tensor]) -> None:
-        """Receive an op that only copies or creates floating-point tensors."""
-
-    def ran(self, op: Overload, inputs: list[Tensor], outputs: list[Tensor], where: Where) -> None:
-        """Receive an op that computes floating-point results from floating-point inputs, except casts."""
-
-    def framed(self, frame: Frame, inputs: list[Tensor], outputs: list[Tensor], where: Where) -> None:
-        """Receive an op with a frame after it returns; `where` is its context."""
-
-    def multiplied(self, product: ScaledProduct, where: Where, /) -> None:
-        """Receive a product of quantised operands, before `ran` receives it as an op."""
-
-    def communicated(
-        self, kind: str, of: str, inputs: list[Tensor], outputs: list[Tensor], where: Where
-    ) -> None:
-        """Receive a collective: `kind` and `of` as in `CollectiveKey`. The outputs may not be there yet."""
 
 
 class _Muted(threading.local):
@@ -175,7 +109,7 @@ class Tap:
             for device_type in _device_types():
                 stack.callback(self._watch(engine(device_type)))
             stack.callback(observe(Observer(muted, self._multiplied)))
-            stack.callback(_observe_ops(self._observe))
+            stack.callback(observe_ops(self._observe))
             self._stack = stack.pop_all()
         return self
 
@@ -215,7 +149,7 @@ class Tap:
             formats = "+".join(sorted({each.quantization.element.name for each in product.operands}))
             where = replace(where, formats=formats, module_rule=(str(product.rule), _FORWARD_OP))
             self._sink.multiplied(product, where)
-            op = _aten.mm.default if product.result.dim() == 2 else _aten.bmm.default
+            op = torch.ops.aten.mm.default if product.result.dim() == 2 else torch.ops.aten.bmm.default
             self._sink.ran(op, list(product.factors), [product.result], where)
 
     def _reason(self, here: Engine, op: str) -> tuple[str, str]:
@@ -228,8 +162,8 @@ class Tap:
         return self._reasons[key][1:]
 
     def _where(self) -> Where:
-        node = _torch.current_autograd_node()
-        if node is None and _torch.in_backward() and not self.places.in_module:
+        node = current_autograd_node()
+        if node is None and in_backward() and not self.places.in_module:
             return Where(BACKWARD, NOWHERE, tuple(self._frames))
         if node is None or self.places.in_module:  # a module call in a node: a checkpoint being recomputed
             rule = _MODULE_RULE if self.places.in_float32 else None
@@ -245,11 +179,11 @@ class Tap:
             self._communicated(func, kind, args, result)
             return
         self._collectives.note(func, result)
-        for source, copy in _copied(func, args, result):
+        for source, copy in copied(func, args, result):
             if source.dtype is not copy.dtype and source.is_floating_point() and copy.is_floating_point():
                 self._sink.cast(source, copy, self._where())
         inputs, outputs = floats_in((args, kwargs)), floats_in(result)
-        if _only_moves(func) or not inputs:
+        if only_moves(func) or not inputs:
             self._sink.moved(inputs, outputs)
         elif outputs:
             self._sink.ran(func, inputs, outputs, self._where())
@@ -261,139 +195,10 @@ class Tap:
         self._sink.communicated(kind, of, inputs, outputs, where)
 
 
-class _Mode(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
-    supports_higher_order_operators = True
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.observers: tuple[Callable[..., None], ...] = ()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if any(_torch.is_dtensor_type(kind) for kind in types):
-            with _InsideDTensors(self):
-                result = func(*args, **(kwargs or {}))
-        else:
-            result = func(*args, **(kwargs or {}))
-        self.tell(func, args, kwargs or {}, result)
-        return result
-
-    def tell(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """Report an op to all observers."""
-        for each in self.observers:
-            each(func, args, kwargs, result)
-
-
-class _InsideDTensors(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Reports the collectives of which an op on DTensors consists; the op itself is reported as one."""
-
-    def __init__(self, mode: _Mode) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._mode = mode
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if any(_torch.is_dtensor_type(kind) for kind in types):
-            return NotImplemented  # DTensor's own comes next, with this mode on
-        result = func(*args, **(kwargs or {}))
-        if isinstance(func, Overload) and kind_of(func) is not None:
-            self._mode.tell(func, args, kwargs or {}, result)
-        return result
-
-
-class _Thread(threading.local):
-    mode: _Mode | None = None
-
-
-_THREAD = _Thread()
-
-
-def _observe_ops(observe: Callable[..., None]) -> Callable[[], None]:
-    """Call `observe` after each op of this thread; return a function that ends it.
-
-    All taps of a thread share one mode: torch's modes must end in the order of a stack, and taps may not.
-    """
-    mode = _THREAD.mode
-    if mode is None:
-        mode = _THREAD.mode = _Mode()
-        mode.__enter__()  # type: ignore[no-untyped-call]
-    mode.observers = (*mode.observers, observe)
-
-    def end() -> None:
-        mode.observers = tuple(other for other in mode.observers if other is not observe)
-        if not mode.observers:
-            _THREAD.mode = None
-            mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-
-    return end
-
-
-def _copied(func: Overload, args: tuple[Any, ...], result: Any) -> Iterable[tuple[Tensor, Tensor]]:
-    """Return (source, copy) for each tensor that the op copies and possibly casts."""
-    if func in _CASTS:
-        return [(args[0], result)]
-    if func is _aten.copy_.default:
-        return [(args[1], args[0])]
-    return zip(args[1], args[0], strict=True) if func is _torch.copy_lists else ()
-
-
-_MOVES = {
-    "_foreach_copy_",
-    "_to_copy",
-    "_unsafe_view",
-    "convert_element_type",
-    "clone",
-    "copy_",
-    "detach",
-    "empty_like",
-    "fill_",
-    "full_like",
-    "new_empty",
-    "new_empty_strided",
-    "new_full",
-    "new_ones",
-    "new_zeros",
-    "ones_like",
-    "set_",
-    "wait_tensor",
-    "_wrap_tensor_autograd",
-    "zero_",
-    "zeros_like",
-}
-
-
-@functools.cache
-def _only_moves(op: Overload) -> bool:
-    """Return whether the op computes nothing and only creates a view, a copy or a new tensor."""
-    return is_view(op) or op.namespace in ("fsdp", "profiler") or short_name(op) in _MOVES
-
-
-def short_name(op: Overload) -> str:
-    """Return the op's name without namespace and overload."""
-    return dispatcher_name(op).rpartition("::")[2].partition(".")[0]
-
-
-def dtypes_of(tensors: Iterable[Tensor]) -> tuple[torch.dtype, ...]:
-    """Return the distinct dtypes of the tensors, narrowest first."""
-    return tuple(sorted({t.dtype for t in tensors}, key=lambda d: (d.itemsize, str(d))))
-
-
-def is_low(dtype: torch.dtype) -> bool:
-    """Return whether a floating-point dtype has fewer than 32 bits."""
-    return dtype.itemsize < 4
-
-
-def floats_in(value: Any) -> list[Tensor]:
-    """Return the floating-point tensors in arguments or results."""
-    return [tensor for tensor in tensors_in(value) if tensor.is_floating_point()]
-
-
 def _device_types() -> list[str]:
     """Return the CPU, the accelerator and each device with autocast enabled, if they have backends."""
     accelerator = torch.accelerator.current_accelerator()
-    device_types = {"cpu", *_torch.autocast_devices_enabled()}
+    device_types = {"cpu", *autocast_devices_enabled()}
     if accelerator is not None:
         device_types.add(accelerator.type)
     return sorted(d for d in device_types if _has_backend(d))

@@ -10,8 +10,8 @@ import torch
 from amp_core.debugging import collectives as c
 from amp_core.debugging import stored_dtypes as s
 from amp_core.debugging.tables import as_dtype
-from amp_core.regions.modules import matches
 from amp_core.regions.plan import PrecisionPlan
+from amp_core.regions.selecting import matches
 
 
 @dataclass(frozen=True)

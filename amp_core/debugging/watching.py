@@ -12,16 +12,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from amp_core._torch.internals import outside_graphs
+from amp_core._torch.tracing import outside_graphs
 from amp_core.debugging import saved
-from amp_core.debugging.attached import Attached
+from amp_core.debugging.attached import Attached, Hook
 from amp_core.debugging.capture import extent, is_plain
+from amp_core.debugging.op_kinds import floats_in
 from amp_core.debugging.places import uncompiled
 from amp_core.debugging.ranges import KINDS, Entry, Format
 from amp_core.debugging.report import Report
 from amp_core.debugging.tables import as_dtype
-from amp_core.debugging.tap import floats_in, muted
+from amp_core.debugging.tap import muted
 from amp_core.plugin import get_backend
+from amp_core.regions.selecting import listed
 from amp_core.scaling.plot import new_figure, plain
 
 
@@ -49,12 +51,15 @@ class Watch(Attached, Report):
         self._seen: Any = WeakIdKeyDictionary()
         self._removers.append(self._end)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_hooks": [], "_seen": None}
+
     def _before(self) -> None:
         self._end()
         if self.step % self._every:
             return
         for name, module in self.model.named_modules():
-            self._hooks.append(module.register_forward_hook(self._of_module(name)))
+            self._hooks.append(module.register_forward_hook(Hook(self._of_module(name))))
         for name, parameter in self.model.named_parameters():
             self._add("weight", name, parameter)
             if parameter.requires_grad:
@@ -113,6 +118,10 @@ class Watch(Attached, Report):
 
         Args:
             format: a dtype, or the bits of the exponent and of the mantissa, such as ``(4, 3)``.
+
+        Raises:
+            TypeError: `format` is neither.
+            ValueError: it has no such numbers of bits.
         """
         other = Watch.__new__(Watch)
         other.__dict__.update(self.__dict__, format=Format.of(format), _removers=[])
@@ -138,17 +147,18 @@ class Watch(Attached, Report):
         """Read a file that `save` wrote.
 
         Raises:
-            AmpError: it is not such a file.
+            AmpError: it is not such a file, or is damaged.
             OSError: it cannot be read.
         """
-        data = saved.read(path, "watch")
         watch = Watch.__new__(Watch)
-        watch.environment, watch.format, watch._removers = data["environment"], Format(**data["of"]), []
-        watch.entries = [
-            Entry(**{**entry, "exponents": {int(e): n for e, n in entry["exponents"].items()}})
-            for entry in data["entries"]
-        ]
-        watch.step = max((entry.step for entry in watch.entries), default=-1)
+        watch._removers = []
+        with saved.reading(path, "watch") as data:
+            watch.environment, watch.format = data["environment"], Format(**data["of"])
+            watch.entries = [
+                Entry(**{**entry, "exponents": {int(e): n for e, n in entry["exponents"].items()}})
+                for entry in data["entries"]
+            ]
+            watch.step = max((entry.step for entry in watch.entries), default=-1)
         return watch
 
     def save_picture(self, path: str | PathLike[str], names: str = "*") -> None:
@@ -160,8 +170,15 @@ class Watch(Attached, Report):
 
         Raises:
             ImportError: matplotlib is not installed.
+            ValueError: no step has been watched, or `names` matches no tensor with values to draw.
         """
-        chosen = [e for e in self.entries if fnmatch.fnmatchcase(e.name, names) and e.exponents]
+        drawn = [e for e in self.entries if e.exponents]
+        chosen = [e for e in drawn if fnmatch.fnmatchcase(e.name, names)]
+        if not drawn:
+            raise ValueError("There is nothing to draw: no step has been watched yet.")
+        if not chosen:
+            known = tuple(sorted({entry.name for entry in drawn}))
+            raise ValueError(f"{names!r} matches none of the watched tensors; {listed(known)}.")
         kinds = [kind for kind in KINDS if any(e.kind == kind for e in chosen)]
         figure = new_figure(8, 2.2 * max(1, len(kinds)))
         panels = figure.subplots(max(1, len(kinds)), 1, sharex=True, squeeze=False)[:, 0]
@@ -234,8 +251,8 @@ def watch(
         A `Watch` to print, save, draw or compare.
 
     Raises:
-        TypeError: `model` is not a module, or is the result of `torch.compile`.
-        ValueError: `every` or `limit` is below 1.
+        TypeError: `model` is not a module, or is the result of `torch.compile`; or `format` is no format.
+        ValueError: `every` or `limit` is below 1, or `format` has no such numbers of bits.
 
     Example:
         >>> import torch, amp_core

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from amp_core._torch.internals import TorchDispatchMode, to_copy
+from amp_core._torch.tracing import TorchDispatchMode, to_copy
 
 
 class StepWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -12,21 +12,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from amp_core._torch.dispatcher import POLICIES, autocast_key, has_dispatch_key
-from amp_core._torch.internals import is_device_type
+from amp_core._torch.dispatcher import POLICIES
 from amp_core.common import environment as _env
-from amp_core.common.call_site import level_outside
 from amp_core.dispatch import functions, weight_casts
-from amp_core.dispatch.casting import Runner, make_runner, once_defined
 from amp_core.dispatch.engine import Prepared, Table, ThreadState, engine, policies_in_force
-from amp_core.errors import AmpWarning, EmulationWarning, PolicyError
+from amp_core.dispatch.runners import full_table_of, table_of
+from amp_core.errors import AmpWarning, PolicyError
 from amp_core.plugin import get_backend
 from amp_core.plugin.interface import Backend
-from amp_core.plugin.status import unknown_to_torch
 from amp_core.policy import OpPolicy, names
 from amp_core.policy import rules as r
-from amp_core.policy.op_policy import added_rules, native_rules
-from amp_core.policy.recipes import BATCHED, OPS, recipe_of
+from amp_core.policy.native_rules import native_rules
+from amp_core.policy.recipes import OPS
 
 if TYPE_CHECKING:
     from amp_core.formats import Recipe
@@ -278,9 +275,7 @@ def emulation(policy: OpPolicy) -> Activation:
 
     The tests use it to compare the engine with torch's native kernels.
     """
-    _require_autocast(policy.device_type)
-    ops = {**dict.fromkeys(native_rules(policy.device_type), r.UNCHANGED), **policy.rules}
-    return Activation(policy, _runners(ops, policy.device_type), by_default=False)
+    return Activation(policy, full_table_of(policy), by_default=False)
 
 
 def _prepared(policy: OpPolicy, by_default: bool) -> Activation:
@@ -293,77 +288,4 @@ def _prepared_once(
     origins: frozenset[tuple[str, str]],  # noqa: ARG001  # keeps equal policies apart: `record()` names places
     by_default: bool,
 ) -> Activation:
-    table = {**_guards(policy), **_runners(_changes(policy), policy.device_type)}
-    return Activation(policy, table, by_default=by_default)
-
-
-def _guards(policy: OpPolicy) -> Table:
-    """Return, if `policy` has recipes, runners for the other matrix products that refuse ``torch.func``.
-
-    It turns ``linear`` into ``addmm``, so that a rule for ``linear`` alone would have no effect.
-    """
-    has_recipes = any(recipe_of(rule) is not None for rule in policy.rules.values())
-    if not has_recipes:
-        return {}
-    from amp_core.dispatch.scaled_products import guarded
-
-    _warn_of_emulation(policy)
-    own = {op: _runner(op, policy.rules.get(op, r.UNCHANGED), policy.device_type) for op in OPS}
-    return {op: guarded(run) for op, run in own.items() if run is not None}
-
-
-def _changes(policy: OpPolicy) -> dict[str, str]:
-    """Return the ops that `policy` treats differently from torch, with their rules."""
-    _require_autocast(policy.device_type)
-    native = {**native_rules(policy.device_type), **added_rules(policy.device_type)}
-    wanted = {op: policy.rules.get(op, r.UNCHANGED) for op in sorted({*native, *policy.rules})}
-    return {op: rule for op, rule in wanted.items() if rule != native.get(op, r.UNCHANGED)}
-
-
-def _warn_of_emulation(policy: OpPolicy) -> None:
-    """Say which recipes the device emulates, and why; once for each reason."""
-    from amp_core.kernels.scaled import emulated
-
-    products = get_backend(policy.device_type).scaled_products()
-    for op, rule in policy.rules.items():
-        recipe = recipe_of(rule)
-        if recipe is not None:
-            reasons = emulated(products, recipe, batched=op in BATCHED)
-            for reason in dict.fromkeys(reasons.values()):
-                _warn_once(policy.device_type, reason, rule)
-
-
-_warned = set[tuple[str, str]]()
-
-
-def _warn_once(device_type: str, reason: str, rule: str) -> None:
-    if (device_type, reason) in _warned:
-        return
-    _warned.add((device_type, reason))
-    warnings.warn(
-        f"Recipes are emulated on {device_type!r}, {rule.removeprefix('recipe ')} at least in part: {reason}."
-        f" Operands are quantised, dequantised and multiplied in the recipe's accumulate dtype. The results "
-        f"are those of the format; time and memory are not. `amp backends` lists what each device has.",
-        EmulationWarning,
-        stacklevel=level_outside(),
-    )
-
-
-def _require_autocast(device_type: str) -> None:
-    if has_dispatch_key(autocast_key(device_type)):
-        return
-    if is_device_type(device_type):
-        raise PolicyError(f"torch does not support autocast for device type {device_type!r}.")
-    raise PolicyError(unknown_to_torch(get_backend(device_type)))
-
-
-def _runners(rules: Mapping[str, str], device_type: str) -> Table:
-    return {op: _runner(op, rule, device_type) for op, rule in rules.items() if not names.is_function(op)}
-
-
-def _runner(op: str, rule: str, device_type: str) -> Runner | None:
-    if rule == r.NATIVE:
-        return None
-    if names.find(op) is None and op.startswith("aten::"):
-        raise PolicyError(f"torch {torch.__version__} no longer has the op {op!r}.")
-    return once_defined(op, lambda overload: make_runner(overload, rule, device_type))
+    return Activation(policy, table_of(policy), by_default=by_default)

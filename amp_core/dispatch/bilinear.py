@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from amp_core._torch import internals as _torch
+from amp_core._torch.autocast import torch_autocast
 from amp_core._torch.dispatcher import Overload, arguments, dispatcher_name
+from amp_core._torch.tracing import calls_are_captured, is_fake
 from amp_core.policy import names
 
 Compute = Callable[[Tensor, Tensor], Tensor]
@@ -77,7 +78,7 @@ def _gradient(of: Callable[[Tensor], Tensor], like: Tensor, grad: Tensor) -> Ten
 
 
 def _is_traced(*tensors: Tensor) -> bool:
-    return _torch.calls_are_captured() or any(map(_torch.is_fake, tensors))
+    return calls_are_captured() or any(map(is_fake, tensors))
 
 
 def _in_graph(offsets: Tensor | None, bias: Tensor | None, dtype: torch.dtype | None) -> Bilinear:
@@ -94,7 +95,7 @@ def _in_graph(offsets: Tensor | None, bias: Tensor | None, dtype: torch.dtype | 
 @torch.library.custom_op("amp_core::grouped_mm", mutates_args=())
 def _grouped(a: Tensor, b: Tensor, offsets: Tensor | None) -> Tensor:
     """Return ``_grouped_mm`` in the dtype of the factors."""
-    with _torch.torch_autocast(a.device.type, enabled=False):
+    with torch_autocast(a.device.type, enabled=False):
         op = names.find("aten::_grouped_mm.default")
         assert op is not None
         result: Tensor = op(a, b, offs=offsets)

@@ -10,7 +10,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from amp_core._torch import internals as _torch
+from amp_core._torch.tensors import base_of
+from amp_core._torch.tracing import calls_are_captured, is_fake
 from amp_core.dispatch.history_sources import sources
 from amp_core.errors import PolicyError
 from amp_core.formats import AmaxHistory, Delayed, Quantization, Quantized, Recipe, quantize
@@ -39,7 +40,7 @@ def remembering(run: Callable[..., Any], position: int) -> Callable[..., Any]:
 
     def remember(keyset: Any, args: Any, kwargs: Any) -> Any:
         weight = args[position]
-        before, _thread.weight = _thread.weight, _torch.base_of(weight)
+        before, _thread.weight = _thread.weight, base_of(weight)
         try:
             return run(keyset, args, kwargs)
         finally:
@@ -112,7 +113,7 @@ def histories(recipe: Recipe) -> dict[str, AmaxHistory | GraphHistory]:
         delayed = _delayed(getattr(recipe, role))
         if delayed is None:
             continue
-        if weight is not None and (_torch.calls_are_captured() or _torch.is_fake(weight)):
+        if weight is not None and (calls_are_captured() or is_fake(weight)):
             found[role] = GraphHistory(weight, role)
         else:
             found[role] = _require(weight, role, delayed)

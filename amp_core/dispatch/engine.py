@@ -34,7 +34,7 @@ from amp_core.dispatch import weight_casts
 from amp_core.dispatch.casting import Runner, make_runner, once_defined
 from amp_core.policy import OpPolicy
 from amp_core.policy import rules as r
-from amp_core.policy.op_policy import added_rules, native_rules
+from amp_core.policy.native_rules import added_rules, native_rules
 
 Table = Mapping[str, "Runner | None"]
 """Maps full op names to runners; None means torch's own kernel."""

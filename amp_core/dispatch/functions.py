@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.autograd import Function
 
-from amp_core._torch.internals import autocast_off
+from amp_core._torch.autocast import autocast_off
 from amp_core.dispatch.casting import cast_to
 from amp_core.policy import rules as r
 

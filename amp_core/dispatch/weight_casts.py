@@ -16,7 +16,17 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from amp_core._torch import internals as _torch
+from amp_core._torch.autograd import has_gradient_hooks
+from amp_core._torch.tensors import (
+    WeakStorage,
+    identity_of,
+    is_dtensor,
+    is_freed,
+    is_tensor_view,
+    part_of,
+    version_of,
+)
+from amp_core._torch.tracing import calls_are_captured
 from amp_core.dispatch.sources import Sources
 from amp_core.dispatch.target_dtype import eligible
 
@@ -27,13 +37,13 @@ class CachedCast(NamedTuple):
     """A cast, with the fingerprint and the storage that its weight had when it was cast."""
 
     fingerprint: _Fingerprint
-    memory: _torch.WeakStorage
+    memory: WeakStorage
     cast: Tensor
 
     def is_fresh(self, weight: Tensor) -> bool:
         """Return whether `weight` is unchanged, as far as torch can tell."""
         # Another tensor may reuse freed memory at the same address.
-        return fingerprint(weight) == self.fingerprint and not _torch.is_freed(self.memory.cdata)
+        return fingerprint(weight) == self.fingerprint and not is_freed(self.memory.cdata)
 
 
 _PLAIN = (Parameter, Tensor)
@@ -41,28 +51,29 @@ _PLAIN = (Parameter, Tensor)
 
 def fingerprint(weight: Tensor) -> _Fingerprint:
     """Return a value that changes when `weight` is written to, replaced, moved, frozen or hooked."""
-    part = weight if type(weight) in _PLAIN else _torch.part_of(weight)
+    part = weight if type(weight) in _PLAIN else part_of(weight)
     return (
+        identity_of(weight),
         _version(weight),
         0 if part is weight else _version(part),  # the program may write to a DTensor's part, too
         part.data_ptr(),
         part.shape,
         part.stride(),
         weight.requires_grad,
-        _torch.has_gradient_hooks(weight),
+        has_gradient_hooks(weight),
     )
 
 
 def _version(tensor: Tensor) -> object:
     try:
-        return _torch.version_of(tensor)
+        return version_of(tensor)
     except RuntimeError:  # an inference tensor, swapped in for a weight: its writes are not counted
         return object()
 
 
 def cached(weight: Tensor, state: _Fingerprint, cast: Tensor) -> CachedCast:
     """Return the cache entry for a cast of `weight` made when its fingerprint was `state`."""
-    memory = _torch.WeakStorage(_torch.part_of(weight).untyped_storage())  # type: ignore[no-untyped-call]
+    memory = WeakStorage(part_of(weight).untyped_storage())  # type: ignore[no-untyped-call]
     return CachedCast(state, memory, cast)
 
 
@@ -112,7 +123,7 @@ def replace_weights(args: Sequence[Any], device_type: str) -> Sequence[Any]:
     torch's own kernel casts the rest. Nothing is replaced while the call is captured or transformed: a graph
     would bake in the cast as a constant.
     """
-    if not sources.active or _torch.calls_are_captured():
+    if not sources.active or calls_are_captured():
         return args
     dtype = torch.get_autocast_dtype(device_type)
     casts = CASTS[dtype]
@@ -121,7 +132,12 @@ def replace_weights(args: Sequence[Any], device_type: str) -> Sequence[Any]:
         entry = casts.get(id(arg))
         if entry is not None and entry.is_fresh(arg):
             replaced.append(entry.cast)
-        elif isinstance(arg, Tensor) and arg.is_leaf and eligible(arg, device_type):
+        elif (
+            isinstance(arg, Tensor)
+            and arg.dtype is torch.float32  # most are activations
+            and arg.is_leaf
+            and eligible(arg, device_type)
+        ):
             cast = _from_scopes(arg, dtype)
             replaced.append(arg if cast is None else cast)
         else:
@@ -179,16 +195,16 @@ def is_cacheable(weight: Tensor) -> bool:
     """Return whether a cast of `weight` may be cached: a float32 leaf, plain or a DTensor, with a version."""
     return (
         weight.dtype is torch.float32
-        and (type(weight) in _PLAIN or _torch.is_dtensor(weight))
+        and (type(weight) in _PLAIN or is_dtensor(weight))
         and weight.is_leaf
         and weight.layout is torch.strided
-        and not (_torch.is_tensor_view(weight) or weight.is_nested or weight.is_inference())
+        and not (is_tensor_view(weight) or weight.is_nested or weight.is_inference())
     )
 
 
 def _cached_cast(tensor: Tensor, dtype: torch.dtype, device_type: str) -> Tensor | None:
     cacheable = dtype is torch.get_autocast_dtype(device_type) and is_cacheable(tensor)
-    if not cacheable or _torch.calls_are_captured():
+    if not cacheable or calls_are_captured():
         return None
     scope_cast = _from_scopes(tensor, dtype)
     if scope_cast is not None or not tensor.requires_grad or not _region_caches():

@@ -92,14 +92,45 @@ class AmaxHistory:
 
         Raises:
             KeyError: an entry is missing.
-            ValueError: the history is of another length.
+            TypeError: the state is not a mapping, or an entry is not a tensor.
+            ValueError: an entry has another shape, or something else than magnitudes.
         """
-        seen, current = state["seen"], state["current"]
-        if seen.shape != self._seen.shape:
-            raise ValueError(
-                f"The saved history has {seen.numel()} steps, this one {self.delayed.history}: create it "
-                f"with Delayed(history={seen.numel()})."
-            )
-        self._seen.copy_(seen)
-        self._current.copy_(current)
+        self.check(state)
+        self._seen.copy_(state["seen"])
+        self._current.copy_(state["current"])
         self._settled = None
+
+    def check(self, state: Any) -> None:
+        """Raise what `load_state_dict` would raise of `state`; waits for the device."""
+        check_saved(state)
+        steps = state["seen"].numel()
+        if steps != self.delayed.history:
+            raise ValueError(
+                f"The saved history has {steps} steps, this one {self.delayed.history}: create it with "
+                f"Delayed(history={steps})."
+            )
+
+
+def check_saved(state: Any) -> None:
+    """Check a saved history, of whatever length.
+
+    Raises:
+        KeyError: an entry is missing.
+        TypeError: `state` is not a mapping, or an entry is not a tensor.
+        ValueError: an entry has another shape, or something else than magnitudes.
+    """
+    if not isinstance(state, Mapping):
+        raise TypeError(f"The state of an AmaxHistory must be a mapping, got {type(state).__name__}.")
+    for name, dims in (("seen", 1), ("current", 0)):
+        if name not in state:
+            raise KeyError(f"The state of an AmaxHistory has no entry {name!r}.")
+        value = state[name]
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name} of an AmaxHistory must be a tensor, got {type(value).__name__}.")
+        if value.dim() != dims or not value.numel() or not value.dtype.is_floating_point:
+            raise ValueError(
+                f"{name} of an AmaxHistory must have {dims} dimensions and floating-point elements, got "
+                f"{value.dtype} of shape {tuple(value.shape)}."
+            )
+        if not bool(((value >= 0) & value.isfinite()).all()):
+            raise ValueError(f"{name} of an AmaxHistory must be finite magnitudes, got {value}.")

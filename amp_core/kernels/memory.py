@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from amp_core._torch import internals as _torch
+from amp_core._torch.tracing import functorch_is_at_work
 
 _is_tracing = torch.compiler.is_dynamo_compiling
 _TYPES = {Tensor, torch.nn.Parameter}
@@ -21,7 +21,7 @@ _STRIDED = {torch.strided}
 
 def are_real(tensors: Sequence[Tensor], device: torch.device) -> bool:
     """Return whether `tensors` have real memory on `device`: none is fake, traced or of a subclass."""
-    if _torch.functorch_is_at_work() or torch.compiler.is_compiling():
+    if functorch_is_at_work() or torch.compiler.is_compiling():
         return False
     return _TYPES.issuperset(map(type, tensors)) and {t.device for t in tensors} <= {device}
 
@@ -36,9 +36,8 @@ def on_host(*numbers: Tensor) -> bool:
     return True
 
 
-def read(number: Tensor) -> Any:
-    """Return the value of a scalar that is `on_host`."""
-    return number.tolist()  # not a torch operation, so nothing counts it as a wait
+read: Callable[[Tensor], Any] = Tensor.tolist
+"""Returns the value of a scalar that is `on_host`. No torch operation, so nothing counts it as a wait."""
 
 
 def are_numbers(tensors: Sequence[Tensor], device: torch.device) -> bool:
@@ -48,7 +47,7 @@ def are_numbers(tensors: Sequence[Tensor], device: torch.device) -> bool:
             return False
         if tensor.numel() != 1 or tensor.is_neg():
             return False
-    return not (_torch.functorch_is_at_work() or torch.compiler.is_compiling())
+    return not (functorch_is_at_work() or torch.compiler.is_compiling())
 
 
 def are_plain(tensors: Sequence[Tensor], device: torch.device, dtypes: AbstractSet[torch.dtype]) -> bool:

@@ -10,7 +10,16 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from amp_core._torch import internals as _torch
+from amp_core._torch.autocast import autocast_known
+from amp_core._torch.steps import (
+    foreach_copy_,
+    foreach_div,
+    foreach_mul_,
+    foreach_norm,
+    is_alias_of,
+    neg_view,
+)
+from amp_core._torch.tracing import functorch_is_at_work
 from amp_core.kernels.interface import GradStats, Kernels, ScaleTensors, as_int32, check_shapes
 from amp_core.states.loss_scale import Hysteresis, LossScaleSchedule
 
@@ -47,12 +56,12 @@ class Portable(Kernels):
         check_shapes(tensors, targets, "out", "tensors")
         pairs = zip(tensors, targets, strict=True)
         sources = [_with_spare_bits(t.detach(), target.dtype) for t, target in pairs]
-        if _torch.functorch_is_at_work() or any([t.is_neg() or t.is_conj() for t in targets]):  # noqa: C419
+        if functorch_is_at_work() or any([t.is_neg() or t.is_conj() for t in targets]):  # noqa: C419
             for target, source in zip(targets, sources, strict=True):
                 # Copied from another dtype, torch would lose the sign of a lazily negated target.
                 target.detach().copy_(source.to(target.dtype))
         elif tensors:
-            _torch.foreach_copy_([t.detach() for t in targets], sources)
+            foreach_copy_([t.detach() for t in targets], sources)
         return targets
 
     def grad_stats(self, grads: Sequence[Tensor], norm_type: float = 2.0) -> GradStats:
@@ -125,7 +134,7 @@ class Portable(Kernels):
         tensors = [t if t.numel() else t.new_zeros(1) for t in tensors]
         peaks = torch.stack([p.float() for p in _norm_each(tensors, math.inf, None)])
         units = torch.where((peaks > 0) & finite(peaks), peaks, torch.ones_like(peaks))
-        ratios = _torch.foreach_div([t.float() for t in tensors], units.unbind())
+        ratios = foreach_div([t.float() for t in tensors], units.unbind())
         return list((torch.stack(_norm_each(ratios, order, None)) * units).unbind())
 
     def _bounds(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -143,7 +152,7 @@ class Portable(Kernels):
 @contextmanager
 def _outside_autocast(device_type: str) -> Iterator[None]:
     """Turn autocast off, which casts norms and refuses to stack float64 with another dtype."""
-    known = not torch.compiler.is_compiling() and _torch.autocast_known(device_type)
+    known = not torch.compiler.is_compiling() and autocast_known(device_type)
     if not (known and torch.is_autocast_enabled(device_type)):
         yield
         return
@@ -180,7 +189,7 @@ def _without_signs(tensor: Tensor) -> Tensor:
     """
     # Dynamo cannot trace is_neg(), but resolves lazy signs itself.
     if not torch.compiler.is_dynamo_compiling() and tensor.is_neg():
-        tensor = _torch.neg_view(tensor)
+        tensor = neg_view(tensor)
     return tensor.conj() if tensor.is_complex() and tensor.is_conj() else tensor
 
 
@@ -191,7 +200,7 @@ def _real(tensor: Tensor) -> Tensor:
 
 def _is_view(part: Tensor, whole: Tensor) -> bool:
     """Whether what is written to `part` is in `whole`: devices without complex views give a copy."""
-    return torch.compiler.is_dynamo_compiling() or _torch.is_alias_of(part, whole)
+    return torch.compiler.is_dynamo_compiling() or is_alias_of(part, whole)
 
 
 def _norm_each(tensors: Sequence[Tensor], order: float, dtype: torch.dtype | None) -> list[Tensor]:
@@ -202,20 +211,20 @@ def _norm_each(tensors: Sequence[Tensor], order: float, dtype: torch.dtype | Non
     norms: dict[int, Tensor] = {}
     for where in places.values():
         full = [tensors[i] if tensors[i].numel() else tensors[i].new_zeros(1) for i in where]
-        norms.update(zip(where, _torch.foreach_norm(full, order, dtype=dtype), strict=True))
+        norms.update(zip(where, foreach_norm(full, order, dtype=dtype), strict=True))
     return [norms[i] for i in range(len(tensors))]
 
 
 def _multiply_(bucket: list[Tensor], factor: Tensor) -> None:
     dtype = bucket[0].dtype
     if dtype in (torch.float32, torch.float64):
-        _torch.foreach_mul_(bucket, factor.to(dtype))
+        foreach_mul_(bucket, factor.to(dtype))
         return
     # A direct product would round the factor to the narrow dtype.
     wide = [torch.empty_like(g, dtype=torch.float32) for g in bucket]
-    _torch.foreach_copy_(wide, bucket)
-    _torch.foreach_mul_(wide, factor.float())
-    _torch.foreach_copy_(bucket, wide)
+    foreach_copy_(wide, bucket)
+    foreach_mul_(wide, factor.float())
+    foreach_copy_(bucket, wide)
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:

@@ -59,7 +59,11 @@ HOOKS: Mapping[str, Promise] = MappingProxyType(
             waits="may ask the driver; allocates nothing",
             errors="none: what is wrong is the reason",
         ),
-        "default_dtype": Promise("the dtype of a region that names none; one of `supported_dtypes()`"),
+        "default_dtype": Promise(
+            "the dtype of a region that names none, one of `supported_dtypes()`. Where torch has a setting, "
+            "which users may set to any dtype, it is the setting: a region warns of one that is not "
+            "supported and is disabled, as torch's"
+        ),
         "supported_dtypes": Promise(
             "a tuple of floating dtypes, without float64, for the device that is present",
             waits="may ask the driver; allocates nothing",
@@ -87,13 +91,13 @@ KERNELS: Mapping[str, Promise] = MappingProxyType(
             "the tensors, all and in order, in a form that the others take faster as `tensors` or `grads`"
         ),
         "cast": Promise(
-            "new tensors with the strides of `torch.empty_like`, or `out`; rounded to nearest even: one "
-            "right answer, bit for bit",
+            "new tensors with the strides of `torch.empty_like`, or `out`, which may be `tensors`; rounded "
+            "to nearest even: one right answer, bit for bit",
             writes="`out`, if given",
             errors="`ValueError` if the shapes of `out` differ",
         ),
         "add_": Promise(
-            "nothing; each sum is rounded once, to the dtype of its total",
+            "nothing; each sum is rounded once, to the dtype of its total. `grads` may be `totals`",
             writes="`totals`",
             errors="`ValueError` if the shapes differ",
         ),

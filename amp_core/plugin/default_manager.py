@@ -139,6 +139,10 @@ def replace_backend(backend: Backend) -> Backend | None:
         torch.float16
         >>> replaced = replace_backend(previous)
     """
+    if not hasattr(backend, "device_type"):
+        raise TypeError(
+            f"replace_backend() needs an instance of amp_core.plugin.Backend, not {type(backend).__name__}."
+        )
     with contextlib.suppress(BackendError):  # load the backend to be replaced: its op lists stay in force
         get_backend(backend.device_type)
     return manager().registry.replace(backend)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from amp_core._torch import internals as _torch
+from amp_core._torch.autocast import privateuse1_amp_dtypes, privateuse1_name
 from amp_core.plugin.interface import Backend
 from amp_core.plugin.results import Availability
 
@@ -34,11 +34,11 @@ class TorchBackend(Backend):
         return torch.get_autocast_dtype(self.device_type)
 
     def supported_dtypes(self) -> tuple[torch.dtype, ...]:
-        if self.device_type != _torch.privateuse1_name():
+        if self.device_type != privateuse1_name():
             return (torch.bfloat16, torch.float16)
-        return tuple(_torch.privateuse1_amp_dtypes(self.device_type))
+        return tuple(privateuse1_amp_dtypes(self.device_type))
 
     def _display_name(self) -> str:
-        if self.device_type == _torch.privateuse1_name():
+        if self.device_type == privateuse1_name():
             return self.device_type
         return self.device_type.upper()

@@ -41,7 +41,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from amp_core.kernels import EMULATED, Kernels, ScaledProducts, portable_kernels
-from amp_core.plugin.results import RESULTS, Availability, Refusal, checked
+from amp_core.plugin.results import COMPUTED, RESULTS, Availability, CheckedDescriptor, Refusal, checked
 from amp_core.policy.op_policy import OpPolicy
 
 if TYPE_CHECKING:
@@ -92,8 +92,11 @@ class Backend(ABC):
         super().__init_subclass__(**kwargs)
         if not cls.__module__.startswith("amp_core."):
             for name in RESULTS.keys() & vars(cls).keys():
-                if isfunction(vars(cls)[name]):
-                    setattr(cls, name, checked(name, vars(cls)[name]))
+                method = vars(cls)[name]
+                if isfunction(method):
+                    setattr(cls, name, checked(name, method))
+                elif hasattr(method, "__get__") and not isinstance(method, COMPUTED):
+                    setattr(cls, name, CheckedDescriptor(name, method))
 
     @abstractmethod
     def availability(self) -> Availability:

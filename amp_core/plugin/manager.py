@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pluggy
 
-from amp_core._torch import internals as _torch
+from amp_core._torch.autocast import autocast_known, is_device_type, privateuse1_name
 from amp_core._torch.dispatcher import autocast_device_types
 from amp_core.common import environment as _env
 from amp_core.common.call_site import level_outside
@@ -28,6 +28,7 @@ from amp_core.plugin.generic import TorchBackend
 from amp_core.plugin.interface import Backend
 from amp_core.plugin.registry import Owner, Registry
 from amp_core.plugin.status import BackendStatus, Failure, status_of, status_of_failure, unknown_text
+from amp_core.plugin.surroundings import restored
 
 _UNNAMED = "privateuseone"
 
@@ -56,7 +57,11 @@ class Manager:
     def get(self, device_type: str) -> Backend:
         """Return the backend of `device_type`, loading its plugin on the first request."""
         # torch still accepts "privateuseone" after the device has been renamed.
-        name = _torch.privateuse1_name() if device_type == _UNNAMED else device_type
+        if not isinstance(device_type, str):
+            raise TypeError(
+                f"A backend is found by the type of its device, such as 'cuda', not by {device_type!r}."
+            )
+        name = privateuse1_name() if device_type == _UNNAMED else device_type
         backend = self.registry.get(name) or self._generic.get(name)
         if backend is None:
             with self._lock:
@@ -82,14 +87,15 @@ class Manager:
         for failure in self._failures():
             if failure.owner.plugin == device_type:
                 raise BackendLoadError(
-                    f"The backend for {device_type!r} is installed but failed to load: {failure}."
+                    f"The backend for {device_type!r} is installed but failed to load: {failure}. Provide "
+                    f"what it lacks, install another version, or report it to its authors."
                 ) from failure.error
         return self._torch_backend(device_type)
 
     def _torch_backend(self, device_type: str) -> Backend:
         """Return the generic backend for a device type that torch can autocast but no plugin serves."""
         self._load_built_in()
-        if not _torch.is_device_type(device_type) or not _torch.autocast_known(device_type):
+        if not is_device_type(device_type) or not autocast_known(device_type):
             known = {*self.registry, *autocast_device_types()} - _env.disabled_backends()
             raise BackendNotFoundError(unknown_text(device_type, known, self.registry.aliases()))
         backend = self.registry.fallback(device_type) or TorchBackend(device_type)
@@ -118,7 +124,7 @@ class Manager:
         for name in _env.disabled_backends() - result.keys():
             result[name] = BackendStatus("disabled", f"{_env.DISABLE_BACKENDS} names it", name)
         # The slot for out-of-tree devices is unused while it has its default name.
-        for name in {*autocast_device_types(), _torch.privateuse1_name()} - {_UNNAMED} - result.keys():
+        for name in {*autocast_device_types(), privateuse1_name()} - {_UNNAMED} - result.keys():
             result[name] = status_of(self._torch_backend(name), Owner("torch"))
         return dict(sorted(result.items()))
 
@@ -142,11 +148,14 @@ class Manager:
             if key not in self._loaded:
                 self._loaded[key] = None
                 try:
-                    self._loaded[key] = self._failure_of(candidate)
+                    with restored() as changed:
+                        self._loaded[key] = self._failure_of(candidate)
                 except BaseException:  # interrupted, so allow another attempt
                     del self._loaded[key]
                     raise
                 _warn(self._loaded[key])
+                if changed:
+                    _warn_of_changes(candidate.owner(), changed)
             _raise_if_strict(self._loaded[key])
 
     def _failure_of(self, candidate: Candidate) -> Failure | None:
@@ -240,6 +249,15 @@ class Manager:
 def _raise_if_strict(failure: Failure | None) -> None:
     if failure is not None and _env.strict_plugins():
         raise BackendLoadError(f"{failure}.") from failure.error
+
+
+def _warn_of_changes(owner: Owner, changed: list[str]) -> None:
+    warnings.warn(
+        f"{owner} changed {', '.join(changed)} while it was loaded; amp-core put it back. Report this to the "
+        f"plugin's authors, or import its package yourself before the first region.",
+        PluginWarning,
+        stacklevel=level_outside(),
+    )
 
 
 def _warn(failure: Failure | None) -> None:

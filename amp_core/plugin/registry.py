@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 from amp_core.errors import BackendConflictError, BackendLoadError
+from amp_core.plugin.attributes import wrong_attribute
 from amp_core.plugin.interface import API_VERSION, Backend
+
+_Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,10 @@ class Registry:
         if fallback:
             self._fallbacks[backend.device_type] = backend
         elif backend.device_type in self._backends:
+            if self._backends[backend.device_type][1] == owner:
+                raise BackendConflictError(
+                    f"{owner} adds two backends for device type {backend.device_type!r}. Add one of them."
+                )
             raise BackendConflictError(
                 f"{owner} wants to serve device type {backend.device_type!r}, which "
                 f"{self._backends[backend.device_type][1]} already serves. Uninstall one of the two, or call "
@@ -116,34 +124,50 @@ class Registry:
         finally:
             self._owner = outer
 
-    def snapshot(self) -> dict[str, tuple[Backend, Owner]]:
-        """Return the current contents, for `restore`."""
-        return dict(self._backends)
+    @contextmanager
+    def serving(self, backend: Backend) -> Iterator[None]:
+        """Register `backend` inside the block, and what served its device type before after it."""
+        name = backend.device_type
+        before, lists = self._backends.get(name), self._op_lists.get(name)
+        self.replace(backend)
+        try:
+            yield
+        finally:
+            _set(self._backends, name, before)
+            _set(self._op_lists, name, lists)
 
-    def restore(self, content: dict[str, tuple[Backend, Owner]]) -> None:
-        """Restore the contents that `snapshot` returned."""
-        self._backends = content
+
+def _set(table: dict[str, _Value], name: str, value: _Value | None) -> None:
+    if value is None:
+        table.pop(name, None)
+    else:
+        table[name] = value
 
 
 def _check(backend: Backend, owner: Owner) -> None:
     if not isinstance(backend, Backend):
-        what = f"class {backend.__name__}; instantiate it" if isinstance(backend, type) else repr(backend)
-        raise TypeError(f"{owner} added {what}, which is not an amp_core.plugin.Backend instance.")
+        what, mend = repr(backend), "derive its class from amp_core.plugin.Backend"
+        if isinstance(backend, type):
+            what, mend = f"the class {backend.__name__}", f"call registry.add({backend.__name__}())"
+        raise TypeError(f"{owner} added {what}, which is no amp_core.plugin.Backend instance; {mend}.")
     name = type(backend).__name__
     device_type = getattr(backend, "device_type", None)
     if not isinstance(device_type, str) or not device_type.isidentifier():
         raise TypeError(
             f"{name} of {owner} must set device_type to the `type` of a torch.device, such as 'npu' without "
-            f"an index; it is {device_type!r}."
+            f"an index; it is {'a method' if callable(device_type) else repr(device_type)}."
         )
     version = getattr(backend, "api_version", None)
-    if version is None:
+    if not isinstance(version, int):
         raise BackendLoadError(
             f"{name} of {owner} does not say which version of the backend API it implements. Set "
-            f"`api_version = {API_VERSION}` in the class."
+            f"`api_version = {API_VERSION}` in the class, an int."
         )
     if version != API_VERSION:
         raise BackendLoadError(
             f"{name} of {owner} implements backend API {version!r}; this amp_core supports {API_VERSION}. "
             f"Install a version of the plugin that matches this amp_core."
         )
+    wrong = wrong_attribute(backend)
+    if wrong:
+        raise TypeError(f"{name} of {owner}: {wrong}.")

@@ -38,6 +38,16 @@ class Refusal:
     error: bool = False
 
 
+def _is_availability(value: object) -> bool:
+    return (
+        isinstance(value, Availability) and isinstance(value.usable, bool) and isinstance(value.reason, str)
+    )
+
+
+def _are_kernels(value: object) -> bool:
+    return isinstance(value, Kernels) and isinstance(value.name, str) and isinstance(value.reason, str)
+
+
 def _is_dtype(value: object) -> bool:
     return isinstance(value, torch.dtype) and value.is_floating_point
 
@@ -57,7 +67,7 @@ def _may_refuse(value: object) -> bool:
 
 
 RESULTS: dict[str, tuple[Callable[[object], bool], str]] = {
-    "availability": (lambda v: isinstance(v, Availability), "an amp_core.plugin.Availability"),
+    "availability": (_is_availability, "an amp_core.plugin.Availability of a bool and a string"),
     "default_dtype": (_is_dtype, "a floating-point torch.dtype"),
     "supported_dtypes": (_are_dtypes, "a tuple of one or more floating-point torch.dtypes"),
     "dtype_reason": (lambda v: isinstance(v, str), "a string"),
@@ -65,14 +75,14 @@ RESULTS: dict[str, tuple[Callable[[object], bool], str]] = {
     "scaler_refusal": (_may_refuse, "None or an amp_core.plugin.Refusal"),
     "op_policy": (lambda v: isinstance(v, OpPolicy), "an amp_core.OpPolicy"),
     "recommended_recipe": (_is_recipe, "an amp_core.Recipe"),
-    "kernels": (lambda v: isinstance(v, Kernels), "an amp_core.kernels.Kernels"),
-    "scaled_products": (
-        lambda v: isinstance(v, ScaledProducts),
-        "an amp_core.kernels.ScaledProducts",
-    ),
+    "kernels": (_are_kernels, "an amp_core.kernels.Kernels whose name and reason are strings"),
+    "scaled_products": (lambda v: isinstance(v, ScaledProducts), "an amp_core.kernels.ScaledProducts"),
 }
 """Maps each `Backend` method to a check of its result and a description of a valid one."""
 
+
+COMPUTED = (property, functools.cached_property)
+"""What attributes may be, and methods not."""
 
 _WITH_ARGUMENTS = ("dtype_reason", "autocast_refusal")
 
@@ -89,6 +99,35 @@ def checked(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+class CheckedDescriptor:
+    """Checks the results of a backend's method that is no plain function, such as a cached one."""
+
+    def __init__(self, name: str, method: Any) -> None:
+        self._name, self._method = name, method
+
+    def __get__(self, backend: Any, owner: type) -> Any:
+        bound = self._method.__get__(backend, owner)
+        if backend is None:
+            return bound
+
+        def call(*args: object, **kwargs: object) -> Any:
+            return _checked(self._name, lambda _: bound(*args, **kwargs))(backend)
+
+        return call
+
+
+def described(error: BaseException) -> str:
+    """Return the type and text of `error`, which may have none, or one of many lines."""
+    try:
+        text = str(error)
+    except Exception as failure:
+        text = f"(its text cannot be had: {type(failure).__name__})"
+    return f"{type(error).__name__}: {text if len(text) <= _LONGEST else text[:_LONGEST] + '...'}"
+
+
+_LONGEST = 1000
+
+
 def _checked(name: str, method: Callable[[Any], Any]) -> Callable[[Any], Any]:
     accepts, expected = RESULTS[name]
     last: object = object()  # most methods return one object again and again: every step asks for kernels
@@ -99,12 +138,15 @@ def _checked(name: str, method: Callable[[Any], Any]) -> Callable[[Any], Any]:
             result = method(self)
         except BackendError:
             raise
-        except Exception as error:
-            raise BackendError(_text(self, name, f"raised {type(error).__name__}: {error}")) from error
+        except (Exception, SystemExit) as error:  # one that exits must not end the program
+            raise BackendError(_text(self, name, f"raised {described(error)}")) from error
         if result is last:
             return result
         if not accepts(result):
             raise BackendError(_text(self, name, f"returned {result!r}, but must return {expected}."))
+        if name == "op_policy" and result.device_type != self.device_type:
+            mend = f"return OpPolicy({self.device_type!r}, OpPolicy.default({result.device_type!r}).rules)."
+            raise BackendError(_text(self, name, f"returned the policy of {result.device_type!r}; {mend}"))
         last = result
         return result
 

@@ -6,9 +6,11 @@ import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from amp_core._torch.autocast import is_device_type
 from amp_core.plugin.entry_points import ENTRY_POINT_GROUP
 from amp_core.plugin.interface import Backend
 from amp_core.plugin.registry import Owner
+from amp_core.plugin.results import described
 
 
 @dataclass(frozen=True)
@@ -17,7 +19,8 @@ class BackendStatus:
 
     Attributes:
         status: ``"available"``, ``"absent"`` (loaded, but no such device is present), ``"failed"``
-            (installed, but did not load) or ``"disabled"``.
+            (installed, but did not load, or is for a device type that torch does not know) or
+            ``"disabled"``.
         reason: a human-readable explanation.
         plugin: the entry point that provides the backend, or ``"torch"`` for the generic one.
         distribution: the distribution that provides it; empty for the generic backend.
@@ -42,17 +45,18 @@ class Failure:
     error: BaseException
 
     def __str__(self) -> str:
-        what = f"{type(self.error).__name__}: {self.error}"
-        return f"{self.owner} failed at stage {self.stage!r} with {what.rstrip('.: ')}"
+        return f"{self.owner} failed at stage {self.stage!r} with {described(self.error).rstrip('.: ')}"
 
 
 def status_of(backend: Backend, owner: Owner) -> BackendStatus:
-    """Return the status of `backend`; ``"failed"`` if checking its availability raises."""
+    """Return the status of `backend`; ``"failed"`` if it cannot say, or torch does not know the device."""
     try:
         now = backend.availability()
         status, reason = "available" if now.usable else "absent", now.reason
     except Exception as error:
         status, reason = "failed", str(error)
+    if status == "available" and not is_device_type(backend.device_type):
+        status, reason = "failed", unknown_to_torch(backend)
     return BackendStatus(status, reason, owner.plugin, owner.distribution, owner.version, owner.path)
 
 

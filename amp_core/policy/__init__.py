@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from amp_core.policy.op_policy import Explanation, Explanations, OpPolicy, PolicyDiff
+from amp_core.policy.explanations import Explanation, Explanations, PolicyDiff
+from amp_core.policy.op_policy import OpPolicy
 from amp_core.policy.rules import RULES
 
 __all__ = ["RULES", "Explanation", "Explanations", "OpPolicy", "PolicyDiff"]

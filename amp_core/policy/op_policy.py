@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from os import PathLike
 from types import MappingProxyType
@@ -12,61 +11,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from amp_core._torch.dispatcher import (
-    autocast_key,
-    has_dispatch_key,
-    has_kernel,
-    registered,
     value_for_dynamo,
 )
 from amp_core.common.call_site import place_outside
 from amp_core.common.op_lists import op_lists
 from amp_core.errors import PolicyError
-from amp_core.policy import names, recipes, tables, toml
+from amp_core.policy import names, tables, toml
 from amp_core.policy import rules as r
+from amp_core.policy.changes import OpName, resolve
+from amp_core.policy.explanations import Explanation, Explanations, PolicyDiff
+from amp_core.policy.native_rules import added_rules, known_ops, native_rules_of
 
 if TYPE_CHECKING:
     from amp_core.formats import Recipe
-
-OpName = Any
-"""A string, or an op object: see `amp_core.policy.names.overloads`."""
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """Why one op runs as it does.
-
-    Attributes:
-        op: full name of the overload.
-        rule: a key of `amp_core.policy.RULES`, perhaps with a threshold.
-        origin: where the rule was set: the device's default, an override (file and line) or a policy file.
-    """
-
-    op: str
-    rule: str
-    origin: str
-
-    def __str__(self) -> str:
-        return f"{self.op}: {self.rule} ({self.origin}); {r.describe(self.rule)}"
-
-
-class Explanations(tuple[Explanation, ...]):
-    """The result of `OpPolicy.explain`: one entry per overload. Prints one per line."""
-
-    __slots__ = ()
-
-    def __str__(self) -> str:
-        return "\n".join(map(str, self))
-
-    __repr__ = __str__
-
-
-class PolicyDiff(dict[str, tuple[str, str]]):
-    """Maps full op names to (rule in the first policy, rule in the second). Prints one per line."""
-
-    def __str__(self) -> str:
-        return "\n".join(f"{op}: {mine} -> {theirs}" for op, (mine, theirs) in self.items())
-
-    __repr__ = __str__
 
 
 @value_for_dynamo
@@ -108,7 +65,7 @@ class OpPolicy:
         origins: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         where = place_outside()
-        resolved = _resolve(rules) if rules else {}
+        resolved = {} if isinstance(rules, Mapping) and not rules else resolve(rules)
         resolved_origins = {op: origins.get(op, where) for op in resolved}
         vars(self).update(
             device_type=device_type,
@@ -247,7 +204,7 @@ class OpPolicy:
             'fp32'
         """
         where = origin or f"override at {place_outside()}"
-        new = _resolve(changes)
+        new = resolve(changes)
         return OpPolicy(
             self.device_type, {**self.rules, **new}, {**self.origins, **dict.fromkeys(new, where)}
         )
@@ -368,7 +325,7 @@ class OpPolicy:
 
 @lru_cache(maxsize=32)
 def _from_lists(device_type: str, lists: tuple[tuple[str, str], ...]) -> OpPolicy:
-    native = _native_rules(device_type, lists)
+    native = native_rules_of(device_type, lists)
     if not native:
         return _uniform(device_type)
     origin = f"default of {device_type} in torch {torch.__version__}"
@@ -379,89 +336,4 @@ def _from_lists(device_type: str, lists: tuple[tuple[str, str], ...]) -> OpPolic
 
 @lru_cache(maxsize=32)
 def _uniform(device_type: str) -> OpPolicy:
-    return OpPolicy._from_full_names(device_type, _existing(tables.UNIFORM), "OpPolicy.uniform")
-
-
-def _existing(lists: tables.Lists) -> dict[str, str]:
-    return {op: rule for op, rule in tables.flatten(lists).items() if names.find(op) is not None}
-
-
-def native_rules(device_type: str) -> Mapping[str, str]:
-    """Map the full name of every op with a native kernel on `device_type`'s Autocast key to its rule.
-
-    The rules come from the device's op lists. An op in none of them (from a newer torch, or a device's own
-    C++) gets `NATIVE`.
-    """
-    return _native_rules(device_type, tuple(op_lists(device_type).items()))
-
-
-@lru_cache(maxsize=32)
-def added_rules(device_type: str) -> Mapping[str, str]:
-    """Map the ops that amp-core adds to the native rules of `device_type` to their rules.
-
-    An op for which torch, or the device, has a kernel of its own is not added, and a device without native
-    rules gets none.
-    """
-    key = autocast_key(device_type)
-    if not has_dispatch_key(key) or not registered(key):
-        return {}
-    rules = _existing(tables.WITHOUT_NATIVE)
-    return {op: rule for op, rule in rules.items() if not has_kernel(op.removesuffix(".default"), key)}
-
-
-@lru_cache(maxsize=32)
-def _native_rules(device_type: str, lists: tuple[tuple[str, str], ...]) -> Mapping[str, str]:
-    key = autocast_key(device_type)
-    if not has_dispatch_key(key):
-        return {}
-    known = tables.flatten(dict(lists))
-    full = {n if "." in n.rpartition("::")[2] else f"{n}.default" for n in registered(key)}
-    return {op: known.get(op, r.NATIVE) for op in sorted(full - added_rules(device_type).keys())}
-
-
-def _resolve(changes: Mapping[OpName, str | Recipe]) -> dict[str, str]:
-    if not isinstance(changes, Mapping):
-        raise PolicyError(f"Rules must be a mapping from op to rule, not {type(changes).__name__}.")
-    rules: dict[str, str] = {}
-    for op, given in changes.items():
-        rule = recipes.as_rule(given)
-        rules.update(dict.fromkeys(_applicable(op, rule), rule))
-    return rules
-
-
-def _applicable(op: OpName, rule: str) -> list[str]:
-    _check_rule(op, rule)
-    reasons = {name: _refusal(rule, name) for name in names.full_names(op)}
-    usable = [name for name, reason in reasons.items() if reason is None]
-    if not usable:
-        name, reason = next(iter(reasons.items()))
-        raise PolicyError(f"The rule {rule!r} cannot apply to {name}: {reason}.")
-    return usable
-
-
-def _refusal(rule: str, name: str) -> str | None:
-    if names.is_function(name):
-        kept = ", ".join(r.FOR_FUNCTIONS)
-        return None if rule in r.FOR_FUNCTIONS else f"an autograd function can have only {kept}"
-    recipe = recipes.recipe_of(rule)
-    if recipe is not None:
-        return recipes.refusal(name, recipe)
-    overload = names.find(name)
-    return None if overload is None else r.refusal(rule, overload)
-
-
-def _check_rule(op: OpName, rule: object) -> None:
-    if r.is_known(rule):
-        return
-    wanted = recipes.meant(rule)
-    if wanted is not None:
-        raise PolicyError(f"Unknown rule {rule!r} for {op!r}: {wanted}")
-    import difflib
-
-    near = difflib.get_close_matches(str(rule), r.RULES, n=2, cutoff=0.5)
-    hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
-    raise PolicyError(
-        f"Unknown rule {rule!r} for {op!r}: {hint}the rules are {', '.join(r.RULES)}, and "
-        f"{r.above(8e6)!r} for calls above some work; matrix products also take a Recipe, or its name as in "
-        f"'recipe mxfp8'."
-    )
+    return OpPolicy._from_full_names(device_type, known_ops(tables.UNIFORM), "OpPolicy.uniform")

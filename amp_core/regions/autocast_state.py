@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from amp_core._torch import cast_cache
-from amp_core._torch import internals as _torch
+from amp_core._torch.autocast import function_modes_are_on, record_enter, record_exit, torch_autocast
 from amp_core.dispatch.activate import Activation, pushed, restore, take_out
 from amp_core.errors import PolicyError
 from amp_core.states.region_stack import Frame, RegionStack
@@ -26,8 +26,10 @@ _set_dtype = torch.set_autocast_dtype
 _is_cached = torch.is_autocast_cache_enabled
 _set_cached = torch.set_autocast_cache_enabled
 _enter_nesting = torch.autocast_increment_nesting
+_entries = iter(_enter_nesting, None)
+"""Enters at each ``next``. CPython takes interrupts after calls: a ``for`` binds the depth before it can."""
 _leave_nesting = torch.autocast_decrement_nesting
-_modes_are_on = _torch.function_modes_are_on
+_modes_are_on = function_modes_are_on
 
 
 def enter(
@@ -64,11 +66,12 @@ def enter(
             cast_cache.clear()  # torch's cast cache does not record dtypes
         if was_cached is not cached:
             _set_cached(cached)
-        frame.nesting = _enter_nesting()
+        for frame.nesting in _entries:
+            break
         if _modes_are_on():
             if enabled and torch.compiler.is_exporting():
                 _check_that_torch_keeps(region, device, dtype)
-            _torch.record_enter(device, dtype, enabled, cached)
+            record_enter(device, dtype, enabled, cached)
     except BaseException:
         _undo(frames, frame)
         raise
@@ -78,7 +81,7 @@ def _check_that_torch_keeps(region: Any, device: str, dtype: torch.dtype) -> Non
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            _torch.torch_autocast(device, dtype)
+            torch_autocast(device, dtype)
     except (UserWarning, RuntimeError) as error:
         raise PolicyError(
             f"torch.export cannot keep {region!r}, because the exported program enters torch's own regions: "
@@ -100,6 +103,9 @@ def leave(frames: RegionStack, region: Any, settings: tuple[str, bool, torch.dty
     if not frames or (frame := frames[-1]).region is not region:
         _leave_out_of_order(frames, region)
         return
+    if not frame.nesting:  # an interrupt stopped its entry
+        _undo(frames, frame)
+        return
     frame.leaving = True
     try:
         depth = _leave_nesting()
@@ -120,7 +126,7 @@ def leave(frames: RegionStack, region: Any, settings: tuple[str, bool, torch.dty
         _undo(frames, frame)
         raise
     if _modes_are_on():
-        _torch.record_exit()
+        record_exit()
 
 
 def _leave_out_of_order(frames: RegionStack, region: Any) -> None:

@@ -11,9 +11,9 @@ from typing_extensions import ParamSpec
 from amp_core._torch import cast_cache
 from amp_core._torch.context_manager import ContextManager
 from amp_core._torch.dynamo import trace_as_context_manager, when_loaded
-from amp_core._torch.internals import outside_graphs
+from amp_core._torch.tracing import outside_graphs
 from amp_core.common.device_types import device_type_of
-from amp_core.common.optimizers import after_every_step
+from amp_core.common.optimizers import after_every_step, parameters_of
 from amp_core.dispatch.activate import Activation, activation, default_policy, with_recipe
 from amp_core.plugin.default_manager import get_backend
 from amp_core.policy import OpPolicy
@@ -135,7 +135,7 @@ def _clear_casts(optimizer: torch.optim.Optimizer) -> None:
     """Clear torch's cast cache, which is empty outside of regions: torch does not notice changed weights."""
     if not torch.compiler.is_dynamo_compiling():
         cast_cache.clear()
-    elif torch.is_autocast_enabled(optimizer.param_groups[0]["params"][0].device.type):
+    elif any(torch.is_autocast_enabled(p.device.type) for p in parameters_of(optimizer)[:1]):
         _clear_outside_graphs()
 
 

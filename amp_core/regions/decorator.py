@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 
 from typing_extensions import ParamSpec
 
-from amp_core._torch.internals import torch_autocast
+from amp_core._torch.autocast import torch_autocast
 from amp_core._torch.torchscript import copy_marks
 
 P = ParamSpec("P")

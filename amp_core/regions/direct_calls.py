@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import fx
 
-from amp_core._torch import internals as _torch
 from amp_core._torch.bindings import binding, forget_tracer
 from amp_core._torch.dispatcher import Overload
+from amp_core._torch.tracing import to_copy
 
 _CONDITIONS = "_guards_fn"
 
@@ -59,7 +59,7 @@ def _bind(node: Any) -> None:
     first: Any = node.args[0] if node.args else None
     if not isinstance(first, (fx.Node, list, tuple)):
         return  # it makes a tensor: a default device or dtype would reach the binding
-    if node.target is _torch.to_copy:
+    if node.target is to_copy:
         # Tensor.to copies only what is in another dtype.
         only_casts = isinstance(first, fx.Node) and set(node.kwargs) == {"dtype"}
         casts = only_casts and node.args[0].meta["val"].dtype is not node.kwargs["dtype"]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import TypeVar
 
 from typing_extensions import ParamSpec
 
-from amp_core._torch import internals as _torch
+from amp_core._torch.autocast import autocast_devices_enabled
 from amp_core._torch.context_manager import ContextManager, Step
 from amp_core._torch.dynamo import autocast_step, trace_as_context_manager, when_loaded
 from amp_core.regions.decorator import autocast_decorator
@@ -53,17 +54,20 @@ class disable:  # noqa: N801  # used as `with disable():`, beside `autocast`
         regions: list[autocast] = []
         _thread.entered.append((self, regions))
         try:
-            for device in _torch.autocast_devices_enabled():
+            for device in autocast_devices_enabled():
                 regions.append(autocast(device, enabled=False))
                 regions[-1].__enter__()
         except BaseException:
+            with contextlib.suppress(RuntimeError):  # an interrupt came before the last one was entered
+                if regions:
+                    regions.pop().__exit__(None, None, None)
             self.__exit__()
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
         entered = _thread.entered
-        last = max((i for i, (owner, _) in enumerate(entered) if owner is self), default=None)
+        last = next((i for i in reversed(range(len(entered))) if entered[i][0] is self), None)
         if last is None:
             raise RuntimeError(
                 "amp_core.disable() was left without having been entered in this thread. Enter and leave it "
@@ -79,7 +83,7 @@ class disable:  # noqa: N801  # used as `with disable():`, beside `autocast`
 
 
 def _steps() -> list[Step]:
-    regions = [autocast(device, enabled=False) for device in _torch.autocast_devices_enabled()]
+    regions = [autocast(device, enabled=False) for device in autocast_devices_enabled()]
     return [autocast_step(r.device, r.fast_dtype, False, r._keeps_casts) for r in regions]
 
 

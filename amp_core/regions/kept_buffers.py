@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from amp_core._torch import internals as _torch
+from amp_core._torch.modules import apply_to_tensors, require_module_casts
 from amp_core.errors import PolicyError
 
 _KEPT = "_amp_float32_buffers"
@@ -43,20 +43,24 @@ class KeptBuffers:
             owner, _, own = name.rpartition(".")
             self._buffers.setdefault(model.get_submodule(owner), []).append(own)
         if self.names:
-            _torch.require_module_casts()
+            require_module_casts()
 
     def attach(self) -> None:
         """Keep the buffers from now on."""
         for module, names in self._buffers.items():
-            module.__dict__[_KEPT] = names
+            module.__dict__[_KEPT] = [*module.__dict__.get(_KEPT, ()), *names]
             # Unlike a bound method, a partial comes back from a pickle as it was.
             module.__dict__["_apply"] = functools.partial(_apply, module)
 
     def detach(self) -> None:
         """Let the buffers be cast again."""
-        for module in self._buffers:
-            for key in ("_apply", _KEPT):
-                module.__dict__.pop(key, None)
+        while self._buffers:
+            module, names = self._buffers.popitem()
+            kept = module.__dict__[_KEPT] = list(module.__dict__[_KEPT])
+            for name in names:
+                kept.remove(name)
+            if not kept:  # else another plan keeps buffers of this module
+                del module.__dict__["_apply"], module.__dict__[_KEPT]
 
 
 def _apply(
@@ -64,7 +68,7 @@ def _apply(
 ) -> nn.Module:
     """Do what torch's own does, and put back buffers that it has cast."""
     before = {name: module._buffers[name] for name in module.__dict__[_KEPT]}
-    result: nn.Module = _torch.apply_to_tensors(module, fn, *args, **kwargs)
+    result: nn.Module = apply_to_tensors(module, fn, *args, **kwargs)
     for name, buffer in before.items():
         now = module._buffers[name]
         if buffer is not None and now is not None and now.dtype is not buffer.dtype:

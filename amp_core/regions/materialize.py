@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from amp_core._torch import internals as _torch
 from amp_core._torch.dispatcher import (
     Overload,
     autograd_key,
@@ -21,6 +20,8 @@ from amp_core._torch.dispatcher import (
     key_set,
     native_kernel,
 )
+from amp_core._torch.tracing import checks_dtype, to_copy
+from amp_core.common.arguments import check_module
 from amp_core.common.containers import tensors_in
 from amp_core.dispatch.activate import default_policy
 from amp_core.errors import AmpWarning, MaterializeError, PolicyError
@@ -78,6 +79,7 @@ def materialize(
         >>> low.weight.dtype, low(torch.ones(1, 2)).dtype
         (torch.bfloat16, torch.bfloat16)
     """
+    check_module(model, "materialize")
     if device_type is None:
         first = next(model.parameters(), None)
         device_type = "cpu" if first is None else first.device.type
@@ -193,7 +195,7 @@ def _share_casts(graph: fx.Graph) -> None:
     """Cast each value to each dtype once, and drop the checks of dtypes that tracing added."""
     casts: dict[tuple[fx.Node, Any], fx.Node] = {}
     for node in list(graph.nodes):
-        if _torch.checks_dtype(node.target):
+        if checks_dtype(node.target):
             graph.erase_node(node)
         elif _is_cast(node):
             earlier = casts.setdefault((node.args[0], node.kwargs["dtype"]), node)
@@ -203,7 +205,7 @@ def _share_casts(graph: fx.Graph) -> None:
 
 
 def _is_cast(node: fx.Node) -> bool:
-    return node.target is _torch.to_copy and set(node.kwargs) == {"dtype"}
+    return node.target is to_copy and set(node.kwargs) == {"dtype"}
 
 
 _MOVES = {
@@ -234,7 +236,7 @@ def _cast_before_moves(graph: fx.Graph) -> None:
             continue
         for *moves, old in (path for path in paths if path and len(path) > 1):
             with graph.inserting_after(weight):
-                cast = graph.call_function(_torch.to_copy, (weight,), old.kwargs)
+                cast = graph.call_function(to_copy, (weight,), old.kwargs)
             moves[0].replace_input_with(weight, cast)
             old.replace_all_uses_with(moves[-1])
             graph.erase_node(old)

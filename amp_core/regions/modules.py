@@ -2,34 +2,34 @@
 
 from __future__ import annotations
 
-import difflib
-import fnmatch
-import re
-import types
-from collections.abc import Iterable, Iterator, Mapping
+import functools
+from collections.abc import Mapping
 from os import PathLike
 from typing import Any
 
 import torch
 from torch import nn
 
-from amp_core._torch import internals as _torch
+from amp_core._torch.autocast import autocast_off
+from amp_core._torch.modules import tree_map_only
+from amp_core.common.arguments import check_module
 from amp_core.common.handle import Handle
 from amp_core.dispatch.activate import RuleOverrides
 from amp_core.dispatch.graphs import OverridesInForce
 from amp_core.dispatch.target_dtype import eligible
 from amp_core.errors import PolicyError
-from amp_core.policy.op_policy import Explanations, OpName, OpPolicy
+from amp_core.policy.changes import OpName
+from amp_core.policy.explanations import Explanations
+from amp_core.policy.op_policy import OpPolicy
 from amp_core.policy.recipes import as_rule
 from amp_core.policy.toml import read_modules, write_modules
-
-Selector = Any
-"""A glob over names, a class of modules or its name, or a module."""
+from amp_core.regions.selecting import CLASS_PATH, Selector, listed, select
 
 Rules = Any
 """A mapping from op to rule, or ``"fp32"``."""
 
 _REGION = "_amp_policy_region"
+_SCRIPTED = "__prepare_scriptable__"  # torch.jit.script calls it
 FLOAT32 = "fp32"
 """The rule of a module that runs without autocast, on float32 inputs."""
 
@@ -74,6 +74,7 @@ def apply_policy(
         >>> amp_core.apply_policy(model, {torch.nn.Linear: "fp32"}).modules
         ('0', '1')
     """
+    check_module(model, "apply_policy")
     device_type = device_type or _device_type(model)
     places: Mapping[str, str] = {}
     if isinstance(rules, PathLike):
@@ -88,7 +89,7 @@ def apply_policy(
     written: dict[str, Rules] = {}
     for selector, what in rules.items():
         try:
-            names, text = _select(model, selector)
+            names, text = select(model, selector)
             region = _region(device_type, text, what)
             for name in names:
                 planned[name] = region.on_top_of(planned.get(name))
@@ -153,7 +154,7 @@ class AppliedPolicy(Handle):
             PolicyError: the module has no rules of its own, or the op is unknown.
         """
         if module not in self._regions:
-            raise PolicyError(f"The module {module!r} has no rules of its own; {_listed(self.modules)}.")
+            raise PolicyError(f"The module {module!r} has no rules of its own; {listed(self.modules)}.")
         return self._regions[module].on(OpPolicy.default(self._device_type)).explain(op)
 
     def __repr__(self) -> str:
@@ -187,8 +188,8 @@ class _Region:
                 return call(*args, **kwargs)
         if not torch.is_autocast_enabled(self.device_type):
             return call(*args, **kwargs)
-        args, kwargs = _torch.tree_map_only(torch.Tensor, self._float32, (args, kwargs))
-        with _torch.autocast_off(self.device_type):
+        args, kwargs = tree_map_only(torch.Tensor, self._float32, (args, kwargs))
+        with autocast_off(self.device_type):
             return call(*args, **kwargs)
 
     def _float32(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -201,21 +202,26 @@ def runs_in_float32(module: nn.Module) -> bool:
     return entry is not None and entry[0].changes is None
 
 
+_KEYS = ("forward", _REGION, _SCRIPTED)
+
+
 class _Wrapped:
     """A module whose forward is replaced on the instance.
 
-    Dynamo guards on instance attributes, so a compiled model notices the change. The forward is a bound
-    method so that a deep copy of the module binds it to the copy. A no-op hook keeps
-    nn.TransformerEncoderLayer off a fast path that uses the module's weights without calling the module.
+    Dynamo guards on instance attributes, so a compiled model notices the change. The forward is a partial,
+    not a bound method: a deep copy binds both to the copied module, but a pickle turns a bound method into
+    the forward of the class. A no-op hook keeps nn.TransformerEncoderLayer off a fast path that uses the
+    module's weights without calling the module.
     """
 
     def __init__(self, module: nn.Module, region: _Region) -> None:
         self._module = module
-        self._earlier = {key: module.__dict__[key] for key in ("forward", _REGION) if key in module.__dict__}
+        self._earlier = {key: module.__dict__[key] for key in _KEYS if key in module.__dict__}
         self._hook = module.register_forward_pre_hook(_nothing)
-        self._forward = types.MethodType(forward, module)
+        self._forward = functools.partial(forward, module)
         module.__dict__[_REGION] = region, self._earlier
         module.__dict__["forward"] = self._forward
+        module.__dict__[_SCRIPTED] = functools.partial(_refuse_script, module)
 
     def check_removable(self) -> None:
         if self._module.__dict__.get("forward") is not self._forward:
@@ -226,14 +232,13 @@ class _Wrapped:
 
     def remove(self) -> None:
         self._hook.remove()
-        for key in ("forward", _REGION):
+        for key in _KEYS:
             del self._module.__dict__[key]
         self._module.__dict__.update(self._earlier)
 
 
 def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """TorchScript cannot compile a module with an op policy of its own: AppliedPolicy.remove() first."""
-    # torch.jit.script shows the docstring in its error; pickle needs the name.
+    """Run what was the module's forward in the region of its rules."""
     region, earlier = self.__dict__[_REGION]
     if "forward" in earlier:
         return region.run(earlier["forward"], args, kwargs)
@@ -253,7 +258,7 @@ def _region(device_type: str, selector: str, what: Rules) -> _Region:
         rules = OpPolicy(device_type, what).rules
     except PolicyError as error:
         raise PolicyError(f"{selector!r}: {error}") from error
-    kind = "class" if _CLASS.fullmatch(selector) else "glob"
+    kind = "class" if CLASS_PATH.fullmatch(selector) else "glob"
     return _Region(device_type, RuleOverrides(device_type, rules, f"module {kind} {selector!r}"))
 
 
@@ -267,88 +272,9 @@ def _device_type(model: nn.Module) -> str:
     raise PolicyError("The model has no parameter or buffer to infer the device from; pass device_type=.")
 
 
-_CLASS = re.compile(r"[\w.]+:[\w.<>]+")
-"""Matches ``package.module:Class``."""
-
-
-def _class_name(cls: type) -> str:
-    return f"{cls.__module__}:{cls.__qualname__}"
-
-
-def _select(model: nn.Module, selector: Selector) -> tuple[list[str], str]:
-    """Return the names of the modules that `selector` selects, and the selector as text."""
-    modules = dict(model.named_modules())
-    if isinstance(selector, nn.Module):
-        names = [name for name, module in modules.items() if module is selector]
-        if not names:
-            raise PolicyError(
-                f"The {type(selector).__name__} is not a module of this {type(model).__name__}."
-            )
-        return names, re.sub(r"([*?\[])", r"[\1]", names[0])
-    if isinstance(selector, type):
-        selector = _class_name(selector)
-    if not isinstance(selector, str):
-        raise PolicyError(f"{selector!r} does not select modules; use a glob, a module or a module class.")
-    if _CLASS.fullmatch(selector):
-        kinds = {name: [*map(_class_name, type(module).__mro__)] for name, module in modules.items()}
-        names = [name for name in modules if selector in kinds[name]]
-        near = sorted({classes[0] for classes in kinds.values()})
-    else:
-        names = [name for name in modules if matches(name, selector)]
-        near = list(modules)
-    if not names:
-        raise _matches_no("module", selector, model, near)
-    return names, selector
-
-
-def selected(model: nn.Module, selector: Selector) -> list[str]:
-    """Return the names of the modules of `model` that a selector of `apply_policy` selects.
-
-    Raises:
-        PolicyError: it selects none.
-    """
-    return _select(model, selector)[0]
-
-
-def matching(names: Iterable[str], globs: Iterable[str], kind: str, model: nn.Module) -> set[str]:
-    """Return those `names` of tensors of `model` that a glob matches, as globs match modules.
-
-    Raises:
-        PolicyError: a glob matches none; `kind` says of what.
-    """
-    names = [*names]
-    found: set[str] = set()
-    for glob in globs:
-        mine = [name for name in names if matches(name, glob)]
-        if not mine:
-            raise _matches_no(kind, glob, model, names)
-        found.update(mine)
-    return found
-
-
-def matches(name: str, glob: str) -> bool:
-    """Return whether `glob` matches a dotted name: ``*`` one part of it, ``**`` any number of parts."""
-    return _is_match(name.split("."), glob.split("."))
-
-
-def _matches_no(kind: str, selector: str, model: nn.Module, near: list[str]) -> PolicyError:
-    close = difflib.get_close_matches(selector, near, n=3, cutoff=0.5)
-    hint = f"near names are {', '.join(map(repr, close))}" if close else _listed(tuple(near))
-    return PolicyError(f"{selector!r} matches no {kind} of {type(model).__name__}; {hint}.")
-
-
-def _is_match(name: list[str], glob: list[str]) -> bool:
-    if not glob:
-        return not name
-    if glob[0] == "**":
-        return any(_is_match(name[i:], glob[1:]) for i in range(len(name) + 1))
-    return bool(name) and fnmatch.fnmatchcase(name[0], glob[0]) and _is_match(name[1:], glob[1:])
-
-
-def _listed(modules: tuple[str, ...]) -> str:
-    def shown() -> Iterator[str]:
-        yield from map(repr, modules[:8])
-        if len(modules) > 8:
-            yield f"and {len(modules) - 8} more"
-
-    return f"the names are {', '.join(shown())}"
+def _refuse_script(module: nn.Module) -> None:
+    raise PolicyError(
+        f"TorchScript cannot compile {type(module).__name__}, which has op rules of its own: "
+        f"torch.jit.script would drop them. Call remove() of what apply_policy returned first, or use "
+        f"torch.compile."
+    )

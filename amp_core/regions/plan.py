@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from amp_core.common.arguments import check_module
 from amp_core.common.handle import Handle
 from amp_core.errors import PolicyError
 from amp_core.policy.op_policy import OpPolicy
 from amp_core.policy.toml import read_modules, read_table
 from amp_core.regions.kept_buffers import KeptBuffers
-from amp_core.regions.modules import FLOAT32, AppliedPolicy, Rules, Selector, apply_policy, matching, selected
+from amp_core.regions.modules import FLOAT32, AppliedPolicy, Rules, apply_policy
+from amp_core.regions.selecting import Selector, matching, select
 
 if TYPE_CHECKING:  # the import takes a second
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -173,6 +175,7 @@ class PrecisionPlan:
                 than float32.
             TorchFeatureError: this torch casts modules in an unknown way.
         """
+        check_module(model, "PrecisionPlan.apply")
         names = matching(dict(model.named_buffers()), self.float32_buffers, "buffer", model)
         kept = KeptBuffers(model, names)
         rules = (
@@ -187,7 +190,7 @@ class PrecisionPlan:
     def _float32_names(self, model: nn.Module) -> set[str]:
         """Return the names of the parameters that stay float32."""
         whole = [glob for glob, what in self.modules.items() if what == FLOAT32]
-        modules = {name for glob in whole for name in selected(model, glob)}
+        modules = {name for glob in whole for name in select(model, glob)[0]}
         names = [name for name, _ in model.named_parameters()]
         inside = {name for name in names if any(name.startswith(f"{m}." if m else "") for m in modules)}
         return inside | matching(names, self.float32_parameters, "parameter", model)
@@ -261,7 +264,7 @@ def _owned(model: nn.Module, unit: nn.Module) -> dict[str, nn.Parameter]:
     """Return the floating-point parameters that ``fully_shard(unit)`` manages, by their name in `model`."""
     from torch.distributed.fsdp import FSDPModule
 
-    (prefix,) = selected(model, unit)
+    (prefix,), _ = select(model, unit)
     inner = [name for name, module in unit.named_modules() if name and isinstance(module, FSDPModule)]
     return {
         f"{prefix}.{name}".lstrip("."): param

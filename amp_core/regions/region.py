@@ -6,7 +6,7 @@ from typing import Any, Optional
 
 import torch
 
-from amp_core._torch import internals as _torch
+from amp_core._torch.autocast import autocast_known
 from amp_core.common.device_types import device_type_of
 from amp_core.errors import BackendNotFoundError
 from amp_core.plugin.default_manager import get_backend
@@ -107,5 +107,5 @@ def is_autocast_available(device_type: str | torch.device) -> bool:
     try:
         get_backend(name)
     except BackendNotFoundError:
-        return _torch.autocast_known(name)
+        return autocast_known(name)
     return True

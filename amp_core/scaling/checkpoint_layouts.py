@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from amp_core.scaling.loss_scale import whole_number
 from amp_core.states.loss_scale import (
     AtFloor,
     Hysteresis,
@@ -50,9 +51,37 @@ def _has(*names: str) -> Callable[[Any], bool]:
     return lambda state: isinstance(state, Mapping) and all(name in state for name in names)
 
 
-def _number(value: Any) -> float:
-    """Take a number out of a one-element tensor or array too."""
-    return valid_scale(value.item() if hasattr(value, "item") else value)
+def _entry(state: Any, name: str) -> Any:
+    if not isinstance(state, Mapping):
+        raise TypeError(f"The state of a loss scaler must be a mapping, got {state!r}.")
+    if name not in state:
+        raise KeyError(f"The state has no entry {name!r}, only {', '.join(map(repr, state))}.")
+    return state[name]
+
+
+def _count(state: Any, name: str, least: int = 0) -> int:
+    return whole_number(name, _entry(state, name), least)
+
+
+def _scale(state: Any, name: str) -> float:
+    """Take the scale out of a list, tensor or array of one element too."""
+    value = _entry(state, name)
+    one = (isinstance(value, list) and len(value) == 1) or getattr(value, "shape", None) == (1,)
+    return valid_scale(value[0] if one else value)
+
+
+def _flag(state: Any, name: str) -> bool:
+    value = _entry(state, name)
+    if not isinstance(value, (bool, int)):
+        raise TypeError(f"{name} must be True or False, got {value!r}.")
+    return bool(value)
+
+
+def _factor(state: Any, name: str) -> float:
+    value = _entry(state, name)
+    if not isinstance(value, (int, float)) or not value > 0:
+        raise ValueError(f"{name} must be a positive number, got {value!r}.")
+    return value
 
 
 def _lost(schedule: LossScaleSchedule, *fields: str) -> list[str]:
@@ -80,14 +109,18 @@ def _one_factor(schedule: LossScaleSchedule) -> list[str]:
 
 def _read_torch(state: Any, schedule: LossScaleSchedule | None) -> _Scales:
     rule = schedule or LossScaleSchedule(
-        state["growth_factor"],
-        state["backoff_factor"],
-        state["growth_interval"],
+        _factor(state, "growth_factor"),
+        _factor(state, "backoff_factor"),
+        _count(state, "growth_interval"),
         **known_fields(state.get("_schedule", {})),
     )
-    left = int(state.get("_hysteresis_left", rule.hysteresis))
-    scales: _Scales = {None: (ScaleState(_number(state["scale"]), int(state["_growth_tracker"]), left), rule)}
-    for key, keyed in state.get("_keys", {}).items():
+    left = whole_number("_hysteresis_left", state.get("_hysteresis_left", rule.hysteresis))
+    at = ScaleState(_scale(state, "scale"), _count(state, "_growth_tracker"), left)
+    scales: _Scales = {None: (at, rule)}
+    keys = state.get("_keys", {})
+    if not isinstance(keys, Mapping):
+        raise TypeError(f'"_keys" must be a mapping, got {keys!r}.')
+    for key, keyed in keys.items():
         scales[key] = _read_torch(keyed, schedule)[None]
     return scales
 
@@ -112,25 +145,26 @@ def _deepspeed_attributes(state: Any) -> Any:
 
 def _read_deepspeed(state: Any, schedule: LossScaleSchedule | None) -> _Scales:
     held = _deepspeed_attributes(state)
-    scale = _number(held["cur_scale"])
+    scale = _scale(held, "cur_scale")
     if not held.get("dynamic", held.get("dynamic_loss_scale", True)):
         return {None: (ScaleState(scale), schedule or LossScaleSchedule.constant(scale))}
     rule = schedule or _deepspeed_rule(held)
     # `cur_iter` counts the next step, and growth asks for a whole number of windows since the overflow.
-    tracker = (int(held["cur_iter"]) - int(held["last_overflow_iter"]) - 1) % rule.growth_interval
-    left = int(held.get("cur_hysteresis", rule.hysteresis))
+    since = _count(held, "cur_iter") - _count(held, "last_overflow_iter", least=-1)  # -1: none so far
+    tracker = (since - 1) % rule.growth_interval
+    left = whole_number("cur_hysteresis", held.get("cur_hysteresis", rule.hysteresis))
     return {None: (ScaleState(scale, tracker, left), rule)}
 
 
 def _deepspeed_rule(held: Mapping[str, Any]) -> LossScaleSchedule:
-    consecutive = held.get("consecutive_hysteresis", False)
-    raises = held.get("raise_error_at_min_scale", False)
+    consecutive = _flag({"consecutive_hysteresis": False, **held}, "consecutive_hysteresis")
+    raises = _flag({"raise_error_at_min_scale": False, **held}, "raise_error_at_min_scale")
     return LossScaleSchedule(
-        growth_factor=held["scale_factor"],
-        backoff_factor=1.0 / held["scale_factor"],
-        growth_interval=held["scale_window"],
-        min_scale=float(held.get("min_scale", 1.0)),
-        hysteresis=int(held.get("delayed_shift", 1)),
+        growth_factor=_factor(held, "scale_factor"),
+        backoff_factor=1.0 / _factor(held, "scale_factor"),
+        growth_interval=_count(held, "scale_window"),
+        min_scale=_factor({"min_scale": 1.0, **held}, "min_scale"),
+        hysteresis=_count({"delayed_shift": 1, **held}, "delayed_shift"),
         hysteresis_kind=Hysteresis.CONSECUTIVE if consecutive else Hysteresis.BUDGET,
         at_floor=AtFloor.RAISE if raises else AtFloor.WARN,
     )
@@ -175,8 +209,8 @@ def _megatron_entries(state: Any) -> Any:
 
 def _read_megatron(state: Any, schedule: LossScaleSchedule | None) -> _Scales:
     held = _megatron_entries(state)
-    left = max(int(held["hysteresis_tracker"]), 0)
-    at = ScaleState(_number(held["scale"]), int(held["growth_tracker"]), left)
+    left = max(_count(held, "hysteresis_tracker", least=-(2**31)), 0)
+    at = ScaleState(_scale(held, "scale"), _count(held, "growth_tracker"), left)
     return {None: (at, schedule or MEGATRON)}
 
 
@@ -203,8 +237,8 @@ def _read_apex(state: Any, schedule: LossScaleSchedule | None) -> _Scales:
     rule = schedule or APEX
     scales: _Scales = {}
     for name, held in state.items():
-        number = name.removeprefix("loss_scaler")
-        at = ScaleState(_number(held["loss_scale"]), int(held["unskipped"]), rule.hysteresis)
+        number = str(name).removeprefix("loss_scaler")
+        at = ScaleState(_scale(held, "loss_scale"), _count(held, "unskipped"), rule.hysteresis)
         scales[None if number == "0" else number] = (at, rule)
     return scales
 
@@ -224,20 +258,19 @@ def _not_in_apex(schedule: LossScaleSchedule) -> list[str]:
 
 
 def _read_paddle(state: Any, schedule: LossScaleSchedule | None) -> _Scales:
-    scale = state["scale"]
-    scale = _number(scale if hasattr(scale, "item") or isinstance(scale, (int, float)) else scale[0])
-    if not state["use_dynamic_loss_scaling"]:
+    scale = _scale(state, "scale")
+    if not _flag(state, "use_dynamic_loss_scaling"):
         return {None: (ScaleState(scale), schedule or LossScaleSchedule.constant(scale))}
     rule = schedule or LossScaleSchedule(
-        growth_factor=state["incr_ratio"],
-        backoff_factor=state["decr_ratio"],
-        growth_interval=state["incr_every_n_steps"],
+        growth_factor=_factor(state, "incr_ratio"),
+        backoff_factor=_factor(state, "decr_ratio"),
+        growth_interval=_count(state, "incr_every_n_steps"),
         min_scale=1.0,
-        hysteresis=state["decr_every_n_nan_or_inf"],
+        hysteresis=_count(state, "decr_every_n_nan_or_inf"),
         hysteresis_kind=Hysteresis.EVERY,
     )
-    left = rule.hysteresis - int(state["decr_count"])
-    return {None: (ScaleState(scale, int(state["incr_count"]), left), rule)}
+    left = rule.hysteresis - _count(state, "decr_count")
+    return {None: (ScaleState(scale, _count(state, "incr_count"), left), rule)}
 
 
 def _write_paddle(scales: _Scales) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from amp_core.common.arguments import check_optimizer
 from amp_core.common.optimizers import parameters_of
 
 Closure = Callable[[], Any]
@@ -35,6 +36,13 @@ class Snapshot:
             param.copy_(value)
         self._optimizer.state.clear()
         self._optimizer.state.update(self._state)
+
+
+def check_closure(optimizer: object, closure: object) -> None:
+    """Raise TypeError unless the arguments of `GradScaler.step_closure` have the right kind."""
+    check_optimizer(optimizer, "step_closure")
+    if not callable(closure):
+        raise TypeError(f"closure must be a function that returns the loss, not {closure!r}.")
 
 
 def evaluate(closure: Closure) -> Any:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from amp_core._torch import internals as _torch
+from amp_core._torch.tensors import is_dtensor, is_fsdp_shard
 from amp_core.common.process_groups import check_group
 from amp_core.kernels.memory import on_host, read
 from amp_core.scaling.collective import Ranks, agreed
@@ -194,9 +194,9 @@ def sharding_of(param: Any, gradient: Any) -> Sharding:
         ValueError: it is a DTensor whose ranks hold summands, not pieces.
     """
     over = _over.get(id(param), 1) if _over else 1
-    if _torch.is_dtensor(gradient):
+    if is_dtensor(gradient):
         return Sharding(_shards_of(gradient), gradient.device_mesh, over)
-    if _torch.is_fsdp_shard(param):
+    if is_fsdp_shard(param):
         return _FSDP1
     return WHOLE if over == 1 else Sharding(over=over)
 

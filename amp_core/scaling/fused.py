@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from amp_core._torch import internals as _torch
+from amp_core._torch.steps import is_fused
 from amp_core.scaling.arithmetic import is_tracing
 from amp_core.scaling.workarounds import clear_momentum, groups_without_momentum
 
@@ -29,7 +29,7 @@ def is_traceable(optimizer: torch.optim.Optimizer) -> bool:
     (``torch.optim.optimizer._use_grad``), and Dynamo cannot continue after a break this deep.
     """
     own = type(optimizer).__module__.startswith("torch.optim")
-    return not own and _torch.is_fused(optimizer)
+    return not own and is_fused(optimizer)
 
 
 def step_on_device(

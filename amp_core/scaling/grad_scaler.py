@@ -13,7 +13,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from amp_core._torch import internals as _torch
+from amp_core._torch.steps import is_fused
+from amp_core._torch.tracing import frames_are_compiled, outside_graphs
+from amp_core.common.arguments import as_number, named_tensors
 from amp_core.common.call_site import level_outside
 from amp_core.common.containers import map_tensors
 from amp_core.common.device_types import device_type_of
@@ -25,7 +27,7 @@ from amp_core.plugin.default_manager import get_backend
 from amp_core.plugin.results import Refusal
 from amp_core.scaling import fused
 from amp_core.scaling.arithmetic import combine, is_tracing, overflows, reciprocal
-from amp_core.scaling.closure import Closure, OverflowedError, Snapshot, evaluate
+from amp_core.scaling.closure import Closure, OverflowedError, Snapshot, check_closure, evaluate
 from amp_core.scaling.distributed import Deciders
 from amp_core.scaling.grad_passes import (
     by_device,
@@ -244,7 +246,7 @@ class GradScaler(torch.amp.GradScaler):
             return cast("float | None", optimizer.step(*args, **kwargs))
         if "closure" in kwargs or (args and callable(args[0])):
             raise RuntimeError(_CLOSURE)
-        if not fused.is_traceable(optimizer) if is_tracing() else _torch.frames_are_compiled() is not None:
+        if not fused.is_traceable(optimizer) if is_tracing() else frames_are_compiled() is not None:
             return _step_eagerly(self, optimizer, key, max_norm, norm_type, args, kwargs)
         return self._step(optimizer, key, max_norm, norm_type, args, kwargs)
 
@@ -263,10 +265,10 @@ class GradScaler(torch.amp.GradScaler):
         stage = next_stage(state.stage, "step")
         if self._overlap is not None and not is_tracing():
             self._overlap.watch(optimizer)
-        step = self._step_fused if _torch.is_fused(optimizer) else self._step_plain
-        result = step(entry, max_norm, norm_type, args, kwargs)
+        step = self._step_fused if is_fused(optimizer) else self._step_plain
+        result: float | None = step(entry, max_norm, norm_type, args, kwargs)
         state.stage = stage
-        return cast("float | None", result)
+        return result
 
     def _step_plain(
         self, entry: Entry, max_norm: float | None, norm_type: float, args: Any, kwargs: Any
@@ -304,11 +306,13 @@ class GradScaler(torch.amp.GradScaler):
         (optimizer,), _, (state,) = entry
         parts = group_by_device(optimizer, allow_fp16=True)
         deciders = Deciders(self._process_group, (optimizer,))
+        norm_type = as_number(norm_type, "norm_type")
         stats = read_gradients(parts, norm_type, scale.device, deciders, self._overlap)
         unscaled = state.stage is OptState.UNSCALED
         divisor = torch.ones_like(scale) if unscaled else scale
         beyond = overflows(stats.norm, scale) if parts and not unscaled else None
         if max_norm is not None:
+            max_norm = as_number(max_norm, "max_norm")
             state.total_norm, divisor, stats = clip_factor(
                 parts, stats, divisor, max_norm, norm_type, deciders, as_divisor=True
             )
@@ -371,6 +375,7 @@ class GradScaler(torch.amp.GradScaler):
                 return loss
 
             return optimizer.step(clipped)
+        check_closure(optimizer, closure)
         loss_scale = self._scales.for_loss(key)
         state = loss_scale.optimizer_states.of(optimizer)
         entry = Entry([optimizer], loss_scale, [state])
@@ -502,9 +507,11 @@ class GradScaler(torch.amp.GradScaler):
         divisor = torch.ones_like(scale) if unscaled else scale
         groups = [group_by_device(each, allow_fp16=self._allow_fp16) for each in optimizers]
         parts = joined(groups)
+        norm_type = as_number(norm_type, "norm_type")
         stats = read_gradients(parts, norm_type, scale.device, deciders, self._overlap)
         if error_if_nonfinite and not bool(stats.norm.isfinite()):
             raise RuntimeError(_NONFINITE_NORM.format(norm_type=norm_type))
+        max_norm = as_number(max_norm, "max_norm")
         norm, factor, stats = clip_factor(parts, stats, divisor, max_norm, norm_type, deciders)
         before = states[0].found_inf_per_device
         if len(states) > 1:
@@ -512,7 +519,7 @@ class GradScaler(torch.amp.GradScaler):
         found, start = multiply_and_flag_(parts, factor, stats, before), 0
         for optimizer, state, own in zip(optimizers, states, groups, strict=True):
             state.stage, state.found_inf_per_device, state.total_norm = OptState.UNSCALED, found, norm
-            if _torch.is_fused(optimizer) and not is_tracing():  # its step will not wait to look at gradients
+            if is_fused(optimizer) and not is_tracing():  # its step will not wait to look at gradients
                 read_of_own = stats.stats[start : start + len(own)]
                 state.nonfinite = self._log.describe(optimizer, own, read_of_own)
             start += len(own)
@@ -544,7 +551,7 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return
-        if self._log.has_pending() if is_tracing() else _torch.frames_are_compiled() is not None:
+        if self._log.has_pending() if is_tracing() else frames_are_compiled() is not None:
             _update_eagerly(self, new_scale, key)  # records are made outside of graphs
         else:
             self._update(new_scale, key)
@@ -702,7 +709,7 @@ class GradScaler(torch.amp.GradScaler):
             scaler.name_parameters(model.named_parameters())
         """
         if self._enabled:
-            self._log.names.update((id(p), name) for name, p in named_parameters)
+            self._log.names.update((id(p), name) for name, p in named_tensors(named_parameters))
 
     def register_step_hook(self, hook: StepHook) -> RemovableHandle:
         """Call ``hook(scaler, record)`` in each `update`, for each step since the update before.
@@ -853,8 +860,8 @@ class GradScaler(torch.amp.GradScaler):
         return cast("dict[str, Any]", self._scales.own.optimizer_states.of(optimizer).found_inf_per_device)
 
 
-_step_eagerly = _torch.outside_graphs(GradScaler._step)
-_update_eagerly = _torch.outside_graphs(GradScaler._update)
+_step_eagerly = outside_graphs(GradScaler._step)
+_update_eagerly = outside_graphs(GradScaler._update)
 
 _CLOSURE = "Closure use is not currently supported if GradScaler is enabled."
 _NONFINITE_NORM = (

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from amp_core._torch import internals as _torch
+from amp_core._torch.steps import same_layout
 from amp_core.common.optimizers import parameters_of
 from amp_core.kernels import PORTABLE, GradStats, Kernels
 from amp_core.plugin.default_manager import get_backend
@@ -136,7 +136,7 @@ class _Grouping:
         self._with_gradient = [place[id(p)] for p in params]
         self._without = sorted(set(place.values()) - set(self._with_gradient))
         self._all = self._with_gradient == list(range(len(all_params)))
-        self._same_layout = _torch.same_layout(grads)
+        self._same_layout = same_layout(grads)
         self._float16 = torch.float16 in {g.dtype for g in grads}
         self._device = grads[0].device
         self._device_type = self._device.type
@@ -148,14 +148,14 @@ class _Grouping:
         if list(map(id, all_params)) != self._ids or (self._float16 and not allow_fp16):
             return None
         params = all_params if self._all else [all_params[i] for i in self._with_gradient]
-        grads = [p.grad for p in params]
+        grads: list[Any] = [p.grad for p in params]
         if not self._same_layout(*grads):
             return None
         if self._without and any([all_params[i].grad is not None for i in self._without]):  # noqa: C419
             return None
         if self._kernels is not get_backend(self._device_type).kernels():
             return None
-        ready = self._kernels.prepare(cast("list[Tensor]", grads), self._layout)
+        ready = self._kernels.prepare(grads, self._layout)
         return Gradients(self._device, params, ready, self._kernels)
 
 

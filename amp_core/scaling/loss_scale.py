@@ -101,8 +101,9 @@ class LossScale:
         Raises:
             AssertionError: no gradients were checked since the last update; torch's text.
         """
-        scale = self.check("update")
-        tracker, left = cast(Tensor, self.growth_tracker), cast(Tensor, self.hysteresis_left)
+        scale, tracker, left = self.check("update"), self.growth_tracker, self.hysteresis_left
+        assert tracker is not None
+        assert left is not None
         flags = self.optimizer_states.found_infs()
         if not flags:  # not an assert statement, which Dynamo would turn into an operation
             raise AssertionError("No inf checks were recorded prior to update.")
@@ -222,16 +223,22 @@ def check_saved(state: object, schedule: LossScaleSchedule) -> SavedScale:
         growth_interval=state["growth_interval"],
         **known_fields(state.get("_schedule", {})),
     )
-    tracker = _count("_growth_tracker", state["_growth_tracker"])
-    left = _count("_hysteresis_left", state.get("_hysteresis_left", schedule.hysteresis))
+    tracker = whole_number("_growth_tracker", state["_growth_tracker"])
+    left = whole_number("_hysteresis_left", state.get("_hysteresis_left", schedule.hysteresis))
     return SavedScale(schedule, ScaleState(valid_scale(state["scale"]), tracker, left))
 
 
-def _count(name: str, value: Any) -> int:
+def whole_number(name: str, value: Any, least: int = 0) -> int:
+    """Return a saved number of steps.
+
+    Raises:
+        TypeError: it is not a number.
+        ValueError: it is below `least`, or int32 cannot hold it.
+    """
     try:
         count = int(value)
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise TypeError(f"{name} must be a whole number, got {value!r}.") from error
-    if not 0 <= count < 2**31:
+    if not least <= count < 2**31:
         raise ValueError(f"{name} must be a number of steps that int32 can hold, got {value!r}.")
     return count

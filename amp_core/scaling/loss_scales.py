@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.optim import Optimizer
 
+from amp_core.common.arguments import check_optimizer
 from amp_core.scaling.loss_scale import LossScale, check_saved
 from amp_core.scaling.optimizer_state import OptimizerState
 from amp_core.states.loss_scale import LossScaleSchedule, OptState
@@ -37,6 +38,11 @@ class LossScales:
     def __init__(
         self, init_scale: float, schedule: LossScaleSchedule, schedules: Mapping[str, LossScaleSchedule]
     ) -> None:
+        if not isinstance(schedules, Mapping):
+            raise TypeError(f"schedules= must map keys to schedules, not {schedules!r}.")
+        for each in (schedule, *schedules.values()):
+            if not isinstance(each, LossScaleSchedule):
+                raise TypeError(f"A schedule must be an amp_core.LossScaleSchedule, not {each!r}.")
         self.own = LossScale(init_scale, schedule)
         self.keyed: dict[str, LossScale] = {}
         self._init_scale, self._schedules = init_scale, dict(schedules)
@@ -82,15 +88,18 @@ class LossScales:
             ValueError: no loss was scaled under `key`; or it is missing, and all losses had keys; or there
                 are no optimizers, or their gradients have different scales.
             RuntimeError: another key was given for one of them since the last update.
+            TypeError: one is no optimizer.
         """
+        for each in optimizers:
+            check_optimizer(each, call)
         scales = [self.own] * len(optimizers)
         if key is not None or self.keyed:
             scales = [self._in_use(optimizer, key, call) for optimizer in optimizers]
         for loss_scale in scales:
             loss_scale.check(call)
-        if len({id(loss_scale) for loss_scale in scales}) != 1:
+        if len(set(map(id, scales))) != 1:
             raise ValueError(_NOT_ONE.format(call=call, count=len(optimizers)))
-        return Entry(optimizers, scales[0], [scales[0].optimizer_states.of(each) for each in optimizers])
+        return Entry(optimizers, scales[0], list(map(scales[0].optimizer_states.of, optimizers)))
 
     def _in_use(self, optimizer: Optimizer, key: str | None, call: str) -> LossScale:
         wanted = self.of(key)

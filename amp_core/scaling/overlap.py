@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from amp_core._torch.internals import version_of
 from amp_core._torch.list_writes import see_list_writes
+from amp_core._torch.tensors import version_of
 from amp_core.common.optimizers import parameters_of
 from amp_core.kernels import GradStats
 from amp_core.plugin.default_manager import get_backend
@@ -65,7 +65,8 @@ class Overlap:
             if overlap is not None:
                 overlap._written(param)
 
-        weakref.finalize(param, self._hooked.pop, id(param), None)
+        # The parameter owns its hook. A weak reference to itself would forbid torch.utils.swap_tensors.
+        weakref.finalize(written, self._hooked.pop, id(param), None)
         handle: RemovableHandle = param.register_post_accumulate_grad_hook(written)  # type: ignore[no-untyped-call]
         return handle
 

@@ -8,7 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from amp_core._torch.internals import is_tensor_view
+from amp_core._torch.tensors import is_tensor_view
+from amp_core.common.arguments import check_optimizer
 from amp_core.common.optimizers import parameters_of
 from amp_core.scaling.arithmetic import combine
 from amp_core.scaling.distributed import agree_on_flag, ranks_of
@@ -60,6 +61,12 @@ class AccumulationWindow:
         reweight: bool = True,
         key: str | None = None,
     ) -> None:
+        if not isinstance(scaler, GradScaler):
+            raise TypeError(
+                f"AccumulationWindow needs an amp_core.GradScaler, not {type(scaler).__module__}."
+                f"{type(scaler).__qualname__}."
+            )
+        check_optimizer(optimizer, "AccumulationWindow")
         self._scaler, self._optimizer, self._key = scaler, optimizer, key
         self._leave_out, self._reweight = leave_out, reweight
         self._params: list[Tensor] = []

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from amp_core._torch import internals as _torch
 from amp_core._torch import torchscript as _torch_script
+from amp_core._torch.autocast import autocast_devices_enabled
 from amp_core.regions.region import autocast
 from amp_core.scripting.rewrite import Ambient, rewrite
 
@@ -89,4 +89,4 @@ def script(fn: F) -> F:
 
 def _ambient() -> Ambient:
     """Return each device with eager autocast enabled, and its dtype."""
-    return tuple((d, torch.get_autocast_dtype(d)) for d in _torch.autocast_devices_enabled())
+    return tuple((d, torch.get_autocast_dtype(d)) for d in autocast_devices_enabled())

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from amp_core._torch import torchscript as _torch_script
-from amp_core._torch.internals import torch_autocast
+from amp_core._torch.autocast import torch_autocast
 from amp_core.errors import ScriptRegionError
 
 # Order of the positional arguments; the deprecated classes take no device.

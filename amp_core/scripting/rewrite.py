@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from amp_core._torch.internals import torch_autocast
+from amp_core._torch.autocast import torch_autocast
 from amp_core.errors import ScriptRegionError
 from amp_core.scripting.regions import REGION, RegionRewriter, dtype_name, region_statement
 from amp_core.scripting.runtime import Region

@@ -52,7 +52,7 @@ class RegionStack(list[Frame]):
         frame = self.pop(index)
         later = self[index:]
         for heir in later:
-            heir.nesting -= 1
+            heir.nesting -= heir.nesting > 0
             if heir.policies is not None and frame.policies is not None:
                 heir.policies -= 1
         for heir in later:

@@ -358,25 +358,32 @@ def test_compiled_model_is_untouched() -> None:
             assert torch.equal(compiled(X), expected)
 
 
+def shapes_of_casts(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[int, ...]]]:
+    """Return a list to which each cast kernel's call adds the shapes of its tensors."""
+    kernels, calls = amp_core.get_backend("cpu").kernels(), []
+    cast = kernels.cast
+
+    def counted(tensors, dtype, out=None):
+        calls.append([tuple(t.shape) for t in tensors])
+        return cast(tensors, dtype, out)
+
+    monkeypatch.setattr(kernels, "cast", counted)
+    return calls
+
+
 def test_one_kernel_call_for_all_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """A large model costs a launch a bucket; or its buckets get the casts of one another."""
     from amp_core.casts import bulk
 
     monkeypatch.setattr(bulk, "BUCKET_BYTES", 300)
+    monkeypatch.setattr(bulk, "_SMALL_ON_HOST", 0)
     model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
     x = torch.randn(3, 8)
     with amp_core.autocast("cpu"):
         model(x).float().sum().backward()
     expected = [p.grad for p in model.parameters()]
     model.zero_grad()
-    kernels, calls = amp_core.get_backend("cpu").kernels(), []
-    cast = kernels.cast
-
-    def counted(tensors, dtype, out=None):
-        calls.append(len(tensors))
-        return cast(tensors, dtype, out)
-
-    monkeypatch.setattr(kernels, "cast", counted)
+    calls = shapes_of_casts(monkeypatch)
     with amp_core.cached_casts(model):
         with amp_core.autocast("cpu"):
             model(x)  # which weights it takes is learnt
@@ -384,10 +391,32 @@ def test_one_kernel_call_for_all_weights(monkeypatch: pytest.MonkeyPatch) -> Non
         calls.clear()
         with amp_core.autocast("cpu"):
             loss = model(x).float().sum()
-        assert calls == [8]
+        assert [len(shapes) for shapes in calls] == [8]
     loss.backward()
-    assert sum(calls[1:]) == 8
+    assert sum(len(shapes) for shapes in calls[1:]) == 8
     assert len(calls) > 2
+    for param, grad in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(param.grad, grad, rtol=0, atol=0)
+
+
+def test_small_weights_are_cast_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each small weight costs a deep model more in Python, forward and backward, than its cast takes."""
+    model = nn.Sequential(nn.Linear(8, 160), *[nn.Linear(160, 160) for _ in range(2)], nn.Linear(160, 8))
+    x = torch.randn(3, 8)
+    with amp_core.autocast("cpu"):
+        model(x).float().sum().backward()
+    expected = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    calls = shapes_of_casts(monkeypatch)
+    with amp_core.cached_casts(model):
+        with amp_core.autocast("cpu"):
+            model(x)  # which weights it takes is learnt
+        torch._foreach_mul_([p.detach() for p in model.parameters()], 1.0)
+        calls.clear()
+        with amp_core.autocast("cpu"):
+            loss = model(x).float().sum()
+        loss.backward()
+    assert calls == 2 * [2 * [(160, 160)]]
     for param, grad in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(param.grad, grad, rtol=0, atol=0)
 

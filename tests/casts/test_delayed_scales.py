@@ -254,8 +254,11 @@ def test_products_without_histories_are_refused() -> None:
         scales.load_state_dict({"other": {}})
     with pytest.raises(TypeError, match=r"state of 0\.weight is Tensor, not a mapping"):
         scales.load_state_dict(model.state_dict())
-    for state in ({"inputs": {"seen": x, "current": x}}, {"input": {"seen": x}}):
-        with pytest.raises(ValueError, match="have the entries seen and current"):
+    for error, text, state in (
+        (ValueError, r"has 'inputs'\. Histories are of input, weight", {"inputs": {"seen": x, "current": x}}),
+        (KeyError, r"input of 0\.weight: .* has no entry 'current'", {"input": {"seen": x[0].abs()}}),
+    ):
+        with pytest.raises(error, match=text):
             scales.load_state_dict({"0.weight": state})
     with pytest.raises(TypeError, match=r"takes a torch\.nn\.Module, got list"):
         delayed_scales([model])  # type: ignore[arg-type]

@@ -36,6 +36,25 @@ def test_memory_comes_back_when_nobody_has_it() -> None:
     assert memory.idle_nbytes() == 0
 
 
+def test_growth_takes_linear_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first backward pass of a deep model asks of each gradient whether it is in use, for every other."""
+    from amp_core.casts import memory as module
+
+    asked, is_in_use = [], module.is_in_use
+    monkeypatch.setattr(module, "is_in_use", lambda storage: asked.append(0) or is_in_use(storage))
+    memory, count = KeptMemory(), 300
+    held = [memory.empty(20_000, torch.float32, LAYOUT.device) for _ in range(count)]
+    assert len({tensor.data_ptr() for tensor in held}) == count
+    assert len(asked) < 15 * count
+    places = {tensor.data_ptr() for tensor in held}
+    for _ in range(2):
+        held.clear()
+        asked.clear()
+        held += [memory.empty(20_000, torch.float32, LAYOUT.device) for _ in range(count)]
+        assert {tensor.data_ptr() for tensor in held} == places
+        assert len(asked) < 3 * count
+
+
 def test_memory_that_was_resized_or_shared_is_not_used_again() -> None:
     """Another process reads the next gradient in place of the one it was given, or a small one is overrun."""
     memory = KeptMemory()

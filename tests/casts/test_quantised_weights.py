@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import amp_core
 from amp_core import OpPolicy, autocast
-from amp_core.dispatch import kept_operands, scaled_products
+from amp_core.dispatch import kept_operands, quantized_products
 
 NAMES = ["fp8_tensorwise", "fp8_tiles", "mxfp6", "nvfp4"]
 SCOPES = {"cached_casts": amp_core.cached_casts, "master_weights": amp_core.master_weights}
@@ -68,13 +68,13 @@ def train(model: Model, name: str, around: Any, again: bool, batches: int = 3) -
 def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[tuple[int, ...]]]:
     """Count the calls that quantise, by the operand's shape."""
     counted: Counter[tuple[int, ...]] = Counter()
-    quantize = scaled_products._quantize
+    quantize = quantized_products._quantize
 
     def count(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         counted[tuple(tensor.shape)] += 1
         return quantize(tensor, *args, **kwargs)
 
-    monkeypatch.setattr(scaled_products, "_quantize", count)
+    monkeypatch.setattr(quantized_products, "_quantize", count)
     return counted
 
 

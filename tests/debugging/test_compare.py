@@ -269,3 +269,18 @@ def test_two_ranks_find_what_one_process_finds(on_ranks):
     """Under DDP, FSDP2 or tensor parallelism, ranks disagree and hang, compare shards, or spoil the model."""
     script = Path(__file__).parent / "data" / "sharded.py"
     assert on_ranks(script).count("all is well") == 2
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_that_the_step_clears(set_to_none):
+    """With the model at hand, a step that starts with zero_grad() takes accumulated gradients with it."""
+    model = nn.Linear(4, 2)
+    model(torch.ones(3, 4)).sum().backward()
+    before = [parameter.grad.clone() for parameter in model.parameters()]
+
+    def step():
+        model.zero_grad(set_to_none=set_to_none)
+        return model(torch.ones(3, 4)).square().mean()
+
+    amp_core.compare(step, "cpu", model=model)
+    assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), before, strict=True))

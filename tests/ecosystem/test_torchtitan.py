@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 if importlib.util.find_spec("torchtitan") is None:
-    pytest.skip("torchtitan is not installed; tox -e torchtitan trains it", allow_module_level=True)
+    pytest.skip("torchtitan is not installed; tox -e torchtitan installs it", allow_module_level=True)
 
 SCRIPT = Path(__file__).parent / "data" / "titan.py"
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import amp_core
 from amp_backend_cuda.scaled import CudaScaledProducts
 from amp_core import OpPolicy, Recipe, autocast
-from amp_core._torch.internals import fake_tensor_mode
+from amp_core._torch.tracing import fake_tensor_mode
 from amp_core.formats import quantize
 from amp_core.kernels import EMULATED, torch_scaled
 from amp_core.kernels.scaled import emulated

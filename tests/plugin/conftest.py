@@ -34,7 +34,10 @@ def amp_register_backends(registry):
     registry.add(GoodBackend())
 """
 
-# Serves two device types from one module, and names one that the other entry point does not.
+KNOWN = '\ntorch.utils.rename_privateuse1_backend("good")  # a process has room for one such device\n'
+
+# Serves two device types, which torch does not know, from one module, and names one that the other entry
+# point does not.
 PAIR = (
     GOOD.format(device="pair")
     + """    other = GoodBackend()
@@ -42,6 +45,14 @@ PAIR = (
     registry.add(other)
 """
 )
+
+CHANGES = """
+import os
+torch.set_default_dtype(torch.float64)
+torch.set_default_device("meta")
+torch.manual_seed(5)
+os.chdir("/")
+"""
 
 # Asks amp-core for the others while it is being loaded, then fails.
 ASKING = """
@@ -137,7 +148,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     site = Path(sysconfig.get_path("purelib", vars={"base": str(root / "env")}))
     # addsitedir, so that an editable amp-core is found as well
     (site / "shared.pth").write_text(f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n")
-    packages = [write_source(root, "good", GOOD.format(device="good"))]
+    packages = [write_source(root, "good", GOOD.format(device="good") + KNOWN)]
     packages += [write_wheel(root, "pair", PAIR, "pair-too")]
     packages += [write_wheel(root, name, source) for name, source in BROKEN.items()]
     python = str(scripts / "python")
@@ -161,6 +172,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         return json.loads(done.stdout.splitlines()[-1])
 
     return run
+
+
+@pytest.fixture
+def changing() -> str:
+    """The source of a plugin that works, and changes settings of the program as it is imported."""
+    return GOOD.format(device="changing") + CHANGES
 
 
 @pytest.fixture

@@ -62,7 +62,11 @@ def test_each_broken_one_is_named_once(listed: Any, broken: list[str]) -> None:
             "register",
             "does not say which version of the backend API it implements",
         ),
-        ("aclass", "register", "class GoodBackend; instantiate it"),
+        (
+            "aclass",
+            "register",
+            "is no amp_core.plugin.Backend instance; call registry.add(GoodBackend())",
+        ),
         ("greedy", "register", "wants to serve device type 'cpu', which plugin 'cpu' (amp-core"),
         ("argument", "register", "config"),
         ("misspelt", "register", "amp_register_backend"),
@@ -101,7 +105,10 @@ def test_two_claims_to_one_name_are_both_shown(listed: Any) -> None:
 
 def test_one_module_for_several_device_types(run: Any, listed: Any) -> None:
     """A plugin is found only under the names of its entry points, or fails under the second of them."""
-    assert listed["status"]["pair"][0] == listed["status"]["unannounced"][0] == "available"
+    for name in ("pair", "unannounced"):
+        status, reason, *_ = listed["status"][name]
+        assert status == "failed"
+        assert f"serves device type {name!r}, which torch does not know. Import the package" in reason
     code = """
     import json, warnings, amp_core
     warnings.simplefilter("ignore")
@@ -110,7 +117,34 @@ def test_one_module_for_several_device_types(run: Any, listed: Any) -> None:
     assert run(code) == ["unannounced", "pair"]
     quiet = run(LIST, AMP_DISABLE_BACKENDS="unannounced")
     assert quiet["status"]["unannounced"][:2] == ["disabled", "AMP_DISABLE_BACKENDS names it"]
-    assert quiet["status"]["pair"][0] == "available"
+    assert "torch does not know" in quiet["status"]["pair"][1]
+
+
+def test_what_a_plugin_changes_as_it_loads_is_put_back(run: Any, tmp_path: Path, changing: str) -> None:
+    """A region for a new device makes the rest of the program compute in another dtype, or otherwise."""
+    (tmp_path / "amp_backend_changing.py").write_text(changing)
+    folder = tmp_path / "amp_backend_changing-3.1.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: amp-backend-changing\nVersion: 3.1\n")
+    (folder / "entry_points.txt").write_text("[amp_core.backends]\nchanging = amp_backend_changing\n")
+    code = f"""
+    import json, os, sys, warnings, torch, amp_core
+    sys.path.insert(0, {str(tmp_path)!r})
+    def state():
+        settings = torch.get_default_dtype(), torch.get_default_device(), os.getcwd()
+        return [*map(str, settings), torch.get_rng_state().tolist()]
+    before = state()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        amp_core.get_backend("changing")
+    print(json.dumps([state() == before, [str(w.message) for w in caught]]))
+    """
+    same, (text,) = run(code)
+    assert same
+    assert text.startswith(
+        "plugin 'changing' (amp-backend-changing 3.1) changed the default dtype (torch.float32 to "
+        "torch.float64), the default device (cpu to meta), torch's generator, the working directory ("
+    )
 
 
 def test_a_disabled_built_in_leaves_no_room(run: Any) -> None:

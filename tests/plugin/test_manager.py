@@ -11,6 +11,7 @@ import torch
 
 import amp_core
 from amp_core.plugin import Availability, Backend, Registry, default_manager, entry_points, replace_backend
+from amp_core.plugin.registry import Owner
 
 
 class Npu(Backend):
@@ -35,9 +36,7 @@ def replaced() -> Iterator[Backend]:
     backend = Npu()
     replace_backend(backend)
     yield backend
-    default_manager.manager().registry.restore(
-        {k: v for k, v in default_manager.manager().registry.snapshot().items() if k != "hpu"}
-    )
+    default_manager.manager().registry.drop(Owner(__name__), frozenset({"hpu"}))
 
 
 def test_replacing_a_backend(replaced: Backend) -> None:
@@ -74,7 +73,8 @@ def test_two_owners() -> None:
     """The second plugin for a device replaces the first in silence."""
     registry = Registry()
     registry.add(Npu())
-    with pytest.raises(amp_core.BackendConflictError, match="wants to serve device type 'hpu', which"):
+    conflict = pytest.raises(amp_core.BackendConflictError, match="wants to serve device type 'hpu', which")
+    with registry.claimed(Owner("other")), conflict:
         registry.add(Npu())
 
 

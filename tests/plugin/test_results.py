@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -10,8 +11,10 @@ import torch
 import amp_core
 from amp_core import OpPolicy
 from amp_core.cli import main
+from amp_core.kernels import Portable
 from amp_core.plugin import Availability, Backend, replace_backend
 from amp_core.plugin.default_manager import manager
+from amp_core.plugin.registry import Owner, Registry
 
 
 class Right(Backend):
@@ -38,8 +41,41 @@ def _unknown_op(_: Backend) -> OpPolicy:
     return OpPolicy.default("cpu").override({"no_such_op": "fp32"})
 
 
+def _exiting(_: Backend) -> Any:
+    raise SystemExit("no licence")
+
+
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise ValueError
+
+
+def _mute(_: Backend) -> Any:
+    raise Mute
+
+
+def _nameless(_: Backend) -> Portable:
+    kernels = Portable()
+    kernels.name = None  # type: ignore[assignment]
+    return kernels
+
+
 WRONG = {
     "availability is a bool": ("availability", lambda _: True, "returned True, but must return an amp_core"),
+    "availability without words": (
+        "availability", lambda _: Availability(True, None),  # type: ignore[arg-type]
+        "must return an amp_core.plugin.Availability of",
+    ),
+    "availability exits": ("availability", _exiting, "raised SystemExit: no licence"),
+    "kernels without a name": ("kernels", _nameless, "whose name and reason are strings"),
+    "a cached method": ("default_dtype", functools.cache(lambda _: "bf16"), "returned 'bf16', but must"),
+    "a class method": ("default_dtype", classmethod(lambda _: "bf16"), "returned 'bf16', but must"),
+    "too few arguments": ("default_dtype", lambda: torch.float16, "raised TypeError"),
+    "an error without text": ("kernels", _mute, "raised Mute: (its text cannot be had: ValueError)"),
+    "another device's policy": (
+        "op_policy", lambda _: OpPolicy.default("cuda"),
+        "returned the policy of 'cuda'; return OpPolicy('cpu', OpPolicy.default('cuda').rules)",
+    ),
     "availability raises": ("availability", _raising, "raised OSError: libnpu.so"),
     "kernels are None": ("kernels", lambda _: None, "returned None, but must return an amp_core.kernels"),
     "kernels are an object": ("kernels", lambda _: object(), "must return an amp_core.kernels.Kernels"),
@@ -51,7 +87,7 @@ WRONG = {
     "dtypes raise": ("supported_dtypes", _raising, "raised OSError"),
     "a refusal as a string": ("autocast_refusal", lambda *_: "no", "must return None or an amp_core.plugin"),
     "an unknown op": ("op_policy", _unknown_op, "has no op 'no_such_op'"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", WRONG)
@@ -66,6 +102,74 @@ def test_a_wrong_result_names_backend_method_and_mend(fault: str) -> None:
     assert message.startswith(f"WrongBackend.{method}() of {__name__} ")
     assert text in message
     assert "AMP_DISABLE_BACKENDS=cpu" in message
+
+
+ATTRIBUTES: dict[str, tuple[dict[str, Any], str]] = {
+    "a string for a bool": ({"has_float64": "no"}, "has_float64 must be True or False; it is 'no'"),
+    "a method for a bool": ({"caches_memory": lambda _: True}, "caches_memory must be True or False; it is"),
+    "words for a size": ({"grad_bucket_nbytes": "32 MiB"}, "grad_bucket_nbytes must be a positive int"),
+    "no size": ({"grad_bucket_nbytes": 0}, "grad_bucket_nbytes must be a positive int; it is 0"),
+    "one string for several": ({"aliases": "npux"}, "aliases must be a tuple of strings; it is 'npux'"),
+    "one device type for several": ({"also_casts": "xla"}, "also_casts must be a frozenset of device types"),
+    "an unknown rule": ({"op_lists": {"float32": "exp"}}, "op_lists must be a mapping"),
+    "lists in op lists": ({"op_lists": {"fp32": ["exp"]}}, "op_lists must be a mapping to op names in"),
+    "a property for a method": (
+        {"default_dtype": property(lambda _: torch.float16)}, "default_dtype must be a method that returns a",
+    ),
+    "a value for a method": ({"supported_dtypes": (torch.float16,)}, "it is (torch.float16,)"),
+    "no hash": ({"__eq__": lambda *_: True, "__hash__": None}, "must also define __hash__"),
+    "a version in words": ({"api_version": "1"}, "Set `api_version = 1` in the class, an int"),
+    "a method for the device type": ({"device_type": lambda _: "cpu"}, "it is a method"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", ATTRIBUTES)
+def test_a_wrong_attribute_is_refused_on_registration(fault: str) -> None:
+    """The attribute changes what is computed in silence, or fails deep in a region."""
+    attributes, text = ATTRIBUTES[fault]
+    backend = type("WrongBackend", (Right,), {**attributes, "__module__": __name__})()
+    with pytest.raises((TypeError, amp_core.BackendLoadError)) as raised:
+        Registry().add(backend)
+    message = str(raised.value)
+    assert message.startswith(f"WrongBackend of plugin '{__name__}'")
+    assert text in message
+
+
+def test_unusual_attributes_and_methods_are_taken() -> None:
+    """A right backend is refused for how its methods are bound, or a property asks the driver on import."""
+
+    class Unusual(Right):
+        aliases = ["npux"]  # type: ignore[assignment]  # noqa: RUF012
+        kernels = functools.lru_cache(Right.kernels)
+
+        @property
+        def has_float64(self) -> bool:  # type: ignore[override]
+            raise OSError("asked")
+
+        @classmethod
+        def default_dtype(cls) -> torch.dtype:
+            return torch.float16
+
+        @staticmethod
+        def supported_dtypes() -> tuple[torch.dtype, ...]:
+            return (torch.float16,)
+
+    backend = Unusual()
+    Registry().add(backend)
+    assert backend.default_dtype() is Unusual.default_dtype() is torch.float16
+    assert backend.supported_dtypes() == (torch.float16,)
+    with pytest.raises(amp_core.BackendError, match="raised OSError: asked"):
+        backend.kernels()
+
+
+def test_two_backends_of_one_plugin_for_a_device_type() -> None:
+    """The plugin is said to be in conflict with itself, and told to be uninstalled."""
+    registry = Registry()
+    with registry.claimed(Owner("twice")):
+        registry.add(Right())
+        with pytest.raises(amp_core.BackendConflictError) as raised:
+            registry.add(Right())
+    assert str(raised.value) == "plugin 'twice' adds two backends for device type 'cpu'. Add one of them."
 
 
 def test_right_results_pass_unchanged() -> None:
@@ -90,4 +194,4 @@ def test_a_device_type_that_torch_does_not_know_is_named_with_its_backend(
         assert main(["check", "nosuch"]) == 2
         assert str(raised.value) in capsys.readouterr().err
     finally:
-        registry.restore({k: v for k, v in registry.snapshot().items() if k != "nosuch"})
+        registry.drop(Owner(__name__), frozenset({"nosuch"}))

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import amp_core
 from amp_core import EmulationWarning, GradScaler, OpPolicy, PolicyError, Recipe, autocast
-from amp_core.dispatch import activate
+from amp_core.dispatch import activate, runners
 from amp_core.formats import E4M3, Quantization, quantize
 
 LOW = torch.bfloat16
@@ -550,7 +550,7 @@ def test_float8_as_the_dtype_of_a_region() -> None:
 
 def test_emulation_is_said_once() -> None:
     """A user takes the time of a rehearsal for that of the format."""
-    activate._warned.clear()
+    runners._warned.clear()
     activate._prepared_once.cache_clear()
     with pytest.warns(EmulationWarning, match="emulated on 'cpu'") as caught:
         region("recipe mxfp8")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import gc
+import operator
 import sys
 import threading
 import weakref
@@ -10,14 +13,17 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+import pytest
 import torch
 
 import amp_core
 from amp_core.dispatch import activate, engine
-from amp_core.regions import autocast_state, base, region
+from amp_core.regions import autocast_state, base, disabling, region
 from amp_core.states import region_stack
 
-FILES = {module.__file__ for module in (activate, engine, autocast_state, base, region, region_stack)}
+FILES = {
+    module.__file__ for module in (activate, engine, autocast_state, base, disabling, region, region_stack)
+}
 X = torch.ones(2, 2)
 
 
@@ -57,6 +63,17 @@ def interrupted_at(number: int, function: Callable[[], None]) -> bool:
     return False
 
 
+def excess() -> int:
+    """Take back and return what an interrupt left of torch's count.
+
+    The tracer also raises between the count and the note of it, where CPython takes no interrupt.
+    """
+    depth = torch.autocast_increment_nesting() - 1
+    for _ in range(depth + 1):
+        torch.autocast_decrement_nesting()
+    return depth
+
+
 def test_an_interrupt_at_every_bytecode() -> None:
     """An interrupt while a region is entered or left leaves it in force, even after the next one."""
     tested = amp_core.autocast("cpu", dtype=torch.float16)
@@ -76,8 +93,23 @@ def test_an_interrupt_at_every_bytecode() -> None:
             with tested:
                 pass
         assert state() == before
+        assert excess() in (0, 1)
     assert number > 50
     assert lasting < 60, f"{lasting} of {number} bytecodes leave the region in force until the next one"
+
+
+def test_an_interrupt_right_after_torch_has_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The region is counted, nobody notes it, and the thread seems to be in a region for good."""
+    interrupt = ctypes.pythonapi.PyThreadState_SetAsyncExc
+    here = ctypes.c_ulong(threading.get_ident())
+    ask = functools.partial(interrupt, here, ctypes.py_object(Interrupt))
+    both = zip(autocast_state._entries, iter(ask, None), strict=False)  # no bytecode runs between the two
+    with monkeypatch.context() as patched:
+        patched.setattr(autocast_state, "_entries", map(operator.itemgetter(0), both))
+        with pytest.raises(Interrupt), amp_core.autocast("cpu"):
+            pass
+    assert excess() == 0
+    assert not region_stack.thread.regions
 
 
 def test_threads_share_a_disabling_decorator() -> None:
@@ -116,3 +148,22 @@ def test_a_policy_that_is_gone_is_freed() -> None:
     del policies, policy, entered
     gc.collect()
     assert sum(reference() is not None for reference in activations) <= 256
+
+
+def test_an_interrupt_in_disable_stays_an_interrupt() -> None:
+    """The clean-up leaves a region whose entry was stopped, and an error hides this interrupt or the next."""
+
+    def enter_and_leave() -> None:
+        with amp_core.autocast("cpu"), amp_core.disable():
+            pass
+
+    enter_and_leave()
+    before, number = state(), 1
+    while interrupted_at(number, enter_and_leave):
+        number += 1
+        while region_stack.thread.regions:  # CPython took the interrupt before __exit__ began
+            region_stack.thread.regions[-1].region.__exit__(None, None, None)
+        assert excess() in (0, 1)
+        enter_and_leave()
+        assert state() == before
+    assert number > 100

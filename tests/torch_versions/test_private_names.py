@@ -62,7 +62,7 @@ def test_probes_do_not_depend_on_where_they_run() -> None:
     command = [sys.executable, str(SCRIPT.with_name("ambient.py"))]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     reports = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(reports) == 18, done.stderr
+    assert len(reports) == 21, done.stderr
     assert [report for report in reports if report[1]] == []
 
 

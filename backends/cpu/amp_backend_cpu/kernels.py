@@ -6,7 +6,7 @@ import ctypes
 import functools
 from array import array
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -39,6 +39,9 @@ class Compiled(StorageKernels):
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
         self._tuning = _library.Tuning(library)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return load, ()  # handles of a library cannot be copied
 
     @property
     def reason(self) -> str:  # type: ignore[override]  # measured on first use

@@ -18,6 +18,7 @@ from amp_core.kernels.triton_kernels import Triton
 from amp_core.testing import BackendFixtures, Loopback, check
 
 _cast, _call = interpreter.InterpreterBuilder.cast_impl, interpreter.GridExecutor.__call__
+_patch = interpreter._patch_lang_tensor
 _one_at_a_time = threading.Lock()
 
 
@@ -40,7 +41,14 @@ def _call_alone(self: Any, *args: Any, **kwargs: Any) -> Any:
         return _call(self, *args, **kwargs)
 
 
+def _patch_silently(tensor: Any, scope: Any) -> None:
+    """Triton 3.6 takes numbers out of arrays in a way that NumPy warns of, at each call of a kernel."""
+    _patch(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+
 interpreter.InterpreterBuilder.cast_impl = _cast_as_gpus_do
+interpreter._patch_lang_tensor = _patch_silently
 interpreter.GridExecutor.__call__ = _call_alone
 KERNELS = Triton("cpu")
 

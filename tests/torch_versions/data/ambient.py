@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -57,12 +57,9 @@ def report(state: str) -> None:
         print(json.dumps([state, off]))
 
 
-for imported in (False, True):
-    if imported:
-        import torch._dynamo  # which takes seconds in each child otherwise
-
-        from amp_core._torch import dispatcher, dynamo, internals, torchscript  # noqa: F401
-    for state in [*STATES, "torch.func"]:
+def in_children(states: Iterable[str]) -> None:
+    """Fork a process for each state."""
+    for state in states:
         child = os.fork()
         if not child:
             try:
@@ -71,3 +68,14 @@ for imported in (False, True):
                 sys.stdout.flush()
                 os._exit(0)
         os.waitpid(child, 0)
+
+
+# Each child imports Dynamo, which takes seconds, so only in states that tensors notice.
+in_children(["inference_mode", "default device", "FakeTensorMode"])
+import torch._dynamo  # noqa: E402
+
+in_children([*STATES, "torch.func"])
+import amp_core._torch.dynamo  # noqa: E402
+import amp_core._torch.tracing  # noqa: E402, F401
+
+in_children([*STATES, "torch.func"])

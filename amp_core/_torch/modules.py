@@ -1,0 +1,54 @@
+"""The private torch names for modules: casting what they are given, replacing how they are cast."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from amp_core._torch.features import Feature
+from amp_core.common.containers import map_tensors
+
+
+def _map_only(kind: type, function: Callable[[Any], Any], tree: Any) -> Any:
+    return map_tensors(tree, lambda tensor: function(tensor) if isinstance(tensor, kind) else tensor)
+
+
+# For casting what a module is given and returns.
+tree_map_only = Feature(
+    "module_casts", "apply_policy casts the inputs of modules only in lists, tuples and mappings"
+).function("torch.utils._pytree.tree_map_only", _map_only, lambda f: f(torch.Tensor, torch.clone, ([1],)))
+
+_KEEPING = Feature("kept_buffers", "PrecisionPlan.apply cannot keep buffers in float32")
+_apply_to_tensors = _KEEPING.value("torch.nn.Module._apply", None)
+
+
+@_KEEPING.probe
+def _check_apply() -> None:
+    seen: list[torch.Tensor] = []
+    module = torch.nn.Module()
+    module.register_buffer("each", torch.zeros(1))
+
+    def see(tensor: torch.Tensor) -> torch.Tensor:
+        seen.append(tensor)
+        return tensor
+
+    _apply_to_tensors(module, see)
+    if not seen:
+        raise RuntimeError("it passes no buffer to its function")
+
+
+def require_module_casts() -> None:
+    """Raise unless ``Module.to`` and the like go through one method that a module can replace.
+
+    Raises:
+        TorchFeatureError: they do not.
+    """
+    _KEEPING.require()
+
+
+def apply_to_tensors(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Call the method of the module's class through which ``Module.to`` and the like go."""
+    method: Any = type(module)._apply
+    return method(module, *args, **kwargs)

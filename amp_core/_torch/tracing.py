@@ -1,0 +1,127 @@
+"""The private torch names for what traces, transforms or records ops."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import torch
+
+from amp_core._torch.autocast import privateuse1_name
+from amp_core._torch.features import Feature, resolve
+from amp_core.errors import TorchFeatureError
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_COMPILE = Feature(
+    "compile", "steps inside torch.compile always run outside the graph, and policies need fullgraph=False"
+)
+
+# What Dynamo does with the next function that is called; None where nothing is being compiled.
+frames_are_compiled: Callable[[], Any] = _COMPILE.function(
+    "torch._C._dynamo.eval_frame.get_eval_frame_callback", lambda: "unknown", check=lambda f: f()
+)
+
+
+def _run_outside_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.cache
+    def disabled() -> Callable[..., Any]:
+        return cast("Callable[..., Any]", torch.compiler.disable(function))  # type: ignore[no-untyped-call]
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return disabled()(*args, **kwargs)
+
+    return run
+
+
+# For what `torch.compile` cannot trace: a call breaks the graph. Does what ``torch.compiler.disable`` does,
+# which would import all of Dynamo (2 s).
+_LAZY = Feature("lazy_compile", "the first step of a GradScaler imports torch.compile, which takes seconds")
+outside_graphs: Callable[[F], F] = _LAZY.function(
+    "torch._compile._disable_dynamo", _run_outside_graphs, check=lambda f: f(privateuse1_name)
+)
+
+# Whether ``torch.func`` is transforming what runs now: its tensors are plain by type but have no memory.
+functorch_is_at_work: Callable[[], bool] = Feature(
+    "functorch", "portable kernels take the place of compiled ones, which is slower"
+).function("torch._C._are_functorch_transforms_active", lambda: True, check=lambda f: f())
+
+_CAPTURE = Feature(
+    "capture", "cached_casts and master_weights cast every weight at every use, which is slower"
+)
+_jit_tracing_state = _CAPTURE.function("torch._C._get_tracing_state", lambda: "unknown", check=lambda f: f())
+_dispatch_mode = _CAPTURE.function("torch._C._get_dispatch_mode", lambda _key: "unknown")
+_PROXY_MODE = _CAPTURE.value("torch._C._TorchDispatchModeKey.PROXY", None)
+_CAPTURE.attempt(lambda: _dispatch_mode(_PROXY_MODE))
+
+_FAKES = Feature(
+    "fake_weights",
+    "torch.compile refuses recipes with delayed scales",
+    "torch._subclasses.fake_tensor.is_fake",
+)
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` stands for another one while a graph is traced, and has no values."""
+    return _FAKES.works_or_warn() and bool(resolve("torch._subclasses.fake_tensor.is_fake")(tensor))
+
+
+def calls_are_captured() -> bool:
+    """Whether ops that run now are transformed by ``torch.func`` or traced into a graph of any kind.
+
+    A cached cast would be a constant of such a graph, or a tensor of another level of ``torch.func``.
+    """
+    if not _CAPTURE.complete:
+        _CAPTURE.warn()
+        return True
+    return (
+        functorch_is_at_work() or _jit_tracing_state() is not None or _dispatch_mode(_PROXY_MODE) is not None
+    )
+
+
+_FAKE = Feature(
+    "fake_tensors",
+    "the conformance kit does not check kernels under FakeTensorMode",
+    "torch._subclasses.fake_tensor.FakeTensorMode",
+)
+
+
+def fake_tensor_mode() -> Any:
+    """Return a FakeTensorMode, in which tensors have a shape and a dtype but no values.
+
+    Raises:
+        TorchFeatureError: torch has no such mode.
+    """
+    _FAKE.require()
+    return resolve("torch._subclasses.fake_tensor.FakeTensorMode")()
+
+
+_RECORD = Feature(
+    "record", "amp_core.record, amp_core.compare, amp_core.advise and `amp demo` cannot see ops"
+)
+
+# The op that casts, and the one that copies lists of tensors.
+to_copy: Any = _RECORD.value("torch.ops.aten._to_copy.default", None)
+copy_lists: Any = _RECORD.value("torch.ops.aten._foreach_copy_.default", None)
+
+_CHECKS = Feature("dtype_checks", "amp_core.materialize leaves the checks of dtypes that tracing adds")
+_dtype_check: Any = _CHECKS.value("torch.ops.aten._assert_tensor_metadata.default", None)
+
+
+def checks_dtype(op: object) -> bool:
+    """Whether `op` is the one by which a traced graph checks a dtype."""
+    return _CHECKS.works_or_warn() and op is _dtype_check
+
+
+class _NoDispatchMode:
+    def __init__(self) -> None:
+        raise TorchFeatureError(_RECORD.reason)
+
+
+if TYPE_CHECKING:
+    TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
+else:
+    _mode = _RECORD.value("torch.utils._python_dispatch.TorchDispatchMode", None)
+    TorchDispatchMode = _mode if _RECORD.complete else _NoDispatchMode

@@ -1,0 +1,61 @@
+"""Checks of arguments that several public functions share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+
+def check_module(value: object, function: str) -> None:
+    """Raise TypeError unless `value` is a module, which `function` needs."""
+    if not isinstance(value, nn.Module):
+        raise TypeError(f"{function}() needs a torch.nn.Module, not {_named(value)}.")
+
+
+def check_optimizer(value: object, function: str) -> None:
+    """Raise TypeError unless `value` is an optimizer, or wraps one as trainers do."""
+    if isinstance(value, type) or not hasattr(value, "param_groups"):
+        raise TypeError(f"{function}() needs a torch.optim.Optimizer, not {_named(value)}.")
+
+
+def as_number(value: Any, name: str) -> Any:
+    """Return `value` as torch's clipping takes it: as a float, or as a tensor.
+
+    Raises:
+        TypeError: it is no number.
+    """
+    if isinstance(value, (float, int, Tensor)):
+        return value
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"{name}= must be a number, not {value!r}.") from None
+
+
+def check_whole(value: object, name: str, least: int) -> None:
+    """Raise TypeError or ValueError unless `value` is an integer of at least `least`."""
+    if not isinstance(value, int):
+        raise TypeError(f"{name}= must be an integer, not {value!r}.")
+    if value < least:
+        raise ValueError(f"{name}= must be at least {least}, not {value}.")
+
+
+def named_tensors(pairs: Iterable[Any]) -> Iterator[tuple[str, Tensor]]:
+    """Yield `pairs` of a name and a parameter.
+
+    Raises:
+        TypeError: `pairs` is or holds something else.
+    """
+    for pair in pairs if isinstance(pairs, Iterable) and not isinstance(pairs, nn.Module) else [pairs]:
+        if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and isinstance(pair[1], Tensor)):
+            raise TypeError(
+                f"Names of parameters must be pairs, as model.named_parameters() returns them, not "
+                f"{_named(pair)}."
+            )
+        yield pair[0], pair[1]
+
+
+def _named(value: object) -> str:
+    return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__

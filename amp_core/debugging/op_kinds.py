@@ -1,0 +1,78 @@
+"""What an op does with its tensors: cast, move or compute."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amp_core._torch.dispatcher import Overload, dispatcher_name, is_view
+from amp_core._torch.tracing import copy_lists, to_copy
+from amp_core.common.containers import tensors_in
+
+_aten = torch.ops.aten
+
+CASTS = (to_copy, torch.ops.prims.convert_element_type.default)
+
+
+def copied(func: Overload, args: tuple[Any, ...], result: Any) -> Iterable[tuple[Tensor, Tensor]]:
+    """Return (source, copy) for each tensor that the op copies and possibly casts."""
+    if func in CASTS:
+        return [(args[0], result)]
+    if func is _aten.copy_.default:
+        return [(args[1], args[0])]
+    return zip(args[1], args[0], strict=True) if func is copy_lists else ()
+
+
+_MOVES = {
+    "_foreach_copy_",
+    "_to_copy",
+    "_unsafe_view",
+    "convert_element_type",
+    "clone",
+    "copy_",
+    "detach",
+    "empty_like",
+    "fill_",
+    "full_like",
+    "new_empty",
+    "new_empty_strided",
+    "new_full",
+    "new_ones",
+    "new_zeros",
+    "ones_like",
+    "set_",
+    "wait_tensor",
+    "_wrap_tensor_autograd",
+    "zero_",
+    "zeros_like",
+}
+
+
+@functools.cache
+def only_moves(op: Overload) -> bool:
+    """Return whether the op computes nothing and only creates a view, a copy or a new tensor."""
+    return is_view(op) or op.namespace in ("fsdp", "profiler") or short_name(op) in _MOVES
+
+
+def short_name(op: Overload) -> str:
+    """Return the op's name without namespace and overload."""
+    return dispatcher_name(op).rpartition("::")[2].partition(".")[0]
+
+
+def dtypes_of(tensors: Iterable[Tensor]) -> tuple[torch.dtype, ...]:
+    """Return the distinct dtypes of the tensors, narrowest first."""
+    return tuple(sorted({t.dtype for t in tensors}, key=lambda d: (d.itemsize, str(d))))
+
+
+def is_low(dtype: torch.dtype) -> bool:
+    """Return whether a floating-point dtype has fewer than 32 bits."""
+    return dtype.itemsize < 4
+
+
+def floats_in(value: Any) -> list[Tensor]:
+    """Return the floating-point tensors in arguments or results."""
+    return [tensor for tensor in tensors_in(value) if tensor.is_floating_point()]

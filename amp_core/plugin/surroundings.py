@@ -1,0 +1,59 @@
+"""Keep the program's settings while a plugin loads, which may be in the middle of a computation."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+def _set_default_device(device: torch.device) -> None:
+    torch.set_default_device(None if device.type == "cpu" else device)
+
+
+def _random_state() -> list[int]:
+    state: list[int] = torch.get_rng_state().tolist()
+    return state
+
+
+def _set_random_state(state: list[int]) -> None:
+    torch.set_rng_state(torch.tensor(state, dtype=torch.uint8, device="cpu"))
+
+
+def _folder() -> str:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:  # it has been removed
+        return ""
+
+
+_SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "the default dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "the default device": (torch.get_default_device, _set_default_device),
+    "grad mode": (torch.is_grad_enabled, torch.set_grad_enabled),
+    "the number of threads": (torch.get_num_threads, torch.set_num_threads),
+    "the precision of float32 products": (
+        torch.get_float32_matmul_precision,
+        torch.set_float32_matmul_precision,
+    ),
+    "torch's generator": (_random_state, _set_random_state),
+    "the working directory": (_folder, os.chdir),
+}
+
+
+@contextmanager
+def restored() -> Iterator[list[str]]:
+    """Put back what the block changes of the program; after it, the list yielded says what that was."""
+    changed: list[str] = []
+    before = {name: read() for name, (read, _) in _SETTINGS.items()}
+    try:
+        yield changed
+    finally:
+        for name, (read, write) in _SETTINGS.items():
+            now = read()
+            if now != before[name]:
+                write(before[name])
+                changed.append(name if isinstance(now, list) else f"{name} ({before[name]} to {now})")

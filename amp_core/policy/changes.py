@@ -1,0 +1,70 @@
+"""Check the rules that `OpPolicy` is given, and resolve their ops to full names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from amp_core.errors import PolicyError
+from amp_core.policy import names, recipes
+from amp_core.policy import rules as r
+
+if TYPE_CHECKING:
+    from amp_core.formats import Recipe
+
+
+OpName = Any
+"""A string, or an op object: see `amp_core.policy.names.overloads`."""
+
+
+def resolve(changes: Mapping[OpName, str | Recipe]) -> dict[str, str]:
+    """Return full op names with their rules.
+
+    Raises:
+        PolicyError: an op or a rule is unknown, or the rule cannot apply to the op.
+    """
+    if not isinstance(changes, Mapping):
+        raise PolicyError(f"Rules must be a mapping from op to rule, not {type(changes).__name__}.")
+    rules: dict[str, str] = {}
+    for op, given in changes.items():
+        rule = recipes.as_rule(given)
+        rules.update(dict.fromkeys(_applicable(op, rule), rule))
+    return rules
+
+
+def _applicable(op: OpName, rule: str) -> list[str]:
+    _check_rule(op, rule)
+    reasons = {name: _refusal(rule, name) for name in names.full_names(op)}
+    usable = [name for name, reason in reasons.items() if reason is None]
+    if not usable:
+        name, reason = next(iter(reasons.items()))
+        raise PolicyError(f"The rule {rule!r} cannot apply to {name}: {reason}.")
+    return usable
+
+
+def _refusal(rule: str, name: str) -> str | None:
+    if names.is_function(name):
+        kept = ", ".join(r.FOR_FUNCTIONS)
+        return None if rule in r.FOR_FUNCTIONS else f"an autograd function can have only {kept}"
+    recipe = recipes.recipe_of(rule)
+    if recipe is not None:
+        return recipes.refusal(name, recipe)
+    overload = names.find(name)
+    return None if overload is None else r.refusal(rule, overload)
+
+
+def _check_rule(op: OpName, rule: object) -> None:
+    if r.is_known(rule):
+        return
+    wanted = recipes.meant(rule)
+    if wanted is not None:
+        raise PolicyError(f"Unknown rule {rule!r} for {op!r}: {wanted}")
+    import difflib
+
+    near = difflib.get_close_matches(str(rule), r.RULES, n=2, cutoff=0.5)
+    hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
+    raise PolicyError(
+        f"Unknown rule {rule!r} for {op!r}: {hint}the rules are {', '.join(r.RULES)}, and "
+        f"{r.above(8e6)!r} for calls above some work; matrix products also take a Recipe, or its name as in "
+        f"'recipe mxfp8'."
+    )

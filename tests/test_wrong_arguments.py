@@ -1,0 +1,186 @@
+"""Wrong arguments of public functions are refused in words, and leave nothing behind."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import amp_core
+from amp_core import (
+    AccumulationWindow,
+    GradScaler,
+    LossScaleSchedule,
+    OpPolicy,
+    PolicyError,
+    PrecisionPlan,
+    plugin,
+)
+
+MODEL = nn.Linear(4, 4)
+NO_MODULES = [None, 3, nn.Linear, [MODEL.weight], MODEL.weight, "model"]
+NO_OPTIMIZERS = [None, 3, MODEL, "adam", torch.optim.SGD]
+
+
+def optimizer() -> torch.optim.Optimizer:
+    return torch.optim.SGD(MODEL.parameters(), lr=0.1)
+
+
+OPTIMIZER = optimizer()
+
+
+def scaler() -> GradScaler:
+    """Return a scaler whose gradients are there."""
+    made = GradScaler("cpu", init_scale=4.0)
+    MODEL.zero_grad()
+    made.scale(MODEL(torch.ones(2, 4)).sum()).backward()
+    return made
+
+
+OF_MODULE: dict[str, Callable[[Any], Any]] = {
+    "cached_casts": amp_core.cached_casts,
+    "master_weights": amp_core.master_weights,
+    "apply_policy": lambda model: amp_core.apply_policy(model, {"": "fp32"}),
+    "materialize": lambda model: amp_core.materialize(model, (torch.ones(1, 4),)),
+    "count_lost_updates": lambda model: amp_core.count_lost_updates(model, OPTIMIZER),
+    "PrecisionPlan.apply": PrecisionPlan(OpPolicy.default("cpu")).apply,
+}
+
+
+@pytest.mark.parametrize("value", NO_MODULES, ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize("function", OF_MODULE)
+def test_what_is_no_module_is_refused(function: str, value: Any) -> None:
+    """`'NoneType' object has no attribute 'modules'` from inside, or hooks that stay on the optimizer."""
+    with pytest.raises(TypeError, match=rf"{function}\(\) needs a torch\.nn\.Module, not "):
+        OF_MODULE[function](value)
+    amp_core.count_lost_updates(nn.Linear(2, 2), OPTIMIZER).remove()
+
+
+@pytest.mark.parametrize("value", NO_OPTIMIZERS, ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize("call", ["step", "unscale_", "clip_grad_norm_", "step_closure", "window"])
+def test_what_is_no_optimizer_is_refused(call: str, value: Any) -> None:
+    """`cannot create weak reference to 'NoneType' object` from inside."""
+    made = scaler()
+    calls: dict[str, Callable[[], object]] = {
+        "step": lambda: made.step(value),
+        "unscale_": lambda: made.unscale_(value),
+        "clip_grad_norm_": lambda: made.clip_grad_norm_(value, 1.0),
+        "step_closure": lambda: made.step_closure(value, lambda: 0.0),
+        "window": lambda: AccumulationWindow(made, value),
+    }
+    with pytest.raises(TypeError, match=r"\(\) needs a torch\.optim\.Optimizer, not "):
+        calls[call]()
+    made.step(optimizer())
+    made.update()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"schedule": 3}, TypeError, "must be an amp_core.LossScaleSchedule"),
+        ({"schedule": LossScaleSchedule}, TypeError, "must be an amp_core.LossScaleSchedule"),
+        ({"schedules": {"a": 3}}, TypeError, "must be an amp_core.LossScaleSchedule"),
+        ({"schedules": [LossScaleSchedule()]}, TypeError, "schedules= must map keys"),
+        ({"named_parameters": MODEL}, TypeError, r"model.named_parameters\(\) returns them, not Linear"),
+        ({"named_parameters": MODEL.parameters()}, TypeError, "not Parameter"),
+        ({"named_parameters": 3}, TypeError, "not int"),
+        ({"history": -1}, ValueError, "history= must be at least 0, not -1"),
+        ({"history": "all"}, TypeError, "history= must be an integer"),
+        ({"warn_after": -1}, ValueError, "warn_after= must be at least 0"),
+        ({"warn_after": "never"}, TypeError, "warn_after= must be an integer"),
+    ],
+)
+def test_arguments_of_a_scaler(arguments: dict[str, Any], error: type[Exception], text: str) -> None:
+    """A wrong schedule is taken, and fails in the middle of the training."""
+    with pytest.raises(error, match=text):
+        GradScaler("cpu", **arguments)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("arguments", [{"max_norm": "one"}, {"max_norm": 1.0, "norm_type": "two"}])
+def test_norms_that_are_no_numbers(arguments: dict[str, Any], fused: bool) -> None:
+    """An error of a kernel, when gradients are half read."""
+    made = scaler()
+    with pytest.raises(TypeError, match=r"must be a number, not '(one|two)'"):
+        made.step(torch.optim.SGD(MODEL.parameters(), lr=0.1, fused=fused), **arguments)
+
+
+def test_norms_as_torch_takes_them() -> None:
+    """Torch's clipping takes text such as "inf" from a configuration file."""
+    found = []
+    for norm_type in (float("inf"), "inf"):
+        made, stepped = scaler(), optimizer()
+        found.append(made.clip_grad_norm_(stepped, "0.5", norm_type))  # type: ignore[arg-type]
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda: plugin.replace_backend(3), "needs an instance of amp_core.plugin.Backend, not int"),
+        (lambda: amp_core.get_backend(None), "not by None"),
+        (lambda: amp_core.get_backend(torch.device("cpu")), r"such as 'cuda', not by device\("),
+        (lambda: scaler().step_closure(optimizer(), 3), "closure must be a function"),
+        (lambda: AccumulationWindow(torch.amp.GradScaler("cpu"), optimizer()), "not torch.amp.grad_scaler"),
+        (lambda: amp_core.master_weights(MODEL, optimizer(), "kahan", keep="0.*"), "must be a list of globs"),
+        (lambda: amp_core.master_weights(MODEL, optimizer(), "kahan", keep=[3]), "must be a list of globs"),
+        (lambda: amp_core.master_weights(MODEL, optimizer(), "stochastic", seed="x"), "seed= must be an int"),
+    ],
+)
+def test_other_arguments(call: Callable[[], object], text: str) -> None:
+    """An AttributeError from inside, or an error that names something else."""
+    with pytest.raises(TypeError, match=text):
+        call()
+
+
+@pytest.mark.parametrize("glob", ["2.*", "*norn*", "Weight"])
+def test_a_glob_of_parameters_to_keep_matches_some(glob: str) -> None:
+    """A typo stores the weights of a norm in bfloat16 without a word."""
+    with pytest.raises(PolicyError, match=f"{re.escape(repr(glob))} matches no parameter of Linear"):
+        amp_core.master_weights(MODEL, optimizer(), "kahan", keep=["*", glob])
+
+
+def test_a_shared_weight_is_kept_under_each_of_its_names() -> None:
+    """The glob matches the second name of a tied weight, which is stored all the same."""
+    model = torch.nn.ModuleDict({"first": torch.nn.Linear(4, 4), "tied": torch.nn.Linear(4, 4)})
+    model["tied"].weight = model["first"].weight  # type: ignore[assignment]
+    stepped = torch.optim.SGD(model.parameters(), lr=0.1)
+    with amp_core.master_weights(model, stepped, "remainder", keep=["tied.*"]):
+        dtypes = {name: p.dtype for name, p in model.named_parameters()}
+    assert dtypes == {
+        "first.weight": torch.float32,
+        "first.bias": torch.bfloat16,
+        "tied.bias": torch.float32,
+    }
+
+
+@pytest.mark.parametrize(
+    "given", [{"keep": ["*"]}, {"state_dtype": torch.bfloat16}, {"lost_updates": True}, {"debug": True}]
+)
+def test_arguments_of_another_storage_are_refused(given: dict[str, Any]) -> None:
+    """What was asked for does not happen, and nothing says so."""
+    storage = ("kahan",) if "debug" in given else ()
+    with pytest.raises(ValueError, match=rf"{next(iter(given))}=\.\.\.\) needs .*no effect here"):
+        amp_core.master_weights(MODEL, optimizer(), *storage, **given)
+
+
+@pytest.mark.parametrize("rules", [None, (), "", 0])
+def test_rules_that_are_none(rules: Any) -> None:
+    """What is no mapping stands for no rules, so that a typo in a program changes nothing."""
+    for use in (lambda: OpPolicy("cpu", rules), lambda: amp_core.apply_policy(MODEL, {"": rules})):
+        with pytest.raises(PolicyError, match=r"Rules must be a mapping|is not a rule for a module"):
+            use()
+
+
+@pytest.mark.parametrize(
+    ("given", "kind"), [("e4m3", TypeError), ((4, 3.0), TypeError), (4, TypeError), ((0, 0), ValueError)]
+)
+def test_formats_to_watch(given: Any, kind: type[Exception]) -> None:
+    """An error about unpacking, or a report against a format that there is not."""
+    with pytest.raises(kind, match="format="):
+        amp_core.watch(MODEL, format=given)
+    amp_core.watch(MODEL, format=(4, 3)).remove()
