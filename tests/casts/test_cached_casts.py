@@ -371,54 +371,55 @@ def shapes_of_casts(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[int, ...
     return calls
 
 
-def test_one_kernel_call_for_all_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+def casts_of_a_step(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch, *, ended: bool
+) -> tuple[list[list[tuple[int, ...]]], list[list[tuple[int, ...]]]]:
+    """Return the shapes that each kernel call cast in a forward pass after a step, and in its backward pass.
+
+    `ended` ends the scope before the backward pass. The gradients must be plain autocast's, bit for bit.
+    """
+    x = torch.randn(3, 8)
+    with amp_core.autocast("cpu"):
+        model(x).float().sum().backward()
+    expected = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    calls = shapes_of_casts(monkeypatch)
+    with amp_core.cached_casts(model) as scope:
+        with amp_core.autocast("cpu"):
+            model(x)  # which weights it takes is learnt
+        torch._foreach_mul_([p.detach() for p in model.parameters()], 1.0)
+        calls.clear()
+        with amp_core.autocast("cpu"):
+            loss = model(x).float().sum()
+        forward = calls[:]
+        if ended:
+            scope.remove()
+        loss.backward()
+    for param, grad in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(param.grad, grad, rtol=0, atol=0)
+    return forward, calls[len(forward) :]
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_one_kernel_call_for_all_weights(ended: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A large model costs a launch a bucket; or its buckets get the casts of one another."""
     from amp_core.casts import bulk
 
     monkeypatch.setattr(bulk, "BUCKET_BYTES", 300)
     monkeypatch.setattr(bulk, "_SMALL_ON_HOST", 0)
     model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
-    x = torch.randn(3, 8)
-    with amp_core.autocast("cpu"):
-        model(x).float().sum().backward()
-    expected = [p.grad for p in model.parameters()]
-    model.zero_grad()
-    calls = shapes_of_casts(monkeypatch)
-    with amp_core.cached_casts(model):
-        with amp_core.autocast("cpu"):
-            model(x)  # which weights it takes is learnt
-        torch._foreach_mul_([p.detach() for p in model.parameters()], 1.0)
-        calls.clear()
-        with amp_core.autocast("cpu"):
-            loss = model(x).float().sum()
-        assert [len(shapes) for shapes in calls] == [8]
-    loss.backward()
-    assert sum(len(shapes) for shapes in calls[1:]) == 8
-    assert len(calls) > 2
-    for param, grad in zip(model.parameters(), expected, strict=True):
-        torch.testing.assert_close(param.grad, grad, rtol=0, atol=0)
+    forward, backward = casts_of_a_step(model, monkeypatch, ended=ended)
+    assert [len(shapes) for shapes in forward] == [8]
+    assert sum(map(len, backward)) == 8
+    assert len(backward) > 1
 
 
-def test_small_weights_are_cast_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("ended", [False, True])
+def test_small_weights_are_cast_by_torch(ended: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each small weight costs a deep model more in Python, forward and backward, than its cast takes."""
     model = nn.Sequential(nn.Linear(8, 160), *[nn.Linear(160, 160) for _ in range(2)], nn.Linear(160, 8))
-    x = torch.randn(3, 8)
-    with amp_core.autocast("cpu"):
-        model(x).float().sum().backward()
-    expected = [p.grad for p in model.parameters()]
-    model.zero_grad()
-    calls = shapes_of_casts(monkeypatch)
-    with amp_core.cached_casts(model):
-        with amp_core.autocast("cpu"):
-            model(x)  # which weights it takes is learnt
-        torch._foreach_mul_([p.detach() for p in model.parameters()], 1.0)
-        calls.clear()
-        with amp_core.autocast("cpu"):
-            loss = model(x).float().sum()
-        loss.backward()
-    assert calls == 2 * [2 * [(160, 160)]]
-    for param, grad in zip(model.parameters(), expected, strict=True):
-        torch.testing.assert_close(param.grad, grad, rtol=0, atol=0)
+    forward, backward = casts_of_a_step(model, monkeypatch, ended=ended)
+    assert forward == backward == [2 * [(160, 160)]]
 
 
 def test_gradients_are_cast_back_during_the_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
