@@ -42,8 +42,8 @@ def apply_policy(
 ) -> AppliedPolicy:
     """Give some modules of `model` their own op rules.
 
-    While such a module runs, its rules override the policy in force: the region's, or the device's default.
-    Outside autocast they have no effect.
+    While such a module runs, its rules override the policy in force: the region's, or the device's default,
+    and rules that were applied to the module before. Outside autocast they have no effect.
 
     Args:
         model: the model; modified in place. `AppliedPolicy.remove` restores it.
@@ -198,8 +198,8 @@ class _Region:
 
 def runs_in_float32(module: nn.Module) -> bool:
     """Return whether `module` has the rule ``"fp32"``."""
-    entry = module.__dict__.get(_REGION)
-    return entry is not None and entry[0].changes is None
+    region = module.__dict__.get(_REGION)
+    return region is not None and region.changes is None
 
 
 _KEYS = ("forward", _REGION, _SCRIPTED)
@@ -218,8 +218,12 @@ class _Wrapped:
         self._module = module
         self._earlier = {key: module.__dict__[key] for key in _KEYS if key in module.__dict__}
         self._hook = module.register_forward_pre_hook(_nothing)
-        self._forward = functools.partial(forward, module)
-        module.__dict__[_REGION] = region, self._earlier
+        wrapped = self._earlier.get("forward")
+        if isinstance(wrapped, functools.partial) and wrapped.func is forward:  # rules applied earlier
+            _, below, wrapped = wrapped.args
+            region = region.on_top_of(below)
+        self._forward = functools.partial(forward, module, region, wrapped)
+        module.__dict__[_REGION] = region
         module.__dict__["forward"] = self._forward
         module.__dict__[_SCRIPTED] = functools.partial(_refuse_script, module)
 
@@ -237,12 +241,11 @@ class _Wrapped:
         self._module.__dict__.update(self._earlier)
 
 
-def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Run what was the module's forward in the region of its rules."""
-    region, earlier = self.__dict__[_REGION]
-    if "forward" in earlier:
-        return region.run(earlier["forward"], args, kwargs)
-    return region.run(type(self).forward, (self, *args), kwargs)
+def forward(self: nn.Module, region: _Region, wrapped: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Run what was the module's forward, its class's if `wrapped` is None, in the region of its rules."""
+    if wrapped is None:
+        return region.run(type(self).forward, (self, *args), kwargs)
+    return region.run(wrapped, args, kwargs)
 
 
 def _nothing(_module: nn.Module, _args: object) -> None:

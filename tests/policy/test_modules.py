@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -216,6 +218,36 @@ def test_a_later_rule_wins_whatever_selects_the_module() -> None:
         assert applied.explain("0", "linear")[0].rule == "fp32"
         assert applied.explain("0", "linear")[0].origin == "module class 'torch.nn.modules.linear:Linear'"
         assert applied.explain("2", "linear")[0].rule == "lower_precision_fp"
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("between", [False, True], ids=["", "another wrapper between"])
+def test_rules_of_a_second_call_come_on_top(compiled: bool, between: bool) -> None:
+    """Advice applied to a model that has rules calls itself without end, or loses to them."""
+    model, x = nn.Sequential(nn.Linear(4, 4)), torch.ones(2, 4)
+    outer = model[0]
+    linear, both = {"0": {"linear": "fp32"}}, {"0": {"linear": "lower_precision_fp", "softmax": "fp32"}}
+
+    def results() -> list[torch.dtype]:
+        run = torch.compile(model, backend="aot_eager") if compiled else model
+        with autocast("cpu"):
+            return [run(x).dtype, copy.deepcopy(model)(x).dtype, pickle.loads(pickle.dumps(model))(x).dtype]
+
+    first = apply_policy(model, linear)
+    assert results() == [HIGH] * 3
+    if between:
+        outer.forward = functools.partial(forward_as_float32, outer.forward)
+    second = apply_policy(model, both)
+    assert results() == [HIGH if between else torch.bfloat16] * 3
+    second.remove()
+    assert results() == [HIGH] * 3
+    if not between:
+        first.remove()
+        assert results() == [torch.bfloat16] * 3
+
+
+def forward_as_float32(forward: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    return forward(x).float()
 
 
 @pytest.mark.parametrize(
