@@ -34,19 +34,22 @@ def work(op: Overload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
         left, right = next((given[a], given[b]) for a, b in _FACTORS if a in given and b in given)
         return _product(left, right)
     if kind == "linear":
-        weight = given["weight"]
-        rows = given["input"].numel()
-        return int(2 * rows * (weight.shape[0] if weight.dim() > 1 else 1))
+        rows, weight = _tensors(given, "input", "weight")
+        return 2 * rows.numel() * (weight.shape[0] if weight.dim() > 1 else 1)
     if kind == "grouped":
-        left, right = given["self"], given["mat2"]
-        return int(2 * min(left.numel() * right.shape[-1], right.numel() * left.shape[-2]))
+        left, right = _tensors(given, "self", "mat2")
+        return 2 * min(left.numel() * right.shape[-1], right.numel() * left.shape[-2])
     if kind == "convolution":
         return _convolution("transpose" in dispatcher_name(op), **given)
     if kind == "attention":
-        query, key, value = given["query"], given["key"], given["value"]
+        query, key, value = _tensors(given, "query", "key", "value")
         per_row = key.shape[-2] * (query.shape[-1] + value.shape[-1])
-        return int(2 * math.prod(query.shape[:-1]) * per_row)
+        return 2 * math.prod(query.shape[:-1]) * per_row
     return max((t.numel() for t in tensors_in((args, kwargs))), default=0)
+
+
+def _tensors(given: Mapping[str, Any], *names: str) -> list[Tensor]:
+    return [given[name] for name in names]
 
 
 @functools.cache

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -104,6 +105,38 @@ def test_compiled_regions():
 
     assert run(R(100, 8), R(8, 8)).dtype == torch.bfloat16
     assert run(R(10, 8), R(8, 8)).dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("op", "run", "make"),
+    [
+        ("linear", lambda x: F.linear(x, x.new_ones(8, 8)), lambda n: R(n, 8)),
+        ("conv2d", lambda x: F.conv2d(x, x.new_ones(8, 3, 3, 3), padding=1), lambda n: R(n, 3, 8, 8)),
+        (
+            "scaled_dot_product_attention",
+            lambda x: F.scaled_dot_product_attention(x, x, x),
+            lambda n: R(n, 4, 8),
+        ),
+        ("matmul", lambda x: x @ x.new_ones(8, 8), lambda n: R(n, 8)),
+        ("_grouped_mm", lambda x: F.grouped_mm(x, x.new_ones(x.shape[0], 8, 16)), lambda n: R(n, 8, 8)),
+    ],
+)
+def test_sizes_stay_dynamic(op, run, make):
+    """A compiled model is compiled anew for each size of its batch, or not at all."""
+    policy = OpPolicy.default("cpu").override({op: "lower_precision_fp above 100 FLOP"})
+    counter = CompileCounterWithBackend("aot_eager")
+    torch.compiler.reset()
+
+    @torch.compile(backend=counter, fullgraph=True)
+    def compiled(x):
+        with autocast("cpu", policy=policy):
+            return run(x)
+
+    for n in (3, 5, 8):
+        batch = make(n)
+        torch._dynamo.mark_dynamic(batch, 0)
+        assert compiled(batch).dtype is torch.bfloat16
+    assert counter.frame_count == 1
 
 
 @pytest.mark.parametrize(
