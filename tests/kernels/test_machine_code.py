@@ -20,12 +20,23 @@ pytestmark = [
 ]
 
 
-def inner_loops(function: str) -> list[list[str]]:
-    """Return the instructions of each loop that holds no other loop and computes on vectors."""
+QUANTIZING = [
+    *("round_run", "round_columns", "code_run", "code_columns"),
+    *("draw_run", "draw_columns", "draw_code_run", "draw_code_columns"),
+]
+
+
+def instructions(function: str) -> list[tuple[int, str]]:
+    """Return the addresses and instructions of a function."""
     command = ["objdump", "-d", "--no-show-raw-insn", f"--disassemble={function}", str(library.path())]
     listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     lines = re.findall(r"^\s+([0-9a-f]+):\s+(.*)$", listing, re.MULTILINE)
-    code = [(int(address, 16), text) for address, text in lines]
+    return [(int(address, 16), text) for address, text in lines]
+
+
+def inner_loops(function: str) -> list[list[str]]:
+    """Return the instructions of each loop that holds no other loop and computes on vectors."""
+    code = instructions(function)
     jumps = [(re.match(r"j\w+\s+([0-9a-f]+)", text), address) for address, text in code]
     loops = [(int(m.group(1), 16), a) for m, a in jumps if m and code[0][0] <= int(m.group(1), 16) < a]
     inner = [i for i in loops if not any(o != i and i[0] <= o[0] and o[1] <= i[1] for o in loops)]
@@ -43,3 +54,12 @@ def test_vectors_stay_in_registers_of_the_right_width(loop: str, width: str) -> 
         vectors = [text for text in body if "mm" in text]
         assert not [text for text in vectors if re.search(r"\(%r[sb]p", text)]
         assert {r for text in vectors for r in re.findall(r"[xyz]mm", text)} == {REGISTERS[width]}
+
+
+@pytest.mark.parametrize("register", ["least", "avx2", "avx512"])
+@pytest.mark.parametrize("loop", QUANTIZING)
+def test_quantising_multiplies_vectors(loop: str, register: str) -> None:
+    """The compiler leaves a loop of quantising scalar, which takes several times as long."""
+    width = REGISTERS.get(register, "xmm")
+    code = instructions(f"{loop}_{register}")
+    assert [text for _, text in code if re.match(rf"v?mulps .*%{width}", text)]

@@ -176,7 +176,8 @@ INLINE void IN(round)(const float *x, const float *encode, size_t n, const struc
                       int stochastic, int coded) {
     const uint32_t cut = 23 - to->mantissa_bits, rise = cut << 23, smallest = to->smallest_normal;
     const int32_t least = (int32_t)smallest, limit = (int32_t)to->limit, top = (int32_t)to->largest_code;
-    const uint32_t first = draws->first, second = draws->second, stride = draws->stride, nan = to->nan_code;
+    const uint32_t first = draws->first, second = draws->second, stride = draws->stride;
+    const uint32_t nan = to->nan_code, sign_bit = to->sign_bit; /* not read again after each store of a byte */
     const float largest = to->max;
     uint32_t saturated = 0, flushed = 0;
     float *values = out;
@@ -190,7 +191,7 @@ INLINE void IN(round)(const float *x, const float *encode, size_t n, const struc
         int32_t binade = (int32_t)(magnitude & INFINITE);
         uint32_t power = (uint32_t)(binade > least ? binade : least);
         float shift = as_float(power + rise), rounded;
-        int32_t code, above;
+        int32_t code;
         if (stochastic) {
             uint32_t bits = IN(mix)(IN(mix)(number + (uint32_t)i * stride + first) ^ second) & 0xffffffu;
             float steps = as_float(magnitude) * as_float((254u << 23) - (power + rise) + (23u << 23));
@@ -203,14 +204,13 @@ INLINE void IN(round)(const float *x, const float *encode, size_t n, const struc
             rounded = sum - shift;
             code = (int32_t)(as_bits(sum) - as_bits(shift) + ((power - smallest) >> cut));
         }
-        above = code > top;
-        saturated += (uint32_t)above & good;
-        flushed += (uint32_t)(code == 0) & (uint32_t)(before != 0) & good;
+        saturated += (uint32_t)(code > top) & good;
+        flushed += ((uint32_t)(code == 0) - (uint32_t)(before == 0)) & good;
         if (coded) {
-            uint32_t kept = (uint32_t)(above ? top : code) | sign << to->sign_bit;
+            uint32_t kept = (uint32_t)(code < top ? code : top) | sign << sign_bit;
             codes[i] = (uint8_t)(good ? kept : nan);
         } else {
-            uint32_t kept = as_bits(above ? largest : rounded) | sign << 31;
+            uint32_t kept = as_bits(rounded < largest ? rounded : largest) | sign << 31;
             values[i] = as_float(good ? kept : 0x7fc00000u);
         }
     }
