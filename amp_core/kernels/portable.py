@@ -26,7 +26,7 @@ from amp_core.states.loss_scale import Hysteresis, LossScaleSchedule
 _BUCKET = 1 << 25
 """Number of elements of narrow gradients to widen at a time: 128 MiB of float32."""
 
-
+_LARGEST = torch.finfo(torch.float32).max
 _WIDE = (torch.float64, torch.complex128)
 
 
@@ -107,7 +107,7 @@ class Portable(Kernels):
         lowered = self._product(scale, schedule.backoff_factor).clamp(min=schedule.min_scale)
         lowered = torch.where(forgiven, scale, torch.minimum(scale, lowered))
         grown = self._product(scale, schedule.growth_factor)
-        capped = torch.maximum(scale, grown.clamp(max=schedule.max_scale))
+        capped = torch.maximum(scale, grown.clamp(max=min(schedule.max_scale, _LARGEST)))
         grown = torch.where(torch.isinf(grown), scale, capped)
         due = tracker >= as_int32(schedule.growth_interval) - 1
         full = torch.full_like(left, as_int32(schedule.hysteresis))

@@ -58,7 +58,7 @@ class LossScale:
         within = max(valid_scale(init_scale), schedule.min_scale)
         self.init_scale = min(within, schedule.max_scale)
         self.init_growth_tracker = 0
-        self.init_hysteresis_left = schedule.hysteresis
+        self.init_hysteresis_left = as_int32(schedule.hysteresis)
         self.scale: Tensor | None = None
         self.growth_tracker: Tensor | None = None
         self.hysteresis_left: Tensor | None = None
@@ -224,7 +224,7 @@ def check_saved(state: object, schedule: LossScaleSchedule) -> SavedScale:
         **known_fields(state.get("_schedule", {})),
     )
     tracker = whole_number("_growth_tracker", state["_growth_tracker"])
-    left = whole_number("_hysteresis_left", state.get("_hysteresis_left", schedule.hysteresis))
+    left = whole_number("_hysteresis_left", state.get("_hysteresis_left", as_int32(schedule.hysteresis)))
     return SavedScale(schedule, ScaleState(valid_scale(state["scale"]), tracker, left))
 
 

@@ -221,7 +221,7 @@ def next_scale(state: ScaleState, found_inf: bool, schedule: LossScaleSchedule) 
     if state.growth_tracker + 1 < schedule.growth_interval:
         return ScaleState(state.scale, state.growth_tracker + 1, left)
     grown = float32(state.scale * schedule.growth_factor)
-    scale = state.scale if math.isinf(grown) else max(state.scale, min(grown, schedule.max_scale))
+    scale = state.scale if math.isinf(grown) else max(state.scale, float32(min(grown, schedule.max_scale)))
     return ScaleState(scale, 0, schedule.hysteresis)
 
 
@@ -229,8 +229,8 @@ def _overflow(state: ScaleState, schedule: LossScaleSchedule) -> ScaleState:
     left = state.hysteresis_left - 1
     if left > 0:
         return ScaleState(state.scale, 0, left)
-    lowered = float32(state.scale * schedule.backoff_factor)
-    scale = min(state.scale, max(lowered, schedule.min_scale))
+    lowered = float32(max(state.scale * schedule.backoff_factor, schedule.min_scale))
+    scale = min(state.scale, lowered)
     every = schedule.hysteresis_kind is Hysteresis.EVERY
     return ScaleState(scale, 0, schedule.hysteresis if every else max(left, 0))
 

@@ -89,6 +89,17 @@ def test_any_wrong_entry_is_refused_and_changes_nothing(data: st.DataObject) -> 
         scaler.scale(torch.ones(()), key="k")
 
 
+def test_a_hysteresis_beyond_int32() -> None:
+    """The first loss raises, or the scaler does not load its own state."""
+    scaler = GradScaler("cpu", 8.0, schedule=LossScaleSchedule(hysteresis=2**40))
+    scaler.scale(torch.ones(()))
+    saved = scaler.state_dict()
+    assert saved["_hysteresis_left"] == 2**31 - 1
+    scaler.load_state_dict(saved)
+    scaler.load_state_dict({name: value for name, value in saved.items() if name != "_hysteresis_left"})
+    assert scaler.state_dict() == saved
+
+
 def test_repr_says_what_the_scaler_does() -> None:
     """Printing a scaler in a notebook shows an address."""
     scaler = GradScaler("cpu", 8.0)
