@@ -104,26 +104,25 @@ def quantize(
     seed: int | Tensor | None = None,
     amax: Tensor | None = None,
 ) -> Quantized:
-    """Quantise `tensor`, computing in float32. Not differentiable.
+    """Quantise `tensor`, rounded to float32, computing in float32. Not differentiable.
 
-    Zeros stay zeros. A group, that is what shares a scale, with inf or NaN has the scale NaN: everything
-    that is computed from it is NaN, and a loss scaler skips the step.
+    Zeros stay zeros. A group, that is what shares a scale, with inf or NaN has the scale NaN, also where
+    `amax` is given: everything that is computed from it is NaN, and a loss scaler skips the step.
 
     Args:
         tensor: floating-point; of any shape, memory layout and number of elements.
         quantization: formats, granularity and rounding.
         dim: the dimension that the matrix product contracts.
-        seed: of stochastic rounding. The same seed gives the same bits on every device. In a graph, a 0-dim
-            int64 tensor of random bits, so that each call can draw its own.
+        seed: of stochastic rounding: any int, modulo 2^64. The same seed gives the same bits on every device.
+            In a graph, a 0-dim int64 tensor of 64 random bits, so that each call can draw its own.
         amax: what scales are found from in place of the tensor's own largest magnitudes: 0-dim for
             ``"tensor"`` and for e4m3 scales, where it is that of the tensor; else of the shape of
-            `Quantized.scale`. Where it is 0, the tensor's own is used.
+            `Quantized.scale`. Where it is not above zero (0, negative, NaN), the tensor's own is used.
 
     Raises:
         TypeError: `tensor` is not a floating-point tensor, or `quantization` not a `Quantization`.
         ValueError: stochastic rounding without a seed, a delayed scale without `amax`, `amax` of another
-            size, or `tensor` is 0-dim
-            and has no rows.
+            size, or `tensor` is 0-dim and has no rows.
         IndexError: `tensor` has no dimension `dim`.
 
     Example::

@@ -3,7 +3,7 @@
 The contract of every method:
 
 - all tensors of one call are on one device; they may differ in dtype, shape and memory layout;
-- a sequence may be empty, a tensor may have no elements or no dimensions;
+- a sequence may be empty or have any length, a tensor may have no elements or no dimensions;
 - no host synchronization: results stay on the device;
 - only tensors documented as written are written, and their version counters are bumped;
 - the result does not depend on the number of concurrent callers.
@@ -130,9 +130,10 @@ class Kernels(ABC):
 
         Args:
             grads: dense floating-point or complex tensors; written.
-            factor: one element, float32, on the same device.
-            found_inf: one element, float32, on the same device; set to 1.0 if any gradient is
-                non-finite before or after the product, else unchanged.
+            factor: one element with any number of dimensions, float32, on the same device.
+            found_inf: one element with any number of dimensions, float32, on the same device; set to
+                exactly 1.0 if any gradient is non-finite before or after the product, else unchanged,
+                whatever it contains.
         """
 
     def quantize(
@@ -148,11 +149,12 @@ class Kernels(ABC):
         """Quantise `tensor`, bit for bit as `amp_core.quantize`; NaN may have other bits.
 
         Args:
-            tensor: floating-point; only read.
+            tensor: floating-point; float64 is rounded to float32 first; only read.
             quantization: formats, granularity and rounding.
-            dim: the dimension that the matrix product contracts.
-            seed: of stochastic rounding.
-            amax: what scales are found from, in place of the tensor's own largest magnitudes.
+            dim: the dimension that the matrix product contracts; any one.
+            seed: of stochastic rounding: any int, modulo 2^64, or a 0-dim int64 tensor of 64 random bits.
+            amax: what scales are found from, in place of the tensor's own largest magnitudes, where it is
+                above zero.
             packed: return the bits of the formats, as `Quantized.packed`, not float32 values.
 
         Raises:
@@ -168,8 +170,9 @@ class Kernels(ABC):
         """Advance `state` in place, bit for bit like `amp_core.states.loss_scale.next_scale`.
 
         Args:
-            state: written.
-            found_inf: one element, float32; above zero means that a step was skipped.
+            state: written. The scale is at least 0, perhaps inf; the counts are at least 0.
+            found_inf: one element with any number of dimensions, float32; above zero means that a step was
+                skipped. A NaN is not above zero.
             schedule: the loss-scale schedule.
         """
 

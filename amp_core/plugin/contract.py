@@ -107,17 +107,18 @@ KERNELS: Mapping[str, Promise] = MappingProxyType(
         ),
         "multiply_": Promise(
             "nothing; products are float32's (float64's for float64), rounded once, to `product_ulps` steps",
-            writes="`grads`; `found_inf`, to 1.0 only",
+            writes="`grads`; `found_inf`, to 1.0 only, whatever it was; if all is finite, it stays as it is",
         ),
         "quantize": Promise(
             "a `Quantized`, bit for bit that of `amp_core.quantize`, or of its `packed()`: values, scales, "
-            "largest magnitudes and exact counts, for every recipe, shape and memory layout. A NaN may have "
-            "other bits, and tensors other strides",
+            "largest magnitudes and exact counts, for every recipe, dtype, shape, dimension, seed and memory "
+            "layout. A NaN may have other bits, and tensors other strides",
             errors="`TypeError`, `ValueError` and `IndexError` as `amp_core.quantize`",
         ),
         "update_scale_": Promise(
-            "nothing; follows `amp_core.states.loss_scale.next_scale` bit for bit; counts above 2^31 - 1 "
-            "count as that, and without float64 on the device a scale may be one float32 step off",
+            "nothing; follows `amp_core.states.loss_scale.next_scale` bit for bit, an overflow being a "
+            "`found_inf` above zero, which NaN is not; counts above 2^31 - 1 count as that, and without "
+            "float64 on the device a scale may be one float32 step off",
             writes="`state`",
         ),
         "join_": Promise(

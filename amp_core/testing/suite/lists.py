@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from amp_core.kernels import GradStats
 from amp_core.testing.suite import data
 from amp_core.testing.suite import tensors as space
 from amp_core.testing.suite.judge import Judge
 
 _BLOCKS = (128, 256, 512, 1024, 2048, 4096)
+_LONG = 1100
+"""More tensors than a chunk of 1024; mixed lists are made in Python, one tensor after the other."""
 
 
 class ListJudge(Judge):
@@ -29,24 +33,45 @@ class ListJudge(Judge):
         blocks = [space.Spec((n,), "contiguous", torch.float32, n) for n in _BLOCKS]
         self._judge_every_method(lambda: [each.build(self.device) for each in blocks])
 
-    def _judge_long_mixed_lists(self) -> None:
-        """Lists that are cut into chunks and mix dtypes; the tensors of each dtype lie in one buffer."""
-        dtypes, count = self.dtypes(), min(self.many_tensors, 528) // len(self.dtypes())
-        values = [data.random((2 * count,), dtype, i).to(self.device) for i, dtype in enumerate(dtypes)]
+    def _judge_long_lists(self) -> None:
+        """Every order of norms, casts that change no dtype, lists that mix dtypes: cut into chunks, too."""
+        many = min(self.many_tensors, _LONG)
+        values = data.random((3 * many,), torch.float32)
+        values[-1] = 9.0  # the largest one
+        given = list(torch.split(values.to(self.device), 3))
+        for order in (1.0, 3.0, torch.inf):
+            norms = torch.linalg.vector_norm(values.view(many, 3).double(), order, dim=1)
+            self._assert_norms(self.kernels.grad_stats(given, order), norms, order, f"of {many} tensors")
+        casts = self._cast_apart(given, torch.float32)
+        self._assert_values(torch.cat(casts), values, f"cast of {many} tensors to their own dtype")
+        self._judge_casts_and_sums_of_mixed_lists()
+        self._judge_gradients_of_mixed_lists()
 
-        def mixed(buffers: list[Tensor]) -> list[Tensor]:
-            columns = [torch.split(buffer, 2) for buffer in buffers]
-            tensors = list(itertools.chain.from_iterable(zip(*columns, strict=True)))
-            tensors[-3:-3] = [values[0][:0]]
-            return tensors
+    def _cast_apart(self, tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+        """Return casts that share no memory with `tensors`, which lie in few storages, or each other."""
+        memory = space.Memory(tensors)
+        casts = self.kernels.cast(tensors, dtype)
+        if not memory.is_apart_from(casts):
+            self._assert_apart(casts, torch.is_inference_mode_enabled())
+        memory.check()
+        return casts
 
-        low = self.backend.supported_dtypes()[0]
-        casts = self.kernels.cast(mixed(values), low)
+    def _mixed(self, dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+        """Return a buffer for each dtype; together they hold the tensors of a long list."""
+        count = min(self.many_tensors, _LONG) // len(dtypes)
+        return [data.random((2 * count,), dtype, i).to(self.device) for i, dtype in enumerate(dtypes)]
+
+    def _judge_casts_and_sums_of_mixed_lists(self) -> None:
+        """The tensors of each dtype lie in one buffer, which few comparisons judge."""
+        dtypes, low = self.dtypes(), self.backend.supported_dtypes()[0]
+        values = self._mixed(dtypes)
+        casts = self._cast_apart(_in_turn(values), low)
         del casts[-4]
-        into, sums, products = ([v.clone() for v in values] for _ in range(3))
-        self.kernels.cast(mixed(values), low, mixed(into))
-        self.kernels.add_(mixed(sums), mixed(values))
-        self.kernels.multiply_(mixed(products), data.scalar(0.5, self.device))
+        into, sums = ([v.clone() for v in values] for _ in range(2))
+        wide = [v.to(torch.promote_types(v.dtype, torch.float32), copy=True) for v in values]
+        self.kernels.cast(_in_turn(values), low, _in_turn(into))
+        for totals in (sums, wide):
+            self.kernels.add_(_in_turn(totals), _in_turn(values))
         many = f"of {len(casts)} tensors of several dtypes"
         for i, (dtype, value) in enumerate(zip(dtypes, values, strict=True)):
             expected, what = data.plain(value), f"{many}, {dtype}"
@@ -54,15 +79,42 @@ class ListJudge(Judge):
             self._assert_values(torch.cat(casts[i :: len(dtypes)]), rounded, f"cast {what}")
             self._assert_values(into[i], expected, f"cast(out=) {what}")
             self._assert_values(sums[i], expected * 2, f"add_ {what}")
-            wrong = self._product_departure(products[i], expected * 0.5)
-            assert not wrong, f"multiply_ {what}: {wrong}"
-        norms = torch.cat([data.plain(v).double() for v in values])
-        for order in (3.0, torch.inf):
-            found = self.kernels.grad_stats(mixed(values), order).norm.reshape(1)
-            whole = float(torch.linalg.vector_norm(norms, order))
-            self._assert_norms_close(found, [whole], f"norm of order {order} {many}")
-        values[-1][-1] = torch.nan
-        assert float(self.kernels.grad_stats(mixed(values)).found_inf) == 1.0, f"a NaN at the end {many}"
+            self._assert_values(wide[i], expected.to(wide[i].dtype) * 2, f"add_ to wider ones {what}")
+
+    def _judge_gradients_of_mixed_lists(self) -> None:
+        """Norms, products and flags, with a bad element in every part of the list."""
+        dtypes = self._gradient_dtypes()
+        values = self._mixed(dtypes)
+        values[-1][-1] = 9.0
+        products, moduli = [v.clone() for v in values], [data.plain(v).abs().double() for v in values]
+        self.kernels.multiply_(_in_turn(products), data.scalar(0.5, self.device))
+        tensors = _in_turn(values)
+        many, what = len(tensors), f"of {len(tensors)} tensors of several dtypes"
+        for dtype, value, product in zip(dtypes, values, products, strict=True):
+            wrong = self._product_departure(product, data.plain(value) * 0.5)
+            assert not wrong, f"multiply_ {what}, {dtype}: {wrong}"
+        for order in (2.0, 3.0, torch.inf):
+            columns = [torch.linalg.vector_norm(m.view(-1, 2), order, dim=1) for m in moduli]
+            norms = torch.stack(columns, 1).flatten()
+            norms = torch.cat([norms[:-3], norms.new_zeros(1), norms[-3:]])
+            self._assert_norms(self.kernels.grad_stats(tensors, order), norms, order, what)
+        half, flag = data.scalar(0.5, self.device), data.scalar(0.0, self.device)
+        for order, place in ((2.0, many // 2), (3.0, many - 1), (torch.inf, many - 2)):
+            tensors[place][-1] = torch.nan
+            stats = self.kernels.grad_stats(tensors, order)
+            assert float(stats.found_inf) == 1.0, f"a NaN in tensor {place} {what}"
+            assert stats.nonfinite.cpu().nonzero().flatten().tolist() == [place], f"flags {what}"
+            self.kernels.multiply_(tensors, half, flag.zero_())
+            assert float(flag) == 1.0, f"a NaN in tensor {place} {what}"
+            tensors[place].zero_()
+
+    def _assert_norms(self, stats: GradStats, norms: Tensor, order: float, what: str) -> None:
+        """Compare with the norms of the tensors, none of which has inf or NaN."""
+        self._assert_norms_close(stats.norms, norms.tolist(), f"norms of order {order} {what}")
+        whole = [float(torch.linalg.vector_norm(norms, order))]
+        self._assert_norms_close(stats.norm.reshape(1), whole, f"norm of order {order} {what}")
+        assert not stats.nonfinite.any(), f"flags of order {order} {what}"
+        assert float(stats.found_inf) == 0.0, f"the flag of order {order} {what}"
 
     def _judge_last_of_many_elements(self) -> None:
         """Zeros but for the last element, in each dtype: a kernel may be cut otherwise than for float32."""
@@ -91,3 +143,11 @@ class ListJudge(Judge):
             self._assert_values(tensor, values, f"cast of {dtype} into itself")
             self.kernels.add_([tensor], [alias(tensor)])
             self._assert_values(tensor, values * 2, f"add_ of {dtype} to itself")
+
+
+def _in_turn(buffers: Sequence[Tensor]) -> list[Tensor]:
+    """Return two elements of each buffer in turn, and an empty tensor near the end."""
+    columns = [torch.split(buffer, 2) for buffer in buffers]
+    tensors = list(itertools.chain.from_iterable(zip(*columns, strict=True)))
+    tensors[-3:-3] = [buffers[0][:0]]
+    return tensors

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -89,9 +90,19 @@ class MultiplyConformance(Judge):
             values[bad][4] = math.inf
             for flag in (0.0, 1.0, 3.0):  # a sum over ranks
                 self._scaled(values, 0.5, flag)
-        for shape, flag_shape in (((), (1,)), ((1,), ())):
-            self._judge_multiply([v.to(self.device) for v in values], shape=shape, flag_shape=flag_shape)
         everything = [torch.full((n,), math.inf, dtype=d) for n in (1, 9) for d in self.dtypes()]
         for values in (everything, [torch.ones(3)], [], [torch.empty(0)], [torch.tensor([math.nan])]):
             for flag in (0.0, 1.0, 3.0):
                 self._scaled(values, 0.5, flag)
+        self._judge_factors_and_flags_of_every_kind()
+
+    def _judge_factors_and_flags_of_every_kind(self) -> None:
+        """One element has any number of dimensions; a flag holds any number, which a clean call leaves."""
+        values = [torch.ones(n, dtype=d) for n, d in enumerate(self.dtypes(), 3)]
+        shapes = itertools.product(((), (1,), (1, 1), (1, 1, 1)), repeat=2)
+        flags = itertools.cycle((-1.0, math.nan, 0.5, -math.inf, math.inf))
+        for (number, (shape, flag_shape)), bad in itertools.product(enumerate(shapes), (False, True)):
+            grads = [v.to(self.device, copy=True) for v in values]
+            if bad:
+                grads[number % len(grads)][-1] = BAD[number % 3]
+            self._judge_multiply(grads, 0.5, next(flags), shape, flag_shape=flag_shape)

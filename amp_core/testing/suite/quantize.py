@@ -62,7 +62,7 @@ class QuantizeConformance(ScaledJudge):
     def test_quantize_follows_every_recipe(self) -> None:
         """Odd sizes, other dimensions and layouts: a tile has the scale of another, or counts its padding."""
         self.requires("supports_bit_views")
-        dtypes = itertools.cycle(d for d in self.dtypes() if d is not torch.float64)
+        dtypes = itertools.cycle(self.dtypes())
         cases = itertools.cycle(itertools.product(_SHAPES, (-1, -2), (False, True), (False, True)))
         for number, how in enumerate(self._every_quantization()):
             amax = {} if how.found == "current" else {"amax": torch.tensor(float(number % 2) * 3)}
@@ -71,6 +71,8 @@ class QuantizeConformance(ScaledJudge):
                 x = x.mT.contiguous().mT if transposed and x.dim() > 1 else x
                 self._judge_quantize(x, how, max(dim, -x.dim()), packed=packed, seed=number, **amax)
         self._judge_quantize_of_many_kinds()
+        self._judge_quantize_along_every_dimension()
+        self._judge_quantize_from_a_given_amax()
         self._judge_products_of_every_recipe()
 
     def _judge_quantize_of_many_kinds(self) -> None:
@@ -80,9 +82,13 @@ class QuantizeConformance(ScaledJudge):
         for dim in (0, 1, 2, -4):
             self._judge_quantize(x, how, dim)
         self._judge_quantize(x * 1e-32, how)
+        if self.supports_float64:  # numbers that float32 rounds to what is a tie, to inf, and to 0
+            wide = torch.tensor(
+                [448.0, 17 + 2.0**-40, 19 - 2.0**-40, 1e300, -1e39, 1e-300], dtype=torch.float64
+            )
+            for values in (wide[:3], -wide[[0, 1, 5]], wide):
+                self._judge_quantize(values, how)
         self._judge_quantize(data.random((257, 260), torch.float32), Quantization(ELEMENTS["e4m3"]))
-        for amax in (0.0, math.inf, math.nan):
-            self._judge_quantize(x, Quantization(ELEMENTS["e4m3"]), amax=torch.tensor(amax))
         leaf = torch.empty(7, 6, device=self.device, requires_grad=True)
         odd = torch.empty(43, device=self.device)[1:].view(7, 6)
         wide = torch.empty(1, 6, device=self.device).expand(7, 6)
@@ -92,6 +98,31 @@ class QuantizeConformance(ScaledJudge):
             found, right = self.kernels.quantize(here, how), quantize(row.expand(7, 6), how)
             for ours, wanted in ((found.values, right.values), (found.scale, right.scale)):
                 assert data.same_values(data.plain(ours), wanted), "of another layout"
+
+    def _judge_quantize_along_every_dimension(self) -> None:
+        """Blocks and tiles of a convolution's weight or of a batch may lie along any dimension."""
+        hows = [Quantization(ELEMENTS["e4m3"], granularity) for granularity in ("tensor", "row", 16, (2, 16))]
+        hows += [Quantization(ELEMENTS["e2m1"], 16, "e4m3", rounding="stochastic")]
+        hows += [Quantization(ELEMENTS["e2m1"], 16, "e8m0", hadamard=16)]
+        for number, (how, dim) in enumerate(itertools.product(hows, range(3))):
+            shape = ((3, 6, 35), (18, 2, 20))[number % 2]
+            x = data.random(shape, self.dtypes()[number % len(self.dtypes())], number)
+            self._judge_quantize(x, how, dim, packed=number % 3 == 0, seed=number)
+
+    def _judge_quantize_from_a_given_amax(self) -> None:
+        """Only what is above zero counts, group by group; what is not finite in the tensor counts always."""
+        x = data.random((6, 200), torch.float32)
+        x[1, 3], x[2, 40] = math.inf, math.nan
+        given = torch.tensor([3.0, 0.0, math.nan, -1.0, 1e-30, math.inf, 0.01])
+        for amax in given:
+            self._judge_quantize(x[3:], Quantization(ELEMENTS["e4m3"]), amax=amax)
+            self._judge_quantize(x, Quantization(ELEMENTS["e2m1"], 16, "e4m3"), amax=amax)
+        for granularity, scale in itertools.product(("row", 16, (2, 16)), ("float32", "e8m0")):
+            how = Quantization(ELEMENTS["e4m3"], granularity, scale)  # type: ignore[arg-type]
+            scales = quantize(x, how).scale
+            amax = given.repeat(12)[: scales.numel()].view(scales.shape)
+            self._judge_quantize(x, how, packed=scale == "e8m0", amax=amax)
+        self._judge_quantize(x[1:], Quantization(ELEMENTS["e4m3"]), amax=torch.tensor(3.0))
 
     def test_quantize_rounds_ties_to_even_and_saturates(self) -> None:
         """Every value of each format, what lies in the middle of two, and what lies beyond them."""
@@ -135,8 +166,11 @@ class QuantizeConformance(ScaledJudge):
             how = Quantization(element, 16, "e8m0", rounding="stochastic")
             first, again, other = (self._judge_quantize(x, how, seed=seed) for seed in (7, 7, 2**40 + 8))
             assert data.same_bits(first.values, again.values)
-            self._judge_quantize(x, how, seed=torch.tensor(7))
             assert not data.same_bits(first.values, other.values)
+        for seed in (0, -1, -7, -(2**40), 2**63 - 1, 2**63, 2**64 + 7, -(2**64), 10**30):
+            self._judge_quantize(x, how, seed=seed)
+        for bits in (7, -7, 2**40 + 8, -(2**63), 2**63 - 1):
+            self._judge_quantize(x, how, seed=torch.tensor(bits))
         self._judge_the_moment_of_quantizing()
         self._judge_quantize_in_contexts(x)
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
+
+import torch
 
 from amp_core.states.loss_scale import Hysteresis, LossScaleSchedule, ScaleState, float32
 from amp_core.testing.suite import data
@@ -20,6 +23,8 @@ SCHEDULES = (
         for k in Hysteresis
     ),
 )
+
+_INT32 = 2**31 - 1
 
 
 class UpdateConformance(Judge):
@@ -51,17 +56,17 @@ class UpdateConformance(Judge):
                 self._judge_update(ScaleState(scale, tracker, left), found, schedule)
 
     def test_update_counts_far(self) -> None:
-        """Steps in a row are counted up to any interval, not only as far as a narrow integer goes."""
-        for interval in (2000, 40_000, 2**31 - 1):
-            for tracker in (interval - 3, interval - 2, interval - 1):
-                self._judge_update(
-                    ScaleState(8.0, tracker, 1), 0.0, LossScaleSchedule(growth_interval=interval)
-                )
-        for interval in (2**31, 2**32, 2**32 + 1, 2**64, 10**30):
-            for tracker in (0, 1, 70_000):
-                self._judge_update(
-                    ScaleState(8.0, tracker, 1), 0.0, LossScaleSchedule(growth_interval=interval)
-                )
+        """Steps and overflows are counted as far as int32 goes, and anything above counts as that."""
+        for interval in (2000, 40_000, _INT32, 2**31, 2**32, 2**32 + 1, 2**64, 10**30):
+            schedule = LossScaleSchedule(growth_interval=interval)
+            last = min(interval, _INT32) - 1
+            for tracker in (0, 70_000, last - 2, last - 1, last, _INT32):
+                self._judge_update(ScaleState(8.0, tracker), 0.0, schedule)
+            self._judge_update(ScaleState(8.0, _INT32), 1.0, schedule)
+        for number, (hysteresis, kind) in enumerate(itertools.product((40_000, 2**31, 2**64), Hysteresis)):
+            schedule = LossScaleSchedule(growth_interval=3, hysteresis=hysteresis, hysteresis_kind=kind)
+            for left, found in itertools.product((1, 70_000, _INT32), (0.0, 1.0)):
+                self._judge_update(ScaleState(8.0, number % 3, left), found, schedule)
 
     def test_update_reads_each_schedule_anew(self) -> None:
         """Schedules are small objects: the next one may lie where the last one was."""
@@ -76,10 +81,18 @@ class UpdateConformance(Judge):
             del schedule, schedules
 
     def test_update_never_grows_past_float32(self) -> None:
-        """Growth to inf is refused; the interval starts anew."""
-        self._judge_update(ScaleState(float32(2.0**127)), 0.0, LossScaleSchedule(growth_interval=1))
+        """Growth to inf is refused, whatever the ceiling; the interval starts anew. An inf stays one."""
+        top = torch.finfo(torch.float32).max
+        # The product is below the middle between `top` and the next power of two, in it, or above it.
+        factors = (1 + 2.0**-26, 1 + 2.0**-25, 2.0, 1e300)
+        scales = (2.0**127, float32(top / 3), top, math.inf)
+        for scale, factor, ceiling in itertools.product(scales, factors, (math.inf, 3.3e38, 1e300)):
+            schedule = LossScaleSchedule(factor, 1e-300, growth_interval=1, max_scale=ceiling)
+            self._judge_update(ScaleState(scale), float(ceiling == 1e300), schedule)
 
     def test_update_reads_any_positive_flag(self) -> None:
-        """A sum over devices may exceed 1; one element may have one dimension."""
-        for found, shape in itertools.product((0.0, 1e-30, 1.0, 2.0, 17.0, -1.0), ((), (1,))):
+        """A sum over devices may exceed 1; one element may have dimensions; NaN is not above zero."""
+        values = (0.0, 1e-30, 1.0, 2.0, 17.0, math.inf, -1.0, -math.inf, math.nan)
+        for found, shape in itertools.product(values, ((), (1,), (1, 1))):
             self._judge_update(ScaleState(8.0, 1), found, LossScaleSchedule(), shape)
+        self._judge_update(ScaleState(8.0, 1999), math.nan, LossScaleSchedule())

@@ -140,3 +140,96 @@ class QuantizesAThousandBlocks(Portable):
         if tensor.numel() > 1 << 16 and not quantized.is_packed:
             quantized.values.view(-1)[1 << 16 :] = 0
         return quantized
+
+
+class MeasuresAThousandOfTheThirdOrder(Portable):
+    fails = LONG
+
+    def grad_stats(self, grads, norm_type=2.0):
+        stats = super().grad_stats(grads, norm_type)
+        if norm_type != 3.0 or len(grads) <= 1000:
+            return stats
+        norms = torch.cat([stats.norms[:1000], torch.zeros_like(stats.norms[1000:])])
+        return replace(stats, norms=norms)
+
+
+class MeasuresTheLargestOfAThousand(Portable):
+    fails = LONG
+
+    def grad_stats(self, grads, norm_type=2.0):
+        stats = super().grad_stats(grads, norm_type)
+        cut = norm_type == torch.inf and len(grads) > 1000
+        return replace(stats, norm=stats.norms[:1000].amax()) if cut else stats
+
+
+class SumsAThousandOfTheFirstOrder(Portable):
+    fails = LONG
+
+    def grad_stats(self, grads, norm_type=2.0):
+        stats = super().grad_stats(grads, norm_type)
+        cut = norm_type == 1.0 and len(grads) > 1000
+        return replace(stats, norm=stats.norms[:1000].sum()) if cut else stats
+
+
+class FlagsAThousandOfTheThirdOrder(Portable):
+    fails = LONG
+
+    def grad_stats(self, grads, norm_type=2.0):
+        stats = super().grad_stats(grads, norm_type)
+        cut = norm_type == 3.0 and len(grads) > 1000
+        return replace(stats, found_inf=stats.nonfinite[:1000].amax()) if cut else stats
+
+
+class FlagsNoTensorOfALongMixedList(Portable):
+    fails = LONG
+
+    def grad_stats(self, grads, norm_type=2.0):
+        stats = super().grad_stats(grads, norm_type)
+        mixed = len(grads) > 1000 and len({g.dtype for g in grads}) > 1
+        return replace(stats, nonfinite=stats.nonfinite * 0) if mixed else stats
+
+
+class CastsAThousandToTheirOwnDtype(Portable):
+    fails = LONG
+
+    def cast(self, tensors, dtype, out=None):
+        results = super().cast(tensors, dtype, out)
+        return lost(results, lambda i, r: i > 1000 and r.dtype is tensors[i].dtype)
+
+
+class SharesALongListOfTheirOwnDtype(Portable):
+    fails = LONG
+
+    def cast(self, tensors, dtype, out=None):
+        results = super().cast(tensors, dtype, out)
+        if out is None and len(tensors) > 1000:
+            pairs = zip(tensors, results, strict=True)
+            results = [t.detach() if t.dtype is dtype else r for t, r in pairs]
+        return results
+
+
+class AddsAThousandHalvesToWiderTotals(Portable):
+    fails = LONG
+
+    def add_(self, totals, grads):
+        super().add_(totals, grads)
+        lost(totals, lambda i, t: i > 1000 and grads[i].dtype is torch.float16 is not t.dtype)
+
+
+class MultipliesAThousandOfMixedDtypes(Portable):
+    fails = LONG
+
+    def multiply_(self, grads, factor, found_inf=None):
+        super().multiply_(grads, factor, found_inf)
+        if len({g.dtype for g in grads}) > 1:
+            lost(grads, lambda i, _: i == 1024)
+
+
+class LooksAtAThousandOfMixedDtypes(Portable):
+    fails = LONG
+
+    def multiply_(self, grads, factor, found_inf=None):
+        mixed = len({g.dtype for g in grads}) > 1
+        super().multiply_(grads[:1000] if mixed else grads, factor, found_inf)
+        if mixed:
+            super().multiply_(grads[1000:], factor)

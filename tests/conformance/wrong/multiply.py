@@ -156,3 +156,46 @@ class ScaleLooksAtDoublesAsFloats(Portable):
         for grad in grads:
             if found_inf is not None and grad.dtype is torch.float64:
                 found_inf.masked_fill_(~torch.isfinite(grad.float()).all(), 1.0)
+
+
+class ScaleRaisesTheFlagToZero(Portable):
+    fails = ("multiply_sets_the_flag_of_a_list",)
+
+    def multiply_(self, grads, factor, found_inf=None):
+        if found_inf is not None:
+            found_inf.masked_fill_(found_inf < 0, 0.0)
+        super().multiply_(grads, factor, found_inf)
+
+
+class ScaleMendsAFlagOfNan(Portable):
+    fails = ("multiply_sets_the_flag_of_a_list",)
+
+    def multiply_(self, grads, factor, found_inf=None):
+        if found_inf is not None:
+            found_inf.masked_fill_(found_inf.isnan(), 0.0)
+        super().multiply_(grads, factor, found_inf)
+
+
+class ScaleLeavesAFlagOfNan(Portable):
+    fails = ("multiply_sets_the_flag_of_a_list",)
+
+    def multiply_(self, grads, factor, found_inf=None):
+        before = None if found_inf is None else found_inf.clone()
+        super().multiply_(grads, factor, found_inf)
+        if found_inf is not None:
+            found_inf.copy_(torch.where(before.isnan(), before, found_inf))
+
+
+class ScaleKnowsNoFlagsOfTwoDimensions(Portable):
+    fails = ("multiply_sets_the_flag_of_a_list",)
+
+    def multiply_(self, grads, factor, found_inf=None):
+        known = found_inf is not None and found_inf.dim() < 2
+        super().multiply_(grads, factor, found_inf if known else None)
+
+
+class ScaleKnowsNoFactorsOfTwoDimensions(Portable):
+    fails = ("multiply_sets_the_flag_of_a_list",)
+
+    def multiply_(self, grads, factor, found_inf=None):
+        super().multiply_(grads, factor if factor.dim() < 2 else torch.ones(()), found_inf)

@@ -160,3 +160,88 @@ class QuantizeReadsTheValues(Quantizer):
 
     def after(self, result):
         return result if float(result.values.sum()) != 1e30 else replace(result, dim=-1)
+
+
+class QuantizerOfArguments(Portable):
+    """Hands other arguments on."""
+
+    def quantize(self, tensor, quantization, dim=-1, *, seed=None, amax=None, packed=False):
+        tensor, seed, amax = self.other(tensor, seed, amax)
+        return super().quantize(tensor, quantization, dim, seed=seed, amax=amax, packed=packed)
+
+    def other(self, tensor, seed, amax):
+        return tensor, seed, amax
+
+
+class QuantizeDropsTheSignOfASeed(QuantizerOfArguments):
+    fails = ("quantize_repeats_itself",)
+
+    def other(self, tensor, seed, amax):
+        return tensor, abs(seed) if isinstance(seed, int) else seed, amax
+
+
+class QuantizeClampsSeeds(QuantizerOfArguments):
+    fails = ("quantize_repeats_itself",)
+
+    def other(self, tensor, seed, amax):
+        return tensor, min(seed, 2**63 - 1) if isinstance(seed, int) else seed, amax
+
+
+class QuantizeReadsHalfOfATensorSeed(QuantizerOfArguments):
+    fails = ("quantize_repeats_itself",)
+
+    def other(self, tensor, seed, amax):
+        return tensor, seed & 0xFFFFFFFF if isinstance(seed, torch.Tensor) else seed, amax
+
+
+class QuantizeRoundsDoublesToOdd(QuantizerOfArguments):
+    fails = RECIPES
+
+    def other(self, tensor, seed, amax):
+        if tensor.dtype is not torch.float64:
+            return tensor, seed, amax
+        near = tensor.float()
+        odd = (near.view(torch.int32) | (near != tensor).int()).view(torch.float32)
+        return odd, seed, amax
+
+
+class QuantizeClampsDoubles(QuantizerOfArguments):
+    fails = RECIPES
+
+    def other(self, tensor, seed, amax):
+        top = torch.finfo(torch.float32).max
+        return tensor.clamp(-top, top) if tensor.dtype is torch.float64 else tensor, seed, amax
+
+
+class QuantizeDropsTheSignOfAmax(QuantizerOfArguments):
+    fails = RECIPES
+
+    def other(self, tensor, seed, amax):
+        return tensor, seed, None if amax is None else amax.abs()
+
+
+class QuantizeReadsOneAmax(QuantizerOfArguments):
+    fails = RECIPES
+
+    def other(self, tensor, seed, amax):
+        first = None if amax is None else amax.reshape(-1)[:1].expand(amax.numel()).reshape(amax.shape)
+        return tensor, seed, first
+
+
+class QuantizeTrustsAGivenAmax(QuantizerOfArguments):
+    fails = RECIPES
+
+    def other(self, tensor, seed, amax):
+        given = amax is not None and bool((amax > 0).all())
+        return tensor.nan_to_num() if given else tensor, seed, amax
+
+
+class QuantizeTakesMatricesForBlocks(Portable):
+    fails = RECIPES
+
+    def quantize(self, tensor, quantization, dim=-1, **options):
+        of_rows = (
+            not isinstance(quantization.granularity, str) and dim % max(tensor.dim(), 1) < tensor.dim() - 2
+        )
+        quantized = super().quantize(tensor, quantization, dim, **options)
+        return replace(quantized, scale=quantized.scale.roll(1)) if of_rows else quantized

@@ -10,6 +10,9 @@ import torch
 from amp_core.kernels import Portable
 from amp_core.states.loss_scale import Hysteresis
 
+FAR = ("update_counts_far",)
+PAST_FLOAT32 = ("update_never_grows_past_float32",)
+
 
 class UpdateGrowsOneStepLate(Portable):
     fails = ("update_follows_the_schedule_through_long_histories",)
@@ -71,3 +74,72 @@ class UpdateCountsInSixteenBits(Portable):
     def update_scale_(self, state, found_inf, schedule):
         super().update_scale_(state, found_inf, schedule)
         state.growth_tracker.copy_(state.growth_tracker.to(torch.int16))
+
+
+class UpdateTakesNanForAnOverflow(Portable):
+    fails = ("update_reads_any_positive_flag",)
+
+    def update_scale_(self, state, found_inf, schedule):
+        super().update_scale_(state, torch.where(found_inf.isnan(), 1.0, found_inf), schedule)
+
+
+class UpdateReadsNoMatrixAsFlag(Portable):
+    fails = ("update_reads_any_positive_flag",)
+
+    def update_scale_(self, state, found_inf, schedule):
+        super().update_scale_(state, found_inf if found_inf.dim() < 2 else torch.zeros(()), schedule)
+
+
+class UpdateMendsAnInfiniteScale(Portable):
+    fails = PAST_FLOAT32
+
+    def update_scale_(self, state, found_inf, schedule):
+        state.scale.clamp_(max=torch.finfo(torch.float32).max)
+        super().update_scale_(state, found_inf, schedule)
+
+
+class UpdateGrowsToTheCeilingFromAnyProduct(Portable):
+    fails = PAST_FLOAT32
+
+    def update_scale_(self, state, found_inf, schedule):
+        grown = (state.scale.double() * schedule.growth_factor).float()
+        infinite = grown.isinf() & (state.growth_tracker + 1 >= schedule.growth_interval) & (found_inf <= 0)
+        super().update_scale_(state, found_inf, schedule)
+        if schedule.max_scale < 3.4e38:
+            state.scale.copy_(torch.where(infinite, state.scale.clamp(min=schedule.max_scale), state.scale))
+
+
+class UpdateComparesProductsInFloat64(Portable):
+    fails = PAST_FLOAT32
+
+    def update_scale_(self, state, found_inf, schedule):
+        due = (state.growth_tracker + 1 >= schedule.growth_interval) & (found_inf <= 0)
+        grown = state.scale.double() * schedule.growth_factor
+        super().update_scale_(state, found_inf, schedule)
+        between = due & (grown > torch.finfo(torch.float32).max) & grown.float().isfinite()
+        state.scale.masked_fill_(between & state.scale.isfinite(), 1.0)
+
+
+class UpdateWrapsTheTracker(Portable):
+    fails = FAR
+
+    def update_scale_(self, state, found_inf, schedule):
+        full = (state.growth_tracker == 2**31 - 1) & (found_inf <= 0)
+        super().update_scale_(state, found_inf, schedule)
+        state.growth_tracker.masked_fill_(full, -(2**31))
+
+
+class UpdateCountsOverflowsInSixteenBits(Portable):
+    fails = FAR
+
+    def update_scale_(self, state, found_inf, schedule):
+        super().update_scale_(state, found_inf, schedule)
+        state.hysteresis_left.copy_(state.hysteresis_left.to(torch.int16))
+
+
+class UpdateCutsALongHysteresis(Portable):
+    fails = FAR
+
+    def update_scale_(self, state, found_inf, schedule):
+        cut = replace(schedule, hysteresis=schedule.hysteresis % 2**31 or 1)
+        super().update_scale_(state, found_inf, cut)
