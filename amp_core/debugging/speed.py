@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_core._torch.autograd import current_autograd_node
+from amp_core._torch.tracing import calls_are_captured
 from amp_core.common.containers import map_tensors, tensors_in
 from amp_core.debugging.advice import OpTime, SpeedAdvice
 from amp_core.debugging.agreement import Ranks
@@ -109,7 +110,7 @@ class SpeedSearch:
         low = [op for op, rule in step.policy.rules.items() if r.lowers(rule) and recipe_of(rule) is None]
 
         def observe(op: str, call: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if op in low and current_autograd_node() is None:
+            if op in low and current_autograd_node() is None and not calls_are_captured():
                 self._note(op, args, kwargs, str(places.here))
             return call()
 
@@ -126,6 +127,8 @@ class SpeedSearch:
         self._runs_backward = not any(
             p.grad is not None for root in self._step.roots for p in root.parameters()
         )
+        for root in self._step.roots:
+            keeper.keep(root)  # its own state, if it was only called with another
         self._backward(result)
 
     def _note(self, op: str, args: tuple[Any, ...], kwargs: dict[str, Any], module: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import random
 import sys
 from collections.abc import Iterable, Iterator
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from amp_core._torch.tracing import outside_graphs
+from amp_core._torch.tracing import calls_are_captured, outside_graphs
 from amp_core.casts.shards import local
 from amp_core.common.optimizers import watch_steps
 from amp_core.errors import AmpError
@@ -60,17 +61,22 @@ class StateKeeper:
             AmpError: FSDP1 shards it.
         """
         _reshard(model.modules())
+        swapped = _swapped()
         for module in model.modules():
-            self._modules.setdefault(id(module), _Module.of(module))
+            if module not in swapped:
+                self._modules.setdefault(id(module), _Module.of(module))
         for tensor in (*model.parameters(), *model.buffers()):
             self.keep_tensor(tensor)
 
     def keep_tensor(self, tensor: Tensor) -> None:
         """Save the value and gradient of a tensor, and clear the gradient."""
-        if id(tensor) not in self._tensors:
-            with torch.no_grad():
-                part = local(tensor)
-                self._tensors[id(tensor)] = tensor, part, part.detach().clone(), tensor.grad
+        if id(tensor) in self._tensors or calls_are_captured():  # ``torch.func`` writes to no tensor
+            return
+        with torch.no_grad():
+            part = local(tensor)
+            grad = tensor.grad if tensor.is_leaf else None
+            self._tensors[id(tensor)] = tensor, part, part.detach().clone(), grad
+        if tensor.is_leaf:
             tensor.grad = None
 
     @outside_graphs
@@ -99,12 +105,29 @@ class StateKeeper:
             for tensor, part, value, grad in self._tensors.values():
                 if part.untyped_storage().nbytes() >= value.nbytes:  # otherwise its owner has freed it
                     part.copy_(value)
-                tensor.grad = grad
+                if tensor.is_leaf:
+                    tensor.grad = grad
         for module in self._modules.values():
             module.restore()
         self._tensors.clear()
         self._optimizers.clear()
         self._modules.clear()
+
+
+_FUNCTIONAL_CALLS = {
+    torch.func.functional_call.__code__,
+    inspect.unwrap(torch.nn.utils.stateless.functional_call).__code__,
+}
+
+
+def _swapped() -> set[nn.Module]:
+    """Return the modules that have other parameters and buffers for the length of a ``functional_call``."""
+    frame, found = inspect.currentframe(), set[nn.Module]()
+    while frame is not None:
+        if frame.f_code in _FUNCTIONAL_CALLS:
+            found.update(frame.f_locals["module"].modules())
+        frame = frame.f_back
+    return found
 
 
 def _reshard(modules: Iterable[nn.Module]) -> None:
