@@ -44,9 +44,14 @@ outside_graphs: Callable[[F], F] = _LAZY.function(
 )
 
 # Whether ``torch.func`` is transforming what runs now: its tensors are plain by type but have no memory.
-functorch_is_at_work: Callable[[], bool] = Feature(
-    "functorch", "portable kernels take the place of compiled ones, which is slower"
-).function("torch._C._are_functorch_transforms_active", lambda: True, check=lambda f: f())
+_FUNCTORCH = Feature("functorch", "portable kernels take the place of compiled ones, which is slower")
+functorch_is_at_work: Callable[[], bool] = _FUNCTORCH.function(
+    "torch._C._are_functorch_transforms_active", lambda: True, check=lambda f: f()
+)
+# Whether a tensor is a batch of gradients, as ``torch.autograd.grad(is_grads_batched=True)`` makes them.
+is_batched: Callable[[torch.Tensor], bool] = _FUNCTORCH.function(
+    "torch._C._functorch.is_legacy_batchedtensor", lambda _tensor: False
+)
 
 _CAPTURE = Feature(
     "capture", "cached_casts and master_weights cast every weight at every use, which is slower"
@@ -54,7 +59,8 @@ _CAPTURE = Feature(
 _jit_tracing_state = _CAPTURE.function("torch._C._get_tracing_state", lambda: "unknown", check=lambda f: f())
 _dispatch_mode = _CAPTURE.function("torch._C._get_dispatch_mode", lambda _key: "unknown")
 _PROXY_MODE = _CAPTURE.value("torch._C._TorchDispatchModeKey.PROXY", None)
-_CAPTURE.attempt(lambda: _dispatch_mode(_PROXY_MODE))
+_FAKE_MODE = _CAPTURE.value("torch._C._TorchDispatchModeKey.FAKE", None)
+_CAPTURE.attempt(lambda: (_dispatch_mode(_PROXY_MODE), _dispatch_mode(_FAKE_MODE)))
 
 _FAKES = Feature(
     "fake_weights",
@@ -69,15 +75,18 @@ def is_fake(tensor: torch.Tensor) -> bool:
 
 
 def calls_are_captured() -> bool:
-    """Whether ops that run now are transformed by ``torch.func`` or traced into a graph of any kind.
+    """Whether ops that run now are transformed by ``torch.func``, traced into a graph of any kind, or faked.
 
-    A cached cast would be a constant of such a graph, or a tensor of another level of ``torch.func``.
+    A cached cast would be a constant of such a graph, a tensor of another level of ``torch.func``, or fake.
     """
     if not _CAPTURE.complete:
         _CAPTURE.warn()
         return True
     return (
-        functorch_is_at_work() or _jit_tracing_state() is not None or _dispatch_mode(_PROXY_MODE) is not None
+        functorch_is_at_work()
+        or _jit_tracing_state() is not None
+        or _dispatch_mode(_PROXY_MODE) is not None
+        or _dispatch_mode(_FAKE_MODE) is not None
     )
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from amp_core._torch.tracing import outside_graphs
+from amp_core._torch.tracing import calls_are_captured, outside_graphs
 from amp_core.common.handle import Handle
 from amp_core.common.optimizers import parameters_of, watch_steps
 from amp_core.debugging.places import Places
@@ -22,7 +22,8 @@ class Attached(Handle):
     Everything that `torch.compile` has compiled is compiled again.
 
     Attributes:
-        step: the number of the model's current training step, from 0: its calls with gradients enabled.
+        step: the number of the model's current training step, from 0: its calls with gradients enabled. Calls
+            that are traced or that ``torch.func`` transforms do not count.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -57,14 +58,18 @@ class Attached(Handle):
 
     @outside_graphs  # a model that is compiled later has these hooks
     def _enter(self, _module: nn.Module, _args: Any, _kwargs: Any) -> None:
-        if self._removers and torch.is_grad_enabled():  # compiled code keeps hooks that were removed
+        if self._is_on():
             self.step += 1
             self._before()
 
     @outside_graphs
     def _leave(self, _module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
-        if self._removers and torch.is_grad_enabled():
+        if self._is_on():
             self._after(args, kwargs, result)
+
+    def _is_on(self) -> bool:
+        # Compiled code keeps hooks that were removed.
+        return bool(self._removers) and torch.is_grad_enabled() and not calls_are_captured()
 
     def _step(self, optimizer: Optimizer) -> None:
         mine = {id(parameter) for parameter in self.model.parameters()}
@@ -80,8 +85,9 @@ class Hook:
         self._call = call
 
     def __call__(self, *args: Any) -> None:
-        """Call what was given."""
-        self._call(*args)
+        """Call what was given, unless ``torch.export`` traces the module."""
+        if not torch.compiler.is_exporting():
+            self._call(*args)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Hook, (_do_nothing,)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from amp_core._torch.dispatcher import Overload, dispatcher_name
 from amp_core._torch.tensors import is_dtensor
+from amp_core._torch.tracing import calls_are_captured
 from amp_core.casts.shards import local, whole
 from amp_core.debugging.fits import Fit, fit_of
 from amp_core.debugging.op_kinds import floats_in
@@ -258,5 +259,16 @@ def _largest(flat: Tensor) -> float:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Return whether a tensor can be sampled: strided, neither sparse nor nested."""
-    return tensor.layout is torch.strided and not tensor.is_nested
+    """Return whether a tensor can be sampled: strided, neither sparse nor nested, with values to read.
+
+    What is computed from values while a graph is traced would become part of it.
+    """
+    if tensor.layout is not torch.strided or tensor.is_nested or calls_are_captured():
+        return False
+    try:
+        memory = tensor.untyped_storage()
+        if type(tensor) is Tensor:  # subclasses may keep their values elsewhere
+            memory.data_ptr()
+    except (RuntimeError, ValueError):  # a batch of gradients, forward-mode zeros; an uninitialized parameter
+        return False
+    return memory.device.type != "meta"  # fake tensors have such memory too

@@ -62,9 +62,8 @@ class Watch(Attached, Report):
             self._hooks.append(module.register_forward_hook(Hook(self._of_module(name))))
         for name, parameter in self.model.named_parameters():
             self._add("weight", name, parameter)
-            if parameter.requires_grad:
-                hook = self._of_parameter(name)
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+            if parameter.requires_grad and is_plain(parameter):
+                self._hooks.append(self._hook_gradient(name, parameter))
 
     def _end(self) -> None:
         while self._hooks:
@@ -86,12 +85,14 @@ class Watch(Attached, Report):
 
         return hook
 
-    def _of_parameter(self, name: str) -> Callable[[Tensor], None]:
-        def hook(parameter: Tensor) -> None:
-            if parameter.grad is not None:
-                self._add("weight gradient", name, parameter.grad)
+    def _hook_gradient(self, name: str, parameter: Tensor) -> Any:
+        def add(gradient: Tensor | None) -> None:
+            if gradient is not None:
+                self._add("weight gradient", name, gradient)
 
-        return hook
+        if parameter.is_leaf:
+            return parameter.register_post_accumulate_grad_hook(lambda parameter: add(parameter.grad))  # type: ignore[no-untyped-call]
+        return parameter.register_hook(add)  # type: ignore[no-untyped-call]  # torch.func.functional_call sets such
 
     @muted()
     @torch.no_grad()

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from amp_core._torch.dispatcher import excluded
-from amp_core._torch.tracing import calls_are_captured
+from amp_core._torch.tracing import calls_are_captured, functorch_is_at_work, is_batched
 from amp_core.dispatch import delayed_scales, kept_operands
 from amp_core.dispatch.bilinear import Bilinear, Compute
+from amp_core.errors import PolicyError
 from amp_core.formats import AmaxHistory, Quantization, Quantized, quantize
 from amp_core.kernels.scaled import why_emulated
 from amp_core.plugin.default_manager import get_backend
@@ -201,6 +202,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        _refuse_batch(grad)
         a, b, _ = ctx.saved_tensors
         grad_a = grad_b = None
         if ctx.needs_input_grad[0]:
@@ -221,6 +223,7 @@ class _Bilinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        _refuse_batch(grad)
         a, b, _ = ctx.saved_tensors
         grad_a = grad_b = None
         if ctx.needs_input_grad[0]:
@@ -228,6 +231,15 @@ class _Bilinear(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             grad_b = ctx.call.multiply("grad_weight", a, grad, ctx.op.of_second(b)).to(b.dtype)
         return _once(grad_a, grad, a, b), _once(grad_b, grad, a, b), None, None
+
+
+def _refuse_batch(grad: Tensor) -> None:
+    if is_batched(grad) or functorch_is_at_work():
+        raise PolicyError(
+            "An op with a recipe got a batch of gradients, as from autograd.grad(is_grads_batched=True), "
+            "jacobian(vectorize=True) or torch.func: quantised products know no batches. Take the gradients "
+            "one by one, or give the layer the rule 'lower_precision_fp' or 'fp32'."
+        )
 
 
 class _Once(torch.autograd.Function):

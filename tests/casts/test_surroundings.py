@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from amp_core import OpPolicy, autocast, cached_casts, master_weights
 from amp_core._torch import cast_cache
@@ -130,6 +131,19 @@ def test_a_model_on_the_meta_device(scope: Scope) -> None:
                 weight.fill_(0.1)
         assert low(model, X).dtype is torch.bfloat16
         assert handle.nbytes() > 0
+
+
+@SCOPES
+def test_fake_tensors_leave_no_fake_casts(scope: Scope) -> None:
+    """A forward pass that only asks for shapes fails, or later ones compute with its fake casts."""
+    model = make()
+    expected = low(model, X)
+    with scope(model), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        assert low(model, mode.from_tensor(X)).dtype is torch.bfloat16
+    with scope(model):
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            low(model, mode.from_tensor(X))
+        assert torch.equal(low(model, X), expected)
 
 
 class Tagged(Tensor):

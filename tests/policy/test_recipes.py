@@ -507,6 +507,17 @@ def test_transforms_are_refused(transform: str, inside: bool) -> None:
         run()
 
 
+@pytest.mark.parametrize("op", ["linear", "conv1d"])
+def test_batches_of_gradients_are_refused(op: str) -> None:
+    """autograd.grad(is_grads_batched=True) ends in an error about data pointers."""
+    x, w = R(3, 8), R(3, 8)
+    w.requires_grad_()
+    with region("recipe fp8_tensorwise", op):
+        y = F.linear(x, w) if op == "linear" else F.conv1d(x[None], w[..., None].expand(-1, -1, 3)[:, :3])
+    with pytest.raises(PolicyError, match="got a batch of gradients"):
+        torch.autograd.grad(y.float().sum(-1).flatten(), w, torch.eye(3), is_grads_batched=True)
+
+
 def test_sparse_and_nested_tensors_are_refused() -> None:
     """A sparse operand is quantised as something else."""
     with pytest.raises(PolicyError, match="sparse and nested"), region("recipe mxfp8", "mm"):

@@ -1,0 +1,208 @@
+"""The tools on values that the host cannot read: transformed, traced, fake, batched, or not there yet."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call
+
+import amp_core
+from amp_core import autocast, cached_casts, master_weights
+
+X = torch.linspace(-1, 1, 24).reshape(4, 6)
+
+
+def make(*, lazy: bool = False) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.LazyLinear(5) if lazy else nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def low(model: nn.Module, x: Tensor) -> Tensor:
+    with autocast("cpu", cache_enabled=False):
+        return model(x).float()
+
+
+def per_sample_gradients(model: nn.Module) -> list[Tensor]:
+    weights = {name: weight.detach() for name, weight in model.named_parameters()}
+
+    def loss(weights: dict[str, Tensor], x: Tensor) -> Tensor:
+        with autocast("cpu"):
+            return functional_call(model, weights, (x,)).float().square().sum()
+
+    return [*torch.vmap(torch.func.grad(loss), (None, 0))(weights, X).values()]
+
+
+def hessian(model: nn.Module) -> list[Tensor]:
+    return [torch.func.hessian(lambda x: low(model, x).sum())(X[0])]
+
+
+def forward_mode(model: nn.Module) -> list[Tensor]:
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(X, torch.ones_like(X))
+        return [torch.autograd.forward_ad.unpack_dual(low(model, dual)).tangent.clone()]
+
+
+def batched_gradients(model: nn.Module) -> list[Tensor]:
+    result = low(model, X)[0]
+    return [*torch.autograd.grad(result, [*model.parameters()], torch.eye(3), is_grads_batched=True)]
+
+
+def weights_that_are_results(model: nn.Module) -> list[Tensor]:
+    weights = {name: weight * 2 for name, weight in model.named_parameters()}
+    with autocast("cpu"):
+        loss = functional_call(model, weights, (X,)).float().square().sum()
+    loss.backward()
+    return [weight.grad for weight in model.parameters()]
+
+
+def fake(model: nn.Module) -> list[Tensor]:
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        result = low(model, mode.from_tensor(X))
+    assert result.shape == (4, 3)
+    return [low(model, X)]
+
+
+def meta(model: nn.Module) -> list[Tensor]:
+    low(copy.deepcopy(model).to("meta"), X.to("meta")).sum().backward()
+    return [low(model, X)]
+
+
+def exported(model: nn.Module) -> list[Tensor]:
+    return [torch.export.export(model, (X,), strict=strict).module()(X) for strict in (False, True)]
+
+
+def traced(model: nn.Module) -> list[Tensor]:
+    graph = torch.jit.trace(model, (X,), check_trace=False)
+    assert not [
+        node for node in graph.inlined_graph.nodes() if "norm" in node.kind() or "isfin" in node.kind()
+    ]
+    return [graph(X)]
+
+
+TOOLS: dict[str, Callable[[nn.Module], Any]] = {
+    "guard": amp_core.guard,
+    "guard every op": lambda model: amp_core.guard(model, steps=lambda _: True),
+    "watch": lambda model: amp_core.watch(model, every=1),
+    "record": amp_core.record,
+    "cached_casts": cached_casts,
+    "cached_casts(debug=True)": lambda model: cached_casts(model, debug=True),
+    "master_weights": master_weights,
+}
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit", "ignore:Tried to trace", "ignore:.*TracerWarning")
+@pytest.mark.parametrize("tool", TOOLS)
+@pytest.mark.parametrize(
+    "program",
+    [
+        per_sample_gradients,
+        hessian,
+        forward_mode,
+        batched_gradients,
+        weights_that_are_results,
+        fake,
+        meta,
+        exported,
+        traced,
+    ],
+)
+def test_a_program_goes_on(program: Callable[[nn.Module], list[Tensor]], tool: str) -> None:
+    """A tool reads a value that is not there: the program ends in an error of torch's internals."""
+    if program is exported and tool in {"record", "guard every op"}:
+        pytest.skip("torch.export(strict=True) compiles, and compiled functions run eagerly in a recording")
+    expected = program(make())
+    model = make()
+    with TOOLS[tool](model):
+        low(model, X)  # as a tool meets it in training
+        got = program(model)
+    assert all(map(torch.equal, got, expected))
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature", "ignore:.*are cast at each use")
+@pytest.mark.parametrize("tool", TOOLS)
+def test_parameters_that_have_no_size_yet(tool: str) -> None:
+    """A lazy model fails in its first step, or is not watched in its second."""
+    model = make(lazy=True)
+    with TOOLS[tool](model) as handle:
+        for _ in range(2):
+            low(model, X).sum().backward()
+    if tool == "watch":
+        assert {(e.step, e.name) for e in handle.entries if e.kind == "weight gradient"} == {
+            *((0, name) for name in ("2.weight", "2.bias")),
+            *((1, name) for name in ("0.weight", "0.bias", "2.weight", "2.bias")),
+        }
+
+
+class Swapping:
+    """A student and the average of its weights, which a step computes with in the student's place."""
+
+    def __init__(self) -> None:
+        self.model = nn.Sequential(*make(), nn.BatchNorm1d(3))
+        self.average = copy.deepcopy(self.model)
+        self.own = [*self.model.parameters(), *self.model.buffers()]
+        self.state = copy.deepcopy((self.model.state_dict(), self.average.state_dict()))
+
+    def with_average(self) -> Tensor:
+        other = {**dict(self.average.named_parameters()), **dict(self.average.named_buffers())}
+        with autocast("cpu"):
+            return functional_call(self.model, other, (X,)).float()
+
+    def with_results(self) -> Tensor:
+        other = {name: weight * 2 for name, weight in self.model.named_parameters()}
+        return functional_call(self.model, other, (X,)).float()
+
+    def with_both(self) -> Tensor:
+        return (self.model(X) - self.with_average()).square()
+
+    def transformed(self) -> Tensor:
+        return self.model(X).float() + sum(g.square().sum() for g in per_sample_gradients(self.model[:3]))
+
+
+@pytest.mark.parametrize("step", ["with_average", "with_results", "with_both", "transformed"])
+@pytest.mark.parametrize(
+    "tool",
+    [
+        lambda step: amp_core.compare(step, "cpu"),
+        lambda step: amp_core.advise(step, "cpu"),
+        lambda step: amp_core.advise(step, "cpu", goal="speed"),
+    ],
+    ids=["compare", "advise", "advise for speed"],
+)
+def test_weights_that_a_call_swaps_are_not_those_to_restore(tool: Callable[[Any], Any], step: str) -> None:
+    """After a comparison the model holds the weights that torch.func.functional_call gave it for one call."""
+    with_weights = Swapping()
+    tool(lambda: getattr(with_weights, step)().sum())
+    now = [*with_weights.model.parameters(), *with_weights.model.buffers()]
+    assert all(a is b for a, b in zip(now, with_weights.own, strict=True))
+    for model, state in zip((with_weights.model, with_weights.average), with_weights.state, strict=True):
+        assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+        assert all(weight.grad is None for weight in model.parameters())
+
+
+def test_watch_measures_gradients_of_weights_that_are_results() -> None:
+    """The inner steps of meta-learning are left out."""
+    model = make()
+    with amp_core.watch(model, every=1) as ranges:
+        weights_that_are_results(model)
+    assert {e.name for e in ranges.entries if e.kind == "weight gradient"} == {
+        "0.weight",
+        "0.bias",
+        "2.weight",
+        "2.bias",
+    }
+
+
+def test_traced_calls_are_no_steps() -> None:
+    """The count of steps moves where nothing is trained."""
+    with amp_core.guard(model := make()) as guard:
+        hessian(model)
+        exported(model)
+        assert guard.step == -1
+        low(model, X)
+        assert guard.step == 0
