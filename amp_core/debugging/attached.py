@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
+from amp_core._torch.autograd import current_autograd_node
 from amp_core._torch.tracing import calls_are_captured, outside_graphs
 from amp_core.common.handle import Handle
 from amp_core.common.optimizers import parameters_of, watch_steps
@@ -23,7 +24,7 @@ class Attached(Handle):
 
     Attributes:
         step: the number of the model's current training step, from 0: its calls with gradients enabled. Calls
-            that are traced or that ``torch.func`` transforms do not count.
+            that are traced, that ``torch.func`` transforms or that a checkpoint repeats do not count.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -68,14 +69,27 @@ class Attached(Handle):
             self._after(args, kwargs, result)
 
     def _is_on(self) -> bool:
-        # Compiled code keeps hooks that were removed.
-        return bool(self._removers) and torch.is_grad_enabled() and not calls_are_captured()
+        return (
+            bool(self._removers)  # compiled code keeps hooks that were removed
+            and torch.is_grad_enabled()
+            and not repeats_forward()
+            and not calls_are_captured()
+        )
 
     def _step(self, optimizer: Optimizer) -> None:
         mine = {id(parameter) for parameter in self.model.parameters()}
         parameters = [p for p in parameters_of(optimizer) if p.grad is not None and id(p) in mine]
         if parameters:
             self._optimize(optimizer, parameters)
+
+
+def repeats_forward() -> bool:
+    """Whether a checkpoint repeats, in the backward pass, a forward pass that ran with gradients enabled.
+
+    Reentrant checkpoints run it without gradients first, so that only the repetition is part of training.
+    """
+    node = current_autograd_node()
+    return node is not None and not node.name().startswith("CheckpointFunction")
 
 
 class Hook:

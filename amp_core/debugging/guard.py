@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
+from amp_core._torch.autograd import current_autograd_node
 from amp_core._torch.dispatcher import Overload, dispatcher_name
 from amp_core.debugging.attached import Attached
 from amp_core.debugging.capture import extent, is_plain
@@ -94,7 +95,8 @@ class Guard(Attached, Sink):
 
     def _before(self) -> None:
         self._stop()
-        if self._chosen(self.step) or self._skips >= self._patience:
+        in_backward = current_autograd_node() is not None  # a tap that begins there cannot outlast it
+        if not in_backward and (self._chosen(self.step) or self._skips >= self._patience):
             self._observe().places.enter(self.model)
 
     def _after(self, args: Any, kwargs: Any, result: Any) -> None:

@@ -14,7 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from amp_core._torch.tracing import outside_graphs
 from amp_core.debugging import saved
-from amp_core.debugging.attached import Attached, Hook
+from amp_core.debugging.attached import Attached, Hook, repeats_forward
 from amp_core.debugging.capture import extent, is_plain
 from amp_core.debugging.op_kinds import floats_in
 from amp_core.debugging.places import uncompiled
@@ -73,7 +73,7 @@ class Watch(Attached, Report):
     def _of_module(self, name: str) -> Callable[..., None]:
         @outside_graphs
         def hook(_module: nn.Module, _args: Any, result: Any) -> None:
-            if not self._hooks:  # removed, but compiled code keeps its hooks
+            if not self._hooks or repeats_forward():  # removed, but compiled code keeps its hooks
                 return
             tensors = floats_in(result)[:1]
             for tensor in tensors:

@@ -1,9 +1,11 @@
-"""The tools on values that the host cannot read: transformed, traced, fake, batched, or not there yet."""
+"""The tools where values or calls are not what they seem: transformed, traced, fake, batched, repeated."""
 
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,9 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
 
 import amp_core
-from amp_core import autocast, cached_casts, master_weights
+from amp_core import NonFiniteError, autocast, cached_casts, master_weights
 
 X = torch.linspace(-1, 1, 24).reshape(4, 6)
 
@@ -122,6 +125,25 @@ def test_a_program_goes_on(program: Callable[[nn.Module], list[Tensor]], tool: s
         low(model, X)  # as a tool meets it in training
         got = program(model)
     assert all(map(torch.equal, got, expected))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("tool", ["guard", "guard every op", "watch"])
+def test_a_model_in_a_checkpoint(tool: str, reentrant: bool) -> None:
+    """The repeated forward pass counts as a step, or a tool that begins in it ends in an error of torch's."""
+    model, x = make(), X.clone().requires_grad_()
+    with TOOLS[tool](model) as handle:
+        for step in range(3):
+            with autocast("cpu"):
+                checkpoint(model, x, use_reentrant=reentrant).float().sum().backward()
+            assert handle.step == step
+    if tool == "watch":
+        kinds = Counter(entry.kind for entry in handle.entries if entry.step == 1)
+        assert (kinds["gradient"], kinds["weight gradient"]) == (3, 4)
+    with torch.no_grad():
+        model[2].weight.fill_(3e38)
+    with pytest.raises(NonFiniteError) if tool != "watch" else nullcontext(), TOOLS[tool](model):
+        checkpoint(model, x + 5, use_reentrant=reentrant).sum().backward()
 
 
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature", "ignore:.*are cast at each use")
