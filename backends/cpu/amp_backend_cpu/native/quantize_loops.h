@@ -205,7 +205,7 @@ INLINE void IN(round)(const float *x, const float *encode, size_t n, const struc
             code = (int32_t)(as_bits(sum) - as_bits(shift) + ((power - smallest) >> cut));
         }
         saturated += (uint32_t)(code > top) & good;
-        flushed += ((uint32_t)(code == 0) - (uint32_t)(before == 0)) & good;
+        flushed += (uint32_t)(code == 0) & (uint32_t)(before != 0) & good;
         if (coded) {
             uint32_t kept = (uint32_t)(code < top ? code : top) | sign << sign_bit;
             codes[i] = (uint8_t)(good ? kept : nan);
