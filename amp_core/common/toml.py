@@ -21,11 +21,22 @@ def quoted(text: str) -> str:
 
 
 def load(source: str | PathLike[str]) -> tuple[str, str]:
-    """Return the text of `source`, a path or the text itself, and how errors refer to it."""
+    """Return the text of `source`, a path or the text itself, and how errors refer to it.
+
+    Raises:
+        OSError: the file cannot be read.
+        PolicyError: it is not UTF-8.
+    """
     if isinstance(source, str) and ("\n" in source or not source):
         return source, "<toml>"
     path = fspath(source)
-    return Path(path).read_text(encoding="utf-8"), path
+    try:
+        return Path(path).read_text(encoding="utf-8-sig"), path
+    except UnicodeDecodeError as error:
+        line = Path(path).read_bytes()[: error.start].count(b"\n") + 1
+        raise PolicyError(
+            f"{path}:{line}: not TOML, which is UTF-8: {error}. Save the file as UTF-8."
+        ) from error
 
 
 def parse(text: str, where: str, keys: tuple[str, ...]) -> dict[str, Any]:

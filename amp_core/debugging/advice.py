@@ -13,7 +13,7 @@ from amp_core.debugging.comparison import Comparison
 from amp_core.debugging.report import Report
 from amp_core.errors import PolicyError
 from amp_core.policy import OpPolicy
-from amp_core.policy.toml import ModuleRules, read_value, write, write_modules
+from amp_core.policy.toml import ModuleRules, read_modules, read_value, write, write_modules
 from amp_core.regions.modules import AppliedPolicy, apply_policy
 
 
@@ -86,11 +86,11 @@ class Advice(Report):
             PolicyError: the TOML is invalid or has unknown keys, ops or rules; names the file and line.
             OSError: the file cannot be read.
         """
-        modules, _ = read_value(source, "modules")
+        modules, _ = read_modules(source, required=False)
         scale, where = read_value(source, "init_scale")
         if scale is not None and (not isinstance(scale, (int, float)) or not 0 < scale < float("inf")):
             raise PolicyError(f"{where}: init_scale must be a finite number above 0, not {scale!r}.")
-        return cls(OpPolicy.from_toml(source), modules or {}, None if scale is None else float(scale))
+        return cls(OpPolicy.from_toml(source), modules, None if scale is None else float(scale))
 
     def __repr__(self) -> str:
         return f"<Advice: {len(self.findings)} findings, init_scale={self.init_scale}>"

@@ -12,6 +12,7 @@ from typing_extensions import Self
 from amp_core.common import toml
 from amp_core.errors import PolicyError
 from amp_core.policy import recipes
+from amp_core.policy.rules import FP32
 
 if TYPE_CHECKING:
     from amp_core.formats import Recipe
@@ -71,7 +72,8 @@ def read_modules(source: str | PathLike[str], required: bool = True) -> tuple[di
     """Return the module rules in `source`, and the position of each glob as ``file:line``.
 
     Raises:
-        PolicyError: `source` is not TOML, or has no ``modules`` table although it is `required`.
+        PolicyError: `source` is not TOML, has no ``modules`` table although it is `required`, or a glob has
+            neither ``"fp32"`` nor op rules.
     """
     text, where = toml.load(source)
     data = _parse(text, where)
@@ -82,6 +84,10 @@ def read_modules(source: str | PathLike[str], required: bool = True) -> tuple[di
     for glob, what in rules.items():
         if isinstance(what, dict):
             rules[glob] = {op: _rule(rule, data["recipes"], places[glob]) for op, rule in what.items()}
+        elif what != FP32:
+            raise PolicyError(
+                f"{places[glob]}: {glob!r}: {what!r} is not a rule for a module; use {FP32!r} or op rules."
+            )
     return rules, places
 
 
@@ -111,6 +117,9 @@ def read(kind: type[P], source: str | PathLike[str], device_type: str | None) ->
     named = data.get("device_type", device_type)
     if named is None:
         raise PolicyError(f'{where}: names no device; add device_type = "cuda", or pass device_type=.')
+    if not (isinstance(named, str) and named.isidentifier()):
+        line = toml.line_of(text, "device_type")
+        raise PolicyError(f'{where}:{line}: {named!r} is no device type, such as "cuda" (without an index).')
     if device_type is not None and named != device_type:
         raise PolicyError(f"{where}: is for {named!r}, not for {device_type!r}.")
     return _override(_base(kind, data.get("base", "default"), named, text, where), data, text, where)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from torch import nn
 
-from amp_core import OpPolicy, PolicyError, apply_policy
+from amp_core import Advice, OpPolicy, PolicyError, PrecisionPlan, Recipe, apply_policy
 from amp_core.policy.toml import read_modules, write_modules
 
 
@@ -55,6 +55,7 @@ def test_round_trip(rules: dict[str, object]) -> None:
         ('[modules]\n\n[modules."nothing.*"]\nsoftmax = "fp32"\n', 3, "matches no module"),
         ('[modules."1"]\nsoftmaks = "fp32"\n', 1, "softmaks"),
         ("modules = 3\n", 1, "must be a table"),
+        ('[modules]\n"0" = 1\n', 2, "1 is not a rule for a module"),
         ('[rules]\nmm = "fp32"\n', None, "has no rules for modules"),
     ],
 )
@@ -76,3 +77,53 @@ def test_regions_pass_the_modules_over(tmp_path: Path) -> None:
     path = tmp_path / "both.toml"
     path.write_text('device_type = "cpu"\n[rules]\nmm = "fp32"\n[modules]\n"0" = "fp32"\n')
     assert OpPolicy.from_toml(path).rule("mm") == "fp32"
+
+
+READERS = {
+    "policy": OpPolicy.from_toml,
+    "plan": PrecisionPlan.from_toml,
+    "advice": Advice.from_toml,
+    "modules": lambda path: apply_policy(nn.Sequential(nn.Linear(4, 4)), path),
+    "recipe": Recipe.from_toml,
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_a_file_in_another_encoding_names_the_line(reader: str, tmp_path: Path) -> None:
+    """A file from an editor with another encoding ends in a UnicodeDecodeError that names no file."""
+    path = tmp_path / "latin.toml"
+    path.write_bytes(b'device_type = "cpu"\n# caf\xe9\n')
+    with pytest.raises(PolicyError, match=r"latin\.toml:2: not TOML, which is UTF-8"):
+        READERS[reader](path)
+
+
+def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path: Path) -> None:
+    """A file that Windows wrote is refused."""
+    path = tmp_path / "windows.toml"
+    path.write_text(
+        '\ufeffdevice_type = "cpu"\r\n[modules]\r\n"0" = "fp32"\r\n', encoding="utf-8", newline=""
+    )
+    assert OpPolicy.from_toml(path) == OpPolicy.default("cpu")
+    with apply_policy(nn.Sequential(nn.Linear(4, 4)), path) as applied:
+        assert applied.modules == ("0",)
+
+
+@pytest.mark.parametrize("reader", ["plan", "advice"])
+def test_module_rules_are_checked_when_the_file_is_read(reader: str, tmp_path: Path) -> None:
+    """A wrong file fails hours later, where the rules are applied, or without its name."""
+    path = tmp_path / "rules.toml"
+    path.write_text('device_type = "cpu"\n[modules]\n"0" = 1\n')
+    with pytest.raises(PolicyError, match=r"rules\.toml:3: '0': 1 is not a rule for a module"):
+        READERS[reader](path)
+
+
+def test_advice_knows_the_recipes_of_its_file(tmp_path: Path) -> None:
+    """Advice that was read has rules by a name that means nothing elsewhere."""
+    path = tmp_path / "advice.toml"
+    path.write_text(
+        'device_type = "cpu"\n[modules."0"]\nlinear = "recipe mine"\n'
+        '[recipes.mine.weight]\nelement = "e4m3"\n'
+    )
+    model = nn.Sequential(nn.Linear(4, 4))
+    with Advice.from_toml(path).apply(model) as applied:
+        assert applied.explain("0", "linear")[0].rule.startswith("recipe mine")

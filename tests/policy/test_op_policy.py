@@ -150,6 +150,8 @@ def test_toml_from_a_file_says_where(tmp_path: Path) -> None:
         ('device_type = "cpu"\nbase = "best"\n', 2, "unknown base 'best'"),
         ('device_type = "cpu"\nrules = 3\n', 2, "rules must be a table"),
         ("[rules]\n\n", None, "names no device"),
+        ("device_type = 1\n\n", 1, "1 is no device type"),
+        ('base = "none"\ndevice_type = "cuda:0"\n', 2, "without an index"),
     ],
 )
 def test_bad_toml_names_file_and_line(text: str, line: int | None, message: str, tmp_path: Path) -> None:
