@@ -37,7 +37,8 @@ PROMISES: Mapping[str, str] = MappingProxyType(
         "change in between either. Nothing is printed, no warning is repeated.",
         "context": "The result depends on the arguments alone: it is the same in a region, in any grad mode, "
         "in inference mode (where new tensors are inference tensors), under any default dtype or device, and "
-        "under a `TorchDispatchMode` that only looks.",
+        "under a `TorchDispatchMode` that only looks. Numbers in the words of a reason or refusal may be "
+        "those of the moment.",
         "memory": "A kernel keeps neither its arguments nor its results alive after the call, and needs no "
         "more memory with every call. The result of `prepare` may keep tensors; that of `layout` may not.",
         "identity": "A kernel reads the values of the moment. The same object, or the same address, may "

@@ -85,6 +85,16 @@ class BackendFixtures:
     # Supported dtypes and features.
 
     @property
+    def supports_float16(self) -> bool:
+        """Whether the device supports float16. Default: detected."""
+        return self._can_hold(torch.float16)
+
+    @property
+    def supports_bfloat16(self) -> bool:
+        """Whether the device supports bfloat16, which stored weights need. Default: detected."""
+        return self._can_hold(torch.bfloat16)
+
+    @property
     def supports_float64(self) -> bool:
         """Whether the device supports float64. Default: detected."""
         return self._can_hold(torch.float64)
@@ -170,9 +180,13 @@ class BackendFixtures:
 
     def dtypes(self) -> list[torch.dtype]:
         """Return the real gradient dtypes that the device supports."""
-        low = [torch.float16, torch.bfloat16]
-        held = [d for d in low if self._can_hold(d)]
-        return [torch.float32, *held, *([torch.float64] if self.supports_float64 else [])]
+        supported = {
+            torch.float32: True,
+            torch.float16: self.supports_float16,
+            torch.bfloat16: self.supports_bfloat16,
+            torch.float64: self.supports_float64,
+        }
+        return [dtype for dtype, there in supported.items() if there]
 
     def _can_hold(self, dtype: torch.dtype) -> bool:
         return _can_hold(self.device_type, dtype)

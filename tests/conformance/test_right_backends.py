@@ -1,11 +1,16 @@
-"""Right but unusual backends: each passes the kit, with its departures declared."""
+"""Right but unusual backends: each passes the kit, with its departures declared.
+
+More stand in ``right/``: classes with `passes`, the areas and checks that they meet.
+"""
 
 from __future__ import annotations
 
 import functools
 import itertools
+import runpy
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -169,6 +174,28 @@ RIGHT = {
     "answers in other ways": (Unusual(), None, ("availability", "dtypes", "regions"), ""),
     "has no float64": (Loopback(kernels=Portable(has_float64=False)), Narrow, NUMBERS, ""),
 }  # fmt: skip
+
+
+def unusual():
+    """Return what stands in ``right/``, as `RIGHT` has it."""
+    files = [runpy.run_path(str(path)) for path in sorted(Path(__file__).with_name("right").glob("*.py"))]
+    found = {}
+    for name, cls in itertools.chain.from_iterable(names.items() for names in files):
+        if hasattr(cls, "passes") and getattr(cls, "lacks", True):
+            areas, keyword = cls.passes
+            fixtures = type(name, (BackendFixtures,), getattr(cls, "declares", {}))
+            found[name] = make(cls), fixtures, areas, keyword
+    return found
+
+
+def make(cls):
+    if issubclass(cls, Loopback):
+        return cls()
+    dtypes = getattr(cls, "dtypes", (torch.bfloat16, torch.float16))
+    return Loopback(kernels=cls(), dtypes=dtypes, default=None if len(dtypes) > 1 else dtypes[0])
+
+
+RIGHT |= unusual()
 
 
 @pytest.mark.parametrize("name", RIGHT)

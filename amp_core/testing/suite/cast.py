@@ -70,9 +70,9 @@ class CastConformance(Judge):
         """A target that is missing, or that a tensor could be broadcast into, must not pass silently."""
         for shapes in ([(3,)], [(3,), (5,)], [(3,), (1,), (2,)], [(3,), ()], [(3,), (1, 1)]):
             tensors = [torch.ones(n, device=self.device) for n in (3, 1)]
-            out = [torch.zeros(shape, dtype=torch.bfloat16, device=self.device) for shape in shapes]
+            out = [torch.zeros(shape, dtype=self._low, device=self.device) for shape in shapes]
             memory = Memory([*tensors, *out])
             with pytest.raises(ValueError):  # noqa: PT011  # the words are the backend's
-                self.kernels.cast(tensors, torch.bfloat16, out=out)
+                self.kernels.cast(tensors, self._low, out=out)
             memory.check()
-        self._judge_cast(tensors, torch.bfloat16, what="after a call that was refused:")
+        self._judge_cast(tensors, self._low, what="after a call that was refused:")

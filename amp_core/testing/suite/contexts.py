@@ -104,22 +104,27 @@ class ContextConformance(Judge):
         ]
         with fake_tensor_mode() as mode:
             fake = [mode.from_tensor(t) for t in real]
-            expected = [(t.shape, torch.empty_like(t).stride(), torch.bfloat16) for t in fake]
+            expected = [(t.shape, torch.empty_like(t).stride(), self._low) for t in fake]
             one, flag = (mode.from_tensor(data.scalar(v, self.device)) for v in (1.0, 0.0))
             for given in (fake, self.kernels.prepare(fake, self.kernels.layout(fake))):
                 before = space.versions(*fake)
-                casts, stats = self.kernels.cast(given, torch.bfloat16), self.kernels.grad_stats(given)
+                casts, stats = self.kernels.cast(given, self._low), self.kernels.grad_stats(given)
                 assert space.versions(*fake) == before, "a kernel writes to what it must only read"
                 self.kernels.multiply_(given, one, flag)
                 self.kernels.add_(fake, given)
-                self.kernels.cast(given, torch.bfloat16, fake)
-                results = [*casts, *vars(stats).values()]
+                self.kernels.cast(given, self._low, fake)
+                results = [*casts, *data.statistics(stats)]
                 assert all(type(r) is type(fake[0]) for r in results), "a result is not fake"
                 assert not any(r.requires_grad or isinstance(r, torch.nn.Parameter) for r in results), (
                     "a result is a parameter, or requires gradients"
                 )
                 assert [(c.shape, c.stride(), c.dtype) for c in casts] == expected
-                assert [tuple(v.shape) for v in vars(stats).values()] == [(), (len(real),), (len(real),), ()]
+                assert [tuple(v.shape) for v in data.statistics(stats)] == [
+                    (),
+                    (len(real),),
+                    (len(real),),
+                    (),
+                ]
         texts = [str(warning.message) for warning in self._caught]
         assert not any("data pointer" in text for text in texts), "a kernel read the address of a FakeTensor"
 
@@ -140,15 +145,15 @@ class ContextConformance(Judge):
 
             return run
 
-        low = torch.func.vjp(lambda row: self.kernels.cast([row], torch.bfloat16)[0], x)[0]
-        wrong = self._departure(low, data.plain(x.bfloat16()))
+        low = torch.func.vjp(lambda row: self.kernels.cast([row], self._low)[0], x)[0]
+        wrong = self._departure(low, data.plain(x.to(self._low)))
         assert not wrong, f"cast under torch.func.vjp: {wrong}"
         half = data.scalar(0.5, self.device)
         cases = {
             "add_": (written(lambda rows: self.kernels.add_(rows, rows)), x + x),
             "cast(out=)": (written(lambda rows: self.kernels.cast([-rows[0]], x.dtype, rows)), -x),
             "multiply_": (written(lambda rows: self.kernels.multiply_(rows, half)), x * 0.5),
-            "cast": (lambda row: self.kernels.cast([row], torch.bfloat16)[0], x.bfloat16()),
+            "cast": (lambda row: self.kernels.cast([row], self._low)[0], x.to(self._low)),
         }
         for name, (call, expected) in cases.items():
             try:
@@ -164,7 +169,7 @@ class ContextConformance(Judge):
         rows = space.host(x)
         norms, bad = [reference.norm(row, 2.0) for row in rows], (~rows.isfinite()).any(1).float()
         try:
-            stats = torch.func.vmap(lambda row: tuple(vars(self.kernels.grad_stats([row])).values()))(x)
+            stats = torch.func.vmap(lambda row: tuple(data.statistics(self.kernels.grad_stats([row]))))(x)
         except RuntimeError:  # a kernel may refuse torch.func; `cast` alone may not
             return
         for norm in (stats[0], stats[1][:, 0]):

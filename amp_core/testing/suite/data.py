@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from amp_core._torch.dispatcher import dispatcher_name
 from amp_core._torch.tracing import TorchDispatchMode
+from amp_core.kernels import GradStats
 from amp_core.plugin import Backend
 
 _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -65,10 +68,13 @@ def _nans(tensor: Tensor) -> Tensor:
 
 
 def random(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """Return normal values on the CPU."""
+    """Return values on the CPU that are normal in both senses: devices may flush subnormal ones."""
     generator = torch.Generator().manual_seed(seed)
     wide = torch.complex64 if dtype.is_complex else torch.float64
-    return torch.randn(shape, dtype=wide, generator=generator).to(dtype)
+    values = torch.randn(shape, dtype=wide, generator=generator).to(dtype)
+    if dtype is torch.float16:  # others have more exponents
+        values[values.abs() < torch.finfo(dtype).tiny] = 1.0
+    return values
 
 
 def scalar(
@@ -76,6 +82,17 @@ def scalar(
 ) -> Tensor:
     """Return one element on `device`, in the middle of others, as callers pack their numbers."""
     return torch.tensor([7, value, 7], dtype=dtype).to(device)[1:2].reshape(shape)
+
+
+def statistics(stats: GradStats) -> Iterator[Tensor]:
+    """Yield the four tensors, without what a subclass adds."""
+    for field in fields(GradStats):
+        yield getattr(stats, field.name)
+
+
+def wording(text: str) -> str:
+    """Return a reason without its numbers, which may be those of the moment."""
+    return re.sub(r"\d+", "0", text)
 
 
 def queries(backend: Backend) -> dict[str, Callable[[], Any]]:

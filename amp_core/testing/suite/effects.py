@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from amp_core.kernels import Kernels
+from amp_core.plugin import Availability, Refusal
 from amp_core.regions.region import autocast
 from amp_core.states.loss_scale import LossScaleSchedule, ScaleState
 from amp_core.testing.suite import data
@@ -181,9 +182,7 @@ class EffectsConformance(Judge):
             interleave(lambda number, run=run, look=look: look if number else run, 6)  # type: ignore[misc]
 
     def _answers(self) -> dict[str, Any]:
-        answers = {name: ask() for name, ask in data.queries(self.backend).items()}
-        # A reason may contain live data, such as the bytes that are free.
-        return {**answers, "availability": answers["availability"].usable}
+        return {name: _lasting(ask()) for name, ask in data.queries(self.backend).items()}
 
     def test_hooks_answer_many_threads_at_once(self) -> None:
         """Regions are built in worker threads: each gets the answer that it would get alone."""
@@ -219,3 +218,12 @@ class EffectsConformance(Judge):
     def test_kernels_are_made_once(self) -> None:
         """They are asked for at every step; what they keep from step to step would be lost."""
         assert self.backend.kernels() is self.backend.kernels()
+
+
+def _lasting(answer: Any) -> Any:
+    """Return what of an answer may not change; its numbers may, such as the bytes that are free."""
+    if isinstance(answer, Availability):
+        return answer.usable
+    if isinstance(answer, Refusal):
+        return data.wording(answer.message), answer.error
+    return data.wording(answer) if isinstance(answer, str) else answer

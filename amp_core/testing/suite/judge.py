@@ -32,6 +32,11 @@ class Judge(Manners):
         wide = [torch.complex128] if self.supports_float64 else []
         return [*self.dtypes(), *([torch.complex64, *wide] if self.supports_complex else [])]
 
+    @property
+    def _low(self) -> torch.dtype:
+        """The dtype of most casts."""
+        return torch.bfloat16 if self.supports_bfloat16 else self.backend.supported_dtypes()[0]
+
     def _float8(self) -> list[torch.dtype]:
         return [torch.float8_e4m3fn, torch.float8_e5m2] if self.supports_float8 else []
 
@@ -73,7 +78,7 @@ class Judge(Manners):
             else:
                 references.assert_as_before(boxed, len(written))
         result = boxed[0]
-        results = list(vars(result).values()) if isinstance(result, GradStats) else result or []
+        results = list(data.statistics(result)) if isinstance(result, GradStats) else result or []
         if not (written and results):
             # Without a tensor, a kernel does not know the device.
             self._assert_own(results, inference, self.device_type if read else None)
@@ -248,7 +253,7 @@ class Judge(Manners):
             "quantize": lambda: [self.kernels.quantize(t, how).values for t in real],
             "layout": lambda: self.kernels.layout(tensors),
             "prepare": lambda: self.kernels.prepare(tensors),
-            "cast": lambda: self.kernels.cast(tensors, torch.bfloat16),
+            "cast": lambda: self.kernels.cast(tensors, self._low),
             "cast(out=)": lambda: self.kernels.cast(tensors, torch.float32, totals),
             "add_": lambda: self.kernels.add_(totals, tensors),
             "grad_stats": lambda: self.kernels.grad_stats(tensors),

@@ -143,8 +143,8 @@ class LayoutConformance(ListJudge):
     def test_kernels_of_no_tensors(self) -> None:
         """A model without parameters, or without gradients."""
         for given in ([], (), self.kernels.prepare([], self.kernels.layout([]))):
-            self._judge_cast([], torch.bfloat16, None, given=given)
-            self._judge_cast([], torch.bfloat16, [], given=given)
+            self._judge_cast([], self._low, None, given=given)
+            self._judge_cast([], self._low, [], given=given)
             self._judge_stats([], given=given)
             self._judge_multiply([], given=given)
             self._judge_add([], [], given=given)
@@ -158,26 +158,27 @@ class LayoutConformance(ListJudge):
         for i, number in enumerate((-0.0, 1e-40, torch.inf, -torch.inf, torch.nan)):
             values[i :: 7 + 2 * i] = number
         values = values.to(self.device)
-        low, sums, product = torch.zeros_like(values).bfloat16(), values.clone(), values.clone()
+        low, sums, product = torch.zeros_like(values, dtype=self._low), values.clone(), values.clone()
 
         def parts(whole: Tensor) -> list[Tensor]:
             return list(torch.split(whole, 3))
 
         read, targets, totals, grads = lists = [parts(t) for t in (values, low, sums, product)]
         references = References(list(itertools.chain(*lists)))
-        casts = torch.cat(self.kernels.cast(read, torch.bfloat16))
-        self.kernels.cast(read, torch.bfloat16, targets)
+        casts = torch.cat(self.kernels.cast(read, self._low))
+        self.kernels.cast(read, self._low, targets)
         self.kernels.add_(totals, targets)
         self.kernels.multiply_(grads, data.scalar(0.5, self.device))
         stats = self.kernels.grad_stats(parts(finite.to(self.device)))
         references.assert_as_before([], 0)
         for name, result, expected in (
-            ("cast", casts, values.bfloat16()),
-            ("cast(out=)", low, values.bfloat16()),
+            ("cast", casts, values.to(self._low)),
+            ("cast(out=)", low, values.to(self._low)),
             ("add_", sums, values + low),
-            ("multiply_", product, values * 0.5),
         ):
             self._assert_values(result, expected.cpu(), f"{name} of {many} tensors")
+        wrong = self._product_departure(product, (values * 0.5).cpu())
+        assert not wrong, f"multiply_ of {many} tensors: {wrong}"
         norms = torch.linalg.vector_norm(finite.view(many, 3).double(), dim=1)
         self._assert_norms(stats, norms, 2.0, f"of {many} tensors")
         one, flag = data.scalar(1.0, self.device), data.scalar(0.0, self.device)

@@ -16,6 +16,7 @@ from torch import Tensor
 from amp_core._torch.tensors import users_of_memory
 from amp_core.kernels import GradStats
 from amp_core.testing.fixtures import BackendFixtures
+from amp_core.testing.suite import data
 from amp_core.testing.suite.settings import change, settings
 
 _UNSTABLE = (
@@ -96,9 +97,9 @@ def _are_kept(boxed: list[Any]) -> bool:
 
 
 def _parts(result: object) -> Iterable[object]:
-    return (
-        vars(result).values() if isinstance(result, GradStats) else result if isinstance(result, list) else ()
-    )
+    if isinstance(result, GradStats):
+        return data.statistics(result)
+    return result if isinstance(result, list) else ()
 
 
 _IN_A_LIST = max(map(sys.getrefcount, [object()]))

@@ -48,6 +48,7 @@ class StorageConformance(Judge):
     def test_storage_splits_and_joins_as_the_reference(self) -> None:
         """Other bits are another training run, and a checkpoint means another weight elsewhere."""
         self.requires("supports_bit_views")
+        self.requires("supports_bfloat16")
         for wide, kept in itertools.product(self._weights(), (torch.int16, torch.bfloat16)):
             low, rest = torch.empty_like(wide, dtype=torch.bfloat16), torch.empty_like(wide, dtype=kept)
             PORTABLE.split_([wide.clone()], [low], [rest])
@@ -88,6 +89,7 @@ class StorageConformance(Judge):
     def test_storage_rounds_by_the_bits_of_each_number(self) -> None:
         """Other random bits, and a run goes on otherwise on another device or number of ranks."""
         self.requires("supports_bit_views")
+        self.requires("supports_bfloat16")
         weights = list(self._weights())
         for key, numbered in itertools.product(_KEYS, (False, True)):
             lows = [torch.empty_like(w, dtype=torch.bfloat16) for w in weights]
@@ -123,6 +125,7 @@ class StorageConformance(Judge):
 
     def test_storage_refuses_other_shapes_before_it_writes(self) -> None:
         """A weight that is left out, or broadcast, must not pass silently."""
+        self.requires("supports_bfloat16")
 
         def make(dtype: torch.dtype, sizes: tuple[int, ...]) -> list[Tensor]:
             return [torch.ones(n, dtype=dtype, device=self.device) for n in sizes]
