@@ -18,7 +18,7 @@
 
 #define ABI 9 /* increases when a function's arguments change; library.py checks it */
 
-#define CHUNK 32768 /* elements: two or more chunks of a large weight stay in the second-level cache */
+#define CHUNK (1u << 17) /* bytes: two or more chunks of a large weight stay in the second-level cache */
 #define EXPONENT 0x7f800000u
 
 /* Squares of small numbers are subnormal, which takes x86 a hundred times as long as what is normal. */
@@ -201,14 +201,18 @@ EXPORT int amp_start(void) {
 
 int amp_may_thread(void) { return !forked; }
 
+static const size_t width_of[4] = {4, 8, 2, 2}; /* bytes, by dtype code */
+
+static size_t chunk_of(int32_t dtype) { return CHUNK / width_of[dtype]; }
+
 /* chunks[i] is the number of the first chunk of tensor i; chunks[count] the number of all. */
-static size_t *first_chunks(size_t count, const int64_t *sizes) {
+static size_t *first_chunks(size_t count, const int64_t *sizes, const int32_t *dtypes) {
     size_t *chunks = malloc((count + 1) * sizeof *chunks);
     if (chunks == NULL)
         return NULL;
     chunks[0] = 0;
     for (size_t i = 0; i < count; i++)
-        chunks[i + 1] = chunks[i] + ((size_t)sizes[i] + CHUNK - 1) / CHUNK;
+        chunks[i + 1] = chunks[i] + ((size_t)sizes[i] + chunk_of(dtypes[i]) - 1) / chunk_of(dtypes[i]);
     return chunks;
 }
 
@@ -224,16 +228,14 @@ static size_t tensor_of(const size_t *chunks, size_t count, size_t chunk) {
     return low;
 }
 
-static const size_t width_of[4] = {4, 8, 2, 2}; /* bytes, by dtype code */
-
 #define CHUNKS(...)                                                                                \
     for (c = 0; c < (int64_t)chunks[count]; c++) {                                                 \
         if (t == count)                                                                            \
             t = tensor_of(chunks, count, (size_t)c);                                               \
         while (chunks[t + 1] <= (size_t)c)                                                         \
             t++;                                                                                   \
-        size_t start = ((size_t)c - chunks[t]) * CHUNK;                                            \
-        size_t n = (size_t)sizes[t] - start < CHUNK ? (size_t)sizes[t] - start : CHUNK;            \
+        size_t chunk = chunk_of(dtypes[t]), start = ((size_t)c - chunks[t]) * chunk;               \
+        size_t n = (size_t)sizes[t] - start < chunk ? (size_t)sizes[t] - start : chunk;            \
         __VA_ARGS__                                                                                \
     }
 
@@ -272,7 +274,7 @@ struct tensors {
     void *const *data = (tensors).data;                                                            \
     const int64_t *sizes = (tensors).sizes;                                                        \
     const int32_t *dtypes = (tensors).dtypes;                                                      \
-    size_t count = (size_t)(tensors).count, *chunks = first_chunks(count, sizes);                  \
+    size_t count = (size_t)(tensors).count, *chunks = first_chunks(count, sizes, dtypes);          \
     int threads = (int)(tensors).threads
 
 /* A norm as float or, if wide, as double. */
