@@ -13,6 +13,7 @@ from torch.optim.optimizer import Optimizer
 
 from amp_core._torch.autograd import current_autograd_node
 from amp_core._torch.dispatcher import Overload, dispatcher_name
+from amp_core.casts.shards import local
 from amp_core.debugging.attached import Attached
 from amp_core.debugging.capture import extent, is_plain
 from amp_core.debugging.op_kinds import floats_in, short_name
@@ -130,7 +131,7 @@ class Guard(Attached, Sink):
 
     def _all_finite(self, tensors: list[Tensor]) -> bool:
         by_device: dict[torch.device, list[Tensor]] = {}
-        for tensor in filter(is_plain, tensors):
+        for tensor in _readable(tensors):
             by_device.setdefault(tensor.device, []).append(tensor.detach())
         with muted():
             kernels = ((get_backend(device.type).kernels(), group) for device, group in by_device.items())
@@ -176,7 +177,7 @@ class Guard(Attached, Sink):
 
     def _note(self, tensors: list[Tensor]) -> list[Tensor]:
         with muted():
-            bad = [t for t in filter(is_plain, tensors) if extent(t.detach().reshape(-1))[1]]
+            bad = [t for t in _readable(tensors) if extent(t.detach().reshape(-1))[1]]
         for tensor in bad:
             storage = tensor.untyped_storage()
             self._not_finite[id(storage)] = weakref.ref(storage)
@@ -191,10 +192,10 @@ class Guard(Attached, Sink):
         self, op: str, kernel: str, inputs: list[Tensor], outputs: list[Tensor], where: Where, line: str
     ) -> None:
         with muted():
-            inputs = [*filter(is_plain, inputs)]
+            inputs, outputs = _readable(inputs), _readable(outputs[:1])
             written = [t for t in inputs if any(t is output for output in outputs)]
             given = any(map(self._is_noted, written))
-            bad = self._note(outputs[:1])
+            bad = self._note(outputs)
             if not bad or given or not self._is_new(inputs, written, bad[0]):
                 return
             rule, origin = where.cause or ("", "")
@@ -219,6 +220,11 @@ class Guard(Attached, Sink):
         return not any(bool(t.isnan().any()) if nan else not bool(t.isfinite().all()) for t in others)
 
 
+def _readable(tensors: list[Tensor]) -> list[Tensor]:
+    """Return the tensors that can be read: of a DTensor, this rank's part."""
+    return [*filter(is_plain, map(local, tensors))]
+
+
 def guard(
     model: nn.Module, *, steps: Container[int] | Callable[[int], bool] | None = None, patience: int = 10
 ) -> Guard:
@@ -231,7 +237,8 @@ def guard(
 
     amp-core's `GradScaler` may skip steps: the guard stops only after `patience` of them in a row, at the op
     of the next backward pass; each ``update`` of the scaler then waits for the device. Values that a mask
-    sets to inf are no fault. Functions compiled by `torch.compile` run eagerly while every op is checked.
+    sets to inf are no fault. Of a DTensor, each rank checks its part. Functions compiled by `torch.compile`
+    run eagerly while every op is checked.
 
     Args:
         model: the model to guard, as it is called in training.

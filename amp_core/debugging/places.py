@@ -178,6 +178,8 @@ class Lines:
         """Return ``file:line`` for the op that just ran; in the backward pass, for its forward op."""
         if backward:
             node = current_autograd_node()
+            if node is None:  # between nodes, as where FSDP2 reduces gradients
+                return ""
             index = bisect.bisect_right(self._ends, sequence_number(node))
             return self._lines[index] if index < len(self._lines) else ""
         self._ends.append(next_sequence_number())

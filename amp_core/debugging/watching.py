@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from amp_core._torch.tracing import outside_graphs
+from amp_core.casts.shards import local
 from amp_core.debugging import saved
 from amp_core.debugging.attached import Attached, Hook, repeats_forward
 from amp_core.debugging.capture import extent, is_plain
@@ -97,6 +98,7 @@ class Watch(Attached, Report):
     @muted()
     @torch.no_grad()
     def _add(self, kind: str, name: str, tensor: Tensor) -> None:
+        tensor = local(tensor)
         if not is_plain(tensor) or not tensor.numel():
             return
         flat = tensor.detach().reshape(-1)
@@ -236,8 +238,8 @@ def watch(
 
     It measures the results of modules and their gradients, the parameters and theirs: how many values have
     each exponent of 2. The report says what share of them a format would lose to underflow and saturation.
-    Gradients are measured as they flow, with the loss scale. The watch stays on the model until
-    ``remove()``, or to the end of a ``with`` block; other steps only call one hook.
+    Gradients are measured as they flow, with the loss scale; of DTensors, this rank's part. The watch stays
+    on the model until ``remove()``, or to the end of a ``with`` block; other steps only call one hook.
 
     Args:
         model: the model, as it is called in training. It may be compiled by `torch.compile`, as a

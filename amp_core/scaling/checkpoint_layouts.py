@@ -146,7 +146,7 @@ def _deepspeed_attributes(state: Any) -> Any:
 def _read_deepspeed(state: Any, schedule: LossScaleSchedule | None) -> _Scales:
     held = _deepspeed_attributes(state)
     scale = _scale(held, "cur_scale")
-    if not held.get("dynamic", held.get("dynamic_loss_scale", True)):
+    if not _flag({"dynamic": held.get("dynamic_loss_scale", True), **held}, "dynamic"):
         return {None: (ScaleState(scale), schedule or LossScaleSchedule.constant(scale))}
     rule = schedule or _deepspeed_rule(held)
     # `cur_iter` counts the next step, and growth asks for a whole number of windows since the overflow.

@@ -50,8 +50,11 @@ def changed(tree: Any, path: tuple[Any, ...], value: Any) -> Any:
 
 
 def damaged(state: Any, seed: int, count: int = 150) -> Iterator[Any]:
-    """Yield copies of `state` in which one or two entries are missing or something else."""
+    """Yield copies of `state` in which one or two entries are missing or something else; each one in turn."""
     draw = random.Random(seed)
+    for path in paths(state):
+        for value in (MISSING, *WRONG):
+            yield changed(copy.deepcopy(state), path, value)
     for _ in range(count):
         whole = copy.deepcopy(state)
         for _ in range(draw.choice([1, 1, 2])):

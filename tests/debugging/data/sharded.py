@@ -118,6 +118,28 @@ def advised(kind: object) -> None:
         raise AssertionError("ranks were timed apart")
 
 
+def guarded_and_watched(kind: object) -> None:
+    """A tool asks a DTensor for its values, which torch refuses or answers with a collective."""
+    model = kind(attention())
+    with amp_core.guard(model, steps=range(2)) as guard, amp_core.watch(model, every=1) as ranges:
+        for _ in range(2):
+            step(model, BATCH)().backward()
+        assert guard.step == 1
+    expected = len([*model.parameters()])
+    for what in ("weight", "weight gradient"):
+        assert len([e for e in ranges.entries if e.kind == what and e.step == 1]) == expected
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    local = next(model.parameters()).grad
+    (local.to_local() if isinstance(local, DTensor) else local)[0] = math.nan
+    with amp_core.guard(model):
+        try:
+            optimizer.step()
+        except amp_core.NonFiniteError as error:
+            assert "have inf or NaN" in str(error)
+        else:
+            raise AssertionError("a step with NaN was taken")
+
+
 def refused() -> None:
     model = FullyShardedDataParallel(copy.deepcopy(attention()), device_id=torch.device("cpu"))
     try:
@@ -138,6 +160,8 @@ dist.init_process_group("gloo")
 ALONE = amp_core.compare(step(attention(), BATCH), "cpu", dtype=FP16)
 for kind in (of_ddp, of_fsdp, of_tp):
     compared(kind)
+for kind in (of_ddp, of_fsdp, of_tp):
+    guarded_and_watched(kind)
 advised(of_fsdp)
 refused()
 dist.barrier()
