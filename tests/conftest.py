@@ -1,4 +1,4 @@
-"""What tests share: real processes over gloo, and a check that no test leaves a region on."""
+"""What tests share: real processes over gloo, threads, and a check that no test leaves a region on."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import re
 import shlex
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -72,6 +74,40 @@ def on_ranks(forked: Callable[..., list[tuple[list[int], str]]]) -> Callable[...
         return printed
 
     return run
+
+
+@pytest.fixture
+def in_threads() -> Iterator[Callable[..., None]]:
+    """Return a function that runs each job in a thread of its own, all at once, and raises their first error.
+
+    With `seconds`, the jobs are repeated for so long. Python switches threads as often as it can meanwhile.
+    """
+
+    def run(*jobs: Callable[[], object], seconds: float = 0.0) -> None:
+        together, failures = threading.Barrier(len(jobs)), []
+
+        def repeat(job: Callable[[], object]) -> None:
+            together.wait()
+            until = time.monotonic() + seconds
+            try:
+                job()
+                while time.monotonic() < until and not failures:
+                    job()
+            except BaseException as error:  # raised again in the main thread
+                failures.append(error)
+
+        threads = [threading.Thread(target=repeat, args=(job,)) for job in jobs]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if failures:
+            raise failures[0]
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield run
+    sys.setswitchinterval(interval)
 
 
 def _state() -> tuple[object, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,6 +30,7 @@ class AccumulatingCasts:
     def __init__(self, reduced: bool = False) -> None:
         self._kept: dict[tuple[int, torch.dtype], Tensor] = {}
         self._reduced = reduced
+        self._lock = threading.Lock()
 
     def cast(
         self, weights: Sequence[Tensor], dtype: torch.dtype, kernels: Kernels, memory: KeptMemory
@@ -37,7 +39,7 @@ class AccumulatingCasts:
         self._reduced = self._reduced or inside_ddp()
         if self._reduced or not weights[0].requires_grad:
             return cast_weights(weights, dtype, kernels, memory)
-        with torch.inference_mode(mode=False):
+        with self._lock, torch.inference_mode(mode=False):
             for bucket in buckets([w for w in weights if not self._fits(w, dtype)]):
                 self._add(bucket, dtype, kernels, memory)
             casts = [self._kept[id(w), dtype] for w in weights]
@@ -64,7 +66,8 @@ class AccumulatingCasts:
 
     def keep_only(self, keys: set[int]) -> None:
         """Free the casts of all weights except those whose ``id`` is in `keys`."""
-        self._kept = {key: cast for key, cast in self._kept.items() if key[0] in keys}
+        with self._lock:
+            self._kept = {key: cast for key, cast in self._kept.items() if key[0] in keys}
 
     def all(self) -> list[Tensor]:
         """Return every kept cast."""
@@ -83,21 +86,23 @@ class _Accumulate(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.weight, ctx.kernels, ctx.memory = weight, kernels, memory
         ctx.identity = identity_of(weight)  # the node of the gradients of a swapped tensor is poisoned
+        ctx.lock = threading.Lock()  # several threads may run backward passes, as torch allows for leaves
         return cast[0]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[None, None, None, Tensor | None]:
         if grad is None:
             return None, None, None, None
-        if not _goes_to_grad(ctx, grad):
-            return None, None, None, grad.to(ctx.weight.dtype)
-        total = ctx.weight.grad
-        if total is None:
-            ctx.weight.grad = _widened(grad, ctx.weight.dtype, ctx.kernels, ctx.memory)
-        elif grad.numel() <= _SMALL:
-            total.add_(grad)
-        else:
-            ctx.kernels.add_([total], [grad])
+        with ctx.lock:
+            if not _goes_to_grad(ctx, grad):
+                return None, None, None, grad.to(ctx.weight.dtype)
+            total = ctx.weight.grad
+            if total is None:
+                ctx.weight.grad = _widened(grad, ctx.weight.dtype, ctx.kernels, ctx.memory)
+            elif grad.numel() <= _SMALL:
+                total.add_(grad)
+            else:
+                ctx.kernels.add_([total], [grad])
         return None, None, None, None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -43,6 +44,7 @@ class DelayedScales(Local):
         self._agreed = WeakKeyDictionary[torch.optim.Optimizer, Tensor]()
         self._past = deque[tuple[tuple[str, ...], Tensor]](maxlen=Delayed.history)
         self._release: Any = None
+        self._lock = threading.Lock()
 
     def __enter__(self) -> DelayedScales:
         if self._release is not None:
@@ -64,15 +66,19 @@ class DelayedScales(Local):
         name = self._names.get(id(weight))
         if name is None:
             return None
-        roles = self._histories.setdefault(name, {})
-        if role not in roles:
-            roles[role] = self._new(name, role, delayed, weight.device)
-        if roles[role].delayed != delayed:
+        history = self._histories.get(name, {}).get(role)
+        if history is None:
+            with self._lock:
+                roles = self._histories.setdefault(name, {})
+                if role not in roles:
+                    roles[role] = self._new(name, role, delayed, weight.device)
+                history = roles[role]
+        if history.delayed != delayed:
             raise ValueError(
-                f"The {role} of {name} has a history for {roles[role].delayed}, and is now quantised "
+                f"The {role} of {name} has a history for {history.delayed}, and is now quantised "
                 f"with {delayed}: use one recipe for the products of a weight."
             )
-        return roles[role]
+        return history
 
     @torch.no_grad()
     def _new(self, name: str, role: str, delayed: Delayed, device: torch.device) -> AmaxHistory:
@@ -103,7 +109,7 @@ class DelayedScales(Local):
                 largest = self._agree(names, self._group)
             self._past.append((names, largest))
         for name in names:
-            for history in self._histories.get(name, {}).values():
+            for history in [*self._histories.get(name, {}).values()]:  # another thread may add one
                 history.step()
 
     def _agree(self, names: tuple[str, ...], group: ProcessGroup) -> Tensor:
@@ -155,7 +161,8 @@ class DelayedScales(Local):
 
     def state_dict(self) -> dict[str, dict[str, dict[str, Tensor]]]:
         """Return copies of all histories: name of the weight -> role -> `AmaxHistory.state_dict`."""
-        kept = {name: {role: h.state_dict() for role, h in r.items()} for name, r in self._histories.items()}
+        histories = {name: [*roles.items()] for name, roles in [*self._histories.items()]}
+        kept = {name: {role: h.state_dict() for role, h in roles} for name, roles in histories.items()}
         waiting = {name: {role: dict(state) for role, state in r.items()} for name, r in self._loaded.items()}
         names = dict.fromkeys([*kept, *waiting])
         both = {name: {**waiting.get(name, {}), **kept.get(name, {})} for name in names}

@@ -81,10 +81,17 @@ def _exchange(weight: Tensor, amax: Tensor, role: str, history: int, margin: int
     delayed = Delayed(history, margin, _ALGORITHMS[algorithm])
     found = _require(weight, role, delayed)
     before = found.amax
-    found.record(amax)
+    record(found, amax)
     return before
 
 
+def record(history: AmaxHistory, amax: Tensor) -> None:
+    """Note a magnitude; the products of one weight may run in several threads."""
+    with _recording:
+        history.record(amax)
+
+
+_recording = threading.Lock()
 _ALGORITHMS: dict[str, Literal["max", "most_recent"]] = {"max": "max", "most_recent": "most_recent"}
 
 

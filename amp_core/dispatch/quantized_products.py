@@ -151,7 +151,7 @@ class Call(NamedTuple):
             return made.packed() if packed else made
         if history is not None:  # the next step has another scale, also of a weight that does not change
             quantized = _quantize(tensor, how, dim, history.amax, packed=packed)
-            history.record(quantized.amax)
+            delayed_scales.record(history, quantized.amax)
             return quantized
         forms = self.kept.get(role)
         if forms is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -49,6 +50,7 @@ class Overlap:
         self._bytes = 0
         self._reads: dict[int, _Read] = {}
         self._orders: dict[tuple[torch.device, tuple[int, ...]], Tensor] = {}
+        self._lock = threading.Lock()  # several threads may run backward passes
 
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
         """From now on, read the gradients of `optimizer` during each backward."""
@@ -63,7 +65,8 @@ class Overlap:
         def written(param: Tensor) -> None:
             overlap = owner()
             if overlap is not None:
-                overlap._written(param)
+                with overlap._lock:
+                    overlap._written(param)
 
         # The parameter owns its hook. A weak reference to itself would forbid torch.utils.swap_tensors.
         weakref.finalize(written, self._hooked.pop, id(param), None)
@@ -87,9 +90,10 @@ class Overlap:
             self._read(list(pending), list(pending.values()))
 
     def _read(self, keys: Sequence[int], grads: Sequence[Tensor]) -> None:
+        versions = [*map(version_of, grads)]  # first: another thread's backward may write to them
         stats = kernels_of(grads[0].device).grad_stats(grads, 2.0)
-        for place, (key, grad) in enumerate(zip(keys, grads, strict=True)):
-            self._reads[key] = _Read(weakref.ref(grad), version_of(grad), stats, place)
+        for place, (key, grad, version) in enumerate(zip(keys, grads, versions, strict=True)):
+            self._reads[key] = _Read(weakref.ref(grad), version, stats, place)
 
     def grad_stats(self, part: Gradients, norm_type: float) -> GradStats:
         """Return the same as `Gradients.grad_stats`, but read only what changed since it was last read."""

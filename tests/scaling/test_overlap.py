@@ -194,3 +194,22 @@ def test_no_wait_on_another_device(monkeypatch: pytest.MonkeyPatch) -> None:
     with Places() as seen:
         step()
     assert seen.mixed == []
+
+
+def test_backward_passes_of_several_threads(in_threads: Callable[..., None]) -> None:
+    """A backward pass ends with "dictionary changed size", or the norm lacks what one thread has added."""
+    for _ in range(50):
+        net = nn.Sequential(*[nn.Linear(8, 8) for _ in range(6)])
+        scaler = amp_core.GradScaler("cpu", 1.0, overlap=True)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+
+        def backward(net: nn.Module = net, scaler: amp_core.GradScaler = scaler) -> None:
+            scaler.scale(net(torch.ones(1, 8)).sum()).backward()
+
+        backward()
+        scaler.step(optimizer)  # from here on it reads during the backward
+        scaler.update()
+        in_threads(*[backward] * 4)
+        norm = torch.nn.utils.get_total_norm([p.grad for p in net.parameters()])
+        scaler.step(optimizer, max_norm=1e6)
+        assert scaler.last_step[optimizer].total_norm == pytest.approx(norm.item())

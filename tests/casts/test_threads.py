@@ -1,0 +1,66 @@
+"""One model, its casts and its gradients in several threads."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from amp_core import OpPolicy, Recipe, autocast, cached_casts, delayed_scales, master_weights
+
+InThreads = Callable[..., None]
+THREADS = 4
+
+
+@pytest.mark.parametrize("scope", [contextlib.nullcontext, cached_casts, master_weights])
+def test_backward_passes_add_up(scope: Any, in_threads: InThreads) -> None:
+    """A thread's gradient is lost where another adds its own to the same weight."""
+    model, x = nn.Linear(512, 512, bias=False), torch.ones(1, 512)
+
+    def work() -> None:
+        with autocast("cpu"):
+            losses = [model(x).sum() for _ in range(3)]
+        for loss in losses:
+            loss.backward()
+
+    with scope(model):
+        for _ in range(10):
+            model.zero_grad()
+            in_threads(*[work] * THREADS)
+            assert model.weight.grad.unique().tolist() == [3 * THREADS]
+
+
+def test_memory_is_counted_while_weights_are_cast(in_threads: InThreads) -> None:
+    """A thread that logs `nbytes()` ends with "dictionary changed size during iteration"."""
+    model, x = nn.Sequential(*[nn.Linear(4, 4) for _ in range(32)]), torch.ones(1, 4)
+
+    def forward() -> None:
+        for layer in model:
+            layer.weight = nn.Parameter(torch.ones(4, 4))
+        with autocast("cpu"):
+            model(x)
+
+    with master_weights(model) as handle:
+        in_threads(forward, handle.nbytes, handle.nbytes, seconds=2)
+
+
+def test_histories_have_the_magnitudes_of_all_threads(in_threads: InThreads) -> None:
+    """The scale of the next step is too small for what one of the threads has computed."""
+    policy = OpPolicy.default("cpu").override({"linear": Recipe.fp8_delayed(history=4)})
+
+    def work_with(model: nn.Module, size: float) -> Callable[[], None]:
+        def work() -> None:
+            with torch.no_grad(), autocast("cpu", policy=policy):
+                model(torch.full((2, 8), size))
+
+        return work
+
+    for _ in range(60):
+        model = nn.Linear(8, 8)
+        with delayed_scales(model) as scales:
+            in_threads(*[work_with(model, 2.0**i) for i in range(THREADS)])
+        assert scales.state_dict()["weight"]["input"]["current"] == 2.0 ** (THREADS - 1)
