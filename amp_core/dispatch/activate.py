@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import warnings
-from collections import OrderedDict
 from collections.abc import Hashable, Mapping
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
@@ -136,7 +134,8 @@ class RuleOverrides:
         self.rules = rules
         self.origin = origin
         # Keyed by identity: equal policies can differ in their origins. Each entry keeps its policy alive.
-        self._activations: OrderedDict[int, tuple[OpPolicy | None, Activation]] = OrderedDict()
+        self._activations: dict[int, tuple[OpPolicy | None, Activation]] = {}
+        self._lock = threading.Lock()
 
     def on(self, policy: OpPolicy) -> OpPolicy:
         """Return `policy` with the changes applied."""
@@ -147,10 +146,11 @@ class RuleOverrides:
         entry = self._activations.get(id(policy))
         if entry is None:
             under = default_policy(get_backend(self.device_type)) if policy is None else policy
-            entry = self._activations[id(policy)] = policy, _prepared(self.on(under), False)
-            if len(self._activations) > _POLICIES_PER_CHANGE:
-                with contextlib.suppress(KeyError):  # another thread has removed it
-                    self._activations.popitem(last=False)
+            entry = policy, _prepared(self.on(under), False)
+            with self._lock:
+                self._activations[id(policy)] = entry
+                if len(self._activations) > _POLICIES_PER_CHANGE:
+                    del self._activations[next(iter(self._activations))]
         return entry[1]
 
     def push(self) -> None:

@@ -202,7 +202,7 @@ def runs_in_float32(module: nn.Module) -> bool:
     return region is not None and region.changes is None
 
 
-_KEYS = ("forward", _REGION, _SCRIPTED)
+_KEYS = {"forward", _REGION, _SCRIPTED}
 
 
 class _Wrapped:
@@ -236,9 +236,9 @@ class _Wrapped:
 
     def remove(self) -> None:
         self._hook.remove()
-        for key in _KEYS:
+        self._module.__dict__.update(self._earlier)  # first: another thread may call the module
+        for key in _KEYS - self._earlier.keys():
             del self._module.__dict__[key]
-        self._module.__dict__.update(self._earlier)
 
 
 def forward(self: nn.Module, region: _Region, wrapped: Any, /, *args: Any, **kwargs: Any) -> Any:

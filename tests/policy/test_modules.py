@@ -143,6 +143,15 @@ def test_removing_under_a_later_wrapper_is_refused(model: Encoder) -> None:
     assert dtypes(model)[2] is LOW
 
 
+def test_rules_are_removed_while_the_module_is_called(model: Encoder) -> None:
+    """A thread that has looked up the module's forward before ends in a KeyError."""
+    applied = apply_policy(model, {"head": "fp32"})
+    forward = model.head.forward
+    applied.remove()
+    with autocast("cpu"):
+        assert forward(X).dtype is HIGH
+
+
 @pytest.mark.parametrize("strict", [False, True])
 def test_export_refuses_rather_than_dropping_the_rules(model: Encoder, strict: bool) -> None:
     """torch.export would keep the region and drop the policy: the program would compute otherwise."""
