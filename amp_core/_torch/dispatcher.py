@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -243,6 +244,8 @@ def native_kernel(op_name: str, key: str) -> Callable[..., Any]:
     return cast("Callable[..., Any]", _get_kernel(op_name, key).call_boxed)
 
 
+_installing = threading.Lock()
+"""Python's filters of warnings, which swallow that one, belong to all threads."""
 _warned_of_override = False
 _added: set[tuple[str, str]] = set()
 """Each op that had no kernel on a dispatch key before `install` added one, with the key."""
@@ -257,8 +260,13 @@ def install(op_name: str, key: str, kernel: Callable[..., Any]) -> Callable[[], 
     Raises:
         TorchFeatureError: torch no longer supports it.
     """
-    global _warned_of_override  # noqa: PLW0603  # once per process, as the dispatcher's own flag
     POLICIES.require()
+    with _installing:
+        return _install(op_name, key, kernel)
+
+
+def _install(op_name: str, key: str, kernel: Callable[..., Any]) -> Callable[[], None]:
+    global _warned_of_override  # noqa: PLW0603  # once per process, as the dispatcher's own flag
     namespace, _, name = op_name.partition("::")
     library = _library("IMPL", namespace, "", __file__, 1)
     if not has_kernel(op_name, key):

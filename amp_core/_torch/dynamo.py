@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import importlib.abc
-import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -94,33 +93,46 @@ def _after_import(name: str, callback: Callable[[], Any]) -> None:
     if name in sys.modules:
         callback()
     else:
-        sys.meta_path.insert(0, _AfterImport(name, callback))
+        _after_imports.add(name, callback)
 
 
-class _AfterImport(importlib.abc.MetaPathFinder):
-    """Calls a function after the import of a module that has no hook for that."""
+class _AfterImports(importlib.abc.MetaPathFinder):
+    """Calls functions after the import of modules that have no hook for that.
 
-    def __init__(self, name: str, callback: Callable[[], Any]) -> None:
-        self._name = name
-        self._callback = callback
+    It stays among the finders: if one is removed, an import in another thread skips the next one.
+    """
+
+    def __init__(self) -> None:
+        self._callbacks: dict[str, list[Callable[[], Any]]] = {}
+
+    def add(self, name: str, callback: Callable[[], Any]) -> None:
+        """Call `callback` after the import of the module `name`."""
+        self._callbacks.setdefault(name, []).append(callback)
+        if self not in sys.meta_path:
+            sys.meta_path.insert(0, self)
 
     def find_spec(
-        self, name: str, _path: Sequence[str] | None, _target: ModuleType | None = None
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Find the module as the other finders do, with a loader that calls back."""
-        if name != self._name:
+        if name not in self._callbacks:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        others = [each for each in sys.meta_path if each is not self and hasattr(each, "find_spec")]
+        specs = (each.find_spec(name, path, target) for each in others)
+        spec = next((spec for spec in specs if spec is not None), None)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
             def exec_module(module: ModuleType) -> None:
                 execute(module)
-                self._callback()
+                for callback in self._callbacks.pop(name, ()):
+                    callback()
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
+
+
+_after_imports = _AfterImports()
 
 
 def guard_on(read: Callable[[], object], name: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,6 +22,7 @@ from amp_core._torch.dispatcher import (
 )
 from amp_core._torch.dynamo import never_compile
 from amp_core._torch.features import Feature
+from amp_core.common.once import once
 
 # The first key of every call while a mode is active, and of no other call.
 _KEY = "PythonTLSSnapshot"
@@ -41,7 +41,7 @@ def _check_key() -> None:
         native_kernel("aten::_foreach_zero_", _KEY)
 
 
-@functools.cache
+@once
 def see_list_writes() -> None:
     """From now on, let writes by ``_foreach_`` ops move version counters under dispatch modes as elsewhere.
 

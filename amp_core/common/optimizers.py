@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable
 
@@ -13,6 +12,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from amp_core.common.once import once
+
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     """Return the parameters of all groups in order."""
@@ -22,7 +23,7 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     return [param for group in groups for param in group["params"]]
 
 
-@functools.cache
+@once
 def after_every_step(callback: Callable[[Optimizer], None]) -> None:
     """Call `callback` after each step of any optimizer, from the first request on and for good.
 
@@ -54,7 +55,7 @@ def watch_steps(
     return lambda: calls.remove(call)
 
 
-@functools.cache
+@once
 def _watching(after: bool) -> list[Callable[[Optimizer], None]]:
     """Return who is called; torch's hook stays for good, as above."""
     calls: list[Callable[[Optimizer], None]] = []

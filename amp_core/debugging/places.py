@@ -36,6 +36,8 @@ class Place(NamedTuple):
 NOWHERE = Place("", "")
 _HOOKS_FIRE_TWICE = r"Using `torch.compile\(module\)` when there are global hooks"  # our hooks allow for that
 _ACCUMULATE = "torch::autograd::AccumulateGrad"
+_hooking = threading.Lock()
+"""Recordings of several threads change the same hooks and filters of warnings."""
 
 
 class Places:
@@ -79,24 +81,26 @@ class Places:
     def attach(self) -> None:
         """Start tracking the calling thread."""
         self._thread = threading.get_ident()
-        before = [*warnings.filters]
-        warnings.filterwarnings("ignore", _HOOKS_FIRE_TWICE)
-        self._filters = [f for f in warnings.filters[:1] if f not in before]  # empty inside another recording
-        self._hooks = [
-            register_module_forward_pre_hook(self.enter),
-            register_module_forward_hook(self._leave, always_call=True),
-        ]
+        with _hooking:
+            before = [*warnings.filters]
+            warnings.filterwarnings("ignore", _HOOKS_FIRE_TWICE)
+            self._filters = [f for f in warnings.filters[:1] if f not in before]  # empty inside another one
+            self._hooks = [
+                register_module_forward_pre_hook(self.enter),
+                register_module_forward_hook(self._leave, always_call=True),
+            ]
         if self._model is not None:
             self._named(self._model)
         self._mark()
 
     def detach(self) -> None:
         """Stop tracking."""
-        for hook in self._hooks:
-            hook.remove()
-        for ours in self._filters:
-            if ours in warnings.filters:
-                cast("list[Any]", warnings.filters).remove(ours)
+        with _hooking:
+            for hook in self._hooks:
+                hook.remove()
+            for ours in self._filters:
+                if ours in warnings.filters:
+                    cast("list[Any]", warnings.filters).remove(ours)
         self._stack.clear()
 
     @property

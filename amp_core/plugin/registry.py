@@ -77,9 +77,9 @@ class Registry:
 
     def _put(self, backend: Backend, owner: Owner) -> None:
         backend.origin = str(owner)
-        self._backends[backend.device_type] = (backend, owner)
         if backend.op_lists:
             self._op_lists[backend.device_type] = backend.op_lists
+        self._backends[backend.device_type] = (backend, owner)  # last: other threads look here first
 
     def op_lists(self, device_type: str) -> Mapping[str, str]:
         """Return the op lists of `device_type`; empty if no backend has any.

@@ -155,17 +155,23 @@ class _Pending(threading.local):
 
 
 _pending = _Pending()
+_wrapping = threading.Lock()
 
 
 def _pass_to_setup_context(decorated: Fn, state: _ForwardState) -> None:
     """Have the matching ``setup_context``, which torch calls next in this thread, store `state`."""
     _pending.state = state
-    if "_amp_core_wraps_setup" in decorated.__dict__:
+    if _WRAPPED in decorated.__dict__:
         return
-    decorated.__dict__["_amp_core_wraps_setup"] = True
-    for cls in _subclasses(torch.autograd.Function):
-        if getattr(cls.__dict__.get("forward"), "__func__", None) is decorated:
-            cls.setup_context = staticmethod(_storing(cls.setup_context))
+    with _wrapping:
+        if _WRAPPED not in decorated.__dict__:
+            for cls in _subclasses(torch.autograd.Function):
+                if getattr(cls.__dict__.get("forward"), "__func__", None) is decorated:
+                    cls.setup_context = staticmethod(_storing(cls.setup_context))
+            decorated.__dict__[_WRAPPED] = True  # last: other threads go on when they see it
+
+
+_WRAPPED = "_amp_core_wraps_setup"
 
 
 def _storing(setup_context: Fn) -> Fn:

@@ -51,7 +51,7 @@ _inverses: dict[float, Tensor] = {}
 def _keep_inverse(scale: float) -> Tensor:
     inverse = torch.full((), inverse_of(scale), dtype=torch.float32, device="cpu")
     if type(inverse) is Tensor and not inverse.is_inference():  # made in a mode that will end
-        if len(_inverses) == _INVERSES:
+        if len(_inverses) >= _INVERSES:
             _inverses.clear()
         _inverses[scale] = inverse
     return inverse

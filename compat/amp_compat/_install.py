@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from types import ModuleType
 from typing import Any
@@ -25,6 +26,7 @@ _CURRENT = {
 }
 _NAMES = ("GradScaler", "OptState", "_cast", "autocast", "custom_bwd", "custom_fwd", "is_autocast_available")
 
+_lock = threading.RLock()  # a module that `install` imports may call it
 # id of torch's object -> (torch's object, ours). Keeping both objects alive keeps the ids valid.
 _installed: dict[int, tuple[Any, Any]] = {}
 # The globals replaced by install.
@@ -49,27 +51,29 @@ def install(*, deprecated_only: bool = False) -> str:
         A line that lists what was replaced and in which modules.
     """
     modules = _DEPRECATED if deprecated_only else {**_DEPRECATED, **_CURRENT}
-    pairs = _pairs(modules)
-    ours = {key: new for key, (_, new) in pairs.items()}
-    for module, name in _references(ours, set(modules)):
-        setattr(module, name, ours[id(getattr(module, name))])
-        _replaced.append((module, name))
-    _modules_before.update(sys.modules)
-    _installed.update(pairs)
-    return _summary()
+    with _lock:
+        pairs = _pairs(modules)
+        ours = {key: new for key, (_, new) in pairs.items()}
+        for module, name in _references(ours, set(modules)):
+            setattr(module, name, ours[id(getattr(module, name))])
+            _replaced.append((module, name))
+        _modules_before.update(sys.modules)
+        _installed.update(pairs)
+        return _summary()
 
 
 def uninstall() -> None:
     """Restore torch's names, including in modules imported since `install`."""
-    theirs = {id(ours): old for old, ours in _installed.values()}
-    later = [(m, name) for m, name in _references(theirs, set()) if m.__name__ not in _modules_before]
-    for module, name in [*_replaced, *later]:
-        value = vars(module).get(name)
-        if id(value) in theirs:
-            setattr(module, name, theirs[id(value)])
-    _installed.clear()
-    _replaced.clear()
-    _modules_before.clear()
+    with _lock:
+        theirs = {id(ours): old for old, ours in _installed.values()}
+        later = [(m, name) for m, name in _references(theirs, set()) if m.__name__ not in _modules_before]
+        for module, name in [*_replaced, *later]:
+            value = vars(module).get(name)
+            if id(value) in theirs:
+                setattr(module, name, theirs[id(value)])
+        _installed.clear()
+        _replaced.clear()
+        _modules_before.clear()
 
 
 def _summary() -> str:

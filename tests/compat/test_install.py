@@ -6,7 +6,7 @@ import ast
 import subprocess
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -150,3 +150,13 @@ def test_uninstall_leaves_alone_what_was_ours_before(monkeypatch: pytest.MonkeyP
     amp_compat.install()
     amp_compat.uninstall()
     assert module.GradScaler is amp_core.GradScaler
+
+
+def test_several_threads_install_and_uninstall(in_threads: Callable[..., None]) -> None:
+    """A name of torch's stays ours for good, because one thread saw half of what another did."""
+    theirs = [getattr(torch.amp, name) for name in ("autocast", "GradScaler", "custom_fwd")]
+    in_threads(amp_compat.install, amp_compat.uninstall, amp_compat.install, amp_compat.uninstall, seconds=1)
+    amp_compat.install()
+    assert torch.amp.GradScaler is amp_core.GradScaler
+    amp_compat.uninstall()
+    assert [getattr(torch.amp, name) for name in ("autocast", "GradScaler", "custom_fwd")] == theirs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 from torch.optim import optimizer as torchs
 
 import amp_core
+from amp_core.debugging.places import Places
 
 MODEL = nn.Linear(2, 2)
 TOOLS: dict[str, Callable[[], Any]] = {
@@ -97,3 +99,18 @@ def test_a_comparison_leaves_optimizers_of_other_threads_alone(shared: bool) -> 
     runs = amp_core.compare(step, "cpu") and (0 if shared else 2)
     steps = {int(state["step"]) for state in optimizer.state.values()}
     assert steps == ({runs} if runs else set())
+
+
+def test_recordings_of_several_threads_begin_and_end(in_threads: Callable[..., None]) -> None:
+    """They lose each other's hooks, or a filter of warnings is removed twice."""
+    filters = [*warnings.filters]
+
+    def attach() -> None:
+        places = Places()
+        places.attach()
+        places.detach()
+
+    in_threads(*[attach] * 4, seconds=1)
+    assert not torch.nn.modules.module._global_forward_hooks
+    assert not torch.nn.modules.module._global_forward_pre_hooks
+    assert warnings.filters == filters

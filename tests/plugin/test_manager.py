@@ -113,3 +113,17 @@ def test_the_generic_backend_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) 
     first = amp_core.get_backend("mps")
     monkeypatch.setattr(entry_points, "_declared", lambda: pytest.fail("metadata was read again"))
     assert amp_core.get_backend("mps") is first
+
+
+def test_a_backend_is_found_after_its_op_lists() -> None:
+    """A thread that finds the backend while another registers it takes its ops for ops without rules."""
+    registry = Registry()
+
+    class Listed(Npu):
+        @property
+        def op_lists(self) -> dict[str, str]:  # type: ignore[override]
+            assert registry.get("hpu") is None
+            return {"fp32": "mm"}
+
+    registry.add(Listed())
+    assert registry.get("hpu") is not None

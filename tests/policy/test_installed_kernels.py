@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from amp_core import OpPolicy, autocast
+from amp_core._torch import dispatcher
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -48,6 +52,24 @@ def test_a_policy_is_installed_once(region, monkeypatch: pytest.MonkeyPatch) -> 
 def test_threads_that_know_only_torch() -> None:
     """A kernel is removed while a thread that uses only torch.autocast dispatches to it: the process dies."""
     run_script("foreign_threads.py")
+
+
+def test_threads_that_install_leave_the_filters_of_warnings(
+    in_threads: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two threads put a first kernel on different keys, and no warning is shown from then on."""
+    filters = [*warnings.filters]
+    for _ in range(100):
+        monkeypatch.setattr(dispatcher, "_warned_of_override", False)
+        removers: list[Callable[[], None]] = []
+
+        def put(op: str, removers: list[Callable[[], None]] = removers) -> None:
+            removers.append(dispatcher.install(op, "AutocastCPU", lambda _keys, *_: None))
+
+        in_threads(*[functools.partial(put, f"aten::{op}") for op in ("mm", "bmm", "addmm", "linear")])
+        for remove in removers:
+            remove()
+        assert warnings.filters == filters
 
 
 def test_a_rule_for_add_and_for_another_op() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -88,6 +89,18 @@ def test_setup_context(cast_inputs: torch.dtype | None) -> None:
     ours, other = (run(amp_core, cast_inputs, setup, True) for setup in (True, False))
     assert ours[0] == other[0]
     assert ours[1] == other[1]
+
+
+def test_setup_context_in_several_threads(in_threads: Callable[..., None]) -> None:
+    """The first calls come from several threads, and one of them finds no autocast state in its backward."""
+    for _ in range(100):
+        function = make(amp_core, None, True, [])
+
+        def work(function: Any = function) -> None:
+            x, w = (torch.ones(3, 3, requires_grad=True) for _ in range(2))
+            function.apply(x, w).sum().backward()
+
+        in_threads(*[work] * 8)
 
 
 def test_bwd_without_fwd_says_what_is_missing() -> None:

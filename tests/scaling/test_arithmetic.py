@@ -102,3 +102,10 @@ def test_a_scale_of_zero_is_no_error() -> None:
     )
     on_host, _ = clip_on_host(1.0, 0.0, inverse_of(0.0), 1.0, as_divisor=False)
     assert [*map(float, here), on_host] == [*map(float, there), on_host] == [math.inf] * 3
+
+
+def test_reciprocals_of_old_scales_are_dropped() -> None:
+    """Two threads add one at once, the cache is larger than its limit, and it grows for good."""
+    arithmetic._inverses.update({-float(i): torch.ones(()) for i in range(arithmetic._INVERSES + 1)})
+    reciprocal(torch.tensor(3.0))
+    assert len(arithmetic._inverses) <= arithmetic._INVERSES

@@ -1,0 +1,22 @@
+"""Results that are computed once for all threads."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+R = TypeVar("R")
+
+
+def once(function: Callable[..., R]) -> Callable[..., R]:
+    """Cache results like ``functools.cache``, but let threads that ask at once wait for one call."""
+    cached, lock = functools.cache(function), threading.RLock()
+
+    @functools.wraps(function)
+    def call(*args: Any) -> R:
+        with lock:
+            return cached(*args)
+
+    return call
