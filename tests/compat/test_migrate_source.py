@@ -185,6 +185,10 @@ REWRITES = {
         "import torch\nfrom typing import Optional\ndef f(s: Optional[torch.amp.GradScaler]) -> "
         '"torch.amp.GradScaler":\n    assert isinstance(s, (torch.amp.GradScaler, int))\n',
     ),
+    "class patterns": (
+        "from torch.cuda.amp import GradScaler\nmatch s:\n    case GradScaler() | int():\n        pass\n",
+        "from torch.amp import GradScaler\nmatch s:\n    case GradScaler() | int():\n        pass\n",
+    ),
     "subclass with a constructor": (
         "import torch\nclass S(torch.cuda.amp.GradScaler):\n    def __init__(self, n):\n"
         "        super().__init__(growth_interval=n)\n",

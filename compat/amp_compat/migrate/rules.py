@@ -123,7 +123,7 @@ def _typed(use: Use, parent: cst.CSTNode, at: _Place) -> bool:
         node = at.parents[node]
     in_subscript = node is not parent and isinstance(parent, (cst.Index, cst.SubscriptElement))
     tested = isinstance(node, cst.Arg) and _is_type_test(at.parents[node])
-    compared = isinstance(parent, (cst.Comparison, cst.ComparisonTarget, cst.Expr))
+    compared = isinstance(parent, (cst.Comparison, cst.ComparisonTarget, cst.Expr, cst.MatchClass))
     if isinstance(node, cst.Annotation) or in_subscript or tested or compared:
         use.kind = "type"
         return True
