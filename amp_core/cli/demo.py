@@ -65,8 +65,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _train(settings: Settings, digits: Digits, console: Console) -> list[History]:
-    from amp_core.demo.report import progress_bar
-    from amp_core.demo.train import Trainer
+    from amp_core.demo.report import progress_bars
+    from amp_core.demo.train import Trainer, train
 
     trainers = [Trainer(settings, digits, mixed) for mixed in (False, True)]
     try:
@@ -81,11 +81,8 @@ def _train(settings: Settings, digits: Digits, console: Console) -> list[History
     steps = settings.epochs * (len(digits.train_labels) // settings.batch_size)
     trainers.append(Trainer(settings, digits, mixed=True, advice=trainers[1].advise()))
     trainers[-1].watch()
-    runs = []
-    for trainer in trainers:
-        with progress_bar(console, trainer.history.name, steps) as on_step:
-            runs.append(trainer.run(on_step))
-    return runs
+    with progress_bars(console, [trainer.history.name for trainer in trainers], steps) as on_step:
+        return train(trainers, on_step)
 
 
 def _title(settings: Settings) -> str:

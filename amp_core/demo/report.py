@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,23 +20,24 @@ _COLOURS = ("#0072B2", "#D55E00", "#009E73")
 
 
 @contextmanager
-def progress_bar(console: Console, name: str, steps: int) -> Iterator[Callable[[History], None]]:
-    """Show a bar with loss, scale and skipped steps; yields a callback for the end of each step."""
+def progress_bars(console: Console, names: Sequence[str], steps: int) -> Iterator[Callable[[History], None]]:
+    """Show a bar per run with loss, scale and skipped steps; yields a callback for the end of each step."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     text = TextColumn("loss {task.fields[loss]}  scale {task.fields[scale]}  skipped {task.fields[skipped]}")
     columns = (
-        TextColumn("{task.description:<14}"),
+        TextColumn("{task.description:<16}"),
         BarColumn(12),
         MofNCompleteColumn(),
         text,
         TimeElapsedColumn(),
     )
     with Progress(*columns, console=console) as bar:
-        task = bar.add_task(name, total=steps, loss="-", scale="-", skipped=0)
+        tasks = {name: bar.add_task(name, total=steps, loss="-", scale="-", skipped=0) for name in names}
 
         def advance(history: History) -> None:
             loss, scale = f"{history.losses[-1]:.4f}", _scale(history)
+            task = tasks[history.name]
             bar.update(task, advance=1, loss=loss, scale=scale, skipped=len(history.skipped))
 
         yield advance

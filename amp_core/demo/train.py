@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -72,7 +72,7 @@ class Trainer:
     With `advice`, the policy of ``advise(goal="speed")`` decides, which may be float32 for all ops.
 
     Raises:
-        NotImplementedError: from `watch` or `run`, if the device lacks an operation.
+        NotImplementedError: from `watch` or `step`, if the device lacks an operation.
     """
 
     def __init__(
@@ -126,19 +126,14 @@ class Trainer:
             twin.step(images, labels)
         self.history.casts, self.history.peak_bytes = watch.casts, watch.peak_bytes
 
-    def run(self, on_step: Callable[[History], None]) -> History:
-        """Train, calling `on_step` after every step, then test."""
-        order = torch.Generator().manual_seed(self.settings.seed)
-        for _ in range(self.settings.epochs):
-            for images, labels in self.digits.batches(self.settings.batch_size, order):
-                self._timed_step(images, labels)
-                on_step(self.history)
+    def test(self) -> None:
+        """Note the accuracy on the test images."""
         with torch.no_grad():
             correct = self._logits(self.digits.test_images).argmax(1) == self.digits.test_labels
             self.history.accuracy = correct.float().mean().item()
-        return self.history
 
-    def _timed_step(self, images: Tensor, labels: Tensor) -> None:
+    def timed_step(self, images: Tensor, labels: Tensor) -> None:
+        """Run one training step and note its loss, its scale and how long it took."""
         history, scale = self.history, self.scaler.get_scale()
         start = time.perf_counter()
         loss = self.step(images, labels)
@@ -148,3 +143,22 @@ class Trainer:
         if after < scale:
             history.skipped.append(len(history.scales))
         history.scales.append(scale)
+
+
+def train(trainers: Sequence[Trainer], on_step: Callable[[History], None]) -> list[History]:
+    """Train on the same batches, calling `on_step` after every step; then test.
+
+    The trainers take turns: other work on the machine then slows all of them alike.
+    """
+    settings, digits = trainers[0].settings, trainers[0].digits
+    order = torch.Generator().manual_seed(settings.seed)
+    turns = list(trainers)
+    for _ in range(settings.epochs):
+        for images, labels in digits.batches(settings.batch_size, order):
+            for trainer in turns:
+                trainer.timed_step(images, labels)
+                on_step(trainer.history)
+            turns.reverse()  # what ran just before decides what is in the caches
+    for trainer in trainers:
+        trainer.test()
+    return [trainer.history for trainer in trainers]

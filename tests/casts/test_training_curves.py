@@ -22,13 +22,13 @@ def test_digits(dtype: torch.dtype) -> None:
     """The demo's training, skipped steps included, ends elsewhere. Tolerance: none."""
     pytest.importorskip("sklearn")
     from amp_core.demo.data import load_digits
-    from amp_core.demo.train import Settings, Trainer
+    from amp_core.demo.train import Settings, Trainer, train
 
     results = []
     for on in (False, True):
         trainer = Trainer(Settings(torch.device("cpu"), dtype, epochs=6), load_digits(), mixed=True)
         with master_weights(trainer.model) if on else contextlib.nullcontext():
-            history = trainer.run(lambda _: None)
+            (history,) = train([trainer], lambda _: None)
         results.append((history.losses, history.scales, history.accuracy))
     assert results[0] == results[1]
     assert results[1][2] > 0.9

@@ -12,7 +12,7 @@ import torch
 from amp_core import GradScaler
 from amp_core.cli import demo, main
 from amp_core.demo.data import load_digits
-from amp_core.demo.train import Settings, Trainer
+from amp_core.demo.train import Settings, Trainer, train
 
 CPU = torch.device("cpu")
 
@@ -45,7 +45,7 @@ def test_float16_skips_a_step_and_still_learns():
     """An overflow of the scaled float16 gradients must cost a step and halve the scale, no more."""
     trainer = Trainer(Settings(CPU, torch.float16, model="mlp", epochs=4), load_digits(), mixed=True)
     trainer.scaler = GradScaler("cpu", init_scale=2.0**40)
-    history = trainer.run(lambda _: None)
+    (history,) = train([trainer], lambda _: None)
     assert history.skipped[0] == 0
     assert history.scales[1] == history.scales[0] / 2
     assert history.accuracy > 0.5
@@ -56,11 +56,22 @@ def test_watching_a_step_does_not_change_the_training():
     """The counted step would give one of the two runs a head start."""
     digits = load_digits()
     settings = Settings(CPU, torch.bfloat16, model="mlp", epochs=1)
-    watched, plain = (Trainer(settings, digits, mixed=True) for _ in range(2))
+    watched, plain = trainers = [Trainer(settings, digits, mixed=True) for _ in range(2)]
     watched.watch()
-    assert watched.run(lambda _: None).losses == plain.run(lambda _: None).losses
+    train(trainers, lambda _: None)
+    assert watched.history.losses == plain.history.losses
     weights = sum(p.nbytes for p in plain.model.parameters())
     assert watched.history.peak_bytes > 2 * weights, "weights and gradients are both alive"
+
+
+def test_the_runs_take_turns():
+    """Runs one after the other would be compared while other work on the machine changes."""
+    settings, digits = Settings(CPU, torch.bfloat16, model="mlp", epochs=1), load_digits()
+    trainers = [Trainer(settings, digits, mixed) for mixed in (False, True)]
+    order = []
+    train(trainers, lambda history: order.append(history.name))
+    turn = ["float32", "AMP (bfloat16)"]
+    assert order == (turn + turn[::-1]) * (len(order) // 4)
 
 
 @pytest.mark.parametrize(
