@@ -17,6 +17,7 @@ from amp_core.plugin import Availability, Refusal
 from amp_core.regions.region import autocast
 from amp_core.states.loss_scale import LossScaleSchedule, ScaleState
 from amp_core.testing.suite import data
+from amp_core.testing.suite import tensors as space
 from amp_core.testing.suite.judge import Judge
 from amp_core.testing.suite.settings import PROCESS_WIDE, Setting, change, settings
 from amp_core.testing.suite.threads import Judged, interleave
@@ -80,16 +81,28 @@ class EffectsConformance(Judge):
                 assert not casts, f"{name} cleared the casts of the region"
 
     def test_kernels_do_not_wait_for_the_device(self) -> None:
-        """The host must read no value, whether something is bad or not."""
+        """The host must read no value, whether something is bad or not, whatever lies in the list."""
         for value in (1.0, torch.inf):
-            calls = self._kernel_calls(
-                [torch.full((5,), value, dtype=d).to(self.device) for d in self.dtypes()]
-            )
-            for name, call in calls.items():
+            full = [torch.full((5,), value, dtype=d).to(self.device) for d in self.dtypes()]
+            self._assert_no_waits(self._kernel_calls(full), f"for elements of {value}")
+        others = [layout for layout in self._layouts() if layout not in space.DENSE]
+        for layouts in (space.DENSE, others):
+            specs = space.rotated(self.dtypes(), layouts, [*space.SHAPES, (1100,)])
+            calls = self._kernel_calls([spec.build(self.device) for spec in specs])
+            del calls["quantize"], calls["update_scale_"]  # as above
+            self._assert_no_waits(calls, f"for {', '.join(layouts)}")
+        if self.supports_complex:
+            specs = space.rotated(self._gradient_dtypes()[-2:], self._layouts())
+            calls = self._kernel_calls([spec.build(self.device) for spec in specs if spec.dtype.is_complex])
+            of_complex = {n: c for n, c in calls.items() if n.startswith(("grad_stats", "multiply_"))}
+            self._assert_no_waits(of_complex, "for complex numbers")
+
+    def _assert_no_waits(self, calls: dict[str, Callable[[], Any]], what: str) -> None:
+        for name, call in calls.items():
+            call()
+            with data.waits(self.device) as seen:
                 call()
-                with data.waits(self.device) as seen:
-                    call()
-                assert not seen, f"{name} waits for the device: {seen[0]}"
+            assert not seen, f"{name} waits for the device {what}: {seen[0]}"
 
     def test_hooks_say_nothing_once_they_have_run(self, capfd: pytest.CaptureFixture[str]) -> None:
         """They run at every step: a line or a warning each time would bury all others."""

@@ -52,6 +52,7 @@ class ListJudge(Judge):
         """Return casts that share no memory with `tensors`, which lie in few storages, or each other."""
         memory = space.Memory(tensors)
         casts = self.kernels.cast(tensors, dtype)
+        self._assert_own(casts, torch.is_inference_mode_enabled(), self.device_type)
         if not memory.is_apart_from(casts):
             self._assert_apart(casts, torch.is_inference_mode_enabled())
         memory.check()
@@ -111,6 +112,7 @@ class ListJudge(Judge):
 
     def _assert_norms(self, stats: GradStats, norms: Tensor, order: float, what: str) -> None:
         """Compare with the norms of the tensors, none of which has inf or NaN."""
+        self._assert_own(list(data.statistics(stats)), torch.is_inference_mode_enabled(), self.device_type)
         self._assert_norms_close(stats.norms, norms.tolist(), f"norms of order {order} {what}")
         whole = [float(torch.linalg.vector_norm(norms, order))]
         self._assert_norms_close(stats.norm.reshape(1), whole, f"norm of order {order} {what}")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import io
 import os
 import sys
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from contextlib import contextmanager, redirect_stdout
+from typing import Any, TextIO
 
 import pytest
 from torch import Tensor
@@ -28,15 +30,18 @@ class Manners(BackendFixtures):
     """Watches what `EffectsConformance` tries on purpose, in all checks and with all of their arguments."""
 
     _caught: Sequence[warnings.WarningMessage] = ()
+    _printed: Sequence[str] = ()
     _said: frozenset[str] = frozenset()
 
     @pytest.fixture(autouse=True)
     def _leaves_the_process_as_it_was(self) -> Iterator[None]:
-        """Compare what belongs to the caller before and after the check, and record warnings in it."""
+        """Compare what belongs to the caller before and after the check; record warnings and lines in it."""
         # Not what the first use of a library may change, nor what `EffectsConformance` cannot put back.
         everything = [setting for setting in settings(self) if setting.name not in _UNSTABLE]
         before, variables = [setting.read() for setting in everything], dict(os.environ)
-        with warnings.catch_warnings(record=True) as self._caught:
+        output = _Recorder(sys.stdout)
+        self._printed = output.texts
+        with warnings.catch_warnings(record=True) as self._caught, redirect_stdout(output):
             warnings.simplefilter("always")
             yield
         for setting, then in zip(everything, before, strict=True):
@@ -46,11 +51,37 @@ class Manners(BackendFixtures):
         other = [k for k, v in variables.items() if os.environ.get(k) != v and k != "PYTEST_CURRENT_TEST"]
         assert not other, f"a kernel changed the environment: {other}"
 
-    def _assert_quiet(self, before: int) -> None:
-        """Check that no warning after the first `before` of this check has been given in an earlier call."""
-        texts = frozenset(str(warning.message) for warning in self._caught[before:])
-        assert not texts & self._said, f"a kernel warns each time: {', '.join(texts & self._said)}"
+    @contextmanager
+    def _quietly(self) -> Iterator[None]:
+        """Check that the block neither warns nor prints as an earlier one of this check has."""
+        warned, printed = len(self._caught), len(self._printed)
+        yield
+        said = [*(str(warning.message) for warning in self._caught[warned:]), *self._printed[printed:]]
+        texts = frozenset(data.wording(text) for text in said if text.strip())
+        assert not texts & self._said, f"a kernel warns or prints each time: {', '.join(texts & self._said)}"
         self._said |= texts
+
+
+class _Recorder(io.TextIOBase):
+    """Hands on what is printed, and remembers it."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        self.texts.append(text)
+        return self._stream.write(text)
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    def isatty(self) -> bool:
+        return self._stream.isatty()
 
 
 class References:

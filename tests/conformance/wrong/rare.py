@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 from dataclasses import replace
 from itertools import count
@@ -104,3 +105,62 @@ class WritesWhatItCastBefore(Portable):
         key = (*map(id, tensors), len(out))
         values = self.known.setdefault(key, [t.detach().clone() for t in tensors])
         return super().cast(values, dtype, out)
+
+
+class PrintsForOneTensor(Portable):
+    fails = ("cast_of_every_memory_layout",)
+
+    def cast(self, tensors, dtype, out=None):
+        if out is None and len(tensors) == 1:
+            sys.stdout.write(f"casting {tensors[0].numel()} elements\n")
+        return super().cast(tensors, dtype, out)
+
+
+class WaitsForTransposed(Portable):
+    fails = ("kernels_do_not_wait_for_the_device",)
+
+    def add_(self, totals, grads):
+        super().add_(totals, grads)
+        for grad in grads:
+            if not grad.is_contiguous():
+                grad.sum().item()
+
+
+class WaitsForComplex(Portable):
+    fails = ("kernels_do_not_wait_for_the_device",)
+
+    def multiply_(self, grads, factor, found_inf=None):
+        super().multiply_(grads, factor, found_inf)
+        for grad in grads:
+            if grad.is_complex():
+                grad.sum().item()
+
+
+class RecordsLongLists(Portable):
+    fails = ("kernels_of_thousands_of_tensors",)
+
+    def grad_stats(self, grads, norm_type=2.0):
+        stats = super().grad_stats(grads, norm_type)
+        return replace(stats, norm=stats.norm.requires_grad_()) if len(grads) > 4096 else stats
+
+
+class MovesVersionsOfLongLists(Portable):
+    fails = ("kernels_of_thousands_of_tensors",)
+
+    def cast(self, tensors, dtype, out=None):
+        if len(tensors) > 4096:
+            torch.autograd.graph.increment_version(tensors[4096])
+        return super().cast(tensors, dtype, out)
+
+
+class LosesInfOfPaddedRows(Portable):
+    fails = ("cast_into_every_memory_layout",)
+
+    def cast(self, tensors, dtype, out=None):
+        results = super().cast(tensors, dtype, out)
+        for source, result in zip(tensors, results, strict=True):
+            padded = source.dim() > 1 and source.stride(-1) == 1 and source.stride(-2) > source.size(-1)
+            if out is not None and padded and result.itemsize > 1:
+                top = torch.finfo(result.dtype).max
+                result.detach().copy_(result.detach().clamp(-top, top))
+        return results
