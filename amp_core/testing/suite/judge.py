@@ -268,8 +268,11 @@ class Judge(Manners):
         self._judge_stats(tensors(), (2.0, torch.inf, 3.0)[self._turn % 3], what=what)
         with torch.no_grad():
             written, out = ([t.detach() for t in tensors()] for _ in range(2))
+        for target in out:  # not with the values that it is to get
+            with torch.inference_mode(target.is_inference()):
+                target.zero_()
         self._judge_cast(tensors(), low, out, what)
-        self._judge_multiply(written, what=what)
+        self._judge_multiply(written, flag=(0.0, 3.0)[self._turn % 2], what=what)
         self._judge_add([t.detach() for t in tensors()], tensors(), what=what)
 
     def _assert_values(self, result: Tensor, expected: Tensor, what: str) -> None:

@@ -164,3 +164,20 @@ class LosesInfOfPaddedRows(Portable):
                 top = torch.finfo(result.dtype).max
                 result.detach().copy_(result.detach().clamp(-top, top))
         return results
+
+
+class CastsNothingUnderAnotherDefault(Portable):
+    fails = ("kernels_under_other_defaults",)
+
+    def cast(self, tensors, dtype, out=None):
+        idle = out is not None and torch.get_default_dtype() is torch.float16
+        return list(out) if idle else super().cast(tensors, dtype, out)
+
+
+class ClearsTheFlagWhereAllIsDeterministic(Portable):
+    fails = ("kernels_under_other_defaults",)
+
+    def multiply_(self, grads, factor, found_inf=None):
+        if found_inf is not None and torch.are_deterministic_algorithms_enabled():
+            found_inf.zero_()
+        super().multiply_(grads, factor, found_inf)
