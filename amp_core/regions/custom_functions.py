@@ -13,7 +13,10 @@ from torch.autograd.function import FunctionCtx
 
 from amp_core.common.containers import map_tensors
 from amp_core.common.device_types import device_type_of
+from amp_core.dispatch.activate import default_policy
+from amp_core.dispatch.engine import engine
 from amp_core.plugin.default_manager import get_backend
+from amp_core.policy import OpPolicy
 from amp_core.regions.region import autocast
 
 Fn = Callable[..., Any]
@@ -24,6 +27,7 @@ class _ForwardState(NamedTuple):
 
     autocast: bool
     dtype: torch.dtype
+    policy: OpPolicy | None = None
 
 
 @overload
@@ -77,10 +81,13 @@ def custom_fwd(
     @functools.wraps(function)
     def decorate_fwd(*args: Any, **kwargs: Any) -> Any:
         enabled = torch.is_autocast_enabled(device_type)
-        state = _ForwardState(enabled and cast_inputs is None, torch.get_autocast_dtype(device_type))
+        state = _ForwardState(
+            enabled and cast_inputs is None,
+            torch.get_autocast_dtype(device_type),
+            _policy_in_force(device_type),
+        )
         if has_ctx := bool(args) and isinstance(args[0], FunctionCtx):
-            # Other libraries read these attributes, which are torch's.
-            args[0]._fwd_used_autocast, args[0]._dtype = state  # type: ignore[attr-defined]
+            _store(args[0], state)
         if cast_inputs is None or not enabled:
             result = function(*args, **kwargs)
         else:
@@ -133,15 +140,28 @@ def custom_bwd(bwd: Fn | None = None, *, device_type: str) -> Fn | Callable[[Fn]
     @functools.wraps(function)
     def decorate_bwd(*args: Any, **kwargs: Any) -> Any:
         state = _forward_state(args[0])
-        with autocast(device_type, dtype=state.dtype, enabled=state.autocast):
+        policy = state.policy
+        if policy is None and _policy_in_force(device_type) is not None:
+            policy = default_policy(get_backend(device_type))
+        with autocast(device_type, dtype=state.dtype, enabled=state.autocast, policy=policy):
             return function(*args, **kwargs)
 
     return decorate_bwd
 
 
+def _policy_in_force(device_type: str) -> OpPolicy | None:
+    """Return the policy of the region around this call, if any. Dynamo cannot keep one on `ctx`."""
+    return None if torch.compiler.is_compiling() else engine(device_type).policy
+
+
+def _store(ctx: Any, state: _ForwardState) -> None:
+    # Other libraries read the first two, which are torch's.
+    ctx._fwd_used_autocast, ctx._dtype, ctx._amp_core_policy = state
+
+
 def _forward_state(ctx: Any) -> _ForwardState:
     try:
-        return _ForwardState(ctx._fwd_used_autocast, ctx._dtype)
+        return _ForwardState(ctx._fwd_used_autocast, ctx._dtype, getattr(ctx, "_amp_core_policy", None))
     except AttributeError:
         name = type(ctx).__name__.removesuffix("Backward")
         raise RuntimeError(
@@ -177,7 +197,7 @@ _WRAPPED = "_amp_core_wraps_setup"
 def _storing(setup_context: Fn) -> Fn:
     @functools.wraps(setup_context)
     def stores(ctx: Any, inputs: Any, output: Any) -> Any:
-        ctx._fwd_used_autocast, ctx._dtype = _pending.state
+        _store(ctx, _pending.state)
         return setup_context(ctx, inputs, output)
 
     return stores

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -101,6 +102,64 @@ def test_setup_context_in_several_threads(in_threads: Callable[..., None]) -> No
             function.apply(x, w).sum().backward()
 
         in_threads(*[work] * 8)
+
+
+EXACT = amp_core.OpPolicy.default("cpu").override({"matmul": "fp32"})
+
+
+class Product(torch.autograd.Function):
+    """A function of the older style; `custom_bwd` finds the state on `ctx`."""
+
+    @staticmethod
+    @amp_core.custom_fwd(device_type="cpu")
+    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, w)
+        return x @ w
+
+    @staticmethod
+    @amp_core.custom_bwd(device_type="cpu")
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        x, w = ctx.saved_tensors
+        return grad @ w.t(), x.t() @ grad
+
+
+class ProductWithSetup(torch.autograd.Function):
+    """The same, where `setup_context` has to be handed the state."""
+
+    @staticmethod
+    @amp_core.custom_fwd(device_type="cpu")
+    def forward(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return x @ w
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    @amp_core.custom_bwd(device_type="cpu")
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        x, w = ctx.saved_tensors
+        return grad @ w.t(), x.t() @ grad
+
+
+EXACT = amp_core.OpPolicy.default("cpu").override({"matmul": "fp32"})
+
+
+@pytest.mark.parametrize("function", [Product, ProductWithSetup])
+@pytest.mark.parametrize("policy", [None, EXACT])
+@pytest.mark.parametrize("around", ["no region", None, EXACT])
+def test_backward_has_the_policy_of_the_forward(
+    function: Any, policy: amp_core.OpPolicy | None, around: amp_core.OpPolicy | str | None
+) -> None:
+    """The backward computes by the policy around `backward()`, or by none."""
+    x, w = (torch.randn(3, 3, requires_grad=True) for _ in range(2))
+    with amp_core.autocast("cpu", policy=policy):
+        product = function.apply(x, w)
+    loss = (product.float() * torch.rand(3, 3)).sum()
+    with nullcontext() if isinstance(around, str) else amp_core.autocast("cpu", policy=around):
+        loss.backward()
+    assert product.dtype is torch.bfloat16 if policy is None else torch.float32
+    assert torch.equal(x.grad, x.grad.bfloat16()) is (policy is None)
 
 
 def test_bwd_without_fwd_says_what_is_missing() -> None:
