@@ -33,12 +33,7 @@ if hasattr(os, "register_at_fork"):
 
 def one_at_a_time(kernel: Callable[..., Any]) -> Callable[..., Any]:
     """Return `kernel`, which may cast through torch's cache, for one thread at a time."""
-    global clear  # noqa: PLW0603  # a lock takes a tenth of a region's time
-    if clear is not _clear_alone:
-        clear = _clear_alone
-        never_compile(_clear_alone)
-        setattr(torch, _CLEAR, _clear_alone)  # torch's regions end with it, too
-        time.sleep(0.001)  # lets calls without the lock that have begun end
+    _replace_clear()
 
     def call(*args: Any, **kwargs: Any) -> Any:
         with _Shared.lock:
@@ -47,15 +42,35 @@ def one_at_a_time(kernel: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def when_cleared(callback: Callable[[], None]) -> None:
+    """From now on, call `callback` in each thread that clears torch's cache, as regions do when they end."""
+    _callbacks.append(callback)
+    _replace_clear()
+
+
+_callbacks: list[Callable[[], None]] = []
+
+
+def _replace_clear() -> None:
+    global clear  # noqa: PLW0603  # a lock takes a tenth of a region's time
+    if clear is not _clear_alone:
+        clear = _clear_alone
+        never_compile(_clear_alone)
+        setattr(torch, _CLEAR, _clear_alone)  # torch's regions end with it, too
+        time.sleep(0.001)  # lets calls without the lock that have begun end
+
+
 def _clear_alone() -> None:
     if torch.compiler.is_dynamo_compiling():  # a graph has torch's function
         _torchs_clear()
         return
     with _Shared.lock:
         _torchs_clear()
+    for callback in _callbacks:
+        callback()
 
 
 _CLEAR = "clear_autocast_cache"
 _torchs_clear: Callable[[], None] = getattr(torch, _CLEAR)
 clear = _torchs_clear
-"""Clears torch's cache. Each region ends with it, so it takes no lock until there are such kernels."""
+"""Clears torch's cache. Each region ends with it, so it does nothing else until that is needed."""

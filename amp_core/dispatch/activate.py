@@ -12,7 +12,7 @@ import torch
 
 from amp_core._torch.dispatcher import POLICIES
 from amp_core.common import environment as _env
-from amp_core.dispatch import functions, weight_casts
+from amp_core.dispatch import functions
 from amp_core.dispatch.engine import Prepared, Table, ThreadState, engine, policies_in_force
 from amp_core.dispatch.runners import full_table_of, table_of
 from amp_core.errors import AmpWarning, PolicyError
@@ -96,8 +96,6 @@ def restore(depth: int) -> None:
         local, before = hidden[-1]
         local.in_force = before
         hidden.pop()
-    if not hidden:
-        weight_casts.clear()
 
 
 def take_out(depth: int) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from amp_core._torch import cast_cache
 from amp_core._torch.autograd import has_gradient_hooks
 from amp_core._torch.tensors import (
     WeakStorage,
@@ -27,6 +28,7 @@ from amp_core._torch.tensors import (
     version_of,
 )
 from amp_core._torch.tracing import calls_are_captured
+from amp_core.common.once import once
 from amp_core.dispatch.sources import Sources
 from amp_core.dispatch.target_dtype import eligible
 
@@ -220,6 +222,7 @@ def _from_region(weight: Tensor, dtype: torch.dtype) -> Tensor:
     entry = _region.casts.get((id(weight), dtype))
     if entry is not None and entry[0] is weight and entry[1].is_fresh(weight):
         return entry[1].cast
+    _when_torchs_is_cleared(_clear)
     state = fingerprint(weight)
     with torch.enable_grad():  # a first use under no_grad must not detach later uses from the graph
         new_cast = weight.to(dtype)
@@ -227,6 +230,9 @@ def _from_region(weight: Tensor, dtype: torch.dtype) -> Tensor:
     return new_cast
 
 
-def clear() -> None:
+def _clear() -> None:
     """Drop the casts kept by this thread's regions."""
     _region.casts.clear()
+
+
+_when_torchs_is_cleared = once(cast_cache.when_cleared)

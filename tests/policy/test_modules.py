@@ -281,3 +281,18 @@ def test_rules_of_another_kind_are_refused_in_words(rules: object, model: Encode
     """A whole policy, or a path as a string, ends in an AttributeError."""
     with pytest.raises(TypeError, match=r"must map modules to op rules"):
         apply_policy(model, rules)
+
+
+def test_a_module_used_twice_in_a_region_casts_its_weights_once() -> None:
+    """Casts end with the module's call, and each use's gradient is rounded to float32 by itself."""
+    layer, x = nn.LayerNorm(16), torch.randn(4, 16)
+    low = {"layer_norm": "lower_precision_fp"}
+
+    def gradient(policy: OpPolicy | None) -> torch.Tensor:
+        with autocast("cpu", policy=policy):
+            loss = (layer(x) + layer(2 * x) + layer(3 * x)).float().square().sum()
+        return torch.autograd.grad(loss, [layer.weight])[0]
+
+    expected = gradient(OpPolicy.default("cpu").override(low))
+    with apply_policy(nn.Sequential(layer), {"0": low}):
+        assert torch.equal(gradient(None), expected)
