@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -25,13 +26,32 @@ def as_number(value: Any, name: str) -> Any:
 
     Raises:
         TypeError: it is no number.
+        ValueError: it is NaN.
     """
-    if isinstance(value, (float, int, Tensor)):
-        return value
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        raise TypeError(f"{name}= must be a number, not {value!r}.") from None
+    if not isinstance(value, (float, int, Tensor)):
+        try:
+            value = float(value)
+        except (TypeError, ValueError):
+            raise TypeError(f"{name}= must be a number, not {value!r}.") from None
+    if not isinstance(value, Tensor) and math.isnan(value):
+        raise ValueError(f"{name}= is NaN. Nothing would be clipped.")
+    return value
+
+
+def as_order(value: Any) -> Any:
+    """Return the order of a norm.
+
+    Raises:
+        TypeError: it is no number.
+        ValueError: it is not positive.
+    """
+    order = as_number(value, "norm_type")
+    if not order > 0:
+        raise ValueError(
+            f"norm_type= must be above 0, not {order}: with such an order, torch's result is no norm, so the "
+            f"scale cannot be taken out of it."
+        )
+    return order
 
 
 def check_whole(value: object, name: str, least: int) -> None:

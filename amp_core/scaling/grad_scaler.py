@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from amp_core._torch.steps import is_fused
 from amp_core._torch.tracing import frames_are_compiled, outside_graphs
-from amp_core.common.arguments import as_number, named_tensors
+from amp_core.common.arguments import as_number, as_order, named_tensors
 from amp_core.common.call_site import level_outside
 from amp_core.common.containers import map_tensors
 from amp_core.common.device_types import device_type_of
@@ -220,7 +220,7 @@ class GradScaler(torch.amp.GradScaler):
             optimizer: takes the step.
             args: passed on to ``optimizer.step``.
             max_norm: clip the gradients to this norm in the same passes.
-            norm_type: the order of the norm.
+            norm_type: the order of the norm, above 0.
             key: the key that the loss was scaled under, if any.
             kwargs: passed on to ``optimizer.step``.
 
@@ -306,7 +306,7 @@ class GradScaler(torch.amp.GradScaler):
         (optimizer,), _, (state,) = entry
         parts = group_by_device(optimizer, allow_fp16=True)
         deciders = Deciders(self._process_group, (optimizer,))
-        norm_type = as_number(norm_type, "norm_type")
+        norm_type = as_order(norm_type)
         stats = read_gradients(parts, norm_type, scale.device, deciders, self._overlap)
         unscaled = state.stage is OptState.UNSCALED
         divisor = torch.ones_like(scale) if unscaled else scale
@@ -345,7 +345,7 @@ class GradScaler(torch.amp.GradScaler):
             closure: clears the gradients, computes the loss, calls ``scaler.scale(loss).backward()``, and
                 returns the unscaled loss.
             max_norm: clip the gradients of each evaluation to this norm.
-            norm_type: the order of the norm.
+            norm_type: the order of the norm, above 0.
             key: the key that the closure scales the loss under, if any.
 
         Returns:
@@ -468,7 +468,7 @@ class GradScaler(torch.amp.GradScaler):
             optimizer: its gradients are clipped. Several optimizers are clipped by the norm of all their
                 gradients, and all step or none; those without gradients too.
             max_norm: the largest norm allowed, of all gradients together.
-            norm_type: the order of the norm.
+            norm_type: the order of the norm, above 0.
             error_if_nonfinite: raise if the norm is not finite.
             key: the key that the loss was scaled under, if any.
 
@@ -507,7 +507,7 @@ class GradScaler(torch.amp.GradScaler):
         divisor = torch.ones_like(scale) if unscaled else scale
         groups = [group_by_device(each, allow_fp16=self._allow_fp16) for each in optimizers]
         parts = joined(groups)
-        norm_type = as_number(norm_type, "norm_type")
+        norm_type = as_order(norm_type)
         stats = read_gradients(parts, norm_type, scale.device, deciders, self._overlap)
         if error_if_nonfinite and not bool(stats.norm.isfinite()):
             raise RuntimeError(_NONFINITE_NORM.format(norm_type=norm_type))
