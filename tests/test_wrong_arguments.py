@@ -113,12 +113,12 @@ def test_norms_that_are_no_numbers(arguments: dict[str, Any], fused: bool) -> No
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("arguments", [{"norm_type": 0}, {"norm_type": "-inf"}, {"norm_type": -1.0}])
 def test_orders_that_give_no_norm(arguments: dict[str, Any], fused: bool) -> None:
-    """The scale is divided out of a number of gradients, and the wrong tensor is the smallest: no clipping."""
-    made = scaler()
-    with pytest.raises(ValueError, match="norm_type= must be above 0, not "):
-        made.step(torch.optim.SGD(MODEL.parameters(), lr=0.1, fused=fused), max_norm=1.0, **arguments)
-    with pytest.raises(ValueError, match="max_norm= is NaN"):
-        made.step(torch.optim.SGD(MODEL.parameters(), lr=0.1, fused=fused), max_norm=math.nan)
+    """The scale is taken out of what is no norm, and gradients stay as they are."""
+    made, stepped = scaler(), torch.optim.SGD(MODEL.parameters(), lr=0.1, fused=fused)
+    with pytest.raises(ValueError, match=r"norm_type= must be above 0, not "):
+        made.step(stepped, max_norm=1.0, **arguments)
+    with pytest.raises(ValueError, match=r"max_norm= is NaN"):
+        made.step(stepped, max_norm=math.nan)
 
 
 def test_norms_as_torch_takes_them() -> None:
