@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -75,6 +75,7 @@ class AccumulationWindow:
         self._places: dict[tuple[int, ...], Tensor] = {}
         self._flags: list[Tensor] = []
         self._nonfinite: Tensor | None = None
+        self._is_open = self._in_micro_batch = False
 
     def _find_parameters(self) -> None:
         """Take in parameters that were added to the optimizer; each keeps its place."""
@@ -84,10 +85,14 @@ class AccumulationWindow:
         self._ids = tuple(map(id, self._params))
 
     def __enter__(self) -> AccumulationWindow:
+        if self._is_open:
+            raise RuntimeError("This AccumulationWindow is open already. It has one `with` block per step.")
         self._flags, self._nonfinite = [], None
+        self._is_open = True
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
+        self._is_open = False
         if kind is None and self._flags:
             self._close()
 
@@ -96,12 +101,29 @@ class AccumulationWindow:
         """Check the gradients that the block adds. If it raises, they are as they were before.
 
         Raises:
-            RuntimeError: the gradients were unscaled or stepped on since the last update.
+            RuntimeError: the window is not open, or in another micro-batch; or the gradients were unscaled or
+                stepped on since the last update.
             TypeError: a gradient is sparse or sharded.
         """
-        if not self._scaler.is_enabled():
-            yield
-            return
+        self._check_place()
+        self._in_micro_batch = True
+        try:
+            with self._kept_apart() if self._scaler.is_enabled() else nullcontext():
+                yield
+        finally:
+            self._in_micro_batch = False
+
+    def _check_place(self) -> None:
+        if not self._is_open:
+            raise RuntimeError(
+                "micro_batch() was called outside of its window, so an overflow would not lower the scale. Put "
+                "the micro-batches of a step into `with window:`."
+            )
+        if self._in_micro_batch:
+            raise RuntimeError("micro_batch() was called within a micro-batch, which would count it twice.")
+
+    @contextmanager
+    def _kept_apart(self) -> Iterator[None]:
         self._check_stage()
         self._find_parameters()
         kept = [p.grad for p in self._params]

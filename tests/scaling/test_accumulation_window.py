@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from contextlib import ExitStack
 from random import Random
 from typing import Any
 
@@ -201,13 +202,30 @@ def test_what_a_window_cannot_take() -> None:
     run.window(set())
     run.scaler.unscale_(run.optimizer)
     window = AccumulationWindow(run.scaler, run.optimizer)
-    with pytest.raises(RuntimeError, match="gradients of this SGD that were unscaled"), window.micro_batch():
+    with pytest.raises(RuntimeError, match="this SGD that were unscaled"), window, window.micro_batch():
         pass
     table = torch.nn.Embedding(3, 2, sparse=True)
     window = AccumulationWindow(run.scaler, torch.optim.SGD(table.parameters(), lr=0.1))
-    with pytest.raises(TypeError, match="sparse"), window.micro_batch():
+    with pytest.raises(TypeError, match="sparse"), window, window.micro_batch():
         run.scaler.scale(table(torch.tensor([1])).sum()).backward()
     assert table.weight.grad is None
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_micro_batches_out_of_place(enabled: bool) -> None:
+    """An overflow is dropped and the scale stays, or a micro-batch has a weight that is not its own."""
+    run = Run()
+    run.scaler = GradScaler("cpu", 8.0, enabled=enabled)
+    window = AccumulationWindow(run.scaler, run.optimizer)
+    with pytest.raises(RuntimeError, match="outside of its window"), window.micro_batch():
+        pass
+    again = ExitStack()
+    for block, text in ((window.micro_batch, "within a micro-batch"), (lambda: window, "open already")):
+        with pytest.raises(RuntimeError, match=text), window, window.micro_batch():
+            again.enter_context(block())
+    with window, window.micro_batch():
+        run.backward(0)
+    run.step()
 
 
 class Waits(TorchDispatchMode):
