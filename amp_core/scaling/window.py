@@ -116,8 +116,8 @@ class AccumulationWindow:
     def _check_place(self) -> None:
         if not self._is_open:
             raise RuntimeError(
-                "micro_batch() was called outside of its window, so an overflow would not lower the scale. Put "
-                "the micro-batches of a step into `with window:`."
+                "micro_batch() was called outside of its window, so an overflow would not lower the scale. "
+                "Put the micro-batches of a step into `with window:`."
             )
         if self._in_micro_batch:
             raise RuntimeError("micro_batch() was called within a micro-batch, which would count it twice.")
