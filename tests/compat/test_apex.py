@@ -142,6 +142,44 @@ def test_gradients_accumulate_unscaled() -> None:
         torch.testing.assert_close(ours, plain.grad)
 
 
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("delayed", [(True, False), (True, True, False), (False, False)])
+def test_delayed_gradients_are_unscaled_with_the_last(level: str, delayed: tuple[bool, ...]) -> None:
+    """Gradients that `delay_unscale` left scaled enter the step multiplied by the scale."""
+    model, optimizer, x = make()
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale=128.0, verbosity=0)
+
+    def add(delay: bool) -> None:
+        with amp.scale_loss(model(x).float().pow(2).mean(), optimizer, delay_unscale=delay) as scaled:
+            scaled.backward()
+
+    add(False)
+    once = [param.grad.clone() for param in amp.master_params(optimizer)]
+    optimizer.zero_grad()
+    for _ in range(2):  # nothing of the first window stays for the second
+        for delay in delayed:
+            add(delay)
+        for param, grad in zip(amp.master_params(optimizer), once, strict=True):
+            torch.testing.assert_close(param.grad, len(delayed) * grad, rtol=1e-2, atol=1e-3)
+        optimizer.zero_grad()
+
+
+def test_o2_steps_on_from_loaded_weights() -> None:
+    """The float32 copies keep the initial weights: the first step after a resume undoes what was loaded."""
+    model, optimizer, _ = make()
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    saved = {name: tensor + 1 for name, tensor in model.state_dict().items()}
+    nn.ModuleDict({"inner": model}).load_state_dict({f"inner.{name}": t for name, t in saved.items()})
+    masters = list(amp.master_params(optimizer))
+    for param, master in zip(model.parameters(), masters, strict=True):
+        assert torch.equal(master, param.float())
+    with torch.no_grad():
+        masters[0][0, 0].add_(1e-5)
+    exact = [master.clone() for master in masters]
+    model.load_state_dict(model.state_dict())  # the same weights: what float16 cannot hold stays
+    assert all(torch.equal(master, before) for master, before in zip(masters, exact, strict=True))
+
+
 def test_state_round_trip_and_apex_checkpoints() -> None:
     """A state from apex is taken; one with another number of losses is refused and changes nothing."""
     model, optimizer, _ = make()

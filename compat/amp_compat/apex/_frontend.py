@@ -116,6 +116,9 @@ def _set_up(
         if chosen.master_weights:
             _models.add_master_weights(optimizer)
         optimizer.register_step_post_hook(lambda *_: torch.clear_autocast_cache())
+    if chosen.master_weights:
+        for model in models:
+            _models.load_into_masters(model, optimizers)
     if chosen.patch_torch_functions:
         _state.region.enter_context(amp_core.autocast(_state.device_type, torch.float16))
 
@@ -151,16 +154,23 @@ def scale_loss(  # apex's signature
     with amp_core.autocast(_state.device_type, enabled=False):
         yield loss.float() * scaler.state.scale
     torch.clear_autocast_cache()
-    if not delay_unscale:
+    if delay_unscale:
+        for optimizer in chosen:
+            optimizer._amp_scaled = True
+    else:
         _unscale(scaler, chosen, earlier)
 
 
 def _set_aside(optimizer: Optimizer) -> list[Tensor | None]:
-    """Detach and return the gradients of earlier backward passes, which are already unscaled."""
+    """Detach and return the gradients of earlier backward passes that are already unscaled."""
+    still_scaled = vars(optimizer).pop("_amp_scaled", False)
+    masters = _models.masters_of(optimizer)
     earlier: list[Tensor | None] = []
     for param in master_params(optimizer):
-        earlier.append(param.grad)
-        param.grad = None
+        unscaled = not still_scaled or param in masters  # those of masters arrive when they are unscaled
+        earlier.append(param.grad if unscaled else None)
+        if unscaled:
+            param.grad = None
     return earlier
 
 

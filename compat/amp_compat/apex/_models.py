@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -80,6 +80,23 @@ def _zero_grad(optimizer: Optimizer, original: Any, set_to_none: bool = True) ->
 def _copy_back(pairs: list[tuple[nn.Parameter, nn.Parameter]]) -> None:
     for param, master in pairs:
         param.copy_(master)
+
+
+def masters_of(optimizer: Optimizer) -> set[nn.Parameter]:
+    """Return the float32 copies that `optimizer` updates."""
+    return {master for _, master in getattr(optimizer, "_amp_pairs", ())}
+
+
+def load_into_masters(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    """Let what is loaded into `model` reach the float32 copies, from which the next step starts."""
+    pairs = [pair for optimizer in optimizers for pair in getattr(optimizer, "_amp_pairs", ())]
+
+    @torch.no_grad()
+    def refresh(*_: Any) -> None:
+        for param, master in pairs:
+            master.copy_(torch.where(param == master.to(param.dtype), master, param))
+
+    model.register_load_state_dict_post_hook(refresh)  # type: ignore[no-untyped-call]
 
 
 def master_params(optimizer: Optimizer) -> Iterator[nn.Parameter]:
