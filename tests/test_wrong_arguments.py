@@ -22,6 +22,7 @@ from amp_core import (
     plugin,
 )
 
+MXFP8 = amp_core.Recipe.mxfp8().input
 MODEL = nn.Linear(4, 4)
 NO_MODULES = [None, 3, nn.Linear, [MODEL.weight], MODEL.weight, "model"]
 NO_OPTIMIZERS = [None, 3, MODEL, "adam", torch.optim.SGD]
@@ -141,12 +142,21 @@ def test_norms_as_torch_takes_them() -> None:
         (lambda: amp_core.master_weights(MODEL, optimizer(), "kahan", keep="0.*"), "must be a list of globs"),
         (lambda: amp_core.master_weights(MODEL, optimizer(), "kahan", keep=[3]), "must be a list of globs"),
         (lambda: amp_core.master_weights(MODEL, optimizer(), "stochastic", seed="x"), "seed= must be an int"),
+        (lambda: amp_core.quantize(torch.eye(2).to_sparse(), MXFP8), "takes dense tensors"),
+        (lambda: amp_core.materialize(MODEL, (torch.ones(2, 2),), dtype="bfloat16"), "must be a torch.dtype"),  # type: ignore[arg-type]
     ],
 )
 def test_other_arguments(call: Callable[[], object], text: str) -> None:
     """An AttributeError from inside, or an error that names something else."""
     with pytest.raises(TypeError, match=text):
         call()
+
+
+@pytest.mark.parametrize("tolerance", [-0.1, math.nan])
+def test_a_tolerance_is_an_error(tolerance: float) -> None:
+    """Advice for a tolerance that nothing can keep: 0 % of the work, or each rule changed."""
+    with pytest.raises(ValueError, match=r"tolerance= must be a relative error"):
+        amp_core.advise(lambda: MODEL(torch.ones(1, 2)).sum(), "cpu", tolerance=tolerance)
 
 
 @pytest.mark.parametrize("glob", ["2.*", "*norn*", "Weight"])

@@ -139,7 +139,8 @@ def advise(
     Raises:
         AmpError: as for `compare`; or several ranks share a model to be timed.
         PolicyError: as for `compare`, or no matrix product of the step takes the format.
-        ValueError: `goal` is unknown, or `optimizer` is given for speed; or `format` is given with either.
+        ValueError: `goal` is unknown, or `optimizer` is given for speed; or `format` is given with either; or
+            `tolerance` is below 0.
 
     Example::
 
@@ -150,6 +151,8 @@ def advise(
     """
     if goal not in ("accuracy", "speed"):
         raise ValueError(f'goal= must be "accuracy" or "speed", not {goal!r}.')
+    if tolerance is not None and not tolerance >= 0:
+        raise ValueError(f"tolerance= must be a relative error of at least 0, not {tolerance}.")
     if format is not None:
         if goal != "accuracy" or optimizer is not None:
             raise ValueError(

@@ -202,6 +202,8 @@ def _check(tensor: Tensor, quantization: Quantization, dim: int, seed: int | Ten
         )
     if not tensor.is_floating_point():
         raise TypeError(f"quantize takes floating-point tensors, not {tensor.dtype}.")
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        raise TypeError("quantize takes dense tensors: groups of a sparse or nested one have no common size.")
     if quantization.rounding == "stochastic" and seed is None:
         raise ValueError("Stochastic rounding needs a seed: pass quantize(..., seed=).")
     if tensor.dim() == 0 and (quantization.granularity != "tensor" or quantization.hadamard is not None):

@@ -71,6 +71,7 @@ def materialize(
         MaterializeError: the model cannot be written as one graph (the message names the line), or the check
             failed.
         PolicyError: `policy` is for another device, or a region inside the model has a policy of its own.
+        TypeError: `model` is not a module, or `dtype` not a dtype.
 
     Example:
         >>> import torch, amp_core
@@ -80,6 +81,8 @@ def materialize(
         (torch.bfloat16, torch.bfloat16)
     """
     check_module(model, "materialize")
+    if not isinstance(dtype, torch.dtype | None):
+        raise TypeError(f"dtype= must be a torch.dtype, not {dtype!r}.")
     if device_type is None:
         first = next(model.parameters(), None)
         device_type = "cpu" if first is None else first.device.type
