@@ -40,7 +40,7 @@ class Storage(NamedTuple):
         if kept is None:
             wide.copy_(low)
         else:
-            _kernels(low).join_([wide], [low], [kept])
+            _kernels(low).join_([wide], [low], [_of_weight(kept, low)])
 
     def narrow(
         self, wide: Tensor, param: Tensor, draw: Draw | None = None, kept: Tensor | None = None
@@ -70,6 +70,16 @@ STORAGES = {"remainder": Storage(torch.int16), "stochastic": Storage(None), "kah
 
 def _kernels(tensor: Tensor) -> Kernels:
     return get_backend(tensor.device.type).kernels()
+
+
+def _of_weight(kept: Tensor, low: Tensor) -> Tensor:
+    """Drop what was kept beside other weights, which someone has overwritten, where it shows.
+
+    A compensation is at most half of the last place of its weight; next to 0, a remainder is not negative.
+    """
+    if kept.dtype is torch.int16:
+        return kept.masked_fill((low == 0) & (kept < 0), 0)
+    return kept.masked_fill(kept.abs() > low.abs() * 2**-8, 0)
 
 
 def widen_state(value: Any) -> Any:

@@ -502,3 +502,21 @@ def test_the_optimizer_steps_on_after_removal(kind: Any, options: dict[str, Any]
     assert not torch.equal(model.weight, before)
     states = [v for state in optimizer.state.values() for k, v in state.items() if k != "step"]
     assert all(value.dtype is torch.bfloat16 for value in states)
+
+
+@pytest.mark.parametrize("storage", ["remainder", "stochastic", "kahan"])
+@pytest.mark.parametrize("new", [0.0, 1e-3])
+def test_weights_that_someone_else_wrote(storage: str, new: float) -> None:
+    """What was kept beside large weights is added to small ones that were loaded; next to 0 it gives NaN."""
+    torch.manual_seed(0)
+    model = nn.ParameterDict({"w": nn.Parameter(100 * torch.randn(50).bfloat16())})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with master_weights(model, optimizer, storage) as masters:
+        for _ in range(5):
+            model["w"].grad = torch.randn(50).bfloat16()
+            optimizer.step()
+        model.load_state_dict({"w": torch.full((50,), new)})
+        assert (masters.float32_weights()["w"] - new).abs().max() <= new * 2**-7 + 1e-30
+        model["w"].grad = torch.zeros_like(model["w"])
+        optimizer.step()
+        assert torch.equal(model["w"], torch.full((50,), new).bfloat16())
