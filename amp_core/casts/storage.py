@@ -40,7 +40,7 @@ class Storage(NamedTuple):
         if kept is None:
             wide.copy_(low)
         else:
-            _kernels(low).join_([wide], [low], [_of_weight(kept, low)])
+            _kernels(low).join_([wide], [low], [kept])
 
     def narrow(
         self, wide: Tensor, param: Tensor, draw: Draw | None = None, kept: Tensor | None = None
@@ -72,7 +72,7 @@ def _kernels(tensor: Tensor) -> Kernels:
     return get_backend(tensor.device.type).kernels()
 
 
-def _of_weight(kept: Tensor, low: Tensor) -> Tensor:
+def drop_foreign(kept: Tensor, low: Tensor) -> Tensor:
     """Drop what was kept beside other weights, which someone has overwritten, where it shows.
 
     A compensation is at most half of the last place of its weight; next to 0, a remainder is not negative.

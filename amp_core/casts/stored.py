@@ -22,7 +22,7 @@ from amp_core.casts.lost_updates import Counts
 from amp_core.casts.memory import KeptMemory
 from amp_core.casts.shards import like, local
 from amp_core.casts.stand_ins import Bucket, buckets, in_place_of, unhooked_step
-from amp_core.casts.storage import STORAGES, Draw, narrow_state, widen_state
+from amp_core.casts.storage import STORAGES, Draw, drop_foreign, narrow_state, widen_state
 from amp_core.common.arguments import check_module
 from amp_core.common.handle import LocalHandle
 from amp_core.common.optimizers import parameters_of
@@ -84,6 +84,7 @@ class StoredWeights(LocalHandle):
         if not self._names:
             raise ValueError("No float32 or bfloat16 parameter of the model is stepped by the optimizer.")
         self._lost = Counts(optimizer) if lost_updates else None
+        self._versions: dict[int, int] = {}  # of each parameter, after the last step
         self._first: dict[int, Tensor] = {}  # what is kept until the first step: a state shows that it began
         for param in [p for p in self._params() if p.dtype is torch.float32]:
             self._convert(param)
@@ -157,7 +158,10 @@ class StoredWeights(LocalHandle):
         kept = self.optimizer.state.get(param, {}).get(KEPT, self._first.get(id(param)))
         low = local(param).detach()
         wide = self._memory.empty_like(low, torch.float32)
-        self._how.widen_(wide, low, None if kept is None else local(kept))
+        kept = None if kept is None else local(kept)
+        if kept is not None and self._versions.get(id(param)) != param._version:
+            kept = drop_foreign(kept, low)  # not at each step, which would take twice the time
+        self._how.widen_(wide, low, kept)
         return wide
 
     def _float32(self, grad: Tensor) -> Tensor:
@@ -174,6 +178,7 @@ class StoredWeights(LocalHandle):
         before = None if self._lost is None else self._wide(param)
         changed = None if before is None else wide != before  # `wide` is overwritten
         kept = self._how.narrow(wide, param, draw, None if kept is None else local(kept))
+        self._versions[id(param)] = param._version
         if self._state_dtype is not torch.float32:
             for i, name in enumerate(sorted(state.keys() - {KEPT})):
                 state[name] = narrow_state(state[name], param, draw.key(1 + i))
