@@ -32,6 +32,8 @@ _has_kernel = POLICIES.function("torch._C._dispatch_has_kernel_for_dispatch_key"
 _library = POLICIES.function("torch._C._dispatch_library")
 _has_fallback = POLICIES.function("torch._C._dispatch_has_backend_fallback")
 _get_kernel = POLICIES.function("torch.library.get_kernel")
+_dump = POLICIES.function("torch._C._dispatch_dump")
+_without_modes = POLICIES.function("torch.utils._python_dispatch._disable_current_modes")
 
 # One op as the dispatcher knows it; all overloads of one op.
 if TYPE_CHECKING:
@@ -241,7 +243,25 @@ excluded: Callable[[Any], AbstractContextManager[None]] = POLICIES.function(
 def native_kernel(op_name: str, key: str) -> Callable[..., Any]:
     """Return the kernel that `op_name` has on `key` now; call it as ``kernel(keyset, *args, **kwargs)``."""
     POLICIES.require()
-    return cast("Callable[..., Any]", _get_kernel(op_name, key).call_boxed)
+    kernel = cast("Callable[..., Any]", _get_kernel(op_name, key).call_boxed)
+    if not is_python_kernel(op_name, key):
+        return kernel
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _without_modes():
+            return kernel(*args, **kwargs)
+
+    return call
+
+
+def is_python_kernel(op_name: str, key: str) -> bool:
+    """Whether the kernel of `op_name` on `key` is a Python function, as those of ``torch.library`` are.
+
+    Under a `TorchDispatchMode` the dispatcher calls the function that was registered last, even in place of
+    another and if it has been removed since.
+    """
+    found = re.search(rf"^{key}: registered at (.*):\d+ ::", _dump(op_name), re.MULTILINE)
+    return found is not None and found[1].endswith(".py")
 
 
 _installing = threading.Lock()

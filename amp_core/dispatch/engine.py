@@ -26,6 +26,7 @@ from amp_core._torch.dispatcher import (
     has_kernel,
     install,
     install_fallthrough,
+    is_python_kernel,
     native_kernel,
     redispatch_below,
 )
@@ -121,13 +122,13 @@ class Engine:
         """Let `observer` run each of `ops` in this thread, and every other op with a kernel of ours.
 
         The function it receives calls the previous observer, if there is one. Observations may end in any
-        order.
+        order. Ops whose rule is a Python function, by ``torch.library.register_autocast``, are left alone.
 
         Returns:
             A function that ends the observation; call it in the same thread.
         """
         local = self.local
-        uninstall = self._installed_until(ops)
+        uninstall = self._installed_until(op for op in ops if not self._has_python_rule(op))
         local.observe_with(*local.observers, observer)
 
         def end() -> None:
@@ -135,6 +136,10 @@ class Engine:
             uninstall()
 
         return end
+
+    def _has_python_rule(self, op: str) -> bool:
+        # The rules of torch's own ops are C++.
+        return not op.startswith("aten::") and is_python_kernel(op.removesuffix(".default"), self.key)
 
     def serve_casts(self) -> Callable[[], None]:
         """Let ops that take weights use `weight_casts`, in every thread; return a function that ends this."""

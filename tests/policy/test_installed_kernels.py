@@ -87,3 +87,8 @@ def test_a_rule_for_add_and_for_another_op() -> None:
     """A policy with a rule for add raises, because add was the sample of an op without a kernel."""
     with autocast("cpu", policy=OpPolicy.default("cpu").override({"add": "fp32", "hypot": "fp32"})):
         assert (X.bfloat16() + 1).dtype is torch.float32
+
+
+def test_a_rule_by_torch_library_under_modes() -> None:
+    """Ours calls the op's own rule, which under a mode is ours again, without end; also once ours is gone."""
+    run_script("rules_of_torch_library.py")
