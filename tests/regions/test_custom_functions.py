@@ -104,9 +104,6 @@ def test_setup_context_in_several_threads(in_threads: Callable[..., None]) -> No
         in_threads(*[work] * 8)
 
 
-EXACT = amp_core.OpPolicy.default("cpu").override({"matmul": "fp32"})
-
-
 class Product(torch.autograd.Function):
     """A function of the older style; `custom_bwd` finds the state on `ctx`."""
 
@@ -158,7 +155,7 @@ def test_backward_has_the_policy_of_the_forward(
     loss = (product.float() * torch.rand(3, 3)).sum()
     with nullcontext() if isinstance(around, str) else amp_core.autocast("cpu", policy=around):
         loss.backward()
-    assert product.dtype is torch.bfloat16 if policy is None else torch.float32
+    assert product.dtype is (torch.bfloat16 if policy is None else torch.float32)
     assert torch.equal(x.grad, x.grad.bfloat16()) is (policy is None)
 
 
