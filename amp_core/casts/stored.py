@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from amp_core._torch.tensors import version_of
 from amp_core._torch.tracing import outside_graphs
 from amp_core.casts.lost_updates import Counts
 from amp_core.casts.memory import KeptMemory
@@ -159,8 +160,8 @@ class StoredWeights(LocalHandle):
         low = local(param).detach()
         wide = self._memory.empty_like(low, torch.float32)
         kept = None if kept is None else local(kept)
-        if kept is not None and self._versions.get(id(param)) != param._version:
-            kept = drop_foreign(kept, low)  # not at each step, which would take twice the time
+        if kept is not None and self._versions.get(id(param)) != version_of(param):
+            kept = drop_foreign(kept, low)  # doing this at each step would take twice the time
         self._how.widen_(wide, low, kept)
         return wide
 
@@ -178,7 +179,7 @@ class StoredWeights(LocalHandle):
         before = None if self._lost is None else self._wide(param)
         changed = None if before is None else wide != before  # `wide` is overwritten
         kept = self._how.narrow(wide, param, draw, None if kept is None else local(kept))
-        self._versions[id(param)] = param._version
+        self._versions[id(param)] = version_of(param)
         if self._state_dtype is not torch.float32:
             for i, name in enumerate(sorted(state.keys() - {KEPT})):
                 state[name] = narrow_state(state[name], param, draw.key(1 + i))
