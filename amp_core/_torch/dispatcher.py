@@ -257,15 +257,15 @@ def native_kernel(op_name: str, key: str) -> Callable[..., Any]:
 def is_python_kernel(op_name: str, key: str) -> bool:
     """Whether the kernel of `op_name` on `key` is a Python function, as those of ``torch.library`` are.
 
-    Under a `TorchDispatchMode` the dispatcher calls the function that was registered last, even in place of
-    another and if it has been removed since.
+    Under a `TorchDispatchMode`, the dispatcher calls the Python function that was registered last, even if it
+    has been removed since.
     """
     found = re.search(rf"^{key}: registered at (.*):\d+ ::", _dump(op_name), re.MULTILINE)
     return found is not None and found[1].endswith(".py")
 
 
 _installing = threading.Lock()
-"""Python's filters of warnings, which swallow that one, belong to all threads."""
+"""Held while `install` changes the warning filters, which all threads share."""
 _warned_of_override = False
 _added: set[tuple[str, str]] = set()
 """Each op that had no kernel on a dispatch key before `install` added one, with the key."""

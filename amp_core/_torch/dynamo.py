@@ -99,7 +99,7 @@ def _after_import(name: str, callback: Callable[[], Any]) -> None:
 class _AfterImports(importlib.abc.MetaPathFinder):
     """Calls functions after the import of modules that have no hook for that.
 
-    It stays among the finders: if one is removed, an import in another thread skips the next one.
+    It is never removed from the finders: an import in another thread would then skip the next one.
     """
 
     def __init__(self) -> None:

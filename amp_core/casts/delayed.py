@@ -109,7 +109,7 @@ class DelayedScales(Local):
                 largest = self._agree(names, self._group)
             self._past.append((names, largest))
         for name in names:
-            for history in [*self._histories.get(name, {}).values()]:  # another thread may add one
+            for history in [*self._histories.get(name, {}).values()]:  # another thread may add to them
                 history.step()
 
     def _agree(self, names: tuple[str, ...], group: ProcessGroup) -> Tensor:

@@ -73,9 +73,9 @@ def _kernels(tensor: Tensor) -> Kernels:
 
 
 def drop_foreign(kept: Tensor, low: Tensor) -> Tensor:
-    """Drop what was kept beside other weights, which someone has overwritten, where it shows.
+    """Return `kept` with 0 where it cannot belong to `low`, which someone has overwritten.
 
-    A compensation is at most half of the last place of its weight; next to 0, a remainder is not negative.
+    A compensation is at most half a unit in the last place of its weight. Beside 0, no remainder is negative.
     """
     if kept.dtype is torch.int16:
         return kept.masked_fill((low == 0) & (kept < 0), 0)

@@ -34,7 +34,7 @@ def as_number(value: Any, name: str) -> Any:
         except (TypeError, ValueError):
             raise TypeError(f"{name}= must be a number, not {value!r}.") from None
     if not isinstance(value, Tensor) and math.isnan(value):
-        raise ValueError(f"{name}= is NaN. Nothing would be clipped.")
+        raise ValueError(f"{name}= is NaN, so no gradient would be clipped. Pass a number.")
     return value
 
 
@@ -48,8 +48,8 @@ def as_order(value: Any) -> Any:
     order = as_number(value, "norm_type")
     if not order > 0:
         raise ValueError(
-            f"norm_type= must be above 0, not {order}: with such an order, torch's result is no norm, so the "
-            f"scale cannot be taken out of it."
+            f"norm_type= must be above 0, not {order}: for such an order, torch computes what is not a norm, "
+            f"so it cannot be unscaled. Pass 2.0, or inf for the largest element."
         )
     return order
 

@@ -11,7 +11,7 @@ R = TypeVar("R")
 
 
 def once(function: Callable[..., R]) -> Callable[..., R]:
-    """Cache results like ``functools.cache``, but let threads that ask at once wait for one call."""
+    """Cache results like ``functools.cache``, but run `function` in one thread while others wait."""
     cached, lock = functools.cache(function), threading.RLock()
 
     @functools.wraps(function)

@@ -35,7 +35,7 @@ def load(source: str | PathLike[str]) -> tuple[str, str]:
     except UnicodeDecodeError as error:
         line = Path(path).read_bytes()[: error.start].count(b"\n") + 1
         raise PolicyError(
-            f"{path}:{line}: not TOML, which is UTF-8: {error}. Save the file as UTF-8."
+            f"{path}:{line}: not UTF-8, which TOML must be: {error}. Save the file as UTF-8."
         ) from error
 
 

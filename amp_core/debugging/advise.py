@@ -152,7 +152,7 @@ def advise(
     if goal not in ("accuracy", "speed"):
         raise ValueError(f'goal= must be "accuracy" or "speed", not {goal!r}.')
     if tolerance is not None and not tolerance >= 0:
-        raise ValueError(f"tolerance= must be a relative error of at least 0, not {tolerance}.")
+        raise ValueError(f"tolerance= must be a relative error of 0 or more, not {tolerance}.")
     if format is not None:
         if goal != "accuracy" or optimizer is not None:
             raise ValueError(

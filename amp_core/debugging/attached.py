@@ -99,7 +99,7 @@ class Hook:
         self._call = call
 
     def __call__(self, *args: Any) -> None:
-        """Call what was given, unless ``torch.export`` traces the module."""
+        """Call the hook, unless ``torch.export`` traces the module."""
         if not torch.compiler.is_exporting():
             self._call(*args)
 

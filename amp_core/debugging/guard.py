@@ -96,7 +96,7 @@ class Guard(Attached, Sink):
 
     def _before(self) -> None:
         self._stop()
-        in_backward = current_autograd_node() is not None  # a tap that begins there cannot outlast it
+        in_backward = current_autograd_node() is not None  # a tap that starts there would end with it
         if not in_backward and (self._chosen(self.step) or self._skips >= self._patience):
             self._observe().places.enter(self.model)
 

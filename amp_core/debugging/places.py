@@ -37,7 +37,7 @@ NOWHERE = Place("", "")
 _HOOKS_FIRE_TWICE = r"Using `torch.compile\(module\)` when there are global hooks"  # our hooks allow for that
 _ACCUMULATE = "torch::autograd::AccumulateGrad"
 _hooking = threading.Lock()
-"""Recordings of several threads change the same hooks and filters of warnings."""
+"""Recordings in several threads change the same hooks and warning filters."""
 
 
 class Places:

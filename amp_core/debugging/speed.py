@@ -128,7 +128,7 @@ class SpeedSearch:
             p.grad is not None for root in self._step.roots for p in root.parameters()
         )
         for root in self._step.roots:
-            keeper.keep(root)  # its own state, if it was only called with another
+            keeper.keep(root)  # it may only have run inside a functional_call
         self._backward(result)
 
     def _note(self, op: str, args: tuple[Any, ...], kwargs: dict[str, Any], module: str) -> None:

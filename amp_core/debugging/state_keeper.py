@@ -70,7 +70,7 @@ class StateKeeper:
 
     def keep_tensor(self, tensor: Tensor) -> None:
         """Save the value and gradient of a tensor, and clear the gradient."""
-        if id(tensor) in self._tensors or calls_are_captured():  # ``torch.func`` writes to no tensor
+        if id(tensor) in self._tensors or calls_are_captured():  # captured calls change no values
             return
         with torch.no_grad():
             part = local(tensor)
@@ -121,7 +121,7 @@ _FUNCTIONAL_CALLS = {
 
 
 def _swapped() -> set[nn.Module]:
-    """Return the modules that have other parameters and buffers for the length of a ``functional_call``."""
+    """Return the modules whose parameters and buffers a running ``functional_call`` has replaced."""
     frame, found = inspect.currentframe(), set[nn.Module]()
     while frame is not None:
         if frame.f_code in _FUNCTIONAL_CALLS:

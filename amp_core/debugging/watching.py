@@ -93,7 +93,7 @@ class Watch(Attached, Report):
 
         if parameter.is_leaf:
             return parameter.register_post_accumulate_grad_hook(lambda parameter: add(parameter.grad))  # type: ignore[no-untyped-call]
-        return parameter.register_hook(add)  # type: ignore[no-untyped-call]  # torch.func.functional_call sets such
+        return parameter.register_hook(add)  # type: ignore[no-untyped-call]  # functional_call can set such parameters
 
     @muted()
     @torch.no_grad()

@@ -158,7 +158,7 @@ def train(trainers: Sequence[Trainer], on_step: Callable[[History], None]) -> li
             for trainer in turns:
                 trainer.timed_step(images, labels)
                 on_step(trainer.history)
-            turns.reverse()  # what ran just before decides what is in the caches
+            turns.reverse()  # whoever runs first finds the caches as another run left them
     for trainer in trainers:
         trainer.test()
     return [trainer.history for trainer in trainers]

@@ -86,7 +86,7 @@ def _exchange(weight: Tensor, amax: Tensor, role: str, history: int, margin: int
 
 
 def record(history: AmaxHistory, amax: Tensor) -> None:
-    """Note a magnitude; the products of one weight may run in several threads."""
+    """Note a magnitude in `history`. Several threads may run products of one weight."""
     with _recording:
         history.record(amax)
 

@@ -138,7 +138,7 @@ class Engine:
         return end
 
     def _has_python_rule(self, op: str) -> bool:
-        # The rules of torch's own ops are C++.
+        # torch registers the rules of its own ops in C++.
         return not op.startswith("aten::") and is_python_kernel(op.removesuffix(".default"), self.key)
 
     def serve_casts(self) -> Callable[[], None]:

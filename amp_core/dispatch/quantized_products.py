@@ -237,8 +237,8 @@ def _refuse_batch(grad: Tensor) -> None:
     if is_batched(grad) or functorch_is_at_work():
         raise PolicyError(
             "An op with a recipe got a batch of gradients, as from autograd.grad(is_grads_batched=True), "
-            "jacobian(vectorize=True) or torch.func: quantised products know no batches. Take the gradients "
-            "one by one, or give the layer the rule 'lower_precision_fp' or 'fp32'."
+            "jacobian(vectorize=True) or torch.func: quantised products do not support them. Compute the "
+            "gradients one by one, or give the layer the rule 'lower_precision_fp' or 'fp32'."
         )
 
 

@@ -151,7 +151,7 @@ class Kernels(ABC):
         Args:
             tensor: floating-point; float64 is rounded to float32 first; only read.
             quantization: formats, granularity and rounding.
-            dim: the dimension that the matrix product contracts; any one.
+            dim: the dimension that the matrix product contracts; it may be any.
             seed: of stochastic rounding: any int, modulo 2^64, or a 0-dim int64 tensor of 64 random bits.
             amax: what scales are found from, in place of the tensor's own largest magnitudes, where it is
                 above zero.

@@ -119,7 +119,9 @@ def read(kind: type[P], source: str | PathLike[str], device_type: str | None) ->
         raise PolicyError(f'{where}: names no device; add device_type = "cuda", or pass device_type=.')
     if not (isinstance(named, str) and named.isidentifier()):
         line = toml.line_of(text, "device_type")
-        raise PolicyError(f'{where}:{line}: {named!r} is no device type, such as "cuda" (without an index).')
+        raise PolicyError(
+            f'{where}:{line}: {named!r} is no device type. Use a name such as "cuda", without an index.'
+        )
     if device_type is not None and named != device_type:
         raise PolicyError(f"{where}: is for {named!r}, not for {device_type!r}.")
     return _override(_base(kind, data.get("base", "default"), named, text, where), data, text, where)

@@ -86,7 +86,7 @@ class AccumulationWindow:
 
     def __enter__(self) -> AccumulationWindow:
         if self._is_open:
-            raise RuntimeError("This AccumulationWindow is open already. It has one `with` block per step.")
+            raise RuntimeError("This AccumulationWindow is already open. Enter it once for each step.")
         self._flags, self._nonfinite = [], None
         self._is_open = True
         return self
@@ -101,7 +101,7 @@ class AccumulationWindow:
         """Check the gradients that the block adds. If it raises, they are as they were before.
 
         Raises:
-            RuntimeError: the window is not open, or in another micro-batch; or the gradients were unscaled or
+            RuntimeError: the window is not open, or another micro-batch is; or the gradients were unscaled or
                 stepped on since the last update.
             TypeError: a gradient is sparse or sharded.
         """
@@ -116,11 +116,14 @@ class AccumulationWindow:
     def _check_place(self) -> None:
         if not self._is_open:
             raise RuntimeError(
-                "micro_batch() was called outside of its window, so an overflow would not lower the scale. "
-                "Put the micro-batches of a step into `with window:`."
+                "micro_batch() was entered outside of its window, so an overflow would not lower the scale. "
+                "Put the micro-batches of a step inside `with window:`."
             )
         if self._in_micro_batch:
-            raise RuntimeError("micro_batch() was called within a micro-batch, which would count it twice.")
+            raise RuntimeError(
+                "micro_batch() was entered inside another micro-batch, so its gradients would count twice. "
+                "Leave the first one before you enter the next."
+            )
 
     @contextmanager
     def _kept_apart(self) -> Iterator[None]:

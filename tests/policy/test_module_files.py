@@ -93,7 +93,7 @@ def test_a_file_in_another_encoding_names_the_line(reader: str, tmp_path: Path) 
     """A file from an editor with another encoding ends in a UnicodeDecodeError that names no file."""
     path = tmp_path / "latin.toml"
     path.write_bytes(b'device_type = "cpu"\n# caf\xe9\n')
-    with pytest.raises(PolicyError, match=r"latin\.toml:2: not TOML, which is UTF-8"):
+    with pytest.raises(PolicyError, match=r"latin\.toml:2: not UTF-8, which TOML must be"):
         READERS[reader](path)
 
 

@@ -220,7 +220,7 @@ def test_micro_batches_out_of_place(enabled: bool) -> None:
     with pytest.raises(RuntimeError, match="outside of its window"), window.micro_batch():
         pass
     again = ExitStack()
-    for block, text in ((window.micro_batch, "within a micro-batch"), (lambda: window, "open already")):
+    for block, text in ((window.micro_batch, "inside another micro-batch"), (lambda: window, "already open")):
         with pytest.raises(RuntimeError, match=text), window, window.micro_batch():
             again.enter_context(block())
     with window, window.micro_batch():
