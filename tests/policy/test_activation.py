@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import warnings
-import weakref
 from pathlib import Path
 
 import pytest
@@ -234,68 +233,6 @@ def test_hint_instead_of_a_ban(region, monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.raises(RuntimeError, match="unsafe to autocast"),
     ):
         bce(p, y)
-
-
-def test_weight_casts_are_cached_as_in_torch(region) -> None:
-    """Without the cache a weight used twice is cast twice, and its gradient history grows."""
-    weight = torch.randn(8, 8, requires_grad=True)
-    frozen = torch.randn(8, 8)
-    seen = []
-
-    @torch.library.custom_op("amp_policy_test::look", mutates_args=())
-    def look(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        seen.append(w.detach())  # kept: freed memory may serve the next cast
-        return x + w
-
-    def same(one: int, other: int) -> bool:
-        return seen[one].data_ptr() == seen[other].data_ptr()
-
-    look.register_fake(lambda x, w: x + w)
-    look.register_autograd(lambda ctx, g: (g, g), setup_context=lambda ctx, inputs, output: None)
-    policy = CPU.override({look: "lower_precision_fp"})
-    with region(policy):
-        kept = [look(X, weight), look(X, weight)]
-        assert same(0, 1)
-        with torch.no_grad():
-            weight.add_(1)
-        kept.append(look(X, weight))
-        assert not same(2, 0)
-        kept += [look(X, frozen), look(X, frozen)]
-        assert not same(3, 4)
-    sum(k.float().sum() for k in kept[:3]).backward()
-    assert weight.grad.dtype is HIGH
-    assert torch.equal(weight.grad, torch.full((8, 8), 3.0))
-
-
-@pytest.mark.parametrize("outer", [torch.autocast, amp_core.autocast])
-def test_casts_live_until_the_outermost_region_ends(outer) -> None:
-    """A weight is cast again after each inner region with a policy, or its cast is never freed."""
-    weight, casts = torch.randn(8, 8, requires_grad=True), []
-
-    @torch.library.custom_op("amp_policy_test::keep_cast", mutates_args=())
-    def keep_cast(w: torch.Tensor) -> torch.Tensor:
-        casts.append(weakref.ref(w.untyped_storage()))
-        return w.sum()
-
-    keep_cast.register_fake(lambda w: w.sum())
-    policy = CPU.override({keep_cast: "lower_precision_fp"})
-    with outer("cpu"):
-        for _ in range(2):
-            with amp_core.autocast("cpu", policy=policy):
-                keep_cast(weight)
-        assert casts[0]() is casts[1]() is not None
-    assert casts[0]() is None
-
-
-def test_casts_of_added_rules_end_with_the_region() -> None:
-    """A weight of a grouped product, which torch has no rule for, and its cast outlive region and model."""
-    x, offsets = torch.randn(4, 16), torch.tensor([2, 4], dtype=torch.int32)
-    weights = torch.nn.Parameter(torch.randn(2, 16, 16))
-    with amp_core.autocast("cpu"):
-        torch._grouped_mm(x, weights, offsets).float().sum().backward()
-    alive = weakref.ref(weights)
-    del weights
-    assert alive() is None
 
 
 @pytest.mark.parametrize("kind", ["RNN", "GRU", "LSTM", "RNNCell", "GRUCell", "LSTMCell"])
