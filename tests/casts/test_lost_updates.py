@@ -140,3 +140,22 @@ def test_advise_names_the_weights_that_need_more() -> None:
     assert not advise(step, "cpu", optimizer=torch.optim.AdamW(model.parameters(), lr=0.5)).findings
     with pytest.raises(ValueError, match="no matter of speed"):
         advise(step, "cpu", optimizer=optimizer, goal="speed")
+
+
+def test_stochastic_storage_loses_some_and_remainder_none() -> None:
+    """The count must find what bfloat16 alone would lose, and nothing where the storage keeps it."""
+    model = nn.ParameterDict({"w": nn.Parameter(torch.ones(1000, dtype=LOW))})
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    masters = master_weights(model, optimizer, "remainder", lost_updates=True)
+    grad = torch.zeros(1000, dtype=LOW)
+    grad[:500] = 0.001
+    grad[:250] = 1e-9  # below float32's own precision at 1.0: the optimizer itself loses these
+    model["w"].grad = grad
+    optimizer.step()
+    assert masters.lost_updates() == {"w": 0.0}
+    masters.remove()
+    masters = master_weights(model, optimizer, "stochastic", lost_updates=True)
+    model["w"].grad = grad
+    optimizer.step()
+    # 0.001 is 0.256 of the gap below 1.0: so many are rounded down, and 250 of 1000 had an update.
+    assert abs(masters.lost_updates()["w"] - 0.25 * 0.744) < 0.03

@@ -8,14 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from amp_core import GradScaler, StoredWeights, autocast, master_weights
 from amp_core.casts import stand_ins
-from amp_core.common import counter_random
-from amp_core.kernels import rounding
 
 STORAGES = ["remainder", "stochastic", "kahan"]
 LOW, WIDE = torch.bfloat16, torch.float32
@@ -58,125 +54,6 @@ def bits(tensors: dict[str, Tensor]) -> dict[str, list[int]]:
         k: t.detach().contiguous().view(torch.int16 if t.dtype is LOW else torch.int32).flatten().tolist()
         for k, t in tensors.items()
     }
-
-
-# The bits.
-
-
-def join(low: Tensor, kept: Tensor) -> Tensor:
-    wide = torch.empty_like(low, dtype=WIDE)
-    rounding.join_(wide, low, kept)
-    return wide
-
-
-def split(wide: Tensor) -> tuple[Tensor, Tensor]:
-    low, kept = torch.empty_like(wide, dtype=LOW), torch.empty_like(wide, dtype=torch.int16)
-    rounding.split_(wide.clone(), low, kept)
-    return low, kept
-
-
-def stochastic(wide: Tensor, key: int, numbers: Tensor | None = None) -> Tensor:
-    low = torch.empty_like(wide, dtype=LOW)
-    rounding.stochastic_(wide.clone(), low, key, numbers)
-    return low
-
-
-@settings(deadline=None)
-@given(st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=64))
-def test_split_and_join_are_inverse(patterns: list[int]) -> None:
-    """One float32 value that does not come back breaks the promise of the exact trajectory."""
-    wide = torch.tensor(patterns, dtype=torch.int32).view(WIDE)
-    low, kept = split(wide)
-    back = join(low, kept)
-    nan = wide.isnan()
-    assert torch.equal(back.isnan(), nan)
-    assert torch.equal(low.isnan(), nan)
-    assert torch.equal(back.view(torch.int32)[~nan], wide.view(torch.int32)[~nan])
-    assert ((low.float() - wide).abs() <= (wide.to(LOW).float() - wide).abs())[wide.isfinite()].all()
-
-
-def test_stochastic_rounding_is_unbiased_and_leaves_exact_values() -> None:
-    """A biased rounding drifts; one that moves exact values changes weights without an update."""
-    for part in (0.3, 0.5, 0.9):
-        value = 1 + part * 2**-7
-        rounded = stochastic(torch.full((40000,), value), counter_random.key_of(0, 1))
-        assert set(rounded.tolist()) == {1.0, 1 + 2**-7}
-        assert abs(rounded.float().mean().item() - value) < 5e-5
-    exact = torch.randn(40000).to(LOW)
-    assert torch.equal(stochastic(exact.float(), 7), exact)
-    special = torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0])
-    assert torch.equal(stochastic(special, 7).float().nan_to_num(5), special.nan_to_num(5))
-
-
-def test_every_random_bit_is_fair_and_independent_of_its_neighbours() -> None:
-    """A weak hash: neighbouring elements, or the next step, would be rounded the same way."""
-    n = 2**16
-    numbers = torch.arange(n, dtype=torch.int32)
-    draws = [counter_random.random_16_bits(numbers, counter_random.key_of(0, step)) for step in (1, 2)]
-    bits = torch.stack([(d.int() >> i) & 1 for d in draws for i in range(16)]).double() * 2 - 1
-    noise = 5 / n**0.5
-    assert bits.mean(1).abs().max() < noise
-    for lag in (0, 1, 2, 3, 64):
-        products = bits[:, : n - lag] @ bits[:, lag:].T / (n - lag)
-        if lag == 0:
-            products.fill_diagonal_(0)
-        assert products.abs().max() < noise, lag
-
-
-@pytest.mark.parametrize("shape", [(300, 257), (2**15 + 1,), (), (0, 3)])
-@pytest.mark.parametrize("dense", [True, False])
-def test_chunks_change_no_bits(shape: tuple[int, ...], dense: bool) -> None:
-    """Large tensors are computed in chunks on the CPU: a chunk that is out of place mixes up weights."""
-    wide = torch.randn(shape)
-    if not dense and wide.dim() == 2:
-        wide = torch.randn(shape[::-1]).T
-    numbers = torch.arange(wide.numel(), dtype=torch.int32).view(wide.shape)
-    low, kept = split(wide)
-    assert torch.equal(join(low, kept), wide)
-    bits = wide.view(torch.int32)
-    assert torch.equal(kept, bits.to(torch.int16))
-    assert torch.equal(low.view(torch.int16), ((bits + 0x8000) >> 16).to(torch.int16))
-    assert torch.equal(stochastic(wide, 5), stochastic(wide, 5, numbers))
-    kahan, rest = torch.empty_like(low), torch.empty_like(low)
-    rounding.split_(wide.clone(), kahan, rest)
-    assert torch.equal(kahan, wide.bfloat16())
-    assert torch.equal(rest, (wide - wide.bfloat16()).bfloat16())
-    assert torch.equal(join(kahan, rest), kahan.float() + rest)
-
-
-def test_random_bits_are_pinned() -> None:
-    """Other bits on another device, or in the next release, and a run cannot be resumed bit for bit."""
-    key = counter_random.key_of(0, 1, 2)
-    assert key == 17650578182555822980
-
-    def mix(x: int) -> int:
-        x = (x + key) * 0xED5AD4BB & 0xFFFFFFFF
-        x = (x ^ x >> 11 ^ key >> 32) * 0xAC4C1B51 & 0xFFFFFFFF
-        x = (x ^ x >> 15) * 0x31848BAB & 0xFFFFFFFF
-        return x ^ x >> 14
-
-    numbers = [*range(1000), *range(2**32 - 8, 2**32)]
-    wanted = [mix(i >> 1) >> 16 * (i & 1) & 0xFFFF for i in numbers]
-    drawn = counter_random.random_16_bits(torch.tensor(numbers).to(torch.int32), key)
-    assert [value & 0xFFFF for value in drawn.tolist()] == wanted
-
-    def other_mix(x: int) -> int:
-        x = (x ^ x >> 16) * 0x7FEB352D & 0xFFFFFFFF
-        x = (x ^ x >> 15) * 0x846CA68B & 0xFFFFFFFF
-        return x ^ x >> 16
-
-    wanted = [other_mix(other_mix((i + key) & 0xFFFFFFFF) ^ key >> 32) & 0xFFFF for i in range(1000)]
-    assert counter_random.random_bits(torch.arange(1000, dtype=torch.int32), key, 16).tolist() == wanted
-
-
-def test_a_shard_draws_the_numbers_of_its_elements() -> None:
-    """With another number of ranks, each element would be rounded otherwise."""
-    whole = torch.arange(24, dtype=torch.int32).view(6, 4)
-    part = counter_random.element_numbers((2, 3), (3, 1), (6, 4), torch.device("cpu"))
-    assert torch.equal(part, whole[3:5, 1:4])
-
-
-# Steps.
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -356,25 +233,6 @@ def test_what_is_kept_as_it_is() -> None:
     assert "1.weight" not in masters.float32_weights()
 
 
-def test_lost_updates() -> None:
-    """The count must find what bfloat16 alone would lose, and nothing where the storage keeps it."""
-    model = nn.ParameterDict({"w": nn.Parameter(torch.ones(1000, dtype=LOW))})
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    masters = master_weights(model, optimizer, "remainder", lost_updates=True)
-    grad = torch.zeros(1000, dtype=LOW)
-    grad[:500] = 0.001
-    grad[:250] = 1e-9  # below float32's own precision at 1.0: the optimizer itself loses these
-    model["w"].grad = grad
-    optimizer.step()
-    assert masters.lost_updates() == {"w": 0.0}
-    masters.remove()
-    masters = master_weights(model, optimizer, "stochastic", lost_updates=True)
-    model["w"].grad = grad
-    optimizer.step()
-    # 0.001 is 0.256 of the gap below 1.0: so many are rounded down, and 250 of 1000 had an update.
-    assert abs(masters.lost_updates()["w"] - 0.25 * 0.744) < 0.03
-
-
 def test_the_step_record_has_the_lost_updates() -> None:
     """Each record must keep the counts of its own step, and none if nobody counts."""
     model = make()
@@ -450,73 +308,3 @@ def test_bad_calls_say_what_is_wrong() -> None:
     master_weights(model, optimizer, "kahan")
     with pytest.raises(RuntimeError, match="has replaced optimizer"):
         master_weights(model, optimizer, "kahan")
-
-
-@pytest.mark.parametrize("storage", ["remainder", "stochastic", "kahan"])
-def test_float32_weights_that_ddp_has_wrapped(storage: Any) -> None:
-    """Gradients are no longer reduced, and DDP blames unused parameters."""
-    dist = torch.distributed
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        wrapped = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
-        optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
-        with pytest.raises(ValueError, match=r"module.weight is float32, and DistributedDataParallel"):
-            master_weights(wrapped, optimizer, storage)
-        assert wrapped.module.weight.dtype is torch.float32
-
-        for first in (nn.Linear(4, 4), nn.Linear(4, 4).bfloat16()):
-            stored, steps = first.weight.dtype is torch.float32, torch.optim.SGD(first.parameters(), lr=0.1)
-            if stored:
-                master_weights(first, steps, storage)
-            wrapped = nn.parallel.DistributedDataParallel(first)
-            if not stored:
-                master_weights(wrapped, steps, storage)
-            for _ in range(3):
-                wrapped(torch.ones(2, 4).bfloat16()).sum().backward()
-                steps.step()
-    finally:
-        dist.destroy_process_group()
-
-
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        (torch.optim.AdamW, {}),
-        (torch.optim.AdamW, {"foreach": True}),
-        (torch.optim.AdamW, {"fused": True}),
-        (torch.optim.SGD, {"momentum": 0.9}),
-        (torch.optim.RMSprop, {}),
-        (torch.optim.Adagrad, {}),
-    ],
-    ids=str,
-)
-def test_the_optimizer_steps_on_after_removal(kind: Any, options: dict[str, Any]) -> None:
-    """remove() lets it step on the bfloat16 weights, but its float32 states do not fit their gradients."""
-    model = nn.Linear(4, 4)
-    optimizer = kind(model.parameters(), lr=0.1, **options)
-    with master_weights(model, optimizer, "remainder"):
-        model(torch.ones(2, 4).bfloat16()).sum().backward()
-        optimizer.step()
-    before = model.weight.detach().clone()
-    optimizer.step()
-    assert not torch.equal(model.weight, before)
-    states = [v for state in optimizer.state.values() for k, v in state.items() if k != "step"]
-    assert all(value.dtype is torch.bfloat16 for value in states)
-
-
-@pytest.mark.parametrize("storage", ["remainder", "stochastic", "kahan"])
-@pytest.mark.parametrize("new", [0.0, 1e-3])
-def test_weights_that_someone_else_wrote(storage: str, new: float) -> None:
-    """What was kept beside large weights is added to small ones that were loaded; next to 0 it gives NaN."""
-    torch.manual_seed(0)
-    model = nn.ParameterDict({"w": nn.Parameter(100 * torch.randn(50).bfloat16())})
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    with master_weights(model, optimizer, storage) as masters:
-        for _ in range(5):
-            model["w"].grad = torch.randn(50).bfloat16()
-            optimizer.step()
-        model.load_state_dict({"w": torch.full((50,), new)})
-        assert (masters.float32_weights()["w"] - new).abs().max() <= new * 2**-7 + 1e-30
-        model["w"].grad = torch.zeros_like(model["w"])
-        optimizer.step()
-        assert torch.equal(model["w"], torch.full((50,), new).bfloat16())

@@ -1,0 +1,81 @@
+"""Stored weights under DDP, after their removal, and where someone else writes to them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from amp_core import master_weights
+
+
+@pytest.mark.parametrize("storage", ["remainder", "stochastic", "kahan"])
+def test_float32_weights_that_ddp_has_wrapped(storage: Any) -> None:
+    """Gradients are no longer reduced, and DDP blames unused parameters."""
+    dist = torch.distributed
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        wrapped = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
+        optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+        with pytest.raises(ValueError, match=r"module.weight is float32, and DistributedDataParallel"):
+            master_weights(wrapped, optimizer, storage)
+        assert wrapped.module.weight.dtype is torch.float32
+
+        for first in (nn.Linear(4, 4), nn.Linear(4, 4).bfloat16()):
+            stored, steps = first.weight.dtype is torch.float32, torch.optim.SGD(first.parameters(), lr=0.1)
+            if stored:
+                master_weights(first, steps, storage)
+            wrapped = nn.parallel.DistributedDataParallel(first)
+            if not stored:
+                master_weights(wrapped, steps, storage)
+            for _ in range(3):
+                wrapped(torch.ones(2, 4).bfloat16()).sum().backward()
+                steps.step()
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (torch.optim.AdamW, {}),
+        (torch.optim.AdamW, {"foreach": True}),
+        (torch.optim.AdamW, {"fused": True}),
+        (torch.optim.SGD, {"momentum": 0.9}),
+        (torch.optim.RMSprop, {}),
+        (torch.optim.Adagrad, {}),
+    ],
+    ids=str,
+)
+def test_the_optimizer_steps_on_after_removal(kind: Any, options: dict[str, Any]) -> None:
+    """remove() lets it step on the bfloat16 weights, but its float32 states do not fit their gradients."""
+    model = nn.Linear(4, 4)
+    optimizer = kind(model.parameters(), lr=0.1, **options)
+    with master_weights(model, optimizer, "remainder"):
+        model(torch.ones(2, 4).bfloat16()).sum().backward()
+        optimizer.step()
+    before = model.weight.detach().clone()
+    optimizer.step()
+    assert not torch.equal(model.weight, before)
+    states = [v for state in optimizer.state.values() for k, v in state.items() if k != "step"]
+    assert all(value.dtype is torch.bfloat16 for value in states)
+
+
+@pytest.mark.parametrize("storage", ["remainder", "stochastic", "kahan"])
+@pytest.mark.parametrize("new", [0.0, 1e-3])
+def test_weights_that_someone_else_wrote(storage: str, new: float) -> None:
+    """What was kept beside large weights is added to small ones that were loaded; next to 0 it gives NaN."""
+    torch.manual_seed(0)
+    model = nn.ParameterDict({"w": nn.Parameter(100 * torch.randn(50).bfloat16())})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with master_weights(model, optimizer, storage) as masters:
+        for _ in range(5):
+            model["w"].grad = torch.randn(50).bfloat16()
+            optimizer.step()
+        model.load_state_dict({"w": torch.full((50,), new)})
+        assert (masters.float32_weights()["w"] - new).abs().max() <= new * 2**-7 + 1e-30
+        model["w"].grad = torch.zeros_like(model["w"])
+        optimizer.step()
+        assert torch.equal(model["w"], torch.full((50,), new).bfloat16())
