@@ -245,6 +245,9 @@ _engines_lock = threading.Lock()
 
 def engine(device_type: str) -> Engine:
     """Return the process-wide engine of `device_type`."""
+    known = _engines.get(device_type)
+    if known is not None:  # `custom_fwd` and `custom_bwd` ask at each call
+        return known
     with _engines_lock:
         if device_type not in _engines:
             _engines[device_type] = Engine(device_type)
