@@ -1,11 +1,7 @@
-"""`cached_casts` and `master_weights` under transforms, tracers, threads, and before a model has memory."""
+"""`cached_casts` and `master_weights` under transforms, tracers, and before a model has memory."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import threading
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -16,7 +12,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from amp_core import OpPolicy, autocast, cached_casts, master_weights
-from amp_core._torch import cast_cache
 
 X = torch.linspace(-1, 1, 24).reshape(4, 6)
 SCOPES = pytest.mark.parametrize("scope", [cached_casts, master_weights])
@@ -162,168 +157,3 @@ def test_a_subclass_as_weight(scope: Scope) -> None:
     assert type(got) is type(expected)
     assert got.dtype is expected.dtype
     assert torch.equal(got, expected)
-
-
-class Threads:
-    """Inference, training, scopes that come and go, and a policy, over two models."""
-
-    def __init__(self, scope: Scope) -> None:
-        self.scope = scope
-        self.shared, self.trained = make(), make()
-        self.expected = low(self.shared, X)
-        self.optimizer = torch.optim.SGD(self.trained.parameters(), lr=0.01, fused=True)
-        self.failures: list[BaseException] = []
-
-    def infer(self) -> None:
-        with torch.no_grad():
-            assert torch.equal(low(self.shared, X), self.expected)
-
-    def train(self) -> None:
-        low(self.trained, X).float().sum().backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    def come_and_go(self) -> None:
-        with self.scope(make()) as handle, cached_casts(self.shared):
-            self.infer()
-            handle.nbytes()
-
-    def rule(self) -> None:
-        with autocast("cpu", policy=OpPolicy.default("cpu").override({"linear": "fp32"})):
-            assert self.shared(X).dtype is torch.float32
-
-    def repeat(self, work: Callable[[], None], until: float) -> None:
-        try:
-            while time.monotonic() < until and not self.failures:
-                work()
-        except BaseException as error:  # shown by the main thread
-            self.failures.append(error)
-
-
-@SCOPES
-def test_threads(scope: Scope) -> None:
-    """Inference, training and scopes that come and go disturb each other."""
-    work = Threads(scope)
-    until = time.monotonic() + 3
-    with cached_casts(work.shared), scope(work.trained):
-        jobs = (work.infer, work.infer, work.train, work.come_and_go, work.rule)
-        threads = [threading.Thread(target=work.repeat, args=(job, until)) for job in jobs]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    if work.failures:
-        raise work.failures[0]
-
-
-THREADS_UNDER_A_MODE = """
-import faulthandler, sys, threading
-import torch
-from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from amp_core import autocast, cached_casts, record
-
-faulthandler.dump_traceback_later(60, exit=True)  # a hang holds the interpreter's lock
-
-
-class Looking(TorchDispatchMode):
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        return func(*args, **(kwargs or {}))
-
-
-def work():
-    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(10)))
-    with Looking():
-        for _ in range(4):
-            with autocast("cpu"):
-                model(torch.ones(2, 4))
-
-
-sys.setswitchinterval(1e-4)
-with cached_casts(nn.Linear(4, 4)), record():
-    threads = [threading.Thread(target=work) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    work()
-    for thread in threads:
-        thread.join()
-"""
-
-
-THREADS_THAT_LEAVE_TORCHS_REGIONS = """
-import faulthandler, sys, threading
-import torch
-from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
-from amp_core import autocast, cached_casts
-
-faulthandler.dump_traceback_later(60, exit=True)  # a hang holds the interpreter's lock
-weight, x, over = nn.Parameter(torch.ones(4, 4)), torch.ones(2, 4), threading.Event()
-
-
-def watched():
-    for _ in range(30):
-        with FlopCounterMode(display=False), autocast("cpu"):
-            assert (x @ weight).dtype is torch.bfloat16
-    over.set()
-
-
-def plain():
-    while not over.is_set():
-        with torch.autocast("cpu"):
-            assert (x @ weight).dtype is torch.bfloat16
-
-
-sys.setswitchinterval(1e-4)
-with cached_casts(nn.Linear(4, 4)):
-    threads = [threading.Thread(target=each) for each in (plain, plain, watched)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-"""
-
-
-def test_regions_take_no_lock_where_none_is_needed() -> None:
-    """Each region pays for threads that call torch's kernels from Python, though there is no such kernel."""
-    code = (
-        "import torch\ntorchs = torch.clear_autocast_cache\n"
-        "import amp_core\nfrom amp_core._torch import cast_cache\n"
-        "with amp_core.autocast('cpu'): torch.ones(2, 2) @ torch.ones(2, 2)\n"
-        "assert cast_cache.clear is torch.clear_autocast_cache is torchs\n"
-        "with amp_core.record(), amp_core.autocast('cpu'): torch.ones(2, 2) @ torch.ones(2, 2)\n"
-        "assert cast_cache.clear is torch.clear_autocast_cache is not torchs\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_threads_under_a_mode() -> None:
-    """Two threads wait for torch's cache of casts and for the interpreter, each for what the other has."""
-    subprocess.run([sys.executable, "-c", THREADS_UNDER_A_MODE], check=True, timeout=120)
-
-
-def test_threads_that_leave_torchs_regions() -> None:
-    """A region of torch's that frees casts, and a thread that wants one, wait for each other."""
-    subprocess.run([sys.executable, "-c", THREADS_THAT_LEAVE_TORCHS_REGIONS], check=True, timeout=120)
-
-
-def test_torchs_function_stays_in_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiled code that clears the cache breaks at a lock, once a scope has been used."""
-
-    def clear(a: torch.Tensor) -> torch.Tensor:
-        torch.clear_autocast_cache()
-        return a + 1
-
-    def in_one_graph() -> torch.Tensor:
-        torch._dynamo.reset()
-        return torch.compile(clear, backend="eager", fullgraph=True)(torch.ones(2))  # type: ignore[no-any-return]
-
-    with cached_casts(nn.Linear(2, 2)), autocast("cpu"):
-        nn.functional.linear(torch.ones(2, 2), torch.ones(2, 2))
-    with monkeypatch.context() as patched:
-        patched.setattr(torch, "clear_autocast_cache", cast_cache._torchs_clear)
-        try:
-            in_one_graph()
-        except torch._dynamo.exc.TorchDynamoException:
-            pytest.skip("Dynamo of this torch cannot trace torch.clear_autocast_cache, amp-core or not")
-    assert in_one_graph().sum() == 4

@@ -64,3 +64,39 @@ def test_histories_have_the_magnitudes_of_all_threads(in_threads: InThreads) -> 
         with delayed_scales(model) as scales:
             in_threads(*[work_with(model, 2.0**i) for i in range(THREADS)])
         assert scales.state_dict()["weight"]["input"]["current"] == 2.0 ** (THREADS - 1)
+
+
+@pytest.mark.parametrize("scope", [cached_casts, master_weights])
+def test_scopes_come_and_go_while_others_infer_and_train(scope: Any, in_threads: InThreads) -> None:
+    """Inference, training, a policy and scopes over two models disturb each other."""
+    shared, trained, x = small(), small(), torch.linspace(-1, 1, 24).reshape(4, 6)
+    optimizer = torch.optim.SGD(trained.parameters(), lr=0.01, fused=True)
+    with autocast("cpu"):
+        expected = shared(x)
+
+    def infer() -> None:
+        with torch.no_grad(), autocast("cpu"):
+            assert torch.equal(shared(x), expected)
+
+    def train() -> None:
+        with autocast("cpu"):
+            loss = trained(x).float().sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def come_and_go() -> None:
+        with scope(small()) as handle, cached_casts(shared):
+            infer()
+            handle.nbytes()
+
+    def rule() -> None:
+        with autocast("cpu", policy=OpPolicy.default("cpu").override({"linear": "fp32"})):
+            assert shared(x).dtype is torch.float32
+
+    with cached_casts(shared), scope(trained):
+        in_threads(infer, infer, train, come_and_go, rule, seconds=3)
+
+
+def small() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
