@@ -315,10 +315,8 @@ class Judge(Manners):
 
 def _in_int32(schedule: LossScaleSchedule) -> LossScaleSchedule:
     """Return `schedule` with the counts that the device holds."""
-    counts = schedule.growth_interval, schedule.hysteresis
-    if max(counts) < 2**31:
-        return schedule
-    return replace(schedule, growth_interval=as_int32(counts[0]), hysteresis=as_int32(counts[1]))
+    interval, hysteresis = as_int32(schedule.growth_interval), as_int32(schedule.hysteresis)
+    return replace(schedule, growth_interval=interval, hysteresis=hysteresis)
 
 
 def wrong_at(result: Tensor, expected: list[float]) -> list[int]:
