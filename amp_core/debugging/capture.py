@@ -122,8 +122,8 @@ class Capture(Sink):
 
     def moved(self, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         """Attribute a copy to its source."""
-        inputs = [*filter(is_plain, inputs)]
-        self._set_producer([*filter(is_plain, outputs)], self.producer(inputs[0]) if inputs else None)
+        inputs = [*filter(is_readable, inputs)]
+        self._set_producer([*filter(is_readable, outputs)], self.producer(inputs[0]) if inputs else None)
 
     def ran(self, op: Overload, inputs: list[Tensor], outputs: list[Tensor], where: Where) -> None:
         """Sample the result of an op that autocast does not affect."""
@@ -134,7 +134,7 @@ class Capture(Sink):
             return
         # Part of an op that autocast handles. The backward pass may read it, so attribute it to that op.
         call = OP, where.phase, where.place, where.frames[0].op
-        self._set_producer([*filter(is_plain, outputs)], Key(*call, self._calls[call]))
+        self._set_producer([*filter(is_readable, outputs)], Key(*call, self._calls[call]))
 
     def multiplied(self, product: ScaledProduct, where: Where) -> None:
         """Count the operands that a recipe quantised, and see how they fit its formats.
@@ -194,7 +194,7 @@ class Capture(Sink):
         random: bool = False,
         produces: bool = True,
     ) -> None:
-        inputs, outputs = [*filter(is_plain, inputs)], [*filter(is_plain, outputs)]
+        inputs, outputs = [*filter(is_readable, inputs)], [*filter(is_readable, outputs)]
         if not outputs:
             return
         if phase == FORWARD:
@@ -258,17 +258,17 @@ def _largest(flat: Tensor) -> float:
     return max(abs(float(end)) for end in torch.aminmax(flat))
 
 
-def is_plain(tensor: Tensor) -> bool:
-    """Return whether a tensor can be sampled: strided, neither sparse nor nested, with values to read.
+def is_readable(tensor: Tensor) -> bool:
+    """Return whether a tensor is dense and has values to read, and no graph is being traced.
 
-    What is computed from values while a graph is traced would become part of it.
+    Whatever a tool computed from the values would become part of such a graph.
     """
     if tensor.layout is not torch.strided or tensor.is_nested or calls_are_captured():
         return False
     try:
         memory = tensor.untyped_storage()
         if type(tensor) is Tensor:  # subclasses may keep their values elsewhere
-            memory.data_ptr()
-    except (RuntimeError, ValueError):  # a batch of gradients, forward-mode zeros; an uninitialized parameter
+            memory.data_ptr()  # raises where there is none, as for forward-mode zeros
+    except (RuntimeError, ValueError):  # also for a batch of gradients, and an uninitialized parameter
         return False
     return memory.device.type != "meta"  # fake tensors have such memory too

@@ -15,7 +15,7 @@ from amp_core._torch.autograd import current_autograd_node
 from amp_core._torch.dispatcher import Overload, dispatcher_name
 from amp_core.casts.shards import local
 from amp_core.debugging.attached import Attached
-from amp_core.debugging.capture import extent, is_plain
+from amp_core.debugging.capture import extent, is_readable
 from amp_core.debugging.op_kinds import floats_in, short_name
 from amp_core.debugging.places import Lines, Place
 from amp_core.debugging.ranges import Extent
@@ -222,7 +222,7 @@ class Guard(Attached, Sink):
 
 def _readable(tensors: list[Tensor]) -> list[Tensor]:
     """Return the tensors that can be read: of a DTensor, this rank's part."""
-    return [*filter(is_plain, map(local, tensors))]
+    return [*filter(is_readable, map(local, tensors))]
 
 
 def guard(

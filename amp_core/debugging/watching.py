@@ -16,7 +16,7 @@ from amp_core._torch.tracing import outside_graphs
 from amp_core.casts.shards import local
 from amp_core.debugging import saved
 from amp_core.debugging.attached import Attached, Hook, repeats_forward
-from amp_core.debugging.capture import extent, is_plain
+from amp_core.debugging.capture import extent, is_readable
 from amp_core.debugging.op_kinds import floats_in
 from amp_core.debugging.places import uncompiled
 from amp_core.debugging.ranges import KINDS, Entry, Format
@@ -63,7 +63,7 @@ class Watch(Attached, Report):
             self._hooks.append(module.register_forward_hook(Hook(self._of_module(name))))
         for name, parameter in self.model.named_parameters():
             self._add("weight", name, parameter)
-            if parameter.requires_grad and is_plain(parameter):
+            if parameter.requires_grad and is_readable(parameter):
                 self._hooks.append(self._hook_gradient(name, parameter))
 
     def _end(self) -> None:
@@ -99,7 +99,7 @@ class Watch(Attached, Report):
     @torch.no_grad()
     def _add(self, kind: str, name: str, tensor: Tensor) -> None:
         tensor = local(tensor)
-        if not is_plain(tensor) or not tensor.numel():
+        if not is_readable(tensor) or not tensor.numel():
             return
         flat = tensor.detach().reshape(-1)
         largest, _ = extent(flat)
