@@ -62,6 +62,15 @@ _PROXY_MODE = _CAPTURE.value("torch._C._TorchDispatchModeKey.PROXY", None)
 _FAKE_MODE = _CAPTURE.value("torch._C._TorchDispatchModeKey.FAKE", None)
 _CAPTURE.attempt(lambda: (_dispatch_mode(_PROXY_MODE), _dispatch_mode(_FAKE_MODE)))
 
+_EXPORT = Feature("export", "torch.export fails on models that guard or watch is attached to")
+_EXPORT.value("torch.compiler._is_exporting_flag", False)
+
+
+def is_exporting() -> bool:
+    """Whether ``torch.export`` traces what runs now. torch 2.11's function says so whenever Dynamo traces."""
+    return bool(getattr(torch.compiler, "_is_exporting_flag", False))
+
+
 _FAKES = Feature(
     "fake_weights",
     "torch.compile refuses recipes with delayed scales",

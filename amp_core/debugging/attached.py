@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from amp_core._torch.autograd import current_autograd_node
-from amp_core._torch.tracing import calls_are_captured, outside_graphs
+from amp_core._torch.tracing import calls_are_captured, is_exporting, outside_graphs
 from amp_core.common.handle import Handle
 from amp_core.common.optimizers import parameters_of, watch_steps
 from amp_core.debugging.places import Places
@@ -100,7 +100,7 @@ class Hook:
 
     def __call__(self, *args: Any) -> None:
         """Call the hook, unless ``torch.export`` traces the module."""
-        if not torch.compiler.is_exporting():
+        if not is_exporting():
             self._call(*args)
 
     def __reduce__(self) -> tuple[Any, ...]:
