@@ -62,7 +62,7 @@ _PROXY_MODE = _CAPTURE.value("torch._C._TorchDispatchModeKey.PROXY", None)
 _FAKE_MODE = _CAPTURE.value("torch._C._TorchDispatchModeKey.FAKE", None)
 _CAPTURE.attempt(lambda: (_dispatch_mode(_PROXY_MODE), _dispatch_mode(_FAKE_MODE)))
 
-_EXPORT = Feature("export", "torch.export fails on models that guard or watch is attached to")
+_EXPORT = Feature("export_hooks", "torch.export fails on models that guard or watch is attached to")
 _EXPORT.value("torch.compiler._is_exporting_flag", False)
 
 
