@@ -37,8 +37,8 @@ PROMISES: Mapping[str, str] = MappingProxyType(
         "change in between either. Nothing is printed, no warning is repeated.",
         "context": "The result depends on the arguments alone: it is the same in a region, in any grad mode, "
         "in inference mode (where new tensors are inference tensors), under any default dtype or device, and "
-        "under a `TorchDispatchMode` that only looks. Numbers in the words of a reason or refusal may be "
-        "those of the moment.",
+        "under a `TorchDispatchMode` that only looks. Numbers in the text of a reason or refusal may change "
+        "from call to call.",
         "memory": "A kernel keeps neither its arguments nor its results alive after the call, and needs no "
         "more memory with every call. The result of `prepare` may keep tensors; that of `layout` may not.",
         "identity": "A kernel reads the values of the moment. The same object, or the same address, may "
@@ -108,7 +108,7 @@ KERNELS: Mapping[str, Promise] = MappingProxyType(
         ),
         "multiply_": Promise(
             "nothing; products are float32's (float64's for float64), rounded once, to `product_ulps` steps",
-            writes="`grads`; `found_inf`, to 1.0 only, whatever it was; if all is finite, it stays as it is",
+            writes="`grads`; `found_inf`: exactly 1.0 if a gradient or product is not finite, else unchanged",
         ),
         "quantize": Promise(
             "a `Quantized`, bit for bit that of `amp_core.quantize`, or of its `packed()`: values, scales, "

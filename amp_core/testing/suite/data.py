@@ -91,7 +91,7 @@ def statistics(stats: GradStats) -> Iterator[Tensor]:
 
 
 def wording(text: str) -> str:
-    """Return a reason without its numbers, which may be those of the moment."""
+    """Return a reason without its numbers, which may change from call to call."""
     return re.sub(r"\d+", "0", text)
 
 
