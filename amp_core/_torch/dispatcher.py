@@ -316,10 +316,13 @@ def _check_policies() -> None:
     library = _library("IMPL", "amp_core_probe", "", __file__, 1)
     library.impl("probe", "AutocastCPU", lambda keyset, x: x, True)  # noqa: ARG005
     installed = _has_kernel("amp_core_probe::probe", "AutocastCPU")
+    known = is_python_kernel("amp_core_probe::probe", "AutocastCPU")
     library.reset()
     if not installed or _has_kernel("amp_core_probe::probe", "AutocastCPU"):
         raise RuntimeError("a kernel cannot be put on an autocast key and removed again")
-    with excluded(_keys(_key_of_name("AutocastCPU"))):
+    if not known:
+        raise RuntimeError("the dispatcher does not say which kernels are Python functions")
+    with _without_modes(), excluded(_keys(_key_of_name("AutocastCPU"))):
         _get_kernel("aten::mm", "AutocastCPU")
     if not (_registrations("AutocastCPU") and _all_names() and _has_fallback(_key_of_name("AutocastCPU"))):
         raise RuntimeError("the dispatcher does not list its ops")
