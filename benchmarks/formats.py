@@ -39,6 +39,8 @@ def run() -> Iterator[Ratio]:
         theirs, portable = _torchao(x), _packed(x, Quantization(E4M3))
         ours = partial(kernels.quantize, x, Quantization(E4M3), packed=True)
         yield compare(f"e4m3 per tensor, {size}: torchao", theirs, ours, rounds=7)
+        if torch.backends.cpu.get_cpu_capability() == "DEFAULT":
+            return  # code of torch 2.13's inductor does not compile without wider vectors
         compiled = torch.compile(theirs, fullgraph=True)
         yield compare(f"e4m3 per tensor, {size}: torchao, compiled", compiled, ours, rounds=7)
         sides = compiled, torch.compile(portable, fullgraph=True)
