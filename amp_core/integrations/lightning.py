@@ -9,14 +9,17 @@ from typing import Any
 import torch
 from lightning.fabric.plugins.precision import MixedPrecision as TheirFabricPrecision
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import MixedPrecision as TheirPrecision
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from amp_core import GradScaler, OpPolicy, autocast
-from amp_core.integrations.checks import check_scaler
+from amp_core.callbacks import SkipAwareScheduler
+from amp_core.integrations.checks import check_scaler, replaced
+from amp_core.scaling.grad_scaler import OptState
 
 _DTYPES = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 
@@ -36,7 +39,6 @@ class _Ours:
             scaler = GradScaler(device)
         super().__init__(precision, device, scaler)  # type: ignore[call-arg]
         self._policy = policy
-        self._unscaled: set[int] = set()  # ids of optimizers with unscaled gradients, until they step
 
 
 class MixedPrecision(_Ours, TheirPrecision):
@@ -76,21 +78,32 @@ class MixedPrecision(_Ours, TheirPrecision):
         if self.scaler is None or isinstance(optimizer, LBFGS):
             return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
         result = closure()
-        left_out = result is None and model.automatic_optimization
-        if not left_out and _reads_gradients(model):
+        if result is None and model.automatic_optimization:
+            with replaced(self, "clip_gradients", lambda *_, **__: None):  # no step will use them
+                self._after_closure(model, optimizer)
+            return result
+        if _reads_gradients(model):
             self._unscale(optimizer)
         self._after_closure(model, optimizer)
-        if left_out:
-            return result
         result = self.scaler.step(optimizer, **kwargs)
-        self.scaler.update()
-        self._unscaled.discard(id(optimizer))
+        if OptState.UNSCALED not in self._stages():
+            self.scaler.update()
         return result
 
+    def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:
+        """Scale the loss, after the update that `optimizer_step` left to optimizers that did not step."""
+        if OptState.STEPPED in self._stages():
+            self.scaler.update()
+        scaled: Tensor = super().pre_backward(tensor, module)
+        return scaled
+
+    def _stages(self) -> list[OptState]:
+        states = {} if self.scaler is None else self.scaler._per_optimizer_states
+        return [state.stage for state in states.values()]
+
     def _unscale(self, optimizer: Optimizer) -> None:
-        if id(optimizer) not in self._unscaled:
+        if self.scaler._per_optimizer_states.of(optimizer).stage is OptState.READY:
             self.scaler.unscale_(optimizer)
-            self._unscaled.add(id(optimizer))
 
     def clip_gradients(
         self,
@@ -99,10 +112,11 @@ class MixedPrecision(_Ours, TheirPrecision):
         gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
     ) -> None:
         """Clip the gradients of any optimizer, unscaled."""
+        if isinstance(optimizer, LightningOptimizer):  # from `self.optimizers()`
+            optimizer = optimizer.optimizer
         if self.scaler is not None and clip_val > 0:
             if gradient_clip_algorithm == GradClipAlgorithmType.NORM:
                 self.scaler.clip_grad_norm_(optimizer, clip_val)
-                self._unscaled.add(id(optimizer))
                 return
             self._unscale(optimizer)
         super(TheirPrecision, self).clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
@@ -120,24 +134,31 @@ def _reads_gradients(model: Any) -> bool:
 
 
 class HoldSchedulers(Callback):
-    """Do not step learning-rate schedulers when their optimizer's step was skipped."""
+    """Do not step a learning-rate scheduler when the optimizer step before it was skipped.
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Make the module's ``lr_scheduler_step`` depend on the last step."""
-        scaler, step = trainer.precision_plugin.scaler, pl_module.lr_scheduler_step
-        if not isinstance(scaler, GradScaler) or not scaler.is_enabled():
-            return
+    This holds for schedulers that step after each optimizer step. Those of epochs, or of every n-th step,
+    stand for several steps, and are left alone.
+    """
 
-        def step_unless_skipped(scheduler: Any, metric: Any) -> None:
-            record = scaler.last_step.get(scheduler.optimizer)
-            if record is None or not record.skipped:
-                step(scheduler, metric)
+    def __init__(self) -> None:
+        self._held: list[SkipAwareScheduler] = []
 
-        pl_module.lr_scheduler_step = step_unless_skipped
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
+        """Make the schedulers depend on the last step."""
+        scaler = trainer.precision_plugin.scaler
+        if isinstance(scaler, GradScaler):
+            each_step = [c for c in trainer.lr_scheduler_configs if (c.interval, c.frequency) == ("step", 1)]
+            self._held = [SkipAwareScheduler(config.scheduler, scaler) for config in each_step]
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
-        """Restore the module's ``lr_scheduler_step``."""
-        pl_module.__dict__.pop("lr_scheduler_step", None)
+        """Restore the schedulers."""
+        for held in self._held:
+            held.remove()
+        self._held = []
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:  # noqa: ARG002
+        """Restore the schedulers."""
+        self.on_train_end(trainer, pl_module)
 
 
 class FabricMixedPrecision(_Ours, TheirFabricPrecision):
