@@ -50,7 +50,10 @@ def bilinear(
     rest = {name: value for name, value in given.items() if name not in (*takes[:2], "bias", "out_dtype")}
     bias, dtype = given.get("bias"), given.get("out_dtype")
     if bias is not None and "weight" in takes:  # of a convolution: one element per channel
-        bias = bias.view(-1, *[1] * (given["weight"].dim() - 2))
+        out, per_group, *window = given["weight"].shape
+        if "transpose" in dispatcher_name(op):
+            out = per_group * given.get("groups", 1)
+        bias = bias.view(out, *[1] * len(window))
 
     def compute(a: Tensor, b: Tensor) -> Tensor:
         values = {takes[0]: a, takes[1]: b, "bias": None, **rest}

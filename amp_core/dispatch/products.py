@@ -30,7 +30,7 @@ def matmul(product: Product, a: Tensor, b: Tensor) -> Tensor:
 def linear(product: Product, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute ``torch.nn.functional.linear``."""
     result = matmul(product, x, weight.t())
-    return result if bias is None else result + bias
+    return result if bias is None else result + bias.expand(result.shape)
 
 
 def plus(product: Product, bias: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:

@@ -66,7 +66,8 @@ def scaled(op: Overload, rule: RecipeRule, call: Callable[..., Any], device_type
         low = torch.get_autocast_dtype(device_type)
         small = limit is not None and work(op, args, kwargs) <= limit
         factors = args[first], args[first + 1]
-        if small or not (_are_low(*factors, low) and (takes_apart or _can_multiply(name, *factors))):
+        fit = min(t.dim() for t in factors) > 1 if takes_apart else _can_multiply(name, *factors)
+        if small or not (fit and _are_low(args, low)):
             return call(*args, **kwargs)
         _check(name, rule, args)
         histories = delayed_scales.histories(rule.recipe)
@@ -100,13 +101,16 @@ def with_weight(op: Overload, rule: RecipeRule, run: Callable[..., Any]) -> Call
     return delayed_scales.remembering(run, _OPS.get(dispatcher_name(op), _TWO_FACTORS).first + 1)
 
 
-def _are_low(a: Tensor, b: Tensor, low: torch.dtype) -> bool:
-    """Return whether the factors have the region's dtype, unless that is float32, and dimensions."""
-    return a.dtype is b.dtype is low and low is not torch.float32 and 0 not in (a.dim(), b.dim())
+def _are_low(args: Any, low: torch.dtype) -> bool:
+    """Return whether all tensors but the offsets of groups have the region's dtype, which is not float32."""
+    dtypes = {t.dtype for t in args if isinstance(t, Tensor)} - {torch.int32}
+    return low is not torch.float32 and dtypes == {low}
 
 
 def _can_multiply(name: str, a: Tensor, b: Tensor) -> bool:
-    """Return whether the shapes of the factors match."""
+    """Return whether the factors have dimensions, and those match."""
+    if 0 in (a.dim(), b.dim()):
+        return False
     if name == "aten::linear":
         return bool(b.dim() < 3 and a.shape[-1] == b.shape[-1])
     dims = _OPS[name].dims

@@ -17,6 +17,7 @@ _FACTORS = (
     ("mat1", "mat2"),
     ("batch1", "batch2"),
     ("self", "mat2"),
+    ("self", "tensor"),
     ("self", "vec"),
     ("mat", "vec"),
 )
@@ -26,8 +27,15 @@ def work(op: Overload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
     """Return the floating-point operations of a call, estimated from its shapes.
 
     Matrix products, convolutions and attention count two per multiplication; other ops count one per element
-    of their largest tensor.
+    of their largest tensor. A call that the op refuses has no work.
     """
+    try:
+        return _work(op, args, kwargs)
+    except (IndexError, ValueError, ZeroDivisionError):
+        return 0
+
+
+def _work(op: Overload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
     kind, names = _kind(op)
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     if kind == "product":

@@ -131,6 +131,16 @@ def test_toml_round_trip(changes: dict[str, str]) -> None:
     assert OpPolicy.from_toml(policy.to_toml()) == policy
 
 
+def test_files_and_overrides_do_not_check_again_what_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each line of a file costs a check of the whole policy: a second for a hundred lines."""
+    text = OpPolicy.uniform("cpu").to_toml()
+    resolved: list[str] = []
+    full_names = names.full_names
+    monkeypatch.setattr(names, "full_names", lambda name: resolved.append(name) or full_names(name))
+    OpPolicy.from_toml(text)
+    assert len(resolved) <= len(text.splitlines())
+
+
 def test_toml_from_a_file_says_where(tmp_path: Path) -> None:
     """`explain` leads to the line of the file."""
     path = tmp_path / "policy.toml"

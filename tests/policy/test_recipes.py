@@ -129,6 +129,7 @@ def test_every_op_that_takes_a_recipe(op: str) -> None:
         (torch.bmm, [(3, 4), (4, 4)]),
         (torch.matmul, [(2, 3, 4), (3, 4, 5)]),
         (torch.addmm, [(9,), (3, 4), (4, 5)]),
+        (F.linear, [(3, 4), (5, 4), (4,)]),
     ],
 )
 def test_wrong_shapes_raise_as_in_torch(function: Any, shapes: list[tuple[int, ...]]) -> None:
@@ -139,6 +140,27 @@ def test_wrong_shapes_raise_as_in_torch(function: Any, shapes: list[tuple[int, .
     with pytest.raises(RuntimeError) as ours, region("recipe mxfp8", function.__name__):
         function(*args)
     assert str(ours.value).splitlines()[0] == str(plain.value).splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: F.linear(R(3, 4), R(5, 4), R(2, 3, 5)),
+        lambda: F.linear(R(3, 4), R(5, 4), R(5).double()),
+        lambda: torch.addmm(torch.ones(5, dtype=torch.int64), R(3, 4), R(4, 5)),
+        lambda: F.conv2d(R(1, 3, 5, 5), R(2, 3, 3, 3), R(1)),
+        lambda: F.conv2d(R(1, 3, 5, 5), R(2, 3, 3, 3), R(2).double()),
+        lambda: F.conv_transpose2d(R(1, 4, 5, 5), R(4, 3, 3, 3), R(1), groups=2),
+        lambda: F.conv1d(R(3), R(3)),
+    ],
+)
+def test_calls_that_torch_refuses_are_refused(call: Any) -> None:
+    """A bias of a wrong shape or dtype is broadcast in silence: under a recipe, a wrong model trains."""
+    with pytest.raises(RuntimeError), autocast("cpu", dtype=LOW):
+        call()
+    policy = OpPolicy("cpu", dict.fromkeys(("linear", "addmm", "conv*d"), Recipe.fp8_tensorwise()))
+    with pytest.raises(RuntimeError), autocast("cpu", dtype=LOW, policy=policy):
+        call()
 
 
 def test_what_autocast_does_not_cast_is_not_quantised() -> None:

@@ -53,6 +53,36 @@ def test_other_ops_count_elements():
     assert work(aten.cat.default, ([R(2), R(3)],), {}) == 3
 
 
+def test_products_of_vectors_have_a_threshold():
+    """torch.dot under a threshold ends in a bare StopIteration, as its argument has a name of its own."""
+    assert work(aten.dot.default, (R(4), R(4)), {}) == work(aten.vdot.default, (R(4), R(4)), {}) == 8
+    with autocast("cpu", policy=OpPolicy("cpu", {"dot": "lower_precision_fp above 1 FLOP"})):
+        assert torch.dot(R(4), R(4)).dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("op", "call"),
+    [
+        ("conv2d", lambda: F.conv2d(R(1, 3, 5, 5), R(2, 3, 3, 3), stride=0)),
+        ("conv2d", lambda: F.conv2d(R(1, 3, 5, 5), R(2, 3, 3, 3), padding=(1, 1, 1))),
+        ("conv2d", lambda: F.conv2d(R(1, 3, 5, 5), R(2, 3))),
+        ("scaled_dot_product_attention", lambda: F.scaled_dot_product_attention(R(3), R(3), R(3))),
+        ("_grouped_mm", lambda: torch._grouped_mm(R(3), R(3), torch.tensor([1], dtype=torch.int32))),
+    ],
+)
+def test_the_op_says_what_is_wrong_with_a_call(op, call):
+    """The estimate of the work fails first, with a ZeroDivisionError or words about zip()."""
+    policies = [
+        OpPolicy("cpu", {op: rule}) for rule in ("lower_precision_fp", "lower_precision_fp above 1 FLOP")
+    ]
+    errors = []
+    for policy in policies:
+        with pytest.raises(RuntimeError) as raised, autocast("cpu", policy=policy):
+            call()
+        errors.append(str(raised.value).splitlines()[0])
+    assert errors[0] == errors[1]
+
+
 @pytest.mark.parametrize("backward", [False, True])
 def test_large_calls_are_cast_and_small_ones_widened(backward):
     """The threshold decides the wrong way, or a small call gets operands of two dtypes."""
