@@ -23,12 +23,14 @@ class Rounding(NamedTuple):
         element: the format.
         seed: of stochastic rounding; None rounds to nearest even.
         may_overflow: whether products with a scale may be larger than float32 represents.
+        may_saturate: whether they may be larger than `element` represents, by more than rounding adds.
         packed: whether the result is in the storage of the format, as `amp_core.formats.packing` defines it.
     """
 
     element: ElementFormat
     seed: int | Tensor | None
     may_overflow: bool
+    may_saturate: bool
     packed: bool
 
 

@@ -23,6 +23,9 @@ SCALES = {
 }
 """The formats of scales, and how the scale follows from amax."""
 
+SATURATING = frozenset({"e8m0", "e4m3"})
+"""The formats whose scales may take amax beyond the largest value of the elements."""
+
 _MAX_ENCODE = 2.0**126
 """Its reciprocal is the smallest normal float32: devices may flush smaller ones."""
 

@@ -21,8 +21,9 @@ pytestmark = [
 
 
 QUANTIZING = [
-    *("round_run", "round_columns", "code_run", "code_columns"),
-    *("draw_run", "draw_columns", "draw_code_run", "draw_code_columns"),
+    f"{result}_{elements}"
+    for result in ("round", "code")
+    for elements in ("run", "columns", "bounded_run", "drawn_run", "drawn_columns")
 ]
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -126,6 +128,34 @@ def test_every_value_of_a_half(dtype: torch.dtype, element: ElementFormat) -> No
     every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
     judge(every[every.isfinite()], Quantization(element), amax=torch.tensor(element.max))
     judge(every, Quantization(element), amax=torch.tensor(element.max / 3))
+
+
+@pytest.mark.parametrize("kind", SCALES)
+@pytest.mark.parametrize("element", ELEMENTS.values(), ids=list(ELEMENTS))
+def test_the_largest_value_of_rows_with_their_own_scales(element: ElementFormat, kind: str) -> None:
+    """A largest magnitude that its scale takes an ulp too far has the next code, or none is cut off."""
+    x = torch.randn(2000, 160, generator=torch.Generator().manual_seed(0))
+    x[::3] = x[::3].clamp(-1, 1) * torch.rand(667, 1, generator=torch.Generator().manual_seed(1))
+    x[7, 5], x[8, 6], x[9, 7] = math.nan, math.inf, 1e-42
+    x[10], x[11] = 0, 1e-42
+    quantized = judge(x, Quantization(element, "row", kind))
+    assert quantized.counts[:2].tolist() == [1, 1]
+    assert (quantized.counts[2] > 0) == (kind == "e8m0")  # e4m3: the tensor's own scale is NaN
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="the memory map of a process is Linux's")
+def test_a_large_result_lies_in_huge_pages() -> None:
+    """Faults of small pages take longer than rounding does."""
+    values = COMPILED.quantize(torch.randn(3000, 3000), Quantization(ELEMENTS["e4m3"])).values
+    middle = values.data_ptr() + values.nbytes // 2
+    for mapping in re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.M)[
+        1:
+    ]:
+        start, end = (int(address, 16) for address in mapping.split(" ", 1)[0].split("-"))
+        if start <= middle < end:
+            assert "hg" in mapping.rsplit("VmFlags:", 1)[1].split()
+            return
+    pytest.fail("no mapping holds the result")
 
 
 def test_what_it_does_not_take_is_left_to_torch() -> None:

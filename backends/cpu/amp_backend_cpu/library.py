@@ -14,7 +14,7 @@ import torch
 
 from amp_core.common import environment as _env
 
-_ABI = 9
+_ABI = 10
 """The ABI version in `native/kernels.c`; a library with another version must not be called."""
 
 # Pack the arguments of a function; in `native/kernels.c`, a struct with its name has the same layout.
@@ -118,7 +118,7 @@ def _declare(library: ctypes.CDLL) -> None:
     library.amp_round.restype = None
     library.amp_quantize_largest.argtypes = (pointer, integer, *[pointer] * 3, integer)
     library.amp_quantize_round.argtypes = (
-        *(pointer, integer, pointer, pointer, integer),
+        *(pointer, integer, pointer, pointer, integer, integer),
         *[pointer] * 4,
         *(integer, pointer, integer),
     )

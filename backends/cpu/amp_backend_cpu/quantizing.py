@@ -101,7 +101,8 @@ class CompiledPasses(Passes):
         counts = _counts()
         draws, numbers = (None, None) if rounding.seed is None else _draws(x, rounding.seed)
         self._library.amp_quantize_round(
-            *(x.data_ptr(), _CODES[x.dtype], tiles.numbers, encode.data_ptr(), single),
+            *(x.data_ptr(), _CODES[x.dtype], tiles.numbers, encode.data_ptr()),
+            *(single, not rounding.may_saturate),
             *(_element(rounding.element), draws, numbers, out.data_ptr(), rounding.packed + paired),
             *(counts.data_ptr(), threads_for(x.numel())),
         )

@@ -9,8 +9,13 @@
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
 
 #define PIECE 4096 /* elements of a row that a loop takes at once: they stay in the first-level cache */
+#define PART 256   /* codes that are narrowed at once */
+#define HUGE_PAGE ((uintptr_t)1 << 21)
 #define NARROW 128 /* tiles up to this width are rounded together, by a factor for each element */
 #define STRIP 1024 /* columns that a thread takes at least */
 
@@ -57,6 +62,7 @@ struct quantizing_loops {
     void (*spread)(const float *from, size_t n, size_t width, float *to);
     void (*store_pairs)(const uint8_t *codes, size_t n, uint8_t *out);
     round_loop *round[2][2][2]; /* by whether a run of elements shares a scale, is drawn, and stored as codes */
+    round_loop *round_bounded[2];
 };
 
 static inline uint32_t as_bits(float value) {
@@ -210,21 +216,38 @@ EXPORT void amp_quantize_scales(const float *own, const float *found, int64_t n,
     }
 }
 
+/* Ask for huge pages where a result lies: the faults of small ones take longer than rounding does. */
+static void want_huge_pages(void *out, int64_t bytes) {
+#ifdef MADV_HUGEPAGE
+    uintptr_t start = ((uintptr_t)out + HUGE_PAGE - 1) & ~(HUGE_PAGE - 1);
+    uintptr_t end = ((uintptr_t)out + (uintptr_t)bytes) & ~(HUGE_PAGE - 1);
+    if (start < end)
+        madvise((void *)start, end - start, MADV_HUGEPAGE); /* refused, it stays as it is */
+#else
+    (void)out, (void)bytes;
+#endif
+}
+
 /* Round what amp_quantize_largest measured, multiplied by the tiles' `encode`, or by the one of the tensor if
- * `single`, and count elements that saturated and became 0. `out` receives floats, if `coded` codes of one
+ * `single`, and count elements that saturated and became 0. `bounded`: each tile's `encode` follows from its own
+ * largest magnitude and takes it to the largest value at most. `out` receives floats, if `coded` codes of one
  * byte, or if it is 2 pairs of codes of 4 bits: columns must be even then, and tiles of an even width or 1. With
  * `draws`, rounding is stochastic; the number of an element is the sum of its batch, row and column times
  * numbers[0], [1] and [2]. */
 EXPORT void amp_quantize_round(const void *data, int dtype, const struct tiles *tiles, const float *encode,
-                               int single, const struct element *element, const struct draws *draws,
-                               const int64_t *numbers, void *out, int coded, int64_t *counts, int threads) {
+                               int single, int bounded, const struct element *element,
+                               const struct draws *draws, const int64_t *numbers, void *out, int coded,
+                               int64_t *counts, int threads) {
     const struct quantizing_loops *loops = quantizing_loops();
     int64_t units = units_of(tiles), piece = piece_of(tiles), across = parts(tiles->columns, tiles->width);
     int64_t saturated = 0, flushed = 0, width = tiles->width, i;
     (void)threads;
     int spread = !single && width > 1 && width <= NARROW, shared = single || (width > 1 && !spread);
+    int64_t elements = tiles->batches * tiles->rows * tiles->columns;
+    want_huge_pages(out, coded == 2 ? elements / 2 : elements * (coded ? 1 : 4));
     const struct draws none = {0, 0, 0};
-    round_loop *round = loops->round[shared][draws != NULL][coded != 0];
+    round_loop *any = loops->round[shared][draws != NULL][coded != 0];
+    round_loop *finite = shared && bounded && draws == NULL ? loops->round_bounded[coded != 0] : any;
     OMP(parallel for schedule(static) num_threads(threads) if (threads > 1 && amp_may_thread())
             reduction(+ : saturated, flushed))
     for (i = 0; i < units; i++) {
@@ -244,9 +267,11 @@ EXPORT void amp_quantize_round(const void *data, int dtype, const struct tiles *
                 number = (uint32_t)(row / tiles->rows * numbers[0] + row % tiles->rows * numbers[1] +
                                     column * numbers[2]);
             for (int64_t k = 0; k < n; k += run) {
+                const float *factor = single ? by : by + k / width;
+                round_loop *round = *factor == *factor ? finite : any; /* NaN marks a tile with inf or NaN */
                 char *to = coded == 2 ? (char *)codes + k : (char *)out + (at + k) * (coded ? 1 : 4);
-                round(x + k, single ? by : by + k / width, (size_t)least(run, n - k), element,
-                      draws ? draws : &none, number + (uint32_t)(k * (draws ? numbers[2] : 0)), to, found);
+                round(x + k, factor, (size_t)least(run, n - k), element, draws ? draws : &none,
+                      number + (uint32_t)(k * (draws ? numbers[2] : 0)), to, found);
             }
             if (coded == 2)
                 loops->store_pairs(codes, (size_t)n, (uint8_t *)out + at / 2);

@@ -170,24 +170,23 @@ INLINE uint32_t IN(mix)(uint32_t x) {
 
 /* Round x[i] * encode[i], or * encode[0] if `shared`, to multiples of `step`, the distance of the format's
  * values there: adding 2**23 steps leaves no bits below one, and the sum's own bits count the steps. With
- * those of the binades below they are the code. Larger than the largest becomes that. */
+ * those of the binades below they are the code. Larger than the largest becomes that. `bounded`: all elements
+ * are finite and no product rounds to more than the largest value. `out` receives codes, or bits of floats. */
 INLINE void IN(round)(const float *x, const float *encode, size_t n, const struct element *to,
-                      const struct draws *draws, uint32_t number, void *out, int64_t *counts, int shared,
-                      int stochastic, int coded) {
+                      const struct draws *draws, uint32_t number, uint32_t *out, int64_t *counts, int shared,
+                      int stochastic, int coded, int bounded) {
     const uint32_t cut = 23 - to->mantissa_bits, rise = cut << 23, smallest = to->smallest_normal;
     const int32_t least = (int32_t)smallest, limit = (int32_t)to->limit, top = (int32_t)to->largest_code;
     const uint32_t first = draws->first, second = draws->second, stride = draws->stride;
-    const uint32_t nan = to->nan_code, sign_bit = to->sign_bit; /* not read again after each store of a byte */
+    const uint32_t nan = coded ? to->nan_code : 0x7fc00000u, sign_bit = coded ? to->sign_bit : 31;
     const float largest = to->max;
     uint32_t saturated = 0, flushed = 0;
-    float *values = out;
-    uint8_t *codes = out;
     for (size_t i = 0; i < n; i++) {
         float by = encode[shared ? 0 : i];
-        uint32_t before = as_bits(x[i]) & MAGNITUDE, sign = as_bits(x[i]) >> 31;
+        uint32_t before = as_bits(x[i]) & MAGNITUDE, sign = as_bits(x[i]) >> 31 << sign_bit;
         uint32_t good = (uint32_t)(by == by) & (uint32_t)(before < INFINITE);
         int32_t scaled = (int32_t)(as_bits(x[i] * by) & MAGNITUDE);
-        uint32_t magnitude = (uint32_t)(scaled < limit ? scaled : limit);
+        uint32_t magnitude = (uint32_t)(bounded || scaled < limit ? scaled : limit);
         int32_t binade = (int32_t)(magnitude & INFINITE);
         uint32_t power = (uint32_t)(binade > least ? binade : least);
         float shift = as_float(power + rise), rounded;
@@ -204,34 +203,51 @@ INLINE void IN(round)(const float *x, const float *encode, size_t n, const struc
             rounded = sum - shift;
             code = (int32_t)(as_bits(sum) - as_bits(shift) + ((power - smallest) >> cut));
         }
-        saturated += (uint32_t)(code > top) & good;
-        flushed += (uint32_t)(code == 0) & (uint32_t)(before != 0) & good;
-        if (coded) {
-            uint32_t kept = (uint32_t)(code < top ? code : top) | sign << sign_bit;
-            codes[i] = (uint8_t)(good ? kept : nan);
+        if (bounded) {
+            flushed += (uint32_t)(code == 0) - (uint32_t)(before == 0);
+            out[i] = sign | (coded ? (uint32_t)code : as_bits(rounded));
         } else {
-            uint32_t kept = as_bits(rounded < largest ? rounded : largest) | sign << 31;
-            values[i] = as_float(good ? kept : 0x7fc00000u);
+            saturated += (uint32_t)(code > top) & good;
+            flushed += (uint32_t)(code == 0) & (uint32_t)(before != 0) & good;
+            code = code < top ? code : top;
+            rounded = rounded < largest ? rounded : largest;
+            out[i] = good ? sign | (coded ? (uint32_t)code : as_bits(rounded)) : nan;
         }
     }
     counts[0] += saturated;
     counts[1] += flushed;
 }
 
-#define ROUND(NAME, SHARED, STOCHASTIC, CODED)                                                      \
-    static void IN(NAME)(const float *x, const float *encode, size_t n, const struct element *to,   \
-                         const struct draws *draws, uint32_t number, void *out, int64_t *counts) {  \
-        IN(round)(x, encode, n, to, draws, number, out, counts, SHARED, STOCHASTIC, CODED);         \
+/* By themselves: GCC would narrow each operand of the last operation. */
+static void IN(store_codes)(const uint32_t *codes, size_t n, uint8_t *out) {
+    for (size_t i = 0; i < n; i++)
+        out[i] = (uint8_t)codes[i];
+}
+
+#define ROUND(NAME, SHARED, STOCHASTIC, BOUNDED)                                                    \
+    static void IN(round_##NAME)(const float *x, const float *encode, size_t n,                     \
+                                 const struct element *to, const struct draws *draws,               \
+                                 uint32_t number, void *out, int64_t *counts) {                     \
+        IN(round)(x, encode, n, to, draws, number, out, counts, SHARED, STOCHASTIC, 0, BOUNDED);    \
+    }                                                                                               \
+    static void IN(code_##NAME)(const float *x, const float *encode, size_t n,                      \
+                                const struct element *to, const struct draws *draws,                \
+                                uint32_t number, void *out, int64_t *counts) {                      \
+        uint32_t codes[PART];                                                                       \
+        for (size_t i = 0, part; i < n; i += part) {                                                \
+            part = n - i < PART ? n - i : PART;                                                     \
+            IN(round)(x + i, encode + (SHARED ? 0 : i), part, to, draws,                            \
+                      number + (uint32_t)i * draws->stride, codes, counts, SHARED, STOCHASTIC, 1,   \
+                      BOUNDED);                                                                     \
+            IN(store_codes)(codes, part, (uint8_t *)out + i);                                       \
+        }                                                                                           \
     }
 
-ROUND(round_columns, 0, 0, 0)
-ROUND(code_columns, 0, 0, 1)
-ROUND(draw_columns, 0, 1, 0)
-ROUND(draw_code_columns, 0, 1, 1)
-ROUND(round_run, 1, 0, 0)
-ROUND(code_run, 1, 0, 1)
-ROUND(draw_run, 1, 1, 0)
-ROUND(draw_code_run, 1, 1, 1)
+ROUND(columns, 0, 0, 0)
+ROUND(run, 1, 0, 0)
+ROUND(bounded_run, 1, 0, 1)
+ROUND(drawn_columns, 0, 1, 0)
+ROUND(drawn_run, 1, 1, 0)
 #undef ROUND
 
 /* Repeat each of `from` for the `width` elements of its group; `n` elements in all. */
@@ -264,6 +280,7 @@ static const struct quantizing_loops IN(quantizing) = {
     IN(scales),
     IN(spread),
     IN(store_pairs),
-    {{{IN(round_columns), IN(code_columns)}, {IN(draw_columns), IN(draw_code_columns)}},
-     {{IN(round_run), IN(code_run)}, {IN(draw_run), IN(draw_code_run)}}},
+    {{{IN(round_columns), IN(code_columns)}, {IN(round_drawn_columns), IN(code_drawn_columns)}},
+     {{IN(round_run), IN(code_run)}, {IN(round_drawn_run), IN(code_drawn_run)}}},
+    {IN(round_bounded_run), IN(code_bounded_run)},
 };
