@@ -8,9 +8,14 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
+import os
 import sys
 from collections.abc import Collection, Sequence
 from typing import NamedTuple, NoReturn
+
+from amp_core.common.environment import SettingError
+from amp_core.errors import PolicyError
 
 
 class Command(NamedTuple):
@@ -50,7 +55,18 @@ class UsageError(Exception):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``amp`` with `argv` (default: the process's own) and return its exit code."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # not every terminal has every letter of a plugin's reason
+        sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        code = _run(list(sys.argv[1:] if argv is None else argv))
+        print(end="", flush=True)
+    except BrokenPipeError:  # the reader has seen enough, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return code
+
+
+def _run(words: list[str]) -> int:
     # Most subcommands import torch, which takes seconds: only the one in use is imported.
     parser = build_parser({word for word in words if not word.startswith("-")})
     args = parser.parse_args(words)
@@ -59,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     try:
         code: int = args.run(args)
-    except UsageError as error:
+    except (UsageError, SettingError, PolicyError) as error:
         print(f"amp {args.command}: {error}", file=sys.stderr)
         return 2
     return code

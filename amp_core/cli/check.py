@@ -56,11 +56,11 @@ def _check(args: argparse.Namespace) -> Report:
     from amp_core.errors import BackendError
     from amp_core.plugin import get_backend
     from amp_core.testing import check
-    from amp_core.testing.report import require_folders
+    from amp_core.testing.report import require_writable
     from amp_core.testing.runner import load_fixtures, require_present
 
     try:
-        require_folders(filter(None, (args.markdown, args.badge)))
+        require_writable(filter(None, (args.markdown, args.badge, args.junit)))
         require_present(get_backend(args.device))
         return check(
             args.device,

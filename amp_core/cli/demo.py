@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from amp_core.cli import UsageError
+from amp_core.common.files import why_unwritable
 
 if TYPE_CHECKING:
     import torch
@@ -29,9 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, xpu or a plugin's device (default: auto)")
     add("--dtype", help="the low precision, such as bfloat16 or float16 (default: the device's)")
     add("--model", default="conv", choices=("conv", "mlp"), help="mlp for a device without convolutions")
-    add("--epochs", type=_positive, default=15, help="passes over the data (default: 15)")
-    add("--batch-size", type=_positive, default=64, help="images per step (default: 64)")
-    add("--seed", type=_seed, default=0, help="seed of the split, the weights and the order (default: 0)")
+    add("--epochs", type=count, default=15, help="passes over the data (default: 15)")
+    add("--batch-size", type=count, default=64, help="images per step (default: 64)")
+    add("--seed", type=seed, default=0, help="seed of the split, the weights and the order (default: 0)")
     add("--output", type=Path, default=Path("amp-demo.png"), help="the picture (default: amp-demo.png)")
 
 
@@ -151,23 +151,21 @@ def _require_writable(path: Path) -> None:
     formats = FigureCanvasAgg.get_supported_filetypes()
     if path.suffix.removeprefix(".") not in formats:
         raise UsageError(f"--output {path}: the suffix must be one of {', '.join(sorted(formats))}.")
-    try:
-        if path.exists():
-            path.open("ab").close()
-        else:
-            tempfile.TemporaryFile(dir=path.parent).close()
-    except OSError as error:
-        raise UsageError(f"--output {path} cannot be written: {error.strerror}.") from error
+    why = why_unwritable(path)
+    if why:
+        raise UsageError(f"--output {path} cannot be written: {why}.")
 
 
-def _positive(text: str) -> int:
+def count(text: str) -> int:
+    """Return a number of the command line that must be positive."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is not a positive number")
     return value
 
 
-def _seed(text: str) -> int:
+def seed(text: str) -> int:
+    """Return a seed of the command line."""
     value = int(text)
     if not 0 <= value < 2**32:  # the range of NumPy's generator, which splits the data
         raise argparse.ArgumentTypeError(f"{value} is not a seed; use a number from 0 to {2**32 - 1}")

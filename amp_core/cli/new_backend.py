@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import keyword
 import os
+import re
 from importlib.resources import files
 from pathlib import Path
 from string import Template
@@ -41,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(_filled(template, args.name), encoding="utf-8")
     except OSError as error:
-        raise UsageError(f"{folder} cannot be written: {error}") from error
+        raise UsageError(f"{folder} cannot be written: {error.strerror}.") from error
     # Without a separator, pip would treat the folder as a package name on the index.
     print(f"Wrote {folder}. Fill in what `grep -rn 'FILL IN' {folder}` shows, then:")
     print(f"  pip install {os.curdir + os.sep if not folder.is_absolute() else ''}{folder}")
@@ -63,8 +64,8 @@ def _require_usable(name: str) -> None:
 
     if name in built_in():
         raise UsageError(f"amp-core has a backend for {name!r}; see amp_core.plugin.replace_backend.")
-    if not name.isidentifier() or keyword.iskeyword(name) or name != name.lower():
+    if not re.fullmatch("[a-z]([a-z0-9_]*[a-z0-9])?", name) or keyword.iskeyword(name):
         raise UsageError(
-            f"{name!r} is not a device type: use a lower-case identifier such as 'npu', the `type` of "
-            f"the torch.device that your package registers."
+            f"{name!r} is not a device type: use lower-case ASCII letters, digits and _, such as 'npu', the "
+            f"`type` of the torch.device that your package registers."
         )

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("policy", nargs="?", help="a device type, or a policy file (.toml); default: cpu")
-    parser.add_argument("--op", metavar="OP", help="show only this op: its rule and the rule's origin")
-    parser.add_argument(
+    show = parser.add_mutually_exclusive_group()
+    show.add_argument("--op", metavar="OP", help="show only this op: its rule and the rule's origin")
+    show.add_argument(
         "--diff",
         nargs=2,
         metavar=("A", "B"),
@@ -29,8 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--uniform", action="store_true", help="use OpPolicy.uniform instead of the device's policy"
     )
-    parser.add_argument("--long", action="store_true", help="one line per op, with the origin of its rule")
-    parser.add_argument(
+    show.add_argument("--long", action="store_true", help="one line per op, with the origin of its rule")
+    show.add_argument(
         "--missing", action="store_true", help="list the matrix products and reductions without a rule"
     )
     parser.add_argument(
@@ -46,25 +47,26 @@ def run(args: argparse.Namespace) -> int:
     from amp_core import AmpError
 
     try:
-        print(_answer(args))
+        answer = _answer(args)
     except AmpError as error:
         raise UsageError(str(error)) from error
     except OSError as error:
         raise UsageError(f"{error.filename} cannot be read: {error.strerror}.") from error
+    print(answer)
     return 0
 
 
 def _answer(args: argparse.Namespace) -> str:
+    if args.like is not None and not args.missing:
+        raise UsageError("--like OTHER needs --missing.")
     if args.diff is not None:
-        if args.policy is not None or args.op is not None:
-            raise UsageError("--diff A B cannot be combined with another policy or --op.")
+        if args.policy is not None:
+            raise UsageError("--diff A B cannot be combined with another policy.")
         return _diff(*args.diff, uniform=args.uniform, as_json=args.json)
-    policy = _policy(args.policy or "cpu", args.uniform)
+    policy = _policy("cpu" if args.policy is None else args.policy, args.uniform)
     if args.op is not None:
         answer = policy.explain(args.op)
         return _dump(map(_entry, answer)) if args.json else str(answer)
-    if args.like is not None and not args.missing:
-        raise UsageError("--like OTHER needs --missing.")
     if args.missing:
         from amp_core.cli.missing import report
 

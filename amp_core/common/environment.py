@@ -21,6 +21,10 @@ _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off"})
 
 
+class SettingError(ValueError):
+    """A variable has a value that amp-core does not know."""
+
+
 def _flag(name: str, default: bool) -> bool:
     text = os.environ.get(name, "").strip().lower()
     if not text:
@@ -30,7 +34,7 @@ def _flag(name: str, default: bool) -> bool:
     if text in _FALSE:
         return False
     legal = ", ".join(sorted(_TRUE | _FALSE))
-    raise ValueError(f"{name}={text!r} is not a switch; use one of {legal}.")
+    raise SettingError(f"{name}={text!r} is not a switch; use one of {legal}.")
 
 
 def disabled_backends() -> frozenset[str]:
@@ -58,7 +62,7 @@ def deprecation_once() -> bool:
     """``AMP_DEPRECATION=once``: deprecated names warn once per site, on rank 0 only (default ``always``)."""
     text = os.environ.get(DEPRECATION, "").strip().lower() or "always"
     if text not in {"always", "once"}:
-        raise ValueError(f"{DEPRECATION}={text!r} is not valid; use 'always' or 'once'.")
+        raise SettingError(f"{DEPRECATION}={text!r} is not valid; use 'always' or 'once'.")
     return text == "once"
 
 

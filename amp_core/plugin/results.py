@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from amp_core.common.environment import SettingError
 from amp_core.errors import BackendError
 from amp_core.kernels import Kernels, ScaledProducts
 from amp_core.policy.op_policy import OpPolicy
@@ -136,7 +137,7 @@ def _checked(name: str, method: Callable[[Any], Any]) -> Callable[[Any], Any]:
         nonlocal last
         try:
             result = method(self)
-        except BackendError:
+        except (BackendError, SettingError):  # a setting is its user's
             raise
         except (Exception, SystemExit) as error:  # one that exits must not end the program
             raise BackendError(_text(self, name, f"raised {described(error)}")) from error

@@ -35,12 +35,12 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     from amp_core.errors import BackendError
     from amp_core.plugin import get_backend
-    from amp_core.testing.report import require_folders, require_suffixes
+    from amp_core.testing.report import require_suffixes, require_writable
     from amp_core.testing.runner import COLLECTED, Collector, load_fixtures, require_present
 
     try:
         require_suffixes(config.getoption("--amp-report"))
-        require_folders(config.getoption("--amp-report"))
+        require_writable(config.getoption("--amp-report"))
         fixtures = load_fixtures(config.getoption("--amp-fixtures"))
         require_present(backend := get_backend(device))
     except (BackendError, ValueError) as error:

@@ -11,6 +11,8 @@ from importlib.metadata import PackageNotFoundError, version
 from os import PathLike
 from pathlib import Path
 
+from amp_core.common.files import why_unwritable
+
 
 @dataclass(frozen=True)
 class CheckResult:
@@ -132,11 +134,11 @@ def require_suffixes(paths: Iterable[str | PathLike[str]]) -> None:
             raise ValueError(f"{path} is no report: its suffix must be one of {', '.join(_WRITERS)}.")
 
 
-def require_folders(paths: Iterable[str | PathLike[str]]) -> None:
+def require_writable(paths: Iterable[str | PathLike[str]]) -> None:
     """Raise ValueError for a path that no file can have, before any check runs."""
     for path in map(Path, paths):
-        if path.is_dir() or not path.parent.is_dir():
-            why = f"{path} is a folder" if path.is_dir() else f"there is no folder {path.parent}"
+        why = why_unwritable(path)
+        if why:
             raise ValueError(f"no report can be written to {path}: {why}.")
 
 

@@ -85,7 +85,7 @@ def load_fixtures(name: str | None) -> type | None:
     module, _, attribute = name.partition(":")
     try:
         found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ValueError(f"{name} names no fixtures, as package.module:Class does: {error}") from error
     _require_fixtures(found, name)
     return found  # type: ignore[no-any-return]

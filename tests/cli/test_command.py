@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -57,3 +59,84 @@ def test_a_check_that_runs_nothing_says_why(capsys: pytest.CaptureFixture[str]) 
     assert main(["check", "cpu", "--area", "scaler", "-k", "nosuch"]) == 1
     out = capsys.readouterr().out
     assert "no check ran; -k 'nosuch' matches none of the chosen areas' checks" in out
+
+
+@pytest.mark.parametrize("command", [["policy", "--long"], ["backends"]])
+def test_a_reader_may_leave(command: list[str]) -> None:
+    """``amp backends | head`` ends in a traceback, or blames a file for a broken pipe."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "wb") as pipe:
+        done = subprocess.run(
+            [sys.executable, "-m", "amp_core", *command], stdout=pipe, stderr=subprocess.PIPE, check=False
+        )
+    assert (done.returncode, done.stderr) == (1, b"")
+
+
+REASON = """
+import sys, torch
+from amp_core.cli import main
+from amp_core.plugin import Availability, get_backend, replace_backend
+
+class Backend(type(get_backend("cpu"))):
+    def availability(self):
+        return Availability(True, "1 µs")
+
+replace_backend(Backend())
+raise SystemExit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("command", [["backends"], ["env"]])
+def test_a_terminal_may_lack_letters(command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One letter of a plugin's reason hides all backends behind a UnicodeEncodeError."""
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    monkeypatch.setenv("COLUMNS", "200")
+    done = subprocess.run(
+        [sys.executable, "-c", REASON, *command], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert r"1 \xb5s" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "command"),
+    [
+        ("AMP_PLUGIN_AUTOLOAD", "maybe", ["backends"]),
+        ("AMP_PLUGIN_AUTOLOAD", "maybe", ["env", "--json"]),
+        ("AMP_COMPILED", "maybe", ["demo", "--epochs", "1", "--model", "mlp"]),
+        ("AMP_POLICY", "nosuch.toml", ["demo", "--epochs", "1", "--model", "mlp"]),
+    ],
+)
+def test_a_wrong_setting_is_one_line(variable: str, value: str, command: list[str], tmp_path: Path) -> None:
+    """The user's own setting ends in a traceback, or is called a bug of a plugin to report to its authors."""
+    pytest.importorskip("sklearn")
+    done = subprocess.run(
+        [sys.executable, "-m", "amp_core", *command],
+        env={**os.environ, variable: value},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"amp {command[0]}: {variable}")
+    assert value in line
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--junit", "."], "no report can be written to .: Is a directory."),
+        (["--markdown", "/proc/r.md"], "no report can be written to /proc/r.md: "),
+        (["--fixtures", "..:Mine"], "..:Mine names no fixtures"),
+    ],
+)
+def test_a_wrong_option_of_check_is_one_line(
+    options: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The kit runs for minutes, and its report is lost in a traceback; or another option is named."""
+    assert main(["check", "cpu", "--area", "availability", *options]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"amp check: {words}")

@@ -116,6 +116,7 @@ def test_a_count_must_be_positive(value, capsys):
     with pytest.raises(SystemExit) as caught:
         amp_demo(capsys, "--epochs", value)
     assert caught.value.code == 2
+    assert "_" not in capsys.readouterr().err.splitlines()[-1], "a name of the code"
 
 
 @pytest.mark.parametrize("value", ["-5", "4294967296", "many"])

@@ -82,6 +82,8 @@ def test_uniform_is_the_same_everywhere(capsys: pytest.CaptureFixture[str]) -> N
         (["npu9"], "npu9"),
         (["./nowhere.toml"], "nowhere.toml cannot be read: No such file or directory."),
         (["cpu", "--diff", "cpu", "cuda"], "cannot be combined with another policy"),
+        ([""], "No backend serves device type ''"),
+        (["cpu", "--op", "mm", "--like", "cuda"], "--like OTHER needs --missing"),
     ],
 )
 def test_bad_input(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -90,6 +92,15 @@ def test_bad_input(arguments: list[str], text: str, capsys: pytest.CaptureFixtur
     message = capsys.readouterr().err
     assert text in message
     assert "Errno" not in message
+
+
+@pytest.mark.parametrize("one", [["--op", "mm"], ["--diff", "cpu", "cuda"], ["--long"]])
+def test_two_questions_at_once_are_refused(one: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """One of the two options does nothing, and the answer looks like that to both."""
+    with pytest.raises(SystemExit) as caught:
+        main(["policy", *one, "--missing"])
+    assert caught.value.code == 2
+    assert "not allowed with argument" in capsys.readouterr().err
 
 
 def test_missing_rules(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

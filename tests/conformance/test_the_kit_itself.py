@@ -83,8 +83,8 @@ def test_installed_backends_serve_again_after_the_kit():
         (["cpu", "--fixtures", "json:dumps"], "no subclass"),
         (["cpu", "--fixtures", "json:JSONDecoder"], "no subclass"),
         (["cpu", "--area", "update", "-k", "a or ("], "no expression 'a or ('"),
-        (["cpu", "--markdown", "nosuch/r.md"], "there is no folder nosuch"),
-        (["cpu", "--badge", "."], "is a folder"),
+        (["cpu", "--markdown", "nosuch/r.md"], "nosuch/r.md: No such file or directory."),
+        (["cpu", "--badge", "."], "Is a directory"),
     ],
 )
 def test_the_command_explains_what_it_cannot_check(args, text, capsys):
@@ -252,7 +252,7 @@ def test_the_kit_as_a_pytest_plugin(tmp_path):
         ("--amp-device=nosuch", "No backend"),
         ("--amp-device=xpu", "'xpu' cannot be checked here"),
         ("--amp-report=r.txt", "r.txt"),
-        ("--amp-report=nosuch/r.md", "there is no folder nosuch"),
+        ("--amp-report=nosuch/r.md", "nosuch/r.md: No such file or directory."),
     ],
 )
 def test_the_plugin_refuses_what_it_cannot_do_before_it_runs(tmp_path, option, text):
