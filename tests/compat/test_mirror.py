@@ -235,6 +235,13 @@ def test_legacy_forms() -> None:
         assert file == __file__
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is available")
+def test_a_disabled_scaler_points_at_the_caller() -> None:
+    """The warning names a line of amp_compat, where there is nothing to change."""
+    files = {text.split(",")[0]: file for text, _, file in record(pair("cuda.amp", "GradScaler")[1])}
+    assert files["torch.cuda.amp.GradScaler is enabled"] == __file__
+
+
 def test_import_needs_no_torch() -> None:
     """`import amp_compat` alone is free: nothing is imported until it is asked for."""
     code = "import sys, amp_compat; assert 'torch' not in sys.modules and 'amp_core' not in sys.modules"

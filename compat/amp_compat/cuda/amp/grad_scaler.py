@@ -14,4 +14,5 @@ class GradScaler(amp_core.GradScaler):
         FutureWarning: with torch's text, at the caller's line.
     """
 
+    _warning_stacklevel = 4
     __init__ = init_of_scaler("cuda")
