@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from amp_core._torch.tracing import outside_graphs
 from amp_core.common.handle import Local
@@ -41,7 +41,7 @@ class DelayedScales(Local):
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._histories: dict[str, dict[str, AmaxHistory]] = {}
         self._loaded: dict[str, dict[str, Any]] = {}
-        self._agreed = WeakKeyDictionary[torch.optim.Optimizer, Tensor]()
+        self._agreed: MutableMapping[torch.optim.Optimizer, Tensor] = WeakIdKeyDictionary()
         self._past = deque[tuple[tuple[str, ...], Tensor]](maxlen=Delayed.history)
         self._release: Any = None
         self._lock = threading.Lock()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from amp_core._torch.autograd import current_autograd_node
 from amp_core._torch.dispatcher import Overload, dispatcher_name
@@ -84,7 +85,7 @@ class Guard(Attached, Sink):
         super().__init__(model)
         self.fault: OpFault | None = None
         self._patience, self._skips = patience, 0
-        self._scaled: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._scaled: MutableMapping[Optimizer, object] = WeakIdKeyDictionary()
         self._tap: Tap | None = None
         register(self)
         self._removers += [lambda: unregister(self), self._stop]

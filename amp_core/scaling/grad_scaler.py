@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
@@ -40,15 +40,13 @@ from amp_core.scaling.gradients import describe_sharding, group_by_device, joine
 from amp_core.scaling.hooks import ScaleHook, StepHook, add_hook
 from amp_core.scaling.loss_scale import LossScale
 from amp_core.scaling.loss_scales import Entry, LossScales
-from amp_core.scaling.optimizer_state import OptimizerState
+from amp_core.scaling.optimizer_state import OptimizerState, as_states
 from amp_core.scaling.overlap import Overlap
 from amp_core.scaling.step_log import StepLog
 from amp_core.scaling.step_record import History, StepRecord
 from amp_core.states.loss_scale import LossScaleSchedule, OptState, next_stage
 
 if TYPE_CHECKING:
-    from weakref import WeakKeyDictionary
-
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -57,14 +55,14 @@ __all__ = ["GradScaler", "OptState"]
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
-def _of_own_scale(name: str) -> Any:
+def _of_own_scale(name: str, convert: Callable[[Any], Any] | None = None) -> Any:
     """Alias an attribute that torch's scaler has to that of the `LossScale` without a key."""
 
     def get(scaler: GradScaler) -> Any:
         return getattr(scaler._scales.own, name)
 
     def set_(scaler: GradScaler, value: Any) -> None:
-        setattr(scaler._scales.own, name, value)
+        setattr(scaler._scales.own, name, value if convert is None else convert(value))
 
     return property(get, set_)
 
@@ -277,13 +275,11 @@ class GradScaler(torch.amp.GradScaler):
         if max_norm is not None:
             self._clip(entry, max_norm, norm_type)
         elif state.stage is OptState.READY:
-            self._unscale(entry)
+            self.unscale_(optimizer) if loss_scale is self._scales.own else self._unscale(entry)
         if not state.found_inf_per_device:
             raise AssertionError(_no_gradients(optimizer))
-        record = self._log.record(optimizer, loss_scale, state)
-        if self._log.skipped(record, optimizer):
-            return None
-        return optimizer.step(*args, **kwargs)
+        self._log.record(optimizer, loss_scale, state)
+        return self._maybe_opt_step(optimizer, state, *args, **kwargs)  # type: ignore[arg-type]
 
     def _step_fused(
         self, entry: Entry, max_norm: float | None, norm_type: float, args: Any, kwargs: Any
@@ -661,7 +657,7 @@ class GradScaler(torch.amp.GradScaler):
         return self._log.history
 
     @property
-    def last_step(self) -> WeakKeyDictionary[Optimizer, StepRecord]:
+    def last_step(self) -> MutableMapping[Optimizer, StepRecord]:
         """The `StepRecord` of the last step of each optimizer.
 
         Example::
@@ -822,7 +818,7 @@ class GradScaler(torch.amp.GradScaler):
     _growth_tracker = _of_own_scale("growth_tracker")
     _init_scale = _of_own_scale("init_scale")
     _init_growth_tracker = _of_own_scale("init_growth_tracker")
-    _per_optimizer_states = _of_own_scale("optimizer_states")
+    _per_optimizer_states = _of_own_scale("optimizer_states", as_states)
     _growth_factor = property(get_growth_factor, set_growth_factor)
     _backoff_factor = property(get_backoff_factor, set_backoff_factor)
     _growth_interval = property(get_growth_interval, set_growth_interval)
@@ -848,6 +844,17 @@ class GradScaler(torch.amp.GradScaler):
 
     def _get_growth_tracker(self) -> int:
         return self._scales.own.state().growth_tracker if self._enabled else 0
+
+    def _maybe_opt_step(
+        self,
+        optimizer: Optimizer,
+        optimizer_state: dict[str, Any],  # noqa: ARG002  # that of the record
+        *args: Any,
+        **kwargs: Any,
+    ) -> float | None:
+        if self._log.skipped(optimizer):
+            return None
+        return cast("float | None", optimizer.step(*args, **kwargs))
 
     def _check_inf_per_device(self, optimizer: Optimizer) -> dict[str, Any]:
         self._scales.own.check("_check_inf_per_device")

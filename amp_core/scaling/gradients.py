@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from amp_core._torch.steps import same_layout
 from amp_core.common.optimizers import parameters_of
@@ -159,7 +159,7 @@ class _Grouping:
         return Gradients(self._device, params, ready, self._kernels)
 
 
-_groupings: WeakKeyDictionary[torch.optim.Optimizer, _Grouping] = WeakKeyDictionary()
+_groupings: MutableMapping[torch.optim.Optimizer, _Grouping] = WeakIdKeyDictionary()
 
 
 def _by_place(params: list[Tensor], grads: list[Tensor]) -> list[Gradients]:

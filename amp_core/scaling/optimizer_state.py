@@ -77,6 +77,16 @@ class OptimizerState:
 _TORCH_NAMES = ("stage", "found_inf_per_device")
 
 
+def as_states(states: Mapping[int, OptimizerState | Mapping[str, Any]]) -> OptimizerStates:
+    """Return states that a subclass of torch's scaler has set, in torch's form or ours."""
+    if isinstance(states, OptimizerStates):
+        return states
+    ours = OptimizerStates()
+    for key, state in states.items():
+        ours[key] = state
+    return ours
+
+
 def _refresh_per_optimizer_state() -> dict[str, Any]:
     """Return a fresh state as torch's function of this name does."""
     return {"stage": OptState.READY, "found_inf_per_device": {}}
@@ -90,6 +100,9 @@ class OptimizerStates(dict[int, OptimizerState]):
     """
 
     orphans: tuple[Tensor, ...] = ()
+
+    def __setitem__(self, key: int, state: OptimizerState | Mapping[str, Any]) -> None:
+        super().__setitem__(key, state if isinstance(state, OptimizerState) else OptimizerState(**state))
 
     def of(self, optimizer: torch.optim.Optimizer) -> OptimizerState:
         """Return the state of `optimizer`, a fresh one if it has none."""

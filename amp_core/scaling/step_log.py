@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, MutableMapping, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from amp_core.common.arguments import check_whole, named_tensors
 from amp_core.common.call_site import level_outside
@@ -61,10 +61,11 @@ class StepLog:
     def _start(self, size: int | None) -> None:
         self.history = History(size)
         self.hooks = Hooks()
-        self.last_step: WeakKeyDictionary[Optimizer, StepRecord] = WeakKeyDictionary()
-        self._pending: dict[str | None, list[StepRecord]] = {}
-        self._skips_in_a_row: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
-        self._described: WeakKeyDictionary[Optimizer, tuple[list[int], ParameterNames]] = WeakKeyDictionary()
+        # by identity: optimizers that compare, such as dataclasses, have no hash
+        self.last_step: MutableMapping[Optimizer, StepRecord] = WeakIdKeyDictionary()
+        self._pending: dict[str | None, dict[int, StepRecord]] = {}
+        self._skips_in_a_row: MutableMapping[Optimizer, int] = WeakIdKeyDictionary()
+        self._described: MutableMapping[Optimizer, tuple[list[int], ParameterNames]] = WeakIdKeyDictionary()
 
     def __getstate__(self) -> dict[str, Any]:
         # ids, hooks and tensors of this process mean nothing in another
@@ -98,12 +99,13 @@ class StepLog:
             record._params, record._nonfinite = state.nonfinite
         state.nonfinite = None
         self.history.append(record)
-        self._pending.setdefault(loss_scale.key, []).append(record)
+        self._pending.setdefault(loss_scale.key, {})[id(optimizer)] = record
         self.last_step[optimizer] = record
         return record
 
-    def skipped(self, record: StepRecord, optimizer: Optimizer) -> bool:
-        """Return whether the step is to be skipped, and note why; waits for the device."""
+    def skipped(self, optimizer: Optimizer) -> bool:
+        """Return whether the step that was recorded is to be skipped, and note why; waits for the device."""
+        record = self.last_step[optimizer]
         skipped = record.skipped
         if skipped and record._micro_batches is None:
             record._bad = self.bad_parameters(optimizer)
@@ -168,7 +170,7 @@ class StepLog:
         Raises:
             ScaleFloorError: gradients overflowed at the floor, and the schedule says `AtFloor.RAISE`.
         """
-        records = self._pending.pop(loss_scale.key, [])
+        records = list(self._pending.pop(loss_scale.key, {}).values())
         if records:
             after = snapshot(loss_scale.check("update"))
             for record in records:

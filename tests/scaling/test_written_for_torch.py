@@ -1,0 +1,148 @@
+"""Optimizers and scalers that were written for torch's scaler do the same with ours."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.amp.grad_scaler import _refresh_per_optimizer_state
+
+from amp_core import GradScaler, guard
+
+BOTH = (torch.amp.GradScaler, GradScaler)
+
+
+class Compared(torch.optim.SGD):
+    """Has ``__eq__`` and so no hash."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Compared)
+
+
+@dataclass
+class Wrapping:
+    optimizer: torch.optim.Optimizer
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups
+
+    def step(self) -> Any:
+        return self.optimizer.step()
+
+
+class Mapped(dict[str, Any]):
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.param_groups, self.step = optimizer.param_groups, optimizer.step
+
+
+MAKERS = {
+    "compared": lambda params: Compared(params, lr=0.1),
+    "dataclass": lambda params: Wrapping(torch.optim.SGD(params, lr=0.1)),
+    "mapping": lambda params: Mapped(torch.optim.SGD(params, lr=0.1)),
+}
+
+
+def train(scaler: Any, make: Any = MAKERS["compared"]) -> list[Any]:
+    """Take four steps with two optimizers, of which one overflows in the second; return all numbers."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    optimizers = [make(part.parameters()) for part in model]
+    scales = []
+    for number in range(4):
+        loss = model(torch.full((2, 4), number + 1.0)).sum()
+        scaler.scale(loss).backward()
+        if number == 1:
+            next(model.parameters()).grad[0] = math.inf
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+        model.zero_grad()
+        scales.append(scaler.get_scale())
+    return [scales, *(param.tolist() for param in model.parameters())]
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+def test_optimizers_without_a_hash(make: Any) -> None:
+    """An optimizer that is a dataclass, or compares, cannot step, or gets the record of an equal one."""
+    expected, got = (train(scaler("cpu"), make) for scaler in BOTH)
+    assert got == expected
+
+
+def test_equal_optimizers_have_records_of_their_own() -> None:
+    """The record of one optimizer replaces that of another that equals it."""
+    scaler = GradScaler("cpu")
+    train(scaler)
+    assert [record.skipped for record in scaler.history] == [False, False, True, *[False] * 5]
+    params = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+    optimizers = [Compared([param], lr=0.1) for param in params]
+    params[0].grad, params[1].grad = torch.full((2,), math.inf), torch.ones(2)
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    assert [scaler.last_step[optimizer].skipped for optimizer in optimizers] == [True, False]
+
+
+def test_guard_with_an_optimizer_without_a_hash() -> None:
+    """`guard` cannot tell whether a scaler watches such an optimizer."""
+    with guard(nn.Linear(2, 2)):
+        train(GradScaler("cpu", 1.0, growth_interval=1000))
+
+
+def overriding(base: Any) -> Any:
+    """Return a scaler like those of FSDP 1, Megatron and apex, and the calls that it notes."""
+
+    class Scaler(base):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__("cpu")
+            self.calls: list[Any] = []
+            self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+
+        def unscale_(self, optimizer: Any) -> None:
+            self.calls.append("unscale_")
+            super().unscale_(optimizer)
+            for flag in self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
+                flag.fill_(float(len(self.calls) == 9))  # what another rank says
+
+        def _maybe_opt_step(self, optimizer: Any, optimizer_state: Any, *args: Any, **kwargs: Any) -> Any:
+            self.calls.append([flag.item() for flag in optimizer_state["found_inf_per_device"].values()])
+            return super()._maybe_opt_step(optimizer, optimizer_state, *args, **kwargs)
+
+        def update(self, new_scale: Any = None) -> None:
+            scale, tracker = self._check_scale_growth_tracker("update")
+            states = self._per_optimizer_states.values()
+            found = torch.stack([f for s in states for f in s["found_inf_per_device"].values()]).sum()
+            torch._amp_update_scale_(scale, tracker, found, 2.0, 0.5, 2)
+            self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+
+    return Scaler()
+
+
+def test_overridden_methods_are_called() -> None:
+    """A subclass agrees with other ranks in methods that `step` no longer calls: ranks diverge in silence."""
+    expected, got = map(overriding, BOTH)
+    assert train(got) == train(expected)
+    assert got.calls == expected.calls
+    assert sum(len(records) for records in got._log._pending.values()) <= 2
+
+
+@pytest.mark.parametrize("scaler_class", BOTH)
+def test_unscaling_again_after_a_reset(scaler_class: Any) -> None:
+    """The state that programs put in to unscale twice before an update is not understood."""
+    scaler = scaler_class("cpu", 8.0)
+    param = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([param], lr=1.0)
+    for _ in range(2):
+        scaler.scale(param.sum()).backward()
+        scaler.unscale_(optimizer)
+        assert param.grad.tolist() == [1.0, 1.0]
+        scaler._per_optimizer_states[id(optimizer)] = _refresh_per_optimizer_state()
+        param.grad = None
+    scaler.scale(param.sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert param.tolist() == [0.0, 0.0]
