@@ -7,6 +7,7 @@ escapes are valid TOML.
 from __future__ import annotations
 
 import json
+import re
 import sys
 from os import PathLike, fspath
 from pathlib import Path
@@ -61,11 +62,18 @@ def parse(text: str, where: str, keys: tuple[str, ...]) -> dict[str, Any]:
     return data
 
 
-def line_of(text: str, key: str, table: str | None = None) -> int:
-    """Return the number of the first line that sets `key`, quoted or not, or opens its table."""
-    heads = {key} if table is None else {key, f'{table}."{key}"', f"{table}.{key}", f"{table}.'{key}'"}
+def line_of(text: str, key: str, table: str = "") -> int:
+    """Return the number of the line that sets `key` in `table`, quoted or not, or opens its table; else 1."""
+    wanted, here = _bare(f"{table}.{key}"), ""
     for number, line in enumerate(text.splitlines(), 1):
-        head = line.partition("=")[0].strip().strip("[]").strip()
-        if head in heads or head.strip("\"'") in heads:
+        is_head = line.lstrip().startswith("[")
+        found = _bare(line.partition("#")[0]) if is_head else _bare(f"{here}.{line.partition('=')[0]}")
+        if found == wanted or (is_head and found.startswith(f"{wanted}.")):
             return number
+        here = found if is_head else here
     return 1
+
+
+def _bare(path: str) -> str:
+    """Return a dotted path without quotes, brackets and spaces around its parts."""
+    return re.sub(r"[\s\"'\[\]]+", "", path).lstrip(".")

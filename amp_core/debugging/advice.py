@@ -13,7 +13,7 @@ from amp_core.debugging.comparison import Comparison
 from amp_core.debugging.report import Report
 from amp_core.errors import PolicyError
 from amp_core.policy import OpPolicy
-from amp_core.policy.toml import ModuleRules, read_modules, read_value, write, write_modules
+from amp_core.policy.toml import ModuleRules, read_modules, read_value, write
 from amp_core.regions.modules import AppliedPolicy, apply_policy
 
 
@@ -72,8 +72,7 @@ class Advice(Report):
     def to_toml(self) -> str:
         """Return the proposal as TOML, which `OpPolicy.from_toml` and `apply_policy` can also read."""
         head = "" if self.init_scale is None else f"init_scale = {self.init_scale}\n"
-        modules = "\n" + write_modules(self.modules) if self.modules else ""
-        return head + write(self.policy) + modules
+        return head + write(self.policy, self.modules)
 
     @classmethod
     def from_toml(cls, source: str | PathLike[str]) -> Advice:

@@ -153,7 +153,7 @@ class Tap:
             self._sink.ran(op, list(product.factors), [product.result], where)
 
     def _reason(self, here: Engine, op: str) -> tuple[str, str]:
-        policy = here.policy or default_policy(get_backend(here.device_type))
+        policy = default_policy(get_backend(here.device_type)) if here.policy is None else here.policy
         key = id(policy), op
         if key not in self._reasons:
             explanation = policy.explain(names.find(op))[0]

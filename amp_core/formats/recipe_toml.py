@@ -77,7 +77,7 @@ def read(source: str | PathLike[str]) -> dict[str, Any]:
     return fields_of(toml.parse(text, where, _KEYS), text, where)
 
 
-def fields_of(data: dict[str, Any], text: str, where: str, table: str | None = None) -> dict[str, Any]:
+def fields_of(data: dict[str, Any], text: str, where: str, table: str = "") -> dict[str, Any]:
     """Return the fields of the recipe in `data`, which is all of `text` or one table of it.
 
     Raises:

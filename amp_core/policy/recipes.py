@@ -193,8 +193,7 @@ def from_toml(tables: Any, text: str, where: str) -> dict[str, Recipe]:
         if name in Recipe.names():
             line = toml.line_of(text, name, "recipes")
             raise PolicyError(f"{where}:{line}: {name!r} is a published recipe; give yours another name.")
-    heads = {name: name if f"recipes.{name}" in text else toml.quoted(name) for name in tables}
     return {
-        name: Recipe(**fields_of({"name": name, **table}, text, where, f"recipes.{heads[name]}"))
+        name: Recipe(**fields_of({"name": name, **table}, text, where, f"recipes.{name}"))
         for name, table in tables.items()
     }

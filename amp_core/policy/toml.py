@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from os import PathLike
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from typing_extensions import Self
@@ -44,28 +45,31 @@ _KEYS = (
 _BASES = ("default", "uniform", "float32", "none")
 
 
-def write(policy: Policy) -> str:
-    """Return `policy` as TOML: its differences from the device's default policy, named as the base."""
-    lines = [f'device_type = "{policy.device_type}"', 'base = "default"', "", "[rules]"]
-    changes = _base(type(policy), "default", policy.device_type).diff(policy)
-    lines += [f'"{op}" = "{rule}"' for op, (_, rule) in changes.items()]
-    return "\n".join(lines) + "\n" + recipes.to_toml(rule for _, rule in changes.values())
-
-
 ModuleRules = Mapping[str, "Mapping[str, str] | str"]
 """Maps globs over module names to op rules or ``"fp32"``; see `amp_core.apply_policy`."""
 
 
-def write_modules(rules: ModuleRules) -> str:
-    """Return module rules as TOML, in the table ``modules``."""
-    whole = [f"{toml.quoted(g)} = {toml.quoted(what)}" for g, what in rules.items() if isinstance(what, str)]
-    lines = ["[modules]", *whole] if whole else []
-    for glob, what in rules.items():  # comes last: a key belongs to the table header above it
-        if not isinstance(what, str):
-            lines.append(f"[modules.{toml.quoted(glob)}]")
-            lines += [f"{toml.quoted(op)} = {toml.quoted(rule)}" for op, rule in what.items()]
-    own = [rule for what in rules.values() if not isinstance(what, str) for rule in what.values()]
-    return "\n".join(lines) + "\n" + recipes.to_toml(own)
+def write(policy: Policy, modules: ModuleRules = MappingProxyType({})) -> str:
+    """Return `policy` as TOML: its differences from the device's default policy, named as the base."""
+    lines = [f'device_type = "{policy.device_type}"', 'base = "default"', "", "[rules]"]
+    changes = _base(type(policy), "default", policy.device_type).diff(policy)
+    lines += [f'"{op}" = "{rule}"' for op, (_, rule) in changes.items()]
+    rules = [rule for _, rule in changes.values()]
+    return "\n".join(lines) + "\n" + ("\n" if modules else "") + write_modules(modules, rules)
+
+
+def write_modules(modules: ModuleRules, others: Iterable[str] = ()) -> str:
+    """Return module rules as TOML, in the table ``modules``, with the recipes of those and of `others`."""
+    lines = ["[modules]"] if modules else []
+    used = [*others]
+    for glob, what in modules.items():  # in order: later globs take precedence
+        if isinstance(what, str):
+            lines.append(f"{toml.quoted(glob)} = {toml.quoted(what)}")
+        else:
+            rules = ", ".join(f"{toml.quoted(op)} = {toml.quoted(rule)}" for op, rule in what.items())
+            lines.append(f"{toml.quoted(glob)} = {{ {rules} }}")
+            used += what.values()
+    return "".join(f"{line}\n" for line in lines) + recipes.to_toml(used)
 
 
 def read_modules(source: str | PathLike[str], required: bool = True) -> tuple[dict[str, Any], dict[str, str]]:
@@ -107,7 +111,7 @@ def read_table(source: str | PathLike[str], name: str) -> tuple[dict[str, Any], 
     table = _parse(text, where).get(name, {})
     if not isinstance(table, dict):
         raise PolicyError(f"{where}:{toml.line_of(text, name)}: {name} must be a table, [{name}].")
-    return table, {key: f"{where}:{toml.line_of(text, key)}" for key in table}
+    return table, {key: f"{where}:{toml.line_of(text, key, name)}" for key in table}
 
 
 def read(kind: type[P], source: str | PathLike[str], device_type: str | None) -> P:
@@ -173,7 +177,7 @@ def _base(kind: type[P], name: object, device_type: str, text: str = "", where: 
 
 def _override(policy: P, data: dict[str, Any], text: str, where: str) -> P:
     for op, rule in data.get("rules", {}).items():
-        line = toml.line_of(text, op)
+        line = toml.line_of(text, op, "rules")
         try:
             known = recipes.as_rule(rule, data["recipes"])
             policy = policy.override({op: known}, origin=f"{where}:{line}")

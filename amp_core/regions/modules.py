@@ -18,7 +18,7 @@ from amp_core.dispatch.activate import RuleOverrides
 from amp_core.dispatch.graphs import OverridesInForce
 from amp_core.dispatch.target_dtype import eligible
 from amp_core.errors import PolicyError
-from amp_core.policy.changes import OpName
+from amp_core.policy.changes import OpName, resolve
 from amp_core.policy.explanations import Explanations
 from amp_core.policy.op_policy import OpPolicy
 from amp_core.policy.recipes import as_rule
@@ -266,7 +266,9 @@ def _region(device_type: str, selector: str, what: Rules) -> _Region:
 
 
 def _named(rules: Mapping[OpName, str]) -> dict[str, str]:
-    return {op if isinstance(op, str) else str(op): as_rule(rule) for op, rule in rules.items()}
+    if all(isinstance(op, str) for op in rules):
+        return {op: as_rule(rule) for op, rule in rules.items()}
+    return resolve(rules)
 
 
 def _device_type(model: nn.Module) -> str:

@@ -71,7 +71,11 @@ def matching(names: Iterable[str], globs: Iterable[str], kind: str, model: nn.Mo
 
 def matches(name: str, glob: str) -> bool:
     """Return whether `glob` matches a dotted name: ``*`` one part of it, ``**`` any number of parts."""
-    return _is_match(name.split("."), glob.split("."))
+    return _is_match(_parts(name), _parts(glob))
+
+
+def _parts(text: str) -> list[str]:
+    return text.split(".") if text else []  # the model itself has the name ""
 
 
 def matches_no(kind: str, selector: str, model: nn.Module, near: list[str]) -> PolicyError:

@@ -48,6 +48,30 @@ def test_round_trip(rules: dict[str, object]) -> None:
     assert found == rules
 
 
+def test_a_file_keeps_the_order_and_the_ops_of_the_rules(model: nn.Module, tmp_path: Path) -> None:
+    """A model read from a file computes in another precision, as a later rule gives way to an earlier one."""
+    rules = {
+        "**": {torch.ops.aten.softmax: "fp32", torch.ops.aten.mm.default: "fp32", Square: "fp32"},
+        "1": "fp32",
+        nn.Linear: {"linear": Recipe.mxfp8()},
+    }
+    path = tmp_path / "modules.toml"
+    with apply_policy(model, rules) as applied:
+        path.write_text(applied.to_toml())
+        wanted = {(name, op): applied.explain(name, op)[0].rule for name in ("0", "1") for op in OPS}
+    with apply_policy(model, path) as again:
+        assert wanted == {key: again.explain(*key)[0].rule for key in wanted}
+    assert wanted["1", "softmax"] == "unchanged", "runs without autocast"
+    assert wanted["0", "linear"] == "recipe mxfp8"
+
+
+class Square(torch.autograd.Function):
+    """An autograd function."""
+
+
+OPS = ("softmax", "aten::mm.default", "linear", Square)
+
+
 @pytest.mark.parametrize(
     ("text", "line", "message"),
     [
@@ -57,6 +81,8 @@ def test_round_trip(rules: dict[str, object]) -> None:
         ("modules = 3\n", 1, "must be a table"),
         ('[modules]\n"0" = 1\n', 2, "1 is not a rule for a module"),
         ('[rules]\nmm = "fp32"\n', None, "has no rules for modules"),
+        ('[rules]\n0 = "x"\n[modules]\n# 0 = 1\n0 = "bad"\n', 5, "not a rule for a module"),
+        ('[rules]\n0 = "x"\n[modules."0"]\nsoftmaks = "fp32"\n', 3, "softmaks"),
     ],
 )
 def test_bad_files_name_the_line(
@@ -115,6 +141,17 @@ def test_module_rules_are_checked_when_the_file_is_read(reader: str, tmp_path: P
     path.write_text('device_type = "cpu"\n[modules]\n"0" = 1\n')
     with pytest.raises(PolicyError, match=r"rules\.toml:3: '0': 1 is not a rule for a module"):
         READERS[reader](path)
+
+
+def test_a_recipe_of_ops_and_modules_is_written_once() -> None:
+    """Advice whose rules and modules share a recipe cannot be read again, as TOML refuses a second table."""
+    text = (
+        'device_type = "cpu"\n[rules]\nmm = "recipe mine"\n[modules."0"]\nlinear = "recipe mine"\n'
+        '[recipes.mine.weight]\nelement = "e4m3"\n'
+    )
+    advice = Advice.from_toml(text)
+    again = Advice.from_toml(advice.to_toml())
+    assert (again.policy, again.modules) == (advice.policy, advice.modules)
 
 
 def test_advice_knows_the_recipes_of_its_file(tmp_path: Path) -> None:

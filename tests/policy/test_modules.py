@@ -64,6 +64,13 @@ def test_softmax_of_one_module_to_float32_and_back_eager_and_compiled(model: Enc
     assert counter.frame_count == 2
 
 
+def test_one_star_is_one_part_of_a_name(model: Encoder) -> None:
+    """The glob of one part selects the model itself too, so that the ops of its own forward change."""
+    assert apply_policy(model, {"*": "fp32"}).modules == ("encoder", "probe", "head")
+    assert apply_policy(model, {"": {"softmax": "fp32"}}).modules == ("",)
+    assert apply_policy(model, {"**": {"softmax": "fp32"}}).modules[0] == ""
+
+
 def test_layer_of_torch_by_glob(model: Encoder) -> None:
     """`*` is one part of a name; torch's fast path for the layer must not pass the rules by."""
     with apply_policy(model, {"encoder.*.linear1": {"linear": "fp32"}}) as applied:

@@ -156,6 +156,8 @@ def test_toml_from_a_file_says_where(tmp_path: Path) -> None:
         ("[rules\nmm = 1\n", None, "not TOML"),
         ('device_type = "cpu"\n[rules]\nmm = "fp33"\n', 3, "Unknown rule 'fp33'"),
         ('device_type = "cpu"\n[rules]\nsoftmx = "fp32"\n', 3, "Did you mean 'softmax'"),
+        ('device_type = "cpu"\n[modules.a]\nmm = "fp32"\n[rules]\nmm = "fp33"\n', 5, "Unknown rule 'fp33'"),
+        ('device_type = "cpu"\n[modul.a]\nmm = "fp32"\n', 2, "unknown key 'modul'"),
         ('device_type = "cpu"\ndtype = "bf16"\n', 2, "unknown key 'dtype'"),
         ('device_type = "cpu"\nbase = "best"\n', 2, "unknown base 'best'"),
         ('device_type = "cpu"\nrules = 3\n', 2, "rules must be a table"),
