@@ -174,8 +174,8 @@ FEATURES: list[Feature] = []
 """Every feature, in the order of import."""
 
 _MODULES = (
-    "autocast", "autograd", "bindings", "dispatcher", "dynamo", "list_writes", "modules", "steps", "tensors",
-    "torchscript", "tracing",
+    "autocast", "autograd", "bindings", "dispatcher", "dynamo", "list_writes", "modules", "op_kernels",
+    "steps", "tensors", "torchscript", "tracing",
 )  # fmt: skip
 
 

@@ -9,19 +9,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from amp_core._torch.dispatcher import (
-    POLICIES,
-    Overload,
-    all_op_names,
-    arguments,
-    dispatcher_name,
-    install,
-    is_mutable,
-    native_kernel,
-    overloads_of,
-)
+from amp_core._torch.dispatcher import Overload, arguments, dispatcher_name, is_mutable, overloads_of
 from amp_core._torch.dynamo import never_compile
 from amp_core._torch.features import Feature
+from amp_core._torch.op_kernels import POLICIES, all_op_names, install, native_kernel
 from amp_core.common.once import once
 
 # The first key of every call while a mode is active, and of no other call.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from amp_core._torch.dispatcher import POLICIES
+from amp_core._torch.op_kernels import POLICIES
 from amp_core.common import environment as _env
 from amp_core.dispatch import functions
 from amp_core.dispatch.engine import Prepared, Table, ThreadState, engine, policies_in_force

@@ -18,12 +18,11 @@ from amp_core._torch.dispatcher import (
     autocast_key,
     dispatcher_name,
     entry_of,
-    excluded,
     is_mutable,
-    key_set,
     redispatch_below,
     run_with_numbers,
 )
+from amp_core._torch.op_kernels import excluded, key_set
 from amp_core.dispatch import weight_casts
 from amp_core.dispatch.low_in_fp32_out import composed
 from amp_core.dispatch.target_dtype import Args, Kwargs, TargetDtype, eligible, target_dtype, tensors_in

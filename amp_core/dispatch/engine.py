@@ -18,19 +18,16 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 from amp_core._torch.cast_cache import one_at_a_time
-from amp_core._torch.dispatcher import (
-    Overload,
-    autocast_key,
-    dispatcher_name,
+from amp_core._torch.dispatcher import Overload, autocast_key, dispatcher_name, redispatch_below
+from amp_core._torch.dynamo import never_compile
+from amp_core._torch.op_kernels import (
     has_dispatch_key,
     has_kernel,
     install,
     install_fallthrough,
     is_python_kernel,
     native_kernel,
-    redispatch_below,
 )
-from amp_core._torch.dynamo import never_compile
 from amp_core.dispatch import weight_casts
 from amp_core.dispatch.casting import Runner, make_runner, once_defined
 from amp_core.policy import OpPolicy

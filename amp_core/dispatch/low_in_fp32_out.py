@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp_core._torch.dispatcher import Overload, has_kernel
+from amp_core._torch.dispatcher import Overload
+from amp_core._torch.op_kernels import has_kernel
 from amp_core.dispatch import products
 
 Composed = Callable[..., "Tensor | None"]

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from amp_core._torch.dispatcher import excluded
+from amp_core._torch.op_kernels import excluded
 from amp_core._torch.tracing import calls_are_captured, functorch_is_at_work, is_batched
 from amp_core.dispatch import delayed_scales, kept_operands
 from amp_core.dispatch.bilinear import Bilinear, Compute

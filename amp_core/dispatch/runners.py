@@ -8,7 +8,8 @@ from collections.abc import Mapping
 import torch
 
 from amp_core._torch.autocast import is_device_type
-from amp_core._torch.dispatcher import autocast_key, has_dispatch_key
+from amp_core._torch.dispatcher import autocast_key
+from amp_core._torch.op_kernels import has_dispatch_key
 from amp_core.common.call_site import level_outside
 from amp_core.dispatch.casting import Runner, make_runner, once_defined
 from amp_core.dispatch.engine import Table

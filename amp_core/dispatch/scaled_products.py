@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from amp_core._torch.dispatcher import Overload, autocast_key, dispatcher_name, excluded, key_set
+from amp_core._torch.dispatcher import Overload, autocast_key, dispatcher_name
+from amp_core._torch.op_kernels import excluded, key_set
 from amp_core._torch.tracing import calls_are_captured, functorch_is_at_work
 from amp_core.dispatch import delayed_scales, kept_operands, products
 from amp_core.dispatch.bilinear import Bilinear, bilinear

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import re
 
-from amp_core._torch.dispatcher import all_op_names, has_kernel, is_mutable, is_view
+from amp_core._torch.dispatcher import is_mutable, is_view
+from amp_core._torch.op_kernels import all_op_names, has_kernel
 from amp_core.policy import names
 from amp_core.policy import rules as r
 from amp_core.policy.op_policy import OpPolicy

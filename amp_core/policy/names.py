@@ -14,13 +14,13 @@ import torch
 from amp_core._torch.dispatcher import (
     Overload,
     Packet,
-    all_op_names,
     arguments,
     dispatcher_name,
     is_mutable,
     op_text,
     overloads_of,
 )
+from amp_core._torch.op_kernels import all_op_names
 from amp_core.errors import PolicyError
 
 # Python names of ops whose schemas have another name.

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import lru_cache
 
-from amp_core._torch.dispatcher import autocast_key, has_dispatch_key, has_kernel, registered
+from amp_core._torch.dispatcher import autocast_key
+from amp_core._torch.op_kernels import has_dispatch_key, has_kernel, registered
 from amp_core.common.op_lists import op_lists
 from amp_core.policy import names, tables
 from amp_core.policy import rules as r

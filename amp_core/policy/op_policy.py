@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from amp_core._torch.dispatcher import (
-    value_for_dynamo,
-)
+from amp_core._torch.dispatcher import value_for_dynamo
 from amp_core.common.call_site import place_outside
 from amp_core.common.op_lists import op_lists
 from amp_core.errors import PolicyError

@@ -11,15 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from amp_core._torch.dispatcher import (
-    Overload,
-    autograd_key,
-    dispatcher_name,
-    has_kernel,
-    is_view,
-    key_set,
-    native_kernel,
-)
+from amp_core._torch.dispatcher import Overload, autograd_key, dispatcher_name, is_view
+from amp_core._torch.op_kernels import has_kernel, key_set, native_kernel
 from amp_core._torch.tracing import checks_dtype, to_copy
 from amp_core.common.arguments import check_module
 from amp_core.common.containers import tensors_in

@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from amp_core._torch.autocast import privateuse1_name
-from amp_core._torch.dispatcher import autograd_key, has_dispatch_key
+from amp_core._torch.dispatcher import autograd_key
+from amp_core._torch.op_kernels import has_dispatch_key
 from amp_core.errors import BackendError
 from amp_core.kernels import Kernels
 from amp_core.plugin import Backend, get_backend

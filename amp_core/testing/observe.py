@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 
-from amp_core._torch import dispatcher as _torch_dispatch
+from amp_core._torch.dispatcher import Overload, autograd_key, dispatcher_name
+from amp_core._torch.dispatcher import arguments as schema_arguments
+from amp_core._torch.op_kernels import install
 from amp_core.policy import names, rules
 
 MakeTensor = Callable[[torch.dtype], torch.Tensor]
@@ -23,8 +25,8 @@ MakeTensor = Callable[[torch.dtype], torch.Tensor]
 class Arrived(Exception):  # noqa: N818  # not an error: it carries the arguments
     """The op, or its overload that takes a dtype, was called with these arguments."""
 
-    def __init__(self, op: _torch_dispatch.Overload, arguments: dict[str, Any]) -> None:
-        super().__init__(_torch_dispatch.dispatcher_name(op))
+    def __init__(self, op: Overload, arguments: dict[str, Any]) -> None:
+        super().__init__(dispatcher_name(op))
         self.op = op
         self.arguments = arguments
 
@@ -64,7 +66,7 @@ HIGH = torch.float32
 
 
 def _departure(
-    op: _torch_dispatch.Overload,
+    op: Overload,
     rule: str,
     given: tuple[torch.dtype, torch.dtype],
     result: Arrived | Exception,
@@ -100,8 +102,8 @@ def _expected(
     return {HIGH} if HIGH in given and len(actual) > 1 else set(given)
 
 
-def _recorder(op: _torch_dispatch.Overload) -> Callable[..., Any]:
-    arguments = _torch_dispatch.arguments(op)
+def _recorder(op: Overload) -> Callable[..., Any]:
+    arguments = schema_arguments(op)
 
     def record(_keyset: Any, *args: Any, **kwargs: Any) -> None:
         given = {a.name: value for a, value in zip(arguments, args, strict=False)}
@@ -111,21 +113,19 @@ def _recorder(op: _torch_dispatch.Overload) -> Callable[..., Any]:
 
 
 @contextmanager
-def _recorded(op: _torch_dispatch.Overload, device_type: str) -> Iterator[None]:
-    key = _torch_dispatch.autograd_key(device_type)
+def _recorded(op: Overload, device_type: str) -> Iterator[None]:
+    key = autograd_key(device_type)
     with ExitStack() as stack:
         for overload in {op, rules.dtype_overload(op) or op}:
-            name = _torch_dispatch.dispatcher_name(overload)
-            stack.callback(_torch_dispatch.install(name, key, _recorder(overload)))
+            name = dispatcher_name(overload)
+            stack.callback(install(name, key, _recorder(overload)))
         yield
 
 
-def _call(
-    op: _torch_dispatch.Overload, make: MakeTensor, dtypes: tuple[torch.dtype, torch.dtype]
-) -> Arrived | Exception:
+def _call(op: Overload, make: MakeTensor, dtypes: tuple[torch.dtype, torch.dtype]) -> Arrived | Exception:
     args, kwargs = [], {}
     first = True
-    for argument in _torch_dispatch.arguments(op):
+    for argument in schema_arguments(op):
         kind = str(argument.real_type)
         value = _value(argument, make, dtypes, dtypes[0] if first else dtypes[1])
         first = first and not ("Tensor" in kind and not kind.startswith("List"))

@@ -11,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from amp_core import OpPolicy, get_backend
-from amp_core._torch import dispatcher as _torch_dispatch
+from amp_core._torch.op_kernels import registered
 from amp_core.dispatch.activate import activation, pushed
 from amp_core.dispatch.engine import engine, policies_in_force
 from amp_core.testing.observe import consistent
@@ -68,9 +68,9 @@ def region() -> Callable[..., Any]:
 def nothing_left() -> Iterator[None]:
     """Check that no policy is in force afterwards, and that torch's own rules are listed and apply."""
     engine("cpu").add_rules()  # these stay
-    before = _torch_dispatch.registered("AutocastCPU")
+    before = registered("AutocastCPU")
     yield
-    assert _torch_dispatch.registered("AutocastCPU") == before
+    assert registered("AutocastCPU") == before
     assert pushed() == 0
     assert not policies_in_force()
     assert not engine("cpu").needed

@@ -7,7 +7,7 @@ import torch
 from torch.testing._internal.autocast_test_lists import AutocastCPUTestLists
 
 from amp_core import OpPolicy
-from amp_core._torch.dispatcher import registered
+from amp_core._torch.op_kernels import registered
 from amp_core.dispatch.activate import emulation, pushed
 
 torch.manual_seed(0)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from amp_core import OpPolicy, autocast
-from amp_core._torch import dispatcher
+from amp_core._torch import op_kernels
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -72,11 +72,11 @@ def _install_in_threads(
     ops: list[str], in_threads: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for _ in range(100):
-        monkeypatch.setattr(dispatcher, "_warned_of_override", False)
+        monkeypatch.setattr(op_kernels, "_warned_of_override", False)
         removers: list[Callable[[], None]] = []
 
         def put(op: str, removers: list[Callable[[], None]] = removers) -> None:
-            removers.append(dispatcher.install(op, "AutocastCPU", lambda _keys, *_: None))
+            removers.append(op_kernels.install(op, "AutocastCPU", lambda _keys, *_: None))
 
         in_threads(*[functools.partial(put, op) for op in ops])
         for remove in removers:

@@ -10,7 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.autocast_test_lists import AutocastTestLists
 
 from amp_core import OpPolicy
-from amp_core._torch.dispatcher import autocast_key, registered
+from amp_core._torch.dispatcher import autocast_key
+from amp_core._torch.op_kernels import registered
 from amp_core.common.op_lists import op_lists
 from amp_core.policy import names, rules, tables
 

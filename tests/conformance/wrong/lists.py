@@ -21,6 +21,10 @@ def lost(results, is_lost):
     return results
 
 
+def mixed(tensors):
+    return len({t.dtype for t in tensors}) > 1
+
+
 class CastsTheSecondParameterOfThree(Portable):
     fails = SHORT
 
@@ -38,21 +42,28 @@ class CastsAllButTheEndOfAWholeBlock(Portable):
         return results
 
 
-class MeasuresMixedListsInOneChunk(Portable):
-    fails = LONG
+class CutsLongLists(Portable):
+    def cut(self, stats, grads, norm_type):
+        """Return the fields of `stats` that are wrong, and how."""
+        raise NotImplementedError
 
     def grad_stats(self, grads, norm_type=2.0):
         stats = super().grad_stats(grads, norm_type)
-        mixed = len(grads) > 512 and len({g.dtype for g in grads}) > 1
-        return replace(stats, found_inf=stats.nonfinite[:512].amax()) if mixed else stats
+        return replace(stats, **self.cut(stats, grads, norm_type)) if len(grads) > 1000 else stats
+
+
+class MeasuresMixedListsInOneChunk(CutsLongLists):
+    fails = LONG
+
+    def cut(self, stats, grads, norm_type):
+        return {"found_inf": stats.nonfinite[:512].amax()} if mixed(grads) else {}
 
 
 class MultipliesMixedListsInOneChunk(Portable):
     fails = LONG
 
     def multiply_(self, grads, factor, found_inf=None):
-        mixed = len(grads) > 512 and len({g.dtype for g in grads}) > 1
-        super().multiply_(grads[:512] if mixed else grads, factor, found_inf)
+        super().multiply_(grads[:512] if mixed(grads) else grads, factor, found_inf)
 
 
 class MultipliesAsManyHalvesAsAGridHas(Portable):
@@ -142,51 +153,40 @@ class QuantizesAThousandBlocks(Portable):
         return quantized
 
 
-class MeasuresAThousandOfTheThirdOrder(Portable):
+class MeasuresAThousandOfTheThirdOrder(CutsLongLists):
     fails = LONG
 
-    def grad_stats(self, grads, norm_type=2.0):
-        stats = super().grad_stats(grads, norm_type)
-        if norm_type != 3.0 or len(grads) <= 1000:
-            return stats
+    def cut(self, stats, grads, norm_type):
         norms = torch.cat([stats.norms[:1000], torch.zeros_like(stats.norms[1000:])])
-        return replace(stats, norms=norms)
+        return {"norms": norms} if norm_type == 3.0 else {}
 
 
-class MeasuresTheLargestOfAThousand(Portable):
+class MeasuresTheLargestOfAThousand(CutsLongLists):
     fails = LONG
 
-    def grad_stats(self, grads, norm_type=2.0):
-        stats = super().grad_stats(grads, norm_type)
-        cut = norm_type == torch.inf and len(grads) > 1000
-        return replace(stats, norm=stats.norms[:1000].amax()) if cut else stats
+    def cut(self, stats, grads, norm_type):
+        return {"norm": stats.norms[:1000].amax()} if norm_type == torch.inf else {}
 
 
-class SumsAThousandOfTheFirstOrder(Portable):
+class SumsAThousandOfTheFirstOrder(CutsLongLists):
     fails = LONG
 
-    def grad_stats(self, grads, norm_type=2.0):
-        stats = super().grad_stats(grads, norm_type)
-        cut = norm_type == 1.0 and len(grads) > 1000
-        return replace(stats, norm=stats.norms[:1000].sum()) if cut else stats
+    def cut(self, stats, grads, norm_type):
+        return {"norm": stats.norms[:1000].sum()} if norm_type == 1.0 else {}
 
 
-class FlagsAThousandOfTheThirdOrder(Portable):
+class FlagsAThousandOfTheThirdOrder(CutsLongLists):
     fails = LONG
 
-    def grad_stats(self, grads, norm_type=2.0):
-        stats = super().grad_stats(grads, norm_type)
-        cut = norm_type == 3.0 and len(grads) > 1000
-        return replace(stats, found_inf=stats.nonfinite[:1000].amax()) if cut else stats
+    def cut(self, stats, grads, norm_type):
+        return {"found_inf": stats.nonfinite[:1000].amax()} if norm_type == 3.0 else {}
 
 
-class FlagsNoTensorOfALongMixedList(Portable):
+class FlagsNoTensorOfALongMixedList(CutsLongLists):
     fails = LONG
 
-    def grad_stats(self, grads, norm_type=2.0):
-        stats = super().grad_stats(grads, norm_type)
-        mixed = len(grads) > 1000 and len({g.dtype for g in grads}) > 1
-        return replace(stats, nonfinite=stats.nonfinite * 0) if mixed else stats
+    def cut(self, stats, grads, norm_type):
+        return {"nonfinite": stats.nonfinite * 0} if mixed(grads) else {}
 
 
 class CastsAThousandToTheirOwnDtype(Portable):
@@ -221,7 +221,7 @@ class MultipliesAThousandOfMixedDtypes(Portable):
 
     def multiply_(self, grads, factor, found_inf=None):
         super().multiply_(grads, factor, found_inf)
-        if len({g.dtype for g in grads}) > 1:
+        if mixed(grads):
             lost(grads, lambda i, _: i == 1024)
 
 
@@ -229,7 +229,6 @@ class LooksAtAThousandOfMixedDtypes(Portable):
     fails = LONG
 
     def multiply_(self, grads, factor, found_inf=None):
-        mixed = len({g.dtype for g in grads}) > 1
-        super().multiply_(grads[:1000] if mixed else grads, factor, found_inf)
-        if mixed:
+        super().multiply_(grads[:1000] if mixed(grads) else grads, factor, found_inf)
+        if mixed(grads):
             super().multiply_(grads[1000:], factor)

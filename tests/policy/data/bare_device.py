@@ -9,7 +9,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from amp_core import OpPolicy, get_backend
-from amp_core._torch.dispatcher import registered
+from amp_core._torch.op_kernels import registered
 from amp_core.dispatch.activate import activation, emulation
 
 _setup_privateuseone_for_python_backend("npu")
