@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from amp_core.kernels.interface import as_int32
 from amp_core.scaling.loss_scale import whole_number
 from amp_core.states.loss_scale import (
     AtFloor,
@@ -114,7 +115,7 @@ def _read_torch(state: Any, schedule: LossScaleSchedule | None) -> _Scales:
         _count(state, "growth_interval"),
         **known_fields(state.get("_schedule", {})),
     )
-    left = whole_number("_hysteresis_left", state.get("_hysteresis_left", rule.hysteresis))
+    left = whole_number("_hysteresis_left", state.get("_hysteresis_left", as_int32(rule.hysteresis)))
     at = ScaleState(_scale(state, "scale"), _count(state, "_growth_tracker"), left)
     scales: _Scales = {None: (at, rule)}
     keys = state.get("_keys", {})
@@ -152,7 +153,7 @@ def _read_deepspeed(state: Any, schedule: LossScaleSchedule | None) -> _Scales:
     # `cur_iter` counts the next step, and growth asks for a whole number of windows since the overflow.
     since = _count(held, "cur_iter") - _count(held, "last_overflow_iter", least=-1)  # -1: none so far
     tracker = (since - 1) % rule.growth_interval
-    left = whole_number("cur_hysteresis", held.get("cur_hysteresis", rule.hysteresis))
+    left = whole_number("cur_hysteresis", held.get("cur_hysteresis", as_int32(rule.hysteresis)))
     return {None: (ScaleState(scale, tracker, left), rule)}
 
 

@@ -229,6 +229,13 @@ def test_several_losses() -> None:
         convert_scaler_state(ours, to="torch")
 
 
+def test_a_hysteresis_beyond_int32() -> None:
+    """A state that leaves out how many overflows are left is refused."""
+    schedule = LossScaleSchedule(hysteresis=2**40)
+    converted = convert_scaler_state(torch.amp.GradScaler("cpu").state_dict(), schedule=schedule)
+    assert converted["_hysteresis_left"] == 2**31 - 1
+
+
 def test_what_real_checkpoints_hold_around_it() -> None:
     """The state inside an optimizer's is not found, or an option of DeepSpeed's is lost."""
     megatron = {"optimizer": {}, "grad_scaler": Megatron().state()}
