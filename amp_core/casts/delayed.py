@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from amp_core._torch.tracing import outside_graphs
 from amp_core.common.handle import Local
+from amp_core.common.identity import WeakIdentityMapping
 from amp_core.common.optimizers import after_every_step
 from amp_core.common.process_groups import check_group
 from amp_core.dispatch.history_sources import sources
@@ -41,7 +41,7 @@ class DelayedScales(Local):
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._histories: dict[str, dict[str, AmaxHistory]] = {}
         self._loaded: dict[str, dict[str, Any]] = {}
-        self._agreed: MutableMapping[torch.optim.Optimizer, Tensor] = WeakIdKeyDictionary()
+        self._agreed: MutableMapping[torch.optim.Optimizer, Tensor] = WeakIdentityMapping()
         self._past = deque[tuple[tuple[str, ...], Tensor]](maxlen=Delayed.history)
         self._release: Any = None
         self._lock = threading.Lock()

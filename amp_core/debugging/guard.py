@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
-from torch.utils.weak import WeakIdKeyDictionary
 
 from amp_core._torch.autograd import current_autograd_node
 from amp_core._torch.dispatcher import Overload, dispatcher_name
 from amp_core.casts.shards import local
+from amp_core.common.identity import WeakIdentityMapping
 from amp_core.debugging.attached import Attached
 from amp_core.debugging.capture import extent, is_readable
 from amp_core.debugging.op_kinds import floats_in, short_name
@@ -85,7 +85,7 @@ class Guard(Attached, Sink):
         super().__init__(model)
         self.fault: OpFault | None = None
         self._patience, self._skips = patience, 0
-        self._scaled: MutableMapping[Optimizer, object] = WeakIdKeyDictionary()
+        self._scaled: MutableMapping[Optimizer, object] = WeakIdentityMapping()
         self._tap: Tap | None = None
         register(self)
         self._removers += [lambda: unregister(self), self._stop]

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from amp_core._torch.steps import same_layout
+from amp_core.common.identity import WeakIdentityMapping
 from amp_core.common.optimizers import parameters_of
 from amp_core.kernels import PORTABLE, GradStats, Kernels
 from amp_core.plugin.default_manager import get_backend
@@ -159,7 +159,7 @@ class _Grouping:
         return Gradients(self._device, params, ready, self._kernels)
 
 
-_groupings: MutableMapping[torch.optim.Optimizer, _Grouping] = WeakIdKeyDictionary()
+_groupings: MutableMapping[torch.optim.Optimizer, _Grouping] = WeakIdentityMapping()
 
 
 def _by_place(params: list[Tensor], grads: list[Tensor]) -> list[Gradients]:

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils.weak import WeakIdKeyDictionary
 
 from amp_core.common.arguments import check_whole, named_tensors
 from amp_core.common.call_site import level_outside
+from amp_core.common.identity import WeakIdentityMapping
 from amp_core.errors import ScaleFloorError, ScaleFloorWarning, SkippedStepsWarning
 from amp_core.kernels import GradStats
 from amp_core.kernels.memory import on_host, read
@@ -62,10 +62,10 @@ class StepLog:
         self.history = History(size)
         self.hooks = Hooks()
         # by identity: optimizers that compare, such as dataclasses, have no hash
-        self.last_step: MutableMapping[Optimizer, StepRecord] = WeakIdKeyDictionary()
+        self.last_step: MutableMapping[Optimizer, StepRecord] = WeakIdentityMapping()
         self._pending: dict[str | None, dict[int, StepRecord]] = {}
-        self._skips_in_a_row: MutableMapping[Optimizer, int] = WeakIdKeyDictionary()
-        self._described: MutableMapping[Optimizer, tuple[list[int], ParameterNames]] = WeakIdKeyDictionary()
+        self._skips_in_a_row: MutableMapping[Optimizer, int] = WeakIdentityMapping()
+        self._described: MutableMapping[Optimizer, tuple[list[int], ParameterNames]] = WeakIdentityMapping()
 
     def __getstate__(self) -> dict[str, Any]:
         # ids, hooks and tensors of this process mean nothing in another

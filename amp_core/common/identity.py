@@ -1,0 +1,40 @@
+"""A weak mapping from objects that need neither a hash nor equality."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, MutableMapping
+from typing import Any, TypeVar
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class WeakIdentityMapping(MutableMapping[K, V]):
+    """Like ``weakref.WeakKeyDictionary``, but equal keys are different; a fraction of torch's time."""
+
+    def __init__(self) -> None:
+        self._entries: dict[int, tuple[weakref.ref[Any], V]] = {}
+
+    def __getitem__(self, key: K) -> V:
+        return self._entries[id(key)][1]
+
+    def get(self, key: K, default: Any = None) -> Any:
+        """Return the value of `key`, or `default`."""
+        entry = self._entries.get(id(key))
+        return default if entry is None else entry[1]
+
+    def __setitem__(self, key: K, value: V) -> None:
+        entries, number = self._entries, id(key)
+        known = entries.get(number)
+        ref = weakref.ref(key, lambda _: entries.pop(number, None)) if known is None else known[0]
+        entries[number] = ref, value
+
+    def __delitem__(self, key: K) -> None:
+        del self._entries[id(key)]
+
+    def __iter__(self) -> Iterator[K]:
+        return iter([key for ref, _ in list(self._entries.values()) if (key := ref()) is not None])
+
+    def __len__(self) -> int:
+        return len(self._entries)
