@@ -108,8 +108,8 @@ def fields_of(data: dict[str, Any], text: str, where: str, table: str = "") -> d
 
 def _dtype(name: str, where: str) -> torch.dtype:
     dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise PolicyError(f"{where}: torch has no dtype {name!r}.")
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise PolicyError(f"{where}: torch has no floating-point dtype {name!r}.")
     return dtype
 
 
