@@ -275,7 +275,10 @@ class GradScaler(torch.amp.GradScaler):
         if max_norm is not None:
             self._clip(entry, max_norm, norm_type)
         elif state.stage is OptState.READY:
-            self.unscale_(optimizer) if loss_scale is self._scales.own else self._unscale(entry)
+            if loss_scale is self._scales.own and self._overrides_unscale():
+                self.unscale_(optimizer)
+            else:
+                self._unscale(entry)
         if not state.found_inf_per_device:
             raise AssertionError(_no_gradients(optimizer))
         self._log.record(optimizer, loss_scale, state)
@@ -405,6 +408,7 @@ class GradScaler(torch.amp.GradScaler):
         state.stage = stage
         return result
 
+    @_numbering_lost_steps
     def unscale_(self, optimizer: Optimizer | Sequence[Optimizer], key: str | None = None) -> None:
         """Divide the gradients of `optimizer` by the scale, in place, and check whether all are finite.
 
@@ -431,7 +435,6 @@ class GradScaler(torch.amp.GradScaler):
         if self._enabled:
             self._unscale(self._scales.enter(_as_list(optimizer), key, "unscale_"))
 
-    @_numbering_lost_steps
     def _unscale(self, entry: Entry) -> None:
         optimizers, loss_scale, states = entry
         scale = loss_scale.check("unscale_")
@@ -855,6 +858,9 @@ class GradScaler(torch.amp.GradScaler):
         if self._log.skipped(optimizer):
             return None
         return cast("float | None", optimizer.step(*args, **kwargs))
+
+    def _overrides_unscale(self) -> bool:
+        return getattr(self.unscale_, "__func__", None) is not GradScaler.unscale_
 
     def _check_inf_per_device(self, optimizer: Optimizer) -> dict[str, Any]:
         self._scales.own.check("_check_inf_per_device")

@@ -92,14 +92,15 @@ class LossScales:
         """
         for each in optimizers:
             check_optimizer(each, call)
-        scales = [self.own] * len(optimizers)
+        if not optimizers:
+            raise ValueError(_NOT_ONE.format(call=call, count=0))
+        loss_scale = self.own
         if key is not None or self.keyed:
-            scales = [self._in_use(optimizer, key, call) for optimizer in optimizers]
-        for loss_scale in scales:
-            loss_scale.check(call)
-        if len(set(map(id, scales))) != 1:
-            raise ValueError(_NOT_ONE.format(call=call, count=len(optimizers)))
-        return Entry(optimizers, scales[0], list(map(scales[0].optimizer_states.of, optimizers)))
+            loss_scale, *others = [self._in_use(optimizer, key, call) for optimizer in optimizers]
+            if any(other is not loss_scale for other in others):
+                raise ValueError(_NOT_ONE.format(call=call, count=len(optimizers)))
+        loss_scale.check(call)
+        return Entry(optimizers, loss_scale, [loss_scale.optimizer_states.of(each) for each in optimizers])
 
     def _in_use(self, optimizer: Optimizer, key: str | None, call: str) -> LossScale:
         wanted = self.of(key)

@@ -108,9 +108,8 @@ class OptimizerStates(dict[int, OptimizerState]):
         """Return the state of `optimizer`, a fresh one if it has none."""
         state = self.known(optimizer)
         if state is None:
-            state = self[id(optimizer)] = OptimizerState()
-            if not is_tracing():
-                state.owner = weakref.ref(optimizer)
+            state = OptimizerState(owner=None if is_tracing() else weakref.ref(optimizer))
+            super().__setitem__(id(optimizer), state)
         return state
 
     def known(self, optimizer: torch.optim.Optimizer) -> OptimizerState | None:
