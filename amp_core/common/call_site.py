@@ -22,7 +22,8 @@ def place_outside(packages: tuple[str, ...] = ()) -> str:
 
 
 def _is_ours(names: dict[str, object]) -> bool:
-    return str(names.get("__name__", "")).startswith("amp_core.")
+    """Return whether a frame is ours, or that of a generator of ours as a context manager."""
+    return str(names.get("__name__", "")).startswith(("amp_core.", "contextlib"))
 
 
 def _package(names: dict[str, object]) -> str:

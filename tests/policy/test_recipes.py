@@ -589,3 +589,13 @@ def test_emulation_is_said_once() -> None:
         region("recipe mxfp8")
     assert caught[0].filename == __file__
     region("recipe mxfp4")  # a warning would be an error
+
+
+def test_a_warning_of_a_tool_is_at_the_line_of_its_user() -> None:
+    """A warning from inside `compare` is shown at a line of contextlib."""
+    runners._warned.clear()
+    activate._prepared_once.cache_clear()
+    layer = nn.Linear(4, 4)
+    with pytest.warns(EmulationWarning) as caught:
+        amp_core.compare(lambda: layer(R(2, 4)).sum(), "cpu", format="mxfp8")
+    assert {warning.filename for warning in caught} == {__file__}
