@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from numbers import Integral
 from typing import Any
 
 from torch import Tensor, nn
@@ -54,12 +55,13 @@ def as_order(value: Any) -> Any:
     return order
 
 
-def check_whole(value: object, name: str, least: int) -> None:
-    """Raise TypeError or ValueError unless `value` is an integer of at least `least`."""
-    if not isinstance(value, int):
+def as_whole(value: object, name: str, least: int) -> int:
+    """Return `value` as an int; raise TypeError or ValueError unless it is an integer of at least `least`."""
+    if not isinstance(value, Integral):
         raise TypeError(f"{name}= must be an integer, not {value!r}.")
     if value < least:
         raise ValueError(f"{name}= must be at least {least}, not {value}.")
+    return int(value)
 
 
 def named_tensors(pairs: Iterable[Any]) -> Iterator[tuple[str, Tensor]]:

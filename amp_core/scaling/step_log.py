@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from amp_core.common.arguments import check_whole, named_tensors
+from amp_core.common.arguments import as_whole, named_tensors
 from amp_core.common.call_site import level_outside
 from amp_core.common.identity import WeakIdentityMapping
 from amp_core.errors import ScaleFloorError, ScaleFloorWarning, SkippedStepsWarning
@@ -50,13 +50,10 @@ class StepLog:
     """
 
     def __init__(self, size: int, warn_after: int, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
-        if size is not None:
-            check_whole(size, "history", 0)
-        check_whole(warn_after, "warn_after", 0)
         self.names = {id(p): name for name, p in named_tensors(named_parameters)}
-        self.warn_after = warn_after
+        self.warn_after = as_whole(warn_after, "warn_after", 0)
         self.updates = 0
-        self._start(size)
+        self._start(None if size is None else as_whole(size, "history", 0))
 
     def _start(self, size: int | None) -> None:
         self.history = History(size)

@@ -11,7 +11,7 @@ import math
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 from torch.amp.grad_scaler import OptState
@@ -117,6 +117,10 @@ class LossScaleSchedule:
         for name in ("growth_factor", "backoff_factor", "min_scale", "max_scale"):
             value = getattr(self, name)
             _check(isinstance(value, Real), f"{name} must be a number, got {value!r}.", TypeError)
+            object.__setattr__(self, name, float(value))  # checkpoints shall not hold numbers of NumPy
+        for name in ("growth_interval", "hysteresis"):
+            value = getattr(self, name)
+            object.__setattr__(self, name, int(value) if isinstance(value, Integral) else value)
         object.__setattr__(self, "hysteresis_kind", Hysteresis(self.hysteresis_kind))
         object.__setattr__(self, "at_floor", AtFloor(self.at_floor))
         _check(self.growth_factor > 1.0, "The growth factor must be > 1.0.", AssertionError)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections import defaultdict
 from dataclasses import dataclass
@@ -146,3 +147,22 @@ def test_unscaling_again_after_a_reset(scaler_class: Any) -> None:
     scaler.step(optimizer)
     scaler.update()
     assert param.tolist() == [0.0, 0.0]
+
+
+def test_numbers_of_numpy() -> None:
+    """An integer of NumPy is refused, or ends up in a checkpoint that torch refuses to load."""
+    np = pytest.importorskip("numpy")
+    scaler = GradScaler(
+        "cpu",
+        np.float32(8.0),
+        growth_factor=np.float64(2.0),
+        growth_interval=np.int64(2),
+        history=np.int64(1),
+        warn_after=np.int64(3),
+    )
+    train(scaler)
+    file = io.BytesIO()
+    torch.save(scaler.state_dict(), file)
+    file.seek(0)
+    assert torch.load(file, weights_only=True) == scaler.state_dict()
+    assert len(scaler.history) == 1
