@@ -7,6 +7,7 @@ pass: they only exclude inputs that the device does not support.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
@@ -88,27 +89,29 @@ class BackendFixtures:
     @property
     def supports_float16(self) -> bool:
         """Whether the device supports float16. Default: detected."""
-        return self._can_hold(torch.float16)
+        return _can_hold(self.device_type, torch.float16)
 
     @property
     def supports_bfloat16(self) -> bool:
         """Whether the device supports bfloat16, which stored weights need. Default: detected."""
-        return self._can_hold(torch.bfloat16)
+        return _can_hold(self.device_type, torch.bfloat16)
 
     @property
     def supports_float64(self) -> bool:
         """Whether the device supports float64. Default: detected."""
-        return self._can_hold(torch.float64)
+        return _can_hold(self.device_type, torch.float64)
 
     @property
     def supports_complex(self) -> bool:
         """Whether the device supports complex64. Default: detected."""
-        return self._can_hold(torch.complex64)
+        return _can_hold(self.device_type, torch.complex64)
 
     @property
     def supports_float8(self) -> bool:
         """Whether to check casts to and from 8-bit floats. Default: detected."""
-        return self._can_hold(torch.float8_e4m3fn) and self._can_hold(torch.float8_e5m2)
+        return _can_hold(self.device_type, torch.float8_e4m3fn) and _can_hold(
+            self.device_type, torch.float8_e5m2
+        )
 
     @property
     def supports_bit_views(self) -> bool:
@@ -189,9 +192,6 @@ class BackendFixtures:
         }
         return [dtype for dtype, there in supported.items() if there]
 
-    def _can_hold(self, dtype: torch.dtype) -> bool:
-        return _can_hold(self.device_type, dtype)
-
     @pytest.fixture(autouse=True)
     def _serve_the_backend(self, request: pytest.FixtureRequest) -> Iterator[None]:
         """Put `backend` into the registry while a check runs, and mark the known failures."""
@@ -219,41 +219,27 @@ def _check_name(item: Any) -> str:
     return str(item.originalname).removeprefix("test_")
 
 
-_supported: dict[tuple[str, torch.dtype], bool] = {}
-
-
+@functools.cache
 def _can_hold(device_type: str, dtype: torch.dtype) -> bool:
-    key = (device_type, dtype)
-    if key not in _supported:
-        try:
-            ones = torch.ones(2, dtype=torch.float32).to(dtype).to(device_type)
-            _supported[key] = bool((ones.cpu().float() == 1).all()) if not dtype.is_complex else True
-        except (RuntimeError, TypeError, NotImplementedError):
-            _supported[key] = False
-    return _supported[key]
+    try:
+        ones = torch.ones(2, dtype=torch.float32).to(dtype).to(device_type)
+        return dtype.is_complex or bool((ones.cpu().float() == 1).all())
+    except (RuntimeError, TypeError, NotImplementedError):
+        return False
 
 
-_graphs: dict[tuple[str, str], bool] = {}
-
-
+@functools.cache
 def _graphs_work(device_type: str, how: str) -> bool:
-    key = (device_type, how)
-    if key not in _graphs:
-        try:
-            _graphs[key] = _try_graph(device_type, how)
-        except Exception:  # whatever torch raises for a device that it cannot trace
-            _graphs[key] = False
-    return _graphs[key]
-
-
-def _try_graph(device_type: str, how: str) -> bool:
     class Product(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x @ x
 
-    x = torch.ones(2, 2, device=device_type)
-    if how == "compile":  # the forward alone, which is what the kit compiles
-        torch.compile(Product().forward, backend="aot_eager", fullgraph=True)(x)
-    else:
-        torch.export.export(Product(), (x,)).module()(x)
+    try:
+        x = torch.ones(2, 2, device=device_type)
+        if how == "compile":  # the forward alone, which is what the kit compiles
+            torch.compile(Product().forward, backend="aot_eager", fullgraph=True)(x)
+        else:
+            torch.export.export(Product(), (x,)).module()(x)
+    except Exception:  # whatever torch raises for a device that it cannot trace
+        return False
     return True

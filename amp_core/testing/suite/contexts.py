@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from amp_core._torch.tracing import TorchDispatchMode, fake_tensor_mode
+from amp_core._torch.tracing import fake_tensor_mode
 from amp_core.regions.region import autocast
 from amp_core.states.loss_scale import LossScaleSchedule, ScaleState
 from amp_core.testing.suite import data, reference
@@ -33,20 +33,14 @@ class ContextConformance(Judge):
             space.rotated(dtypes, self._layouts()),
         ]
 
-    def _judge_specs(self, specs: list[space.Spec]) -> None:
-        self._judge_every_method(lambda: [spec.build(self.device) for spec in specs])
-
     def _judge_in(self, context: Callable[[], AbstractContextManager[Any]]) -> None:
-        self._context = context
-        try:
+        with self._calls_in(context):
             for specs in self._samples():
                 self._judge_specs(specs)
                 for spec in specs[:3]:
                     self._judge_specs([spec._replace(finite=False)])
             for bad in (0.0, 1.0):
                 self._judge_update(ScaleState(8.0, 1), bad, LossScaleSchedule(growth_interval=2))
-        finally:
-            del self._context
 
     def test_kernels_in_a_region(self) -> None:
         """Autocast would compute norms and products in low precision."""
@@ -73,19 +67,16 @@ class ContextConformance(Judge):
                 return [spec._replace(finite=finite).build(self.device) for spec in specs]
 
         self._judge_every_method(lambda: inside(finite=True))
-        self._context = torch.inference_mode
-        try:
+        with self._calls_in(torch.inference_mode):
             self._judge_every_method(lambda: inside(finite=False))
-        finally:
-            del self._context
 
     def test_kernels_under_other_defaults(self) -> None:
         """Of dtype, and of device: what a kernel allocates follows its arguments alone."""
         for dtype in (torch.float64, torch.float16):
-            self._judge_in(lambda dtype=dtype: _default_dtype(dtype))  # type: ignore[misc]
+            self._judge_in(lambda dtype=dtype: data.default_dtype(dtype))  # type: ignore[misc]
         self._judge_in(lambda: torch.device("meta"))
         self._judge_in(_unusual)
-        self._judge_in(_Passing)
+        self._judge_in(lambda: data.After(_count_list_writes))  # as a mode that counts or records
 
     def _judge_in_a_backward(self) -> None:
         """Gradients are added, cast and measured in hooks, while autograd runs."""
@@ -119,12 +110,8 @@ class ContextConformance(Judge):
                     "a result is a parameter, or requires gradients"
                 )
                 assert [(c.shape, c.stride(), c.dtype) for c in casts] == expected
-                assert [tuple(v.shape) for v in data.statistics(stats)] == [
-                    (),
-                    (len(real),),
-                    (len(real),),
-                    (),
-                ]
+                each = (len(real),)
+                assert [tuple(v.shape) for v in data.statistics(stats)] == [(), each, each, ()]
         texts = [str(warning.message) for warning in self._caught]
         assert not any("data pointer" in text for text in texts), "a kernel read the address of a FakeTensor"
 
@@ -178,17 +165,10 @@ class ContextConformance(Judge):
             self._assert_values(flags, bad, "flags under torch.func.vmap")
 
 
-class _Passing(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in torch
-    """Changes nothing, as a mode that counts or records; the tensors in it are real."""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if result is None and args and isinstance(args[0], list):
-            for tensor in args[0]:  # under a mode, torch itself moves no version counter of lists
-                torch.autograd.graph.increment_version(tensor)
-        return result
+def _count_list_writes(_func: Any, args: tuple[Any, ...], result: Any) -> None:
+    """Do what torch itself does without a mode: move the version counters of written lists."""
+    if result is None and args and isinstance(args[0], list):
+        torch.autograd.graph.increment_version(args[0])
 
 
 @contextmanager
@@ -208,19 +188,9 @@ def _unusual() -> Iterator[None]:
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.set_autocast_cache_enabled(False)
     try:
-        with _default_dtype(torch.bfloat16), torch.autograd.set_detect_anomaly(True):
+        with data.default_dtype(torch.bfloat16), torch.autograd.set_detect_anomaly(True):
             yield
     finally:
         torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(deterministic)
         torch.set_autocast_cache_enabled(cache)
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)

@@ -111,29 +111,37 @@ def queries(backend: Backend) -> dict[str, Callable[[], Any]]:
     }
 
 
-# Waiting for the device.
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Make `dtype` torch's default in the block."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
-_WAITS = {"_local_scalar_dense", "equal", "is_nonzero", "item", "masked_select", "nonzero"}
-_PYTHON_WAITS = {"__array__", "__bool__", "__float__", "__int__", "cpu", "item", "numpy", "tolist"}
+
+# Ops, and waiting for the device.
 
 
-class _Dispatched(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in torch
-    def __init__(self, device: torch.device, seen: list[str]) -> None:
+class After(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in torch
+    """Calls `see` with each op, its arguments and its result."""
+
+    def __init__(self, see: Callable[[Any, tuple[Any, ...], Any], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._device, self._seen = device, seen
+        self._see = see
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        name = dispatcher_name(func).rpartition("::")[2].partition(".")[0]
         result = func(*args, **(kwargs or {}))
-        if name in _WAITS or (name in ("_to_copy", "copy_") and self._leaves(args, result)):
-            self._seen.append(str(func))
+        self._see(func, args, result)
         return result
 
-    def _leaves(self, args: tuple[Any, ...], result: Any) -> bool:
-        devices = {a.device.type for a in args if isinstance(a, Tensor)}
-        return self._device.type in devices and result.device.type != self._device.type
+
+_WAITS = {"_local_scalar_dense", "equal", "is_nonzero", "item", "masked_select", "nonzero"}
+_PYTHON_WAITS = {"__array__", "__bool__", "__float__", "__int__", "cpu", "item", "numpy", "tolist"}
 
 
 class _Called(TorchFunctionMode):
@@ -156,13 +164,23 @@ def waits(device: torch.device) -> Iterator[list[str]]:
     Where torch has a sync debug mode for the device, it is on as well: it sees kernels written in C++.
     """
     seen: list[str] = []
+
+    def see(func: Any, args: tuple[Any, ...], result: Any) -> None:
+        name = dispatcher_name(func).rpartition("::")[2].partition(".")[0]
+        if name in _WAITS or (name in ("_to_copy", "copy_") and leaves(args, result)):
+            seen.append(str(func))
+
+    def leaves(args: tuple[Any, ...], result: Any) -> bool:
+        devices = {a.device.type for a in args if isinstance(a, Tensor)}
+        return device.type in devices and result.device.type != device.type
+
     module = torch.get_device_module(device)
     has_debug_mode = hasattr(module, "set_sync_debug_mode")
     if has_debug_mode:
         before = module.get_sync_debug_mode()
         module.set_sync_debug_mode("error")
     try:
-        with _Called(seen), _Dispatched(device, seen):
+        with _Called(seen), After(see):
             yield seen
     finally:
         if has_debug_mode:
@@ -174,16 +192,11 @@ def device_work(device: torch.device) -> Iterator[list[str]]:
     """Collect the ops that give a tensor on `device`."""
     seen: list[str] = []
 
-    class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in torch
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-        ) -> Any:
-            result = func(*args, **(kwargs or {}))
-            if isinstance(result, Tensor) and result.device.type == device.type:
-                seen.append(str(func))
-            return result
+    def see(func: Any, _args: tuple[Any, ...], result: Any) -> None:
+        if isinstance(result, Tensor) and result.device.type == device.type:
+            seen.append(str(func))
 
-    with Recorder():  # type: ignore[no-untyped-call]
+    with After(see):
         yield seen
 
 

@@ -150,7 +150,7 @@ class EffectsConformance(Judge):
 
         def run(context: Any) -> None:
             judge = type(self)()
-            judge._context = context  # type: ignore[attr-defined]
+            judge._context = context
             if name == "cast":
                 out = [torch.empty_like(t) for t in tensors] if turn % 2 else None
                 judge._judge_cast(tensors, kinds[number % 3], out)

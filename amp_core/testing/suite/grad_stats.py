@@ -100,12 +100,8 @@ class GradStatsConformance(Judge):
         none = torch.empty(0), torch.empty(2, 0)
         for tensors in ([], [none[0]], [*none], [none[0], values, none[1]]):
             self._measured(tensors, 2.0, math.inf)
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(torch.float64)
-        try:
+        with data.default_dtype(torch.float64):
             self._measured([])
-        finally:
-            torch.set_default_dtype(before)
 
     def test_grad_stats_results_are_the_callers_own(self) -> None:
         """A result must not change with the next call."""

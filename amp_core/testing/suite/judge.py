@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from amp_core.kernels.interface import as_int32
 from amp_core.states.loss_scale import LossScaleSchedule, ScaleState, next_scale
 from amp_core.testing.suite import data, reference
 from amp_core.testing.suite.manners import Manners, References
-from amp_core.testing.suite.tensors import LAYOUTS, Memory, host
+from amp_core.testing.suite.tensors import LAYOUTS, Memory, Spec, host
 
 Tensors = Sequence[Tensor]
 
@@ -55,6 +55,15 @@ class Judge(Manners):
     def _around(self) -> AbstractContextManager[Any]:
         """Return the context in which kernels are called."""
         return getattr(self, "_context", nullcontext)()
+
+    @contextmanager
+    def _calls_in(self, context: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+        """Call kernels in `context` inside the block."""
+        self._context = context
+        try:
+            yield
+        finally:
+            del self._context
 
     def _call(
         self,
@@ -274,6 +283,9 @@ class Judge(Manners):
         self._judge_cast(tensors(), low, out, what)
         self._judge_multiply(written, flag=(0.0, 3.0)[self._turn % 2], what=what)
         self._judge_add([t.detach() for t in tensors()], tensors(), what=what)
+
+    def _judge_specs(self, specs: Sequence[Spec]) -> None:
+        self._judge_every_method(lambda: [spec.build(self.device) for spec in specs])
 
     def _assert_values(self, result: Tensor, expected: Tensor, what: str) -> None:
         wrong = self._departure(result, expected)

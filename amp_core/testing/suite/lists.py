@@ -28,11 +28,11 @@ class ListJudge(Judge):
             dtypes = itertools.islice(itertools.cycle(self.dtypes()), length)
             shapes = ((0,), (5,), (), (2, 3))
             specs = [space.Spec(s, "contiguous", d, length) for s, d in zip(shapes, dtypes, strict=False)]
-            self._judge_every_method(lambda s=specs: [each.build(self.device) for each in s])  # type: ignore[misc]
+            self._judge_specs(specs)
         parameters = [space.Spec((n,), "parameter", torch.float32, n) for n in (5, 3, 4)]
-        self._judge_every_method(lambda: [each.build(self.device) for each in parameters])
+        self._judge_specs(parameters)
         blocks = [space.Spec((n,), "contiguous", torch.float32, n) for n in _BLOCKS]
-        self._judge_every_method(lambda: [each.build(self.device) for each in blocks])
+        self._judge_specs(blocks)
 
     def _judge_long_lists(self) -> None:
         """Every order of norms, casts that change no dtype, lists that mix dtypes: cut into chunks, too."""

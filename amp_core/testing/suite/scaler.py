@@ -44,8 +44,7 @@ class ScalerConformance(BackendFixtures):
         scaler = self._scaler()
         weight, optimizer = self._parameter()
         self._backward(scaler, weight, 0.25)
-        scaler.step(optimizer)
-        scaler.update()
+        _step(scaler, optimizer)
         assert weight.detach().cpu().tolist() == self._near([0.75] * 3)
 
     def test_scaler_skips_a_step_with_inf_or_nan(self) -> None:
@@ -54,8 +53,7 @@ class ScalerConformance(BackendFixtures):
             scaler = self._scaler()
             weight, optimizer = self._parameter()
             self._backward(scaler, weight, bad)
-            scaler.step(optimizer)
-            scaler.update()
+            _step(scaler, optimizer)
             assert weight.detach().cpu().tolist() == [1.0] * 3, f"stepped with {bad}"
             assert scaler.get_scale() == 4.0
 
@@ -67,8 +65,7 @@ class ScalerConformance(BackendFixtures):
             self._backward(scaler, weight, 1.0)
             assert weight.grad is not None
             weight.grad[position] = math.inf
-            scaler.step(optimizer)
-            scaler.update()
+            _step(scaler, optimizer)
             assert scaler.get_scale() == 4.0, f"missed the inf at {position}"
 
     def test_scaler_follows_the_state_machine(self) -> None:
@@ -78,8 +75,7 @@ class ScalerConformance(BackendFixtures):
         state, schedule = ScaleState(8.0), LossScaleSchedule(growth_interval=3)
         for bad in (0, 0, 0, 1, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0):
             self._backward(scaler, weight, math.inf if bad else 0.0)
-            scaler.step(optimizer)
-            scaler.update()
+            _step(scaler, optimizer)
             state = next_scale(state, bool(bad), schedule)
             assert scaler.get_scale() == state.scale
 
@@ -119,8 +115,7 @@ class ScalerConformance(BackendFixtures):
         weight, optimizer = self._parameter(4)
         self._backward(scaler, weight, 2.0)
         norm = scaler.clip_grad_norm_(optimizer, 1.0)
-        scaler.step(optimizer)
-        scaler.update()
+        _step(scaler, optimizer)
         assert float(norm) == pytest.approx(4.0, rel=max(1e-6, self.norm_rtol))
         assert weight.detach().cpu().tolist() == pytest.approx([0.5] * 4, abs=max(1e-4, self.norm_rtol))
 
@@ -130,13 +125,16 @@ class ScalerConformance(BackendFixtures):
         weight, optimizer = self._parameter()
         for _ in range(2):
             self._backward(scaler, weight, 0.0)
-            scaler.step(optimizer)
-            scaler.update()
+            _step(scaler, optimizer)
         state = scaler.state_dict()
         assert (state["scale"], state["_growth_tracker"]) == (8.0, 2)
         other = self._scaler(init_scale=1.0)
         other.load_state_dict(state)
         self._backward(other, weight, 0.0)
-        other.step(optimizer)
-        other.update()
+        _step(other, optimizer)
         assert other.get_scale() == 16.0
+
+
+def _step(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> None:
+    scaler.step(optimizer)
+    scaler.update()
