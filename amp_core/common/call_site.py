@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import sys
+from types import FrameType
 
 
 def level_outside(packages: tuple[str, ...] = ()) -> int:
     """Return the `stacklevel`, relative to the caller, of the first frame outside amp-core and `packages`."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and (_is_ours(frame.f_globals) or _package(frame.f_globals) in packages):
-        level, frame = level + 1, frame.f_back
-    return level
+    return _outside(packages)[0]
 
 
 def place_outside(packages: tuple[str, ...] = ()) -> str:
     """Return file and line of the first frame outside amp-core and `packages`."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and (_is_ours(frame.f_globals) or _package(frame.f_globals) in packages):
-        frame = frame.f_back
+    _, frame = _outside(packages)
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _outside(packages: tuple[str, ...]) -> tuple[int, FrameType]:
+    level, frame = 1, sys._getframe(2)
+    while frame.f_back is not None and (_is_ours(frame.f_globals) or _package(frame.f_globals) in packages):
+        level, frame = level + 1, frame.f_back
+    return level, frame
 
 
 def _is_ours(names: dict[str, object]) -> bool:

@@ -9,7 +9,7 @@ from amp_core.debugging.advice import Advice, FormatAdvice, LayerInFormat, Speed
 from amp_core.debugging.capture import OP
 from amp_core.debugging.comparison import Comparison
 from amp_core.debugging.comparison_report import number
-from amp_core.debugging.format_tables import parameters_table, quantized_table
+from amp_core.debugging.format_tables import format_tables
 from amp_core.debugging.report import content_of
 from amp_core.debugging.tables import Content, Table, Value, as_seconds, as_share, columns
 from amp_core.policy.names import short
@@ -114,10 +114,8 @@ def _(advice: FormatAdvice) -> Content:
     notes = ["The proposal was tested on this one step. Nothing has been changed."]
     if advice.after is not None and not advice.bears:
         notes.insert(0, f"Without the format, the error is {number(advice.after.result_error)} already.")
-    tables = [_layers(advice), _gain(advice, _BESIDE)]
-    if advice.before is not None:
-        tables.append(quantized_table(advice.before.quantized, advice.before.fits))
-        tables += [parameters_table(advice.before.parameters)] if advice.before.parameters else []
+    found = [] if advice.before is None else format_tables(advice.before)
+    tables = [_layers(advice), _gain(advice, _BESIDE), *found]
     return Content("Advice for a format", facts, notes, tables, {_FILE: advice.to_toml()})
 
 

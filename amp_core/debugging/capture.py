@@ -21,10 +21,11 @@ from amp_core.debugging.op_kinds import floats_in
 from amp_core.debugging.places import Lines, Place
 from amp_core.debugging.quantized_counts import QuantizedCounts, QuantizedKey, key_of
 from amp_core.debugging.sink import BACKWARD, FORWARD, Frame, Sink, Where
-from amp_core.debugging.tap import Tap
-from amp_core.dispatch.quantized_products import ROLES, ScaledProduct
+from amp_core.debugging.tap import Tap, muted
+from amp_core.dispatch.quantized_products import ScaledProduct
 from amp_core.errors import AmpError
 from amp_core.formats import Recipe
+from amp_core.formats.recipe import OPERANDS
 from amp_core.kernels.portable import finite
 
 OP, MODULE, PARAMETER = "op", "module", "parameter"
@@ -146,7 +147,7 @@ class Capture(Sink):
             raise AmpError(_DTENSORS)
         self.quantized.add(product, where)
         self.recipe = product.rule.recipe
-        exact = dict(zip(ROLES[product.name], product.factors, strict=True))
+        exact = dict(zip(OPERANDS[product.name], product.factors, strict=True))
         for operand in product.operands:
             key = key_of(operand, where)
             self.fits[key] = self.fits.get(key, Fit()) + fit_of(exact[operand.role], operand.quantized)
@@ -167,7 +168,7 @@ class Capture(Sink):
             self._keep(OP, where.phase, where.place, frame.op, inputs, outputs)
 
     def _returned(self, place: Place, given: Any, result: Any) -> None:
-        with self.tap.muted():
+        with muted():
             inputs, outputs = floats_in(given), floats_in(result)
             if not outputs:
                 return
@@ -176,7 +177,7 @@ class Capture(Sink):
                 outputs[0].register_hook(lambda grad: self._gradient(place, grad))  # type: ignore[no-untyped-call]
 
     def _gradient(self, place: Place, gradient: Tensor) -> None:
-        with self.tap.muted():
+        with muted():
             self._keep(MODULE, BACKWARD, place, "output", [], [gradient], produces=False)
 
     def parameter(self, place: Place, name: str, gradient: Tensor) -> None:

@@ -11,7 +11,7 @@ from amp_core.debugging.capture import MODULE, OP, PARAMETER
 from amp_core.debugging.chart import Chart, Point
 from amp_core.debugging.comparison import Comparison, tolerances
 from amp_core.debugging.difference import Difference
-from amp_core.debugging.format_tables import parameters_table, quantized_table
+from amp_core.debugging.format_tables import format_tables
 from amp_core.debugging.report import content_of
 from amp_core.debugging.tables import Content, Table, Value, as_count, as_dtype, as_share, columns, written
 from amp_core.policy.names import short
@@ -33,17 +33,10 @@ def _(comparison: Comparison) -> Content:
             _ops(comparison.at(OP)),
             _modules(comparison.at(MODULE)),
             _parameters(comparison.at(PARAMETER)),
-            *(_in_formats(comparison) if comparison.quantized else []),
+            *(format_tables(comparison) if comparison.quantized else []),
         ],
         charts=_charts(comparison),
     )
-
-
-def _in_formats(comparison: Comparison) -> list[Table]:
-    tables = [quantized_table(comparison.quantized, comparison.fits)]
-    if comparison.parameters:
-        tables.append(parameters_table(comparison.parameters))
-    return tables
 
 
 def _charts(comparison: Comparison) -> list[Chart]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from amp_core.debugging.comparison import Comparison
 from amp_core.debugging.fits import Fit
 from amp_core.debugging.quantized_counts import QuantizedCount, QuantizedKey
 from amp_core.debugging.tables import Table, Value, as_share, columns
@@ -47,7 +48,13 @@ _ABOUT_FIGURES = (
 )
 
 
-def parameters_table(parameters: Mapping[str, Fit]) -> Table:
+def format_tables(comparison: Comparison) -> list[Table]:
+    """Return the tables of what a comparison found about a format."""
+    tables = [quantized_table(comparison.quantized, comparison.fits)]
+    return [*tables, _parameters_table(comparison.parameters)] if comparison.parameters else tables
+
+
+def _parameters_table(parameters: Mapping[str, Fit]) -> Table:
     """Return the table of parameters that are in no product with a recipe."""
     worst_first = sorted(parameters.items(), key=lambda item: -item[1].error)
     rows = [(name, fit.elements, *_shares(fit), *_figures(fit)) for name, fit in worst_first]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -65,8 +66,8 @@ class QuantizedCount:
 class QuantizedCounts:
     """Adds counts up on the device until they are read."""
 
-    def __init__(self) -> None:
-        self._counts: defaultdict[QuantizedKey, QuantizedCount] = defaultdict(QuantizedCount)
+    def __init__(self, counts: Mapping[QuantizedKey, QuantizedCount] = MappingProxyType({})) -> None:
+        self._counts = defaultdict(QuantizedCount, counts)
         self._on_device: dict[QuantizedKey, Tensor] = {}
 
     def add(self, product: ScaledProduct, where: Where) -> None:
@@ -87,12 +88,3 @@ class QuantizedCounts:
             self._counts[key] = replace(count, **more)
         self._on_device.clear()
         return dict(self._counts)
-
-    def as_lists(self) -> list[list[Any]]:
-        """Return all counts as plain values, for `restore`."""
-        return [[*key, asdict(count)] for key, count in self.read().items()]
-
-    def restore(self, entries: Iterable[list[Any]]) -> None:
-        """Take over what `as_lists` returned."""
-        for phase, place, *rest, count in entries:
-            self._counts[QuantizedKey(phase, Place(*place), *rest)] = QuantizedCount(**count)

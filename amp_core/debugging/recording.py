@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from dataclasses import asdict
 from os import PathLike
 from typing import Any
 
@@ -21,7 +20,7 @@ from amp_core.debugging import saved, stored_dtypes
 from amp_core.debugging.collectives import CollectiveCount, CollectiveKey
 from amp_core.debugging.op_counts import CastCount, CastKey, OpKey
 from amp_core.debugging.op_kinds import dtypes_of
-from amp_core.debugging.places import Place, Places
+from amp_core.debugging.places import Places
 from amp_core.debugging.quantized_counts import QuantizedCount, QuantizedCounts, QuantizedKey
 from amp_core.debugging.report import Report
 from amp_core.debugging.sink import BACKWARD, Sink, Where
@@ -152,19 +151,10 @@ class Recording(Report, Sink):
         Raises:
             OSError: the file cannot be written.
         """
-        ops = [[*key, calls] for key, calls in self.ops.items()]
-        casts = [[*key, asdict(count)] for key, count in self.casts.items()]
-        data = {
-            "environment": self.environment,
-            "met_compiled": self.met_compiled,
-            "ops": ops,
-            "unruled": [[*key, calls] for key, calls in self.unruled.items()],
-            "casts": casts,
-            "quantized": self._quantized.as_lists(),
-            "collectives": [[*key, asdict(count)] for key, count in self.collectives.items()],
-            "tensors": [[*key, elements] for key, elements in self.tensors.items()],
-        }
-        saved.write(path, "recording", data)
+        counts = ("ops", "unruled", "casts", "quantized", "collectives", "tensors")
+        data = {name: saved.as_lists(getattr(self, name)) for name in counts}
+        facts = {"environment": self.environment, "met_compiled": self.met_compiled}
+        saved.write(path, "recording", {**facts, **data})
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Self:
@@ -176,14 +166,13 @@ class Recording(Report, Sink):
         """
         recording = cls()
         with saved.reading(path, "recording") as data:
-            for counter, entries in ((recording.ops, data["ops"]), (recording.unruled, data["unruled"])):
-                for phase, place, *rest, calls in entries:
-                    counter[OpKey(phase, Place(*place), *rest)] = calls
-            for phase, place, *rest, count in data["casts"]:
-                recording.casts[CastKey(phase, Place(*place), *rest)] = CastCount(**count)
-            recording._quantized.restore(data.get("quantized", []))
-            for phase, place, *rest, count in data.get("collectives", []):
-                recording.collectives[CollectiveKey(phase, Place(*place), *rest)] = CollectiveCount(**count)
+            recording.ops.update(saved.counted(OpKey, data["ops"]))
+            recording.unruled.update(saved.counted(OpKey, data["unruled"]))
+            recording.casts.update(saved.counted(CastKey, data["casts"], CastCount))
+            quantized = saved.counted(QuantizedKey, data.get("quantized", []), QuantizedCount)
+            recording._quantized = QuantizedCounts(quantized)
+            collectives = saved.counted(CollectiveKey, data.get("collectives", []), CollectiveCount)
+            recording.collectives.update(collectives)
             recording.tensors = {TensorKey(*key): elements for *key, elements in data.get("tensors", [])}
             recording.met_compiled, recording.environment = data["met_compiled"], data["environment"]
         return recording

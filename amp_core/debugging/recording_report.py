@@ -215,18 +215,8 @@ def _by_module(recording: Recording) -> Table:
 
 def _all_ops(ops: Counter[OpKey]) -> Table:
     rows: list[tuple[Value, ...]] = [
-        (
-            str(k.place),
-            k.phase,
-            short(k.op),
-            short(k.kernel),
-            k.given,
-            k.dtypes,
-            k.result,
-            n,
-            k.rule,
-            k.origin,
-        )
+        # the slice: given, dtypes, result
+        (str(k.place), k.phase, short(k.op), short(k.kernel), *k[4:7], n, k.rule, k.origin)
         for k, n in ops.items()
     ]
     spec = columns("module, pass, op, kernel, given, dtypes=ran in, result, calls, rule, origin=from")

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from importlib.metadata import version
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+from amp_core.debugging.places import Place
 from amp_core.errors import AmpError
 
+K = TypeVar("K")
 _FORMAT = 1
 
 
@@ -65,6 +68,21 @@ def _read(path: str | PathLike[str], kind: str) -> dict[str, Any]:
     if data.get("format") != _FORMAT:
         raise AmpError(f"{path} has format {data.get('format')}, and this amp-core reads format {_FORMAT}.")
     return data
+
+
+def as_lists(counts: Mapping[Any, Any]) -> list[list[Any]]:
+    """Return counts, by keys that are tuples, as plain values for `counted`."""
+    return [[*key, count if isinstance(count, int) else asdict(count)] for key, count in counts.items()]
+
+
+def counted(
+    key: Callable[..., K], lists: Iterable[list[Any]], count: Callable[..., Any] | None = None
+) -> dict[K, Any]:
+    """Take apart what `as_lists` returned, for keys that begin with a phase and a place."""
+    return {
+        key(phase, Place(*place), *rest): value if count is None else count(**value)
+        for phase, place, *rest, value in lists
+    }
 
 
 def differences(here: Mapping[str, str], there: Mapping[str, str]) -> dict[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ from amp_core.debugging.fits import Fit, fits_of_parameters
 from amp_core.debugging.places import Place, Places
 from amp_core.debugging.quantized_counts import QuantizedCount, QuantizedKey
 from amp_core.debugging.state_keeper import StateKeeper, seeded
+from amp_core.debugging.tap import muted
 from amp_core.dispatch.activate import activation, default_policy, with_recipe
 from amp_core.errors import AmpError
 from amp_core.formats import Recipe
@@ -91,21 +92,12 @@ class Step:
             return contextlib.nullcontext()
         return apply_policy(self.roots[0], modules, device_type=self.device_type)
 
-    @contextlib.contextmanager
-    def _in_force(self, policy: OpPolicy) -> Iterator[None]:
-        """Keep the policy active in the backward pass too, where checkpoints rerun their forward pass."""
-        active = activation(get_backend(self.device_type), policy)
-        assert active is not None, "an explicit policy always has an activation"
-        active.push()
-        try:
-            yield
-        finally:
-            active.pop()
-
     def _run(
         self, dtype: torch.dtype, policy: OpPolicy, scale: float, at_end: Callable[[], None] = lambda: None
     ) -> Run:
         ops = {*self._float32.rules, *self.policy.rules}
+        active = activation(get_backend(self.device_type), policy)
+        assert active is not None, "an explicit policy always has an activation"
         keeper = StateKeeper()
         capture = Capture(self._limit, ops, self.model, keeper.keep_tensor)
         capture.tap.places.on_call = keeper.keep
@@ -114,12 +106,13 @@ class Step:
                 keeper.keep(self.model)
             with contextlib.ExitStack() as stack:
                 stack.enter_context(capture.tap)
-                stack.enter_context(self._in_force(policy))
+                active.push()  # also for the backward pass, where checkpoints rerun their forward pass
+                stack.callback(active.pop)
                 with autocast(self.device_type, dtype=dtype, policy=policy):
                     result = self.fn()
                 self.leaves_backward = _run_backward(result, scale, capture)
                 self.roots = [self.model] if self.model is not None else capture.tap.places.roots
-                with capture.tap.muted():
+                with muted():
                     _keep_gradients(self.roots, capture)
                     parameters = _fits_of_parameters(self.roots, capture)
                     at_end()
@@ -177,7 +170,7 @@ def _run_backward(result: Any, scale: float, capture: Capture) -> bool:
         raise AmpError(
             f"fn returned a tensor of shape {tuple(result.shape)}; return the loss, a single number."
         )
-    with capture.tap.muted():
+    with muted():
         loss = (result if result.dtype is torch.float64 else result.float()).sum() * scale
     loss.backward()  # type: ignore[no-untyped-call]
     return True

@@ -97,8 +97,6 @@ class Tap:
         self._collectives = Collectives()
         self.met_compiled = False
 
-    muted = staticmethod(muted)
-
     def __enter__(self) -> Self:
         with ExitStack() as stack:
             # Dynamo permanently skips every frame that it encounters under one of our modes.
@@ -136,7 +134,7 @@ class Tap:
             result = call()
         finally:
             self._frames.pop()
-        with self.muted():
+        with muted():
             self._sink.framed(frame, inputs, floats_in(result), self._where())
         return result
 

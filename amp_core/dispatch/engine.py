@@ -15,6 +15,7 @@ import functools
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from typing import Any, Protocol
 
 from amp_core._torch.cast_cache import one_at_a_time
@@ -265,15 +266,9 @@ def serve_casts(source: weight_casts.CastSource, device_types: Iterable[str]) ->
 
     Device types without autocast are skipped.
     """
-    ends = [
-        engine(device_type).serve_casts()
-        for device_type in sorted(device_types)
-        if has_dispatch_key(autocast_key(device_type))
-    ]
-    ends.append(weight_casts.sources.register(source))
-
-    def end() -> None:
-        for stop in reversed(ends):
-            stop()
-
-    return end
+    ends = ExitStack()
+    for device_type in sorted(device_types):
+        if has_dispatch_key(autocast_key(device_type)):
+            ends.callback(engine(device_type).serve_casts())
+    ends.callback(weight_casts.sources.register(source))
+    return ends.close

@@ -16,18 +16,12 @@ from amp_core.dispatch import delayed_scales, kept_operands
 from amp_core.dispatch.bilinear import Bilinear, Compute
 from amp_core.errors import PolicyError
 from amp_core.formats import AmaxHistory, Quantization, Quantized, quantize
+from amp_core.formats.recipe import OPERANDS
 from amp_core.kernels.scaled import why_emulated
 from amp_core.plugin.default_manager import get_backend
 from amp_core.policy.recipes import RecipeRule
 
 ProductName = Literal["output", "grad_input", "grad_weight"]
-
-ROLES = {
-    "output": ("input", "weight"),
-    "grad_input": ("grad_output", "weight"),
-    "grad_weight": ("input", "grad_output"),
-}
-"""The roles of the operands of each product."""
 
 
 class Operand(NamedTuple):
@@ -128,7 +122,7 @@ class Call(NamedTuple):
         products = get_backend(a.device.type).scaled_products()
         native = compute is None and not why_emulated(products, *hows, accumulate, batched=a.dim() != 2)
         operands, factors = list[Operand](), list[Quantized | Tensor]()
-        for role, how, tensor, dim in zip(ROLES[name], hows, (a, b), (-1, -2), strict=True):
+        for role, how, tensor, dim in zip(OPERANDS[name], hows, (a, b), (-1, -2), strict=True):
             if how is None:
                 factors.append(tensor)
                 continue
@@ -190,46 +184,27 @@ def _seed(how: Quantization, device: torch.device) -> int | Tensor | None:
 
 
 class _Product(torch.autograd.Function):
-    """One product and its two gradients."""
+    """One product, perhaps as a `Bilinear` op computes it, and its two gradients."""
 
     @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor, call: Call) -> Tensor:
+    def forward(ctx: Any, a: Tensor, b: Tensor, call: Call, op: Bilinear | None) -> Tensor:
         # torch compares the number of saved tensors when it recomputes a checkpoint: the empty one lets it
         # notice a recomputation without this rule.
         ctx.save_for_backward(a, b, a.new_empty(0))
-        ctx.call = call
-        return call.multiply("output", a, b)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        _refuse_batch(grad)
-        a, b, _ = ctx.saved_tensors
-        grad_a = grad_b = None
-        if ctx.needs_input_grad[0]:
-            grad_a = ctx.call.multiply("grad_input", grad, b.mT).to(a.dtype)
-        if ctx.needs_input_grad[1]:
-            grad_b = ctx.call.multiply("grad_weight", a.mT, grad).to(b.dtype)
-        return _once(grad_a, grad, a, b), _once(grad_b, grad, a, b), None
-
-
-class _Bilinear(torch.autograd.Function):
-    """A `Bilinear` op and its two gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor, call: Call, op: Bilinear) -> Tensor:
-        ctx.save_for_backward(a, b, a.new_empty(0))  # see _Product
         ctx.call, ctx.op = call, op
-        return call.multiply("output", a, b, op.compute)
+        return call.multiply("output", a, b, None if op is None else op.compute)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         _refuse_batch(grad)
         a, b, _ = ctx.saved_tensors
-        grad_a = grad_b = None
+        op, grad_a, grad_b = ctx.op, None, None
         if ctx.needs_input_grad[0]:
-            grad_a = ctx.call.multiply("grad_input", grad, b, ctx.op.of_first(a)).to(a.dtype)
+            factors = (grad, b.mT) if op is None else (grad, b, op.of_first(a))
+            grad_a = ctx.call.multiply("grad_input", *factors).to(a.dtype)
         if ctx.needs_input_grad[1]:
-            grad_b = ctx.call.multiply("grad_weight", a, grad, ctx.op.of_second(b)).to(b.dtype)
+            factors = (a.mT, grad) if op is None else (a, grad, op.of_second(b))
+            grad_b = ctx.call.multiply("grad_weight", *factors).to(b.dtype)
         return _once(grad_a, grad, a, b), _once(grad_b, grad, a, b), None, None
 
 
@@ -264,13 +239,7 @@ def _once(grad: Tensor | None, *sources: Tensor) -> Tensor | None:
     return result
 
 
-def product(a: Tensor, b: Tensor, call: Call) -> Tensor:
-    """Return ``a @ b`` of operands that are quantised as `call` says, with gradients likewise."""
-    result: Tensor = _Product.apply(a, b, call)  # type: ignore[no-untyped-call]
-    return result
-
-
-def bilinear_product(a: Tensor, b: Tensor, call: Call, op: Bilinear) -> Tensor:
-    """Return what `op` computes of operands that are quantised as `call` says, with gradients likewise."""
-    result: Tensor = _Bilinear.apply(a, b, call, op)  # type: ignore[no-untyped-call]
+def product(a: Tensor, b: Tensor, call: Call, op: Bilinear | None = None) -> Tensor:
+    """Return ``a @ b``, or what `op` computes, of operands quantised as `call` says; gradients likewise."""
+    result: Tensor = _Product.apply(a, b, call, op)  # type: ignore[no-untyped-call]
     return result

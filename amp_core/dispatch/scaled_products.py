@@ -21,7 +21,7 @@ from amp_core._torch.op_kernels import excluded, key_set
 from amp_core._torch.tracing import calls_are_captured, functorch_is_at_work
 from amp_core.dispatch import delayed_scales, kept_operands, products
 from amp_core.dispatch.bilinear import Bilinear, bilinear
-from amp_core.dispatch.quantized_products import Call, bilinear_product, product, watching
+from amp_core.dispatch.quantized_products import Call, product, watching
 from amp_core.dispatch.work import work
 from amp_core.errors import PolicyError
 from amp_core.policy import rules as r
@@ -83,7 +83,7 @@ def scaled(op: Overload, rule: RecipeRule, call: Callable[..., Any], device_type
 
 def _bilinear(shared: Call, factors: tuple[Tensor, Tensor], op: Bilinear, low: torch.dtype) -> Tensor:
     with excluded(shared.keys):
-        result = bilinear_product(*factors, shared, op)
+        result = product(*factors, shared, op)
         return (result if op.bias is None else result + op.bias).to(op.dtype or low)
 
 

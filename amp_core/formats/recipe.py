@@ -13,11 +13,12 @@ from amp_core.formats import recipe_toml
 from amp_core.formats.elements import E2M1, E2M3, E3M2, E4M3, E5M2, ElementFormat
 from amp_core.formats.quantization import Delayed, Quantization
 
-_ROLES = {
+OPERANDS = {
     "output": ("input", "weight"),
     "grad_input": ("grad_output", "weight"),
     "grad_weight": ("input", "grad_output"),
 }
+"""The roles of the operands of each product."""
 
 
 @dataclass(frozen=True)
@@ -76,9 +77,9 @@ class Recipe:
         Raises:
             KeyError: there is no such product.
         """
-        if product not in _ROLES:
-            raise KeyError(f"There is no product {product!r}; the products are {', '.join(_ROLES)}.")
-        first, second = (getattr(self, role) for role in _ROLES[product])
+        if product not in OPERANDS:
+            raise KeyError(f"There is no product {product!r}; the products are {', '.join(OPERANDS)}.")
+        first, second = (getattr(self, role) for role in OPERANDS[product])
         if product == "grad_weight" and first is not None and second is not None:
             return first, second
         return _without_hadamard(first), _without_hadamard(second)
@@ -215,7 +216,7 @@ class Recipe:
             text = Recipe.nvfp4().to_toml()
             assert Recipe.from_toml(text) == Recipe.nvfp4()
         """
-        return recipe_toml.write(self)
+        return recipe_toml.write(vars(self))
 
     @classmethod
     def from_toml(cls, source: str | PathLike[str]) -> Recipe:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from os import PathLike
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -19,30 +20,13 @@ _DELAYED = ("history", "margin", "algorithm")
 _ROLE_KEYS = ("element", "granularity", "scale", "found", *_DELAYED, "rounding", "hadamard")
 
 
-class Recipe(Protocol):
-    """What writing reads of `amp_core.Recipe`."""
-
-    @property
-    def name(self) -> str:
-        """For reports."""
-
-    @property
-    def source(self) -> str:
-        """Where it was published."""
-
-    @property
-    def accumulate(self) -> torch.dtype:
-        """The dtype of sums."""
-
-
-def write(recipe: Recipe) -> str:
-    """Return `recipe` as TOML."""
-    lines = [f"{key} = {toml.quoted(getattr(recipe, key))}" for key in ("name", "source")]
-    lines.append(f'accumulate = "{str(recipe.accumulate).removeprefix("torch.")}"')
+def write(fields: Mapping[str, Any]) -> str:
+    """Return the fields of a `Recipe` as TOML, which `read` takes apart."""
+    lines = [f"{key} = {toml.quoted(fields[key])}" for key in ("name", "source")]
+    lines.append(f'accumulate = "{str(fields["accumulate"]).removeprefix("torch.")}"')
     for role in ROLES:
-        quantization = getattr(recipe, role)
-        if quantization is not None:
-            lines += ["", f"[{role}]", *_role_lines(quantization)]
+        if fields[role] is not None:
+            lines += ["", f"[{role}]", *_role_lines(fields[role])]
     return "\n".join(lines) + "\n"
 
 
