@@ -21,7 +21,7 @@ class BackendStatus:
         status: ``"available"``, ``"absent"`` (loaded, but no such device is present), ``"failed"``
             (installed, but did not load, or is for a device type that torch does not know) or
             ``"disabled"``.
-        reason: a human-readable explanation.
+        reason: a human-readable explanation, on one line.
         plugin: the entry point that provides the backend, or ``"torch"`` for the generic one.
         distribution: the distribution that provides it; empty for the generic backend.
         version: the version of that distribution.
@@ -34,6 +34,9 @@ class BackendStatus:
     distribution: str = ""
     version: str = ""
     path: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "reason", " ".join(self.reason.split()))
 
 
 @dataclass(frozen=True)

@@ -172,6 +172,20 @@ def test_two_backends_of_one_plugin_for_a_device_type() -> None:
     assert str(raised.value) == "plugin 'twice' adds two backends for device type 'cpu'. Add one of them."
 
 
+def test_a_reason_of_several_lines_is_one_line_of_the_listing(capsys: pytest.CaptureFixture[str]) -> None:
+    """A driver's error of many lines tears the table apart, and the list of devices of a bug report."""
+    lines = Availability(False, "no driver:\n\tlibnpu.so\n\tlibacc.so")
+    backend = type("Wordy", (Right,), {"availability": lambda _: lines, "__module__": __name__})()
+    previous = replace_backend(backend)
+    try:
+        assert amp_core.backends()["cpu"].reason == "no driver: libnpu.so libacc.so"
+        main(["env"])
+        assert "  cpu: absent; no driver: libnpu.so libacc.so; bfloat16" in capsys.readouterr().out
+    finally:
+        assert previous is not None
+        replace_backend(previous)
+
+
 def test_right_results_pass_unchanged() -> None:
     """A right backend is refused, or its answers arrive as others."""
     backend = Right()
