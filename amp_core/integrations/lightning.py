@@ -86,20 +86,32 @@ class MixedPrecision(_Ours, TheirPrecision):
             self._unscale(optimizer)
         self._after_closure(model, optimizer)
         result = self.scaler.step(optimizer, **kwargs)
-        if OptState.UNSCALED not in self._stages():
+        if len(model.trainer.optimizers) == 1:  # else others may step with gradients of the same scale
             self.scaler.update()
         return result
 
-    def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:
-        """Scale the loss, after the update that `optimizer_step` left to optimizers that did not step."""
-        if OptState.STEPPED in self._stages():
+    def _finish_update(self) -> None:
+        """Make the update that `optimizer_step` left to the end of an iteration with several optimizers."""
+        states = {} if self.scaler is None else self.scaler._per_optimizer_states
+        if any(state.stage is OptState.STEPPED for state in states.values()):
             self.scaler.update()
+
+    def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:
+        """Scale the loss, by the scale after all steps so far."""
+        self._finish_update()
         scaled: Tensor = super().pre_backward(tensor, module)
         return scaled
 
-    def _stages(self) -> list[OptState]:
-        states = {} if self.scaler is None else self.scaler._per_optimizer_states
-        return [state.stage for state in states.values()]
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the scaler after all steps so far."""
+        self._finish_update()
+        state: dict[str, Any] = super().state_dict()
+        return state
+
+    def teardown(self) -> None:
+        """Leave the scaler as it is after all steps."""
+        self._finish_update()
+        super().teardown()
 
     def _unscale(self, optimizer: Optimizer) -> None:
         if self.scaler._per_optimizer_states.of(optimizer).stage is OptState.READY:

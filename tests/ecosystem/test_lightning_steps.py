@@ -92,6 +92,11 @@ class Manual(Module):
         self.order(first, second, lambda optimizer: self.clip_gradients(optimizer, limit, self.algorithm))
 
 
+def unclipped(first: Any, second: Any, clip: Callable[[Any], None]) -> None:
+    first.step()
+    second.step()
+
+
 def one_by_one(first: Any, second: Any, clip: Callable[[Any], None]) -> None:
     for optimizer in (first, second):
         clip(optimizer)
@@ -112,15 +117,31 @@ def without_a_step(first: Any, second: Any, clip: Callable[[Any], None]) -> None
 
 
 @pytest.mark.parametrize("algorithm", ["norm", "value"])
-@pytest.mark.parametrize("order", [one_by_one, together, without_a_step])
-def test_clipping_by_hand(order: Any, algorithm: str) -> None:
-    """Gradients that were clipped by hand are unscaled a second time, or later ones not at all."""
+@pytest.mark.parametrize("order", [unclipped, one_by_one, together, without_a_step])
+def test_several_optimizers(order: Any, algorithm: str) -> None:
+    """Gradients are unscaled twice, by a scale that has grown since, or not at all."""
     losses = []
-    for plugin in (Precision(), None):
+    scaler = GradScaler("cpu", 1024.0, growth_interval=2)
+    for plugin in (Precision(), MixedPrecision("16-mixed", "cpu", scaler)):
         module = Manual(order, algorithm)
         fit(module, plugin)
         losses.append(module.losses)
     assert losses[1] == pytest.approx(losses[0], rel=1e-2)
+    assert scaler.get_scale() == 1024.0 * 2**4
+    assert scaler.history[-1].scale_after == scaler.get_scale()
+
+
+def test_a_checkpoint_has_the_scale_after_all_steps() -> None:
+    """Of several optimizers' steps the last are not counted in the scale of a checkpoint."""
+    plugin = MixedPrecision("16-mixed", "cpu", GradScaler("cpu", 1024.0, growth_interval=2))
+    saved: list[dict[str, Any]] = []
+
+    class Saving(L.Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            saved.append(plugin.state_dict())
+
+    fit(Manual(unclipped, "norm"), plugin, callbacks=[Saving()])
+    assert [state["scale"] for state in saved] == [1024.0 * 2 ** (number // 2) for number in range(1, 9)]
 
 
 class Scheduled(Module):
