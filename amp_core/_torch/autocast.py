@@ -35,12 +35,13 @@ def autocast_off(device_type: str) -> AbstractContextManager[Any]:
     torch's own asks a PrivateUse1 device for the dtypes of regions even here, which not every one can say.
     """
     if not torch.compiler.is_compiling() and device_type == privateuse1_name():
-        return _switched_off(device_type)
+        return switched_off(device_type)
     return cast("AbstractContextManager[Any]", torch_autocast(device_type, enabled=False))
 
 
 @contextmanager
-def _switched_off(device_type: str) -> Iterator[None]:
+def switched_off(device_type: str) -> Iterator[None]:
+    """Turn autocast off in the block; nothing else of its state changes."""
     before = torch.is_autocast_enabled(device_type)
     torch.set_autocast_enabled(device_type, False)
     try:

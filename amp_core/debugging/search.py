@@ -54,7 +54,7 @@ class Search:
         step: Step,
         tolerance: float | None,
         progress: Callable[[str], None],
-        optimizer: Optimizer | None = None,
+        optimizer: Optimizer | None,
     ) -> None:
         self._step, self._optimizer = step, optimizer
         self._given = tolerance

@@ -59,14 +59,14 @@ class SpeedSearch:
     def __init__(
         self,
         step: Step,
-        policy: OpPolicy | None = None,
-        progress: Callable[[str], None] = lambda _words: None,
+        policy: OpPolicy | None,
+        progress: Callable[[str], None],
     ) -> None:
         self._step, self._policy, self._progress = step, policy, progress
         self._calls: dict[Any, tuple[OpTime, tuple[Any, ...], dict[str, Any]]] = {}
         self._runs_backward = False
 
-    def run(self, rounds: int = 8) -> SpeedAdvice:
+    def run(self, rounds: int) -> SpeedAdvice:
         """Return the fastest setting, after trying at most `rounds` modules in float32."""
         keeper = StateKeeper()
         with keeper.restored(), seeded(self._step.seed, self._step.device_type):
@@ -167,7 +167,7 @@ class SpeedSearch:
             return run
 
         runs = [prepared(torch.float32, False), prepared(torch.float32, True), prepared(step.dtype, True)]
-        entry.float32, entry.low, entry.chained = self._interleaved(runs, seconds=0.02, at_most=30)
+        entry.float32, entry.low, entry.chained = self._interleaved(runs, seconds=0.02)
 
     def _by_size(self, cost: str) -> OpPolicy:
         """Return the policy with the threshold for each op that costs the least by its timed calls."""
@@ -181,7 +181,7 @@ class SpeedSearch:
 
     def _measure(self, settings: Sequence[_Setting], words: str) -> list[float]:
         self._progress(words)
-        return self._interleaved([functools.partial(self._run, s) for s in settings], seconds=1.5, at_most=30)
+        return self._interleaved([functools.partial(self._run, s) for s in settings], seconds=1.5)
 
     def _with_modules(self, best: _Setting, rounds: int) -> _Setting:
         """Run children of the model in float32, one after the other, where the step becomes faster."""
@@ -210,11 +210,11 @@ class SpeedSearch:
         if self._runs_backward and isinstance(result, Tensor) and result.requires_grad:
             result.float().sum().backward()  # type: ignore[no-untyped-call]
 
-    def _interleaved(self, runs: Sequence[Callable[[], None]], seconds: float, at_most: int) -> list[float]:
+    def _interleaved(self, runs: Sequence[Callable[[], None]], seconds: float) -> list[float]:
         """Return the shortest time of each function, all run in turn."""
         best = [math.inf] * len(runs)
         end = time.perf_counter() + seconds * len(runs)
-        for count in range(at_most):
+        for count in range(30):
             for index, run in enumerate(runs):
                 took = self._time(run)
                 if count:  # the first run is slower

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from torch import nn
 
-MODELS = ("conv", "mlp")
-
 
 def build_model(name: str) -> nn.Sequential:
     """Build a classifier for images of shape ``(n, 1, 8, 8)``; its logits have shape ``(n, 10)``.

@@ -14,7 +14,7 @@ from amp_core._torch.op_kernels import POLICIES
 from amp_core.common import environment as _env
 from amp_core.dispatch import functions
 from amp_core.dispatch.engine import Prepared, Table, ThreadState, engine, policies_in_force
-from amp_core.dispatch.runners import full_table_of, table_of
+from amp_core.dispatch.runners import table_of
 from amp_core.errors import AmpWarning, PolicyError
 from amp_core.plugin import get_backend
 from amp_core.plugin.interface import Backend
@@ -266,14 +266,6 @@ def in_float32(policy: OpPolicy) -> OpPolicy:
     """Return the equivalent of `policy` in a region whose dtype is float32."""
     low = [op for op, rule in policy.rules.items() if r.lowers(rule)]
     return policy.override(dict.fromkeys(low, r.FP32), origin="dtype=torch.float32")
-
-
-def emulation(policy: OpPolicy) -> Activation:
-    """Return an activation that runs every rule of `policy` from Python, even those torch has natively.
-
-    The tests use it to compare the engine with torch's native kernels.
-    """
-    return Activation(policy, full_table_of(policy), by_default=False)
 
 
 def _prepared(policy: OpPolicy, by_default: bool) -> Activation:

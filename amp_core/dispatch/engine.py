@@ -82,18 +82,6 @@ class Engine:
         in_force = self.local.in_force
         return None if in_force is None else in_force.policy
 
-    @property
-    def installed(self) -> frozenset[str]:
-        """The ops that run through a kernel of this engine, in every thread."""
-        with self._lock:
-            return frozenset(self._installed)
-
-    @property
-    def needed(self) -> frozenset[str]:
-        """The ops whose kernels an active scope or observer needs."""
-        with self._lock:
-            return frozenset(op for op, (count, _) in self._installed.items() if count)
-
     def add_rules(self) -> None:
         """Install the rules that amp-core adds to torch's own, for good; they hold in every region.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
 
 import torch
 
@@ -29,14 +28,8 @@ def table_of(policy: OpPolicy) -> Table:
         PolicyError: torch does not support autocast for the device type, or no longer has an op.
     """
     _require_autocast(policy.device_type)
-    return {**_guards(policy), **_runners(_changes(policy), policy.device_type)}
-
-
-def full_table_of(policy: OpPolicy) -> Table:
-    """Return what runs for every op that has a rule in `policy` or in torch."""
-    _require_autocast(policy.device_type)
-    rules = {**dict.fromkeys(native_rules(policy.device_type), r.UNCHANGED), **policy.rules}
-    return _runners(rules, policy.device_type)
+    changes = {op: rule for op, rule in _changes(policy).items() if not names.is_function(op)}
+    return {**_guards(policy), **{op: _runner(op, rule, policy.device_type) for op, rule in changes.items()}}
 
 
 def _guards(policy: OpPolicy) -> Table:
@@ -96,10 +89,6 @@ def _require_autocast(device_type: str) -> None:
     if is_device_type(device_type):
         raise PolicyError(f"torch does not support autocast for device type {device_type!r}.")
     raise PolicyError(unknown_to_torch(get_backend(device_type)))
-
-
-def _runners(rules: Mapping[str, str], device_type: str) -> Table:
-    return {op: _runner(op, rule, device_type) for op, rule in rules.items() if not names.is_function(op)}
 
 
 def _runner(op: str, rule: str, device_type: str) -> Runner | None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
-from amp_core._torch.autocast import autocast_known
+from amp_core._torch.autocast import autocast_known, switched_off
 from amp_core._torch.steps import (
     foreach_copy_,
     foreach_div,
@@ -149,18 +149,10 @@ class Portable(Kernels):
         return (wide * factor).float()
 
 
-@contextmanager
-def _outside_autocast(device_type: str) -> Iterator[None]:
+def _outside_autocast(device_type: str) -> AbstractContextManager[None]:
     """Turn autocast off, which casts norms and refuses to stack float64 with another dtype."""
     known = not torch.compiler.is_compiling() and autocast_known(device_type)
-    if not (known and torch.is_autocast_enabled(device_type)):
-        yield
-        return
-    torch.set_autocast_enabled(device_type, False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_enabled(device_type, True)
+    return switched_off(device_type) if known and torch.is_autocast_enabled(device_type) else nullcontext()
 
 
 def _with_spare_bits(tensor: Tensor, dtype: torch.dtype) -> Tensor:

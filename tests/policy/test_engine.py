@@ -8,7 +8,8 @@ from torch.testing._internal.autocast_test_lists import AutocastCPUTestLists
 
 from amp_core import OpPolicy
 from amp_core._torch.op_kernels import registered
-from amp_core.dispatch.activate import emulation, pushed
+from amp_core.dispatch.activate import Activation, pushed
+from amp_core.dispatch.casting import make_runner, once_defined
 
 torch.manual_seed(0)
 LISTS = AutocastCPUTestLists(torch.device("cpu"))
@@ -23,8 +24,9 @@ CASES = [
 def routed():
     """The cpu policy, every rule of it run from Python; checks that nothing of it is left behind."""
     before = registered("AutocastCPU")
-    active = emulation(OpPolicy.default("cpu"))
-    yield active
+    policy = OpPolicy.default("cpu")
+    table = {op: once_defined(op, lambda o, rule=rule: make_runner(o, rule, "cpu")) for op, rule in policy}
+    yield Activation(policy, table, by_default=False)
     assert registered("AutocastCPU") == before
     assert pushed() == 0
 

@@ -269,20 +269,20 @@ class Judge(Manners):
             "update_scale_": lambda: self.kernels.update_scale_(state, flag, LossScaleSchedule()),
         }
 
-    def _judge_every_method(self, tensors: Callable[[], list[Tensor]], what: str = "") -> None:
+    def _judge_every_method(self, tensors: Callable[[], list[Tensor]]) -> None:
         """Judge each kernel on fresh tensors."""
         low = self.backend.supported_dtypes()[0]
-        self._judge_cast(tensors(), low, what=what)
+        self._judge_cast(tensors(), low)
         self._turn += 1
-        self._judge_stats(tensors(), (2.0, torch.inf, 3.0)[self._turn % 3], what=what)
+        self._judge_stats(tensors(), (2.0, torch.inf, 3.0)[self._turn % 3])
         with torch.no_grad():
             written, out = ([t.detach() for t in tensors()] for _ in range(2))
         for target in out:  # not with the values that it is to get
             with torch.inference_mode(target.is_inference()):
                 target.zero_()
-        self._judge_cast(tensors(), low, out, what)
-        self._judge_multiply(written, flag=(0.0, 3.0)[self._turn % 2], what=what)
-        self._judge_add([t.detach() for t in tensors()], tensors(), what=what)
+        self._judge_cast(tensors(), low, out)
+        self._judge_multiply(written, flag=(0.0, 3.0)[self._turn % 2])
+        self._judge_add([t.detach() for t in tensors()], tensors())
 
     def _judge_specs(self, specs: Sequence[Spec]) -> None:
         self._judge_every_method(lambda: [spec.build(self.device) for spec in specs])

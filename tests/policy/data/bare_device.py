@@ -10,7 +10,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 from amp_core import OpPolicy, get_backend
 from amp_core._torch.op_kernels import registered
-from amp_core.dispatch.activate import activation, emulation
+from amp_core.dispatch.activate import activation
 
 _setup_privateuseone_for_python_backend("npu")
 torch.npu.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
@@ -89,7 +89,7 @@ assert registered("AutocastPrivateUse1") == frozenset()
 
 # cuda's rules on it: promotion errors and bans with torch's text.
 cuda = OpPolicy("npu", OpPolicy.default("cuda").rules)
-with region(emulation(cuda)):
+with region(activation(get_backend("npu"), cuda)):
     raises("Unexpected floating ScalarType", torch.dot, npu(3, dtype=torch.float16), npu(3, dtype=LOW))
     raises("are unsafe to autocast", torch._C._nn.binary_cross_entropy, x, y)
     assert torch.dot(npu(3), npu(3, dtype=LOW)).dtype is HIGH
