@@ -8,7 +8,9 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
+from amp_core import errors as _errors
 from amp_core.common import op_lists as _lists
+from amp_core.errors import *  # noqa: F403  # they need no torch
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -31,29 +33,6 @@ if TYPE_CHECKING:
     from amp_core.debugging.guard import guard
     from amp_core.debugging.recording import Recording, record
     from amp_core.debugging.watching import watch
-    from amp_core.errors import (
-        AmpError,
-        AmpWarning,
-        BackendConflictError,
-        BackendDisabledError,
-        BackendError,
-        BackendLoadError,
-        BackendNotFoundError,
-        EmulationWarning,
-        KernelLaunchError,
-        MaterializeError,
-        NonFiniteError,
-        PluginWarning,
-        PolicyError,
-        RankLostError,
-        ScaleFloorError,
-        ScaleFloorWarning,
-        ScriptRegionError,
-        SkippedStepsWarning,
-        StaleCastError,
-        TorchFeatureError,
-        TorchFeatureWarning,
-    )
     from amp_core.formats import Delayed, Quantization, Quantized, Recipe, quantize
     from amp_core.plugin import backends, get_backend
     from amp_core.policy import OpPolicy
@@ -78,49 +57,28 @@ if TYPE_CHECKING:
 __all__ = [
     "AccumulationWindow",
     "Advice",
-    "AmpError",
-    "AmpWarning",
     "AtFloor",
-    "BackendConflictError",
-    "BackendDisabledError",
-    "BackendError",
-    "BackendLoadError",
-    "BackendNotFoundError",
     "BadParameter",
     "CachedCasts",
     "Comparison",
     "Delayed",
     "DelayedScales",
-    "EmulationWarning",
     "GradScaler",
     "History",
     "Hysteresis",
-    "KernelLaunchError",
     "LossScaleSchedule",
     "LostUpdates",
     "MasterWeights",
-    "MaterializeError",
-    "NonFiniteError",
     "OpPolicy",
     "OptState",
-    "PluginWarning",
-    "PolicyError",
     "PrecisionPlan",
     "Quantization",
     "Quantized",
-    "RankLostError",
     "Recipe",
     "Recording",
     "ScaleChange",
-    "ScaleFloorError",
-    "ScaleFloorWarning",
-    "ScriptRegionError",
-    "SkippedStepsWarning",
-    "StaleCastError",
     "StepRecord",
     "StoredWeights",
-    "TorchFeatureError",
-    "TorchFeatureWarning",
     "_MultiDeviceReplicator",
     "__version__",
     "_cast",
@@ -150,6 +108,7 @@ __all__ = [
     "script",
     "watch",
 ]
+__all__ += _errors.__all__
 
 _NAMES = {
     "_torch.autocast": "_enter_autocast=enter_autocast _exit_autocast=exit_autocast",
@@ -163,13 +122,6 @@ _NAMES = {
     "debugging.recording": "Recording record",
     "debugging.advise": "advise",
     "debugging.watching": "watch",
-    "errors": (
-        "AmpError AmpWarning BackendConflictError BackendDisabledError BackendError "
-        "BackendLoadError BackendNotFoundError EmulationWarning KernelLaunchError "
-        "MaterializeError NonFiniteError "
-        "PluginWarning PolicyError RankLostError ScaleFloorError ScaleFloorWarning ScriptRegionError "
-        "SkippedStepsWarning StaleCastError TorchFeatureError TorchFeatureWarning"
-    ),
     "formats": "Delayed Quantization Quantized Recipe quantize",
     "plugin": "backends get_backend",
     "policy": "OpPolicy",

@@ -6,6 +6,30 @@ same class with the same text; the classes here are for conditions that do not e
 
 from __future__ import annotations
 
+__all__ = [
+    "AmpError",
+    "AmpWarning",
+    "BackendConflictError",
+    "BackendDisabledError",
+    "BackendError",
+    "BackendLoadError",
+    "BackendNotFoundError",
+    "EmulationWarning",
+    "KernelLaunchError",
+    "MaterializeError",
+    "NonFiniteError",
+    "PluginWarning",
+    "PolicyError",
+    "RankLostError",
+    "ScaleFloorError",
+    "ScaleFloorWarning",
+    "ScriptRegionError",
+    "SkippedStepsWarning",
+    "StaleCastError",
+    "TorchFeatureError",
+    "TorchFeatureWarning",
+]
+
 
 class AmpError(Exception):
     """Base class of amp-core's own errors."""
@@ -113,27 +137,5 @@ class ScaleFloorWarning(SkippedStepsWarning):
     """Gradients overflowed although the scale is at its floor."""
 
 
-for _public in [
-    AmpError,
-    BackendError,
-    BackendNotFoundError,
-    BackendLoadError,
-    BackendConflictError,
-    BackendDisabledError,
-    KernelLaunchError,
-    MaterializeError,
-    NonFiniteError,
-    PolicyError,
-    RankLostError,
-    ScaleFloorError,
-    ScriptRegionError,
-    StaleCastError,
-    TorchFeatureError,
-    AmpWarning,
-    EmulationWarning,
-    PluginWarning,
-    ScaleFloorWarning,
-    SkippedStepsWarning,
-    TorchFeatureWarning,
-]:
-    _public.__module__ = "amp_core"  # tracebacks show the name that users import
+for _name in __all__:
+    globals()[_name].__module__ = "amp_core"  # tracebacks show the name that users import

@@ -33,7 +33,7 @@ def test_what_type_checkers_see_is_what_loads() -> None:
         for alias in node.names
     }
     assert seen == amp_core._HOMES
-    assert {*seen, "__version__"} == set(amp_core.__all__)
+    assert {*seen, *amp_core.errors.__all__, "__version__"} == set(amp_core.__all__)
 
 
 @pytest.mark.parametrize("name", amp_core.__all__)
