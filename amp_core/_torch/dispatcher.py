@@ -28,6 +28,11 @@ def dispatcher_name(op: Overload) -> str:
     return str(op.name())  # type: ignore[no-untyped-call]
 
 
+def short_name(op: Overload) -> str:
+    """Return the op's name without namespace and overload."""
+    return dispatcher_name(op).rpartition("::")[2].partition(".")[0]
+
+
 _ENTRY = Feature(
     "dispatcher_entry",
     "policies cost one more Python call per op, which is slower",

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from amp_core._torch.autograd import current_autograd_node
-from amp_core._torch.dispatcher import Overload, dispatcher_name
+from amp_core._torch.dispatcher import Overload, dispatcher_name, short_name
 from amp_core.casts.shards import local
 from amp_core.common.identity import WeakIdentityMapping
 from amp_core.debugging.attached import Attached
 from amp_core.debugging.capture import extent, is_readable
-from amp_core.debugging.op_kinds import floats_in, short_name
+from amp_core.debugging.op_kinds import floats_in
 from amp_core.debugging.places import Lines, Place
 from amp_core.debugging.ranges import Extent
 from amp_core.debugging.sink import BACKWARD, Sink, Where

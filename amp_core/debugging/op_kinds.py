@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp_core._torch.dispatcher import Overload, dispatcher_name, is_view
+from amp_core._torch.dispatcher import Overload, is_view, short_name
 from amp_core._torch.tracing import copy_lists, to_copy
 from amp_core.common.containers import tensors_in
 
@@ -56,11 +56,6 @@ _MOVES = {
 def only_moves(op: Overload) -> bool:
     """Return whether the op computes nothing and only creates a view, a copy or a new tensor."""
     return is_view(op) or op.namespace in ("fsdp", "profiler") or short_name(op) in _MOVES
-
-
-def short_name(op: Overload) -> str:
-    """Return the op's name without namespace and overload."""
-    return dispatcher_name(op).rpartition("::")[2].partition(".")[0]
 
 
 def dtypes_of(tensors: Iterable[Tensor]) -> tuple[torch.dtype, ...]:

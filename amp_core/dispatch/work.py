@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from amp_core._torch.dispatcher import Overload, arguments, dispatcher_name
+from amp_core._torch.dispatcher import Overload, arguments, dispatcher_name, short_name
 from amp_core.common.containers import tensors_in
 
 _FACTORS = (
@@ -62,7 +62,7 @@ def _tensors(given: Mapping[str, Any], *names: str) -> list[Tensor]:
 
 @functools.cache
 def _kind(op: Overload) -> tuple[str, tuple[str, ...]]:
-    name = dispatcher_name(op).rpartition("::")[2].partition(".")[0]
+    name = short_name(op)
     names = tuple(argument.name for argument in arguments(op))
     if name in {"mm", "bmm", "matmul", "mv", "dot", "vdot", "addmm", "baddbmm", "addbmm", "addmv"}:
         return "product", names

@@ -30,7 +30,7 @@ def _folder() -> str:
         return ""
 
 
-_SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "the default dtype": (torch.get_default_dtype, torch.set_default_dtype),
     "the default device": (torch.get_default_device, _set_default_device),
     "grad mode": (torch.is_grad_enabled, torch.set_grad_enabled),
@@ -48,11 +48,11 @@ _SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
 def restored() -> Iterator[list[str]]:
     """Put back what the block changes of the program; after it, the list yielded says what that was."""
     changed: list[str] = []
-    before = {name: read() for name, (read, _) in _SETTINGS.items()}
+    before = {name: read() for name, (read, _) in SETTINGS.items()}
     try:
         yield changed
     finally:
-        for name, (read, write) in _SETTINGS.items():
+        for name, (read, write) in SETTINGS.items():
             now = read()
             if now != before[name]:
                 write(before[name])

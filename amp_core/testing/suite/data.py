@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from amp_core._torch.dispatcher import dispatcher_name
+from amp_core._torch.dispatcher import short_name
 from amp_core._torch.tracing import TorchDispatchMode
 from amp_core.kernels import GradStats
 from amp_core.plugin import Backend
@@ -166,7 +166,7 @@ def waits(device: torch.device) -> Iterator[list[str]]:
     seen: list[str] = []
 
     def see(func: Any, args: tuple[Any, ...], result: Any) -> None:
-        name = dispatcher_name(func).rpartition("::")[2].partition(".")[0]
+        name = short_name(func)
         if name in _WAITS or (name in ("_to_copy", "copy_") and leaves(args, result)):
             seen.append(str(func))
 

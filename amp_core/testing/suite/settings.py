@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
+from amp_core.plugin.surroundings import SETTINGS
 from amp_core.testing.fixtures import BackendFixtures
 
 BOTH = (True, False)
@@ -141,34 +142,24 @@ def _set_cudnn_precision(value: Any) -> None:
         _CONV.fp32_precision = value
 
 
-def _restore_generator(state: list[int]) -> None:
-    torch.set_rng_state(torch.tensor(state, dtype=torch.uint8, device="cpu"))
-
-
 def _no_write(_: Any) -> None:
     pass
 
 
+def _tried(name: str, values: Sequence[Any], seed: Callable[[int], Any] | None = None) -> Setting:
+    """Return a setting that plugins may not change either, with the values to try."""
+    read, write = SETTINGS[name]
+    return Setting(name, read, write if seed is None else _seed(seed, write), values)
+
+
 _OF_TORCH = (
-    Setting("grad mode", torch.is_grad_enabled, torch.set_grad_enabled, BOTH),
+    _tried("grad mode", BOTH),
     Setting("inference mode", torch.is_inference_mode_enabled, _no_write, (False,)),
     Setting("anomaly mode", torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly, BOTH),
-    Setting(
-        "the default dtype", torch.get_default_dtype, torch.set_default_dtype, (torch.float16, torch.float32)
-    ),
-    Setting(
-        "the default device",
-        torch.get_default_device,
-        lambda device: torch.set_default_device(None if str(device) == "cpu" else device),
-        ("meta", "cpu"),
-    ),
-    Setting("the number of threads", torch.get_num_threads, torch.set_num_threads, (1, 2, 3)),
-    Setting(
-        "the precision of float32 products",
-        torch.get_float32_matmul_precision,
-        torch.set_float32_matmul_precision,
-        ("high", "highest"),
-    ),
+    _tried("the default dtype", (torch.float16, torch.float32)),
+    _tried("the default device", (torch.device("meta"), torch.device("cpu"))),
+    _tried("the number of threads", (1, 2, 3)),
+    _tried("the precision of float32 products", ("high", "highest")),
     Setting(
         "the sums of float16 products",
         lambda: torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
@@ -184,12 +175,7 @@ _OF_TORCH = (
         BOTH,
     ),
     # Not the state alone: a call that seeds would find the state that the one before it left.
-    Setting(
-        "torch's generator",
-        lambda: torch.get_rng_state().tolist(),
-        _seed(torch.manual_seed, _restore_generator),
-        (1, 2),
-    ),
+    _tried("torch's generator", (1, 2), torch.manual_seed),
     Setting("the repetition of warnings", torch.is_warn_always_enabled, torch.set_warn_always, BOTH),
 )
 
@@ -199,7 +185,7 @@ _OF_PYTHON = (
     Setting("the level of logging", lambda: logging.root.manager.disable, logging.disable, (0, 10)),
     Setting("the collector", gc.isenabled, lambda value: gc.enable() if value else gc.disable(), BOTH),
     Setting("the environment", lambda: dict(os.environ), _no_write, (0,)),
-    Setting("the working directory", os.getcwd, os.chdir, (tempfile.gettempdir(),)),
+    _tried("the working directory", (tempfile.gettempdir(),)),
     Setting("the search path of modules", lambda: list(sys.path), _no_write, (0,)),
     Setting("the limit of recursion", sys.getrecursionlimit, sys.setrecursionlimit, (3000,)),
     Setting(
