@@ -125,6 +125,8 @@ _installing = threading.Lock()
 _warned_of_override = False
 _added: set[tuple[str, str]] = set()
 """Each op that had no kernel on a dispatch key before `install` added one, with the key."""
+_idle: dict[str, list[Any]] = {}
+"""Namespace -> libraries without a kernel; torch keeps some memory of each that was ever made."""
 
 
 def install(op_name: str, key: str, kernel: Callable[..., Any]) -> Callable[[], None]:
@@ -144,24 +146,27 @@ def install(op_name: str, key: str, kernel: Callable[..., Any]) -> Callable[[], 
 def _install(op_name: str, key: str, kernel: Callable[..., Any]) -> Callable[[], None]:
     global _warned_of_override  # noqa: PLW0603  # once per process, as the dispatcher's own flag
     namespace, _, name = op_name.partition("::")
-    library = _library("IMPL", namespace, "", __file__, 1)
+    idle = _idle.setdefault(namespace, [])
+    library = idle.pop() if idle else _library("IMPL", namespace, "", __file__, 1)
+    remove = functools.partial(_remove, library, idle, (op_name, key))
     if not has_kernel(op_name, key):
         _added.add((op_name, key))
         library.impl(name, key, kernel, True)
-        return functools.partial(_remove, library, (op_name, key))
+        return remove
     if _warned_of_override:
         library.impl(name, key, kernel, True)
-        return cast("Callable[[], None]", library.reset)
+        return remove
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         library.impl(name, key, kernel, True)
     _warned_of_override = True
-    return cast("Callable[[], None]", library.reset)
+    return remove
 
 
-def _remove(library: Any, added: tuple[str, str]) -> None:
+def _remove(library: Any, idle: list[Any], op: tuple[str, str]) -> None:
     library.reset()
-    _added.discard(added)
+    _added.discard(op)
+    idle.append(library)
 
 
 @POLICIES.probe

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import amp_core
+from amp_core._torch import op_kernels
 from amp_core.casts.memory import KeptMemory
 
 SIDE = 600
@@ -125,3 +126,16 @@ def test_a_graph_keeps_the_casts_that_it_was_made_with() -> None:
             loss_of(model)
             (got,) = torch.autograd.grad(loss, x)
             assert torch.equal(got, expected)
+
+
+def test_a_scope_leaves_no_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch keeps some bytes of every library of kernels: entering a scope at each step leaks kilobytes."""
+    made = []
+    library = op_kernels._library
+    monkeypatch.setattr(op_kernels, "_library", lambda *args: made.append(args) or library(*args))
+    model = torch.nn.Linear(2, 2)
+    for _ in range(2):
+        before = len(made)
+        with amp_core.cached_casts(model), amp_core.record():
+            model(torch.ones(1, 2))
+    assert len(made) == before
