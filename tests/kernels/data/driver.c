@@ -156,8 +156,8 @@ static void stored_weights(int64_t n) {
     free(numbers);
 }
 
-/* Quantise to e4m3 in rows of 32 columns and in columns of 3 rows. */
-static void quantising(int64_t columns, int64_t height, int64_t width) {
+/* Quantise to e4m3 in tiles; `top` is what the largest magnitude of each becomes before it is rounded. */
+static void quantising(int64_t columns, int64_t height, int64_t width, float top) {
     const struct element e4m3 = {3, 0x3c800000u, 0x44000000u, 0x7e, 7, 0x7f, 448.0f};
     const struct tiles tiles = {1, 7, columns, height, width};
     int64_t n = 7 * columns, across = parts(columns, width), scales = parts(7, height) * across;
@@ -173,9 +173,9 @@ static void quantising(int64_t columns, int64_t height, int64_t width) {
     EXPECT(found[0] == 1 && found[1] == 1, "inf and NaN were counted %d and %d times", (int)found[0],
            (int)found[1]);
     for (int64_t i = 0; i < scales; i++)
-        encode[i] = isfinite(amax[i]) ? (amax[i] > 0.0f ? 512.0f / amax[i] : 1.0f) : NAN;
-    amp_quantize_round(x, 0, &tiles, encode, 0, &e4m3, NULL, NULL, values, 0, counts, 2);
-    amp_quantize_round(x, 0, &tiles, encode, 0, &e4m3, NULL, NULL, codes, 1, found, 2);
+        encode[i] = isfinite(amax[i]) ? (amax[i] > 0.0f ? top / amax[i] : 1.0f) : NAN;
+    amp_quantize_round(x, 0, &tiles, encode, 0, top <= 448.0f, &e4m3, NULL, NULL, values, 0, counts, 2);
+    amp_quantize_round(x, 0, &tiles, encode, 0, top <= 448.0f, &e4m3, NULL, NULL, codes, 1, found, 2);
     for (int64_t i = 0; i < n; i++) {
         int64_t tile = i / columns / height * across + i % columns / width;
         int exponent;
@@ -249,10 +249,12 @@ int main(void) {
             norms_products_sums(dtype, lengths[i]);
     for (size_t i = 0; i < sizeof lengths / sizeof *lengths; i++) {
         stored_weights(lengths[i]);
-        quantising(lengths[i], 1, 32);
-        quantising(lengths[i], 3, 1);
-        quantising(lengths[i], 2, 5000);
-        quantising(lengths[i], 1, 16);
+        for (float top = 448.0f; top <= 512.0f; top += 64.0f) {
+            quantising(lengths[i], 1, 32, top);
+            quantising(lengths[i], 3, 1, top);
+            quantising(lengths[i], 2, 5000, top);
+            quantising(lengths[i], 1, 16, top);
+        }
         scaling(lengths[i]);
     }
     printf("%s: %d failures\n", amp_instruction_set(), failures);
