@@ -91,10 +91,9 @@ class RankLostError(AmpError, RuntimeError):
         step: the number of the step, as in `StepRecord.number`; None if no `GradScaler` knows it.
     """
 
-    def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
+    def __init__(self, message: str, ranks: tuple[int, ...] = (), step: int | None = None) -> None:
         super().__init__(message)
-        self.ranks = ranks
-        self.step: int | None = None
+        self.ranks, self.step = ranks, step
 
     def __str__(self) -> str:
         message = super().__str__()

@@ -22,11 +22,13 @@ class Ranks(NamedTuple):
         groups: collectives over each of these in turn reach all ranks; usually one group.
         size: the number of ranks.
         optimizers: the optimizers on whose step they decide.
+        step: the number of that step, as in `StepRecord.number`.
     """
 
     groups: tuple[ProcessGroup, ...]
     size: int
     optimizers: tuple[torch.optim.Optimizer, ...] = ()
+    step: int | None = None
 
 
 def agreed(values: Tensor, ranks: Ranks, *, largest: bool) -> Tensor:
@@ -78,10 +80,10 @@ def _reduce(values: Tensor, ranks: Ranks, *, largest: bool) -> None:
         try:
             distributed.all_reduce(values, op=how, group=group)
         except RuntimeError as error:
-            raise _lost(group) from error
+            raise _lost(group, ranks.step) from error
 
 
-def _lost(group: ProcessGroup) -> RankLostError:
+def _lost(group: ProcessGroup, step: int | None) -> RankLostError:
     from torch import distributed
 
     here = distributed.get_rank()
@@ -94,4 +96,5 @@ def _lost(group: ProcessGroup) -> RankLostError:
         f"not stepped. Start all ranks again from the last checkpoint. How long a rank waits is a setting of "
         f"the group: init_process_group(timeout=) or new_group(timeout=).",
         others,
+        step,
     )

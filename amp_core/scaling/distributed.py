@@ -51,15 +51,17 @@ class Deciders(NamedTuple):
     Attributes:
         process_group: the ranks that share the parameters; None to tell by the gradients.
         optimizers: those that step or skip together.
+        step: the number of the step, for errors.
     """
 
     process_group: ProcessGroup | None
     optimizers: tuple[torch.optim.Optimizer, ...]
+    step: int | None = None
 
     def ranks(self, shardings: Sequence[Sharding]) -> Ranks | None:
         """Return the ranks that decide; see `ranks_of`."""
         ranks = ranks_of(shardings, self.process_group)
-        return None if ranks is None else ranks._replace(optimizers=self.optimizers)
+        return None if ranks is None else ranks._replace(optimizers=self.optimizers, step=self.step)
 
 
 _over: dict[int, int] = {}

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ from amp_core.common.containers import map_tensors
 from amp_core.common.device_types import device_type_of
 from amp_core.common.optimizers import parameters_of
 from amp_core.common.process_groups import check_group
-from amp_core.errors import AmpWarning, BackendNotFoundError, RankLostError
+from amp_core.errors import AmpWarning, BackendNotFoundError
 from amp_core.kernels.memory import on_host, read
 from amp_core.plugin.default_manager import get_backend
 from amp_core.plugin.results import Refusal
@@ -52,8 +51,6 @@ if TYPE_CHECKING:
 
 __all__ = ["GradScaler", "OptState"]
 
-_Method = TypeVar("_Method", bound=Callable[..., Any])
-
 
 def _of_own_scale(name: str, convert: Callable[[Any], Any] | None = None) -> Any:
     """Alias an attribute that torch's scaler has to that of the `LossScale` without a key."""
@@ -65,20 +62,6 @@ def _of_own_scale(name: str, convert: Callable[[Any], Any] | None = None) -> Any
         setattr(scaler._scales.own, name, value if convert is None else convert(value))
 
     return property(get, set_)
-
-
-def _numbering_lost_steps(method: _Method) -> _Method:
-    """Let a `RankLostError` of `method` say in which step it came."""
-
-    @functools.wraps(method)
-    def run(self: GradScaler, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return method(self, *args, **kwargs)
-        except RankLostError as error:
-            error.step = self._log.updates
-            raise
-
-    return cast("_Method", run)
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -248,7 +231,6 @@ class GradScaler(torch.amp.GradScaler):
             return _step_eagerly(self, optimizer, key, max_norm, norm_type, args, kwargs)
         return self._step(optimizer, key, max_norm, norm_type, args, kwargs)
 
-    @_numbering_lost_steps
     def _step(
         self,
         optimizer: Optimizer,
@@ -271,7 +253,7 @@ class GradScaler(torch.amp.GradScaler):
     def _step_plain(
         self, entry: Entry, max_norm: float | None, norm_type: float, args: Any, kwargs: Any
     ) -> Any:
-        (optimizer,), loss_scale, (state,) = entry
+        (optimizer,), loss_scale, _, (state,) = entry
         if max_norm is not None:
             self._clip(entry, max_norm, norm_type)
         elif state.stage is OptState.READY:
@@ -287,24 +269,23 @@ class GradScaler(torch.amp.GradScaler):
     def _step_fused(
         self, entry: Entry, max_norm: float | None, norm_type: float, args: Any, kwargs: Any
     ) -> Any:
-        (optimizer,), loss_scale, (state,) = entry
+        (optimizer,), loss_scale, scale, (state,) = entry
         if fused.takes_scaler(optimizer):
             warnings.warn(fused.PASSES_ITSELF, FutureWarning, stacklevel=level_outside())
             return optimizer.step(*args, **{**kwargs, "grad_scaler": self})
-        scale = loss_scale.check("step")
         divisor = None
         if max_norm is not None or state.stage is not OptState.UNSCALED:
-            divisor = self._fused_divisor(entry, scale, max_norm, norm_type)
+            divisor = self._fused_divisor(entry, max_norm, norm_type)
         if not is_tracing():  # a growing history would recompile every step
             self._log.record(optimizer, loss_scale, state)
         found_inf = combine(state.flags(), scale.device)
         return fused.step_on_device(optimizer, divisor, found_inf, args, kwargs)
 
-    def _fused_divisor(self, entry: Entry, scale: Tensor, max_norm: float | None, norm_type: float) -> Tensor:
+    def _fused_divisor(self, entry: Entry, max_norm: float | None, norm_type: float) -> Tensor:
         """Read the gradients; return the number that the optimizer has to divide them by."""
-        (optimizer,), _, (state,) = entry
+        (optimizer,), _, scale, (state,) = entry
         parts = group_by_device(optimizer, allow_fp16=True)
-        deciders = Deciders(self._process_group, (optimizer,))
+        deciders = self._deciders(optimizer)
         norm_type = as_order(norm_type)
         stats = read_gradients(parts, norm_type, scale.device, deciders, self._overlap)
         unscaled = state.stage is OptState.UNSCALED
@@ -377,12 +358,12 @@ class GradScaler(torch.amp.GradScaler):
         check_closure(optimizer, closure)
         loss_scale = self._scales.for_loss(key)
         state = loss_scale.optimizer_states.of(optimizer)
-        entry = Entry([optimizer], loss_scale, [state])
         stage = next_stage(state.stage, "step")
 
         def unscaled() -> Any:
             state.stage, state.found_inf_per_device = OptState.READY, {}
             loss = evaluate(closure)
+            entry = Entry([optimizer], loss_scale, loss_scale.check("step_closure"), [state])
             if max_norm is None:
                 self._unscale(entry)
             else:
@@ -408,7 +389,6 @@ class GradScaler(torch.amp.GradScaler):
         state.stage = stage
         return result
 
-    @_numbering_lost_steps
     def unscale_(self, optimizer: Optimizer | Sequence[Optimizer], key: str | None = None) -> None:
         """Divide the gradients of `optimizer` by the scale, in place, and check whether all are finite.
 
@@ -436,8 +416,7 @@ class GradScaler(torch.amp.GradScaler):
             self._unscale(self._scales.enter(_as_list(optimizer), key, "unscale_"))
 
     def _unscale(self, entry: Entry) -> None:
-        optimizers, loss_scale, states = entry
-        scale = loss_scale.check("unscale_")
+        optimizers, _, scale, states = entry
         for state in states:
             stage = next_stage(state.stage, "unscale_")
         inverse = reciprocal(scale)
@@ -446,7 +425,7 @@ class GradScaler(torch.amp.GradScaler):
             found = self._unscale_grads_(optimizers[0], inverse, found_inf, self._allow_fp16)
         else:
             parts = joined([group_by_device(o, allow_fp16=self._allow_fp16) for o in optimizers])
-            found = multiply_all_(parts, inverse, found_inf, Deciders(self._process_group, tuple(optimizers)))
+            found = multiply_all_(parts, inverse, found_inf, self._deciders(*optimizers))
         for state in states:
             state.stage, state.found_inf_per_device = stage, found
 
@@ -492,17 +471,15 @@ class GradScaler(torch.amp.GradScaler):
         entry = self._scales.enter(optimizers, key, "clip_grad_norm_")
         return self._clip(entry, max_norm, norm_type, error_if_nonfinite)
 
-    @_numbering_lost_steps
     def _clip(
         self, entry: Entry, max_norm: float, norm_type: float, error_if_nonfinite: bool = False
     ) -> Tensor:
-        optimizers, loss_scale, states = entry
-        scale = loss_scale.check("clip_grad_norm_")
+        optimizers, _, scale, states = entry
         unscaled = all([state.stage is OptState.UNSCALED for state in states])  # noqa: C419
         if not unscaled:
             for state in states:
                 next_stage(state.stage, "unscale_")
-        deciders = Deciders(self._process_group, tuple(optimizers))
+        deciders = self._deciders(*optimizers)
         divisor = torch.ones_like(scale) if unscaled else scale
         groups = [group_by_device(each, allow_fp16=self._allow_fp16) for each in optimizers]
         parts = joined(groups)
@@ -840,7 +817,7 @@ class GradScaler(torch.amp.GradScaler):
         allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:
         parts = group_by_device(optimizer, allow_fp16=allow_fp16)
-        return multiply_all_(parts, inv_scale, found_inf, Deciders(self._process_group, (optimizer,)))
+        return multiply_all_(parts, inv_scale, found_inf, self._deciders(optimizer))
 
     def _get_scale_async(self) -> Tensor | None:
         return self._scales.own.scale
@@ -858,6 +835,9 @@ class GradScaler(torch.amp.GradScaler):
         if self._log.skipped(optimizer):
             return None
         return cast("float | None", optimizer.step(*args, **kwargs))
+
+    def _deciders(self, *optimizers: Optimizer) -> Deciders:
+        return Deciders(self._process_group, optimizers, None if is_tracing() else self._log.updates)
 
     def _overrides_unscale(self) -> bool:
         return getattr(self.unscale_, "__func__", None) is not GradScaler.unscale_

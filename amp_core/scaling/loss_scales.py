@@ -15,10 +15,18 @@ from amp_core.states.loss_scale import LossScaleSchedule, OptState
 
 
 class Entry(NamedTuple):
-    """The optimizers of one call, which step as one, with the scale of their gradients and their states."""
+    """The optimizers of one call, which step as one, with the scale of their gradients and their states.
+
+    Attributes:
+        optimizers: what the call was given.
+        loss_scale: the scale of their gradients.
+        scale: its present value; 0-dim float32.
+        states: one for each optimizer.
+    """
 
     optimizers: Sequence[Optimizer]
     loss_scale: LossScale
+    scale: Tensor
     states: Sequence[OptimizerState]
 
 
@@ -99,8 +107,9 @@ class LossScales:
             loss_scale, *others = [self._in_use(optimizer, key, call) for optimizer in optimizers]
             if any(other is not loss_scale for other in others):
                 raise ValueError(_NOT_ONE.format(call=call, count=len(optimizers)))
-        loss_scale.check(call)
-        return Entry(optimizers, loss_scale, [loss_scale.optimizer_states.of(each) for each in optimizers])
+        scale = loss_scale.check(call)
+        states = [loss_scale.optimizer_states.of(each) for each in optimizers]
+        return Entry(optimizers, loss_scale, scale, states)
 
     def _in_use(self, optimizer: Optimizer, key: str | None, call: str) -> LossScale:
         wanted = self.of(key)

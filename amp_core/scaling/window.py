@@ -12,7 +12,7 @@ from amp_core._torch.tensors import is_tensor_view
 from amp_core.common.arguments import check_optimizer
 from amp_core.common.optimizers import parameters_of
 from amp_core.scaling.arithmetic import combine
-from amp_core.scaling.distributed import agree_on_flag, ranks_of
+from amp_core.scaling.distributed import agree_on_flag
 from amp_core.scaling.grad_scaler import GradScaler
 from amp_core.scaling.gradients import Gradients, group_by_device
 from amp_core.scaling.loss_scale import LossScale
@@ -171,7 +171,7 @@ class AccumulationWindow:
         stats = [part.grad_stats(2.0) for part in parts]
         flags = [s.found_inf for s in stats]
         # All ranks leave out the same micro-batches.
-        ranks = ranks_of([part.sharding for part in parts], self._scaler._process_group)
+        ranks = self._scaler._deciders().ranks([part.sharding for part in parts])
         self._flags.append(combine(flags, device) if ranks is None else agree_on_flag(flags, ranks, device))
         for part, stat in zip(parts, stats, strict=True):
             self._add_nonfinite(part, stat.nonfinite.to(device, non_blocking=True))

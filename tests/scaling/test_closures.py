@@ -144,7 +144,7 @@ def test_each_evaluation_is_clipped() -> None:
 def test_stages_keys_and_errors() -> None:
     """A second step before update(), or a closure that scales nothing, goes through; a key is lost."""
     run = Problem(lbfgs, GradScaler("cpu"))
-    with pytest.raises(AssertionError, match="Attempted unscale_ but _scale is None"):
+    with pytest.raises(AssertionError, match="Attempted step_closure but _scale is None"):
         run.scaler.step_closure(run.optimizer, lambda: torch.zeros(()))
     run.scaler.scale(torch.ones(1))
     with pytest.raises(AssertionError, match=r"given to this LBFGS left no gradient: it must call scaler\."):
