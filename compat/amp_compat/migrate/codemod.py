@@ -29,7 +29,6 @@ from amp_compat.migrate.tree import (
     quote_of,
     root_of,
     super_init,
-    with_args,
 )
 
 
@@ -238,11 +237,11 @@ class ModuleRewriter:
             if legacy.name != "autocast" or not has_positional(call.args):
                 return None
             name_positional(legacy, call.args)
-            return lambda new: with_args(new, name_positional(legacy, args_of(new)))
+            return lambda new: new.with_changes(args=name_positional(legacy, args_of(new)))
         quote = self._quote_at(call)
         opening = "\n" if isinstance(call.whitespace_before_args, cst.ParenthesizedWhitespace) else ""
         convert_args(legacy, call.args, quote, opening)
-        return lambda new: with_args(new, convert_args(legacy, args_of(new), quote, opening))
+        return lambda new: new.with_changes(args=convert_args(legacy, args_of(new), quote, opening))
 
     def _partial_edit(self, legacy: Legacy, call: cst.Call) -> Edit:
         convert_args(legacy, call.args[1:], self.quote)
@@ -251,7 +250,8 @@ class ModuleRewriter:
             first, *rest = args_of(new)
             space = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
             comma = first.comma if isinstance(first.comma, cst.Comma) else space
-            return with_args(new, [first.with_changes(comma=comma), *convert_args(legacy, rest, self.quote)])
+            converted = convert_args(legacy, rest, self.quote)
+            return new.with_changes(args=[first.with_changes(comma=comma), *converted])
 
         return edit
 

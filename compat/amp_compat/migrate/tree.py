@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import libcst as cst
+from libcst import matchers as m
 from libcst.metadata import (
     CodeRange,
     MetadataWrapper,
@@ -100,11 +101,6 @@ def args_of(node: cst.CSTNode) -> list[cst.Arg]:
     return list(node.args)
 
 
-def with_args(node: cst.CSTNode, args: list[cst.Arg]) -> cst.CSTNode:
-    """Return the call with its arguments replaced."""
-    return node.with_changes(args=args)
-
-
 def root_of(node: cst.BaseExpression) -> cst.BaseExpression:
     """Return the first name of an attribute chain, also through ``getattr(x, "name")``."""
     while True:
@@ -116,35 +112,19 @@ def root_of(node: cst.BaseExpression) -> cst.BaseExpression:
             return node
 
 
+_SUPER_INIT = m.Call(m.Attribute(m.Call(m.Name("super")), m.Name("__init__")))
+
+
 def super_init(node: cst.ClassDef) -> cst.Call:
     """Return the only call of ``super().__init__`` in the class's own ``__init__``."""
-    finder = _SuperInit()
-    for statement in node.body.body:
-        if isinstance(statement, cst.FunctionDef) and statement.name.value == "__init__":
-            statement.visit(finder)
-    if len(finder.calls) != 1:
+    own = [s for s in node.body.body if isinstance(s, cst.FunctionDef) and s.name.value == "__init__"]
+    calls = [call for function in own for call in m.findall(function, _SUPER_INIT)]
+    if len(calls) != 1:
         raise CannotConvertError(
             f"class {node.name.value} inherits the constructor, which now takes the device first: "
             "callers must pass it"
         )
-    return finder.calls[0]
-
-
-class _SuperInit(cst.CSTVisitor):
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[cst.Call] = []
-
-    def visit_Call(self, node: cst.Call) -> None:
-        func = node.func
-        if (
-            isinstance(func, cst.Attribute)
-            and func.attr.value == "__init__"
-            and isinstance(func.value, cst.Call)
-        ):
-            inner = func.value.func
-            if isinstance(inner, cst.Name) and inner.value == "super":
-                self.calls.append(node)
+    return cast("cst.Call", calls[0])
 
 
 def dunder_all(module: cst.Module) -> set[str]:

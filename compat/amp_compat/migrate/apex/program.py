@@ -10,13 +10,14 @@ from libcst.metadata import ImportAssignment
 
 from amp_compat.migrate.apex.calls import CannotFollowError, Initialize, arguments, read_initialize
 from amp_compat.migrate.apex.search import (
-    GradientReads,
+    BACKWARD,
+    BACKWARD_OR_STEP,
     Uses,
-    backward_calls,
     binds,
+    calls_in,
     calls_of,
+    gradient_reads,
     has_no_effect,
-    runs_backward_or_step,
     starts_cell,
     uses_model,
 )
@@ -216,7 +217,7 @@ class Reader:
         inner = function.body if isinstance(function, cst.FunctionDef) else function
         for block in [b for b in self.around(node) if isinstance(b, (cst.IndentedBlock, cst.Module))]:
             end = self.place_in(block, node) or 0
-            done = [i for i in range(end) if runs_backward_or_step(block.body[i])]
+            done = [i for i in range(end) if calls_in(block.body[i], BACKWARD_OR_STEP)]
             start = done[-1] + 1 if done else 0
             uses = [i for i in range(start, end) if uses_model(self._module, block.body[i], model)]
             bound = [i for i in range(start, end) if binds(block.body[i], loss)]
@@ -231,9 +232,8 @@ class Reader:
 
     def _unscale_before(self, node: cst.With, steps: Sequence[cst.SimpleStatementLine]) -> cst.CSTNode | None:
         """Return the first statement that needs unscaled gradients, or None."""
-        visitor = GradientReads()
-        self.scope_of(node).visit(visitor)
-        reads = [read for read in visitor.nodes if node not in self.around(read)]
+        found = gradient_reads(self.scope_of(node))
+        reads = [read for read in found if node not in self.around(read)]
         if not reads:
             return None
         block, end = self.block_of(steps[0]), self.place_in(self.block_of(steps[0]), steps[0])
@@ -268,7 +268,7 @@ class Reader:
 
     def _check_losses(self, scaled: Sequence[cst.With]) -> None:
         """Refuse a function that mixes scaled and unscaled backward passes."""
-        for call in backward_calls(self._module):
+        for call in calls_in(self._module, BACKWARD):
             here = [node for node in scaled if self.scope_of(node) is self.scope_of(call)]
             inside = any(node in self.around(call) for node in here)
             if here and not inside and not any(self._in_other_branch(call, node) for node in here):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
 import libcst as cst
+from libcst import matchers as m
 from libcst.metadata import BaseAssignment
 
 from amp_compat.migrate.apex.calls import CannotFollowError
@@ -35,96 +36,48 @@ class Uses(NameWalker):
         return True
 
 
-class GradientReads(cst.CSTVisitor):
-    """Collects code that reads gradients: ``.grad``, ``clip_grad...``, ``amp.master_params``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.nodes: list[cst.CSTNode] = []
-
-    def visit_Attribute_attr(self, node: cst.Attribute) -> None:
-        """Record ``x.grad`` and functions that read gradients."""
-        if node.attr.value in {"grad", "master_params"} or "clip_grad" in node.attr.value:
-            self.nodes.append(node)
-
-    def visit_Call(self, node: cst.Call) -> None:
-        """Record functions that were imported by name."""
-        if isinstance(node.func, cst.Name) and (
-            "clip_grad" in node.func.value or node.func.value == "master_params"
-        ):
-            self.nodes.append(node)
+_READER = m.Name(m.MatchIfTrue(lambda name: name == "master_params" or "clip_grad" in name))
+_READS = m.Attribute(attr=m.Name("grad") | _READER) | m.Call(func=_READER)
 
 
-class _Calls(cst.CSTVisitor):
-    def __init__(self) -> None:
-        super().__init__()
-        self.nodes: list[cst.Call] = []
+def gradient_reads(within: cst.CSTNode) -> Sequence[cst.CSTNode]:
+    """Return the code that reads gradients: ``.grad``, ``clip_grad...``, ``amp.master_params``."""
+    return m.findall(within, _READS)
 
-    def visit_Call(self, node: cst.Call) -> None:
-        self.nodes.append(node)
+
+_ANY = m.Call()
+BACKWARD = m.Call(m.Attribute(attr=m.Name("backward")))
+BACKWARD_OR_STEP = m.Call(m.Attribute(attr=m.Name("backward") | m.Name("step")))
+
+
+def calls_in(within: cst.CSTNode, which: m.Call = _ANY) -> list[cst.Call]:
+    """Return the calls in `within`."""
+    return cast("list[cst.Call]", m.findall(within, which))
 
 
 def calls_of(module: cst.Module, function: str, within: cst.CSTNode) -> list[cst.Call]:
     """Return the calls in `within` whose callee reads exactly `function`."""
-    calls = _Calls()
-    within.visit(calls)
-    return [call for call in calls.nodes if module.code_for_node(call.func) == function]
+    return [call for call in calls_in(within) if module.code_for_node(call.func) == function]
 
 
 def uses_model(module: cst.Module, statement: cst.CSTNode, model: str) -> bool:
     """Return whether `statement` calls the model or passes it to a call."""
     if isinstance(statement, (cst.FunctionDef, cst.ClassDef)):
         return False
-    calls = _Calls()
-    statement.visit(calls)
-    called = {module.code_for_node(call.func) for call in calls.nodes}
-    passed = {module.code_for_node(arg.value) for call in calls.nodes for arg in call.args}
+    calls = calls_in(statement)
+    called = {module.code_for_node(call.func) for call in calls}
+    passed = {module.code_for_node(arg.value) for call in calls for arg in call.args}
     return bool(called & {model, f"{model}.forward", f"{model}.module"}) or model in passed
-
-
-def runs_backward_or_step(statement: cst.CSTNode) -> bool:
-    """Return whether `statement` contains a backward pass or a step."""
-    return bool(_methods(statement, {"backward", "step"}))
-
-
-def backward_calls(module: cst.Module) -> list[cst.Call]:
-    """Return the calls of methods named ``backward``."""
-    return _methods(module, {"backward"})
-
-
-def _methods(within: cst.CSTNode, names: Set[str]) -> list[cst.Call]:
-    calls = _Calls()
-    within.visit(calls)
-    return [c for c in calls.nodes if isinstance(c.func, cst.Attribute) and c.func.attr.value in names]
 
 
 def binds(statement: cst.CSTNode, loss: cst.BaseExpression) -> bool:
     """Return whether `statement`, or one nested in it, assigns to the name `loss`."""
-    targets = _Targets()
-    if isinstance(loss, cst.Name) and not isinstance(statement, (cst.FunctionDef, cst.ClassDef)):
-        statement.visit(targets)
-    return isinstance(loss, cst.Name) and loss.value in targets.names
-
-
-class _Targets(cst.CSTVisitor):
-    """Collects assigned names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: set[str] = set()
-
-    def visit_AssignTarget(self, node: cst.AssignTarget) -> None:
-        self._add(node.target)
-
-    def visit_AugAssign(self, node: cst.AugAssign) -> None:
-        self._add(node.target)
-
-    def visit_AnnAssign(self, node: cst.AnnAssign) -> None:
-        self._add(node.target)
-
-    def _add(self, target: cst.BaseExpression) -> None:
-        each = [e.value for e in target.elements] if isinstance(target, (cst.Tuple, cst.List)) else [target]
-        self.names.update(t.value for t in each if isinstance(t, cst.Name))
+    if not isinstance(loss, cst.Name) or isinstance(statement, (cst.FunctionDef, cst.ClassDef)):
+        return False
+    name = m.Name(loss.value)
+    among: Any = [m.ZeroOrMore(), m.Element(name) | m.StarredElement(name), m.ZeroOrMore()]
+    target = name | m.Tuple(among) | m.List(among)
+    return bool(m.findall(statement, m.AssignTarget(target) | m.AugAssign(target) | m.AnnAssign(target)))
 
 
 def starts_cell(statement: Any) -> bool:
