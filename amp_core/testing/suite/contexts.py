@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -45,10 +46,8 @@ class ContextConformance(Judge):
     def test_kernels_in_a_region(self) -> None:
         """Autocast would compute norms and products in low precision."""
         dtypes = itertools.cycle(self.backend.supported_dtypes())
-        for mode, dtype in zip(
-            (torch.enable_grad, torch.no_grad, torch.inference_mode), dtypes, strict=False
-        ):
-            self._judge_in(lambda m=mode, d=dtype: _both(m(), autocast(self.device_type, dtype=d)))  # type: ignore[misc]
+        for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+            self._judge_in(partial(_region, self.device_type, next(dtypes), mode))
 
     def test_kernels_with_and_without_grad_mode(self) -> None:
         """``create_graph=True`` runs them with gradients enabled, on gradients that carry a graph."""
@@ -73,7 +72,7 @@ class ContextConformance(Judge):
     def test_kernels_under_other_defaults(self) -> None:
         """Of dtype, and of device: what a kernel allocates follows its arguments alone."""
         for dtype in (torch.float64, torch.float16):
-            self._judge_in(lambda dtype=dtype: data.default_dtype(dtype))  # type: ignore[misc]
+            self._judge_in(partial(data.default_dtype, dtype))
         self._judge_in(lambda: torch.device("meta"))
         self._judge_in(_unusual)
         self._judge_in(lambda: data.After(_count_list_writes))  # as a mode that counts or records
@@ -133,8 +132,7 @@ class ContextConformance(Judge):
             return run
 
         low = torch.func.vjp(lambda row: self.kernels.cast([row], self._low)[0], x)[0]
-        wrong = self._departure(low, data.plain(x.to(self._low)))
-        assert not wrong, f"cast under torch.func.vjp: {wrong}"
+        self._assert_values(low, data.plain(x.to(self._low)), "cast under torch.func.vjp")
         half = data.scalar(0.5, self.device)
         cases = {
             "add_": (written(lambda rows: self.kernels.add_(rows, rows)), x + x),
@@ -148,8 +146,7 @@ class ContextConformance(Judge):
             except RuntimeError:
                 assert name != "cast", "cast raised under torch.func.vmap; custom_fwd needs it there"
             else:
-                wrong = self._departure(result, data.plain(expected))
-                assert not wrong, f"{name} under torch.func.vmap: {wrong}"
+                self._assert_values(result, data.plain(expected), f"{name} under torch.func.vmap")
         self._judge_transformed_stats(x)
 
     def _judge_transformed_stats(self, x: Tensor) -> None:
@@ -172,10 +169,10 @@ def _count_list_writes(_func: Any, args: tuple[Any, ...], result: Any) -> None:
 
 
 @contextmanager
-def _both(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context)
+def _region(
+    device_type: str, dtype: torch.dtype, mode: Callable[[], AbstractContextManager[Any]]
+) -> Iterator[None]:
+    with mode(), autocast(device_type, dtype=dtype):
         yield
 
 

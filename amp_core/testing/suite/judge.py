@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -27,6 +28,8 @@ class Judge(Manners):
     """The judged calls that the areas of kernels share."""
 
     _turn = 0
+    _context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """Makes the context in which kernels are called."""
 
     def _gradient_dtypes(self) -> list[torch.dtype]:
         wide = [torch.complex128] if self.supports_float64 else []
@@ -59,10 +62,6 @@ class Judge(Manners):
         wide = values.double().abs()
         return values[(wide == 0) | ~(wide < torch.finfo(values.dtype).tiny)]
 
-    def _around(self) -> AbstractContextManager[Any]:
-        """Return the context in which kernels are called."""
-        return getattr(self, "_context", nullcontext)()
-
     @contextmanager
     def _calls_in(self, context: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
         """Call kernels in `context` inside the block."""
@@ -83,7 +82,7 @@ class Judge(Manners):
         flags: Tensors = (),
     ) -> Any:
         memory, references = Memory(read, written, flags), References([*read, *flags, *written])
-        with self._quietly(), self._around():
+        with self._quietly(), self._context():
             inference = torch.is_inference_mode_enabled()
             boxed = [call()]
         if type(given) in (list, tuple):  # a prepared list may keep its tensors from its first use on
@@ -120,6 +119,14 @@ class Judge(Manners):
             assert not overwritten, f"result {i} shares memory with another one"
             with torch.inference_mode(inference):
                 result.copy_(kept)
+
+    @contextmanager
+    def _refused(self, arguments: Tensors) -> Iterator[None]:
+        """Check that the call in the block is refused before it writes to any of its arguments."""
+        memory = Memory(arguments)
+        with pytest.raises(ValueError):  # noqa: PT011  # the words are the backend's
+            yield
+        memory.check()
 
     def _judge_cast(
         self,
@@ -160,8 +167,8 @@ class Judge(Manners):
         result = self._call(lambda: self.kernels.add_(totals, given), grads, totals, given=given)
         assert result is None
         for i, (total, grad, values) in enumerate(zip(totals, grads, expected, strict=True)):
-            wrong = self._departure(total, values)
-            assert not wrong, f"{what} total {i} of {len(totals)}, {grad.dtype} onto {total.dtype}: {wrong}"
+            kind = f"total {i} of {len(totals)}, {grad.dtype} onto {total.dtype}"
+            self._assert_values(total, values, f"{what} {kind}")
 
     def _judge_multiply(
         self,
@@ -184,16 +191,12 @@ class Judge(Manners):
         )
         assert result is None
         for i, (grad, values) in enumerate(zip(grads, expected, strict=True)):
-            wrong = self._product_departure(grad, values)
-            assert not wrong, (
-                f"{what} tensor {i} of {len(grads)}, {grad.dtype} of shape {tuple(grad.shape)} "
-                f"times {factor}: {wrong}"
-            )
-        for tensor in flags:
-            wanted = 1.0 if bad or flag is None else flag
-            right = torch.full(flag_shape, wanted, dtype=torch.float32, device="cpu")
-            self._assert_values(tensor, right, f"{what} found_inf after {flag}, {factor}")
-            assert not bad or flag or version_of(tensor) > 0, "found_inf was set behind autograd"
+            kind = f"{grad.dtype} of shape {tuple(grad.shape)}"
+            self._assert_products(grad, values, f"{what} tensor {i} of {len(grads)}, {kind} times {factor}")
+        if flag is not None:
+            right = torch.full(flag_shape, 1.0 if bad else flag, dtype=torch.float32, device="cpu")
+            self._assert_values(flags[0], right, f"{what} found_inf after {flag}, {factor}")
+            assert not bad or flag or version_of(flags[0]) > 0, "found_inf was set behind autograd"
 
     def _judge_stats(
         self, grads: Tensors, order: float = 2.0, what: str = "", given: Tensors | None = None
@@ -210,17 +213,14 @@ class Judge(Manners):
             ("found_inf", (), torch.float32),
         ):
             part = getattr(stats, name)
-            assert (tuple(part.shape), part.dtype) == (shape, kind), (
-                f"{what} {name} is {part.dtype} {part.shape}"
-            )
+            right = (tuple(part.shape), part.dtype) == (shape, kind)
+            assert right, f"{what} {name} is {part.dtype} {part.shape}"
         expected = [reference.norm(v, order) for v in values]
         flags = [float(reference.nonfinite(v)) for v in values]
-        assert stats.nonfinite.tolist() == flags, (
-            f"{what} nonfinite is wrong for {wrong_at(stats.nonfinite, flags)}"
-        )
-        assert float(stats.found_inf) == max(flags, default=0.0), (
-            f"{what} found_inf is {float(stats.found_inf)}"
-        )
+        wrong = [i for i, (a, b) in enumerate(zip(stats.nonfinite.tolist(), flags, strict=True)) if a != b]
+        assert not wrong, f"{what} nonfinite is wrong for {wrong[:5]}"
+        found = float(stats.found_inf)
+        assert found == max(flags, default=0.0), f"{what} found_inf is {found}"
         self._assert_norms_close(stats.norms, expected, f"{what} norms of order {order}")
         whole = [reference.norm(torch.tensor(expected, dtype=torch.float64), order)]
         self._assert_norms_close(stats.norm.reshape(1), whole, f"{what} total norm of order {order}")
@@ -303,13 +303,14 @@ class Judge(Manners):
         found, wanted = self._flushed(data.plain(result), expected)
         return "" if data.same_values(found, wanted) else difference(found, wanted)
 
-    def _product_departure(self, result: Tensor, expected: Tensor) -> str:
+    def _assert_products(self, result: Tensor, expected: Tensor, what: str) -> None:
         if not self.product_ulps or result.is_complex():
-            return self._departure(result, expected)
+            self._assert_values(result, expected, what)
+            return
         step = torch.finfo(result.dtype).eps * self.product_ulps
         found, wanted = self._flushed(host(result), expected)
         close = torch.isclose(found, wanted, rtol=step, atol=0.0, equal_nan=True)
-        return "" if bool(close.all()) else difference(found, wanted, ~close)
+        assert bool(close.all()), f"{what}: {difference(found, wanted, ~close)}"
 
     def _assert_norms_close(self, norms: Tensor, expected: list[float], what: str) -> None:
         wanted = torch.tensor(expected, dtype=torch.float64).to(norms.dtype)
@@ -336,11 +337,6 @@ def _in_int32(schedule: LossScaleSchedule) -> LossScaleSchedule:
     """Return `schedule` with the counts that the device holds."""
     interval, hysteresis = as_int32(schedule.growth_interval), as_int32(schedule.hysteresis)
     return replace(schedule, growth_interval=interval, hysteresis=hysteresis)
-
-
-def wrong_at(result: Tensor, expected: list[float]) -> list[int]:
-    """Return the first places at which the two differ."""
-    return [i for i, (a, b) in enumerate(zip(result.tolist(), expected, strict=True)) if a != b][:5]
 
 
 def difference(found: Tensor, expected: Tensor, where: Tensor | None = None) -> str:

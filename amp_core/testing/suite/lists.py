@@ -93,8 +93,7 @@ class ListJudge(Judge):
         tensors = _in_turn(values)
         many, what = len(tensors), f"of {len(tensors)} tensors of several dtypes"
         for dtype, value, product in zip(dtypes, values, products, strict=True):
-            wrong = self._product_departure(product, data.plain(value) * 0.5)
-            assert not wrong, f"multiply_ {what}, {dtype}: {wrong}"
+            self._assert_products(product, data.plain(value) * 0.5, f"multiply_ {what}, {dtype}")
         for order in (2.0, 3.0, torch.inf):
             columns = [torch.linalg.vector_norm(m.view(-1, 2), order, dim=1) for m in moduli]
             norms = torch.stack(columns, 1).flatten()

@@ -37,7 +37,7 @@ class QuantizeConformance(ScaledJudge):
         given = {k: v.to(self.device) if isinstance(v, Tensor) else v for k, v in options.items()}
         packed = packed and self.supports_float8
         memory = Memory([here], [])
-        with self._around():
+        with self._context():
             result = self.kernels.quantize(here, how, dim, packed=packed, **given)
         memory.check()
         expected = quantize(x, how, dim, **options)
@@ -183,12 +183,9 @@ class QuantizeConformance(ScaledJudge):
             lambda: autocast(self.device_type),
             lambda: torch.device("meta"),
         )
-        try:
-            for number, context in enumerate(contexts):
-                self._context = context
+        for number, context in enumerate(contexts):
+            with self._calls_in(context):
                 self._judge_quantize(x, how, packed=number % 2 == 0)
-        finally:
-            del self._context
 
         def judged(number: int) -> Judged:
             def run(context: Callable[[], AbstractContextManager[Any]]) -> None:

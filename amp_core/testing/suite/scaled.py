@@ -36,7 +36,7 @@ class ScaledJudge(Judge):
             delayed = None if how.found == "current" else torch.tensor(4.0)
             factors.append(quantize(x, how, dim, seed=3, amax=delayed))
         what = f"{product} of {name}, {tuple(a.shape)} by {tuple(b.shape)}, {packed=}"
-        with self._around():
+        with self._context():
             given = [self._there(each.packed() if packed else each) for each in factors]
             result = self._products.multiply(given[0], given[1], recipe.accumulate)
         assert type(result) is Tensor, f"{what} is a {type(result).__name__}"

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -39,7 +38,7 @@ class StorageConformance(Judge):
 
     def _written(self, call: Callable[..., Any], read: list[Tensor], written: list[Tensor]) -> None:
         memory = Memory(read, written)
-        with self._around():
+        with self._context():
             assert call() is None
         memory.check()
 
@@ -131,7 +130,6 @@ class StorageConformance(Judge):
         for sizes in ((4,), (4, 3), (4, 1)):
             wides, lows = make(torch.float32, (4, 2)), make(torch.bfloat16, sizes)
             kept, fit = make(torch.int16, (4, 2)), make(torch.bfloat16, (4, 2))
-            memory = Memory([*wides, *lows, *kept, *fit])
             calls: list[Callable[[], None]] = [
                 partial(self.kernels.split_, wides, lows, kept),
                 partial(self.kernels.join_, wides, lows, kept),
@@ -140,6 +138,5 @@ class StorageConformance(Judge):
                 partial(self.kernels.round_, wides, lows, [0, 0], [None, None]),
             ]
             for call in calls:
-                with pytest.raises(ValueError):  # noqa: PT011  # the words are the backend's
+                with self._refused([*wides, *lows, *kept, *fit]):
                     call()
-            memory.check()
