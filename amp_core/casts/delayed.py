@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from amp_core._torch.tracing import outside_graphs
+from amp_core.common.arguments import check_module
 from amp_core.common.handle import Local
 from amp_core.common.identity import WeakIdentityMapping
-from amp_core.common.optimizers import after_every_step
+from amp_core.common.optimizers import after_every_step, parameters_of
 from amp_core.common.process_groups import check_group
 from amp_core.dispatch.history_sources import sources
 from amp_core.formats import AmaxHistory, Delayed
@@ -34,8 +35,7 @@ class DelayedScales(Local):
     _INSTEAD = " Its histories are in state_dict(), which delayed_scales(copy).load_state_dict() takes over."
 
     def __init__(self, model: nn.Module, process_group: ProcessGroup | None = None) -> None:
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"delayed_scales takes a torch.nn.Module, got {type(model).__name__}.")
+        check_module(model, "delayed_scales")
         self.model = model
         self._group = None if process_group is None else check_group(process_group)
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -156,7 +156,7 @@ class DelayedScales(Local):
     def _names_of(self, optimizer: torch.optim.Optimizer | None) -> tuple[str, ...]:
         if optimizer is None:
             return tuple(self._names.values())
-        ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        ids = set(map(id, parameters_of(optimizer)))
         return tuple(name for key, name in self._names.items() if key in ids)
 
     def state_dict(self) -> dict[str, dict[str, dict[str, Tensor]]]:

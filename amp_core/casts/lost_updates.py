@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from amp_core._torch.tensors import part_of
 from amp_core._torch.tracing import outside_graphs
-from amp_core.casts.shards import like, local
+from amp_core.casts.shards import like
 from amp_core.casts.stand_ins import buckets, in_place_of, unhooked_step
 from amp_core.casts.storage import widen_state
 from amp_core.common.arguments import check_module
@@ -95,14 +96,14 @@ class LostUpdates(LocalHandle):
         self._counts.begin()
         # NaN equals nothing, so only elements that should change can be found unchanged.
         self._before = [
-            (name, param, local(param).detach().masked_fill(wanted == local(param), torch.nan))
+            (name, param, part_of(param).detach().masked_fill(wanted == part_of(param), torch.nan))
             for name, param, wanted in float32_steps(self._optimizer, self._names)
         ]
 
     @outside_graphs
     def _after_step(self, *_: object) -> None:
         for name, param, before in self._before:
-            self._counts.count(name, local(param).detach() == before)
+            self._counts.count(name, part_of(param).detach() == before)
         self._before = []
         self._counts.end()
 
@@ -162,7 +163,7 @@ def lost_to_rounding(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str
     """Return the share of elements that a float32 step changes and rounding restores."""
     shares = {}
     for name, param, wanted in float32_steps(optimizer, names):
-        before = local(param).detach()
+        before = part_of(param).detach()
         shares[name] = ((wanted != before) & (wanted.to(before.dtype) == before)).float().mean()
     return {name: float(share) for name, share in shares.items()}
 
@@ -180,7 +181,7 @@ def float32_steps(optimizer: Optimizer, names: Mapping[int, str]) -> Iterator[tu
                 step()
             for _, pairs in low:
                 for _, param in pairs:
-                    yield names[id(param)], param, local(stand_ins[id(param)]).detach()
+                    yield names[id(param)], param, part_of(stand_ins[id(param)]).detach()
 
 
 def _is_low(param: Tensor, names: Mapping[int, str]) -> bool:
@@ -190,7 +191,7 @@ def _is_low(param: Tensor, names: Mapping[int, str]) -> bool:
 
 def _copied(optimizer: Optimizer, param: Tensor, stack: contextlib.ExitStack) -> Tensor:
     """Return a float32 copy of `param` with its gradient, and with its state until `stack` ends."""
-    stand_in = like(param, local(param).detach().float()).requires_grad_()
+    stand_in = like(param, part_of(param).detach().float()).requires_grad_()
     assert param.grad is not None
     stand_in.grad = param.grad.to(torch.float32, copy=True)
     if param in optimizer.state:

@@ -9,9 +9,6 @@ from torch import Tensor
 from amp_core._torch.tensors import is_dtensor, part_of
 from amp_core.common.counter_random import element_numbers
 
-local = part_of
-"""Returns the part of a tensor on this rank; shares its memory."""
-
 
 def whole(tensor: Tensor) -> Tensor:
     """Return all of `tensor`, whose parts the ranks of its mesh exchange: all of them must ask."""
@@ -41,7 +38,7 @@ def elements(tensor: Tensor) -> Tensor | None:
     Raises:
         ValueError: the placement of a DTensor is other than even shards and replicas.
     """
-    part = local(tensor)
+    part = part_of(tensor)
     if part is tensor:
         return None
     offset = _offset(tensor, part)

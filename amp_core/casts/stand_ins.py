@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from amp_core.casts.shards import local
+from amp_core._torch.tensors import part_of
 from amp_core.plugin import get_backend
 
 Bucket = list[tuple[dict[str, Any], list[tuple[int, Tensor]]]]
@@ -37,7 +37,7 @@ def buckets(optimizer: Optimizer) -> Iterator[Bucket]:
             index += 1
             if param.grad is None:
                 continue
-            nbytes = 4 * local(param).numel()
+            nbytes = 4 * part_of(param).numel()
             limit = bucket_nbytes(param.device.type) if splits else math.inf
             if size and size + nbytes > limit:
                 yield bucket

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from amp_core.casts.shards import elements, like, local
+from amp_core._torch.tensors import part_of
+from amp_core.casts.shards import elements, like
 from amp_core.common.counter_random import key_of
 from amp_core.kernels import Kernels
 from amp_core.plugin import get_backend
@@ -53,7 +54,7 @@ class Storage(NamedTuple):
             draw: the random bits; None to round to nearest where the storage would draw some.
             kept: the memory for what is kept; by default new memory.
         """
-        low = local(param).detach()
+        low = part_of(param).detach()
         if self.kept is not None:
             kept = torch.empty_like(wide, dtype=self.kept) if kept is None else kept
             _kernels(wide).split_([wide], [low], [kept])
@@ -93,7 +94,7 @@ def narrow_state(value: Any, param: Tensor, key: int) -> Any:
     is_float = isinstance(value, Tensor) and value.is_floating_point()
     if not is_float or value.shape != param.shape or value.dim() == 0:  # a count, or a factor, which is small
         return value
-    wide = local(value)
+    wide = part_of(value)
     low = torch.empty_like(wide, dtype=torch.bfloat16)
     _kernels(wide).round_([wide], [low], [key], [elements(param)])
     return like(param, low)

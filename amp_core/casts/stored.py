@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from amp_core._torch.tensors import version_of
+from amp_core._torch.tensors import part_of, version_of
 from amp_core._torch.tracing import outside_graphs
 from amp_core.casts.lost_updates import Counts
 from amp_core.casts.memory import KeptMemory
-from amp_core.casts.shards import like, local
+from amp_core.casts.shards import like
 from amp_core.casts.stand_ins import Bucket, buckets, in_place_of, unhooked_step
 from amp_core.casts.storage import STORAGES, Draw, drop_foreign, narrow_state, widen_state
 from amp_core.common.arguments import check_module
@@ -70,7 +70,7 @@ class StoredWeights(LocalHandle):
             for name, p in model.named_parameters()
             if id(p) in held and p.dtype in (torch.float32, torch.bfloat16) and id(p) not in kept
         }
-        sharded = [p for p in self._params() if local(p) is not p and p.dtype is torch.float32]
+        sharded = [p for p in self._params() if part_of(p) is not p and p.dtype is torch.float32]
         if sharded:
             name = self._names[id(sharded[0])]
             raise ValueError(f"{name} is a float32 shard: call model.to(torch.bfloat16) before fully_shard.")
@@ -157,28 +157,28 @@ class StoredWeights(LocalHandle):
     def _wide(self, param: Tensor) -> Tensor:
         """Return this rank's part of `param` in float32, as exact as the storage has it."""
         kept = self.optimizer.state.get(param, {}).get(KEPT, self._first.get(id(param)))
-        low = local(param).detach()
+        low = part_of(param).detach()
         wide = self._memory.empty_like(low, torch.float32)
-        kept = None if kept is None else local(kept)
+        kept = None if kept is None else part_of(kept)
         if kept is not None and self._versions.get(id(param)) != version_of(param):
             kept = drop_foreign(kept, low)  # doing this at each step would take twice the time
         self._how.widen_(wide, low, kept)
         return wide
 
     def _float32(self, grad: Tensor) -> Tensor:
-        if grad.dtype is torch.float32 or grad.layout is not torch.strided or local(grad) is not grad:
+        if grad.dtype is torch.float32 or grad.layout is not torch.strided or part_of(grad) is not grad:
             return grad.float()
         return self._memory.empty_like(grad, torch.float32).copy_(grad)
 
     def _take_back(self, param: Tensor, stand_in: Tensor, draw: Draw) -> None:
         state = self.optimizer.state.pop(stand_in)
-        wide, kept = local(stand_in).detach(), stand_in._amp_core_kept  # type: ignore[attr-defined]
+        wide, kept = part_of(stand_in).detach(), stand_in._amp_core_kept  # type: ignore[attr-defined]
         if kept is not None:
             state[KEPT] = kept
         self.optimizer.state[param] = state
         before = None if self._lost is None else self._wide(param)
         changed = None if before is None else wide != before  # `wide` is overwritten
-        kept = self._how.narrow(wide, param, draw, None if kept is None else local(kept))
+        kept = self._how.narrow(wide, param, draw, None if kept is None else part_of(kept))
         self._versions[id(param)] = version_of(param)
         if self._state_dtype is not torch.float32:
             for i, name in enumerate(sorted(state.keys() - {KEPT})):
@@ -233,7 +233,7 @@ class StoredWeights(LocalHandle):
         """Return the bytes that are kept beside the bfloat16 weights."""
         states = (self.optimizer.state.get(p, {}) for p in self._params())
         kept = [state[KEPT] for state in states if KEPT in state]
-        return sum(local(each).nbytes for each in (*kept, *self._first.values()))
+        return sum(part_of(each).nbytes for each in (*kept, *self._first.values()))
 
     def remove(self) -> None:
         """Let the optimizer step on the bfloat16 weights again; its states are rounded to bfloat16, too.

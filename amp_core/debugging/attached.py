@@ -14,7 +14,6 @@ from amp_core._torch.autograd import current_autograd_node
 from amp_core._torch.tracing import calls_are_captured, is_exporting, outside_graphs
 from amp_core.common.handle import Handle
 from amp_core.common.optimizers import parameters_of, watch_steps
-from amp_core.debugging.places import Places
 
 
 class Attached(Handle):
@@ -28,9 +27,6 @@ class Attached(Handle):
     """
 
     def __init__(self, model: nn.Module) -> None:
-        if model is None:
-            raise TypeError("model must be a torch.nn.Module, not None.")
-        Places.check(model)
         self.model, self.step = model, -1
         if "torch._dynamo" in sys.modules:  # compiled code does not look for new hooks
             torch.compiler.reset()

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from amp_core._torch.dispatcher import Overload, dispatcher_name
-from amp_core._torch.tensors import is_dtensor
+from amp_core._torch.tensors import is_dtensor, part_of
 from amp_core._torch.tracing import calls_are_captured
-from amp_core.casts.shards import local, whole
+from amp_core.casts.shards import whole
 from amp_core.debugging.fits import Fit, fit_of
 from amp_core.debugging.op_kinds import floats_in
 from amp_core.debugging.places import Lines, Place
@@ -228,7 +228,7 @@ class Capture(Sink):
 @torch.no_grad()
 def _storage(tensor: Tensor) -> torch.UntypedStorage:
     """Return the memory of this rank's part, also of one that a collective has yet to deliver."""
-    part: Any = local(tensor)
+    part: Any = part_of(tensor)
     return getattr(part, "elem", part).untyped_storage()  # type: ignore[no-any-return]
 
 

@@ -13,7 +13,8 @@ from torch.optim.optimizer import Optimizer
 
 from amp_core._torch.autograd import current_autograd_node
 from amp_core._torch.dispatcher import Overload, dispatcher_name, short_name
-from amp_core.casts.shards import local
+from amp_core._torch.tensors import part_of
+from amp_core.common.arguments import check_module
 from amp_core.common.identity import WeakIdentityMapping
 from amp_core.debugging.attached import Attached
 from amp_core.debugging.capture import extent, is_readable
@@ -79,6 +80,7 @@ class Guard(Attached, Sink):
     def __init__(
         self, model: nn.Module, steps: Container[int] | Callable[[int], bool] | None, patience: int
     ) -> None:
+        check_module(model, "guard")
         if patience < 1:
             raise ValueError(f"patience= must be at least 1 skipped step, not {patience}.")
         self._chosen = steps if callable(steps) else (steps or ()).__contains__
@@ -223,7 +225,7 @@ class Guard(Attached, Sink):
 
 def _readable(tensors: list[Tensor]) -> list[Tensor]:
     """Return the tensors that can be read: of a DTensor, this rank's part."""
-    return [*filter(is_readable, map(local, tensors))]
+    return [*filter(is_readable, map(part_of, tensors))]
 
 
 def guard(

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
+from amp_core._torch.tensors import part_of
 from amp_core._torch.tracing import calls_are_captured, outside_graphs
-from amp_core.casts.shards import local
 from amp_core.common.optimizers import watch_steps
 from amp_core.errors import AmpError
 
@@ -73,7 +73,7 @@ class StateKeeper:
         if id(tensor) in self._tensors or calls_are_captured():  # captured calls change no values
             return
         with torch.no_grad():
-            part = local(tensor)
+            part = part_of(tensor)
             grad = tensor.grad if tensor.is_leaf else None
             self._tensors[id(tensor)] = tensor, part, part.detach().clone(), grad
         if tensor.is_leaf:

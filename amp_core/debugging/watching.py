@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from amp_core._torch.tensors import part_of
 from amp_core._torch.tracing import outside_graphs
-from amp_core.casts.shards import local
+from amp_core.common.arguments import check_module
 from amp_core.debugging import saved
 from amp_core.debugging.attached import Attached, Hook, repeats_forward
 from amp_core.debugging.capture import extent, is_readable
@@ -39,9 +40,10 @@ class Watch(Attached, Report):
     """
 
     def __init__(self, model: nn.Module, every: int, dtype: Any, limit: int) -> None:
+        check_module(model, "watch")
         if every < 1 or limit < 1:
             raise ValueError(f"every= and limit= must be at least 1, not {every} and {limit}.")
-        if isinstance(model, nn.Module) and uncompiled(model) is not model:
+        if uncompiled(model) is not model:
             raise TypeError("watch() needs the model itself: pass the one that was given to torch.compile().")
         super().__init__(model)
         self.entries: list[Entry] = []
@@ -98,7 +100,7 @@ class Watch(Attached, Report):
     @muted()
     @torch.no_grad()
     def _add(self, kind: str, name: str, tensor: Tensor) -> None:
-        tensor = local(tensor)
+        tensor = part_of(tensor)
         if not is_readable(tensor) or not tensor.numel():
             return
         flat = tensor.detach().reshape(-1)

@@ -40,7 +40,7 @@ def heavy_ops() -> dict[str, str]:
     An op that torch composes of others is left out: the rules of its parts apply.
     """
     kinds = {name: kind for name in all_op_names() if (kind := _kind(name)) is not None}
-    return {name if "." in name else f"{name}.default": kind for name, kind in kinds.items()}
+    return {names.in_full(name): kind for name, kind in kinds.items()}
 
 
 def missing(policy: OpPolicy) -> dict[str, str]:
@@ -51,8 +51,7 @@ def missing(policy: OpPolicy) -> dict[str, str]:
 
 @functools.cache
 def _kind(name: str) -> str | None:
-    namespace, _, rest = name.partition("::")
-    base, _, overload = rest.partition(".")
+    namespace, base, _ = names.split(name)
     if not _OF_TORCH.fullmatch(namespace):
         kind = CUSTOM
     elif namespace != "aten" or _INTERNAL.search(base):
@@ -63,6 +62,6 @@ def _kind(name: str) -> str | None:
         kind = REDUCTION
     else:
         return None
-    op = names.find(f"{namespace}::{base}.{overload or 'default'}")
+    op = names.find(name)
     usable = op is not None and not (is_mutable(op) or is_view(op)) and names.takes_tensor(op)
     return kind if usable and not has_kernel(name, "CompositeImplicitAutograd") else None

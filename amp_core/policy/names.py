@@ -46,8 +46,7 @@ def overloads(name: object) -> list[Overload]:
     text = _text(name)
     if any(c in text for c in "*?["):
         return _matching(text)
-    namespace, _, rest = text.rpartition("::")
-    base, _, overload = rest.partition(".")
+    namespace, base, overload = split(text)
     packet = _packet(namespace or "aten", base)
     if packet is None:
         raise PolicyError(_unknown(text))
@@ -77,11 +76,11 @@ def full_names(name: object) -> list[str]:
     if _is_function_class(name):
         return [f"{name.__module__}:{name.__qualname__}"]
     text = _text(name)
-    namespace, colons, rest = text.rpartition("::")
+    namespace, base, _ = split(text)
     # The list of all ops takes torch 10 ms, so ask for it only if the op is not there.
-    known = not colons or _packet(namespace, rest.partition(".")[0]) is not None
+    known = not namespace or _packet(namespace, base) is not None
     if not known and not any(n.startswith(f"{namespace}::") for n in all_op_names()):
-        return [text if "." in rest else f"{text}.default"]
+        return [in_full(text)]
     return [full_name(o) for o in overloads(name)]
 
 
@@ -117,8 +116,7 @@ def _is_function_class(value: object) -> TypeGuard[type[torch.autograd.Function]
 
 def find(name: str) -> Overload | None:
     """Return the overload whose full name is `name` (``aten::mm.default``), if torch has it."""
-    namespace, _, rest = name.rpartition("::")
-    base, _, overload = rest.partition(".")
+    namespace, base, overload = split(name)
     packet = _packet(namespace, base)
     return None if packet is None else overloads_of(packet).get(overload or "default")
 
@@ -128,8 +126,19 @@ def full_name(overload: Overload) -> str:
 
     The dispatcher omits ``.default``. Here it distinguishes the default overload from the op as a whole.
     """
-    name = dispatcher_name(overload)
-    return name if "." in name.rpartition("::")[2] else f"{name}.default"
+    return in_full(dispatcher_name(overload))
+
+
+def in_full(name: str) -> str:
+    """Return the full name of the overload that the dispatcher calls `name`."""
+    return name if split(name)[2] else f"{name}.default"
+
+
+def split(name: str) -> tuple[str, str, str]:
+    """Return the namespace, base name and overload in the name of an op; empty where it has none."""
+    namespace, _, rest = name.rpartition("::")
+    base, _, overload = rest.partition(".")
+    return namespace, base, overload
 
 
 def short(op: str) -> str:
@@ -191,8 +200,7 @@ def _matching(glob: str) -> list[Overload]:
     bases = {name.partition(".")[0] for name in all_op_names()}
     matches: list[Overload] = []
     for name in sorted(fnmatch.filter(bases, pattern)):
-        namespace, _, base = name.partition("::")
-        packet = _packet(namespace, base)
+        packet = _packet(*split(name)[:2])
         usable = [] if packet is None else overloads_of(packet).values()
         matches += [o for o in usable if not is_mutable(o) and takes_tensor(o)]
     if not matches:
@@ -210,13 +218,7 @@ def _unknown(text: str) -> str:
 
 def near_names(text: str) -> list[str]:
     """Return up to three op names similar to `text`."""
-    namespace, _, rest = text.rpartition("::")
-    prefix = (namespace or "aten") + "::"
-    bases = _base_names(prefix)
-    close = difflib.get_close_matches(rest.partition(".")[0], bases, n=3, cutoff=0.6)
-    return [name if prefix == "aten::" else prefix + name for name in close]
-
-
-def _base_names(prefix: str) -> list[str]:
-    names = {n[len(prefix) :].partition(".")[0] for n in all_op_names() if n.startswith(prefix)}
-    return sorted(names)
+    namespace, wanted, _ = split(text)
+    known = {base for space, base, _ in map(split, all_op_names()) if space == (namespace or "aten")}
+    close = difflib.get_close_matches(wanted, sorted(known), n=3, cutoff=0.6)
+    return [name if namespace in ("", "aten") else f"{namespace}::{name}" for name in close]

@@ -47,5 +47,5 @@ def native_rules_of(device_type: str, lists: tuple[tuple[str, str], ...]) -> Map
     if not has_dispatch_key(key):
         return {}
     known = tables.flatten(dict(lists))
-    full = {n if "." in n.rpartition("::")[2] else f"{n}.default" for n in registered(key)}
+    full = set(map(names.in_full, registered(key)))
     return {op: known.get(op, r.NATIVE) for op in sorted(full - added_rules(device_type).keys())}

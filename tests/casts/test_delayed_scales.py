@@ -260,7 +260,7 @@ def test_products_without_histories_are_refused() -> None:
     ):
         with pytest.raises(error, match=text):
             scales.load_state_dict({"0.weight": state})
-    with pytest.raises(TypeError, match=r"takes a torch\.nn\.Module, got list"):
+    with pytest.raises(TypeError, match=r"needs a torch\.nn\.Module, not list"):
         delayed_scales([model])  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"process_group must be a torch\.distributed\.ProcessGroup"):
         delayed_scales(model, process_group="world")  # type: ignore[arg-type]
