@@ -13,7 +13,8 @@ from accelerate.utils import AutocastKwargs, DistributedType
 from torch import nn
 
 from amp_core import GradScaler, OpPolicy, autocast
-from amp_core.integrations.checks import check_scaler, replaced
+from amp_core.integrations.checks import check_scaler, finish_update, replaced
+from amp_core.scaling.grad_scaler import OptState
 
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -89,10 +90,43 @@ class Accelerator(accelerate.Accelerator):
         """Prepare the optimizer so that its ``step_was_skipped`` queries the scaler."""
         prepared = super().prepare_optimizer(optimizer, device_placement)
         prepared.__class__ = _Optimizer
+        prepared._prepared = self._optimizers
         return prepared
+
+    def backward(self, loss: Any, **kwargs: Any) -> None:
+        """Scale the loss, by the scale after all steps so far."""
+        finish_update(self.scaler)
+        super().backward(loss, **kwargs)
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Unscale the gradients of `optimizer`; by default all that are not unscaled yet, before clipping."""
+        if optimizer is None and self.scaler is not None:
+            states = self.scaler._per_optimizer_states
+            optimizer = [o for o in self._optimizers if states.of(o.optimizer).stage is OptState.READY]
+        super().unscale_gradients(optimizer)
+
+    def save_state(self, *args: Any, **kwargs: Any) -> str:
+        """Save the state after all steps so far."""
+        finish_update(self.scaler)
+        return super().save_state(*args, **kwargs)
+
+    def end_training(self) -> None:
+        """Leave the scaler as it is after all steps."""
+        finish_update(self.scaler)
+        super().end_training()
 
 
 class _Optimizer(AcceleratedOptimizer):
+    _prepared: list[AcceleratedOptimizer]  # all of the accelerator
+
+    def step(self, closure: Any = None) -> None:
+        """Step; the others may have gradients of the same scale, so it moves in the next backward pass."""
+        alone = self.scaler is None or len(self._prepared) == 1
+        if not alone and self.scaler._per_optimizer_states.of(self.optimizer).stage is OptState.STEPPED:
+            self.scaler.update()
+        with nullcontext() if alone else replaced(self.scaler, "update", lambda: None):
+            super().step(closure)
+
     @property
     def step_was_skipped(self) -> bool:
         if self.scaler is None or not self.scaler.is_enabled():

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from amp_core import GradScaler
+from amp_core.scaling.grad_scaler import OptState
 
 
 def check_scaler(scaler: object) -> None:
@@ -14,6 +15,14 @@ def check_scaler(scaler: object) -> None:
     if scaler is not None and not isinstance(scaler, GradScaler):
         kind = f"{type(scaler).__module__}.{type(scaler).__qualname__}"
         raise TypeError(f"scaler= takes an amp_core.GradScaler, not a {kind}.")
+
+
+def finish_update(scaler: GradScaler | None) -> None:
+    """Make the update that was left until all optimizers have stepped with gradients of one scale."""
+    if scaler is None:
+        return
+    if any(state.stage is OptState.STEPPED for state in scaler._per_optimizer_states.values()):
+        scaler.update()
 
 
 @contextmanager

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from lightning.fabric.plugins.precision import MixedPrecision as TheirFabricPrecision
@@ -18,7 +19,8 @@ from torch.optim import LBFGS, Optimizer
 
 from amp_core import GradScaler, OpPolicy, autocast
 from amp_core.callbacks import SkipAwareScheduler
-from amp_core.integrations.checks import check_scaler, replaced
+from amp_core.common.optimizers import parameters_of
+from amp_core.integrations.checks import check_scaler, finish_update, replaced
 from amp_core.scaling.grad_scaler import OptState
 
 _DTYPES = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
@@ -39,6 +41,7 @@ class _Ours:
             scaler = GradScaler(device)
         super().__init__(precision, device, scaler)  # type: ignore[call-arg]
         self._policy = policy
+        self._modules: WeakSet[nn.Module] = WeakSet()  # that Fabric has set up
 
 
 class MixedPrecision(_Ours, TheirPrecision):
@@ -90,27 +93,21 @@ class MixedPrecision(_Ours, TheirPrecision):
             self.scaler.update()
         return result
 
-    def _finish_update(self) -> None:
-        """Make the update that `optimizer_step` left to the end of an iteration with several optimizers."""
-        states = {} if self.scaler is None else self.scaler._per_optimizer_states
-        if any(state.stage is OptState.STEPPED for state in states.values()):
-            self.scaler.update()
-
     def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:
         """Scale the loss, by the scale after all steps so far."""
-        self._finish_update()
+        finish_update(self.scaler)
         scaled: Tensor = super().pre_backward(tensor, module)
         return scaled
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the scaler after all steps so far."""
-        self._finish_update()
+        finish_update(self.scaler)
         state: dict[str, Any] = super().state_dict()
         return state
 
     def teardown(self) -> None:
         """Leave the scaler as it is after all steps."""
-        self._finish_update()
+        finish_update(self.scaler)
         super().teardown()
 
     def _unscale(self, optimizer: Optimizer) -> None:
@@ -185,6 +182,7 @@ class FabricMixedPrecision(_Ours, TheirFabricPrecision):
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Let step records name the parameters of `module`."""
+        self._modules.add(module)
         if self.scaler is not None:
             self.scaler.name_parameters(module.named_parameters())
         converted: nn.Module = super().convert_module(module)
@@ -193,6 +191,25 @@ class FabricMixedPrecision(_Ours, TheirFabricPrecision):
     def forward_context(self) -> AbstractContextManager[Any]:
         """Return the amp-core region for forward passes."""
         return autocast(self.device, dtype=_DTYPES[self.precision], policy=self._policy)
+
+    def backward(self, tensor: Tensor, model: nn.Module | None, *args: Any, **kwargs: Any) -> None:
+        """Scale the loss, by the scale after all steps so far."""
+        finish_update(self.scaler)
+        super().backward(tensor, model, *args, **kwargs)
+
+    def optimizer_step(self, optimizer: Optimizer, **kwargs: Any) -> Any:
+        """Step or skip; the scale moves once no other optimizer can have gradients of the same scale."""
+        own = set(map(id, parameters_of(optimizer)))
+        rest = (p for module in self._modules for p in module.parameters() if id(p) not in own)
+        wait = self.scaler is not None and any(p.grad is not None for p in rest)
+        with replaced(self.scaler, "update", lambda: None) if wait else nullcontext():
+            return super().optimizer_step(optimizer, **kwargs)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the scaler after all steps so far."""
+        finish_update(self.scaler)
+        state: dict[str, Any] = super().state_dict()
+        return state
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:
         """Unscale the gradients for ``fabric.clip_gradients``, including those of fused optimizers."""

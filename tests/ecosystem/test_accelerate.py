@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 pytest.importorskip("accelerate", reason="accelerate is not installed; tox -e ecosystem installs it")
 pytest.importorskip("transformers", reason="transformers is not installed; tox -e ecosystem installs it")
 
+from accelerate.state import AcceleratorState
 from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
 
 from amp_core import GradScaler
@@ -59,6 +60,39 @@ def test_training_with_accumulation_clipping_and_an_overflow(fused: bool) -> Non
     assert accelerator.scaler.get_scale() == 512.0
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01 * 0.9**11)
     assert sum(losses[-4:]) < sum(losses[:4])
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_several_optimizers(tmp_path: Any, saves: bool) -> None:
+    """The second unscales by the scale that the step of the first has left, or twice if both clip."""
+    losses: dict[str, list[float]] = {"no": [], "fp16": []}
+    for precision, found in losses.items():
+        scaler = GradScaler("cpu", 8.0, growth_interval=1) if precision == "fp16" else None
+        AcceleratorState._reset_state()
+        accelerator = Accelerator(mixed_precision=precision, scaler=scaler, cpu=True)
+        torch.manual_seed(0)
+        parts = nn.Linear(8, 32), nn.Linear(32, 1)
+        model = accelerator.prepare(nn.Sequential(*parts))
+        optimizers = [accelerator.prepare(torch.optim.SGD(part.parameters(), lr=0.1)) for part in parts]
+        for number, x in enumerate(torch.randn(8, 4, 8)):
+            loss = nn.functional.mse_loss(model(x), x.sum(1, keepdim=True))
+            found.append(float(loss))
+            accelerator.backward(loss * math.inf if precision == "fp16" and number == 3 else loss)
+            for part, optimizer in zip(parts, optimizers, strict=True):
+                accelerator.clip_grad_norm_(part.parameters(), 0.5)
+                if precision == "fp16" or number != 3:
+                    optimizer.step()
+            if scaler is not None:
+                assert [each.step_was_skipped for each in optimizers] == [number == 3] * 2
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+    assert losses["fp16"] == pytest.approx(losses["no"], rel=1e-2)
+    assert accelerator.scaler is not None
+    if saves:
+        accelerator.save_state(str(tmp_path))
+    else:
+        accelerator.end_training()
+    assert accelerator.scaler.get_scale() == 8.0 * 2**6
 
 
 def test_checkpoint_and_resume(tmp_path: Any) -> None:

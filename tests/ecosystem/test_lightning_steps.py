@@ -19,7 +19,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision as TheirPrecision
 from lightning.pytorch.plugins.precision import Precision
 
 from amp_core import GradScaler
-from amp_core.integrations.lightning import HoldSchedulers, MixedPrecision
+from amp_core.integrations.lightning import FabricMixedPrecision, HoldSchedulers, MixedPrecision
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's own
 
@@ -142,6 +142,28 @@ def test_a_checkpoint_has_the_scale_after_all_steps() -> None:
 
     fit(Manual(unclipped, "norm"), plugin, callbacks=[Saving()])
     assert [state["scale"] for state in saved] == [1024.0 * 2 ** (number // 2) for number in range(1, 9)]
+
+
+def test_several_optimizers_of_fabric() -> None:
+    """The second unscales by the scale that the step of the first has left."""
+    losses = []
+    plugin = FabricMixedPrecision("16-mixed", "cpu", GradScaler("cpu", 1024.0, growth_interval=1))
+    for plugins in ([], [plugin]):
+        fabric = L.Fabric(accelerator="cpu", plugins=plugins)
+        module = Module()
+        parts = [module.net, module.other]
+        module, *optimizers = fabric.setup(module, *[torch.optim.SGD(p.parameters(), lr=0.02) for p in parts])
+        module.mark_forward_method("loss")
+        x = torch.randn(8, 4, 8, generator=torch.Generator().manual_seed(0))
+        for each in x:
+            fabric.backward(module.loss((each, each.sum(1, keepdim=True))))
+            for optimizer in optimizers:
+                optimizer.step()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+        losses.append(module.losses)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-2)
+    assert plugin.state_dict()["scale"] == 1024.0 * 2**8
 
 
 class Scheduled(Module):
