@@ -19,32 +19,45 @@ from benchmarks.ab import Ratio, compare
 
 def run() -> Iterator[Ratio]:
     """Compare with a sum and a copy of the same tensor, and with torchao's cast, which counts nothing."""
+    yield from _against_passes("e4m3 per tensor", Quantization(E4M3), torch.randn(16, 4096, 2048))
     x = torch.randn(4096, 2048)
-    size = f"{x.nbytes / 1e6:.0f} MB"
-
-    kernels = amp_core.get_backend("cpu").kernels()
     for name, quantization in {
         "e4m3 per tensor": Quantization(E4M3),
         "e4m3 per 32, e8m0": Quantization(E4M3, 32, "e8m0"),
         "e2m1 per 16, e4m3": Quantization(E2M1, 16, "e4m3"),
     }.items():
-        for packed in (False, True):
-            passes = _passes(x, torch.float32 if not packed else torch.uint8)
-            ours = partial(kernels.quantize, x, quantization, packed=packed)
-            stored = "in storage" if packed else "as float32"
-            yield compare(f"{name}, {size}, {stored}: two reads and a write", passes, ours, rounds=15)
-        portable = _packed(x, quantization)
-        yield compare(f"{name}, {size}, in storage: the portable form", portable, ours, rounds=5)
+        yield from _against_passes(name, quantization, x)
+        portable, ours = _packed(x, quantization), _kernel(x, quantization, packed=True)
+        yield compare(f"{name}, {_size(x)}, in storage: the portable form", portable, ours, rounds=5)
     if importlib.util.find_spec("torchao"):
-        theirs, portable = _torchao(x), _packed(x, Quantization(E4M3))
-        ours = partial(kernels.quantize, x, Quantization(E4M3), packed=True)
-        yield compare(f"e4m3 per tensor, {size}: torchao", theirs, ours, rounds=7)
-        if torch.backends.cpu.get_cpu_capability() == "DEFAULT":
-            return  # code of torch 2.13's inductor does not compile without wider vectors
-        compiled = torch.compile(theirs, fullgraph=True)
-        yield compare(f"e4m3 per tensor, {size}: torchao, compiled", compiled, ours, rounds=7)
-        sides = compiled, torch.compile(portable, fullgraph=True)
-        yield compare(f"e4m3 per tensor, {size}: torchao, both compiled", *sides, rounds=7)
+        yield from _against_torchao(x)
+
+
+def _against_passes(name: str, quantization: Quantization, x: Tensor) -> Iterator[Ratio]:
+    for stored, dtype in {"as float32": x.dtype, "in storage": torch.uint8}.items():
+        ours = _kernel(x, quantization, packed=dtype is torch.uint8)
+        title = f"{name}, {_size(x)}, {stored}: two reads and a write"
+        yield compare(title, _passes(x, dtype), ours, rounds=15)
+
+
+def _against_torchao(x: Tensor) -> Iterator[Ratio]:
+    theirs, portable = _torchao(x), _packed(x, Quantization(E4M3))
+    ours = _kernel(x, Quantization(E4M3), packed=True)
+    name = f"e4m3 per tensor, {_size(x)}: torchao"
+    yield compare(name, theirs, ours, rounds=7)
+    if torch.backends.cpu.get_cpu_capability() == "DEFAULT":
+        return  # code of torch 2.13's inductor does not compile without wider vectors
+    compiled = torch.compile(theirs, fullgraph=True)
+    yield compare(f"{name}, compiled", compiled, ours, rounds=7)
+    yield compare(f"{name}, both compiled", compiled, torch.compile(portable, fullgraph=True), rounds=7)
+
+
+def _size(x: Tensor) -> str:
+    return f"{x.nbytes / 1e6:.0f} MB"
+
+
+def _kernel(x: Tensor, quantization: Quantization, *, packed: bool) -> Callable[[], object]:
+    return partial(amp_core.get_backend("cpu").kernels().quantize, x, quantization, packed=packed)
 
 
 def _passes(x: Tensor, written: torch.dtype) -> Callable[[], object]:
