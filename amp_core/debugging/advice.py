@@ -13,7 +13,7 @@ from amp_core.debugging.comparison import Comparison
 from amp_core.debugging.report import Report
 from amp_core.errors import PolicyError
 from amp_core.policy import OpPolicy
-from amp_core.policy.toml import ModuleRules, read_modules, read_value, write
+from amp_core.policy.toml import ModuleRules, parsed, read_modules, write
 from amp_core.regions.modules import AppliedPolicy, apply_policy
 
 
@@ -86,9 +86,12 @@ class Advice(Report):
             OSError: the file cannot be read.
         """
         modules, _ = read_modules(source, required=False)
-        scale, where = read_value(source, "init_scale")
+        data, file = parsed(source)
+        scale = data.get("init_scale")
         if scale is not None and (not isinstance(scale, (int, float)) or not 0 < scale < float("inf")):
-            raise PolicyError(f"{where}: init_scale must be a finite number above 0, not {scale!r}.")
+            raise PolicyError(
+                f"{file.place('init_scale')}: init_scale must be a finite number above 0, not {scale!r}."
+            )
         return cls(OpPolicy.from_toml(source), modules, None if scale is None else float(scale))
 
     def __repr__(self) -> str:

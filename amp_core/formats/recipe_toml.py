@@ -57,36 +57,34 @@ def read(source: str | PathLike[str]) -> dict[str, Any]:
     Raises:
         PolicyError: it is not TOML, or not a recipe; the message names file and line.
     """
-    text, where = toml.load(source)
-    return fields_of(toml.parse(text, where, _KEYS), text, where)
+    file = toml.load(source)
+    return fields_of(file.parse(_KEYS), file)
 
 
-def fields_of(data: dict[str, Any], text: str, where: str, table: str = "") -> dict[str, Any]:
-    """Return the fields of the recipe in `data`, which is all of `text` or one table of it.
+def fields_of(data: dict[str, Any], file: toml.Document, table: str = "") -> dict[str, Any]:
+    """Return the fields of the recipe in `data`, which is all of `file` or one table of it.
 
     Raises:
         PolicyError: it is not a recipe; the message names file and line.
     """
-
-    def line(key: str) -> str:
-        return f"{where}:{toml.line_of(text, key, table)}"
-
     for key in data:
         if key not in _KEYS:
-            raise PolicyError(f"{line(key)}: unknown key {key!r}; the keys are {', '.join(_KEYS)}.")
+            raise PolicyError(
+                f"{file.place(key, table)}: unknown key {key!r}; the keys are {', '.join(_KEYS)}."
+            )
     for key in ("name", "source", "accumulate"):
         if not isinstance(data.get(key, ""), str):
-            raise PolicyError(f"{line(key)}: {key} must be a string.")
+            raise PolicyError(f"{file.place(key, table)}: {key} must be a string.")
     fields: dict[str, Any] = {key: data[key] for key in ("name", "source") if key in data}
     if "accumulate" in data:
-        fields["accumulate"] = _dtype(data["accumulate"], line("accumulate"))
+        fields["accumulate"] = _dtype(data["accumulate"], file.place("accumulate", table))
     for role in ROLES:
         try:
             fields[role] = _role(data.get(role))
         except (TypeError, ValueError) as error:
-            raise PolicyError(f"{line(role)}: [{role}]: {error}") from error
+            raise PolicyError(f"{file.place(role, table)}: [{role}]: {error}") from error
     if not any(fields[role] for role in ROLES):
-        raise PolicyError(f"{where}: quantises nothing; add a table [input], [weight] or [grad_output].")
+        raise PolicyError(f"{file.name}: quantises nothing; add a table [input], [weight] or [grad_output].")
     return fields
 
 

@@ -175,15 +175,15 @@ def _table(name: str, recipe: Recipe) -> str:
     return f"\n[{head}]\n" + re.sub(r"(?m)^\[(\w+)\]$", rf"[{head}.\1]", recipe.to_toml())
 
 
-def from_toml(tables: Any, text: str, where: str) -> dict[str, Recipe]:
-    """Return the recipes that the table ``recipes`` of a file defines, by name.
+def from_toml(tables: Any, file: toml.Document) -> dict[str, Recipe]:
+    """Return the recipes that the table ``recipes`` of `file` defines, by name.
 
     Raises:
         PolicyError: a table is not a recipe, or has the name of a published one; the message names the line.
     """
     if not isinstance(tables, dict) or not all(isinstance(table, dict) for table in tables.values()):
-        line = toml.line_of(text, "recipes")
-        raise PolicyError(f"{where}:{line}: recipes must be tables, such as [recipes.mine.input].")
+        place = file.place("recipes")
+        raise PolicyError(f"{place}: recipes must be tables, such as [recipes.mine.input].")
     if not tables:
         return {}
     from amp_core.formats import Recipe
@@ -191,9 +191,9 @@ def from_toml(tables: Any, text: str, where: str) -> dict[str, Recipe]:
 
     for name in tables:
         if name in Recipe.names():
-            line = toml.line_of(text, name, "recipes")
-            raise PolicyError(f"{where}:{line}: {name!r} is a published recipe; give yours another name.")
+            place = file.place(name, "recipes")
+            raise PolicyError(f"{place}: {name!r} is a published recipe; give yours another name.")
     return {
-        name: Recipe(**fields_of({"name": name, **table}, text, where, f"recipes.{name}"))
+        name: Recipe(**fields_of({"name": name, **table}, file, f"recipes.{name}"))
         for name, table in tables.items()
     }

@@ -15,7 +15,7 @@ from amp_core.common.arguments import check_module
 from amp_core.common.handle import Handle
 from amp_core.errors import PolicyError
 from amp_core.policy.op_policy import OpPolicy
-from amp_core.policy.toml import read_modules, read_table
+from amp_core.policy.toml import parsed, read_modules
 from amp_core.regions.kept_buffers import KeptBuffers
 from amp_core.regions.modules import FLOAT32, AppliedPolicy, Rules, apply_policy
 from amp_core.regions.selecting import Selector, matching, select
@@ -102,8 +102,9 @@ class PrecisionPlan:
                 file and line.
             OSError: the file cannot be read.
         """
-        table, places = read_table(source, _TABLE)
-        values = {key: _value(key, value, places[key]) for key, value in table.items()}
+        data, file = parsed(source)
+        table = data.get(_TABLE, {})
+        values = {key: _value(key, value, file.place(key, _TABLE)) for key, value in table.items()}
         modules, _ = read_modules(source, required=False)
         return cls(OpPolicy.from_toml(source, device_type), modules, **values)
 
