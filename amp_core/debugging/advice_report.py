@@ -11,7 +11,7 @@ from amp_core.debugging.comparison import Comparison
 from amp_core.debugging.comparison_report import number
 from amp_core.debugging.format_tables import format_tables
 from amp_core.debugging.report import content_of
-from amp_core.debugging.tables import Content, Table, Value, as_seconds, as_share, columns
+from amp_core.debugging.tables import Content, Table, as_seconds, as_share, columns
 from amp_core.policy.names import short
 
 _FILE = "The proposal: autocast(policy=advice.policy), advice.apply(model), GradScaler(init_scale=...)"
@@ -85,9 +85,7 @@ def _(advice: SpeedAdvice) -> Content:
     facts["gain"] = f"{1 - seconds['advice'] / faster:.1%} over the faster of float32 and autocast"
     if not advice.enabled:
         facts["gain"] = "none: float32 is the fastest; use autocast(enabled=advice.enabled), which is False"
-    rows: list[tuple[Value, ...]] = [
-        (short(e.op), e.shapes, e.work, e.calls, e.float32, e.low, e.chained, e.rule) for e in advice.ops
-    ]
+    rows = [(short(e.op), e.shapes, e.work, e.calls, e.float32, e.low, e.chained, e.rule) for e in advice.ops]
     about = (
         "Forward and backward of one call on its own. Low precision: with casts of all arguments; chained: "
         "with casts of parameters only, as when the op before ran in low precision too."
@@ -128,7 +126,7 @@ def _name(layer: LayerInFormat) -> str:
 
 def _layers(advice: FormatAdvice) -> Table:
     total = max(sum(layer.work for layer in advice.layers), 1)
-    rows: list[tuple[Value, ...]] = [
+    rows = [
         (
             "(everywhere)" if layer.module is None else layer.module,
             short(layer.op),

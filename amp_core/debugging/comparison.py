@@ -151,13 +151,17 @@ class Comparison(Report):
 
 
 def compared(
-    step: Step, policy: OpPolicy, modules: Mapping[Any, Any] = MappingProxyType({}), scale: float = 1.0
+    step: Step,
+    policy: OpPolicy,
+    modules: Mapping[Any, Any] = MappingProxyType({}),
+    scale: float = 1.0,
+    reference: torch.dtype = torch.float32,
 ) -> Comparison:
-    """Compare `step` in float32 with `step` under `policy`, with rules for `modules`."""
-    reference = step.reference(torch.float32, scale)
+    """Compare `step` in the `reference` dtype with `step` under `policy`, with rules for `modules`."""
+    wanted = step.reference(reference, scale)
     with step.applied(modules):
         mixed = step.mixed(policy, scale)
-    return Comparison(reference, mixed, step.dtype, torch.float32, Ranks(step.roots))
+    return Comparison(wanted, mixed, step.dtype, reference, Ranks(step.roots))
 
 
 def compare(
@@ -222,6 +226,4 @@ def compare(
     if format is not None:
         policy, dtype = quantising(device, policy, format), dtype or torch.bfloat16
     step = Step(fn, device, dtype, policy, model, seed, limit)
-    wanted = step.reference(reference, scale)
-    mixed = step.mixed(step.policy, scale)
-    return Comparison(wanted, mixed, step.dtype, reference, Ranks(step.roots))
+    return compared(step, step.policy, scale=scale, reference=reference)

@@ -170,7 +170,6 @@ def _violations(found: list[Violation]) -> Table:
 
 
 def _collectives(found: dict[CollectiveKey, CollectiveCount]) -> Table:
-    rows: list[tuple[Value, ...]]
     rows = [(str(k.place), k.phase, k.kind, k.of, k.dtype, c.calls, c.nbytes) for k, c in found.items()]
     spec = columns("module, phase=pass, kind=collective, of, dtype, calls, bytes")
     about = (

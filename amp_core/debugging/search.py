@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch.optim import Optimizer
@@ -92,7 +92,7 @@ class Search:
     def _scaled(self, proposal: Proposal, now: Comparison) -> tuple[Proposal, Comparison]:
         if not (_is_narrow(self._step.dtype) and now.went_back and self._step.leaves_backward):
             return proposal, now
-        scaled = Proposal(proposal.policy, proposal.modules, _fitting_scale(now))
+        scaled = replace(proposal, scale=_fitting_scale(now))
         better = self._try(scaled, f"with a loss scale of {scaled.scale:g}")
         lost, share = _most_restored(now, better)
         if lost is not None and lost.underflow - share > _FEW and self._restores(now, better):
@@ -165,7 +165,9 @@ class Search:
     ) -> Iterator[tuple[str, Proposal]]:
         place = fault.key.place
         if not self._has(place.module) or not place.model:
-            yield from self._of_policy(proposal, fault)
+            op = _full(fault.key.name)
+            policy = proposal.policy.override({op: r.FP32}, origin="amp_core.advise")
+            yield _words([op], ""), replace(proposal, policy=policy)
             return
         if fault.key.phase == "forward":
             for ops in ([_full(fault.key.name)], self._leading_to(now, fault)):
@@ -178,11 +180,6 @@ class Search:
 
     def _has(self, module: str) -> bool:
         return len(self._step.roots) == 1 and any(n == module for n, _ in self._step.roots[0].named_modules())
-
-    def _of_policy(self, proposal: Proposal, fault: Difference) -> Iterator[tuple[str, Proposal]]:
-        ops = [_full(fault.key.name)]
-        policy = proposal.policy.override(dict.fromkeys(ops, r.FP32), origin="amp_core.advise")
-        yield _words(ops, ""), Proposal(policy, proposal.modules, proposal.scale)
 
     def _leading_to(self, now: Comparison, fault: Difference) -> list[str]:
         """Return the ops in the module that led to the fault, back to those meant for low precision."""
@@ -200,13 +197,13 @@ class Search:
 def _with_ops(proposal: Proposal, module: str, ops: list[str]) -> Proposal:
     earlier = proposal.modules.get(module, {})
     rules = {**(earlier if isinstance(earlier, dict) else {}), **dict.fromkeys(ops, r.FP32)}
-    return Proposal(proposal.policy, {**proposal.modules, module: rules}, proposal.scale)
+    return replace(proposal, modules={**proposal.modules, module: rules})
 
 
 def _with_module(proposal: Proposal, module: str) -> Proposal:
     """Run the whole module in float32, replacing the rules for its parts."""
     others = {m: rules for m, rules in proposal.modules.items() if not f"{m}.".startswith(f"{module}.")}
-    return Proposal(proposal.policy, {**others, module: "fp32"}, proposal.scale)
+    return replace(proposal, modules={**others, module: "fp32"})
 
 
 def _words(ops: list[str], module: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 from amp_core.debugging import saved
 from amp_core.debugging.chart import Chart, Point
@@ -77,8 +78,7 @@ def _worst(entries: list[Entry], form: Format) -> dict[tuple[str, str], Entry]:
     return worst
 
 
-def _most(entries: list[Entry], measure: object) -> str:
-    assert callable(measure)
+def _most(entries: list[Entry], measure: Callable[[Entry], float]) -> str:
     entry = max(entries, key=measure, default=None)
     if entry is None or not measure(entry):
         return "none"
