@@ -8,6 +8,7 @@ import torch
 from torch.nn import functional
 
 import amp_core
+from amp_core._torch.op_kernels import excluded, install, key_set
 from benchmarks.ab import Ratio, compare
 
 _CALLS = 2000
@@ -17,13 +18,15 @@ Op = Callable[[], torch.Tensor]
 def run() -> Iterator[Ratio]:
     """Compare ops that no policy changes, then changed ones with the same casts written by hand.
 
-    On one thread: ops on 8x8 are as long as it takes to wake another.
+    The limit is what the least kernel in Python takes in place of the rule's. On one thread: ops on 8x8 are
+    as long as it takes to wake another.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         yield from _unchanged()
         yield from _changed()
+        yield from _limits()
     finally:
         torch.set_num_threads(threads)
 
@@ -70,6 +73,36 @@ def _changed() -> Iterator[Ratio]:
         policy = amp_core.OpPolicy.default("cpu").override({name: rule})
         disabled = _inside(torch.autocast("cpu", enabled=False), hand)
         yield _row(f"{name} 8x8 by {rule}", disabled, _inside(amp_core.autocast("cpu", policy=policy), op))
+
+
+def _limits() -> Iterator[Ratio]:
+    x, low = torch.randn(8, 8), torch.randn(8, 8).bfloat16()
+    keys = key_set("AutocastCPU")
+
+    def softmax(_: object, of: torch.Tensor, *rest: int | torch.dtype | None) -> torch.Tensor:
+        with excluded(keys):
+            return torch.softmax(of.float(), *rest)
+
+    def add(_: object, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        with excluded(keys):
+            return torch.add(one.float(), other.float())
+
+    kernels: dict[str, tuple[str, Callable[..., torch.Tensor], Op, Op]] = {
+        "softmax 8x8 by fp32": (
+            "aten::softmax.int",
+            softmax,
+            lambda: torch.softmax(low, -1),
+            lambda: torch.softmax(low.float(), -1),
+        ),
+        "add 8x8 by promote_types": ("aten::add.Tensor", add, lambda: low + x, lambda: low.float() + x),
+    }
+    for name, (op_name, kernel, op, hand) in kernels.items():
+        disabled = _inside(torch.autocast("cpu", enabled=False), hand)
+        remove = install(op_name, "AutocastCPU", kernel)
+        try:
+            yield _row(f"{name}: limit", disabled, _inside(torch.autocast("cpu"), op))
+        finally:
+            remove()
 
 
 def _row(name: str, theirs: Callable[[], None], ours: Callable[[], None]) -> Ratio:
