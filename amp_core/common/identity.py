@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any, TypeVar
 
 K = TypeVar("K")
 V = TypeVar("V")
 
 
+def weak(key: K, gone: Callable[[Any], object] | None = None) -> Callable[[], K | None]:
+    """Return a weak reference to `key`; a strong one if its class has ``__slots__`` and takes none."""
+    try:
+        return weakref.ref(key, gone)
+    except TypeError:
+        return lambda: key
+
+
 class WeakIdentityMapping(MutableMapping[K, V]):
     """Like ``weakref.WeakKeyDictionary``, but equal keys are different; a fraction of torch's time."""
 
     def __init__(self) -> None:
-        self._entries: dict[int, tuple[weakref.ref[Any], V]] = {}
+        self._entries: dict[int, tuple[Callable[[], K | None], V]] = {}
 
     def __getitem__(self, key: K) -> V:
         return self._entries[id(key)][1]
@@ -27,7 +35,7 @@ class WeakIdentityMapping(MutableMapping[K, V]):
     def __setitem__(self, key: K, value: V) -> None:
         entries, number = self._entries, id(key)
         known = entries.get(number)
-        ref = weakref.ref(key, lambda _: entries.pop(number, None)) if known is None else known[0]
+        ref = weak(key, lambda _: entries.pop(number, None)) if known is None else known[0]
         entries[number] = ref, value
 
     def __delitem__(self, key: K) -> None:

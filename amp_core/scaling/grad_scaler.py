@@ -257,7 +257,7 @@ class GradScaler(torch.amp.GradScaler):
         if max_norm is not None:
             self._clip(entry, max_norm, norm_type)
         elif state.stage is OptState.READY:
-            if loss_scale is self._scales.own and self._overrides_unscale():
+            if self._overrides("unscale_", loss_scale):
                 self.unscale_(optimizer)
             else:
                 self._unscale(entry)
@@ -273,8 +273,11 @@ class GradScaler(torch.amp.GradScaler):
         if fused.takes_scaler(optimizer):
             warnings.warn(fused.PASSES_ITSELF, FutureWarning, stacklevel=level_outside())
             return optimizer.step(*args, **{**kwargs, "grad_scaler": self})
-        divisor = None
-        if max_norm is not None or state.stage is not OptState.UNSCALED:
+        divisor, ready = None, state.stage is not OptState.UNSCALED
+        if max_norm is None and ready and self._overrides("_check_inf_per_device", loss_scale):
+            self._check_inf_per_device(optimizer)
+            divisor = scale
+        elif max_norm is not None or ready:
             divisor = self._fused_divisor(entry, max_norm, norm_type)
         if not is_tracing():  # a growing history would recompile every step
             self._log.record(optimizer, loss_scale, state)
@@ -839,14 +842,17 @@ class GradScaler(torch.amp.GradScaler):
     def _deciders(self, *optimizers: Optimizer) -> Deciders:
         return Deciders(self._process_group, optimizers, None if is_tracing() else self._log.updates)
 
-    def _overrides_unscale(self) -> bool:
-        return getattr(self.unscale_, "__func__", None) is not GradScaler.unscale_
+    def _overrides(self, name: str, loss_scale: LossScale) -> bool:
+        if loss_scale is not self._scales.own:  # of which torch's methods know nothing
+            return False
+        return getattr(getattr(self, name), "__func__", None) is not getattr(GradScaler, name)
 
     def _check_inf_per_device(self, optimizer: Optimizer) -> dict[str, Any]:
-        self._scales.own.check("_check_inf_per_device")
+        scale = self._scales.own.check("_check_inf_per_device")
         state = self._scales.own.optimizer_states.of(optimizer)
         parts = group_by_device(optimizer, allow_fp16=True)
-        state.found_inf_per_device = by_device([(p.device, p.grad_stats(2.0).found_inf) for p in parts])
+        deciders = Deciders(self._process_group, (optimizer,))
+        state.found_inf_per_device = read_gradients(parts, 2.0, scale.device, deciders, None).flags
         return cast("dict[str, Any]", state.found_inf_per_device)  # torch's annotation; keys are devices
 
     def _found_inf_per_device(self, optimizer: Optimizer) -> dict[str, Any]:

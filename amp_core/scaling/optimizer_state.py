@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from amp_core.common.identity import weak
 from amp_core.scaling.arithmetic import is_tracing
 from amp_core.states.loss_scale import OptState
 
@@ -50,7 +50,7 @@ class OptimizerState:
     total_norm: Tensor | None = None
     nonfinite: tuple[tuple[tuple[str, int], ...], Tensor] | None = None
     window: tuple[Tensor, tuple[tuple[str, int], ...], Tensor] | None = None
-    owner: weakref.ref[torch.optim.Optimizer] | None = None
+    owner: Callable[[], torch.optim.Optimizer | None] | None = None
 
     def __getitem__(self, name: str) -> Any:
         if name not in _TORCH_NAMES:
@@ -108,7 +108,7 @@ class OptimizerStates(dict[int, OptimizerState]):
         """Return the state of `optimizer`, a fresh one if it has none."""
         state = self.known(optimizer)
         if state is None:
-            state = OptimizerState(owner=None if is_tracing() else weakref.ref(optimizer))
+            state = OptimizerState(owner=None if is_tracing() else weak(optimizer))
             super().__setitem__(id(optimizer), state)
         return state
 

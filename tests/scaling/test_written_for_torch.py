@@ -37,6 +37,15 @@ class Wrapping:
         return self.optimizer.step()
 
 
+class Slotted:
+    __slots__ = ("optimizer",)  # and no __weakref__
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    param_groups, step = Wrapping.param_groups, Wrapping.step
+
+
 class Mapped(dict[str, Any]):
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.param_groups, self.step = optimizer.param_groups, optimizer.step
@@ -45,6 +54,7 @@ class Mapped(dict[str, Any]):
 MAKERS = {
     "compared": lambda params: Compared(params, lr=0.1),
     "dataclass": lambda params: Wrapping(torch.optim.SGD(params, lr=0.1)),
+    "slotted": lambda params: Slotted(torch.optim.SGD(params, lr=0.1)),
     "mapping": lambda params: Mapped(torch.optim.SGD(params, lr=0.1)),
 }
 
@@ -129,6 +139,24 @@ def test_overridden_methods_are_called() -> None:
     assert train(got) == train(expected)
     assert got.calls == expected.calls
     assert sum(len(records) for records in got._log._pending.values()) <= 2
+
+
+@pytest.mark.parametrize("base", BOTH)
+def test_an_overridden_check_decides_on_fused_steps(base: Any) -> None:
+    """A subclass that asks other ranks, or leaves out gradients, has no say in the steps of fused optimizers."""
+
+    class Scaler(base):  # type: ignore[misc]
+        def _check_inf_per_device(self, optimizer: Any) -> Any:
+            found = super()._check_inf_per_device(optimizer)
+            for flag in found.values():
+                flag.fill_(1.0 - flag)
+            return found
+
+    scaler, param = Scaler("cpu", 4.0), nn.Parameter(torch.ones(2))
+    scaler.scale(param.sum()).backward()
+    scaler.step(torch.optim.SGD([param], lr=1.0, fused=True))
+    scaler.update()
+    assert (scaler.get_scale(), param.tolist()) == (2.0, [1.0, 1.0])
 
 
 @pytest.mark.parametrize("scaler_class", BOTH)
