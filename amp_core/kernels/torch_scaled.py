@@ -10,7 +10,6 @@ from amp_core.formats import E2M1, Quantization, Quantized
 from amp_core.formats.packing import pack, unpack
 from amp_core.kernels.scaled import ScaledProducts
 
-_scaled_mm = getattr(functional, "scaled_mm", None)  # since torch 2.10
 _CONTRACTED, _OUTER = 32, 16
 """The sizes that matrices are padded to multiples of: blocks of 32, and what CUDA's libraries ask for."""
 
@@ -36,8 +35,6 @@ class TorchScaledProducts(ScaledProducts):
     def why_emulated(
         self, a: Quantization, b: Quantization, accumulate: torch.dtype, *, batched: bool = False
     ) -> str:
-        if _scaled_mm is None:
-            return f"torch {torch.__version__} has no torch.nn.functional.scaled_mm"
         kind, other = kind_of(a), kind_of(b)
         if not kind or kind != other:
             return "torch's scaled_mm takes no such pair of formats"
@@ -74,8 +71,7 @@ def _multiply(a: Quantized, b: Quantized) -> Tensor:
     order = [first, *[swizzle.NO_SWIZZLE for _ in kinds[1:]]]
     if kind == "row":
         of_b = [of_b[0].t()]
-    assert _scaled_mm is not None
-    result: Tensor = _scaled_mm(
+    result: Tensor = functional.scaled_mm(
         *(left, right.t(), of_a, kinds, of_b, kinds, order, order), output_dtype=torch.float32
     )
     return result[: _rows(a), : _rows(b)]

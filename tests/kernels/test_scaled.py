@@ -18,9 +18,6 @@ from amp_core.kernels.scaled import emulated
 from amp_core.kernels.torch_scaled import TorchScaledProducts
 from amp_core.testing import Loopback, check
 
-pytestmark = pytest.mark.skipif(torch_scaled._scaled_mm is None, reason="this torch has no scaled_mm")
-
-
 on_the_cpu = pytest.mark.skipif(
     not torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm_v2", "CPU"),
     reason="this torch has scaled_mm for GPUs alone",
@@ -72,14 +69,13 @@ def test_torchs_op_on_a_cpu_is_what_we_emulate(name: str, shape: tuple[int, int,
 def test_a_region_uses_what_the_device_has(monkeypatch: pytest.MonkeyPatch) -> None:
     """A native product is not used, is used for what it cannot multiply, or trains another model."""
     called = list[torch.Size]()
-    right = torch_scaled._scaled_mm
-    assert right is not None
+    right = nn.functional.scaled_mm
 
     def counted(a: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         called.append(a.shape)
         return right(a, *args, **kwargs)
 
-    monkeypatch.setattr(torch_scaled, "_scaled_mm", counted)
+    monkeypatch.setattr(nn.functional, "scaled_mm", counted)
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(40, 24), nn.ReLU(), nn.Linear(24, 3)), torch.randn(7, 40)
 
@@ -136,8 +132,7 @@ def test_cuda_takes_the_arguments(
     name: str, shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The checks of torch, which need no GPU, refuse a layout, a size or an order of scales."""
-    right = torch_scaled._scaled_mm
-    assert right is not None
+    right = nn.functional.scaled_mm
 
     def on_a_gpu(value: Any) -> Any:
         if isinstance(value, list):
@@ -151,7 +146,7 @@ def test_cuda_takes_the_arguments(
             result = right(*map(on_a_gpu, args), output_dtype=output_dtype)
         return torch.zeros(result.shape, dtype=result.dtype)
 
-    monkeypatch.setattr(torch_scaled, "_scaled_mm", checked)
+    monkeypatch.setattr(nn.functional, "scaled_mm", checked)
     for product in ("output", "grad_weight"):
         a, b = operands(Recipe.named(name), product, *shape)  # type: ignore[arg-type]
         result = CudaScaledProducts((10, 0)).multiply(a, b, torch.float32)
