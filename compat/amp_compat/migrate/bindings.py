@@ -10,7 +10,7 @@ from libcst.helpers import get_full_name_for_node
 from libcst.metadata import Assignment, BaseAssignment, ImportAssignment, Scope
 
 from amp_compat.migrate.names import OBJECTS, parse_legacy
-from amp_compat.migrate.tree import around
+from amp_compat.migrate.tree import Parents, around
 
 _CALLED = {"autocast", "GradScaler", "custom_fwd", "custom_bwd"}
 
@@ -49,7 +49,7 @@ class Resolver:
     def __init__(
         self,
         scopes: Mapping[cst.CSTNode, Scope | None],
-        parents: Mapping[cst.CSTNode, cst.CSTNode],
+        parents: Parents,
         stars: Mapping[str, str],
     ) -> None:
         self._scopes = scopes

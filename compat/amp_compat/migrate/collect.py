@@ -8,9 +8,9 @@ import libcst as cst
 
 from amp_compat.migrate.bindings import Resolver
 from amp_compat.migrate.names import parse_legacy
-from amp_compat.migrate.plan import Parents, Plan, Use
+from amp_compat.migrate.plan import Plan, Use
 from amp_compat.migrate.rules import classify
-from amp_compat.migrate.tree import NameWalker
+from amp_compat.migrate.tree import NameWalker, Parents
 
 
 class Collector(NameWalker):

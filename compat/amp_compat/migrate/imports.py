@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import libcst as cst
@@ -12,6 +12,7 @@ from libcst.helpers import get_full_name_for_node
 
 from amp_compat.migrate.bindings import module_name
 from amp_compat.migrate.names import Target, parse_legacy
+from amp_compat.migrate.tree import Parents
 
 Statement = cst.BaseSmallStatement
 Line = cst.SimpleStatementLine | cst.FlattenSentinel[cst.SimpleStatementLine] | cst.RemovalSentinel
@@ -28,9 +29,7 @@ class _Place(NamedTuple):
 class ImportEditor:
     """Collects the changes to a module's imports, then writes them."""
 
-    def __init__(
-        self, module: cst.Module, target: Target, parents: Mapping[cst.CSTNode, cst.CSTNode]
-    ) -> None:
+    def __init__(self, module: cst.Module, target: Target, parents: Parents) -> None:
         self._module = module
         self._target = target
         self._parents = parents

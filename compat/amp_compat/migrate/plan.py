@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import libcst as cst
@@ -11,8 +10,6 @@ from libcst.metadata import BaseAssignment
 
 from amp_compat.migrate.bindings import Resolved
 from amp_compat.migrate.names import Legacy
-
-Parents = Mapping[cst.CSTNode, cst.CSTNode]
 
 
 @dataclass

@@ -11,8 +11,8 @@ from libcst.metadata import Assignment, BaseAssignment
 from amp_compat.migrate.bindings import Resolver
 from amp_compat.migrate.calls import AUTOCAST_ORDER, has_positional, passes_device
 from amp_compat.migrate.names import OBJECTS
-from amp_compat.migrate.plan import Parents, Plan, Use
-from amp_compat.migrate.tree import around
+from amp_compat.migrate.plan import Plan, Use
+from amp_compat.migrate.tree import Parents, around
 
 
 def classify(use: Use, parents: Parents, resolver: Resolver) -> None:

@@ -19,6 +19,7 @@ from libcst.metadata import (
 
 from amp_compat.migrate.calls import CannotConvertError
 
+Parents = Mapping[cst.CSTNode, cst.CSTNode]
 Edit = Callable[[cst.CSTNode], Any]  # a replacement node, several nodes, or a removal
 
 
@@ -76,7 +77,7 @@ class Metadata(NamedTuple):
         scopes: the scope of each, where it has one.
     """
 
-    parents: Mapping[cst.CSTNode, cst.CSTNode]
+    parents: Parents
     positions: Mapping[cst.CSTNode, CodeRange]
     scopes: Mapping[cst.CSTNode, Scope | None]
 
@@ -88,7 +89,7 @@ def metadata_of(module: cst.Module) -> Metadata:
     return Metadata(*(resolved[provider] for provider in providers))
 
 
-def around(node: cst.CSTNode, parents: Mapping[cst.CSTNode, cst.CSTNode]) -> Iterator[cst.CSTNode]:
+def around(node: cst.CSTNode, parents: Parents) -> Iterator[cst.CSTNode]:
     """Yield the ancestors of `node`, innermost first."""
     while node in parents:
         node = parents[node]

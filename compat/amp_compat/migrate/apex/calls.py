@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 
 import libcst as cst
 
+from amp_compat.migrate.model import Level
+from amp_compat.migrate.tree import Parents
+
 _ORDERS = {
     "initialize": (
         "models",
@@ -23,6 +26,10 @@ _ORDERS = {
 }
 _WITHOUT_EFFECT = frozenset({"verbosity", "keep_batchnorm_fp32", "master_weights"})
 _LIMITS = frozenset({"min_loss_scale", "max_loss_scale"})
+
+
+ApexFinding = tuple[cst.CSTNode, Level, str, str]
+"""A node, and the rest of its `Finding`."""
 
 
 class CannotFollowError(Exception):
@@ -70,9 +77,7 @@ class Initialize:
     notes: list[str] = field(default_factory=list)
 
 
-def read_initialize(
-    call: cst.Call, parents: Mapping[cst.CSTNode, cst.CSTNode], module: cst.Module
-) -> Initialize:
+def read_initialize(call: cst.Call, parents: Parents, module: cst.Module) -> Initialize:
     """Parse the only ``amp.initialize`` call.
 
     Raises:

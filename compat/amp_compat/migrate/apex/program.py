@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import libcst as cst
@@ -22,11 +22,10 @@ from amp_compat.migrate.apex.search import (
     uses_model,
 )
 from amp_compat.migrate.bindings import Resolver
-from amp_compat.migrate.tree import around
+from amp_compat.migrate.tree import Parents, around
 
 Block = cst.IndentedBlock | cst.Module
 Statement = cst.SimpleStatementLine | cst.BaseCompoundStatement
-Parents = Mapping[cst.CSTNode, cst.CSTNode]
 
 
 @dataclass

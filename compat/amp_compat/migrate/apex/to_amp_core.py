@@ -8,8 +8,8 @@ import libcst as cst
 from libcst.helpers import get_full_name_for_node
 from libcst.metadata import ImportAssignment
 
+from amp_compat.migrate.apex.calls import ApexFinding
 from amp_compat.migrate.bindings import Resolved, Resolver, module_name
-from amp_compat.migrate.model import Level
 from amp_compat.migrate.names import Target
 from amp_compat.migrate.tree import NameWalker
 
@@ -30,8 +30,6 @@ _ADVICE = {
     "load_state_dict": "call scaler.load_state_dict(...); states saved by apex use different keys",
 }
 _OTHER = "amp-core has no equivalent; an op policy (autocast(..., policy=...)) changes individual ops"
-
-ApexFinding = tuple[cst.CSTNode, Level, str, str]
 
 
 class ApexRewriter(NameWalker):

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, cast
 import libcst as cst
 from libcst import matchers
 
-from amp_compat.migrate.apex.calls import CannotFollowError
+from amp_compat.migrate.apex.calls import ApexFinding, CannotFollowError
 from amp_compat.migrate.apex.program import Backward, Program, Reader
 from amp_compat.migrate.apex.write import Lines, Write, comments_of
 from amp_compat.migrate.bindings import Resolver, star_names
@@ -115,7 +115,7 @@ class _Rewriter:
             imports.need("torch")
         return imports.add_to(new).code
 
-    def findings(self) -> list[tuple[cst.CSTNode, Level, str, str]]:
+    def findings(self) -> list[ApexFinding]:
         """Return the findings, one per use."""
         name = self._scaler.name
         messages = {
@@ -124,7 +124,7 @@ class _Rewriter:
             "master_params": f"{name}.unscale_(optimizer), then the parameters in its groups",
             "state_dict": f"{name}.state_dict()",
         }
-        findings: list[tuple[cst.CSTNode, Level, str, str]] = []
+        findings: list[ApexFinding] = []
         for node, use in self._program.uses:
             notes = self._program.initialize.notes if use == "initialize" else ()
             if use == "load_state_dict":
