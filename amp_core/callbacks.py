@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib
 import json
 import logging
-import math
 import operator
 from abc import ABC, abstractmethod
 from contextlib import ExitStack
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from amp_core.common.handle import Handle
+from amp_core.common.text import json_value
 from amp_core.plugin import hookimpl
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class JsonLines(Listener):
         self._write({"event": "scale_change", **asdict(change)})
 
     def _write(self, event: dict[str, Any]) -> None:
-        line = json.dumps({name: _plain(value) for name, value in event.items()}, allow_nan=False)
+        line = json.dumps({name: json_value(value) for name, value in event.items()}, allow_nan=False)
         with self._path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
 
@@ -258,10 +258,6 @@ def _imported(module: str, extra: str) -> Any:
         raise ImportError(
             f"this callback needs {extra}; install it with: pip install 'amp-core[{extra}]'"
         ) from error
-
-
-def _plain(value: Any) -> Any:
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class _SkipAware(Handle):

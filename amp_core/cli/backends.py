@@ -51,15 +51,15 @@ def _abilities(device_type: str, status: str) -> dict[str, Any]:
     }
     if status not in {"available", "absent"}:
         return nothing
-    from amp_core.debugging.tables import as_dtype
+    from amp_core.common.text import dtype_name
     from amp_core.plugin import get_backend
 
     backend = get_backend(device_type)
     try:
         kernels = backend.kernels()
         return {
-            "default_dtype": as_dtype(backend.default_dtype()),
-            "supported_dtypes": [as_dtype(dtype) for dtype in backend.supported_dtypes()],
+            "default_dtype": dtype_name(backend.default_dtype()),
+            "supported_dtypes": [dtype_name(dtype) for dtype in backend.supported_dtypes()],
             "kernels": kernels.name,
             "kernels_reason": kernels.reason,
             **_formats(backend),

@@ -86,12 +86,11 @@ def _train(settings: Settings, digits: Digits, console: Console) -> list[History
 
 
 def _title(settings: Settings) -> str:
-    from amp_core.debugging.tables import as_dtype
+    from amp_core.common.text import dtype_name
 
-    return (
-        f"amp demo: {settings.model} model, float32 against {as_dtype(settings.dtype)} on {settings.device}, "
-        f"batch size {settings.batch_size}"
-    )
+    dtypes = f"float32 against {dtype_name(settings.dtype)}"
+    size = settings.batch_size
+    return f"amp demo: {settings.model} model, {dtypes} on {settings.device}, batch size {size}"
 
 
 def _settings(args: argparse.Namespace) -> Settings:
@@ -123,12 +122,12 @@ def _device(name: str) -> tuple[torch.device, Backend]:
 def _dtype(name: str | None, backend: Backend) -> torch.dtype:
     import torch
 
-    from amp_core.debugging.tables import as_dtype
+    from amp_core.common.text import dtype_name
 
     if name is None:
         return backend.default_dtype()
     dtype = getattr(torch, _SHORT.get(name, name), None)
-    legal = ", ".join(map(as_dtype, backend.supported_dtypes()))
+    legal = ", ".join(map(dtype_name, backend.supported_dtypes()))
     if not isinstance(dtype, torch.dtype):
         raise UsageError(f"--dtype {name} is not a dtype of torch; {backend.device_type} can use {legal}.")
     if dtype not in backend.supported_dtypes():

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 
 import torch
 
+from amp_core.common.text import dtype_name
 from amp_core.debugging.capture import MODULE, OP, PARAMETER
 from amp_core.debugging.chart import Chart, Point
 from amp_core.debugging.comparison import Comparison, tolerances
 from amp_core.debugging.difference import Difference
 from amp_core.debugging.format_tables import format_tables
 from amp_core.debugging.report import content_of
-from amp_core.debugging.tables import Content, Table, Value, as_count, as_dtype, as_share, columns, written
+from amp_core.debugging.tables import Content, Table, Value, as_count, as_share, columns, written
 from amp_core.policy.names import short
 
 _PASS = {"forward": "activation", "backward": "gradient"}
@@ -26,7 +27,7 @@ _FIGURES = (
 @content_of.register
 def _(comparison: Comparison) -> Content:
     return Content(
-        f"{as_dtype(comparison.dtype)} against {as_dtype(comparison.reference_dtype)}",
+        f"{dtype_name(comparison.dtype)} against {dtype_name(comparison.reference_dtype)}",
         _facts(comparison),
         _notes(comparison),
         [
@@ -41,7 +42,7 @@ def _(comparison: Comparison) -> Content:
 
 def _charts(comparison: Comparison) -> list[Chart]:
     ops = [d for d in comparison.differences if d.key.level == OP and not d.noise]
-    name, info = as_dtype(comparison.dtype), torch.finfo(comparison.dtype)
+    name, info = dtype_name(comparison.dtype), torch.finfo(comparison.dtype)
     errors = [Point(d.order, d.error, _PASS[d.key.phase], f"{where(d)}: {number(d.error)}") for d in ops]
     ranges = [Point(d.order, d.largest, _PASS[d.key.phase], f"{where(d)}: {number(d.largest)}") for d in ops]
     limits = {f"{name}: largest": info.max, f"{name}: smallest normal": info.smallest_normal}
@@ -153,7 +154,7 @@ _RANDOM = (
 
 def _figures(d: Difference) -> tuple[Value, ...]:
     added = d.added if d.key.level == OP or d.key.phase == "forward" else None  # gradients come from outside
-    return d.error, added, as_dtype(d.dtype), d.overflow, d.underflow, d.largest, d.order
+    return d.error, added, dtype_name(d.dtype), d.overflow, d.underflow, d.largest, d.order
 
 
 def _ops(differences: Sequence[Difference]) -> Table:

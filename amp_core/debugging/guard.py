@@ -16,13 +16,13 @@ from amp_core._torch.dispatcher import Overload, dispatcher_name, short_name
 from amp_core._torch.tensors import part_of
 from amp_core.common.arguments import check_module
 from amp_core.common.identity import WeakIdentityMapping
+from amp_core.common.text import dtype_name
 from amp_core.debugging.attached import Attached
 from amp_core.debugging.capture import extent, is_readable
 from amp_core.debugging.op_kinds import floats_in
 from amp_core.debugging.places import Lines, Place
 from amp_core.debugging.ranges import Extent
 from amp_core.debugging.sink import BACKWARD, Sink, Where
-from amp_core.debugging.tables import as_dtype
 from amp_core.debugging.tap import Tap, muted
 from amp_core.errors import NonFiniteError
 from amp_core.plugin import get_backend, hookimpl, register, unregister
@@ -162,7 +162,7 @@ class Guard(Attached, Sink):
     def cast(self, source: Tensor, result: Tensor, where: Where) -> None:
         """Check a cast."""
         line = self._lines.of_op(where.phase == BACKWARD)
-        op = f"the cast to {as_dtype(result.dtype)}"
+        op = f"the cast to {dtype_name(result.dtype)}"
         self._check(op, "aten::_to_copy", [source], [result], where, line)
 
     def moved(self, inputs: list[Tensor], outputs: list[Tensor]) -> None:  # noqa: ARG002

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Mapping
 
 from amp_core.debugging.chart import Chart, as_svg
 from amp_core.debugging.tables import Content, Table, Value, written
@@ -21,7 +20,9 @@ def as_page(content: Content) -> str:
         facts="".join(f"<dt>{_e(k)}</dt><dd>{_e(v)}</dd>" for k, v in content.facts.items()),
         notes="".join(f'<p class="note">{_e(note)}</p>' for note in content.notes),
         links="".join(links),
-        texts=_texts(content.texts),
+        texts="".join(
+            f"<section><h2>{_e(t)}</h2><pre>{_e(s)}</pre></section>" for t, s in content.texts.items()
+        ),
         charts="".join(_chart(chart) for chart in content.charts),
         sections="".join(sections),
     )
@@ -29,10 +30,6 @@ def as_page(content: Content) -> str:
 
 def _e(text: str) -> str:
     return html.escape(text)
-
-
-def _texts(texts: Mapping[str, str]) -> str:
-    return "".join(f"<section><h2>{_e(t)}</h2><pre>{_e(body)}</pre></section>" for t, body in texts.items())
 
 
 def _chart(chart: Chart) -> str:

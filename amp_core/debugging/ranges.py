@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from amp_core.common.text import dtype_name
 from amp_core.debugging.capture import extent
-from amp_core.debugging.tables import as_dtype
 
 KINDS = ("activation", "gradient", "weight", "weight gradient")
 
@@ -45,7 +45,7 @@ class Extent:
     def __str__(self) -> str:
         bad = f", {self.not_finite:.1%} inf or NaN" if self.not_finite else ""
         span = f"magnitudes {self.smallest:.3g} to {self.largest:.3g}"
-        return f"{as_dtype(self.dtype)} {[*self.shape]}, {span}{bad}"
+        return f"{dtype_name(self.dtype)} {[*self.shape]}, {span}{bad}"
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Format:
         if isinstance(what, torch.dtype):
             info = torch.finfo(what)
             normal, subnormal = math.log2(info.smallest_normal), math.log2(info.smallest_normal * info.eps)
-            return cls(as_dtype(what), round(subnormal), round(normal), math.frexp(info.max)[1] - 1)
+            return cls(dtype_name(what), round(subnormal), round(normal), math.frexp(info.max)[1] - 1)
         if not isinstance(what, (tuple, list)) or [*map(type, what)] != [int, int]:
             raise TypeError(
                 f"format= must be a floating-point dtype, or the bits of exponent and mantissa, such as "

@@ -16,6 +16,7 @@ from amp_core._torch.list_writes import see_list_writes
 from amp_core._torch.tensors import identity_of, version_of
 from amp_core._torch.tracing import outside_graphs
 from amp_core.common.optimizers import watch_steps
+from amp_core.common.text import dtype_name
 from amp_core.debugging import saved, stored_dtypes
 from amp_core.debugging.collectives import CollectiveCount, CollectiveKey
 from amp_core.debugging.op_counts import CastCount, CastKey, OpKey
@@ -25,7 +26,6 @@ from amp_core.debugging.quantized_counts import QuantizedCount, QuantizedCounts,
 from amp_core.debugging.report import Report
 from amp_core.debugging.sink import BACKWARD, Sink, Where
 from amp_core.debugging.stored_dtypes import TensorKey
-from amp_core.debugging.tables import as_dtype
 from amp_core.debugging.tap import Tap
 from amp_core.debugging.violations import Violation, violations
 from amp_core.dispatch.quantized_products import ScaledProduct
@@ -200,7 +200,7 @@ class Recording(Report, Sink):
             kernel,
             _joined(ran_in if frame is None else frame.given or ran_in),
             where.formats or _joined(ran_in),
-            as_dtype(outputs[0].dtype),
+            dtype_name(outputs[0].dtype),
             *(where.cause or _UNRULED),
         )
         self.ops[key] += 1
@@ -212,7 +212,7 @@ class Recording(Report, Sink):
         assert self._tap is not None
         cause = where.frames[0].op if where.frames else ""
         name = _name_in(self._tap.places, source)
-        dtypes = as_dtype(source.dtype), as_dtype(result.dtype)
+        dtypes = dtype_name(source.dtype), dtype_name(result.dtype)
         count = self.casts[
             CastKey(where.phase, where.place, cause, *dtypes, name, *(where.cause or _UNRULED))
         ]
@@ -233,7 +233,7 @@ class Recording(Report, Sink):
         """Count a collective, by dtype."""
         del outputs
         for dtype in {tensor.dtype for tensor in inputs}:
-            count = self.collectives[CollectiveKey(where.phase, where.place, kind, of, as_dtype(dtype))]
+            count = self.collectives[CollectiveKey(where.phase, where.place, kind, of, dtype_name(dtype))]
             count.calls += 1
             count.nbytes += sum(t.numel() * t.element_size() for t in inputs if t.dtype is dtype)
 
@@ -295,7 +295,7 @@ def _name_in(places: Places, tensor: Tensor) -> str:
 
 
 def _joined(dtypes: tuple[torch.dtype, ...]) -> str:
-    return "+".join(map(as_dtype, dtypes))
+    return "+".join(map(dtype_name, dtypes))
 
 
 class RecordingDiff(Report):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import html
 import json
-import math
 from functools import singledispatch
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from amp_core.common.text import json_value
 from amp_core.debugging.page import as_page
 from amp_core.debugging.tables import Content, Table, Value, as_text
 
@@ -65,8 +65,4 @@ class Report:
 
 def _records(table: Table) -> list[dict[str, Value]]:
     keys = [column.key for column in table.columns]
-    return [dict(zip(keys, map(_finite, row), strict=True)) for row in table.rows]
-
-
-def _finite(value: Value) -> Value:
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+    return [dict(zip(keys, map(json_value, row), strict=True)) for row in table.rows]

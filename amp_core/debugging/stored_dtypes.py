@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from amp_core.common.optimizers import parameters_of
-from amp_core.debugging.tables import as_dtype
+from amp_core.common.text import dtype_name
 
 PARAMETER, BUFFER, GRADIENT, STATE = "parameter", "buffer", "gradient", "optimizer state"
 
@@ -50,4 +50,4 @@ def of_step(optimizer: Optimizer, name_of: Callable[[Tensor], str]) -> Iterator[
 
 def _entry(kind: str, name: str, state: str, tensor: Any) -> Iterator[tuple[TensorKey, int]]:
     if isinstance(tensor, Tensor) and tensor.is_floating_point():
-        yield TensorKey(kind, name, state, as_dtype(tensor.dtype)), tensor.numel()
+        yield TensorKey(kind, name, state, dtype_name(tensor.dtype)), tensor.numel()

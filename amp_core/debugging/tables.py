@@ -115,11 +115,6 @@ def as_share(share: float) -> str:
     return f"{share:.1%}".replace("%", " %") if share else "0 %"
 
 
-def as_dtype(dtype: object) -> str:
-    """Return the dtype's name without ``torch.``."""
-    return str(dtype).removeprefix("torch.")
-
-
 def as_count(count: float) -> str:
     """Format an integer with spaces between groups of three digits."""
     return f"{count:,}".replace(",", " ")

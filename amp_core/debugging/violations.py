@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
+from amp_core.common.text import dtype_name
 from amp_core.debugging import collectives as c
 from amp_core.debugging import stored_dtypes as s
-from amp_core.debugging.tables import as_dtype
 from amp_core.regions.plan import PrecisionPlan
 from amp_core.regions.selecting import matches
 
@@ -59,7 +59,9 @@ def _of_collectives(
         wanted = getattr(plan, entry) if entry else None
         if wanted is not None and _is_narrower(key.dtype, wanted):
             what = f"{key.kind} of {key.of}"
-            yield Violation(what, str(key.place), key.phase, key.dtype, as_dtype(wanted), entry, count.calls)
+            yield Violation(
+                what, str(key.place), key.phase, key.dtype, dtype_name(wanted), entry, count.calls
+            )
 
 
 def _entry_for(key: c.CollectiveKey) -> str:
@@ -76,7 +78,7 @@ def _of_tensors(found: Mapping[s.TensorKey, int], plan: PrecisionPlan) -> Iterat
         entry, wanted = _wanted(key, plan)
         if wanted is not None and _is_narrower(key.dtype, wanted):
             what = f"{key.kind} {key.state}".strip()
-            yield Violation(what, key.name, "", key.dtype, as_dtype(wanted), entry)
+            yield Violation(what, key.name, "", key.dtype, dtype_name(wanted), entry)
 
 
 def _wanted(key: s.TensorKey, plan: PrecisionPlan) -> tuple[str, torch.dtype | None]:

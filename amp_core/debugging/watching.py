@@ -15,6 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from amp_core._torch.tensors import part_of
 from amp_core._torch.tracing import outside_graphs
 from amp_core.common.arguments import check_module
+from amp_core.common.text import dtype_name
 from amp_core.debugging import saved
 from amp_core.debugging.attached import Attached, Hook, repeats_forward
 from amp_core.debugging.capture import extent, is_readable
@@ -22,7 +23,6 @@ from amp_core.debugging.op_kinds import floats_in
 from amp_core.debugging.places import uncompiled
 from amp_core.debugging.ranges import KINDS, Entry, Format
 from amp_core.debugging.report import Report
-from amp_core.debugging.tables import as_dtype
 from amp_core.debugging.tap import muted
 from amp_core.plugin import get_backend
 from amp_core.regions.selecting import listed
@@ -112,7 +112,7 @@ class Watch(Attached, Report):
         pairs = zip((exponents - 1).tolist(), counts.tolist(), strict=True)
         zeros, not_finite = int((values == 0).sum()), values.numel() - finite.numel()
         self.entries.append(
-            Entry(self.step, kind, name, as_dtype(tensor.dtype), dict(pairs), zeros, not_finite, largest)
+            Entry(self.step, kind, name, dtype_name(tensor.dtype), dict(pairs), zeros, not_finite, largest)
         )
 
     def __repr__(self) -> str:
@@ -182,7 +182,7 @@ class Watch(Attached, Report):
         if not drawn:
             raise ValueError("There is nothing to draw: no step has been watched yet.")
         if not chosen:
-            known = tuple(sorted({entry.name for entry in drawn}))
+            known = sorted({entry.name for entry in drawn})
             raise ValueError(f"{names!r} matches none of the watched tensors; {listed(known)}.")
         kinds = [kind for kind in KINDS if any(e.kind == kind for e in chosen)]
         figure = new_figure(8, 2.2 * max(1, len(kinds)))

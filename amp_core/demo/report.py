@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from amp_core.demo.train import History
 from amp_core.scaling.plot import draw_scale, new_figure, plain
@@ -107,11 +108,6 @@ def _draw_losses(axes: Axes, runs: list[History]) -> None:
     plain(axes)
 
 
-def _smooth(values: list[float], weight: float = 0.9) -> list[float]:
+def _smooth(values: list[float]) -> list[float]:
     """Average exponentially, so that the trend shows through the noise of single batches."""
-    result: list[float] = []
-    mean: Any = values[0]
-    for value in values:
-        mean = weight * mean + (1 - weight) * value
-        result.append(mean)
-    return result
+    return [*itertools.accumulate(values, lambda mean, value: 0.9 * mean + 0.1 * value)]

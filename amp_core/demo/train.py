@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from amp_core import GradScaler, advise, autocast
+from amp_core.common.text import dtype_name
 from amp_core.debugging.advice import SpeedAdvice
-from amp_core.debugging.tables import as_dtype
 from amp_core.demo.data import Digits
 from amp_core.demo.model import build_model
 from amp_core.demo.watch import StepWatch
@@ -82,7 +82,7 @@ class Trainer:
         self.mixed = mixed and (advice is None or advice.enabled)
         self.policy = None if advice is None else advice.policy
         self.digits = digits.to(settings.device)
-        name = f"AMP ({as_dtype(settings.dtype)})" if self.mixed else "float32"
+        name = f"AMP ({dtype_name(settings.dtype)})" if self.mixed else "float32"
         self.history = History(name if advice is None else f"advised: {name}", self.mixed)
         torch.manual_seed(settings.seed)
         self.model = build_model(settings.model).to(settings.device)

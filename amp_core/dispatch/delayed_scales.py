@@ -28,10 +28,11 @@ _thread = _Thread()
 
 def is_delayed(recipe: Recipe) -> bool:
     """Return whether a role of `recipe` has a delayed scale."""
-    return any(_delayed(getattr(recipe, role)) is not None for role in ROLES)
+    return any(_delayed(recipe, role) is not None for role in ROLES)
 
 
-def _delayed(how: Quantization | None) -> Delayed | None:
+def _delayed(recipe: Recipe, role: str) -> Delayed | None:
+    how: Quantization | None = getattr(recipe, role)
     return how.found if how is not None and isinstance(how.found, Delayed) else None
 
 
@@ -117,7 +118,7 @@ def histories(recipe: Recipe) -> dict[str, AmaxHistory | GraphHistory]:
         return {}
     weight, found = _thread.weight, dict[str, AmaxHistory | GraphHistory]()
     for role in ROLES:
-        delayed = _delayed(getattr(recipe, role))
+        delayed = _delayed(recipe, role)
         if delayed is None:
             continue
         if weight is not None and (calls_are_captured() or is_fake(weight)):

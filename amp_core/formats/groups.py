@@ -30,7 +30,9 @@ class Groups:
         """Return `x`, whose shape is `shape`, as groups; a view if no padding is needed."""
         if isinstance(self.granularity, str):
             return x
-        x = _matrix(x, self.granularity).movedim(self._dim, -1)
+        if x.dim() == 1 and isinstance(self.granularity, tuple):
+            x = x.unsqueeze(0)
+        x = x.movedim(self._dim, -1)
         if isinstance(self.granularity, int):
             return _blocks(x, -1, self.granularity)
         return _blocks(_blocks(x, -1, self.granularity[1]), -3, self.granularity[0])
@@ -89,10 +91,6 @@ def _largest(x: Tensor, dim: int | None = None) -> Tensor:
         return x.new_zeros([1 if i == dim % x.dim() else n for i, n in enumerate(x.shape)])
     low, high = torch.aminmax(x) if dim is None else torch.aminmax(x, dim=dim, keepdim=True)
     return torch.maximum(low.abs(), high.abs())
-
-
-def _matrix(x: Tensor, granularity: Granularity) -> Tensor:
-    return x.unsqueeze(0) if x.dim() == 1 and isinstance(granularity, tuple) else x
 
 
 def _blocks(x: Tensor, dim: int, size: int) -> Tensor:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from amp_core.common import toml
+from amp_core.common.text import dtype_name
 from amp_core.errors import PolicyError
 from amp_core.formats.elements import ELEMENTS
 from amp_core.formats.quantization import Delayed, Quantization
@@ -23,7 +24,7 @@ _ROLE_KEYS = ("element", "granularity", "scale", "found", *_DELAYED, "rounding",
 def write(fields: Mapping[str, Any]) -> str:
     """Return the fields of a `Recipe` as TOML, which `read` takes apart."""
     lines = [f"{key} = {toml.quoted(fields[key])}" for key in ("name", "source")]
-    lines.append(f'accumulate = "{str(fields["accumulate"]).removeprefix("torch.")}"')
+    lines.append(f'accumulate = "{dtype_name(fields["accumulate"])}"')
     for role in ROLES:
         if fields[role] is not None:
             lines += ["", f"[{role}]", *_role_lines(fields[role])]

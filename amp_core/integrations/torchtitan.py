@@ -16,11 +16,11 @@ from torchtitan.components.loss import ChunkedLossWrapper
 
 from amp_core import GradScaler, OpPolicy, PrecisionPlan
 from amp_core.callbacks import SkipAwareScheduler
+from amp_core.common.text import dtype_name
 from amp_core.integrations.checks import replaced
 from amp_core.regions.modules import FLOAT32
 
 _TESTED = "0.3"
-_DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
 
 class Trainer(torchtitan.trainer.Trainer):
@@ -167,7 +167,7 @@ def _planned(
     spec, training = config.model_spec, config.training
     assert spec is not None
     dtypes = {"mixed_precision_param": plan.param_dtype, "mixed_precision_reduce": plan.reduce_dtype}
-    named = {key: _DTYPES[dtype] for key, dtype in dtypes.items() if dtype is not None}
+    named = {key: dtype_name(dtype) for key, dtype in dtypes.items() if dtype is not None}
 
     def parallelize(model: nn.Module, **kwargs: Any) -> nn.Module:
         plan.apply(model)

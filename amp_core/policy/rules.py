@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
+from typing import Any
 
 from amp_core._torch.dispatcher import Overload, arguments, dispatcher_name, overloads_of
 from amp_core.policy import recipes
@@ -114,19 +115,18 @@ def dtype_overload(op: Overload) -> Overload | None:
 
     ``norm.Scalar(self, p)`` has ``norm.ScalarOpt_dtype(self, p, *, dtype)``, where ``p`` is optional too.
     """
-    wanted = [(a.name, _required(str(a.real_type))) for a in arguments(op)]
+    wanted = [*map(_required, arguments(op))]
     for other in overloads_of(op.overloadpacket).values():
         *head, last = arguments(other) or [None]
         takes_dtype = last is not None and str(last.real_type) == "ScalarType"
-        if takes_dtype and wanted == [(a.name, _required(str(a.real_type))) for a in head]:
+        if takes_dtype and wanted == [*map(_required, head)]:
             return other
     return None
 
 
-def _required(type_name: str) -> str:
-    if type_name.startswith("Optional["):
-        return type_name[len("Optional[") : -1]
-    return type_name
+def _required(argument: Any) -> tuple[str, str]:
+    """Return the name of an argument, and its type when it is given."""
+    return argument.name, re.sub(r"^Optional\[(.*)\]$", r"\1", str(argument.real_type))
 
 
 FOR_FUNCTIONS = (LOWER_PRECISION_FP, FP32, LOW_IN_FP32_OUT, UNCHANGED)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import nn
@@ -81,7 +81,7 @@ def _parts(text: str) -> list[str]:
 def matches_no(kind: str, selector: str, model: nn.Module, near: list[str]) -> PolicyError:
     """Return the error of a selector that selects no module or tensor of `model`, with `near` names."""
     close = difflib.get_close_matches(selector, near, n=3, cutoff=0.5)
-    hint = f"near names are {', '.join(map(repr, close))}" if close else listed(tuple(near))
+    hint = f"near names are {', '.join(map(repr, close))}" if close else listed(near)
     return PolicyError(f"{selector!r} matches no {kind} of {type(model).__name__}; {hint}.")
 
 
@@ -93,12 +93,7 @@ def _is_match(name: list[str], glob: list[str]) -> bool:
     return bool(name) and fnmatch.fnmatchcase(name[0], glob[0]) and _is_match(name[1:], glob[1:])
 
 
-def listed(names: tuple[str, ...]) -> str:
+def listed(names: Sequence[str]) -> str:
     """Return text for messages: the first of these names."""
-
-    def shown() -> Iterator[str]:
-        yield from map(repr, names[:8])
-        if len(names) > 8:
-            yield f"and {len(names) - 8} more"
-
-    return f"the names are {', '.join(shown())}"
+    more = [f"and {len(names) - 8} more"] if len(names) > 8 else []
+    return f"the names are {', '.join([*map(repr, names[:8]), *more])}"

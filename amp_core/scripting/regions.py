@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ast
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
 from amp_core._torch import torchscript as _torch_script
 from amp_core._torch.autocast import torch_autocast
+from amp_core.common.text import dtype_name
 from amp_core.errors import ScriptRegionError
 
 # Order of the positional arguments; the deprecated classes take no device.
@@ -99,7 +100,6 @@ class RegionRewriter(ast.NodeTransformer):
         device = ast.Constant(deprecated) if deprecated else given.get("device_type")
         if device is None:
             self._fail(call, "the region has no device_type")
-            raise AssertionError
         default = {"cuda": "float16", "cpu": "bfloat16"}[deprecated] if deprecated else ""
         dtype = self._dtype(given["dtype"]) if "dtype" in given else default
         return _Region(
@@ -132,7 +132,7 @@ class RegionRewriter(ast.NodeTransformer):
             return None if base is None else getattr(base, node.attr, None)
         return None
 
-    def _fail(self, node: ast.AST, reason: str) -> None:
+    def _fail(self, node: ast.AST, reason: str) -> NoReturn:
         raise ScriptRegionError(f"{self._file}:{getattr(node, 'lineno', 0)}: {reason}.")
 
 
@@ -140,11 +140,6 @@ def region_statement(device: ast.expr, dtype: str, enabled: ast.expr, body: list
     """Return a region in the form that TorchScript can compile."""
     arguments = [device, ast.Constant(dtype), enabled]
     return ast.With([ast.withitem(ast.Call(ast.Name(REGION, ast.Load()), arguments, []))], body)
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a dtype: ``"bfloat16"`` for ``torch.bfloat16``."""
-    return str(dtype).rpartition(".")[2]
 
 
 def _uses_autocast(function: Any) -> bool:

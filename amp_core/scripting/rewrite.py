@@ -16,8 +16,9 @@ from typing import Any
 import torch
 
 from amp_core._torch.autocast import torch_autocast
+from amp_core.common.text import dtype_name
 from amp_core.errors import ScriptRegionError
-from amp_core.scripting.regions import REGION, RegionRewriter, dtype_name, region_statement
+from amp_core.scripting.regions import REGION, RegionRewriter, region_statement
 from amp_core.scripting.runtime import Region
 
 Ambient = tuple[tuple[str, torch.dtype], ...]
@@ -35,7 +36,7 @@ def rewrite(fn: Callable[..., Any], ambient: Ambient = ()) -> Callable[..., Any]
     regions, inner = _undecorated(fn)
     tree, file = _parse(inner)
     names = {**inner.__globals__, **inspect.getclosurevars(inner).nonlocals, REGION: Region}
-    rewriter = RegionRewriter(names, file, _local_names(inner))
+    rewriter = RegionRewriter(names, file, frozenset(inner.__code__.co_varnames))
     definition = rewriter.visit(tree)
     names.update(_rewritten_callees(inner, names))
     for device, dtype, enabled in reversed([*((d, t, True) for d, t in ambient), *regions]):
@@ -75,10 +76,6 @@ def _parse(fn: types.FunctionType) -> tuple[ast.FunctionDef, str]:
         raise ScriptRegionError(f"{file}:{first}: amp_core.script takes a function defined by `def`.")
     definition.decorator_list = []
     return definition, file
-
-
-def _local_names(fn: types.FunctionType) -> frozenset[str]:
-    return frozenset(fn.__code__.co_varnames)
 
 
 def _rewritten_callees(fn: types.FunctionType, names: dict[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,13 @@ import torch
 from amp_core._torch import torchscript as _torch_script
 from amp_core.regions.region import autocast
 
-_entered = threading.local()
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.entered: list[autocast] = []
+
+
+_thread = _Thread()
 _GRADIENTS = (
     "Other scripted code calls this autocast region, or `.scripted` does. There TorchScript derives "
     "gradients by formulas that do not see the region's casts; they may be wrong or raise an error. To "
@@ -36,20 +42,13 @@ def enter_region(device: str, dtype: str, enabled: bool) -> None:
         warnings.warn(_GRADIENTS, UserWarning, stacklevel=2)
     region = autocast(device, getattr(torch, dtype) if dtype else None, enabled)
     region.__enter__()
-    _stack().append(region)
+    _thread.entered.append(region)
 
 
 @torch.jit.ignore  # type: ignore[untyped-decorator]
 def exit_region() -> None:
     """Leave the region that this thread entered last."""
-    _stack().pop().__exit__(None, None, None)
-
-
-def _stack() -> list[autocast]:
-    if not hasattr(_entered, "stack"):
-        _entered.stack = []
-    stack: list[autocast] = _entered.stack
-    return stack
+    _thread.entered.pop().__exit__(None, None, None)
 
 
 class Region:

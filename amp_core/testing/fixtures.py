@@ -195,7 +195,8 @@ class BackendFixtures:
     @pytest.fixture(autouse=True)
     def _serve_the_backend(self, request: pytest.FixtureRequest) -> Iterator[None]:
         """Put `backend` into the registry while a check runs, and mark the known failures."""
-        reason = self.known_failures.get(_check_name(request.node))
+        item: Any = request.node
+        reason = self.known_failures.get(item.originalname.removeprefix("test_"))
         if reason is not None:
             request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
         with serving(self.backend):
@@ -213,10 +214,6 @@ def serving(backend: Backend) -> Iterator[None]:
         return
     with manager().registry.serving(backend):
         yield
-
-
-def _check_name(item: Any) -> str:
-    return str(item.originalname).removeprefix("test_")
 
 
 @functools.cache
