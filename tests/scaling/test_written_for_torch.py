@@ -143,7 +143,7 @@ def test_overridden_methods_are_called() -> None:
 
 @pytest.mark.parametrize("base", BOTH)
 def test_an_overridden_check_decides_on_fused_steps(base: Any) -> None:
-    """A subclass that asks other ranks, or leaves out gradients, has no say in the steps of fused optimizers."""
+    """A subclass that asks other ranks, or leaves out gradients, has no say in fused steps."""
 
     class Scaler(base):  # type: ignore[misc]
         def _check_inf_per_device(self, optimizer: Any) -> Any:
