@@ -7,7 +7,8 @@ import json
 import os
 import platform
 import sys
-from importlib.metadata import PackageNotFoundError, version
+
+from amp_core.common.versions import installed_version
 
 _PACKAGES = (
     "amp-core",
@@ -49,13 +50,7 @@ def _system() -> dict[str, str]:
 
 
 def _packages() -> dict[str, str]:
-    versions = {}
-    for package in _PACKAGES:
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            versions[package] = "not installed"
-    return versions
+    return {package: installed_version(package) or "not installed" for package in _PACKAGES}
 
 
 def _devices() -> dict[str, str]:

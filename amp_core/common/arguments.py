@@ -64,6 +64,11 @@ def as_whole(value: object, name: str, least: int) -> int:
     return int(value)
 
 
+def is_count(value: object) -> bool:
+    """Whether `value` is an int above 0."""
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
 def named_tensors(pairs: Iterable[Any]) -> Iterator[tuple[str, Tensor]]:
     """Yield `pairs` of a name and a parameter.
 

@@ -122,9 +122,7 @@ class FormatSearch:
 
     def _layers(self, work: dict[tuple[Place, str], int]) -> dict[Layer, int]:
         """Return the work of each layer; an op that also runs where no module has a name is one layer."""
-        named = (
-            {name for name, _ in self._step.roots[0].named_modules()} if len(self._step.roots) == 1 else set()
-        )
+        named = self._step.named_modules()
         nameless = {op for place, op in work if not place.model or place.module not in named}
         layers: defaultdict[Layer, int] = defaultdict(int)
         for (place, op), count in work.items():

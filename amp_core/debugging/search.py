@@ -20,9 +20,9 @@ from amp_core.debugging.comparison_report import where
 from amp_core.debugging.difference import Difference
 from amp_core.debugging.step import Step
 from amp_core.errors import PolicyError
-from amp_core.policy import OpPolicy, names
+from amp_core.policy import OpPolicy
 from amp_core.policy import rules as r
-from amp_core.policy.names import short
+from amp_core.policy.names import in_full, short
 
 _LARGEST_SCALE = 2.0**24
 _HEADROOM = 8  # range left above this step's largest gradient, for larger ones in other steps
@@ -164,13 +164,13 @@ class Search:
         self, proposal: Proposal, now: Comparison, fault: Difference
     ) -> Iterator[tuple[str, Proposal]]:
         place = fault.key.place
-        if not self._has(place.module) or not place.model:
-            op = _full(fault.key.name)
+        if place.module not in self._step.named_modules() or not place.model:
+            op = in_full(fault.key.name)
             policy = proposal.policy.override({op: r.FP32}, origin="amp_core.advise")
             yield _words([op], ""), replace(proposal, policy=policy)
             return
         if fault.key.phase == "forward":
-            for ops in ([_full(fault.key.name)], self._leading_to(now, fault)):
+            for ops in ([in_full(fault.key.name)], self._leading_to(now, fault)):
                 if ops:
                     yield _words(ops, place.module), _with_ops(proposal, place.module, ops)
         around = place.module
@@ -178,15 +178,12 @@ class Search:
             yield f"{around} in float32", _with_module(proposal, around)
             around = around.rpartition(".")[0]
 
-    def _has(self, module: str) -> bool:
-        return len(self._step.roots) == 1 and any(n == module for n, _ in self._step.roots[0].named_modules())
-
     def _leading_to(self, now: Comparison, fault: Difference) -> list[str]:
         """Return the ops in the module that led to the fault, back to those meant for low precision."""
-        ops, pending = [_full(fault.key.name)], list(now.parents[fault.key])
+        ops, pending = [in_full(fault.key.name)], list(now.parents[fault.key])
         while pending:
             key = pending.pop()
-            op = _full(key.name)
+            op = in_full(key.name)
             low = r.lowers(self._step.policy.rules.get(op))
             if key.place == fault.key.place and key.phase == fault.key.phase and not low and op not in ops:
                 ops.append(op)
@@ -203,7 +200,7 @@ def _with_ops(proposal: Proposal, module: str, ops: list[str]) -> Proposal:
 def _with_module(proposal: Proposal, module: str) -> Proposal:
     """Run the whole module in float32, replacing the rules for its parts."""
     others = {m: rules for m, rules in proposal.modules.items() if not f"{m}.".startswith(f"{module}.")}
-    return replace(proposal, modules={**others, module: "fp32"})
+    return replace(proposal, modules={**others, module: r.FP32})
 
 
 def _words(ops: list[str], module: str) -> str:
@@ -217,11 +214,6 @@ def _mean_shares(parts: list[dict[str, float]]) -> dict[str, float]:
     for name, share in (item for part in parts for item in part.items() if not math.isnan(item[1])):
         found.setdefault(name, []).append(share)
     return {name: math.fsum(shares) / len(shares) for name, shares in found.items()}
-
-
-def _full(op: str) -> str:
-    overload = names.find(op)
-    return op if overload is None else names.full_name(overload)
 
 
 def _is_narrow(dtype: torch.dtype) -> bool:

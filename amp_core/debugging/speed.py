@@ -190,7 +190,7 @@ class SpeedSearch:
         users = {module for entry in losing for module in entry.modules}
         children = [n for n, _ in root.named_children() if any(f"{u}.".startswith(f"{n}.") for u in users)]
         for name in children[:rounds] if len(children) > 1 else ():
-            tried = replace(best, name="advice", modules={**best.modules, name: "fp32"})
+            tried = replace(best, name="advice", modules={**best.modules, name: r.FP32})
             now, then = self._measure([best, tried], f"{name} in float32")
             best = tried if then < _GAIN * now else best
         return best

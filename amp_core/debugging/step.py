@@ -86,6 +86,10 @@ class Step:
         """Run the step in mixed precision; call `at_end` while its gradients are there."""
         return self._run(self.dtype, policy, scale, at_end)
 
+    def named_modules(self) -> dict[str, nn.Module]:
+        """Return the modules that can have rules, by name: those of the root, if there is one only."""
+        return dict(self.roots[0].named_modules()) if len(self.roots) == 1 else {}
+
     def applied(self, modules: Mapping[Any, Any]) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which `modules` of the model have rules, as for `apply_policy`."""
         if not modules:

@@ -29,10 +29,10 @@ from amp_core.dispatch.work import work
 from amp_core.errors import AmpError
 from amp_core.plugin import get_backend
 from amp_core.policy import OpPolicy, names
-from amp_core.policy.rules import as_work, threshold
+from amp_core.policy.rules import FP32, as_work, threshold
 
 _FORWARD_OP = "the forward op"
-_MODULE_RULE = "fp32", "module rule 'fp32'"
+_MODULE_RULE = FP32, "module rule 'fp32'"
 
 
 class _Muted(threading.local):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from amp_core.common.arguments import is_count
 from amp_core.formats.elements import ELEMENTS, ElementFormat
 from amp_core.formats.scales import SCALES
 
@@ -31,7 +32,7 @@ class Delayed:
     algorithm: Literal["max", "most_recent"] = "max"
 
     def __post_init__(self) -> None:
-        if not _is_count(self.history):
+        if not is_count(self.history):
             raise ValueError(f"history must be a number of steps above 0, got {self.history!r}.")
         if not isinstance(self.margin, int) or isinstance(self.margin, bool) or abs(self.margin) > 64:
             raise ValueError(f"margin must be an integer from -64 to 64, got {self.margin!r}.")
@@ -90,14 +91,10 @@ class Quantization:
             raise ValueError(f"hadamard must be a power of two above 1, or None, got {self.hadamard!r}.")
 
 
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
-
-
 def _is_granularity(value: object) -> bool:
     if isinstance(value, tuple):
-        return len(value) == 2 and all(map(_is_count, value))
-    return value in ("tensor", "row") or _is_count(value)
+        return len(value) == 2 and all(map(is_count, value))
+    return value in ("tensor", "row") or is_count(value)
 
 
 def _is_power_of_two(value: object) -> bool:

@@ -18,7 +18,7 @@ from amp_core import GradScaler, OpPolicy, PrecisionPlan
 from amp_core.callbacks import SkipAwareScheduler
 from amp_core.common.text import dtype_name
 from amp_core.integrations.checks import replaced
-from amp_core.regions.modules import FLOAT32
+from amp_core.policy.rules import FP32
 
 _TESTED = "0.3"
 
@@ -150,7 +150,7 @@ def _refusals(config: torchtitan.trainer.Trainer.Config, plan: PrecisionPlan | N
     if plan is None:
         return
     if plan.policy != OpPolicy.default(plan.policy.device_type) or any(
-        rules != FLOAT32 for rules in plan.modules.values()
+        rules != FP32 for rules in plan.modules.values()
     ):
         yield (
             "The plan has rules for ops, which only work in autocast regions, and torchtitan has none: FSDP2 "

@@ -5,16 +5,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Mapping
 
+from amp_core.common.arguments import is_count
 from amp_core.plugin.results import COMPUTED, RESULTS
 from amp_core.policy.rules import RULES
 
 
 def _is_bool(value: object) -> bool:
     return isinstance(value, bool)
-
-
-def _is_size(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def _are_names(value: object) -> bool:
@@ -32,7 +29,7 @@ def _are_texts(values: Collection[object]) -> bool:
 ATTRIBUTES: dict[str, tuple[Callable[[object], bool], str]] = {
     "op_lists": (_are_op_lists, f"a mapping to op names in one string each, from {', '.join(RULES)}"),
     "has_float64": (_is_bool, "True or False"),
-    "grad_bucket_nbytes": (_is_size, "a positive int"),
+    "grad_bucket_nbytes": (is_count, "a positive int"),
     "caches_memory": (_is_bool, "True or False"),
     "also_casts": (_are_names, "a frozenset of device types"),
     "aliases": (_are_names, "a tuple of strings"),

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
+from amp_core.common.versions import installed_version
 from amp_core.errors import BackendLoadError
 from amp_core.plugin.registry import Owner
 
@@ -46,7 +47,7 @@ class Candidate(NamedTuple):
 
     def check_requirements(self) -> None:
         """Raise `BackendLoadError` if the plugin's distribution requires another version of amp-core."""
-        here = own_version()
+        here = installed_version(_OWN)
         for text in (self.entry_point.dist and self.entry_point.dist.requires) or ():
             name, specifier = re.match(r"([\w.-]+)(?:\[[^]]*])?\s*([^;]*)", text).groups()  # type: ignore[union-attr]
             if here and re.sub(r"[-_.]+", "-", name).lower() == _OWN and not _admits(specifier, here):
@@ -95,15 +96,7 @@ def _own_candidate(name: str, folder: Path) -> Candidate:
     if importlib.util.find_spec(folder.name) is None:
         sys.path.append(str(folder.parent))  # editable install that predates this folder
     point = metadata.EntryPoint(name, f"{folder.name}.hooks", ENTRY_POINT_GROUP)
-    return Candidate(name, _OWN, own_version(), point)
-
-
-def own_version() -> str:
-    """Return the version of amp-core; empty if its metadata is missing."""
-    try:
-        return metadata.version(_OWN)
-    except metadata.PackageNotFoundError:
-        return ""
+    return Candidate(name, _OWN, installed_version(_OWN), point)
 
 
 def _declared() -> list[Candidate]:

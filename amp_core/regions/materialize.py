@@ -204,21 +204,19 @@ def _is_cast(node: fx.Node) -> bool:
     return node.target is to_copy and set(node.kwargs) == {"dtype"}
 
 
+_aten = torch.ops.aten
 _MOVES = {
-    getattr(getattr(torch.ops.aten, op), overload)
-    for op, overload in (
-        ("embedding", "default"),
-        ("expand", "default"),
-        ("index_select", "default"),
-        ("permute", "default"),
-        ("reshape", "default"),
-        ("select", "int"),
-        ("slice", "Tensor"),
-        ("t", "default"),
-        ("transpose", "int"),
-        ("unsqueeze", "default"),
-        ("view", "default"),
-    )
+    _aten.embedding.default,
+    _aten.expand.default,
+    _aten.index_select.default,
+    _aten.permute.default,
+    _aten.reshape.default,
+    _aten.select.int,
+    _aten.slice.Tensor,
+    _aten.t.default,
+    _aten.transpose.int,
+    _aten.unsqueeze.default,
+    _aten.view.default,
 }
 """Ops whose result consists of elements of their first argument: a cast before them gives the same bits."""
 

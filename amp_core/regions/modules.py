@@ -22,6 +22,7 @@ from amp_core.policy.changes import OpName, resolve
 from amp_core.policy.explanations import Explanations
 from amp_core.policy.op_policy import OpPolicy
 from amp_core.policy.recipes import as_rule
+from amp_core.policy.rules import FP32
 from amp_core.policy.toml import read_modules, write_modules
 from amp_core.regions.selecting import CLASS_PATH, Selector, listed, select
 
@@ -30,8 +31,6 @@ Rules = Any
 
 _REGION = "_amp_policy_region"
 _SCRIPTED = "__prepare_scriptable__"  # torch.jit.script calls it
-FLOAT32 = "fp32"
-"""The rule of a module that runs without autocast, on float32 inputs."""
 
 
 def apply_policy(
@@ -254,7 +253,7 @@ def _nothing(_module: nn.Module, _args: object) -> None:
 
 def _region(device_type: str, selector: str, what: Rules) -> _Region:
     if isinstance(what, str):
-        if what != FLOAT32:
+        if what != FP32:
             raise PolicyError(f"{selector!r}: {what!r} is not a rule for a module; use 'fp32' or op rules.")
         return _Region(device_type, None)
     try:

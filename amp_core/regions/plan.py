@@ -15,9 +15,10 @@ from amp_core.common.arguments import check_module
 from amp_core.common.handle import Handle
 from amp_core.errors import PolicyError
 from amp_core.policy.op_policy import OpPolicy
+from amp_core.policy.rules import FP32
 from amp_core.policy.toml import parsed, read_modules
 from amp_core.regions.kept_buffers import KeptBuffers
-from amp_core.regions.modules import FLOAT32, AppliedPolicy, Rules, apply_policy
+from amp_core.regions.modules import AppliedPolicy, Rules, apply_policy
 from amp_core.regions.selecting import Selector, matching, select
 
 if TYPE_CHECKING:  # the import takes a second
@@ -186,11 +187,11 @@ class PrecisionPlan:
         return AppliedPlan(rules, kept)
 
     def _keeps_parameters(self) -> bool:
-        return bool(self.float32_parameters) or FLOAT32 in self.modules.values()
+        return bool(self.float32_parameters) or FP32 in self.modules.values()
 
     def _float32_names(self, model: nn.Module) -> set[str]:
         """Return the names of the parameters that stay float32."""
-        whole = [glob for glob, what in self.modules.items() if what == FLOAT32]
+        whole = [glob for glob, what in self.modules.items() if what == FP32]
         modules = {name for glob in whole for name in select(model, glob)[0]}
         names = [name for name, _ in model.named_parameters()]
         inside = {name for name in names if any(name.startswith(f"{m}." if m else "") for m in modules)}

@@ -7,11 +7,19 @@ import platform
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from os import PathLike
 from pathlib import Path
 
 from amp_core.common.files import why_unwritable
+from amp_core.common.versions import installed_version
+
+
+def _versions() -> dict[str, str]:
+    """Return the versions that a result depends on."""
+    system = " ".join(filter(None, (platform.system(), platform.machine(), *platform.libc_ver())))
+    packages = {name: installed_version(name) for name in ("amp-core", "torch", "numpy", "pytest")}
+    installed = {name: version for name, version in packages.items() if version}
+    return {"python": platform.python_version(), "platform": system, **installed}
 
 
 @dataclass(frozen=True)
@@ -44,7 +52,7 @@ class Report:
     availability: str
     results: tuple[CheckResult, ...]
     capabilities: dict[str, str] = field(default_factory=dict)
-    versions: dict[str, str] = field(default_factory=lambda: dict(versions()))
+    versions: dict[str, str] = field(default_factory=_versions)
 
     @property
     def ok(self) -> bool:
@@ -140,21 +148,6 @@ def require_writable(paths: Iterable[str | PathLike[str]]) -> None:
         why = why_unwritable(path)
         if why:
             raise ValueError(f"no report can be written to {path}: {why}.")
-
-
-def versions() -> dict[str, str]:
-    """Return the versions that a result depends on."""
-    result = {"python": platform.python_version(), "platform": _platform()}
-    for name in ("amp-core", "torch", "numpy", "pytest"):
-        try:
-            result[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return result
-
-
-def _platform() -> str:
-    return " ".join(filter(None, (platform.system(), platform.machine(), *platform.libc_ver())))
 
 
 def _cell(text: str) -> str:

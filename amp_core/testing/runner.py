@@ -56,7 +56,8 @@ def check(
     arguments = [*_ARGUMENTS, str(COLLECTED)]
     arguments += ["-k", keyword] if keyword else []
     arguments += [f"--junit-xml={junit}"] if junit else []
-    with _on_its_own(), _collected_anew():
+    with pytest.MonkeyPatch.context() as patch, _collected_anew():
+        _isolate(patch)
         ended = pytest.main(arguments, plugins=[collector])
     if collector.error is not None:
         raise collector.error
@@ -118,21 +119,13 @@ def _collected_anew() -> Iterator[None]:
         SUBJECTS[:] = subjects
 
 
-@contextmanager
-def _on_its_own() -> Iterator[None]:
-    """Isolate the run from the plugins and options of an enclosing pytest."""
-    mine = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": "", "PYTEST_PLUGINS": ""}
-    names = (*mine, "PYTEST_CURRENT_TEST", "PYTEST_VERSION")
-    before = {name: os.environ.get(name) for name in names}
-    os.environ.update(mine)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+def _isolate(patch: pytest.MonkeyPatch) -> None:
+    """Keep the plugins and options of an enclosing pytest out of the run, and its variables as they are."""
+    patch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    for name in ("PYTEST_ADDOPTS", "PYTEST_PLUGINS"):
+        patch.setenv(name, "")
+    for name in ("PYTEST_CURRENT_TEST", "PYTEST_VERSION"):  # pytest sets them
+        patch.delenv(name, raising=False)
 
 
 class Collector:

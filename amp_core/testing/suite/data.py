@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import fields
 from typing import Any
 
@@ -175,16 +175,13 @@ def waits(device: torch.device) -> Iterator[list[str]]:
         return device.type in devices and result.device.type != device.type
 
     module = torch.get_device_module(device)
-    has_debug_mode = hasattr(module, "set_sync_debug_mode")
-    if has_debug_mode:
-        before = module.get_sync_debug_mode()
-        module.set_sync_debug_mode("error")
-    try:
-        with _Called(seen), After(see):
-            yield seen
-    finally:
-        if has_debug_mode:
-            module.set_sync_debug_mode(before)
+    with ExitStack() as stack:
+        if hasattr(module, "set_sync_debug_mode"):
+            stack.callback(module.set_sync_debug_mode, module.get_sync_debug_mode())
+            module.set_sync_debug_mode("error")
+        stack.enter_context(_Called(seen))
+        stack.enter_context(After(see))
+        yield seen
 
 
 @contextmanager
