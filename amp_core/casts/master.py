@@ -105,7 +105,8 @@ def master_weights(
     Args:
         model: the model whose float32 parameters are the masters. If you use DistributedDataParallel, wrap
             the model first; with bfloat16 storage, afterwards.
-        optimizer: steps the parameters; only for bfloat16 storage. It may be any but LBFGS.
+        optimizer: steps the parameters; only for bfloat16 storage. It may be any but LBFGS;
+            of an optimizer that steps another one (``ZeroRedundancyOptimizer``), pass the inner one.
         storage: ``"fp32"``; or for bfloat16 weights ``"remainder"`` (the other 16 bits of the float32 weight,
             exact), ``"kahan"`` (a bfloat16 compensation) or ``"stochastic"`` (stochastic rounding; nothing).
         debug: check each copy against its master at every use; slow. Only for ``"fp32"``.
@@ -124,7 +125,7 @@ def master_weights(
         StaleCastError: in debug mode, at the use of a weight that changed in a way torch cannot detect.
         RuntimeError: the handle is entered after ``remove()``, or ``optimizer.step`` was replaced before.
         ValueError: the storage is unknown or has no use for an argument, or no parameter can be stored,
-            or float32 ones are in a DistributedDataParallel or sharded.
+            or float32 ones are in a DistributedDataParallel or sharded; or `optimizer` steps another one.
         PolicyError: a glob of `keep` matches no parameter.
         TypeError: `optimizer` is not a ``torch.optim.Optimizer``.
 

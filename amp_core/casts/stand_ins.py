@@ -18,6 +18,18 @@ Bucket = list[tuple[dict[str, Any], list[tuple[int, Tensor]]]]
 """Parameter groups, each with the (index, parameter) pairs to step."""
 
 
+def refuse_wrapper(optimizer: Optimizer) -> None:
+    """Raise ValueError if `optimizer` steps another one, which has its own groups, or a state of its own."""
+    for name, inner in vars(optimizer).items():
+        if isinstance(inner, Optimizer) and vars(optimizer).get("state") is not inner.state:
+            raise ValueError(
+                f"This {type(optimizer).__name__} lets another optimizer step, its .{name}, which would not "
+                f"step on the float32 weights, or would lose its state. Pass that one: "
+                f"master_weights(model, optimizer.{name}, ...). If it has only a part of the parameters, "
+                f"call model.to(torch.bfloat16) before you create the {type(optimizer).__name__}."
+            )
+
+
 def bucket_nbytes(device_type: str) -> int:
     """Return the bytes of float32 weights that exist at a time during a step."""
     return get_backend(device_type).grad_bucket_nbytes

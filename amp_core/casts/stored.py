@@ -22,7 +22,7 @@ from amp_core._torch.tracing import outside_graphs
 from amp_core.casts.lost_updates import Counts
 from amp_core.casts.memory import KeptMemory
 from amp_core.casts.shards import like
-from amp_core.casts.stand_ins import Bucket, buckets, in_place_of, unhooked_step
+from amp_core.casts.stand_ins import Bucket, buckets, in_place_of, refuse_wrapper, unhooked_step
 from amp_core.casts.storage import STORAGES, Draw, drop_foreign, narrow_state, widen_state
 from amp_core.common.arguments import check_module
 from amp_core.common.handle import LocalHandle
@@ -290,6 +290,7 @@ def _checked(optimizer: object, storage: str, state_dtype: torch.dtype) -> Optim
         raise ValueError(f"state_dtype must be torch.float32 or torch.bfloat16, not {state_dtype}.")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("LBFGS moves the weights several times within a step; it needs storage='fp32'.")
+    refuse_wrapper(optimizer)
     if "step" in vars(optimizer):
         raise RuntimeError(
             "Something has replaced optimizer.step: other master_weights, or a learning-rate scheduler. Call "

@@ -37,6 +37,71 @@ def test_float32_weights_that_ddp_has_wrapped(storage: Any) -> None:
         dist.destroy_process_group()
 
 
+class Lookahead(torch.optim.Optimizer):
+    """Steps another optimizer, as wrappers of third parties do; only with `shared` it has the same state."""
+
+    def __init__(self, inner: torch.optim.Optimizer, shared: bool) -> None:
+        super().__init__(inner.param_groups, inner.defaults)
+        self.inner, self.param_groups = inner, inner.param_groups
+        if shared:
+            self.state = inner.state
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+
+def sharded_state(params: Any) -> Any:
+    from torch.distributed import optim
+
+    return optim.ZeroRedundancyOptimizer(params, optimizer_class=torch.optim.Adam, lr=0.1)
+
+
+def averaging(params: Any) -> Any:
+    from torch.distributed import optim
+    from torch.distributed.algorithms.model_averaging import averagers
+
+    averager = averagers.PeriodicModelAverager(period=2)
+    return optim.PostLocalSGDOptimizer(torch.optim.Adam(params, lr=0.1), averager)
+
+
+WRAPPERS = {
+    "optim": (sharded_state, averaging),
+    "inner": (lambda params: Lookahead(torch.optim.Adam(params, lr=0.1), shared=False),),
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+def test_optimizers_that_step_another() -> None:
+    """The inner optimizer does not see the weights, which do not move, or forgets its moments."""
+    dist = torch.distributed
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for name, makers in WRAPPERS.items():
+            for make in makers:
+                model = nn.Linear(4, 4)
+                outer = make([*model.parameters()])
+                inner = getattr(outer, name)
+                with pytest.raises(ValueError, match=rf"lets another optimizer step, its \.{name}"):
+                    master_weights(model, outer, "remainder")
+                with master_weights(model, inner, "remainder") as masters:
+                    moved(model, outer, masters)
+                    assert inner.state[model.weight]["step"] == 3
+        model = nn.Linear(4, 4)
+        outer = Lookahead(torch.optim.Adam(model.parameters(), lr=0.1), shared=True)
+        moved(model, outer, master_weights(model, outer, "remainder"))
+    finally:
+        dist.destroy_process_group()
+
+
+def moved(model: nn.Linear, optimizer: Any, masters: Any) -> None:
+    before = masters.float32_weights()["weight"]
+    for _ in range(3):
+        model(torch.ones(2, 4).bfloat16()).sum().backward()
+        optimizer.step()
+        model.zero_grad()
+    assert torch.allclose(masters.float32_weights()["weight"], before - 0.3, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
