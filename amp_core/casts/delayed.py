@@ -14,7 +14,12 @@ from amp_core._torch.tracing import outside_graphs
 from amp_core.common.arguments import check_module
 from amp_core.common.handle import Local
 from amp_core.common.identity import WeakIdentityMapping
-from amp_core.common.optimizers import after_every_step, parameters_of
+from amp_core.common.optimizers import (
+    after_every_step,
+    before_every_step,
+    inner_optimizers,
+    parameters_of,
+)
 from amp_core.common.process_groups import check_group
 from amp_core.dispatch.history_sources import sources
 from amp_core.formats import AmaxHistory, Delayed
@@ -49,6 +54,7 @@ class DelayedScales(Local):
     def __enter__(self) -> DelayedScales:
         if self._release is not None:
             raise RuntimeError("These delayed_scales are already active. Enter them once at a time.")
+        before_every_step(_before_step)
         after_every_step(_after_step)
         self._release = sources.register(self)
         return self
@@ -217,6 +223,21 @@ def _slots(names: tuple[str, ...]) -> list[tuple[str, str]]:
     return [(name, role) for name in names for role in ROLES]
 
 
+_inside: MutableMapping[torch.optim.Optimizer, None] = WeakIdentityMapping()
+"""Optimizers that another one steps now: its step counts. Theirs may have other weights on each rank."""
+
+
+def _before_step(optimizer: torch.optim.Optimizer) -> None:
+    if sources.active:
+        _enter(optimizer)
+
+
+@outside_graphs
+def _enter(optimizer: torch.optim.Optimizer) -> None:
+    for inner in inner_optimizers(optimizer):
+        _inside[inner] = None
+
+
 def _after_step(optimizer: torch.optim.Optimizer) -> None:
     if sources.active:
         _step_all(optimizer)
@@ -224,8 +245,11 @@ def _after_step(optimizer: torch.optim.Optimizer) -> None:
 
 @outside_graphs
 def _step_all(optimizer: torch.optim.Optimizer) -> None:
-    for scales in sources.active:
-        scales.step(optimizer)
+    for inner in inner_optimizers(optimizer):
+        _inside.pop(inner, None)
+    if optimizer not in _inside:
+        for scales in sources.active:
+            scales.step(optimizer)
 
 
 def delayed_scales(model: nn.Module, *, process_group: ProcessGroup | None = None) -> DelayedScales:

@@ -32,6 +32,19 @@ def after_every_step(callback: Callable[[Optimizer], None]) -> None:
     register_optimizer_step_post_hook(lambda optimizer, _args, _kwargs: callback(optimizer))
 
 
+@once
+def before_every_step(callback: Callable[[Optimizer], None]) -> None:
+    """Call `callback` before each step of any optimizer, as `after_every_step` does after it."""
+    register_optimizer_step_pre_hook(lambda optimizer, _args, _kwargs: callback(optimizer))
+
+
+def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
+    """Return the optimizers that `optimizer`, which has all of their parameters, steps itself."""
+    inner = [each for each in vars(optimizer).values() if isinstance(each, Optimizer)]
+    own = set(map(id, parameters_of(optimizer))) if inner else set()
+    return [each for each in inner if own.issuperset(map(id, parameters_of(each)))]
+
+
 def watch_steps(
     callback: Callable[[Optimizer], None],
     *,

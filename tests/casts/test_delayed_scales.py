@@ -48,6 +48,36 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> l
     return outputs
 
 
+class Wrapping(torch.optim.Optimizer):
+    """Steps parts of its parameters by optimizers of its own, as ZeroRedundancyOptimizer and Lookahead do."""
+
+    def __init__(self, *inner: torch.optim.Optimizer, outermost: bool = True) -> None:
+        super().__init__([group for each in inner for group in each.param_groups], {})
+        self.first, self.last = inner[0], inner[-1]
+        self.outer = Wrapping(*inner, outermost=False) if outermost else None
+
+    def step(self, closure: Any = None) -> None:
+        if self.outer is None:
+            self.first.step()
+            self.last.step()
+        else:
+            self.outer.step()
+
+
+def test_optimizers_that_step_others() -> None:
+    """Each step ends twice, so that half of a history is zeros, or ranks agree on different weights."""
+    states = []
+    for wraps in (False, True):
+        model, optimizer = model_and_optimizer()
+        if wraps:
+            parts = [torch.optim.SGD(model[at].parameters(), lr=0.1, momentum=0.9) for at in (0, 2)]
+            optimizer = Wrapping(*parts)
+        with delayed_scales(model) as scales:
+            train(model, optimizer, range(4))
+            states.append(scales.state_dict())
+    torch.testing.assert_close(states[1], states[0], rtol=0, atol=0)
+
+
 def test_products_written_out() -> None:
     """A scale follows from another tensor, another step, or one micro-batch of the last."""
     torch.manual_seed(0)
