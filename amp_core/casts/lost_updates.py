@@ -62,7 +62,7 @@ class Counts:
         return {name: float(share) for name, share in self.last.items()}
 
     def remove(self) -> None:
-        """Count no longer."""
+        """Stop counting."""
         self._optimizer.__dict__.pop("_amp_core_lost_updates", None)
 
 
@@ -115,7 +115,7 @@ class LostUpdates(LocalHandle):
         return self._counts.read()
 
     def remove(self) -> None:
-        """Count no longer. Calling it again has no effect."""
+        """Stop counting. Calling it again has no effect."""
         while self._hooks:
             self._hooks.pop().remove()
             self._counts.remove()

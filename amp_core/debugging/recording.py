@@ -107,11 +107,11 @@ class Recording(Report, Sink):
         self._forget_versions()
 
     def __getstate__(self) -> dict[str, Any]:
-        self._quantized.read()  # a copy waits for no device
+        self._quantized.read()  # so that the copy never has to wait for the device
         return {name: self.__dict__[name] for name in _FINDINGS}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(Recording().__dict__, **state)  # it has the findings, and no model to name
+        self.__dict__.update(Recording().__dict__, **state)  # a copy has only the findings: no model, no tap
 
     def diff(self, other: Recording) -> RecordingDiff:
         """Return the ops that ran in other dtypes or a different number of times in `other`.

@@ -44,7 +44,7 @@ _MUTED = _Muted()
 
 @contextlib.contextmanager
 def muted() -> Iterator[None]:
-    """Report nothing that this thread runs in a block, to any tap: what one tool measures is no work."""
+    """Hide what this thread runs in a block from all taps: a tool's measurements are not the program's."""
     earlier, _MUTED.on = _MUTED.on, True
     try:
         yield
@@ -139,7 +139,7 @@ class Tap:
         return result
 
     def _multiplied(self, product: ScaledProduct) -> None:
-        """Report a product of quantised operands as one op: its parts are no ops of the program."""
+        """Report a product of quantised operands as one op: its parts are not ops of the program."""
         if _MUTED.on:
             return
         with muted():

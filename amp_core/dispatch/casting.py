@@ -71,7 +71,7 @@ def make_runner(op: Overload, rule: str, device_type: str) -> Runner:
         from amp_core.dispatch.scaled_products import scaled, with_weight
 
         low = target_dtype(r.LOWER_PRECISION_FP, op, device_type)
-        run = _casting(op, scaled(op, rule, call, device_type), low, device_type, False)
+        run = _casting(op, scaled(op, rule, call, device_type), low, device_type)
         return with_weight(op, rule, run)
     if rule in _SPECIAL:
         return _SPECIAL[rule](op, call, device_type)
@@ -120,7 +120,7 @@ def _unchanged(op: Overload, device_type: str) -> Runner:
 
 
 def _casting(
-    op: Overload, call: Callable[..., Any], target: TargetDtype, device_type: str, first_stays: bool
+    op: Overload, call: Callable[..., Any], target: TargetDtype, device_type: str, first_stays: bool = False
 ) -> Runner:
     tensors = [i for i, a in enumerate(arguments(op)) if "Tensor" in str(a.real_type) and not a.kwarg_only]
     positions = tuple(i for i in tensors if i > 0 or not first_stays)
@@ -199,8 +199,8 @@ def _low_in_fp32_out(op: Overload, call: Callable[..., Any], device_type: str) -
                 result = of_products(*args, **kwargs)
         return portable(None, args, kwargs) if result is None else result
 
-    portable = _casting(op, call, wide, device_type, False)
-    return _casting(op, on_rounded, low, device_type, False)
+    portable = _casting(op, call, wide, device_type)
+    return _casting(op, on_rounded, low, device_type)
 
 
 # Rules that set a dtype argument instead of casting.
@@ -212,12 +212,13 @@ def _set_opt_dtype(op: Overload, call: Callable[..., Any], device_type: str) -> 
     position, name, keyword_only = argument
 
     def run(_keyset: Any, args: Args, kwargs: Kwargs) -> Any:
-        given = kwargs.get(name) if keyword_only or len(args) <= position else args[position]
+        by_position = not keyword_only and len(args) > position
+        given = args[position] if by_position else kwargs.get(name)
         if given is not None or not eligible(args[0], device_type):
             return call(*args, **kwargs)
-        if keyword_only or len(args) <= position:
-            return call(*args, **{**kwargs, name: torch.float32})
-        return call(*args[:position], torch.float32, *args[position + 1 :], **kwargs)
+        if by_position:
+            return call(*args[:position], torch.float32, *args[position + 1 :], **kwargs)
+        return call(*args, **{**kwargs, name: torch.float32})
 
     return run
 

@@ -34,7 +34,7 @@ class AmaxHistory:
 
     def __init__(self, delayed: Delayed, device: torch.device | str) -> None:
         self.delayed = delayed
-        with torch.inference_mode(False):  # a training may go on with it
+        with torch.inference_mode(False):  # training may continue with it
             self._seen = torch.zeros(delayed.history, dtype=torch.float32, device=device)
             self._current = torch.zeros((), dtype=torch.float32, device=device)
         self._settled: Tensor | None = None

@@ -62,7 +62,7 @@ def _decode(codes: Tensor, element: ElementFormat) -> Tensor:
 
 
 def _rebias(element: ElementFormat) -> int:
-    """Return what the exponent of float32 has more than that of `element`, at the place of the latter."""
+    """Return the excess of float32's exponent bias over that of `element`, at the place of its exponent."""
     return (127 - element.bias) << element.mantissa_bits
 
 

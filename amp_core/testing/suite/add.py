@@ -10,12 +10,12 @@ from amp_core.testing.suite.judge import Judge
 
 
 class AddConformance(Judge):
-    """Sums in place, in the dtype of the totals: what accumulates gradients over micro-batches."""
+    """Sums in place, in the dtype of the totals, which accumulate gradients over micro-batches."""
 
     AREA = "add"
 
     def test_add_keeps_what_is_not_finite(self) -> None:
-        """An overflow in one micro-batch must be found after the last; zeros are added to like others."""
+        """An overflow in one micro-batch must still be there after the last; zeros are no exception."""
         for total, grad in self._summed_dtypes():
             small = [torch.finfo(dtype).smallest_normal for dtype in (total, grad)]
             bad = math.inf, math.nan

@@ -13,7 +13,7 @@ _SPECIAL = (
     0.0, 1.0, 5e-324, 1e-310, 1e-45, 1e-40, 1.1754942e-38, 1.1754944e-38, 5.9e-8, 2.98e-8, 2.99e-8, 6.0e-5,
     6.1e-5, 1e-30, 448.0, 464.0, 465.0, 57344.0, 61440.0, 65504.0, 65519.0, 65520.0, 65536.0, 1e20,
     3.3895314e38, 3.3961775e38, 3.4028235e38, 1e300, float("inf"), float("nan"),
-    # Halfway between neighbours, to the even below and above, and a hair beyond.
+    # Halfway between two neighbours, where the even one is below or above, and slightly beyond.
     *(1 + k * 2.0**-n for n in (3, 4, 8, 9, 11, 12, 24) for k in (1, 3, 1 + 2.0**-12, 1 - 2.0**-12)),
 )  # fmt: skip
 
@@ -32,7 +32,7 @@ def _patterns(dtype: torch.dtype) -> Tensor:
 
 
 class CastConformance(Judge):
-    """Casts have one right result, bit for bit."""
+    """A cast has one right result, bit for bit."""
 
     AREA = "cast"
 

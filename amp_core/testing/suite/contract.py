@@ -77,7 +77,7 @@ class AvailabilityConformance(BackendFixtures):
         assert seen == []
 
     def test_known_failures_name_checks_that_exist(self) -> None:
-        """A mistyped name would excuse nothing, or later the wrong thing."""
+        """A mistyped name would excuse no op, or one day the wrong one."""
         names = {name.removeprefix("test_") for name in dir(self) if name.startswith("test_")}
         assert set(self.known_failures) <= names, f"no such checks: {set(self.known_failures) - names}"
 
@@ -101,7 +101,7 @@ class DtypeConformance(BackendFixtures):
         assert self.backend.default_dtype() in self.backend.supported_dtypes()
 
     def test_default_dtype_is_a_lower_precision(self) -> None:
-        """A default of float32 makes autocast do nothing, silently."""
+        """With a default of float32, autocast would silently do nothing."""
         assert self.backend.default_dtype().itemsize < 4
 
     def test_default_dtype_is_torchs_where_torch_has_one(self) -> None:
@@ -129,7 +129,7 @@ class DtypeConformance(BackendFixtures):
                 assert bool((result.float().cpu() == expected).all()), f"{name} in {dtype}"
 
     def test_supported_dtypes_are_admitted_and_others_refused_in_words(self) -> None:
-        """A refusal names the dtype's trouble; admission is None."""
+        """A refusal says what is wrong with the dtype; for one that is supported the answer is None."""
         supported = self.backend.supported_dtypes()
         for dtype in supported:
             assert self.backend.autocast_refusal(dtype) is None, f"{dtype} is supported, yet refused"
@@ -163,7 +163,7 @@ class PolicyConformance(BackendFixtures):
         assert self.backend.op_policy() == self.backend.op_policy()
 
     def test_policy_has_torchs_rules_but_for_stated_departures(self) -> None:
-        """A forgotten rule runs an op in the wrong dtype with nothing to see."""
+        """An op whose rule was forgotten runs in the wrong dtype, and nobody notices."""
         found = OpPolicy.default(self.device_type).diff(self.backend.op_policy())
         undeclared = {op: pair for op, pair in found.items() if op not in self.policy_departures}
         assert not undeclared, f"(torch's rule, the backend's): {undeclared}"

@@ -85,7 +85,7 @@ def scalar(
 
 
 def statistics(stats: GradStats) -> Iterator[Tensor]:
-    """Yield the four tensors, without what a subclass adds."""
+    """Yield the four tensors, without those that a subclass adds."""
     for field in fields(GradStats):
         yield getattr(stats, field.name)
 
@@ -212,7 +212,7 @@ def rounded_once(values: Tensor, dtype: torch.dtype) -> Tensor:
     numbers = around.view(dtype).double()
     numbers = torch.where(numbers.isinf(), numbers.sign() * beyond, numbers)
     distances = (numbers - values).abs().nan_to_num(nan=math.inf)
-    # Of two numbers that are as near, the even one comes first.
+    # Of two numbers that are equally near, the even one comes first.
     order = torch.where(distances == distances.amin(0), (around & 1) + 1, 3).argmin(0)
     nearest = around.gather(0, order.unsqueeze(0)).squeeze(0).view(dtype)
     return torch.where(values.isfinite(), nearest, near)

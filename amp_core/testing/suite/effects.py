@@ -33,11 +33,11 @@ class EffectsConformance(Judge):
         return {**data.queries(self.backend), **self._kernel_calls(grads)}
 
     def test_hooks_leave_torchs_state_as_it_was(self) -> None:
-        """What belongs to the caller is as the caller set it, whatever it was set to."""
+        """Every setting that belongs to the caller stays as the caller set it, whatever its value."""
         owned = settings(self)
         with warnings.catch_warnings():
             for turn in range(max(4, *(len(setting.values) for setting in owned))):
-                # Half the pace lets every other setting meet both grad modes.
+                # At half the pace, both grad modes meet every value of the other settings.
                 steps = [turn // 2 if setting.name == "grad mode" else turn for setting in owned]
                 chosen = zip(owned, steps, strict=True)
                 self._try([(setting, setting.values[step % len(setting.values)]) for setting, step in chosen])
@@ -81,7 +81,7 @@ class EffectsConformance(Judge):
                 assert not casts, f"{name} cleared the casts of the region"
 
     def test_kernels_do_not_wait_for_the_device(self) -> None:
-        """The host must read no value, whether something is bad or not, whatever lies in the list."""
+        """The host must read no value, whether or not the list has a bad element, and in every layout."""
         for value in (1.0, torch.inf):
             full = [torch.full((5,), value, dtype=d).to(self.device) for d in self.dtypes()]
             self._assert_no_waits(self._kernel_calls(full), f"for elements of {value}")
@@ -89,7 +89,7 @@ class EffectsConformance(Judge):
         for layouts in (space.DENSE, others):
             specs = space.rotated(self.dtypes(), layouts, [*space.SHAPES, (1100,)])
             calls = self._kernel_calls([spec.build(self.device) for spec in specs])
-            del calls["quantize"], calls["update_scale_"]  # as above
+            del calls["quantize"], calls["update_scale_"]  # judged above
             self._assert_no_waits(calls, f"for {', '.join(layouts)}")
         if self.supports_complex:
             specs = space.rotated(self._gradient_dtypes()[-2:], self._layouts())
@@ -105,7 +105,7 @@ class EffectsConformance(Judge):
             assert not seen, f"{name} waits for the device {what}: {seen[0]}"
 
     def test_hooks_say_nothing_once_they_have_run(self, capfd: pytest.CaptureFixture[str]) -> None:
-        """They run at every step: a line or a warning each time would bury all others."""
+        """They run at every step: a line or a warning each time would bury all other output."""
         for call in self._hooks_and_kernels().values():
             call()
         for name, call in self._hooks_and_kernels().items():
@@ -117,7 +117,7 @@ class EffectsConformance(Judge):
             assert not any(capfd.readouterr()), f"{name} prints each time"
 
     def test_hooks_leave_no_thread_behind(self) -> None:
-        """A thread per call ends in a full process; one that lives on is a leak."""
+        """A thread that outlives its call is a leak: one per call would in the end exhaust the process."""
         for call in self._hooks_and_kernels().values():
             call()
         before = set(threading.enumerate())
@@ -126,7 +126,7 @@ class EffectsConformance(Judge):
                 call()
             started = set(threading.enumerate()) - before
             for thread in started:
-                thread.join(0.05)  # one that is just ending is none that is left
+                thread.join(0.05)  # a thread that is just ending is no leak
             left = sorted(thread.name for thread in started if thread.is_alive())
             assert not left, f"{name} left threads running: {', '.join(left)}"
 
@@ -136,14 +136,14 @@ class EffectsConformance(Judge):
             turns = itertools.count(1)
 
             def make(number: int, name: str = name, turns: Iterator[int] = turns) -> Judged:
-                # New sizes in each turn, as what is built for them must also be there for the other thread.
-                self._turn = next(turns) if number else self._turn  # the other one is made first
+                # New sizes each turn: what is built for a size must be complete for the other thread.
+                self._turn = next(turns) if number else self._turn  # the interrupting call is made first
                 return self._judged(name, number, self._turn)
 
             interleave(make, 10_000 if self.thorough else 80)
 
     def _judged(self, name: str, number: int, turn: int) -> Judged:
-        """Return a call; the third other one has what is the same in each call of the first."""
+        """Return a call; that of number 3 shares its dtype, order or schedule with that of number 0."""
         tensors = [torch.full((n + turn,), float(number + 2), device=self.device) for n in (5, 33)]
         tensors[0][number] = torch.inf if number % 2 else 1.0
         kinds = (*self.backend.supported_dtypes()[:1], torch.float32, *self.backend.supported_dtypes()[-1:])
@@ -162,14 +162,14 @@ class EffectsConformance(Judge):
                 judge._judge_add([t.clone() for t in tensors], tensors)
             else:
                 schedule = LossScaleSchedule(growth_interval=2 + number % 3 + 3 * turn)
-                # The first is at the end of its interval, the one of the same schedule is not.
+                # Number 0 is at the end of its interval; number 3, of the same schedule, is not.
                 state = ScaleState(8.0 + number, (number != 3) + 3 * turn)
                 judge._judge_update(state, number == 1, schedule)
 
         return run
 
     def _judge_what_changes_meanwhile(self) -> None:
-        """What is set for a moment, and set back, is seen by other threads, which compute with it."""
+        """Other threads see a setting that is changed only for a moment, and compute with it."""
         shared = [s for s in settings(self) if s.name in PROCESS_WIDE]
 
         def read(_: Any = None) -> None:
@@ -198,7 +198,7 @@ class EffectsConformance(Judge):
         return {name: _lasting(ask()) for name, ask in data.queries(self.backend).items()}
 
     def test_hooks_answer_many_threads_at_once(self) -> None:
-        """Regions are built in worker threads: each gets the answer that it would get alone."""
+        """Regions are built in worker threads, too: each thread gets the answer that it would get alone."""
         alone = self._answers()
 
         def run(context: Any) -> None:
@@ -234,7 +234,7 @@ class EffectsConformance(Judge):
 
 
 def _lasting(answer: Any) -> Any:
-    """Return what of an answer may not change; its numbers may, such as the bytes that are free."""
+    """Return the part of an answer that may not change; numbers may, such as that of free bytes."""
     if isinstance(answer, Availability):
         return answer.usable
     if isinstance(answer, Refusal):

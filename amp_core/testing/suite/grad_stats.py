@@ -76,7 +76,7 @@ class GradStatsConformance(Judge):
         self._measured([tensor])
 
     def test_grad_stats_of_large_and_small_numbers(self) -> None:
-        """Squares overflow or vanish where numbers do not; a norm may overflow, and is no bad element."""
+        """Squares overflow or vanish where numbers do not; a norm that overflows does not flag its tensor."""
         big, small = torch.tensor([1e20, -1e20, 3.0]), torch.full((4,), 1e-30)
         lists = [[big], [torch.tensor([1e25])], [torch.tensor([3e38])], [big, torch.ones(3)], [small]]
         lists += [[small, torch.tensor([2e-25])], [torch.tensor([-0.0])], [torch.full((16,), 3e38)]]

@@ -284,7 +284,7 @@ class Judge(Manners):
         self._judge_stats(tensors(), (2.0, torch.inf, 3.0)[self._turn % 3])
         with torch.no_grad():
             written, out = ([t.detach() for t in tensors()] for _ in range(2))
-        for target in out:  # not with the values that it is to get
+        for target in out:  # must not already hold the results
             with torch.inference_mode(target.is_inference()):
                 target.zero_()
         self._judge_cast(tensors(), low, out)

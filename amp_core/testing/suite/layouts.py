@@ -36,7 +36,7 @@ class LayoutConformance(ListJudge):
             yield space.rotated(turned, every, space.ODD_SHAPES)
 
     def _bad_lists(self) -> Iterator[list[space.Spec]]:
-        """Yield the lists of what is only read, with inf and NaN in some tensors."""
+        """Yield the lists of tensors that are only read, with inf and NaN in some of them."""
         for specs in self._lists(self.dtypes(), space.READ_ONLY):
             yield [spec._replace(finite=spec.seed % 3 > 0) for spec in specs]
 
@@ -56,7 +56,7 @@ class LayoutConformance(ListJudge):
         return self.kernels.prepare(tensors, self.kernels.layout(like) if number % 4 == 3 else None)
 
     def _bad(self, specs: list[space.Spec]) -> Iterator[tuple[str, list[Tensor]]]:
-        """Yield the tensors as they are and, of a list of one, with a bad first or last element."""
+        """Yield the tensors as they are and, for a list of one, also with a bad first or last element."""
         yield "", self._build(specs)
         if len(specs) == 1 and 0 not in specs[0].shape:
             for place, value in ((0, torch.nan), (-1, torch.inf)):

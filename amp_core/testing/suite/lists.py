@@ -1,4 +1,4 @@
-"""Lists of every length, and tensors of many elements, judged by what few whole buffers hold."""
+"""Lists of every length, and tensors of many elements, judged by comparing a few large buffers."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class ListJudge(Judge):
         return [data.random((2 * count,), dtype, i).to(self.device) for i, dtype in enumerate(dtypes)]
 
     def _judge_casts_and_sums_of_mixed_lists(self) -> None:
-        """The tensors of each dtype lie in one buffer, which few comparisons judge."""
+        """The tensors of each dtype lie in one buffer, so that a few comparisons judge all."""
         dtypes, low = self.dtypes(), self.backend.supported_dtypes()[0]
         values = self._mixed(dtypes)
         casts = self._cast_apart(_in_turn(values), low)
@@ -119,7 +119,7 @@ class ListJudge(Judge):
         assert float(stats.found_inf) == 0.0, f"the flag of order {order} {what}"
 
     def _judge_last_of_many_elements(self) -> None:
-        """Zeros but for the last element, in each dtype: a kernel may be cut otherwise than for float32."""
+        """Zeros but for the last element, in each dtype: a kernel may cut them otherwise than float32."""
         for dtype in self.dtypes():
             numel = self.large_numel if dtype is torch.float32 else self.large_numel // 16
             tensor = torch.zeros(numel, dtype=dtype, device=self.device)
@@ -127,7 +127,7 @@ class ListJudge(Judge):
             for order in (1.0, torch.inf):
                 norm = self.kernels.grad_stats([tensor], order).norm.reshape(1)
                 self._assert_norms_close(norm, [4.0], f"norm of order {order} of {numel} elements of {dtype}")
-            if dtype is torch.float32:  # the others were judged of it
+            if dtype is torch.float32:  # the other kernels have been judged on it
                 continue
             self.kernels.multiply_([tensor], data.scalar(0.5, self.device))
             self.kernels.add_([tensor], [tensor.clone()])

@@ -36,7 +36,7 @@ class Manners(BackendFixtures):
     @pytest.fixture(autouse=True)
     def _leaves_the_process_as_it_was(self) -> Iterator[None]:
         """Compare what belongs to the caller before and after the check; record warnings and lines in it."""
-        # Not what the first use of a library may change, nor what `EffectsConformance` cannot put back.
+        # Leave out what the first use of a library may change, and what `EffectsConformance` cannot restore.
         everything = [setting for setting in settings(self) if setting.name not in _UNSTABLE]
         before, variables = [setting.read() for setting in everything], dict(os.environ)
         output = _Recorder(sys.stdout)
@@ -104,7 +104,7 @@ class References:
                 return
             if attempt == 10:
                 gc.collect()  # it may be a cycle
-            time.sleep(0.002)  # or another thread that is just done with the call
+            time.sleep(0.002)  # or another thread may be about to finish the call
         assert not kept, f"the call keeps arguments alive: {kept[:5]} of {len(self._tensors)}"
         assert not results, "the call keeps results alive"
 

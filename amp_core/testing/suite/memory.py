@@ -18,7 +18,7 @@ from amp_core.testing.suite.judge import Judge
 
 
 class MemoryConformance(Judge):
-    """Kernels keep no tensor and no result, and each call reads the values of its moment."""
+    """Kernels keep no tensor and no result, and each call reads the current values."""
 
     AREA = "memory"
 
@@ -71,7 +71,7 @@ class MemoryConformance(Judge):
             assert float(flag) == (0.0 if value == 1.0 else 1.0), f"found_inf of {value}"
 
     def test_kernels_keep_nothing_alive(self) -> None:
-        """Arguments, results and layouts are the caller's: their memory is free once he drops them."""
+        """The caller owns arguments, results and layouts: dropping them frees their memory."""
         every = space.rotated(self.dtypes(), self._layouts())
         for name in self._kernel_calls([]):
             specs = self._specs() if name == "quantize" else every
@@ -93,10 +93,10 @@ class MemoryConformance(Judge):
             )
 
     def test_kernels_need_no_more_memory_with_every_call(self) -> None:
-        """What is kept per call fills the memory of a long training run."""
+        """Whatever a call leaves behind fills the memory during a long training run."""
         names = [*self._kernel_calls([])]
         gc.collect()
-        gc.freeze()  # garbage of others that a collection frees in the meantime would hide growth
+        gc.freeze()  # freeing older garbage in the meantime would hide growth
         try:
             # What a device in Python needs for its tensors; the first time also warms up.
             unavoidable = max(0, min(self._growth(), self._growth()))
@@ -110,7 +110,7 @@ class MemoryConformance(Judge):
         assert not grown, f"blocks of Python's memory that 50 calls leave in use: {grown}"
 
     def _growth(self, *names: str) -> int:
-        """Return by how many blocks of memory 50 calls grow, in the median: other changes happen once."""
+        """Return the number of memory blocks that 50 calls add: the median, as other changes happen once."""
         blocks = []
         for _ in range(4):
             for _ in range(50):

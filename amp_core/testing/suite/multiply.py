@@ -14,7 +14,7 @@ from amp_core.testing.suite.judge import Judge
 from amp_core.testing.suite.tensors import LENGTHS, chunk_edges
 
 BAD = (math.inf, -math.inf, math.nan)
-# 7, 13 and 14: the reciprocals of their reciprocals are other float32 numbers.
+# 7, 13 and 14: the reciprocal of their reciprocal is another float32 number.
 FACTORS = (1.0, 0.5, 1 / 65536, 1 / 3, 3.0, 0.0, -1.0, 1e-9, 7.0, 13 / 1024, 131072.0)
 
 

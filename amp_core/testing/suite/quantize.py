@@ -25,7 +25,7 @@ _SHAPES = ((3, 50), (2, 17, 33), (70,), (0, 5), (150, 9))
 
 
 class QuantizeConformance(ScaledJudge):
-    """Quantised tensors are those of `amp_core.quantize` on the host, bit for bit; products are theirs."""
+    """Quantised tensors equal those of `amp_core.quantize` on the host, bit for bit; products agree."""
 
     AREA = "quantize"
 
@@ -60,7 +60,7 @@ class QuantizeConformance(ScaledJudge):
         yield from dict.fromkeys(how for how in roles if how is not None)
 
     def test_quantize_follows_every_recipe(self) -> None:
-        """Odd sizes, other dimensions and layouts: a tile has the scale of another, or counts its padding."""
+        """Odd sizes, dimensions and layouts: no tile may take another one's scale, or count its padding."""
         self.requires("supports_bit_views")
         dtypes = itertools.cycle(self.dtypes())
         cases = itertools.cycle(itertools.product(_SHAPES, (-1, -2), (False, True), (False, True)))
@@ -76,13 +76,13 @@ class QuantizeConformance(ScaledJudge):
         self._judge_products_of_every_recipe()
 
     def _judge_quantize_of_many_kinds(self) -> None:
-        """More dimensions and elements, rare amax: what recipes rarely meet."""
+        """More dimensions, unusual values and a given amax: what recipes rarely meet."""
         how = Quantization(ELEMENTS["e4m3"], "row")
         x = data.random((2, 3, 4, 5), torch.float32)
         for dim in (0, 1, 2, -4):
             self._judge_quantize(x, how, dim)
         self._judge_quantize(x * 1e-32, how)
-        if self.supports_float64:  # numbers that float32 rounds to what is a tie, to inf, and to 0
+        if self.supports_float64:  # numbers that float32 would round to ties, to inf, and to 0
             wide = torch.tensor(
                 [448.0, 17 + 2.0**-40, 19 - 2.0**-40, 1e300, -1e39, 1e-300], dtype=torch.float64
             )
@@ -125,7 +125,7 @@ class QuantizeConformance(ScaledJudge):
         self._judge_quantize(x[1:], Quantization(ELEMENTS["e4m3"]), amax=torch.tensor(3.0))
 
     def test_quantize_rounds_ties_to_even_and_saturates(self) -> None:
-        """Every value of each format, what lies in the middle of two, and what lies beyond them."""
+        """Every value of each format, the middle of every two neighbours, and values beyond the largest."""
         self.requires("supports_bit_views")
         for element in ELEMENTS.values():
             values = torch.arange(64) * element.smallest_subnormal
@@ -141,7 +141,7 @@ class QuantizeConformance(ScaledJudge):
                 self._judge_quantize(x, how, packed=amax == element.max, amax=torch.tensor(amax))
 
     def test_quantize_of_zeros_inf_and_nan(self) -> None:
-        """A group of zeros divides by zero, or an overflow hides in the largest value of its format."""
+        """A group of zeros must not divide by zero, and the largest value of a format hides no overflow."""
         self.requires("supports_bit_views")
         x = data.random((6, 64), torch.float32)
         x[0] = 0
@@ -217,7 +217,7 @@ class QuantizeConformance(ScaledJudge):
                 assert data.same_values(data.plain(found.values), right.values), f"in call {seed}"
 
     def test_quantize_refuses_what_it_cannot_take(self) -> None:
-        """A wrong argument reads memory that is none, or is taken for another one."""
+        """A wrong argument would read memory out of bounds, or be taken for another argument."""
         ones, how = torch.ones(4, 4, device=self.device), Quantization(ELEMENTS["e4m3"], "row")
         with pytest.raises(TypeError):
             self.kernels.quantize(ones.to(torch.int32), how)

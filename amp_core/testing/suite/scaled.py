@@ -61,7 +61,7 @@ class ScaledJudge(Judge):
         )
 
     def _judge_products_of_every_recipe(self) -> None:
-        """Odd sizes, packed operands: padding is summed, a scale multiplies another block."""
+        """Odd sizes, packed operands: no padding is summed, and no scale multiplies another block."""
         seeds = range(12 if self.thorough else 1)
         for number, name in enumerate(Recipe.names()):
             products: tuple[Product, ...] = ("output", "grad_input", "grad_weight")
@@ -73,7 +73,7 @@ class ScaledJudge(Judge):
                     self._judge_product(name, product, a, b, packed=packed)
 
     def _judge_products_of_batches_and_of_nothing(self) -> None:
-        """Attention has batches, experts may get no tokens: a shape that no library takes, or garbage."""
+        """Batches, as in attention, and experts without tokens: shapes that libraries refuse or get wrong."""
         shapes = (((3, 5, 32), (3, 32, 6)), ((0, 32), (32, 4)), ((4, 0), (0, 4)), ((4, 32), (32, 0)))
         for name in ("fp8_tensorwise", "fp8_rowwise", "mxfp8"):
             for left, right in shapes:
@@ -81,7 +81,7 @@ class ScaledJudge(Judge):
                 self._judge_product(name, "output", a, b, packed=False)
 
     def _judge_products_with_inf(self) -> None:
-        """A loss scaler does not see an inf that a product turned into a number."""
+        """A loss scaler could not see an inf that a product turned into a number."""
         for name in ("fp8_tensorwise", "fp8_rowwise", "mxfp8", "nvfp4"):
             a, b = (data.random(shape, torch.float32) for shape in ((6, 64), (64, 6)))
             a[2, 40] = math.inf

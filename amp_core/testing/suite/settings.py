@@ -39,7 +39,7 @@ PROCESS_WIDE = frozenset(
         "the warnings filters", "the level of logging", "the working directory", "the search path of modules",
     }
 )  # fmt: skip
-"""Settings that other threads see too, so that they may not change for a moment either."""
+"""Settings that other threads see, too, so they must not change even for a moment."""
 
 
 def change(setting: Setting, before: Any, now: Any) -> str:

@@ -43,7 +43,7 @@ class StorageConformance(Judge):
         memory.check()
 
     def test_storage_splits_and_joins_as_the_reference(self) -> None:
-        """Other bits are another training run, and a checkpoint means another weight elsewhere."""
+        """With other bits, a checkpoint would mean other weights on another device."""
         self.requires("supports_bit_views")
         self.requires("supports_bfloat16")
         for wide, kept in itertools.product(self._weights(), (torch.int16, torch.bfloat16)):
@@ -84,7 +84,7 @@ class StorageConformance(Judge):
                 self._assert_values(result, right, f"weight {i} of a list")
 
     def test_storage_rounds_by_the_bits_of_each_number(self) -> None:
-        """Other random bits, and a run goes on otherwise on another device or number of ranks."""
+        """With other random bits, a run would go on otherwise on another device or number of ranks."""
         self.requires("supports_bit_views")
         self.requires("supports_bfloat16")
         weights = list(self._weights())

@@ -18,7 +18,7 @@ from amp_core._torch.tensors import version_of
 from amp_core.testing.suite import data
 
 GUARD = 8
-"""Elements of a tensor's storage before and after it. They hold NaN and are nobody else's business."""
+"""Elements of a tensor's storage before and after it. They hold NaN; kernels must not touch them."""
 
 # Sizes around the widths of vector registers and blocks, where tails are cut; more dimensions than any
 # fixed array of strides may have.
@@ -217,7 +217,7 @@ def versions(*tensors: Tensor) -> list[int]:
 
 
 class Memory:
-    """What a call must leave as it is: everything in the storages of its arguments that it does not write.
+    """What a call must leave as it is: all that it does not write in the storages of its arguments.
 
     Args:
         read: the arguments that are only read.

@@ -21,7 +21,7 @@ Judged = Callable[[Callable[[], AbstractContextManager[Any]]], None]
 
 
 def interleave(make: Callable[[int], Judged], most: int) -> None:
-    """Run the call `make` (0) with another one at up to `most` of its points; raise what either raises."""
+    """Run the call ``make(0)`` with another one at up to `most` of its points; raise what either raises."""
     points = _run(make(0))
     late = 0
     for number, point in enumerate(range(0, points, points // most + 1)):

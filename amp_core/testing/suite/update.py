@@ -57,7 +57,7 @@ class UpdateConformance(Judge):
                 self._judge_update(ScaleState(scale, tracker, left), found, schedule)
 
     def test_update_counts_far(self) -> None:
-        """Steps and overflows are counted as far as int32 goes, and anything above counts as that."""
+        """Steps and overflows are counted up to the largest int32; a larger count is taken for that."""
         for interval in (2000, 40_000, _INT32, 2**31, 2**32, 2**32 + 1, 2**64, 10**30):
             schedule = LossScaleSchedule(growth_interval=interval)
             last = min(interval, _INT32) - 1
