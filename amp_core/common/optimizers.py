@@ -40,7 +40,8 @@ def before_every_step(callback: Callable[[Optimizer], None]) -> None:
 
 def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
     """Return the optimizers that `optimizer`, which has all of their parameters, steps itself."""
-    inner = [each for each in vars(optimizer).values() if isinstance(each, Optimizer)]
+    values = getattr(optimizer, "__dict__", {}).values()
+    inner = [each for each in values if isinstance(each, Optimizer)]
     own = set(map(id, parameters_of(optimizer))) if inner else set()
     return [each for each in inner if own.issuperset(map(id, parameters_of(each)))]
 

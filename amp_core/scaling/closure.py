@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from amp_core.common.arguments import check_optimizer
-from amp_core.common.optimizers import parameters_of
+from amp_core.common.optimizers import inner_optimizers, parameters_of
 
 Closure = Callable[[], Any]
 
@@ -20,22 +20,25 @@ class OverflowedError(Exception):
 
 
 class Snapshot:
-    """A copy of the parameters and the state of an optimizer."""
+    """A copy of the parameters and the state of an optimizer, and of those that it steps itself."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
         self._params: list[tuple[Tensor, Tensor]] = [
             (p, p.detach().clone()) for p in parameters_of(optimizer)
         ]
-        self._state = {p: copy.deepcopy(state) for p, state in optimizer.state.items()}
+        self._states = [
+            (each.state, {p: copy.deepcopy(state) for p, state in each.state.items()})
+            for each in (optimizer, *inner_optimizers(optimizer))
+        ]
 
     @torch.no_grad()
     def restore(self) -> None:
         """Write the copy back."""
         for param, value in self._params:
             param.copy_(value)
-        self._optimizer.state.clear()
-        self._optimizer.state.update(self._state)
+        for state, before in self._states:
+            state.clear()
+            state.update(before)
 
 
 def check_closure(optimizer: object, closure: object) -> None:
