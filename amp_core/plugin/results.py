@@ -101,7 +101,7 @@ def checked(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class CheckedDescriptor:
-    """Checks the results of a backend's method that is no plain function, such as a cached one."""
+    """Checks the results of a method that is not a plain function, such as a cached one."""
 
     def __init__(self, name: str, method: Any) -> None:
         self._name, self._method = name, method

@@ -165,17 +165,17 @@ def _print_report(discovered: Discovered, reports: list[FileReport], args: argpa
 
 def _closing_line(count: dict[str, int], args: argparse.Namespace) -> str:
     verb = "changed" if args.write else "would change"
-    parts = [f"{count['files']} files: {count['files_written' if args.write else 'files_changed']} {verb}"]
-    parts.append(
-        f"{count['changed'] + count['review']} places rewritten, {count['review']} of them to review"
-    )
-    parts.append(f"{count['manual']} need a human")
+    parts = [
+        f"{count['files']} files: {count['files_written' if args.write else 'files_changed']} {verb}",
+        f"{count['changed'] + count['review']} places rewritten, {count['review']} of them to review",
+        f"{count['manual']} need a human",
+    ]
     for key, text in (
         ("files_failed", "failed"),
-        ("symlinks_skipped", "symlinks"),
-        ("untracked_skipped", "untracked"),
+        ("symlinks_skipped", "symlinks skipped"),
+        ("untracked_skipped", "untracked skipped"),
     ):
         if count[key]:
-            parts.append(f"{count[key]} {text}{'' if key == 'files_failed' else ' skipped'}")
+            parts.append(f"{count[key]} {text}")
     hint = "" if args.write or args.check or not count["files_changed"] else " (nothing written; use --write)"
     return ", ".join(parts) + hint
