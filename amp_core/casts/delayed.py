@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections import deque
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -10,18 +11,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from amp_core._torch.tracing import outside_graphs
+from amp_core.casts.history_steps import follow_optimizers
 from amp_core.common.arguments import check_module
+from amp_core.common.call_site import level_outside
 from amp_core.common.handle import Local
 from amp_core.common.identity import WeakIdentityMapping
-from amp_core.common.optimizers import (
-    after_every_step,
-    before_every_step,
-    inner_optimizers,
-    parameters_of,
-)
+from amp_core.common.optimizers import parameters_of
 from amp_core.common.process_groups import check_group
 from amp_core.dispatch.history_sources import sources
+from amp_core.errors import AmpWarning
 from amp_core.formats import AmaxHistory, Delayed
 from amp_core.formats.history import check_saved
 from amp_core.policy.recipes import ROLES
@@ -54,8 +52,7 @@ class DelayedScales(Local):
     def __enter__(self) -> DelayedScales:
         if self._release is not None:
             raise RuntimeError("These delayed_scales are already active. Enter them once at a time.")
-        before_every_step(_before_step)
-        after_every_step(_after_step)
+        follow_optimizers()
         self._release = sources.register(self)
         return self
 
@@ -182,9 +179,14 @@ class DelayedScales(Local):
             TypeError: it is another kind of state, such as that of the model.
             ValueError: a role is unknown, an entry is no history, or a history has another length than the
                 recipe's, which the first product of the weight may tell.
+
+        Warns:
+            AmpWarning: it is empty.
         """
         if not isinstance(state, Mapping):
             raise TypeError(f"The state of delayed scales must be a mapping, got {type(state).__name__}.")
+        if not state:
+            warnings.warn(_EMPTY, AmpWarning, stacklevel=level_outside())
         unknown = sorted(map(str, {*state} - {*self._names.values()}))
         if unknown:
             raise KeyError(f"The model has no parameters {', '.join(unknown)}, whose histories were saved.")
@@ -204,6 +206,12 @@ class DelayedScales(Local):
                     del roles[role]
 
 
+_EMPTY = (
+    "The state of these delayed scales is empty, so their histories start anew. If dcp.load loaded it: it "
+    "only loads entries that exist. Call the model in this scope, with a backward pass, before you load."
+)
+
+
 def _check(name: str, roles: Any) -> None:
     if not isinstance(roles, Mapping):
         raise TypeError(
@@ -221,35 +229,6 @@ def _check(name: str, roles: Any) -> None:
 
 def _slots(names: tuple[str, ...]) -> list[tuple[str, str]]:
     return [(name, role) for name in names for role in ROLES]
-
-
-_inside: MutableMapping[torch.optim.Optimizer, None] = WeakIdentityMapping()
-"""Optimizers that another one steps now: its step counts. Theirs may have other weights on each rank."""
-
-
-def _before_step(optimizer: torch.optim.Optimizer) -> None:
-    if sources.active:
-        _enter(optimizer)
-
-
-@outside_graphs
-def _enter(optimizer: torch.optim.Optimizer) -> None:
-    for inner in inner_optimizers(optimizer):
-        _inside[inner] = None
-
-
-def _after_step(optimizer: torch.optim.Optimizer) -> None:
-    if sources.active:
-        _step_all(optimizer)
-
-
-@outside_graphs
-def _step_all(optimizer: torch.optim.Optimizer) -> None:
-    for inner in inner_optimizers(optimizer):
-        _inside.pop(inner, None)
-    if optimizer not in _inside:
-        for scales in sources.active:
-            scales.step(optimizer)
 
 
 def delayed_scales(model: nn.Module, *, process_group: ProcessGroup | None = None) -> DelayedScales:

@@ -9,7 +9,16 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from amp_core import AtFloor, GradScaler, LossScaleSchedule
+from amp_core import (
+    AmpWarning,
+    AtFloor,
+    GradScaler,
+    LossScaleSchedule,
+    OpPolicy,
+    Recipe,
+    autocast,
+    delayed_scales,
+)
 
 from .data.checkpoint import Run
 
@@ -48,6 +57,29 @@ def test_a_scaler_that_has_stopped_stays_so(tmp_path: Path) -> None:
     dcp.load({"scaler": again}, checkpoint_id=tmp_path)
     assert again.get_scale("g") == 1.0
     assert again.state_dict() == stopped.state_dict()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_histories_that_a_checkpoint_has_and_the_run_has_not(tmp_path: Path) -> None:
+    """Nothing is loaded, in silence, and the histories start anew."""
+    model = torch.nn.Linear(16, 16)
+    policy = OpPolicy.default("cpu").override({"linear": Recipe.fp8_delayed(history=2)})
+    scales, again = delayed_scales(model), delayed_scales(model)
+
+    def call() -> None:
+        with autocast("cpu", policy=policy):
+            model(torch.ones(2, 16)).sum().backward()
+
+    with scales:
+        call()
+        scales.step()
+    dcp.save({"scales": scales}, checkpoint_id=tmp_path)
+    with pytest.warns(AmpWarning, match="only loads entries that exist. Call the model in this scope"):
+        dcp.load({"scales": again}, checkpoint_id=tmp_path)
+    with again:
+        call()
+    dcp.load({"scales": again}, checkpoint_id=tmp_path)
+    torch.testing.assert_close(again.state_dict(), scales.state_dict(), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
