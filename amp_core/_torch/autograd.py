@@ -71,6 +71,11 @@ def gradient_is_accumulated(node: Any) -> bool:
         raise TorchFeatureError(_LEAVES.reason) from None
 
 
+def is_compiled(node: Any) -> bool:
+    """Whether compiled autograd runs the backward pass of `node`: it passes a stand-in, and writes ``.grad``."""
+    return not isinstance(node, torch.autograd.function.BackwardCFunction)
+
+
 _DDP = Feature(
     "ddp_forward", "master_weights treats every model as part of a DistributedDataParallel, which is slower"
 )

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp_core._torch.autograd import gradient_is_accumulated, has_gradient_hooks, inside_ddp
+from amp_core._torch.autograd import gradient_is_accumulated, has_gradient_hooks, inside_ddp, is_compiled
 from amp_core._torch.tensors import identity_of
 from amp_core.casts.bulk import allocate, buckets, cast_weights, run_backward_early
 from amp_core.casts.memory import KeptMemory
@@ -93,12 +93,14 @@ class _Accumulate(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor | None) -> tuple[None, None, None, Tensor | None]:
         if grad is None:
             return None, None, None, None
+        if is_compiled(ctx):
+            return None, None, None, grad.to(ctx.weight.dtype)
         with ctx.lock:
             if not _goes_to_grad(ctx, grad):
                 return None, None, None, grad.to(ctx.weight.dtype)
             total = ctx.weight.grad
             if total is None:
-                ctx.weight.grad = _widened(grad, ctx.weight.dtype, ctx.kernels, ctx.memory)
+                ctx.weight.grad = _widened(grad, ctx.weight, ctx.kernels, ctx.memory)
             elif grad.numel() <= _SMALL:
                 total.add_(grad)
             else:
@@ -119,8 +121,8 @@ def _goes_to_grad(node: Any, grad: Tensor) -> bool:
     )
 
 
-def _widened(grad: Tensor, dtype: torch.dtype, kernels: Kernels, memory: KeptMemory) -> Tensor:
-    wide = memory.empty_like(grad, dtype)
+def _widened(grad: Tensor, weight: Tensor, kernels: Kernels, memory: KeptMemory) -> Tensor:
+    wide = memory.empty_like(weight, weight.dtype)  # fused optimizers read both in the order of memory
     if grad.numel() <= _SMALL:
         return wide.copy_(grad)
     kernels.cast([grad], wide.dtype, out=[wide])

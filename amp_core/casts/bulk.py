@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp_core._torch.autograd import has_gradient_hooks, run_as_soon_as_ready
+from amp_core._torch.autograd import has_gradient_hooks, is_compiled, run_as_soon_as_ready
 from amp_core._torch.tensors import is_dtensor
 from amp_core.casts.memory import KeptMemory
 from amp_core.kernels import Kernels
@@ -90,7 +90,7 @@ class _BucketCast(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         present = [(i, g) for i, g in enumerate(grads) if g is not None]
         result: list[Tensor | None] = [None] * len(grads)
-        if torch.is_grad_enabled():  # create_graph=True: the cast back must be differentiable too
+        if torch.is_grad_enabled() or is_compiled(ctx):  # create_graph=True: the cast must be differentiable
             for i, grad in present:
                 result[i] = grad.to(ctx.source_dtypes[i])
         elif present:

@@ -75,7 +75,7 @@ def quantized(
     form = forms.get(key)
     if form is not None:
         return form.packed if packed else _unpacked(form)
-    with torch.inference_mode(mode=False):  # a training step may use what inference has made
+    with torch.inference_mode(False):  # a training step may use what inference has made
         made = make()
         forms[key] = _Form(made.packed(), made.values.stride())
     return made

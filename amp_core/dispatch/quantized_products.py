@@ -207,6 +207,13 @@ class _Product(torch.autograd.Function):
             grad_b = ctx.call.multiply("grad_weight", *factors).to(b.dtype)
         return _once(grad_a, grad, a, b), _once(grad_b, grad, a, b), None, None
 
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> Any:  # noqa: ARG004
+        raise PolicyError(
+            "An op with a recipe got a tangent of forward-mode differentiation: quantised products have "
+            "derivatives in reverse mode alone. Give the layer the rule 'lower_precision_fp' or 'fp32'."
+        )
+
 
 def _refuse_batch(grad: Tensor) -> None:
     if is_batched(grad) or functorch_is_at_work():

@@ -128,6 +128,8 @@ def replace_weights(args: Sequence[Any], device_type: str) -> Sequence[Any]:
     if not sources.active or calls_are_captured():
         return args
     dtype = torch.get_autocast_dtype(device_type)
+    if dtype is torch.float32:
+        return args
     casts = CASTS[dtype]
     replaced = []
     for arg in args:

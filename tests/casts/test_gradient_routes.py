@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from amp_core import autocast, cached_casts, master_weights
+from amp_core import OpPolicy, Recipe, autocast, cached_casts, master_weights
 
 X = torch.linspace(-1, 1, 24).reshape(4, 6)
 Result = list["Tensor | None"]
@@ -174,3 +174,30 @@ def test_an_optimizer_in_the_backward_pass_steps(scope: Callable[[nn.Module], An
     trained = train(scope)
     check(trained, train(lambda _: nullcontext()))
     assert not torch.equal(trained[0], make()[0].weight)
+
+
+@pytest.mark.parametrize("layer", ["recipe", "channels_last", "large channels_last"])
+@pytest.mark.filterwarnings("ignore::amp_core.errors.EmulationWarning")
+def test_gradients_have_the_layout_of_their_weight(layer: str) -> None:
+    """Fused optimizers read gradients in the order of the weight's memory: others train wrong elements."""
+    policy = OpPolicy.default("cpu").override({"linear": Recipe.mxfp8()})
+
+    def stepped(scope: Callable[[nn.Module], Any]) -> list[Tensor]:
+        torch.manual_seed(0)
+        model: nn.Module = nn.Linear(6, 5)
+        x = torch.randn(4, 6)
+        if layer != "recipe":
+            width = 128 if "large" in layer else 4
+            model = nn.Conv2d(width, width, 3)
+            x = torch.randn(2, width, 4, 4).to(memory_format=torch.channels_last)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+        with scope(model):
+            with autocast("cpu", policy=policy):
+                loss = model(x).float().square().sum()
+            loss.backward()
+            optimizer.step()
+        assert all(p.grad is not None and p.grad.stride() == p.stride() for p in model.parameters())
+        return [p.detach() for p in model.parameters()]
+
+    for wanted, got in zip(stepped(lambda _: nullcontext()), stepped(master_weights), strict=True):
+        assert torch.equal(wanted, got)

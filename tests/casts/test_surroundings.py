@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from amp_core import OpPolicy, autocast, cached_casts, master_weights
+from amp_core import OpPolicy, Recipe, autocast, cached_casts, master_weights
 
 X = torch.linspace(-1, 1, 24).reshape(4, 6)
 SCOPES = pytest.mark.parametrize("scope", [cached_casts, master_weights])
@@ -157,3 +157,43 @@ def test_a_subclass_as_weight(scope: Scope) -> None:
     assert type(got) is type(expected)
     assert got.dtype is expected.dtype
     assert torch.equal(got, expected)
+
+
+@SCOPES
+def test_a_float32_region_needs_no_casts(scope: Scope) -> None:
+    """A float32 region crashes in a scope, or the scope keeps float32 copies of float32 weights."""
+    model = make()
+    with scope(model) as casts, autocast("cpu", dtype=torch.float32):
+        result = model(X)
+        result.sum().backward()
+        assert casts.nbytes() == 0
+    assert torch.equal(result, model(X))
+
+
+@pytest.mark.parametrize("recipe", [None, Recipe.mxfp8()])
+@pytest.mark.parametrize("width", [5, 300])
+@SCOPES
+@pytest.mark.filterwarnings("ignore::UserWarning")  # by torch, of what it runs outside of its graphs
+def test_compiled_autograd_gives_the_gradients(scope: Scope, width: int, recipe: Recipe | None) -> None:
+    """Compiled autograd sets ``.grad`` to None where a scope has added the gradient to it, or fails."""
+    policy = OpPolicy.default("cpu").override({} if recipe is None else {"linear": recipe})
+
+    def gradients(scope: Scope, backward: Callable[[], Any]) -> list[Tensor | None]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, width))
+        with scope(model), backward():
+            for _ in range(2):
+                model.zero_grad()
+                with autocast("cpu", policy=policy):
+                    loss = model(X).float().square().sum()
+                loss.backward()
+                torch.optim.SGD(model.parameters()).step()
+        return [p.grad for p in model.parameters()]
+
+    def compiled() -> Any:
+        return torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager"))
+
+    torch._dynamo.reset()
+    for wanted, got in zip(gradients(plain, nullcontext), gradients(scope, compiled), strict=True):
+        assert wanted is not None and got is not None
+        assert torch.equal(wanted, got)

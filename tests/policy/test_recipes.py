@@ -540,6 +540,24 @@ def test_batches_of_gradients_are_refused(op: str) -> None:
         torch.autograd.grad(y.float().sum(-1).flatten(), w, torch.eye(3), is_grads_batched=True)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_forward_mode_is_refused() -> None:
+    """Forward-mode differentiation asks the user for the jvp of a function that they did not write."""
+    x, w = R(3, 8), R(3, 8)
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(PolicyError, match="forward-mode"):
+        with region("recipe mxfp8"):
+            F.linear(torch.autograd.forward_ad.make_dual(x, x), w)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_traces_are_refused() -> None:
+    """torch.jit.trace ends in an internal assert of torch."""
+    x, w = R(3, 8), R(3, 8)
+    with region("recipe mxfp8"), pytest.raises(PolicyError, match="cannot record"):
+        torch.jit.trace(lambda x: F.linear(x, w), (x,))
+
+
 def test_sparse_and_nested_tensors_are_refused() -> None:
     """A sparse operand is quantised as something else."""
     with pytest.raises(PolicyError, match="sparse and nested"), region("recipe mxfp8", "mm"):
