@@ -72,7 +72,7 @@ def gradient_is_accumulated(node: Any) -> bool:
 
 
 def is_compiled(node: Any) -> bool:
-    """Whether compiled autograd runs the backward pass of `node`: it passes a stand-in, and writes ``.grad``."""
+    """Whether compiled autograd runs the backward pass of `node`: it passes a stand-in and sets ``.grad``."""
     return not isinstance(node, torch.autograd.function.BackwardCFunction)
 
 

@@ -128,10 +128,10 @@ def _check(name: str, rule: RecipeRule, args: Any) -> None:
             f"{name} has the rule {str(rule)!r}, but sparse and nested tensors cannot be quantised. Give it "
             f"another rule, such as 'lower_precision_fp', by OpPolicy.override or apply_policy."
         )
-    if torch.jit.is_tracing():
+    if torch.jit.is_tracing():  # type: ignore[no-untyped-call]
         raise PolicyError(
-            f"{name} has the rule {str(rule)!r}, but torch.jit.trace cannot record how operands are quantised. "
-            f"Give it another rule, such as 'lower_precision_fp', or use torch.compile."
+            f"{name} has the rule {str(rule)!r}, but torch.jit.trace cannot record how operands are "
+            f"quantised. Give it another rule, such as 'lower_precision_fp', or use torch.compile."
         )
     refuse_transforms()
 

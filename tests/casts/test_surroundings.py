@@ -195,5 +195,6 @@ def test_compiled_autograd_gives_the_gradients(scope: Scope, width: int, recipe:
 
     torch._dynamo.reset()
     for wanted, got in zip(gradients(plain, nullcontext), gradients(scope, compiled), strict=True):
-        assert wanted is not None and got is not None
+        assert wanted is not None
+        assert got is not None
         assert torch.equal(wanted, got)

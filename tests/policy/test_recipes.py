@@ -544,9 +544,12 @@ def test_batches_of_gradients_are_refused(op: str) -> None:
 def test_forward_mode_is_refused() -> None:
     """Forward-mode differentiation asks the user for the jvp of a function that they did not write."""
     x, w = R(3, 8), R(3, 8)
-    with torch.autograd.forward_ad.dual_level(), pytest.raises(PolicyError, match="forward-mode"):
-        with region("recipe mxfp8"):
-            F.linear(torch.autograd.forward_ad.make_dual(x, x), w)
+    with (
+        torch.autograd.forward_ad.dual_level(),
+        pytest.raises(PolicyError, match="forward-mode"),
+        region("recipe mxfp8"),
+    ):
+        F.linear(torch.autograd.forward_ad.make_dual(x, x), w)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated")
