@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -87,20 +87,28 @@ def _check_shards() -> None:
         raise RuntimeError("FSDP marks its parameters in another way")
 
 
-def is_fsdp_shard(param: torch.Tensor) -> bool:
-    """Whether `param` is a flattened piece of a ``FullyShardedDataParallel`` (FSDP1) model.
+def fsdp_shards(params: Sequence[torch.Tensor]) -> set[int]:
+    """Return the ``id`` of each flattened piece of a ``FullyShardedDataParallel`` (FSDP1) model.
 
-    With ``NO_SHARD`` every rank has the whole parameter.
+    With ``NO_SHARD`` every rank has the whole parameters.
     """
     if "torch.distributed.fsdp" not in sys.modules:
-        return False
+        return set()
     # Dynamo cannot trace the probe, which takes a lock.
     if not (torch.compiler.is_dynamo_compiling() or _SHARDS.works_or_warn()):
-        return False
-    if not getattr(param, "_fsdp_flattened", False):
-        return False
+        return set()
+    flattened = [p for p in params if getattr(p, "_fsdp_flattened", False)]
+    whole = {_address(p) for p in flattened if p.dim() > 1}  # a vector beside a matrix is whole, too
+    return {id(p) for p in flattened if _is_shard(p) and _address(p) not in whole}
+
+
+def _is_shard(param: torch.Tensor) -> bool:
     whole = getattr(param, "_unpadded_unsharded_size", None)  # of a FlatParameter
     return param.dim() < 2 if whole is None else param.numel() < whole.numel()
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 _MEMORY = Feature(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from amp_core._torch.tensors import is_dtensor, is_fsdp_shard
+from amp_core._torch.tensors import fsdp_shards, is_dtensor
 from amp_core.common.process_groups import check_group
 from amp_core.kernels.memory import on_host, read
 from amp_core.scaling.collective import Ranks, agreed
@@ -189,16 +189,17 @@ def _of_mesh(mesh: DeviceMesh) -> Ranks:
     return Ranks(tuple(mesh.get_all_groups()), mesh.size())
 
 
-def sharding_of(param: Any, gradient: Any) -> Sharding:
-    """Return how the gradient of `param` is spread over ranks.
+def shardings_of(params: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Sharding]:
+    """Return how each gradient is spread over ranks; raise ValueError if their pieces are summands."""
+    shards = fsdp_shards(params)
+    return [_sharding_of(p, grad, id(p) in shards) for p, grad in zip(params, grads, strict=True)]
 
-    Raises:
-        ValueError: it is a DTensor whose ranks hold summands, not pieces.
-    """
+
+def _sharding_of(param: Tensor, gradient: Any, is_fsdp_shard: bool) -> Sharding:
     over = _over.get(id(param), 1) if _over else 1
     if is_dtensor(gradient):
         return Sharding(_shards_of(gradient), gradient.device_mesh, over)
-    if is_fsdp_shard(param):
+    if is_fsdp_shard:
         return _FSDP1
     return WHOLE if over == 1 else Sharding(over=over)
 

@@ -15,7 +15,7 @@ from amp_core.common.optimizers import parameters_of
 from amp_core.kernels import PORTABLE, GradStats, Kernels
 from amp_core.plugin.default_manager import get_backend
 from amp_core.scaling.arithmetic import is_tracing
-from amp_core.scaling.distributed import WHOLE, Sharding, describe, sharding_of
+from amp_core.scaling.distributed import WHOLE, Sharding, describe, shardings_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -164,9 +164,8 @@ _groupings: MutableMapping[torch.optim.Optimizer, _Grouping] = WeakIdentityMappi
 
 def _by_place(params: list[Tensor], grads: list[Tensor]) -> list[Gradients]:
     places: dict[tuple[torch.device, Sharding], tuple[list[Tensor], list[Tensor]]] = {}
-    for param, grad in zip(params, grads, strict=True):
-        dense = _values(param) if grad.is_sparse else grad
-        sharding = sharding_of(param, dense)
+    all_dense = [_values(p) if grad.is_sparse else grad for p, grad in zip(params, grads, strict=True)]
+    for param, dense, sharding in zip(params, all_dense, shardings_of(params, all_dense), strict=True):
         of, pieces = places.setdefault((dense.device, sharding), ([], []))
         of.append(param)
         pieces.append(dense if sharding.mesh is None else _piece(dense))

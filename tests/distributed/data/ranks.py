@@ -174,7 +174,8 @@ def fsdp1_at_random(choose: random.Random) -> None:
     widths = [6, *(choose.randint(1, 9) for _ in range(choose.randint(1, 3)))]
     kind, overflow_at = choose.choice(["fused", "plain"]), choose.randrange(len(INPUTS) + 1)
     max_norm, original = choose.choice([None, 0.01, 100.0]), choose.random() < 0.5
-    strategy = choose.choice([ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP])
+    strategies = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
+    strategy = choose.choice(strategies)
 
     def chain() -> nn.Module:
         torch.manual_seed(0)
