@@ -7,7 +7,9 @@ is idempotent.
 
 from __future__ import annotations
 
+import sys
 import warnings
+from types import FrameType
 from typing import Any
 
 import torch
@@ -130,8 +132,7 @@ def leave(frames: RegionStack, region: Any, settings: tuple[str, bool, torch.dty
 
 
 def _leave_out_of_order(frames: RegionStack, region: Any) -> None:
-    if frames and frames[-1].leaving:
-        _mend(frames)
+    _mend(frames)
     frame = frames.take_out(region)
     if frame.policies is not None:
         take_out(frame.policies)
@@ -168,5 +169,18 @@ def _undo(frames: RegionStack, frame: Frame) -> None:
 
 def _mend(frames: RegionStack) -> None:
     """Undo the top frames that an interrupt left half entered or half exited."""
-    while frames and (frames[-1].leaving or not frames[-1].nesting):
+    while frames and (frames[-1].leaving or not frames[-1].nesting) and not _is_at_work(frames[-1]):
         _undo(frames, frames[-1])
+
+
+def _is_at_work(frame: Frame) -> bool:
+    """Whether this thread enters or leaves `frame` now: a finaliser that enters a region may run meanwhile."""
+    caller: FrameType | None = sys._getframe(2)
+    while caller is not None:
+        if caller.f_code in _AT_WORK and caller.f_locals.get("frame") is frame:
+            return True
+        caller = caller.f_back
+    return False
+
+
+_AT_WORK = (enter.__code__, leave.__code__)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import gc
+import itertools
 import operator
 import sys
 import threading
@@ -36,8 +37,13 @@ def state() -> tuple[object, ...]:
     return (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), (X @ X).dtype, *thread)
 
 
-def interrupted_at(number: int, function: Callable[[], None]) -> bool:
-    """Run `function` and raise at its bytecode of that number; return whether it has so many."""
+def interrupted_at(
+    number: int, function: Callable[[], None], interrupt: Callable[[], None] | None = None
+) -> bool:
+    """Run `function`, and at its bytecode of that number `interrupt`, which raises if None is given.
+
+    Returns whether it has so many.
+    """
     count = 0
 
     def tracer(frame: FrameType, event: str, _arg: object) -> Any:
@@ -49,7 +55,9 @@ def interrupted_at(number: int, function: Callable[[], None]) -> bool:
             count += 1
             if count == number:
                 sys.settrace(None)
-                raise Interrupt
+                if interrupt is None:
+                    raise Interrupt
+                interrupt()
         return tracer
 
     sys._getframe().f_trace_opcodes = True  # Python 3.12 traces opcodes if a frame wants them by now
@@ -60,7 +68,7 @@ def interrupted_at(number: int, function: Callable[[], None]) -> bool:
         return True
     finally:
         sys.settrace(None)
-    return False
+    return count >= number
 
 
 def excess() -> int:
@@ -166,4 +174,29 @@ def test_an_interrupt_in_disable_stays_an_interrupt() -> None:
         assert excess() in (0, 1)
         enter_and_leave()
         assert state() == before
+    assert number > 100
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_collected_generators_may_enter_regions(shared: bool) -> None:
+    """The garbage collector closes a decorated generator while a region is entered: it stays on for good."""
+    policy = amp_core.OpPolicy.default("cpu").override({"softmax": "fp32"})
+    low = amp_core.autocast("cpu", dtype=torch.float16, policy=policy)
+    other = low if shared else amp_core.autocast("cpu", cache_enabled=False, policy=policy)
+    before = state()
+
+    def finalise() -> None:
+        with other:
+            torch.softmax(X, -1)
+
+    def enter_and_leave() -> None:
+        with low:
+            found.append((X @ X).dtype)
+
+    for number in itertools.count(1):
+        found: list[torch.dtype] = []
+        reached = interrupted_at(number, enter_and_leave, finalise)
+        assert (found, state(), excess()) == ([torch.float16], before, 0)
+        if not reached:
+            break
     assert number > 100
