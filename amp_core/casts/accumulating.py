@@ -30,7 +30,7 @@ class AccumulatingCasts:
     def __init__(self, reduced: bool = False) -> None:
         self._kept: dict[tuple[int, torch.dtype], Tensor] = {}
         self._reduced = reduced
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # signal handlers may use the model, too
 
     def cast(
         self, weights: Sequence[Tensor], dtype: torch.dtype, kernels: Kernels, memory: KeptMemory

@@ -54,7 +54,7 @@ class WeightCache:
         self._slots: dict[int, _Slot] = {}
         # Parameters of other models. A weak reference to a tensor would forbid torch.utils.swap_tensors.
         self._foreign: dict[int, tuple[int, WeakStorage]] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may use the model, too
         # In debug mode, bypass the table that ops read directly, so that every use is checked.
         self._casts = defaultdict(dict) if debug else CASTS
         self.debug = debug

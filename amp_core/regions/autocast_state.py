@@ -174,7 +174,7 @@ def _mend(frames: RegionStack) -> None:
 
 
 def _is_at_work(frame: Frame) -> bool:
-    """Whether this thread enters or leaves `frame` now: a finaliser that enters a region may run meanwhile."""
+    """Whether this thread enters or leaves `frame` now: a finaliser may enter a region meanwhile."""
     caller: FrameType | None = sys._getframe(2)
     while caller is not None:
         if caller.f_code in _AT_WORK and caller.f_locals.get("frame") is frame:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import sys
+import threading
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -11,6 +15,7 @@ import torch
 from torch import nn
 
 from amp_core import OpPolicy, Recipe, autocast, cached_casts, delayed_scales, master_weights
+from amp_core.casts import accumulating, cache
 
 InThreads = Callable[..., None]
 THREADS = 4
@@ -100,3 +105,45 @@ def test_scopes_come_and_go_while_others_infer_and_train(scope: Any, in_threads:
 
 def small() -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+@pytest.mark.parametrize("scope", [cached_casts, master_weights])
+def test_signal_handlers_may_use_the_model_while_it_is_cast(scope: Any) -> None:
+    """A handler or finaliser that runs the model waits for ever for the thread that it has interrupted."""
+    model, x, files = nn.Linear(4, 4), torch.ones(1, 4), (cache.__file__, accumulating.__file__)
+
+    def forward() -> torch.Tensor:
+        with autocast("cpu"):
+            return model(x)
+
+    def interrupted_at(number: int) -> bool:
+        count = 0
+
+        def tracer(frame: FrameType, event: str, _arg: object) -> Any:
+            nonlocal count
+            if frame.f_code.co_filename not in files:
+                return None
+            count += event == "line"
+            if event == "line" and count == number:
+                handled.append(forward())
+            return tracer
+
+        handled = list[torch.Tensor]()
+        with torch.no_grad():
+            model.weight.add_(1)
+        sys.settrace(tracer)
+        result = forward()
+        sys.settrace(None)
+        assert all(torch.equal(result, each) for each in handled)
+        return bool(handled)
+
+    def work() -> None:
+        with scope(model):
+            numbers.extend(itertools.takewhile(interrupted_at, itertools.count(1)))
+
+    numbers = list[int]()
+    thread = threading.Thread(target=work, daemon=True)  # a test that fails must end
+    thread.start()
+    thread.join(30)
+    assert not thread.is_alive()
+    assert len(numbers) > 20
