@@ -241,7 +241,8 @@ def watch(
     It measures the results of modules and their gradients, the parameters and theirs: how many values have
     each exponent of 2. The report says what share of them a format would lose to underflow and saturation.
     Gradients are measured as they flow, with the loss scale; of DTensors, this rank's part. The watch stays
-    on the model until ``remove()``, or to the end of a ``with`` block; other steps only call one hook.
+    on the model until ``remove()``, or to the end of a ``with`` block; other steps only call one hook. Its
+    memory grows by an `Entry` per tensor and watched step: in a long run, save them and clear `entries`.
 
     Args:
         model: the model, as it is called in training. It may be compiled by `torch.compile`, as a
