@@ -70,6 +70,22 @@ foreach_norm = _FOREACH.function(
     "torch._foreach_norm", _norm_of_each, lambda f: f([_one()], 2.0, dtype=torch.float64)
 )
 
+
+def _unscale_each(tensors: Sequence[torch.Tensor], found_inf: torch.Tensor, factor: torch.Tensor) -> None:
+    for tensor in tensors:
+        found_inf.masked_fill_(tensor.isfinite().all().logical_not(), 1.0)
+        tensor.mul_(factor)
+
+
+# torch's own pass over gradients; it checks what it reads, not the products.
+unscale_ = Feature(
+    "unscale", "the CPU's kernels handle a few small gradients one by one, which is slower"
+).function(
+    "torch._amp_foreach_non_finite_check_and_unscale_",
+    _unscale_each,
+    lambda f: f([_one()], _one().float(), _one().float()),
+)
+
 # The memory of a lazily negated tensor, without a copy.
 neg_view = Feature("negated_gradients", "a GradScaler refuses gradients that are lazily negated").function(
     "torch._neg_view"

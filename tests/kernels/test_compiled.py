@@ -349,6 +349,37 @@ def test_lazily_negated_and_conjugated_tensors() -> None:
 
 
 @needs_library
+@pytest.mark.parametrize("factor", [1.0, 0.37, -0.5, 0.0, 3.0, math.nan, math.inf])
+@pytest.mark.parametrize("bad", [[], [math.inf], [math.nan]])
+def test_a_few_small_gradients_have_the_bits_of_many(factor: float, bad: list[float]) -> None:
+    """Torch's kernel, which takes a few small gradients, rounds otherwise or misses an inf."""
+    grads = [torch.tensor([1.5, -2.0, 1e-40, 0.0, 3e38, *bad]), torch.randn(7, 3).t(), torch.zeros(0)]
+    sides = []
+    for form in (list, COMPILED.prepare):
+        given = form([grad.clone() for grad in grads])
+        flag = torch.tensor(0.5)
+        COMPILED.multiply_(given, torch.tensor(factor), flag)
+        sides.append((given, flag))
+    assert sides[1][0].layout.few
+    for one, other in zip(sides[0][0], sides[1][0], strict=True):
+        assert torch.equal(one.isnan(), other.isnan())
+        bits = [t.nan_to_num(0.0, math.inf, -math.inf).view(torch.int32) for t in (one, other)]
+        assert torch.equal(*bits)
+    assert sides[0][1] == sides[1][1]
+
+
+@needs_library
+def test_gradients_that_torch_may_refuse_to_write_to() -> None:
+    """Gradients of a backward with create_graph, or made in inference mode, get torch's error."""
+    with torch.inference_mode():
+        inferred = torch.ones(3)
+    for grad in (torch.ones(3, requires_grad=True), inferred):
+        flag = torch.zeros(())
+        COMPILED.multiply_(COMPILED.prepare([grad]), torch.tensor(0.5), flag)
+        assert grad.tolist() == [0.5] * 3
+
+
+@needs_library
 def test_memory_that_was_freed() -> None:
     """A tensor whose storage was given back, as by FSDP between uses, is read at address zero."""
     grad = torch.ones(40)

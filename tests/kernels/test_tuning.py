@@ -34,7 +34,8 @@ def test_the_capability_of_torch_limits_ours(capability: str, name: str) -> None
     shown = reason(ATEN_CPU_CAPABILITY=capability, AMP_CPU_STREAMING="0")
     if KERNELS._library.amp_instruction_set().decode() != "AVX-512":
         pytest.skip("this processor has no AVX-512")
-    assert shown == f"{name} (ATEN_CPU_CAPABILITY={capability}), OpenMP; streaming off (AMP_CPU_STREAMING)"
+    used = f"{name} (ATEN_CPU_CAPABILITY={capability}), OpenMP"
+    assert shown == f"{used}; streaming off (AMP_CPU_STREAMING); a few small gradients by torch"
 
 
 @needs_library
@@ -60,7 +61,7 @@ def test_a_misspelt_pin(monkeypatch: pytest.MonkeyPatch) -> None:
 @needs_library
 def test_what_is_measured_is_shown() -> None:
     """The calibration leaves nothing that can be read."""
-    assert reason(AMP_CPU_STREAMING="").endswith("(measured)")
+    assert "(measured)" in reason(AMP_CPU_STREAMING="")
 
 
 def test_a_missing_library_is_mentioned_once(

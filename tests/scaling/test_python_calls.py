@@ -54,4 +54,5 @@ def test_the_calls_of_a_step_do_not_grow_with_its_tensors(fused: bool, max_norm:
     """A step calls Python functions for each tensor, and is slower than torch's on a model of many layers."""
     if amp_core.get_backend("cpu").kernels().name != "compiled":
         pytest.skip("the portable kernels call torch for each tensor where it has no function for lists")
-    assert calls_of_a_step(10, fused, max_norm) == calls_of_a_step(200, fused, max_norm)
+    for fewer, more in ((2, 10), (50, 200)):  # torch's kernel takes a few small gradients
+        assert calls_of_a_step(fewer, fused, max_norm) == calls_of_a_step(more, fused, max_norm)

@@ -14,8 +14,9 @@ from torch.autograd.graph import increment_version
 
 from amp_backend_cpu import library as _library
 from amp_backend_cpu.storage import StorageKernels
+from amp_core._torch.steps import unscale_
 from amp_core.kernels import GradStats, Kernels, Portable
-from amp_core.kernels.memory import are_numbers, are_plain
+from amp_core.kernels.memory import are_numbers, are_plain, on_host, read
 
 if TYPE_CHECKING:  # few programs have recipes
     from amp_core.formats import Quantization, Quantized
@@ -23,6 +24,8 @@ if TYPE_CHECKING:  # few programs have recipes
 _CODES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 _CPU = torch.device("cpu")
 _LARGE = 1 << 22  # elements: above this, streaming stores matter
+_FEW = 24  # tensors: torch's kernel unscales fewer in less time, having no arguments to pack
+_AS_LONG_AS_ONE = 192 if torch.backends.cpu.get_cpu_capability() == "DEFAULT" else 1024  # elements, in that
 _ADDRESS = "L" if array("L").itemsize == 8 else "Q"  # filling "L" takes half the time
 
 
@@ -45,13 +48,14 @@ class Compiled(StorageKernels):
 
     @property
     def reason(self) -> str:  # type: ignore[override]  # measured on first use
-        return f"{_library.instruction_set(self._library)}, OpenMP; {self._tuning}"
+        used = _library.instruction_set(self._library)
+        return f"{used}, OpenMP; {self._tuning}; a few small gradients by torch"
 
     def layout(self, tensors: Sequence[Tensor]) -> object:
         return _Layout(tensors)
 
     def prepare(self, tensors: Sequence[Tensor], layout: object = None) -> Sequence[Tensor]:
-        return _table_of(tensors, layout) or _Unsupported(tensors)
+        return _Table(tensors, layout if type(layout) is _Layout else _Layout(tensors))
 
     def grad_stats(self, grads: Sequence[Tensor], norm_type: float = 2.0) -> GradStats:
         table = _table_of(grads) if norm_type == 2.0 else None
@@ -66,6 +70,9 @@ class Compiled(StorageKernels):
         return GradStats(norm, norms, nonfinite, found_inf)
 
     def multiply_(self, grads: Sequence[Tensor], factor: Tensor, found_inf: Tensor | None = None) -> None:
+        if found_inf is not None and type(grads) is _Table and grads.layout.few and _shrinks(factor):
+            unscale_(grads, found_inf, factor)
+            return None
         flags = [] if found_inf is None else [found_inf]
         table = _table_of(grads)
         if table is None or not are_numbers([factor, *flags], _CPU):
@@ -143,43 +150,58 @@ class _Layout:
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.fits = bool(tensors) and are_plain(tensors, _CPU, _CODES.keys())
-        """Whether the library supports such tensors; if not, no other attribute is set."""
+        """Whether the library supports such tensors."""
+        self.few = False
+        """Whether torch's kernel multiplies them in less time."""
         if self.fits:
             self.sizes = array("q", [t.numel() for t in tensors])
             self.codes = array("i", [_CODES[t.dtype] for t in tensors])
             self.addresses = [a.buffer_info()[0] for a in (self.sizes, self.codes)]
             self.elements = sum(self.sizes)
             self.wide = _CODES[torch.float64] in self.codes
+            size = len(tensors) + self.elements / _AS_LONG_AS_ONE
+            self.few = size < _FEW and not any(self.codes) and not any(map(_is_special, tensors))
+
+
+def _is_special(tensor: Tensor) -> bool:
+    """Return whether torch refuses to write to `tensor` in some modes."""
+    return tensor.requires_grad or tensor.is_inference()
+
+
+def _shrinks(factor: Tensor) -> bool:
+    """Return whether the host can see that no product with `factor` overflows."""
+    return on_host(factor) and -1.0 <= read(factor) <= 1.0
 
 
 class _Table(list[Tensor]):
-    """Tensors that the library supports, with its arguments for them."""
+    """Tensors, with the library's arguments for them once these are needed."""
 
-    __slots__ = ("_addresses", "arguments", "layout")
+    __slots__ = ("_addresses", "_reads", "arguments", "layout")
 
-    def read(self, layout: _Layout) -> bool:
-        """Read the addresses; return whether no nonempty tensor's memory was freed."""
+    def __init__(self, tensors: Sequence[Tensor], layout: _Layout) -> None:
+        super().__init__(tensors)
         self.layout = layout
+        self._reads: bool | None = None
+
+    def reads(self) -> bool:
+        """Read the addresses, once; return whether the library supports the tensors."""
+        if self._reads is None:
+            self._reads = self.layout.fits and self._read()
+        return self._reads
+
+    def _read(self) -> bool:
         self._addresses = array(_ADDRESS, list(map(Tensor.data_ptr, self)))
-        self.arguments = (len(self), self._addresses.buffer_info()[0], *layout.addresses)
+        self.arguments = (len(self), self._addresses.buffer_info()[0], *self.layout.addresses)
+        # memory of a nonempty tensor may have been freed
         return 0 not in self._addresses or all([t.data_ptr() or not t.numel() for t in self])  # noqa: C419
 
     def threads(self) -> int:
         return _library.threads_for(self.layout.elements)
 
 
-class _Unsupported(list[Tensor]):
-    """Tensors that the library does not support."""
-
-
-def _table_of(tensors: Sequence[Tensor], layout: object = None) -> _Table | None:
-    if type(tensors) is _Table:
-        return tensors
-    if type(tensors) is _Unsupported:
-        return None
-    layout = layout if type(layout) is _Layout else _Layout(tensors)
-    table = _Table(tensors)
-    return table if layout.fits and table.read(layout) else None
+def _table_of(tensors: Sequence[Tensor]) -> _Table | None:
+    table = tensors if type(tensors) is _Table else _Table(tensors, _Layout(tensors))
+    return table if table.reads() else None
 
 
 def _check(status: int) -> None:
