@@ -19,6 +19,7 @@ from amp_core.formats import AmaxHistory, Quantization, Quantized, quantize
 from amp_core.formats.recipe import OPERANDS
 from amp_core.kernels.scaled import why_emulated
 from amp_core.plugin.default_manager import get_backend
+from amp_core.plugin.results import wrong_kernel
 from amp_core.policy.recipes import RecipeRule
 
 ProductName = Literal["output", "grad_input", "grad_weight"]
@@ -168,7 +169,10 @@ def _quantize(
         made = quantize(tensor, how, dim, seed=seed, amax=amax)
         return made.packed() if packed else made
     kernels = get_backend(tensor.device.type).kernels()
-    return kernels.quantize(tensor, how, dim, seed=seed, amax=amax, packed=packed)
+    made = kernels.quantize(tensor, how, dim, seed=seed, amax=amax, packed=packed)
+    if not isinstance(made, Quantized):
+        raise wrong_kernel(kernels, "quantize", tensor.device.type, made, "an amp_core.Quantized")
+    return made
 
 
 def _seed(how: Quantization, device: torch.device) -> int | Tensor | None:

@@ -154,6 +154,15 @@ def _checked(name: str, method: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return call
 
 
+def wrong_kernel(kernels: Kernels, name: str, device: str, result: object, expected: str) -> BackendError:
+    """Return the error of a kernel that returned something else than `expected`."""
+    return BackendError(
+        f"{type(kernels).__name__}.{name}(), a kernel of {device!r}, returned {result!r}, but must return "
+        f"{expected}.\nThis is a bug in that plugin: report it to its authors, or disable it with "
+        f"AMP_DISABLE_BACKENDS={device}."
+    )
+
+
 def _text(backend: Any, method: str, fault: str) -> str:
     owner = backend.origin or type(backend).__module__
     return (

@@ -14,6 +14,7 @@ from amp_core.common.identity import WeakIdentityMapping
 from amp_core.common.optimizers import parameters_of
 from amp_core.kernels import PORTABLE, GradStats, Kernels
 from amp_core.plugin.default_manager import get_backend
+from amp_core.plugin.results import wrong_kernel
 from amp_core.scaling.arithmetic import is_tracing
 from amp_core.scaling.distributed import WHOLE, Sharding, describe, shardings_of
 
@@ -46,7 +47,11 @@ class Gradients(NamedTuple):
 
     def grad_stats(self, norm_type: float) -> GradStats:
         """Read the gradients once: norms, and which are not finite."""
-        return self.kernels.grad_stats(self.grads, norm_type)
+        stats = self.kernels.grad_stats(self.grads, norm_type)
+        if not isinstance(stats, GradStats) or len(stats.norms) != len(self.params):
+            expected = f"a GradStats of {len(self.params)} gradients"
+            raise wrong_kernel(self.kernels, "grad_stats", self.device.type, stats, expected)
+        return stats
 
     def multiply_(self, factor: Tensor, found_inf: Tensor | None) -> None:
         """Multiply the gradients; set `found_inf` to 1 if one is not finite before or after."""
@@ -155,7 +160,7 @@ class _Grouping:
             return None
         if self._kernels is not get_backend(self._device_type).kernels():
             return None
-        ready = self._kernels.prepare(grads, self._layout)
+        ready = _prepared(self._kernels, grads, self._device, self._layout)
         return Gradients(self._device, params, ready, self._kernels)
 
 
@@ -172,8 +177,17 @@ def _by_place(params: list[Tensor], grads: list[Tensor]) -> list[Gradients]:
     parts = []
     for (device, sharding), (of, pieces) in places.items():
         kernels = kernels_of(device)
-        parts.append(Gradients(device, of, kernels.prepare(pieces), kernels, sharding))
+        parts.append(Gradients(device, of, _prepared(kernels, pieces, device), kernels, sharding))
     return parts
+
+
+def _prepared(
+    kernels: Kernels, grads: list[Tensor], device: torch.device, layout: object = None
+) -> Sequence[Tensor]:
+    ready = kernels.prepare(grads, layout)
+    if ready is None or len(ready) != len(grads):
+        raise wrong_kernel(kernels, "prepare", device.type, ready, f"{len(grads)} tensors")
+    return ready
 
 
 def _piece(gradient: Any) -> Tensor:

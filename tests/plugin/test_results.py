@@ -209,3 +209,29 @@ def test_a_device_type_that_torch_does_not_know_is_named_with_its_backend(
         assert str(raised.value) in capsys.readouterr().err
     finally:
         registry.drop(Owner(__name__), frozenset({"nosuch"}))
+
+
+def _scaled_step(model: torch.nn.Module) -> None:
+    scaler = amp_core.GradScaler("cpu")
+    scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+    scaler.step(torch.optim.SGD(model.parameters()), max_norm=1.0)
+
+
+def _quantised(model: torch.nn.Module) -> None:
+    policy = OpPolicy.default("cpu").override({"linear": "recipe mxfp8"})
+    with amp_core.autocast("cpu", policy=policy):
+        model(torch.ones(1, 2))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "result", "step"),
+    [("grad_stats", None, _scaled_step), ("prepare", [], _scaled_step), ("quantize", None, _quantised)],
+)
+@pytest.mark.filterwarnings("ignore::amp_core.errors.EmulationWarning")
+def test_results_of_kernels_are_checked(kernel: str, result: object, step: Any) -> None:
+    """A kernel that returns nothing ends in an AttributeError of amp-core's, or no gradient is unscaled."""
+    kernels = type("Wrong", (Portable,), {kernel: lambda *_, **__: result})()
+    backend = type("WrongKernels", (Right,), {"kernels": lambda _: kernels})()
+    named = pytest.raises(amp_core.BackendError, match=rf"Wrong\.{kernel}\(\), a kernel of 'cpu'")
+    with manager().registry.serving(backend), named:
+        step(torch.nn.Linear(2, 2))
