@@ -220,6 +220,7 @@ def test_watch_measures_gradients_of_weights_that_are_results() -> None:
     }
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit")  # torch's own forward mode, when first used
 def test_traced_calls_are_no_steps() -> None:
     """The count of steps moves where nothing is trained."""
     with amp_core.guard(model := make()) as guard:
