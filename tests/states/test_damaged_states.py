@@ -102,6 +102,7 @@ def delayed() -> Any:
     return scales
 
 
+@pytest.mark.filterwarnings("ignore:.*so their histories start anew")
 @pytest.mark.parametrize("make", [trained, delayed])
 def test_a_damaged_state_changes_nothing(make: Callable[[], Any]) -> None:
     """Half of a state is loaded before the other half is refused, or a raw error names no entry."""
