@@ -361,6 +361,7 @@ def test_a_few_small_gradients_have_the_bits_of_many(factor: float, bad: list[fl
         COMPILED.multiply_(given, torch.tensor(factor), flag)
         sides.append((given, flag))
     assert sides[1][0].layout.few
+    assert all(grad._version == 1 for grad in (*sides[1][0], sides[1][1]))
     for one, other in zip(sides[0][0], sides[1][0], strict=True):
         assert torch.equal(one.isnan(), other.isnan())
         bits = [t.nan_to_num(0.0, math.inf, -math.inf).view(torch.int32) for t in (one, other)]

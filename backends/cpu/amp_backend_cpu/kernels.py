@@ -72,6 +72,7 @@ class Compiled(StorageKernels):
     def multiply_(self, grads: Sequence[Tensor], factor: Tensor, found_inf: Tensor | None = None) -> None:
         if found_inf is not None and type(grads) is _Table and grads.layout.few and _shrinks(factor):
             unscale_(grads, found_inf, factor)
+            increment_version([*grads, found_inf])  # torch's kernel does not
             return None
         flags = [] if found_inf is None else [found_inf]
         table = _table_of(grads)
