@@ -2,44 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 
 from torch.optim import Optimizer
 
 from amp_core._torch.tracing import outside_graphs
 from amp_core.common.identity import WeakIdentityMapping
-from amp_core.common.optimizers import after_every_step, before_every_step, inner_optimizers
+from amp_core.common.once import once
+from amp_core.common.optimizers import inner_optimizers, watch_steps
 from amp_core.dispatch.history_sources import sources
 
 
+@once
 def follow_optimizers() -> None:
     """From now on, let optimizers end the steps of all active histories."""
-    before_every_step(_before_step)
-    after_every_step(_after_step)
+    watch_steps(_begin, after=False)
+    watch_steps(_end, after=True)
 
 
 _inside: MutableMapping[Optimizer, None] = WeakIdentityMapping()
 """Optimizers that another one steps now: its step counts. Theirs may have other weights on each rank."""
 
 
-def _before_step(optimizer: Optimizer) -> None:
-    if sources.active:
-        _enter(optimizer)
+def _while_active(callback: Callable[[Optimizer], None]) -> Callable[[Optimizer], None]:
+    """Leave graphs alone while there are no histories."""
+    run = outside_graphs(callback)
+
+    def call(optimizer: Optimizer) -> None:
+        if sources.active:
+            run(optimizer)
+
+    return call
 
 
-@outside_graphs
-def _enter(optimizer: Optimizer) -> None:
+@_while_active
+def _begin(optimizer: Optimizer) -> None:
     for inner in inner_optimizers(optimizer):
         _inside[inner] = None
 
 
-def _after_step(optimizer: Optimizer) -> None:
-    if sources.active:
-        _step_all(optimizer)
-
-
-@outside_graphs
-def _step_all(optimizer: Optimizer) -> None:
+@_while_active
+def _end(optimizer: Optimizer) -> None:
     for inner in inner_optimizers(optimizer):
         _inside.pop(inner, None)
     if optimizer not in _inside:

@@ -851,8 +851,8 @@ class GradScaler(torch.amp.GradScaler):
         scale = self._scales.own.check("_check_inf_per_device")
         state = self._scales.own.optimizer_states.of(optimizer)
         parts = group_by_device(optimizer, allow_fp16=True)
-        deciders = Deciders(self._process_group, (optimizer,))
-        state.found_inf_per_device = read_gradients(parts, 2.0, scale.device, deciders, None).flags
+        stats = read_gradients(parts, 2.0, scale.device, self._deciders(optimizer), None)
+        state.found_inf_per_device = stats.flags
         return cast("dict[str, Any]", state.found_inf_per_device)  # torch's annotation; keys are devices
 
     def _found_inf_per_device(self, optimizer: Optimizer) -> dict[str, Any]:

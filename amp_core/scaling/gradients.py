@@ -48,7 +48,7 @@ class Gradients(NamedTuple):
     def grad_stats(self, norm_type: float) -> GradStats:
         """Read the gradients once: norms, and which are not finite."""
         stats = self.kernels.grad_stats(self.grads, norm_type)
-        if not isinstance(stats, GradStats) or len(stats.norms) != len(self.params):
+        if not isinstance(stats, GradStats) or stats.norms.numel() != len(self.params):
             expected = f"a GradStats of {len(self.params)} gradients"
             raise wrong_kernel(self.kernels, "grad_stats", self.device.type, stats, expected)
         return stats

@@ -77,7 +77,7 @@ class AvailabilityConformance(BackendFixtures):
         assert seen == []
 
     def test_known_failures_name_checks_that_exist(self) -> None:
-        """A mistyped name would excuse no op, or one day the wrong one."""
+        """A mistyped name would excuse no check, or one day the wrong one."""
         names = {name.removeprefix("test_") for name in dir(self) if name.startswith("test_")}
         assert set(self.known_failures) <= names, f"no such checks: {set(self.known_failures) - names}"
 

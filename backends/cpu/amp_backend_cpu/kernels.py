@@ -70,7 +70,7 @@ class Compiled(StorageKernels):
         return GradStats(norm, norms, nonfinite, found_inf)
 
     def multiply_(self, grads: Sequence[Tensor], factor: Tensor, found_inf: Tensor | None = None) -> None:
-        if found_inf is not None and type(grads) is _Table and grads.layout.few and _shrinks(factor):
+        if found_inf is not None and type(grads) is _Table and grads.suits_torch() and _shrinks(factor):
             unscale_(grads, found_inf, factor)
             increment_version([*grads, found_inf])  # torch's kernel does not
             return None
@@ -153,7 +153,7 @@ class _Layout:
         self.fits = bool(tensors) and are_plain(tensors, _CPU, _CODES.keys())
         """Whether the library supports such tensors."""
         self.few = False
-        """Whether torch's kernel multiplies them in less time."""
+        """Whether torch's kernel multiplies them in less time than it takes to read their addresses."""
         if self.fits:
             self.sizes = array("q", [t.numel() for t in tensors])
             self.codes = array("i", [_CODES[t.dtype] for t in tensors])
@@ -183,6 +183,10 @@ class _Table(list[Tensor]):
         super().__init__(tensors)
         self.layout = layout
         self._reads: bool | None = None
+
+    def suits_torch(self) -> bool:
+        """Return whether torch's kernel multiplies them in less time: not once the addresses are there."""
+        return self.layout.few and self._reads is None
 
     def reads(self) -> bool:
         """Read the addresses, once; return whether the library supports the tensors."""
