@@ -13,10 +13,12 @@ from amp_core.kernels import GradStats
 from amp_core.testing.suite import data
 from amp_core.testing.suite import tensors as space
 from amp_core.testing.suite.judge import Judge
+from amp_core.testing.suite.manners import References
 
 _BLOCKS = (128, 256, 512, 1024, 2048, 4096)
 _LONG = 1100
 """More tensors than a chunk of 1024; mixed lists are made in Python, one tensor after the other."""
+_SPECIAL = (-0.0, 1e-40, math.inf, -math.inf, math.nan)
 
 
 class ListJudge(Judge):
@@ -35,72 +37,80 @@ class ListJudge(Judge):
         self._judge_specs(blocks)
 
     def _judge_long_lists(self) -> None:
-        """Every order of norms, casts that change no dtype, lists that mix dtypes: cut into chunks, too."""
-        many = min(self.many_tensors, _LONG)
-        values = data.random((3 * many,), torch.float32)
-        values[-1] = 9.0  # the largest one
-        given = list(torch.split(values.to(self.device), 3))
-        for order in (1.0, 3.0, torch.inf):
-            norms = torch.linalg.vector_norm(values.view(many, 3).double(), order, dim=1)
-            self._assert_norms(self.kernels.grad_stats(given, order), norms, order, f"of {many} tensors")
-        casts = self._cast_apart(given, torch.float32)
-        self._assert_values(torch.cat(casts), values, f"cast of {many} tensors to their own dtype")
-        self._judge_casts_and_sums_of_mixed_lists()
-        self._judge_gradients_of_mixed_lists()
+        """Lists that are cut into chunks: of float32 alone, and of all dtypes in turn."""
+        few = min(self.many_tensors, _LONG)
+        for dtypes, many in (([torch.float32], self.many_tensors), (self.dtypes(), few)):
+            for target in (self.backend.supported_dtypes()[0], dtypes[0]):
+                self._judge_casts_and_sums(self._buffers(dtypes, many, _SPECIAL), target)
+        for dtypes, many in (([torch.float32], self.many_tensors), (self._gradient_dtypes(), few)):
+            self._judge_gradients(self._buffers(dtypes, many))
+
+    def _buffers(
+        self, dtypes: Sequence[torch.dtype], many: int, special: Sequence[float] = ()
+    ) -> list[Tensor]:
+        """Return a buffer for each dtype, with special numbers among others: a few comparisons judge all."""
+        buffers = [data.random((2 * (many // len(dtypes)),), d, i) for i, d in enumerate(dtypes)]
+        for buffer, (i, number) in itertools.product(buffers, enumerate(special)):
+            buffer[i :: 7 + 2 * i] = number
+        return [buffer.to(self.device) for buffer in buffers]
 
     def _cast_apart(self, tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-        """Return casts that share no memory with `tensors`, which lie in few storages, or each other."""
+        """Return casts with elements; they share no memory with `tensors`, which lie in few storages."""
         memory = space.Memory(tensors)
-        casts = self.kernels.cast(tensors, dtype)
+        casts = [cast for cast in self.kernels.cast(tensors, dtype) if cast.numel()]
         self._assert_own(casts, torch.is_inference_mode_enabled(), self.device_type)
         if not memory.is_apart_from(casts):
             self._assert_apart(casts, torch.is_inference_mode_enabled())
         memory.check()
         return casts
 
-    def _mixed(self, dtypes: Sequence[torch.dtype]) -> list[Tensor]:
-        """Return a buffer for each dtype; together they hold the tensors of a long list."""
-        count = min(self.many_tensors, _LONG) // len(dtypes)
-        return [data.random((2 * count,), dtype, i).to(self.device) for i, dtype in enumerate(dtypes)]
-
-    def _judge_casts_and_sums_of_mixed_lists(self) -> None:
-        """The tensors of each dtype lie in one buffer, so that a few comparisons judge all."""
-        dtypes, low = self.dtypes(), self.backend.supported_dtypes()[0]
-        values = self._mixed(dtypes)
-        casts = self._cast_apart(_in_turn(values), low)
-        del casts[-4]
-        into, sums = ([v.clone() for v in values] for _ in range(2))
+    def _judge_casts_and_sums(self, values: list[Tensor], target: torch.dtype) -> None:
+        into, copies = (
+            [torch.zeros_like(v, dtype=target) for v in values],
+            list(map(torch.zeros_like, values)),
+        )
+        sums = [v.clone() for v in values]
         wide = [v.to(torch.promote_types(v.dtype, torch.float32), copy=True) for v in values]
-        self.kernels.cast(_in_turn(values), low, _in_turn(into))
-        for totals in (sums, wide):
-            self.kernels.add_(_in_turn(totals), _in_turn(values))
-        many = f"of {len(casts)} tensors of several dtypes"
-        for i, (dtype, value) in enumerate(zip(dtypes, values, strict=True)):
-            expected, what = data.plain(value), f"{many}, {dtype}"
-            rounded = data.rounded_once(expected, low)
-            self._assert_values(torch.cat(casts[i :: len(dtypes)]), rounded, f"cast {what}")
-            self._assert_values(into[i], expected, f"cast(out=) {what}")
+        given, *lists = map(_in_turn, (values, into, copies, sums, wide))
+        references = References([*given, *itertools.chain(*lists)])
+        versions = space.versions(*values)
+        casts = self._cast_apart(given, target)
+        for targets in lists[:2]:
+            self.kernels.cast(given, target, targets)
+        for totals in lists[2:]:
+            self.kernels.add_(totals, given)
+        references.assert_as_before([], 0)
+        assert space.versions(*values) == versions, "a version counter of what is only read has moved"
+        for i, value in enumerate(values):
+            expected, what = data.plain(value), f"of {len(casts)} tensors, {value.dtype}"
+            rounded = data.rounded_once(expected, target)
+            self._assert_values(torch.cat(casts[i :: len(values)]), rounded, f"cast {what}")
+            self._assert_values(into[i], rounded, f"cast(out=) {what}")
+            self._assert_values(copies[i], expected, f"cast(out=) to their own dtype {what}")
             self._assert_values(sums[i], expected * 2, f"add_ {what}")
             self._assert_values(wide[i], expected.to(wide[i].dtype) * 2, f"add_ to wider ones {what}")
 
-    def _judge_gradients_of_mixed_lists(self) -> None:
+    def _judge_gradients(self, values: list[Tensor]) -> None:
         """Norms, products and flags, with a bad element in every part of the list."""
-        dtypes = self._gradient_dtypes()
-        values = self._mixed(dtypes)
-        values[-1][-1] = 9.0
+        values[-1][-1] = 9.0  # the largest one
         products, moduli = [v.clone() for v in values], [data.plain(v).abs().double() for v in values]
-        self.kernels.multiply_(_in_turn(products), data.scalar(0.5, self.device))
-        tensors = _in_turn(values)
-        many, what = len(tensors), f"of {len(tensors)} tensors of several dtypes"
-        for dtype, value, product in zip(dtypes, values, products, strict=True):
-            self._assert_products(product, data.plain(value) * 0.5, f"multiply_ {what}, {dtype}")
-        for order in (2.0, 3.0, torch.inf):
+        tensors, scaled = _in_turn(values), _in_turn(products)
+        references, versions = References([*tensors, *scaled]), space.versions(*values)
+        self.kernels.multiply_(scaled, data.scalar(0.5, self.device))
+        many, what = len(tensors), f"of {len(tensors)} tensors"
+        orders = (2.0, 3.0, torch.inf, 1.0)
+        for order in orders:
             columns = [torch.linalg.vector_norm(m.view(-1, 2), order, dim=1) for m in moduli]
             norms = torch.stack(columns, 1).flatten()
             norms = torch.cat([norms[:-3], norms.new_zeros(1), norms[-3:]])
             self._assert_norms(self.kernels.grad_stats(tensors, order), norms, order, what)
+        references.assert_as_before([], 0)
+        assert space.versions(*values) == versions, "a version counter of what is only read has moved"
+        for value, product in zip(values, products, strict=True):
+            self._assert_products(product, data.plain(value) * 0.5, f"multiply_ {what}, {value.dtype}")
         half, flag = data.scalar(0.5, self.device), data.scalar(0.0, self.device)
-        for order, place in ((2.0, many // 2), (3.0, many - 1), (torch.inf, many - 2)):
+        places = [place for place in (many // 2, many - 1, many - 2, 0, 749, 1499) if place < many]
+        for order, place in zip(itertools.cycle(orders), places, strict=False):
             tensors[place][-1] = torch.nan
             stats = self.kernels.grad_stats(tensors, order)
             assert float(stats.found_inf) == 1.0, f"a NaN in tensor {place} {what}"
