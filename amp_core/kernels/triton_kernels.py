@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -88,14 +88,14 @@ class Triton(Portable):
         twice = halves and any(t.dtype is torch.float64 for t in tensors)  # Triton rounds to float32 first
         if twice or not _are_pairs(tensors, targets, self._device_type):
             return super().cast(tensors, dtype, targets)
-        _by_pairs(tensors, targets, programs.cast_rows, lambda _: ())
+        _move(tensors, targets, add=False)
         increment_version(targets)
         return targets
 
     def add_(self, totals: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
         if not _are_pairs(grads, totals, self._device_type):
             return super().add_(totals, grads)
-        _by_pairs(grads, totals, programs.add_rows, lambda dtype: (_wide(dtype),))
+        _move(grads, totals, add=True)
         increment_version(totals)
         return None
 
@@ -198,13 +198,8 @@ def _grad_stats(table: _Table, norm_type: float) -> GradStats:
     return GradStats(norm, norms, nonfinite, found_inf)
 
 
-def _by_pairs(
-    sources: Sequence[Tensor],
-    targets: Sequence[Tensor],
-    program: Any,
-    extra_arguments: Callable[[torch.dtype], tuple[Any, ...]],
-) -> None:
-    """Launch `program` for each pair of dtypes with `extra_arguments` of the target's dtype."""
+def _move(sources: Sequence[Tensor], targets: Sequence[Tensor], *, add: bool) -> None:
+    """Write `sources` to `targets`, or add them there, with one launch for each pair of dtypes."""
     device = sources[0].device
     pairs: tuple[Hashable, ...] = tuple([(t.dtype, o.dtype) for t, o in zip(sources, targets, strict=True)])
     with on(device):
@@ -212,8 +207,8 @@ def _by_pairs(
         tables = (rows.addresses(sources), rows.addresses(targets), rows.sizes, rows.tensor, rows.start)
         for group in rows.groups:
             source, target = group.kind
-            dtypes = (_DTYPES[source], _DTYPES[target], *extra_arguments(target))
-            launch(program, group.count, *tables, group.first, *dtypes, programs.BLOCK)
+            dtypes = (_DTYPES[source], _DTYPES[target], _wide(target))
+            launch(programs.move_rows, group.count, *tables, group.first, *dtypes, add, programs.BLOCK)
 
 
 def _are_pairs(tensors: Sequence[Tensor], targets: Sequence[Tensor], device_type: str) -> bool:

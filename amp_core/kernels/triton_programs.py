@@ -70,29 +70,30 @@ def scale_rows(
 
 
 @triton.jit
-def _narrowed(x, DTYPE: tl.constexpr):
-    # torch rounds float64 to float32 on its way to a narrower dtype.
-    if x.dtype == tl.float64 and DTYPE.primitive_bitwidth < 32:
-        x = x.to(tl.float32)
-    return x.to(DTYPE)
+def _moved(source, target, mask, TARGET: tl.constexpr, ACC: tl.constexpr, ADD: tl.constexpr):
+    x = tl.load(source, mask=mask).to(ACC)  # torch, too, rounds float64 to float32 on its way to 16 bits
+    if ADD:
+        x += tl.load(target, mask=mask).to(ACC)
+    tl.store(target, x.to(TARGET), mask=mask)
 
 
 @triton.jit
-def _cast_span(source, target, count, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
+def _move_span(
+    source, target, count, TARGET: tl.constexpr, ACC: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr
+):
     at = tl.arange(0, BLOCK)
     whole = count // BLOCK * BLOCK
-    for first in range(0, whole, BLOCK):
-        tl.store(target + first + at, _narrowed(tl.load(source + first + at), DTYPE))
-    inside = whole + at < count
-    tl.store(target + whole + at, _narrowed(tl.load(source + whole + at, mask=inside), DTYPE), mask=inside)
+    for first in range(0, whole, BLOCK):  # no mask, which would prevent wide loads
+        _moved(source + first + at, target + first + at, None, TARGET, ACC, ADD)
+    _moved(source + whole + at, target + whole + at, whole + at < count, TARGET, ACC, ADD)
 
 
 @triton.jit(do_not_specialize=["first_row"])
-def cast_rows(
+def move_rows(
     addresses, targets, sizes, row_tensor, row_start, first_row,
-    SOURCE: tl.constexpr, TARGET: tl.constexpr, BLOCK: tl.constexpr,
+    SOURCE: tl.constexpr, TARGET: tl.constexpr, ACC: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write each element to the target, rounded to nearest even."""
+    """Write each element to the target, rounded to nearest even; or add it there, and round each sum once."""
     row = first_row + tl.program_id(0)
     tensor, start, count = place_of(row, sizes, row_tensor, row_start)
     here = tl.load(addresses + tensor) + start * (SOURCE.primitive_bitwidth // 8)
@@ -100,40 +101,9 @@ def cast_rows(
     source = here.to(tl.pointer_type(SOURCE))
     target = there.to(tl.pointer_type(TARGET))
     if (here | there) % 16 == 0:
-        _cast_span(tl.multiple_of(source, 16), tl.multiple_of(target, 16), count, TARGET, BLOCK)
+        _move_span(tl.multiple_of(source, 16), tl.multiple_of(target, 16), count, TARGET, ACC, ADD, BLOCK)
     else:
-        _cast_span(source, target, count, TARGET, BLOCK)
-
-
-@triton.jit
-def _add_span(source, target, count, TARGET: tl.constexpr, ACC: tl.constexpr, BLOCK: tl.constexpr):
-    at = tl.arange(0, BLOCK)
-    whole = count // BLOCK * BLOCK
-    for first in range(0, whole, BLOCK):
-        total = tl.load(target + first + at).to(ACC) + tl.load(source + first + at).to(ACC)
-        tl.store(target + first + at, total.to(TARGET))
-    inside = whole + at < count
-    total = tl.load(target + whole + at, mask=inside, other=0.0).to(ACC)
-    total += tl.load(source + whole + at, mask=inside, other=0.0).to(ACC)
-    tl.store(target + whole + at, total.to(TARGET), mask=inside)
-
-
-@triton.jit(do_not_specialize=["first_row"])
-def add_rows(
-    addresses, targets, sizes, row_tensor, row_start, first_row,
-    SOURCE: tl.constexpr, TARGET: tl.constexpr, ACC: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Add each element to the target; round each sum once."""
-    row = first_row + tl.program_id(0)
-    tensor, start, count = place_of(row, sizes, row_tensor, row_start)
-    here = tl.load(addresses + tensor) + start * (SOURCE.primitive_bitwidth // 8)
-    there = tl.load(targets + tensor) + start * (TARGET.primitive_bitwidth // 8)
-    source = here.to(tl.pointer_type(SOURCE))
-    target = there.to(tl.pointer_type(TARGET))
-    if (here | there) % 16 == 0:
-        _add_span(tl.multiple_of(source, 16), tl.multiple_of(target, 16), count, TARGET, ACC, BLOCK)
-    else:
-        _add_span(source, target, count, TARGET, ACC, BLOCK)
+        _move_span(source, target, count, TARGET, ACC, ADD, BLOCK)
 
 
 @triton.jit

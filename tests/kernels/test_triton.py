@@ -98,8 +98,7 @@ def test_a_launch_up_to_the_launch(tmp_path: Path) -> None:
         "measure_tensors": orders,
         "measure_total": orders,
         "scale_rows": dtypes,
-        "cast_rows": dtypes,
-        "add_rows": dtypes,
+        "move_rows": 2 * dtypes,
         "update_scale": kinds_of_hysteresis,
         "write_words": 1,
     }

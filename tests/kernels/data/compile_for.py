@@ -65,11 +65,11 @@ def main(maker: str) -> None:
         found[f"scale {dtype}"] = count(maker, programs.scale_rows, DTYPE=dtype, FLAG=True, **acc, **block)
     for source, target in ((tl.float32, tl.bfloat16), (tl.float32, tl.float16), (tl.bfloat16, tl.float32)):
         found[f"cast {source} {target}"] = count(
-            maker, programs.cast_rows, SOURCE=source, TARGET=target, **block
+            maker, programs.move_rows, SOURCE=source, TARGET=target, ACC=tl.float32, ADD=False, **block
         )
     for source in (tl.float32, tl.bfloat16):
         found[f"add {source} fp32"] = count(
-            maker, programs.add_rows, SOURCE=source, TARGET=tl.float32, ACC=tl.float32, **block
+            maker, programs.move_rows, SOURCE=source, TARGET=tl.float32, ACC=tl.float32, ADD=True, **block
         )
     for acc in (tl.float32, tl.float64):
         for order in (2, -1):
