@@ -21,7 +21,7 @@ needs_library = pytest.mark.skipif(
 )
 pytestmark = pytest.mark.usefixtures("instruction_set")
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
-LENGTHS = [0, 1, 15, 16, 17, 31, 33, 16385, 32767, 32768, 32769, 65535, 65537]
+LENGTHS = [0, 1, 15, 16, 17, 31, 33, 16385, 32767, 32768, 32769, 65535, 65537, 131073]
 
 
 def numbers(n: int, dtype: torch.dtype) -> torch.Tensor:

@@ -18,7 +18,7 @@
 
 #define ABI 10 /* increases when a function's arguments change; library.py checks it */
 
-#define CHUNK (1u << 17) /* bytes: two or more chunks of a large weight stay in the second-level cache */
+#define CHUNK (1u << 18) /* bytes: two or more chunks of a large weight stay in the second-level cache */
 #define EXPONENT 0x7f800000u
 
 /* Squares of small numbers are subnormal, which takes x86 a hundred times as long as what is normal. */
