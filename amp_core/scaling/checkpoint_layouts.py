@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -33,19 +33,40 @@ _Scales = dict[str | None, tuple[ScaleState, LossScaleSchedule]]
 
 @dataclass(frozen=True)
 class System:
-    """How one system keeps its state.
+    """How one system keeps its state, and what it has no place for.
 
     Attributes:
         known: whether a state looks like its own.
         read: state and schedule (None: as the state says, else the system's defaults) -> scales.
         write: scales -> state.
-        cannot: state, schedule -> what of it the system has no place for.
+        limits: a field of a schedule -> the values that it can have besides our default; others are free.
+        kinds: how it counts overflows, if it does.
+        one_factor: whether the scale falls by the factor by which it grows.
+        has_constants: whether it can say that the scale does not move, so that nothing else matters.
     """
 
     known: Callable[[Any], bool]
     read: Callable[[Any, LossScaleSchedule | None], _Scales]
     write: Callable[[_Scales], Any]
-    cannot: Callable[[LossScaleSchedule], list[str]]
+    limits: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
+    kinds: tuple[Hysteresis, ...] = tuple(Hysteresis)
+    one_factor: bool = False
+    has_constants: bool = False
+
+    def cannot(self, rule: LossScaleSchedule) -> list[str]:
+        """Return what of a schedule it has no place for."""
+        if self.has_constants and rule.min_scale == rule.max_scale:
+            return []
+        default, lost = LossScaleSchedule(), []
+        for name, others in self.limits.items():
+            value = getattr(rule, name)
+            if value not in (getattr(default, name), *others):
+                lost.append(f"{name}={value.value if isinstance(value, Enum) else value}")
+        if rule.hysteresis > 1 and rule.hysteresis_kind not in self.kinds:
+            lost.append(f"hysteresis={rule.hysteresis} as {rule.hysteresis_kind.value}")
+        if self.one_factor and not math.isclose(rule.growth_factor * rule.backoff_factor, 1.0):
+            lost.append(f"backoff_factor={rule.backoff_factor}")
+        return lost
 
 
 def _has(*names: str) -> Callable[[Any], bool]:
@@ -83,26 +104,6 @@ def _factor(state: Any, name: str) -> float:
     if not isinstance(value, (int, float)) or not value > 0:
         raise ValueError(f"{name} must be a positive number, got {value!r}.")
     return value
-
-
-def _lost(schedule: LossScaleSchedule, *fields: str) -> list[str]:
-    default = LossScaleSchedule()
-    return [f"{f}={_plain(schedule, f)}" for f in fields if getattr(schedule, f) != getattr(default, f)]
-
-
-def _plain(schedule: LossScaleSchedule, field: str) -> object:
-    value = getattr(schedule, field)
-    return value.value if isinstance(value, Enum) else value
-
-
-def _kind(schedule: LossScaleSchedule, *fit: Hysteresis) -> list[str]:
-    wrong = schedule.hysteresis > 1 and schedule.hysteresis_kind not in fit
-    return [f"hysteresis={schedule.hysteresis} as {schedule.hysteresis_kind.value}"] if wrong else []
-
-
-def _one_factor(schedule: LossScaleSchedule) -> list[str]:
-    product = schedule.growth_factor * schedule.backoff_factor
-    return [] if math.isclose(product, 1.0) else [f"backoff_factor={schedule.backoff_factor}"]
 
 
 # -- torch and amp_core ------------------------------------------------------------------------------
@@ -190,14 +191,6 @@ def _write_deepspeed(scales: _Scales) -> dict[str, Any]:
     }
 
 
-def _not_in_deepspeed(schedule: LossScaleSchedule) -> list[str]:
-    if schedule.min_scale == schedule.max_scale:
-        return []
-    stops = ["at_floor=stop"] if schedule.at_floor is AtFloor.STOP else []
-    fits = _kind(schedule, Hysteresis.BUDGET, Hysteresis.CONSECUTIVE)
-    return [*_one_factor(schedule), *_lost(schedule, "max_scale"), *fits, *stops]
-
-
 # -- Megatron ----------------------------------------------------------------------------------------
 
 MEGATRON = LossScaleSchedule(2.0, 0.5, growth_interval=1000, min_scale=1.0, hysteresis=2)
@@ -224,10 +217,6 @@ def _write_megatron(scales: _Scales) -> dict[str, Any]:
     }
 
 
-def _not_in_megatron(schedule: LossScaleSchedule) -> list[str]:
-    return [*_lost(schedule, "max_scale", "at_floor"), *_kind(schedule, Hysteresis.BUDGET)]
-
-
 # -- apex --------------------------------------------------------------------------------------------
 
 APEX = LossScaleSchedule(2.0, 0.5, growth_interval=2000, max_scale=2.0**24)
@@ -249,10 +238,6 @@ def _write_apex(scales: _Scales) -> dict[str, Any]:
         f"loss_scaler{number}": {"loss_scale": at.scale, "unskipped": at.growth_tracker}
         for number, (at, _) in enumerate(scales.values())
     }
-
-
-def _not_in_apex(schedule: LossScaleSchedule) -> list[str]:
-    return [*_one_factor(schedule), *_lost(schedule, "hysteresis", "at_floor")]
 
 
 # -- Paddle ------------------------------------------------------------------------------------------
@@ -288,40 +273,43 @@ def _write_paddle(scales: _Scales) -> dict[str, Any]:
     }
 
 
-def _not_in_paddle(schedule: LossScaleSchedule) -> list[str]:
-    if schedule.min_scale == schedule.max_scale:
-        return []
-    floor = [] if schedule.min_scale == 1.0 else _lost(schedule, "min_scale")
-    return [*_lost(schedule, "max_scale", "at_floor"), *floor, *_kind(schedule, Hysteresis.EVERY)]
-
-
 SYSTEMS: Mapping[str, System] = {
     "torch": System(
         known=_has("scale", "_growth_tracker"),
         read=_read_torch,
         write=_write_torch,
-        cannot=lambda rule: _lost(rule, "min_scale", "max_scale", "hysteresis", "at_floor"),
+        limits={"min_scale": (), "max_scale": (), "hysteresis": (), "at_floor": ()},
     ),
-    "amp_core": System(
-        known=_has("scale", "_growth_tracker"), read=_read_torch, write=_write_own, cannot=lambda _: []
-    ),
+    "amp_core": System(_has("scale", "_growth_tracker"), _read_torch, _write_own),
     "deepspeed": System(
         known=lambda state: "cur_scale" in _deepspeed_attributes(state),
         read=_read_deepspeed,
         write=_write_deepspeed,
-        cannot=_not_in_deepspeed,
+        limits={"max_scale": (), "at_floor": (AtFloor.RAISE,)},
+        kinds=(Hysteresis.BUDGET, Hysteresis.CONSECUTIVE),
+        one_factor=True,
+        has_constants=True,
     ),
     "megatron": System(
         known=lambda state: _has("growth_tracker", "hysteresis_tracker")(_megatron_entries(state)),
         read=_read_megatron,
         write=_write_megatron,
-        cannot=_not_in_megatron,
+        limits={"max_scale": (), "at_floor": ()},
+        kinds=(Hysteresis.BUDGET,),
     ),
-    "apex": System(known=_has("loss_scaler0"), read=_read_apex, write=_write_apex, cannot=_not_in_apex),
+    "apex": System(
+        known=_has("loss_scaler0"),
+        read=_read_apex,
+        write=_write_apex,
+        limits={"hysteresis": (), "at_floor": ()},
+        one_factor=True,
+    ),
     "paddle": System(
         known=_has("incr_ratio", "decr_every_n_nan_or_inf"),
         read=_read_paddle,
         write=_write_paddle,
-        cannot=_not_in_paddle,
+        limits={"min_scale": (1.0,), "max_scale": (), "at_floor": ()},
+        kinds=(Hysteresis.EVERY,),
+        has_constants=True,
     ),
 }
