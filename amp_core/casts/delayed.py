@@ -18,7 +18,7 @@ from amp_core.common.handle import Local
 from amp_core.common.identity import WeakIdentityMapping
 from amp_core.common.optimizers import parameters_of
 from amp_core.common.process_groups import check_group
-from amp_core.dispatch.history_sources import sources
+from amp_core.dispatch.sources import history_sources
 from amp_core.errors import AmpWarning
 from amp_core.formats import AmaxHistory, Delayed
 from amp_core.formats.history import check_saved
@@ -53,7 +53,7 @@ class DelayedScales(Local):
         if self._release is not None:
             raise RuntimeError("These delayed_scales are already active. Enter them once at a time.")
         follow_optimizers()
-        self._release = sources.register(self)
+        self._release = history_sources.register(self)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -10,7 +10,7 @@ from amp_core._torch.tracing import outside_graphs
 from amp_core.common.identity import WeakIdentityMapping
 from amp_core.common.once import once
 from amp_core.common.optimizers import inner_optimizers, watch_steps
-from amp_core.dispatch.history_sources import sources
+from amp_core.dispatch.sources import history_sources
 
 
 @once
@@ -29,7 +29,7 @@ def _while_active(callback: Callable[[Optimizer], None]) -> Callable[[Optimizer]
     run = outside_graphs(callback)
 
     def call(optimizer: Optimizer) -> None:
-        if sources.active:
+        if history_sources.active:
             run(optimizer)
 
     return call
@@ -46,5 +46,5 @@ def _end(optimizer: Optimizer) -> None:
     for inner in inner_optimizers(optimizer):
         _inside.pop(inner, None)
     if optimizer not in _inside:
-        for scales in sources.active:
+        for scales in history_sources.active:
             scales.step(optimizer)

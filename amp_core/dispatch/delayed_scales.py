@@ -12,7 +12,7 @@ from torch import Tensor
 
 from amp_core._torch.tensors import base_of
 from amp_core._torch.tracing import calls_are_captured, is_fake
-from amp_core.dispatch.history_sources import sources
+from amp_core.dispatch.sources import history_sources
 from amp_core.errors import PolicyError
 from amp_core.formats import AmaxHistory, Delayed, Quantization, Quantized, Recipe, quantize
 from amp_core.policy.recipes import ROLES
@@ -136,7 +136,7 @@ def _require(weight: Tensor | None, role: str, delayed: Delayed) -> AmaxHistory:
 
 
 def _history(weight: Tensor, role: str, delayed: Delayed) -> AmaxHistory | None:
-    found = (source.history(weight, role, delayed) for source in sources.active)
+    found = (source.history(weight, role, delayed) for source in history_sources.active)
     return next((history for history in found if history is not None), None)
 
 

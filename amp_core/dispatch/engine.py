@@ -99,11 +99,6 @@ class Engine:
             self._kept.update(installed)
         self._uninstall(installed)
 
-    @property
-    def observer(self) -> Observer | None:
-        """The observer of this thread's autocast kernels, if any."""
-        return self.local.observer
-
     def watch(self, ops: Iterable[str], observer: Observer) -> Callable[[], None]:
         """Let `observer` run each of `ops` in this thread, and every other op with a kernel of ours.
 

@@ -1,10 +1,16 @@
-"""What active scopes serve to the ops of every thread."""
+"""What active scopes serve to the ops of every thread; apart from the ops, so that a scaler can import it."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from typing import Generic, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from amp_core.formats import AmaxHistory, Delayed
 
 T = TypeVar("T")
 
@@ -30,3 +36,25 @@ class Sources(Generic[T]):
                 self.active = tuple(other for other in self.active if other is not source)
 
         return unregister
+
+
+class HistorySource(Protocol):
+    """A scope that keeps histories."""
+
+    def history(self, weight: Tensor, role: str, delayed: Delayed) -> AmaxHistory | None:
+        """Return the history of one role of the products of `weight`; None if the scope does not cover it."""
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """End a step of the histories whose weights `optimizer` has."""
+
+    def largest(self, optimizers: Sequence[torch.optim.Optimizer], ranks: Sequence[int]) -> Tensor | None:
+        """Return this rank's magnitudes for weights of `optimizers`, if these ranks agree on the largest.
+
+        The number of elements is the same on all of them. None if others do, or none.
+        """
+
+    def settle(self, largest: Tensor, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Take over the magnitudes on which the ranks agreed."""
+
+
+history_sources = Sources[HistorySource]()

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from amp_core.errors import BackendConflictError, BackendLoadError
-from amp_core.plugin.attributes import wrong_attribute
 from amp_core.plugin.interface import API_VERSION, Backend
+from amp_core.plugin.results import wrong_attribute
 
 _Value = TypeVar("_Value")
 

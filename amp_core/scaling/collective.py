@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from amp_core.dispatch.history_sources import HistorySource, sources
+from amp_core.dispatch.sources import HistorySource, history_sources
 from amp_core.errors import RankLostError
 from amp_core.scaling.arithmetic import is_tracing
 
@@ -63,12 +63,12 @@ def agreed(values: Tensor, ranks: Ranks, *, largest: bool) -> Tensor:
 
 def _joining(ranks: Ranks) -> list[tuple[HistorySource, Tensor]]:
     """Return the scopes whose histories these ranks agree on, with their part here."""
-    if not (sources.active and ranks.optimizers) or len(ranks.groups) > 1 or is_tracing():
+    if not (history_sources.active and ranks.optimizers) or len(ranks.groups) > 1 or is_tracing():
         return []
     from torch import distributed
 
     members = distributed.get_process_group_ranks(ranks.groups[0])
-    parts = [(each, each.largest(ranks.optimizers, members)) for each in sources.active]
+    parts = [(each, each.largest(ranks.optimizers, members)) for each in history_sources.active]
     return [(each, part) for each, part in parts if part is not None]
 
 

@@ -22,7 +22,7 @@ from amp_core.dispatch.engine import engine
 def nothing_stays():
     yield
     assert not any(count for count, _ in engine("cpu")._installed.values())
-    assert engine("cpu").observer is None
+    assert engine("cpu").local.observer is None
 
 
 def test_the_overflow_is_found_where_it_begins(attention, step):

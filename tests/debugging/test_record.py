@@ -46,7 +46,7 @@ def x():
 def nothing_stays():
     yield
     assert not any(count for count, _ in engine("cpu")._installed.values())
-    assert engine("cpu").observer is None
+    assert engine("cpu").local.observer is None
 
 
 def ops(recording, **wanted):

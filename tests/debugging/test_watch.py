@@ -243,6 +243,6 @@ def test_tools_may_end_in_any_order():
         seen = first.ops.copy()
         runs(torch.ones(2, 8))
     assert first.ops == seen
-    assert engine("cpu").observer is None
+    assert engine("cpu").local.observer is None
     torch.compile(torch.sin, backend=backend)(torch.ones(1))
     assert len(compiled) == 1

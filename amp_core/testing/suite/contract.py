@@ -7,8 +7,8 @@ import warnings
 import torch
 
 from amp_core.plugin import API_VERSION, Availability, Refusal
-from amp_core.plugin.attributes import wrong_attribute
 from amp_core.plugin.default_manager import backends
+from amp_core.plugin.results import wrong_attribute
 from amp_core.policy import OpPolicy
 from amp_core.regions.region import autocast
 from amp_core.testing.fixtures import BackendFixtures
