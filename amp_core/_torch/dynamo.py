@@ -114,11 +114,11 @@ class _AfterImports(importlib.abc.MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Find the module as the other finders do, with a loader that calls back."""
+        """Find the module as the finders after this one do, with a loader that calls back."""
         if name not in self._callbacks:
             return None
-        others = [each for each in sys.meta_path if each is not self and hasattr(each, "find_spec")]
-        specs = (each.find_spec(name, path, target) for each in others)
+        later = sys.meta_path[sys.meta_path.index(self) + 1 :]  # the earlier ones may ask this one in turn
+        specs = (each.find_spec(name, path, target) for each in later if hasattr(each, "find_spec"))
         spec = next((spec for spec in specs if spec is not None), None)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module

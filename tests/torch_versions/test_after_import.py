@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.abc
 import importlib.util
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from amp_core._torch.dynamo import _after_import
+from amp_core._torch.dynamo import _after_import, _AfterImports
 
 
 @pytest.fixture
@@ -57,3 +58,13 @@ def test_an_import_during_another() -> None:
 
     sys.meta_path.insert(sys.meta_path.index(PathFinder), Slow())
     assert importlib.import_module("amp_test_other").ready
+
+
+@pytest.mark.usefixtures("modules")
+def test_two_copies_of_the_library() -> None:
+    """A notebook that imports amp-core anew gets a RecursionError from its next import of Dynamo."""
+    told: list[int] = []
+    for number in range(2):
+        _AfterImports().add("amp_test_awaited", functools.partial(told.append, number))
+    assert importlib.import_module("amp_test_awaited").ready
+    assert sorted(told) == [0, 1]
