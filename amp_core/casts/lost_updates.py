@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
+import copy
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -13,9 +14,10 @@ from torch.optim import Optimizer
 from amp_core._torch.tensors import part_of
 from amp_core._torch.tracing import outside_graphs
 from amp_core.casts.shards import like
-from amp_core.casts.stand_ins import buckets, in_place_of, unhooked_step
+from amp_core.casts.stand_ins import buckets, in_place_of, refuse_wrapper, unhooked_step
 from amp_core.casts.storage import widen_state
 from amp_core.common.arguments import check_module
+from amp_core.common.containers import map_tensors
 from amp_core.common.handle import LocalHandle
 
 _LOW = (torch.bfloat16, torch.float16)
@@ -77,6 +79,7 @@ class LostUpdates(LocalHandle):
             )
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ValueError("LBFGS evaluates the loss within a step, so its updates cannot be counted.")
+        refuse_wrapper(optimizer, "count_lost_updates")
         self._counts = Counts(optimizer)
         self._optimizer = optimizer
         self._names = {id(p): name for name, p in model.named_parameters()}
@@ -142,7 +145,7 @@ def count_lost_updates(model: nn.Module, optimizer: Optimizer) -> LostUpdates:
 
     Raises:
         TypeError: `optimizer` is not a ``torch.optim.Optimizer``.
-        ValueError: it is LBFGS.
+        ValueError: it is LBFGS, or steps another optimizer.
         RuntimeError: its lost updates are counted already; or, at a step, it is called with a closure.
 
     Example:
@@ -172,16 +175,26 @@ def float32_steps(optimizer: Optimizer, names: Mapping[int, str]) -> Iterator[tu
     """Yield (name, parameter, this rank's part after a step in float32); the step leaves nothing behind."""
     step = unhooked_step(optimizer)
     for bucket in buckets(optimizer):
-        low = [(dict(group), [pair for pair in pairs if _is_low(pair[1], names)]) for group, pairs in bucket]
-        with contextlib.ExitStack() as stack:
-            stand_ins = {id(p): _copied(optimizer, p, stack) for _, pairs in low for _, p in pairs}
-            if not stand_ins:
-                continue
+        low = [(_copied(group), [p for p in pairs if _is_low(p[1], names)]) for group, pairs in bucket]
+        states, copies = optimizer.state, defaultdict[Any, Any](dict)
+        stand_ins = {id(p): _stand_in(p, states, copies) for _, pairs in low for _, p in pairs}
+        if not stand_ins:
+            continue
+        copies.update({k: copy.deepcopy(state) for k, state in states.items() if not isinstance(k, Tensor)})
+        optimizer.state = copies
+        try:
             with in_place_of(optimizer, low, stand_ins):
                 step()
-            for _, pairs in low:
-                for _, param in pairs:
-                    yield names[id(param)], param, part_of(stand_ins[id(param)]).detach()
+        finally:
+            optimizer.state = states
+        for _, pairs in low:
+            for _, param in pairs:
+                yield names[id(param)], param, part_of(stand_ins[id(param)]).detach()
+
+
+def _copied(group: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy of `group` with the same parameters."""
+    return {key: v if key == "params" else map_tensors(v, Tensor.clone) for key, v in group.items()}
 
 
 def _is_low(param: Tensor, names: Mapping[int, str]) -> bool:
@@ -189,15 +202,11 @@ def _is_low(param: Tensor, names: Mapping[int, str]) -> bool:
     return id(param) in names and param.dtype in _LOW and dense
 
 
-def _copied(optimizer: Optimizer, param: Tensor, stack: contextlib.ExitStack) -> Tensor:
-    """Return a float32 copy of `param` with its gradient, and with its state until `stack` ends."""
+def _stand_in(param: Tensor, states: Mapping[Any, Any], copies: dict[Any, Any]) -> Tensor:
+    """Return a float32 copy of `param` with its gradient; add a copy of its state to `copies`."""
     stand_in = like(param, part_of(param).detach().float()).requires_grad_()
     assert param.grad is not None
     stand_in.grad = param.grad.to(torch.float32, copy=True)
-    if param in optimizer.state:
-        state = optimizer.state[param].items()
-        optimizer.state[stand_in] = {
-            k: widen_state(v.clone() if isinstance(v, Tensor) else v) for k, v in state
-        }
-    stack.callback(optimizer.state.pop, stand_in, None)
+    if param in states:
+        copies[stand_in] = {k: widen_state(v) for k, v in copy.deepcopy(states[param]).items()}
     return stand_in

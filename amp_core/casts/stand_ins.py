@@ -18,14 +18,14 @@ Bucket = list[tuple[dict[str, Any], list[tuple[int, Tensor]]]]
 """Parameter groups, each with the (index, parameter) pairs to step."""
 
 
-def refuse_wrapper(optimizer: Optimizer) -> None:
+def refuse_wrapper(optimizer: Optimizer, function: str) -> None:
     """Raise ValueError if `optimizer` steps another one, which has its own groups, or a state of its own."""
     for name, inner in vars(optimizer).items():
         if isinstance(inner, Optimizer) and vars(optimizer).get("state") is not inner.state:
             raise ValueError(
                 f"This {type(optimizer).__name__} lets another optimizer step, its .{name}, which would not "
                 f"step on the float32 weights, or would lose its state. Pass that one: "
-                f"master_weights(model, optimizer.{name}, ...). If it has only a part of the parameters, "
+                f"{function}(model, optimizer.{name}, ...). If it has only a part of the parameters, "
                 f"call model.to(torch.bfloat16) before you create the {type(optimizer).__name__}."
             )
 
@@ -38,7 +38,8 @@ def bucket_nbytes(device_type: str) -> int:
 def buckets(optimizer: Optimizer) -> Iterator[Bucket]:
     """Yield the parameters that have gradients, in buckets.
 
-    An optimizer of another package gets all in one: it may count its calls.
+    An optimizer of another package gets all in one, those without a gradient too: it may count its calls, or
+    what it has.
     """
     splits = type(optimizer).__module__.startswith("torch.optim")
     index, size = 0, 0
@@ -47,7 +48,7 @@ def buckets(optimizer: Optimizer) -> Iterator[Bucket]:
         bucket.append((group, []))
         for param in group["params"]:
             index += 1
-            if param.grad is None:
+            if splits and param.grad is None:
                 continue
             nbytes = 4 * part_of(param).numel()
             limit = bucket_nbytes(param.device.type) if splits else math.inf

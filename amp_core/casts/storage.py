@@ -9,6 +9,7 @@ from torch import Tensor
 
 from amp_core._torch.tensors import part_of
 from amp_core.casts.shards import elements, like
+from amp_core.common.containers import map_tensors
 from amp_core.common.counter_random import key_of
 from amp_core.kernels import Kernels
 from amp_core.plugin import get_backend
@@ -85,8 +86,7 @@ def drop_foreign(kept: Tensor, low: Tensor) -> Tensor:
 
 def widen_state(value: Any) -> Any:
     """Return one value of the optimizer's state as a float32 step needs it."""
-    low = isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
-    return value.float() if low else value
+    return map_tensors(value, lambda t: t.float() if t.dtype in (torch.bfloat16, torch.float16) else t)
 
 
 def narrow_state(value: Any, param: Tensor, key: int) -> Any:

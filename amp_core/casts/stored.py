@@ -10,7 +10,6 @@ from __future__ import annotations
 import fnmatch
 import types
 from collections.abc import Callable, Iterable, Iterator
-from itertools import chain
 from typing import Any
 
 import torch
@@ -25,8 +24,9 @@ from amp_core.casts.shards import like
 from amp_core.casts.stand_ins import Bucket, buckets, in_place_of, refuse_wrapper, unhooked_step
 from amp_core.casts.storage import STORAGES, Draw, drop_foreign, narrow_state, widen_state
 from amp_core.common.arguments import check_module
+from amp_core.common.containers import map_tensors
 from amp_core.common.handle import LocalHandle
-from amp_core.common.optimizers import parameters_of
+from amp_core.common.optimizers import exact_states, parameters_of
 from amp_core.regions.selecting import matches_no
 
 KEPT = "amp_core_kept"
@@ -97,6 +97,7 @@ class StoredWeights(LocalHandle):
             optimizer.register_load_state_dict_pre_hook(self._remember),
             optimizer.register_load_state_dict_post_hook(self._load_exactly),
             optimizer.register_state_dict_pre_hook(self._show_first),
+            optimizer.register_state_dict_post_hook(self._hide_first),
         ]
 
     def _params(self) -> Iterator[Tensor]:
@@ -134,7 +135,8 @@ class StoredWeights(LocalHandle):
         return loss
 
     def _step_bucket(self, bucket: Bucket) -> None:
-        wide = {id(p): self._widened(p) for _, pairs in bucket for _, p in pairs if id(p) in self._names}
+        params = [p for _, pairs in bucket for _, p in pairs if id(p) in self._names and p.grad is not None]
+        wide = {id(p): self._widened(p) for p in params}
         try:
             with in_place_of(self.optimizer, bucket, wide):
                 self._inner()
@@ -203,27 +205,32 @@ class StoredWeights(LocalHandle):
     def _show_first(self, optimizer: Optimizer) -> None:
         for param in self._params():
             if id(param) in self._first:
-                optimizer.state[param][KEPT] = self._first.pop(id(param))
+                begun = optimizer.state.get(param)  # Adagrad's has, before its first step
+                optimizer.state[param][KEPT] = (self._first.pop if begun else self._first.get)(id(param))
+
+    def _hide_first(self, optimizer: Optimizer, _state_dict: dict[str, Any]) -> None:
+        for param in self._params():
+            if id(param) in self._first:
+                del optimizer.state[param]
 
     def _remember(self, _optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         self._loaded = state_dict
-        begun = {number: state for number, state in state_dict["state"].items() if state.keys() != {KEPT}}
-        return {**state_dict, "state": begun}  # Adam takes any state for one that has begun
+        states = state_dict["state"].items()  # Adam takes any state of a parameter for one that has begun
+        begun = {key: s for key, s in states if not isinstance(s, dict) or s.keys() != {KEPT}}
+        return {**state_dict, "state": begun}
 
     def _load_exactly(self, optimizer: Optimizer) -> None:
         """Give the loaded states their own dtypes back: torch casts them to that of the parameter."""
         loaded, self._loaded = self._loaded, {}
         self._first = {}
-        ids = chain.from_iterable(group["params"] for group in loaded["param_groups"])
-        for number, param in zip(ids, parameters_of(optimizer), strict=True):
-            state = loaded["state"].get(number, {})
-            for key, value in state.items():
-                if id(param) in self._names and key != "step" and isinstance(value, Tensor):
-                    exact = value.to(device=param.device, copy=True)
-                    if state.keys() == {KEPT}:
-                        self._first[id(param)] = exact
-                    else:
-                        optimizer.state[param][key] = exact
+        plain = (
+            type(optimizer).load_state_dict is Optimizer.load_state_dict
+        )  # others look for each entry then
+        for param, state in exact_states(optimizer, loaded):
+            if id(param) in self._names and plain and param not in optimizer.state and KEPT in state:
+                self._first[id(param)] = state[KEPT]
+            elif id(param) in self._names and state:
+                optimizer.state[param].update(state)
 
     def float32_weights(self) -> dict[str, Tensor]:
         """Return the weights in float32 by name, as exact as the storage has them; for a checkpoint."""
@@ -251,8 +258,8 @@ class StoredWeights(LocalHandle):
             state = self.optimizer.state.get(param, {})
             state.pop(KEPT, None)
             for key, value in state.items():
-                if key != "step" and isinstance(value, Tensor) and value.is_floating_point():
-                    state[key] = value.to(param.dtype)  # as torch's load_state_dict does
+                if key != "step":  # as torch's load_state_dict does
+                    state[key] = map_tensors(value, lambda t: t.bfloat16() if t.is_floating_point() else t)
         self._first = {}
         if self._lost is not None:
             self._lost.remove()
@@ -290,7 +297,7 @@ def _checked(optimizer: object, storage: str, state_dtype: torch.dtype) -> Optim
         raise ValueError(f"state_dtype must be torch.float32 or torch.bfloat16, not {state_dtype}.")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("LBFGS moves the weights several times within a step; it needs storage='fp32'.")
-    refuse_wrapper(optimizer)
+    refuse_wrapper(optimizer, "master_weights")
     if "step" in vars(optimizer):
         raise RuntimeError(
             "Something has replaced optimizer.step: other master_weights, or a learning-rate scheduler. Call "

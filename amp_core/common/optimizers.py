@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import chain
+from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim.optimizer import (
     Optimizer,
@@ -12,6 +16,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from amp_core.common.containers import map_tensors
 from amp_core.common.once import once
 
 
@@ -21,6 +26,16 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     if len(groups) == 1:
         return list(groups[0]["params"])
     return [param for group in groups for param in group["params"]]
+
+
+def exact_states(optimizer: Optimizer, saved: dict[str, Any]) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+    """Yield each parameter with a copy of its saved state: torch loads it in the dtype of the parameter."""
+    if "param_groups" not in saved:  # the state of a wrapper, in a format of its own
+        return
+    numbers = chain.from_iterable(group["params"] for group in saved["param_groups"])
+    for number, param in zip(numbers, parameters_of(optimizer), strict=True):
+        state = {key: value for key, value in saved["state"].get(number, {}).items() if key != "step"}
+        yield param, map_tensors(state, functools.partial(torch.Tensor.to, device=param.device, copy=True))
 
 
 @once

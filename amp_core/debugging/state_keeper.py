@@ -16,7 +16,7 @@ from torch.optim.optimizer import Optimizer
 
 from amp_core._torch.tensors import part_of
 from amp_core._torch.tracing import calls_are_captured, outside_graphs
-from amp_core.common.optimizers import watch_steps
+from amp_core.common.optimizers import exact_states, watch_steps
 from amp_core.errors import AmpError
 
 _FSDP1 = (
@@ -50,7 +50,7 @@ class StateKeeper:
     """Saves the tensors of models and the state of optimizers before a run changes them."""
 
     def __init__(self) -> None:
-        self._tensors: dict[int, tuple[Tensor, Tensor, Tensor, Tensor | None]] = {}
+        self._tensors: dict[int, tuple[Tensor, Tensor, Tensor, Tensor | None, bool]] = {}
         self._optimizers: dict[int, tuple[Optimizer, dict[str, Any]]] = {}
         self._modules: dict[int, _Module] = {}
 
@@ -74,9 +74,10 @@ class StateKeeper:
             return
         with torch.no_grad():
             part = part_of(tensor)
-            grad = tensor.grad if tensor.is_leaf else None
-            self._tensors[id(tensor)] = tensor, part, part.detach().clone(), grad
-        if tensor.is_leaf:
+            leaf = tensor.is_leaf  # later, the base of a view may have changed
+            grad = tensor.grad if leaf else None
+            self._tensors[id(tensor)] = tensor, part, part.detach().clone(), grad, leaf
+        if leaf:
             tensor.grad = None
 
     @outside_graphs
@@ -100,12 +101,17 @@ class StateKeeper:
     def _restore(self) -> None:
         for optimizer, state in self._optimizers.values():
             optimizer.load_state_dict(state)
+            for param, exact in exact_states(optimizer, state):
+                if param in optimizer.state:
+                    optimizer.state[param].update(exact)
         _reshard(each.module for each in self._modules.values())
         with torch.no_grad():
-            for tensor, part, value, grad in self._tensors.values():
+            for tensor, part, value, grad, leaf in reversed(
+                self._tensors.values()
+            ):  # views may have come later
                 if part.untyped_storage().nbytes() >= value.nbytes:  # otherwise its owner has freed it
                     part.copy_(value)
-                if tensor.is_leaf:
+                if leaf:
                     tensor.grad = grad
         for module in self._modules.values():
             module.restore()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from amp_core.common.arguments import check_optimizer
+from amp_core.common.containers import map_tensors
 from amp_core.common.optimizers import inner_optimizers, parameters_of
 
 Closure = Callable[[], Any]
@@ -30,6 +31,7 @@ class Snapshot:
             (each.state, {p: copy.deepcopy(state) for p, state in each.state.items()})
             for each in (optimizer, *inner_optimizers(optimizer))
         ]
+        self._groups = [(group, _copied(group)) for group in optimizer.param_groups]
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -39,6 +41,13 @@ class Snapshot:
         for state, before in self._states:
             state.clear()
             state.update(before)
+        for group, options in self._groups:
+            group.update(options)
+
+
+def _copied(group: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy of `group` with the same parameters."""
+    return {key: v if key == "params" else map_tensors(v, Tensor.clone) for key, v in group.items()}
 
 
 def check_closure(optimizer: object, closure: object) -> None:

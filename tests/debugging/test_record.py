@@ -466,3 +466,13 @@ def test_an_empty_policy_is_none_of_the_defaults() -> None:
     with amp_core.record() as r, autocast("cpu", policy=OpPolicy("cpu")):
         torch.mm(torch.ones(2, 2), torch.ones(2, 2))
     assert [key.rule for key in r.ops] == [""]
+
+
+def test_per_sample_gradients() -> None:
+    """`vmap` passes a number to an op that copies, and no gradient could be computed in a recording."""
+    per_sample = torch.func.vmap(torch.func.grad(lambda w, x: (w @ x).sum() * 1024.0), in_dims=(None, 0))
+    weight, rows = torch.randn(2, 3), torch.randn(4, 3)
+    with amp_core.record() as r:
+        got = per_sample(weight, rows)
+    assert torch.equal(got, per_sample(weight, rows))
+    assert r.ops

@@ -1,0 +1,234 @@
+"""Optimizers of other packages: nested states, counts of their own, parameters that belong together."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import amp_core
+from amp_core import GradScaler, autocast, count_lost_updates, master_weights
+from amp_core.common.containers import tensors_in
+
+
+class Foreign(Optimizer):
+    """Momentum in a list, a float32 factor, counts in the group and beside the parameters; steps by pairs."""
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__(params, {"lr": lr, "total": torch.zeros(())})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.state["calls"] = self.state.get("calls", 0) + 1
+        for group in self.param_groups:
+            group["total"] += 1
+            group["count"] = group.get("count", 0) + 1
+            for weight, bias in zip(group["params"][::2], group["params"][1::2], strict=True):
+                assert weight.shape[0] == bias.shape[0]
+                for param in (weight, bias):
+                    if param.grad is not None:
+                        self._step(param, group["lr"] / (1 + group["count"]) / (1 + group["total"]))
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
+        return loss
+
+    def _step(self, param: Tensor, lr: Any) -> None:
+        state = self.state[param]
+        if not state:
+            state["momentum"] = [torch.zeros_like(param), {"slow": torch.zeros_like(param)}]
+            state["factor"] = torch.ones((), dtype=torch.float32)
+        fast, slow = state["momentum"][0], state["momentum"][1]["slow"]
+        fast.mul_(0.9).add_(param.grad)
+        slow.mul_(0.99).add_(param.grad)
+        state["factor"].mul_(0.999)
+        param.view(-1).sub_((lr * state["factor"] * (fast + slow)).view(-1).to(param.dtype))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            for param, number in zip(group["params"], saved["params"], strict=True):
+                assert self.state[param].keys() == state_dict["state"].get(number, {}).keys()
+
+
+class Stateless(Foreign):
+    """Keeps nothing for a parameter."""
+
+    def _step(self, param: Tensor, lr: Any) -> None:
+        param.sub_(lr * param.grad)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(6, 5), nn.Linear(5, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).relu())
+
+
+def give_gradients(model: nn.Module, number: int) -> None:
+    """Give gradients that bfloat16 holds; the first weight has none in some steps."""
+    generator = torch.Generator().manual_seed(number)
+    for param in model.parameters():
+        param.grad = torch.randn(param.shape, generator=generator).bfloat16().to(param.dtype)
+    if number % 2:
+        model.first.weight.grad = None
+
+
+def trained(kind: type[Foreign], storage: str | None, resumed: bool) -> tuple[dict[str, Tensor], Foreign]:
+    model = Net()
+    optimizer = kind(model.parameters())
+    handle = None if storage is None else master_weights(model, optimizer, storage)
+    for number in range(6):
+        if resumed and number == 3:
+            file = io.BytesIO()
+            torch.save((model.state_dict(), optimizer.state_dict()), file)
+            file.seek(0)
+            saved = torch.load(file)
+            model = Net()
+            optimizer = kind(model.parameters())
+            handle = None if storage is None else master_weights(model, optimizer, storage)
+            model.load_state_dict(saved[0])
+            optimizer.load_state_dict(saved[1])
+        give_gradients(model, number)
+        optimizer.step()
+    return dict(model.named_parameters()) if handle is None else handle.float32_weights(), optimizer
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+@pytest.mark.parametrize("kind", [Foreign, Stateless])
+def test_remainder_follows_float32(kind: type[Foreign], resumed: bool) -> None:
+    """Nested states come back rounded, the load fails, or parameters without a gradient break the pairs."""
+    wanted, plain = trained(kind, None, resumed)
+    got, stored = trained(kind, "remainder", resumed)
+    for name, weight in wanted.items():
+        assert torch.equal(weight, got[name])
+    params = [each.param_groups[0]["params"] for each in (plain, stored)]
+    for one, other in zip(*params, strict=True):
+        states = zip(tensors_in(plain.state.get(one)), tensors_in(stored.state[other]), strict=False)
+        assert all(torch.equal(mine, theirs) for mine, theirs in states)  # what is kept comes last
+
+
+def test_nested_states_return_to_bfloat16() -> None:
+    """After `remove`, an optimizer mixes float32 momentum with bfloat16 gradients."""
+    model = Net()
+    optimizer = Foreign(model.parameters())
+    with master_weights(model, optimizer, "kahan"):
+        give_gradients(model, 0)
+        optimizer.step()
+    momentum = optimizer.state[model.first.weight]["momentum"]
+    assert {tensor.dtype for tensor in tensors_in(momentum)} == {torch.bfloat16}
+
+
+def snapshot(optimizer: Foreign) -> list[Any]:
+    groups = [{key: value for key, value in g.items() if key != "params"} for g in optimizer.param_groups]
+    return copy.deepcopy([*optimizer.state.values(), groups])
+
+
+def check_unchanged(before: list[Any], optimizer: Foreign) -> None:
+    after = snapshot(optimizer)
+    assert str(before) == str(after)
+    for one, other in zip(tensors_in(before), tensors_in(after), strict=True):
+        assert one.dtype is other.dtype
+        assert torch.equal(one, other)
+
+
+def started() -> tuple[Net, Foreign]:
+    """Return a bfloat16 model and its optimizer, whose state has float32 tensors too."""
+    model = Net().bfloat16()
+    optimizer = Foreign(model.parameters())
+    for number in range(2):
+        give_gradients(model, number)
+        optimizer.step()
+    return model, optimizer
+
+
+def test_counting_lost_updates_leaves_the_step_as_it_is() -> None:
+    """The step on copies moves momenta, sums and counts that the real step then moves again."""
+    (model, optimizer), (counted, its_optimizer) = started(), started()
+    with count_lost_updates(counted, its_optimizer) as lost:
+        for net, each in ((model, optimizer), (counted, its_optimizer)):
+            give_gradients(net, 2)
+            each.step()
+        assert lost.lost_updates()
+    check_unchanged(snapshot(optimizer), its_optimizer)
+    for one, other in zip(model.parameters(), counted.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_compare_restores_states_and_weights() -> None:
+    """States come back in the dtype of the parameter; weights as a view of them was kept, in mid-step."""
+    model, optimizer = started()
+    before, weights = snapshot(optimizer), copy.deepcopy(model.state_dict())
+
+    def step() -> Tensor:
+        optimizer.zero_grad()
+        with autocast("cpu", dtype=torch.bfloat16):
+            loss = model(torch.ones(2, 6, dtype=torch.bfloat16)).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    amp_core.compare(step, "cpu", model=model)
+    check_unchanged(before, optimizer)
+    assert all(torch.equal(weight, weights[name]) for name, weight in model.state_dict().items())
+
+
+def test_a_skipped_closure_restores_the_groups() -> None:
+    """A step that is skipped in its second evaluation still counts as one in the groups."""
+    model = Net()
+    optimizer = Foreign(model.parameters())
+    scaler = GradScaler("cpu", 4.0)
+    losses = iter([1.0, 1.0, 1.0, float("inf")])
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 6)).square().mean() * next(losses)
+        scaler.scale(loss).backward()
+        return loss
+
+    scaler.step_closure(optimizer, closure)
+    scaler.update()
+    before = snapshot(optimizer)
+    assert scaler.step_closure(optimizer, closure) is None
+    check_unchanged(before, optimizer)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adagrad])
+def test_an_optimizer_is_copied_after_a_checkpoint(kind: Any) -> None:
+    """A checkpoint leaves a state that Adam takes for one that has begun, so no copy can be made."""
+    model = Net()
+    optimizer = kind(model.parameters())
+    with master_weights(model, optimizer, "remainder") as masters:
+        saved = optimizer.state_dict()
+        assert all("amp_core_kept" in state for state in saved["state"].values())
+        wanted = {name: weight.clone() for name, weight in masters.float32_weights().items()}
+        assert all(torch.equal(w, wanted[name]) for name, w in masters.float32_weights().items())
+        copy.deepcopy((model, optimizer))
+
+
+def test_wrappers_are_not_counted() -> None:
+    """The step on copies of a wrapper steps the real weights."""
+
+    class Wrapper(Optimizer):
+        def __init__(self, inner: Optimizer) -> None:
+            self.inner = inner
+            super().__init__([p for group in inner.param_groups for p in group["params"]], {})
+
+        def step(self, closure: Any = None) -> Any:
+            return self.inner.step(closure)
+
+    model = Net().bfloat16()
+    with pytest.raises(ValueError, match=r"Pass that one: count_lost_updates\(model, optimizer.inner"):
+        count_lost_updates(model, Wrapper(torch.optim.SGD(model.parameters(), lr=0.1)))
