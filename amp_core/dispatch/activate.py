@@ -119,7 +119,7 @@ def rule_in_force(function: str) -> tuple[str, str] | None:
 
 
 class RuleOverrides:
-    """Rules that override whichever policy is in force when they are pushed, as for a module glob.
+    """Context manager for rules that override whichever policy is in force then, as for a module glob.
 
     Args:
         device_type: the device type whose ops they apply to.
@@ -154,6 +154,12 @@ class RuleOverrides:
     def push(self) -> None:
         """Put the changed policy in force in this thread."""
         self.activated(engine(self.device_type).policy).push()
+
+    def __enter__(self) -> None:
+        self.push()
+
+    def __exit__(self, *_: object) -> None:
+        restore(pushed() - 1)
 
     @cached_property
     def identity(self) -> Hashable:

@@ -18,20 +18,6 @@ from amp_core._torch.dynamo import (
 from amp_core.dispatch.activate import Activation, RuleOverrides, pushed, restore, rule_in_force
 from amp_core.dispatch.engine import policies_in_force
 
-
-class OverridesInForce:
-    """Context manager that keeps `RuleOverrides` in force."""
-
-    def __init__(self, changes: RuleOverrides) -> None:
-        self.changes = changes
-
-    def __enter__(self) -> None:
-        self.changes.push()
-
-    def __exit__(self, *_: object) -> None:
-        restore(pushed() - 1)
-
-
 # Graphs refer to what they push by its index in this list, which keeps it alive.
 _in_graphs: list[Activation | RuleOverrides] = []
 _numbers: dict[Hashable, int] = {}
@@ -67,13 +53,6 @@ def graph_step(number: int) -> Step:
     return Step(push_number, (number,), pop_number)
 
 
-def overrides_by_number(number: int) -> OverridesInForce:
-    """Return the `OverridesInForce` that code compiled after a graph break re-enters."""
-    item = item_of_number(number)
-    assert isinstance(item, RuleOverrides)
-    return OverridesInForce(item)
-
-
 def cache_tag() -> str:
     """Return a cache key for code compiled under this thread's policies; empty if there are none."""
     if not policies_in_force():
@@ -88,11 +67,11 @@ def _register_with_dynamo() -> None:
     torch.compiler.assume_constant_result(rule_in_force)  # type: ignore[no-untyped-call]
     compile_under(cache_tag)
     how = ContextManager(
-        lambda block: (number_in_graphs(block.changes),),
+        lambda overrides: (number_in_graphs(overrides),),
         lambda number: (graph_step(number),),
-        overrides_by_number,
+        item_of_number,
     )
-    trace_as_context_manager([OverridesInForce], how)
+    trace_as_context_manager([RuleOverrides], how)
 
 
 when_loaded(_register_with_dynamo)

@@ -15,7 +15,6 @@ from amp_core._torch.modules import tree_map_only
 from amp_core.common.arguments import check_module
 from amp_core.common.handle import Handle
 from amp_core.dispatch.activate import RuleOverrides
-from amp_core.dispatch.graphs import OverridesInForce
 from amp_core.dispatch.target_dtype import eligible
 from amp_core.errors import PolicyError
 from amp_core.policy.changes import OpName, resolve
@@ -183,7 +182,7 @@ class _Region:
 
     def run(self, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.changes is not None:
-            with OverridesInForce(self.changes):
+            with self.changes:
                 return call(*args, **kwargs)
         if not torch.is_autocast_enabled(self.device_type):
             return call(*args, **kwargs)
