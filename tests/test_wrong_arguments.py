@@ -202,7 +202,8 @@ def test_rules_that_are_none(rules: Any) -> None:
     ("given", "kind"), [("e4m3", TypeError), ((4, 3.0), TypeError), (4, TypeError), ((0, 0), ValueError)]
 )
 def test_formats_to_watch(given: Any, kind: type[Exception]) -> None:
-    """An error about unpacking, or a report against a format that there is not."""
+    """An error about unpacking, a report against a format that there is not, or hooks that stay behind."""
     with pytest.raises(kind, match="format="):
         amp_core.watch(MODEL, format=given)
+    assert not MODEL._forward_pre_hooks
     amp_core.watch(MODEL, format=(4, 3)).remove()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from os import PathLike
@@ -45,13 +46,13 @@ class Watch(Attached, Report):
             raise ValueError(f"every= and limit= must be at least 1, not {every} and {limit}.")
         if uncompiled(model) is not model:
             raise TypeError("watch() needs the model itself: pass the one that was given to torch.compile().")
-        super().__init__(model)
         self.entries: list[Entry] = []
         self.format = Format.of(dtype or _default_dtype(model))
         self.environment = saved.environment()
         self._every, self._limit = every, limit
         self._hooks: list[Any] = []
         self._seen: Any = WeakIdKeyDictionary()
+        super().__init__(model)  # last: a watch that is refused must leave no hook
         self._removers.append(self._end)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -202,14 +203,12 @@ class Watch(Attached, Report):
 
 def _density(entries: list[Entry]) -> Iterator[tuple[int, int, float]]:
     """Yield (step, exponent, share of the step's values)."""
-    counts: dict[int, dict[int, int]] = {}
+    counts: defaultdict[int, Counter[int]] = defaultdict(Counter)
     for entry in entries:
-        step = counts.setdefault(entry.step, {})
-        for exponent, n in entry.exponents.items():
-            step[exponent] = step.get(exponent, 0) + n
+        counts[entry.step].update(entry.exponents)
     for number, step in counts.items():
         for exponent, n in step.items():
-            yield number, exponent, n / sum(step.values())
+            yield number, exponent, n / step.total()
 
 
 class WatchDiff(Report):
