@@ -6,7 +6,7 @@ import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -80,6 +80,35 @@ class Sample:
     line: str = ""
 
 
+@dataclass
+class Run:
+    """The results of a run.
+
+    Attributes:
+        samples: its values, in order of computation.
+        went_back: whether a backward pass ran.
+        scale: the loss scale.
+        loss: the loss, if the step returned one.
+        loss_producer: the op that produced the loss.
+        quantized: the operands that recipes quantised.
+        recipe: the last recipe that did.
+        fits: how well they fit their formats.
+        parameters: how well the parameters of modules without such a product fit them, by name.
+        work: the floating-point operations of products with a recipe in the forward pass, by module and op.
+    """
+
+    samples: dict[Key, Sample] = field(default_factory=dict)
+    went_back: bool = False
+    scale: float = 1.0
+    loss: float | None = None
+    loss_producer: Key | None = None
+    quantized: QuantizedCounts = field(default_factory=QuantizedCounts)
+    recipe: Recipe | None = None
+    fits: dict[QuantizedKey, Fit] = field(default_factory=dict)
+    parameters: dict[str, Fit] = field(default_factory=dict)
+    work: Counter[tuple[Place, str]] = field(default_factory=Counter)
+
+
 class Capture(Sink):
     """A sink for `Tap` that samples the values of a run.
 
@@ -90,23 +119,13 @@ class Capture(Sink):
         on_leaf: called with each leaf tensor that requires a gradient when an op uses it.
 
     Attributes:
-        samples: the samples, in order of computation.
-        went_back: whether a backward pass has run.
-        quantized: the operands that recipes quantised.
-        recipe: the last recipe that did.
-        fits: how well they fit their formats.
-        work: the floating-point operations of products with a recipe in the forward pass, by module and op.
+        run: what it has found.
     """
 
     def __init__(
         self, limit: int, ops: Iterable[str], model: nn.Module | None, on_leaf: Callable[[Tensor], None]
     ) -> None:
-        self.samples: dict[Key, Sample] = {}
-        self.went_back = False
-        self.quantized = QuantizedCounts()
-        self.recipe: Recipe | None = None
-        self.fits: dict[QuantizedKey, Fit] = {}
-        self.work: Counter[tuple[Place, str]] = Counter()
+        self.run = Run()
         self.tap = Tap(self, model, ops)
         self.tap.places.on_return = self._returned
         self._limit = limit
@@ -128,7 +147,7 @@ class Capture(Sink):
 
     def ran(self, op: Overload, inputs: list[Tensor], outputs: list[Tensor], where: Where) -> None:
         """Sample the result of an op that autocast does not affect."""
-        self.went_back |= where.phase == BACKWARD
+        self.run.went_back |= where.phase == BACKWARD
         if not where.frames:
             random = torch.Tag.nondeterministic_seeded in op.tags
             self._keep(OP, where.phase, where.place, dispatcher_name(op), inputs, outputs, random)
@@ -145,15 +164,16 @@ class Capture(Sink):
         """
         if any(map(is_dtensor, product.factors)):
             raise AmpError(_DTENSORS)
-        self.quantized.add(product, where)
-        self.recipe = product.rule.recipe
+        run = self.run
+        run.quantized.add(product, where)
+        run.recipe = product.rule.recipe
         exact = dict(zip(OPERANDS[product.name], product.factors, strict=True))
         for operand in product.operands:
             key = key_of(operand, where)
-            self.fits[key] = self.fits.get(key, Fit()) + fit_of(exact[operand.role], operand.quantized)
-        if where.frames and not self.went_back:  # checkpoints that are recomputed count once
+            run.fits[key] = run.fits.get(key, Fit()) + fit_of(exact[operand.role], operand.quantized)
+        if where.frames and not run.went_back:  # checkpoints that are recomputed count once
             a, b = product.factors
-            self.work[where.place, where.frames[-1].op] += 2 * a.numel() * b.shape[-1]
+            run.work[where.place, where.frames[-1].op] += 2 * a.numel() * b.shape[-1]
 
     def communicated(
         self, kind: str, of: str, inputs: list[Tensor], outputs: list[Tensor], where: Where
@@ -207,7 +227,7 @@ class Capture(Sink):
         producers = map(self.producer, inputs)
         parents = tuple(dict.fromkeys(key for key in producers if key is not None))
         line = self._lines.of_op(phase == BACKWARD) if level == OP else ""
-        self.samples[key] = _sample(outputs[0], self._limit, parents, random, line)
+        self.run.samples[key] = _sample(outputs[0], self._limit, parents, random, line)
         if produces:
             self._set_producer(outputs, key)
 

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from amp_core.debugging.agreement import Ranks
-from amp_core.debugging.capture import OP, PARAMETER, Key
+from amp_core.debugging.capture import OP, PARAMETER, Key, Run
 from amp_core.debugging.difference import Difference, Found, scalar_error
 from amp_core.debugging.report import Report
-from amp_core.debugging.step import Run, Step, quantising
+from amp_core.debugging.step import Step, quantising
 from amp_core.formats import Recipe
 from amp_core.policy import OpPolicy
 
@@ -71,7 +71,7 @@ class Comparison(Report):
         self.scale = mixed.scale
         self.loss, self.reference_loss = found.losses
         self.went_back = reference.went_back
-        self.quantized = mixed.quantized
+        self.quantized = mixed.quantized.read()
         self.fits, self.parameters, self.work = mixed.fits, mixed.parameters, found.work
         self._loss_producer = mixed.loss_producer
         self.parents = found.parents

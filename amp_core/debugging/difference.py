@@ -13,9 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from amp_core.debugging.capture import PARAMETER, Key, Sample
+from amp_core.debugging.capture import PARAMETER, Key, Run, Sample
 from amp_core.debugging.places import Place
-from amp_core.debugging.step import Run
 
 
 @dataclass(frozen=True)

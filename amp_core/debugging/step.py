@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from amp_core.casts.shards import whole
-from amp_core.common.device_types import device_type_of
-from amp_core.debugging.capture import Capture, Key, Sample
-from amp_core.debugging.fits import Fit, fits_of_parameters
+from amp_core.common.arguments import device_type_of
+from amp_core.debugging.capture import Capture, Run
+from amp_core.debugging.fits import fits_of_parameters
 from amp_core.debugging.places import Place, Places
-from amp_core.debugging.quantized_counts import QuantizedCount, QuantizedKey
 from amp_core.debugging.state_keeper import StateKeeper, seeded
 from amp_core.debugging.tap import muted
 from amp_core.dispatch.activate import activation, default_policy, with_recipe
@@ -105,6 +103,7 @@ class Step:
         keeper = StateKeeper()
         capture = Capture(self._limit, ops, self.model, keeper.keep_tensor)
         capture.tap.places.on_call = keeper.keep
+        run = capture.run
         with keeper.restored(), seeded(self.seed, self.device_type):
             if self.model is not None:
                 keeper.keep(self.model)
@@ -118,13 +117,16 @@ class Step:
                 self.roots = [self.model] if self.model is not None else capture.tap.places.roots
                 with muted():
                     _keep_gradients(self.roots, capture)
-                    parameters = _fits_of_parameters(self.roots, capture)
+                    if run.recipe is not None:
+                        done = {key.place.module for key in run.fits}
+                        run.parameters = fits_of_parameters(self.roots, run.recipe, done)
                     at_end()
-            loss = _number(result)
-        producer = capture.producer(result) if loss is not None else None
-        scale = scale if self.leaves_backward else 1.0
-        quantized, fits = capture.quantized.read(), (capture.fits, parameters, capture.work)
-        return Run(capture.samples, capture.went_back, scale, loss, producer, quantized, *fits)
+            run.loss = _number(result)
+        if run.loss is not None:
+            run.loss_producer = capture.producer(result)
+        if self.leaves_backward:
+            run.scale = scale
+        return run
 
 
 def quantising(
@@ -140,35 +142,9 @@ def quantising(
     return with_recipe(under, rule.recipe, f"format={rule.removeprefix('recipe ')}")
 
 
-class Run(NamedTuple):
-    """The result of a run.
-
-    Attributes:
-        samples: its values.
-        went_back: whether a backward pass ran.
-        scale: the loss scale.
-        loss: the loss, if `fn` returned one.
-        loss_producer: the op that produced the loss.
-        quantized: the operands that recipes quantised.
-        fits: how well they fit their formats.
-        parameters: how well the parameters of modules without such a product fit them, by name.
-        work: the floating-point operations of products with a recipe in the forward pass, by module and op.
-    """
-
-    samples: dict[Key, Sample]
-    went_back: bool
-    scale: float
-    loss: float | None
-    loss_producer: Key | None
-    quantized: dict[QuantizedKey, QuantizedCount]
-    fits: dict[QuantizedKey, Fit]
-    parameters: dict[str, Fit]
-    work: Counter[tuple[Place, str]]
-
-
 def _run_backward(result: Any, scale: float, capture: Capture) -> bool:
     """Run the backward pass from the scaled loss unless `fn` ran one; return whether it ran here."""
-    if capture.went_back or not isinstance(result, Tensor) or not result.requires_grad:
+    if capture.run.went_back or not isinstance(result, Tensor) or not result.requires_grad:
         return False
     if result.numel() != 1:
         raise AmpError(
@@ -186,12 +162,6 @@ def _keep_gradients(roots: list[nn.Module], capture: Capture) -> None:
             if parameter.grad is not None and not parameter.grad.is_sparse:
                 place = Place(type(root).__name__, name.rpartition(".")[0])
                 capture.parameter(place, name, parameter.grad)
-
-
-def _fits_of_parameters(roots: list[nn.Module], capture: Capture) -> dict[str, Fit]:
-    if capture.recipe is None:
-        return {}
-    return fits_of_parameters(roots, capture.recipe, {key.place.module for key in capture.fits})
 
 
 def _number(result: Any) -> float | None:
