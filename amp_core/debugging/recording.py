@@ -34,17 +34,6 @@ from amp_core.policy.coverage import REDUCTION, heavy_ops
 from amp_core.regions.plan import PrecisionPlan
 
 _UNRULED = ("", "")
-_FINDINGS = (
-    "ops",
-    "casts",
-    "environment",
-    "unruled",
-    "collectives",
-    "tensors",
-    "plan",
-    "met_compiled",
-    "_quantized",
-)
 
 
 class Recording(Report, Sink):
@@ -108,7 +97,8 @@ class Recording(Report, Sink):
 
     def __getstate__(self) -> dict[str, Any]:
         self._quantized.read()  # so that the copy never has to wait for the device
-        return {name: self.__dict__[name] for name in _FINDINGS}
+        findings = {name: value for name, value in self.__dict__.items() if not name.startswith("_")}
+        return {**findings, "_quantized": self._quantized}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(Recording().__dict__, **state)  # a copy has only the findings: no model, no tap
