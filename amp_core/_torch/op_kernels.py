@@ -149,11 +149,10 @@ def _install(op_name: str, key: str, kernel: Callable[..., Any]) -> Callable[[],
     idle = _idle.setdefault(namespace, [])
     library = idle.pop() if idle else _library("IMPL", namespace, "", __file__, 1)
     remove = functools.partial(_remove, library, idle, (op_name, key))
-    if not has_kernel(op_name, key):
+    overrides = has_kernel(op_name, key)
+    if not overrides:
         _added.add((op_name, key))
-        library.impl(name, key, kernel, True)
-        return remove
-    if _warned_of_override:
+    if not overrides or _warned_of_override:
         library.impl(name, key, kernel, True)
         return remove
     with warnings.catch_warnings():

@@ -12,12 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from amp_core.casts.history_steps import follow_optimizers
-from amp_core.common.arguments import check_module
+from amp_core.common.arguments import check_group, check_module
 from amp_core.common.call_site import level_outside
 from amp_core.common.handle import Local
 from amp_core.common.identity import WeakIdentityMapping
 from amp_core.common.optimizers import parameters_of
-from amp_core.common.process_groups import check_group
 from amp_core.dispatch.sources import history_sources
 from amp_core.errors import AmpWarning
 from amp_core.formats import AmaxHistory, Delayed

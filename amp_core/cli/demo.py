@@ -104,7 +104,7 @@ def _device(name: str) -> tuple[torch.device, Backend]:
     import torch
 
     from amp_core import BackendError, get_backend
-    from amp_core.common.device_types import device_type_of
+    from amp_core.common.arguments import device_type_of
 
     device_type = device_type_of(name)
     try:

@@ -1,13 +1,17 @@
-"""Checks of arguments that several public functions share."""
+"""Check and convert arguments that several public functions share."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
 from numbers import Integral
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 def check_module(value: object, function: str) -> None:
@@ -82,6 +86,48 @@ def named_tensors(pairs: Iterable[Any]) -> Iterator[tuple[str, Tensor]]:
                 f"{_named(pair)}."
             )
         yield pair[0], pair[1]
+
+
+def check_group(process_group: object, name: str = "process_group") -> ProcessGroup:
+    """Return `process_group` if this rank can use it.
+
+    Raises:
+        TypeError: it is not a process group, or this rank is not a member of it.
+    """
+    from torch import distributed
+
+    if distributed.is_available() and isinstance(process_group, distributed.ProcessGroup):
+        return process_group
+    raise TypeError(
+        f"{name} must be a torch.distributed.ProcessGroup that this rank is a member of, got "
+        f"{process_group!r}. On ranks that are not members, torch.distributed.new_group returns a number "
+        f"instead of a group; pass no group there."
+    )
+
+
+def device_type_of(device: str | torch.device | Tensor) -> str:
+    """Return the device type that `device` refers to.
+
+    Args:
+        device: a device type (``"cuda"``), a device string (``"cuda:1"``: the index is ignored, as in
+            torch), a ``torch.device``, a tensor (its device), or ``"auto"`` (the accelerator that is
+            present, else ``"cpu"``).
+
+    Raises:
+        ValueError: with torch's text, for anything else.
+    """
+    if type(device) is str and device != "auto":  # the fast path: every region calls this
+        return device.partition(":")[0]
+    if isinstance(device, Tensor):
+        return device.device.type
+    if isinstance(device, torch.device):
+        return device.type
+    if not isinstance(device, str):
+        raise ValueError(f"Expected `device_type` of type `str`, got: `{type(device)}`")
+    if device != "auto":  # a subclass of str, such as an enum
+        return str.partition(device, ":")[0]
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return accelerator.type if accelerator is not None else "cpu"
 
 
 def _named(value: object) -> str:

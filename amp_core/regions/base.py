@@ -12,7 +12,7 @@ from amp_core._torch import cast_cache
 from amp_core._torch.context_manager import ContextManager
 from amp_core._torch.dynamo import trace_as_context_manager, when_loaded
 from amp_core._torch.tracing import outside_graphs
-from amp_core.common.device_types import device_type_of
+from amp_core.common.arguments import device_type_of
 from amp_core.common.optimizers import after_every_step, parameters_of
 from amp_core.dispatch.activate import Activation, activation, default_policy, with_recipe
 from amp_core.plugin.default_manager import get_backend

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
+from amp_core.common.arguments import device_type_of
 from amp_core.common.containers import map_tensors
-from amp_core.common.device_types import device_type_of
 from amp_core.dispatch.activate import default_policy
 from amp_core.dispatch.engine import engine
 from amp_core.plugin.default_manager import get_backend

@@ -7,7 +7,7 @@ from typing import Any, Optional
 import torch
 
 from amp_core._torch.autocast import autocast_known
-from amp_core.common.device_types import device_type_of
+from amp_core.common.arguments import device_type_of
 from amp_core.errors import BackendNotFoundError
 from amp_core.plugin.default_manager import get_backend
 from amp_core.regions.autocast_state import enter, leave

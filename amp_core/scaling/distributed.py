@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from amp_core._torch.tensors import fsdp_shards, is_dtensor
-from amp_core.common.process_groups import check_group
+from amp_core.common.arguments import check_group
 from amp_core.kernels.memory import on_host, read
 from amp_core.scaling.collective import Ranks, agreed
 

@@ -14,12 +14,10 @@ from torch.utils.hooks import RemovableHandle
 
 from amp_core._torch.steps import is_fused
 from amp_core._torch.tracing import frames_are_compiled, outside_graphs
-from amp_core.common.arguments import as_number, as_order, named_tensors
+from amp_core.common.arguments import as_number, as_order, check_group, device_type_of, named_tensors
 from amp_core.common.call_site import level_outside
 from amp_core.common.containers import map_tensors
-from amp_core.common.device_types import device_type_of
 from amp_core.common.optimizers import parameters_of
-from amp_core.common.process_groups import check_group
 from amp_core.errors import AmpWarning, BackendNotFoundError
 from amp_core.kernels.memory import on_host, read
 from amp_core.plugin.default_manager import get_backend
