@@ -63,10 +63,10 @@ def privateuse1_amp_dtypes(device_type: str) -> list[torch.dtype]:
         "`get_amp_supported_dtype() -> List[torch.dtype]`. \n"
     )
     module = getattr(torch, device_type, None)
-    assert module is not None, text
-    assert hasattr(module, "get_amp_supported_dtype"), (
-        text + "But the func `get_amp_supported_dtype` is missing. \n"
-    )
+    if module is None:
+        raise AssertionError(text)
+    if not hasattr(module, "get_amp_supported_dtype"):
+        raise AssertionError(text + "But the func `get_amp_supported_dtype` is missing. \n")
     return cast("list[torch.dtype]", module.get_amp_supported_dtype())
 
 

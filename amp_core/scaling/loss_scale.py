@@ -67,7 +67,6 @@ class LossScale:
 
     def allocate(self, device: torch.device) -> None:
         """Create the tensors on `device`."""
-        assert self.growth_tracker is None, "_growth_tracker initialized before _scale"
         self.scale = torch.full((), self.init_scale, dtype=torch.float32, device=device)
         self.growth_tracker = torch.full((), self.init_growth_tracker, dtype=torch.int32, device=device)
         self.hysteresis_left = torch.full((), self.init_hysteresis_left, dtype=torch.int32, device=device)
@@ -85,8 +84,8 @@ class LossScale:
         Raises:
             AssertionError: no loss was scaled yet; torch's text.
         """
-        assert self.scale is not None, f"Attempted {call} but _scale is None.  {_NO_SCALE}"
-        assert self.growth_tracker is not None, f"Attempted {call} but _growth_tracker is None.  {_NO_SCALE}"
+        if self.scale is None:  # errors of users are no assert statements, which `python -O` leaves out
+            raise AssertionError(f"Attempted {call} but _scale is None.  {_NO_SCALE}")
         return self.scale
 
     # -- moving ----------------------------------------------------------------------------------
@@ -105,7 +104,7 @@ class LossScale:
         assert tracker is not None
         assert left is not None
         flags = self.optimizer_states.found_infs()
-        if not flags:  # not an assert statement, which Dynamo would turn into an operation
+        if not flags:  # nor here: Dynamo would turn it into an operation
             raise AssertionError("No inf checks were recorded prior to update.")
         found_inf = combine(flags, scale.device)
         if on_host(found_inf, scale, tracker, left):
@@ -120,10 +119,11 @@ class LossScale:
         scale = self.check("update")
         if isinstance(new_scale, Tensor):
             right = (new_scale.device.type, new_scale.numel(), new_scale.requires_grad)
-            assert right == (device_type, 1, False), (
-                "new_scale should be a float or a 1-element torch.cuda.FloatTensor or "
-                "torch.FloatTensor with requires_grad=False."
-            )
+            if right != (device_type, 1, False):
+                raise AssertionError(
+                    "new_scale should be a float or a 1-element torch.cuda.FloatTensor or "
+                    "torch.FloatTensor with requires_grad=False."
+                )
             value = new_scale.detach().reshape(())
             if on_host(value):
                 valid_scale(read(value))
@@ -169,10 +169,11 @@ class LossScale:
 
     def __getstate__(self) -> dict[str, Any]:
         recorded = self.optimizer_states or self.optimizer_states.orphans
-        assert not recorded, (
-            "A GradScaler instance may only be pickled at the beginning "
-            "of an iteration, or at the end after scaler.update()."
-        )
+        if recorded:
+            raise AssertionError(
+                "A GradScaler instance may only be pickled at the beginning "
+                "of an iteration, or at the end after scaler.update()."
+            )
         state = self.state()
         return {
             **self.__dict__,

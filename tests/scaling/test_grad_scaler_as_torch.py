@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import subprocess
+import sys
 from typing import Any
 
 import hypothesis.strategies as st
@@ -227,3 +229,35 @@ def test_optimizer_that_takes_the_scaler_itself() -> None:
             scaler.step(optimizer)
         assert caught[0].filename == __file__
         assert optimizer.given is scaler
+
+
+MISUSE = """
+import pickle, torch, amp_core
+
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+unused, scaler = amp_core.GradScaler("cpu"), amp_core.GradScaler("cpu")
+scaler.scale(model(torch.ones(2)).sum()).backward()
+scaler.unscale_(optimizer)
+for call in (
+    lambda: unused.step(optimizer),
+    lambda: unused.unscale_(optimizer),
+    lambda: unused.update(),
+    lambda: unused.update(1024.0),
+    lambda: scaler.update(torch.ones(2)),
+    lambda: scaler.update(torch.ones(1, requires_grad=True)),
+    lambda: pickle.dumps(scaler),
+):
+    try:
+        call()
+    except AssertionError as error:
+        print(error)
+"""
+
+
+def test_misuse_is_refused_without_assert_statements() -> None:
+    """`python -O` saves a scaler in the middle of a step, or says that None has no attribute."""
+    runs = [[sys.executable, *option, "-c", MISUSE] for option in ([], ["-O"])]
+    plain, optimized = (subprocess.run(run, capture_output=True, text=True, check=True) for run in runs)
+    assert len(plain.stdout.splitlines()) == 7
+    assert optimized.stdout == plain.stdout
