@@ -17,8 +17,8 @@ from amp_core.casts.shards import like
 from amp_core.casts.stand_ins import buckets, in_place_of, refuse_wrapper, unhooked_step
 from amp_core.casts.storage import widen_state
 from amp_core.common.arguments import check_module
-from amp_core.common.containers import map_tensors
 from amp_core.common.handle import LocalHandle
+from amp_core.common.optimizers import copied_group
 
 _LOW = (torch.bfloat16, torch.float16)
 
@@ -175,7 +175,7 @@ def float32_steps(optimizer: Optimizer, names: Mapping[int, str]) -> Iterator[tu
     """Yield (name, parameter, this rank's part after a step in float32); the step leaves nothing behind."""
     step = unhooked_step(optimizer)
     for bucket in buckets(optimizer):
-        low = [(_copied(group), [p for p in pairs if _is_low(p[1], names)]) for group, pairs in bucket]
+        low = [(copied_group(group), [p for p in pairs if _is_low(p[1], names)]) for group, pairs in bucket]
         states, copies = optimizer.state, defaultdict[Any, Any](dict)
         stand_ins = {id(p): _stand_in(p, states, copies) for _, pairs in low for _, p in pairs}
         if not stand_ins:
@@ -190,11 +190,6 @@ def float32_steps(optimizer: Optimizer, names: Mapping[int, str]) -> Iterator[tu
         for _, pairs in low:
             for _, param in pairs:
                 yield names[id(param)], param, part_of(stand_ins[id(param)]).detach()
-
-
-def _copied(group: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of `group` with the same parameters."""
-    return {key: v if key == "params" else map_tensors(v, Tensor.clone) for key, v in group.items()}
 
 
 def _is_low(param: Tensor, names: Mapping[int, str]) -> bool:

@@ -205,8 +205,10 @@ class StoredWeights(LocalHandle):
     def _show_first(self, optimizer: Optimizer) -> None:
         for param in self._params():
             if id(param) in self._first:
-                begun = optimizer.state.get(param)  # Adagrad's has, before its first step
-                optimizer.state[param][KEPT] = (self._first.pop if begun else self._first.get)(id(param))
+                first = self._first[id(param)]
+                if optimizer.state.get(param):  # Adagrad's is there before its first step
+                    del self._first[id(param)]
+                optimizer.state[param][KEPT] = first
 
     def _hide_first(self, optimizer: Optimizer, _state_dict: dict[str, Any]) -> None:
         for param in self._params():
@@ -223,9 +225,8 @@ class StoredWeights(LocalHandle):
         """Give the loaded states their own dtypes back: torch casts them to that of the parameter."""
         loaded, self._loaded = self._loaded, {}
         self._first = {}
-        plain = (
-            type(optimizer).load_state_dict is Optimizer.load_state_dict
-        )  # others look for each entry then
+        # A class that loads in its own way may look for each entry afterwards.
+        plain = type(optimizer).load_state_dict is Optimizer.load_state_dict
         for param, state in exact_states(optimizer, loaded):
             if id(param) in self._names and plain and param not in optimizer.state and KEPT in state:
                 self._first[id(param)] = state[KEPT]

@@ -38,6 +38,11 @@ def exact_states(optimizer: Optimizer, saved: dict[str, Any]) -> Iterator[tuple[
         yield param, map_tensors(state, functools.partial(torch.Tensor.to, device=param.device, copy=True))
 
 
+def copied_group(group: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy of `group` with the same parameters."""
+    return {key: v if key == "params" else map_tensors(v, Tensor.clone) for key, v in group.items()}
+
+
 @once
 def after_every_step(callback: Callable[[Optimizer], None]) -> None:
     """Call `callback` after each step of any optimizer, from the first request on and for good.

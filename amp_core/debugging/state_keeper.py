@@ -106,9 +106,8 @@ class StateKeeper:
                     optimizer.state[param].update(exact)
         _reshard(each.module for each in self._modules.values())
         with torch.no_grad():
-            for tensor, part, value, grad, leaf in reversed(
-                self._tensors.values()
-            ):  # views may have come later
+            # Backwards: a view of a tensor may have been kept after it.
+            for tensor, part, value, grad, leaf in reversed(self._tensors.values()):
                 if part.untyped_storage().nbytes() >= value.nbytes:  # otherwise its owner has freed it
                     part.copy_(value)
                 if leaf:

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from amp_core.common.arguments import check_optimizer
-from amp_core.common.containers import map_tensors
-from amp_core.common.optimizers import inner_optimizers, parameters_of
+from amp_core.common.optimizers import copied_group, inner_optimizers, parameters_of
 
 Closure = Callable[[], Any]
 
@@ -31,7 +30,7 @@ class Snapshot:
             (each.state, {p: copy.deepcopy(state) for p, state in each.state.items()})
             for each in (optimizer, *inner_optimizers(optimizer))
         ]
-        self._groups = [(group, _copied(group)) for group in optimizer.param_groups]
+        self._groups = [(group, copied_group(group)) for group in optimizer.param_groups]
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -43,11 +42,6 @@ class Snapshot:
             state.update(before)
         for group, options in self._groups:
             group.update(options)
-
-
-def _copied(group: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of `group` with the same parameters."""
-    return {key: v if key == "params" else map_tensors(v, Tensor.clone) for key, v in group.items()}
 
 
 def check_closure(optimizer: object, closure: object) -> None:
