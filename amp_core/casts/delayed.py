@@ -40,7 +40,7 @@ class DelayedScales(Local):
         check_module(model, "delayed_scales")
         self.model = model
         self._group = None if process_group is None else check_group(process_group)
-        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self.look_again()
         self._histories: dict[str, dict[str, AmaxHistory]] = {}
         self._loaded: dict[str, dict[str, Any]] = {}
         self._agreed: MutableMapping[torch.optim.Optimizer, Tensor] = WeakIdentityMapping()
@@ -58,6 +58,10 @@ class DelayedScales(Local):
     def __exit__(self, *_: object) -> None:
         self._release()
         self._release = None
+
+    def look_again(self) -> None:
+        """Find the parameters that the model has now; see `HistorySource`."""
+        self._names = {id(parameter): name for name, parameter in self.model.named_parameters()}
 
     def history(self, weight: Tensor, role: str, delayed: Delayed) -> AmaxHistory | None:
         """Return the history of one role of the products of `weight`; None if it is not the model's.
@@ -156,6 +160,8 @@ class DelayedScales(Local):
         return torch.stack(rows) if rows else none.view(1)[:0]
 
     def _names_of(self, optimizer: torch.optim.Optimizer | None) -> tuple[str, ...]:
+        if self._group is not None:
+            self.look_again()  # other ranks may have met a new parameter
         if optimizer is None:
             return tuple(self._names.values())
         ids = set(map(id, parameters_of(optimizer)))

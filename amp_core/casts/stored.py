@@ -83,7 +83,9 @@ class StoredWeights(LocalHandle):
                 f"or model.to(torch.bfloat16), and wrap it then."
             )
         if not self._names:
-            raise ValueError("No float32 or bfloat16 parameter of the model is stepped by the optimizer.")
+            raise ValueError(
+                "No float32 or bfloat16 parameter of the model, but for keep=, is stepped by the optimizer."
+            )
         self._lost = Counts(optimizer) if lost_updates else None
         self._versions: dict[int, int] = {}  # of each parameter, after the last step
         self._first: dict[int, Tensor] = {}  # what is kept until the first step: a state shows that it began

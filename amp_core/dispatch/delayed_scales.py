@@ -130,6 +130,10 @@ def histories(recipe: Recipe) -> dict[str, AmaxHistory | GraphHistory]:
 
 def _require(weight: Tensor | None, role: str, delayed: Delayed) -> AmaxHistory:
     history = None if weight is None else _history(weight, role, delayed)
+    if history is None and weight is not None:
+        for source in history_sources.active:
+            source.look_again()
+        history = _history(weight, role, delayed)
     if history is None:
         raise PolicyError(_NOTHING_KEEPS)
     return history

@@ -44,6 +44,9 @@ class HistorySource(Protocol):
     def history(self, weight: Tensor, role: str, delayed: Delayed) -> AmaxHistory | None:
         """Return the history of one role of the products of `weight`; None if the scope does not cover it."""
 
+    def look_again(self) -> None:
+        """Find the weights that the scope covers now: parameters may have been added or replaced."""
+
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """End a step of the histories whose weights `optimizer` has."""
 
