@@ -143,8 +143,8 @@ def cached_casts(model: nn.Module, *, persistent: bool = False, debug: bool = Fa
     parameter replaces the weight in the model. Gradients are bit-equal to plain autocast's, unless one
     backward pass reaches uses of a weight in several regions: these are summed in the lower precision.
 
-    Writes through ``.data`` (``w.data += ...`` too) or a NumPy view cannot be detected: call
-    `CachedCasts.invalidate` after them.
+    Writes through ``.data`` (``w.data += ...`` too) or a NumPy view, or by other processes (shared memory),
+    cannot be detected: call `CachedCasts.invalidate` after them.
     Under ``torch.compile`` the scope has no effect: the compiler plans its own casts. DTensors, as tensor
     parallelism has them, are covered. Weights that FSDP shards are cast at each use, with a warning.
 
