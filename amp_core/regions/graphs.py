@@ -1,9 +1,11 @@
-"""Regions under ``torch.compile`` and ``torch.export``: what Dynamo adds to a graph for them."""
+"""Regions and policies under ``torch.compile`` and ``torch.export``: in graphs, guards and torch's caches."""
 
 from __future__ import annotations
 
+import hashlib
+import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 
@@ -11,16 +13,69 @@ from amp_core._torch.context_manager import Constants, ContextManager, Step
 from amp_core._torch.dynamo import (
     autocast_step,
     before_export,
+    compile_under,
+    guard_on,
     trace_as_context_manager,
     when_loaded,
 )
 from amp_core.common.call_site import level_outside
-from amp_core.dispatch.activate import Activation, activation, default_policy, in_float32
-from amp_core.dispatch.graphs import graph_step, item_of_number, number_in_graphs
+from amp_core.dispatch.activate import (
+    Activation,
+    RuleOverrides,
+    activation,
+    default_policy,
+    in_float32,
+    pushed,
+    restore,
+    rule_in_force,
+)
+from amp_core.dispatch.engine import policies_in_force
 from amp_core.errors import AmpWarning
 from amp_core.plugin.default_manager import get_backend
 from amp_core.regions.region import autocast
 from amp_core.states.region_stack import thread
+
+# Graphs refer to what they push by its index in this list, which keeps it alive.
+_in_graphs: list[Activation | RuleOverrides] = []
+_numbers: dict[Hashable, int] = {}
+_graph_lock = threading.Lock()
+
+
+def number_in_graphs(item: Activation | RuleOverrides) -> int:
+    """Return the number that graphs use for `item` and its equals, and keep the first of them alive."""
+    with _graph_lock:
+        number = _numbers.setdefault(item.identity, len(_in_graphs))
+        if number == len(_in_graphs):
+            _in_graphs.append(item)
+        return number
+
+
+def push_number(number: int) -> None:
+    """Push the item with this number; graphs contain this call."""
+    _in_graphs[number].push()
+
+
+def item_of_number(number: int) -> Activation | RuleOverrides:
+    """Return the item to which `number_in_graphs` gave this number."""
+    return _in_graphs[number]
+
+
+def pop_number(_number: int) -> None:
+    """Undo the last push of this thread; graphs contain this call."""
+    restore(pushed() - 1)
+
+
+def graph_step(number: int) -> Step:
+    """Return the graph step that keeps the policy or changes with this number in force."""
+    return Step(push_number, (number,), pop_number)
+
+
+def cache_tag() -> str:
+    """Return a cache key for code compiled under this thread's policies; empty if there are none."""
+    if not policies_in_force():
+        return ""
+    rules = [(device, sorted(active.policy.rules.items())) for device, active in policies_in_force()]
+    return f"amp_core-{hashlib.sha256(repr(rules).encode()).hexdigest()}"
 
 
 def region_of_constants(
@@ -70,5 +125,21 @@ def _warn_of_regions() -> None:
 
 _how = ContextManager(_describe, _steps, region_of_constants)
 autocast._traced_as = _how  # for subclasses
-when_loaded(lambda: trace_as_context_manager([autocast], _how))
+
+
+def _register_with_dynamo() -> None:
+    guard_on(policies_in_force, "amp_core policy")
+    # A constant as long as that guard holds.
+    torch.compiler.assume_constant_result(rule_in_force)  # type: ignore[no-untyped-call]
+    compile_under(cache_tag)
+    overrides = ContextManager(
+        lambda changes: (number_in_graphs(changes),),
+        lambda number: (graph_step(number),),
+        item_of_number,
+    )
+    trace_as_context_manager([RuleOverrides], overrides)
+    trace_as_context_manager([autocast], _how)
+
+
+when_loaded(_register_with_dynamo)
 before_export(_warn_of_regions)
