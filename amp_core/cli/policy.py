@@ -6,7 +6,7 @@ import argparse
 import json
 import textwrap
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from amp_core.cli import UsageError
@@ -68,10 +68,8 @@ def _answer(args: argparse.Namespace) -> str:
         answer = policy.explain(args.op)
         return _dump(map(_entry, answer)) if args.json else str(answer)
     if args.missing:
-        from amp_core.cli.missing import report
-
         other = None if args.like is None else _policy(args.like, args.uniform)
-        return report(policy, other, as_json=args.json)
+        return _missing(policy, other, as_json=args.json)
     lines = [policy.explain(op)[0] for op, _ in sorted(policy, key=lambda item: (item[1], item[0]))]
     if args.json:
         return _dump(map(_entry, lines))
@@ -108,6 +106,38 @@ def _by_rule(lines: list[Explanation]) -> list[str]:
         title = f"{rule}: {describe(rule)} ({len(names)}; {origin})"
         rows += [*textwrap.wrap(title, terminal_width()), *wrapped(names), ""]
     return rows
+
+
+def _missing(policy: OpPolicy, other: OpPolicy | None, *, as_json: bool) -> str:
+    """Return the heavy ops without a rule in `policy`, by kind; or those that only `other` rules, by rule."""
+    import torch
+
+    from amp_core.policy.coverage import missing
+    from amp_core.policy.rules import UNCHANGED
+
+    if other is None:
+        kinds = missing(policy)
+        summary = f"{len(kinds)} heavy ops have no rule for {policy.device_type} in torch {torch.__version__}"
+        return _grouped(kinds, summary, as_json=as_json)
+    rules = {op: rule for op, rule in sorted(other) if policy.rule(op) == UNCHANGED}
+    mine, theirs = policy.device_type, other.device_type
+    summary = f"{len(rules)} ops have a rule on {theirs} and none on {mine}"
+    if rules:
+        whole = f'OpPolicy("{mine}", OpPolicy.default("{theirs}").rules)'
+        summary += f"\nop_policy() with all rules of {theirs}: {whole}"
+    return _grouped(rules, summary, as_json=as_json)
+
+
+def _grouped(groups: Mapping[str, str], summary: str, *, as_json: bool) -> str:
+    if as_json:
+        return json.dumps(groups, indent=2)
+    from amp_core.policy.names import short
+
+    rows: list[str] = []
+    for group in sorted(set(groups.values())):
+        names = [short(op) for op in groups if groups[op] == group]
+        rows += [f"{group} ({len(names)})", *wrapped(names), ""]
+    return "\n".join([*rows, summary])
 
 
 def _diff(a: str, b: str, *, uniform: bool, as_json: bool) -> str:
