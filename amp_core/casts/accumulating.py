@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import torch
@@ -25,11 +25,12 @@ class AccumulatingCasts:
 
     Args:
         reduced: whether DistributedDataParallel is known to reduce the gradients.
+        weights: returns the ``id`` of each weight that there is now; casts of others are freed.
     """
 
-    def __init__(self, reduced: bool = False) -> None:
+    def __init__(self, reduced: bool, weights: Callable[[], Set[int]]) -> None:
         self._kept: dict[tuple[int, torch.dtype], Tensor] = {}
-        self._reduced = reduced
+        self._reduced, self._weights = reduced, weights
         self._lock = threading.RLock()  # signal handlers may use the model, too
 
     def cast(
@@ -40,7 +41,10 @@ class AccumulatingCasts:
         if self._reduced or not weights[0].requires_grad:
             return cast_weights(weights, dtype, kernels, memory)
         with self._lock, torch.inference_mode(mode=False):
-            for bucket in buckets([w for w in weights if not self._fits(w, dtype)]):
+            new = [w for w in weights if not self._fits(w, dtype)]
+            if new:
+                self.keep_only(self._weights())
+            for bucket in buckets(new):
                 self._add(bucket, dtype, kernels, memory)
             casts = [self._kept[id(w), dtype] for w in weights]
             with torch.no_grad():
@@ -64,7 +68,7 @@ class AccumulatingCasts:
                 cast: Tensor = _Accumulate.apply([memory_of_cast], kernels, memory, weight)  # type: ignore[no-untyped-call]
             self._kept[id(weight), dtype] = run_backward_early(cast)
 
-    def keep_only(self, keys: set[int]) -> None:
+    def keep_only(self, keys: Set[int]) -> None:
         """Free the casts of all weights except those whose ``id`` is in `keys`."""
         with self._lock:
             self._kept = {key: cast for key, cast in self._kept.items() if key[0] in keys}

@@ -26,7 +26,7 @@ class MasterWeights(CachedCasts):
     def __init__(self, model: nn.Module, *, debug: bool = False) -> None:
         check_module(model, self._FUNCTION)
         reduced = any(isinstance(m, DistributedDataParallel) for m in model.modules())
-        self._casts = AccumulatingCasts(reduced)
+        self._casts = AccumulatingCasts(reduced, lambda: self._cache.keys())  # noqa: PLW0108  # not there yet
         super().__init__(model, self._casts.cast, debug=debug)
         super().__enter__()
 
@@ -44,7 +44,7 @@ class MasterWeights(CachedCasts):
 
     def nbytes(self) -> int:
         """Return the bytes that the low-precision weights occupy now, with their quantised forms."""
-        self._casts.keep_only(set(self._cache.keys()))  # parameters may have been replaced
+        self._casts.keep_only(self._cache.keys())  # parameters may have been replaced
         live = {id(cast): cast for cast in [*self._casts.all(), *self._cache.casts()]}
         return sum(map(nbytes_of, live.values())) + self._cache.memory.idle_nbytes()
 

@@ -108,7 +108,8 @@ class StateKeeper:
         with torch.no_grad():
             # Backwards: a view of a tensor may have been kept after it.
             for tensor, part, value, grad, leaf in reversed(self._tensors.values()):
-                if part.untyped_storage().nbytes() >= value.nbytes:  # otherwise its owner has freed it
+                freed = part.untyped_storage().nbytes() < value.nbytes  # by its owner
+                if not freed and not torch.equal(part, value):  # a graph may need it at this version
                     part.copy_(value)
                 if leaf:
                     tensor.grad = grad

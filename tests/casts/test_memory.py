@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -139,3 +141,17 @@ def test_a_scope_leaves_no_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
         with amp_core.cached_casts(model), amp_core.record():
             model(torch.ones(1, 2))
     assert len(made) == before
+
+
+def test_copies_of_replaced_weights_are_freed() -> None:
+    """A loop that loads weights with ``assign=True`` keeps each weight that it ever had."""
+    model = nn.Linear(8, 8, bias=False)
+    replaced = []
+    with amp_core.master_weights(model):
+        for _ in range(4):
+            with amp_core.autocast("cpu"):
+                model(torch.ones(1, 8)).sum().backward()
+            replaced.append(weakref.ref(model.weight.untyped_storage()))
+            model.load_state_dict({"weight": model.weight.detach().clone()}, assign=True)
+        gc.collect()
+        assert [ref() is None for ref in replaced[:2]] == [True, True]

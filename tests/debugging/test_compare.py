@@ -284,3 +284,11 @@ def test_gradients_that_the_step_clears(set_to_none):
 
     amp_core.compare(step, "cpu", model=model)
     assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), before, strict=True))
+
+
+def test_a_graph_outlives_a_comparison():
+    """Weights that did not change are written, and the backward pass that was to follow is refused."""
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)), torch.ones(2, 4)
+    loss = model(x).square().mean()
+    amp_core.compare(lambda: model(x).square().mean(), "cpu", model=model)
+    loss.backward()
