@@ -30,7 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the facts for a bug report, which includes broken backends and packages."""
-    facts = {"system": _system(), "packages": _packages(), "devices": _devices(), "settings": _settings()}
+    packages = {package: installed_version(package) or "not installed" for package in _PACKAGES}
+    facts = {"system": _system(), "packages": packages, "devices": _devices(), "settings": _settings()}
     if args.json:
         print(json.dumps(facts, indent=2))
         return 0
@@ -47,10 +48,6 @@ def _system() -> dict[str, str]:
         "platform": platform.platform(),
         "machine": f"{platform.machine()}, {os.cpu_count()} CPUs",
     }
-
-
-def _packages() -> dict[str, str]:
-    return {package: installed_version(package) or "not installed" for package in _PACKAGES}
 
 
 def _devices() -> dict[str, str]:

@@ -59,7 +59,8 @@ def bilinear(
         values = {takes[0]: a, takes[1]: b, "bias": None, **rest}
         return call(*(values[name] for name in takes if name in values))
 
-    if dispatcher_name(op) == "aten::_grouped_mm" and _is_traced(*args[:2]):
+    grouped = dispatcher_name(op) == "aten::_grouped_mm"
+    if grouped and (calls_are_captured() or any(map(is_fake, args[:2]))):
         return _in_graph(given.get("offs"), bias, dtype)
     return Bilinear(compute, functools.partial(_either, compute), bias, dtype)
 
@@ -78,10 +79,6 @@ def _gradient(of: Callable[[Tensor], Tensor], like: Tensor, grad: Tensor) -> Ten
 
 
 # ---- grouped products in graphs: torch 2.13 knows the shape of bfloat16 ones only ---------------------
-
-
-def _is_traced(*tensors: Tensor) -> bool:
-    return calls_are_captured() or any(map(is_fake, tensors))
 
 
 def _in_graph(offsets: Tensor | None, bias: Tensor | None, dtype: torch.dtype | None) -> Bilinear:

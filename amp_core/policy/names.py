@@ -52,7 +52,7 @@ def overloads(name: object) -> list[Overload]:
         raise PolicyError(_unknown(text))
     if overload:
         return [_overload(packet, overload)]
-    if _is_exact(name, packet):
+    if isinstance(name, Overload) and "default" in overloads_of(packet):
         return [packet.default]
     return _castable(packet)
 
@@ -156,10 +156,6 @@ def _text(name: object) -> str:
     raise PolicyError(f"Name an op by a string or by an op object from torch.ops, not by {name!r}.")
 
 
-def _is_exact(name: object, packet: Packet) -> bool:
-    return isinstance(name, Overload) and "default" in overloads_of(packet)
-
-
 def _packet(namespace: str, base: str) -> Packet | None:
     try:
         packet: Packet = getattr(getattr(torch.ops, namespace), base)
@@ -180,7 +176,8 @@ def _castable(packet: Packet) -> list[Overload]:
     """Return the functional overloads that take a tensor, or the mutating ones if none is functional."""
     with_tensor = [o for o in overloads_of(packet).values() if takes_tensor(o)]
     functional = [o for o in with_tensor if not is_mutable(o)]
-    castable = functional or [o for o in with_tensor if not _has_out(o)] or with_tensor
+    in_place = [o for o in with_tensor if not any(a.is_out for a in arguments(o))]
+    castable = functional or in_place or with_tensor
     if not castable:
         raise PolicyError(f"{op_text(packet)} takes no tensor, so no rule can apply to it.")
     return castable
@@ -189,10 +186,6 @@ def _castable(packet: Packet) -> list[Overload]:
 def takes_tensor(overload: Overload) -> bool:
     """Return whether an argument of the op is a tensor or holds tensors."""
     return any("Tensor" in str(a.real_type) for a in arguments(overload))
-
-
-def _has_out(overload: Overload) -> bool:
-    return any(a.is_out for a in arguments(overload))
 
 
 def _matching(glob: str) -> list[Overload]:

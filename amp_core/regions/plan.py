@@ -136,7 +136,8 @@ class PrecisionPlan:
         plain = MixedPrecisionPolicy(
             self.param_dtype, self.reduce_dtype, self.output_dtype, self.cast_forward_inputs
         )
-        if self.param_dtype in (None, torch.float32) or not self._keeps_parameters():
+        keeps_some = self.float32_parameters or FP32 in self.modules.values()
+        if self.param_dtype in (None, torch.float32) or not keeps_some:
             return plain
         if model is None:
             raise PolicyError(
@@ -185,9 +186,6 @@ class PrecisionPlan:
         )
         kept.attach()
         return AppliedPlan(rules, kept)
-
-    def _keeps_parameters(self) -> bool:
-        return bool(self.float32_parameters) or FP32 in self.modules.values()
 
     def _float32_names(self, model: nn.Module) -> set[str]:
         """Return the names of the parameters that stay float32."""

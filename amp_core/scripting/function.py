@@ -73,7 +73,7 @@ def script(fn: F) -> F:
 
     @functools.wraps(plain)
     def scripted(*args: Any, **kwargs: Any) -> Any:
-        ambient = _ambient()
+        ambient = tuple((d, torch.get_autocast_dtype(d)) for d in autocast_devices_enabled())
         # Under eager autocast, TorchScript would run its own pass over the graph, and a trace would lose the
         # surrounding state. So compile that state into the graph as a region.
         with ExitStack() as stack:
@@ -85,8 +85,3 @@ def script(fn: F) -> F:
     scripted.scripted = compiled((), False)  # type: ignore[attr-defined]
     has_regions = _torch_script.has_regions(scripted.scripted)  # type: ignore[attr-defined]
     return scripted  # type: ignore[return-value]
-
-
-def _ambient() -> Ambient:
-    """Return each device with eager autocast enabled, and its dtype."""
-    return tuple((d, torch.get_autocast_dtype(d)) for d in autocast_devices_enabled())
