@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,21 +21,34 @@ TargetDtype = Callable[[Args, Kwargs], "torch.dtype | None"]
 """(positional arguments, keyword arguments) -> the dtype to cast to; None to cast nothing."""
 
 
+_CAST = {each for each in vars(torch).values() if isinstance(each, torch.dtype) and each.is_floating_point}
+_CAST.remove(torch.float64)
+_own: dict[str, set[torch.device]] = defaultdict(set)
+"""Device type -> the devices of this type so far: reading the type of a device takes as long as all else."""
+
+
 def eligible(tensor: torch.Tensor, device_type: str) -> bool:
     """Return whether autocast on `device_type` casts `tensor` (``at::autocast::is_eligible``, 2.13)."""
-    if not tensor.is_floating_point() or tensor.dtype is torch.float64:
+    if tensor.dtype not in _CAST:
         return False
-    tensor_device = tensor.device.type
-    return tensor_device == device_type or tensor_device in get_backend(device_type).also_casts
+    device = tensor.device
+    if device in _own[device_type]:
+        return True
+    if device.type == device_type:
+        _own[device_type].add(device)
+        return True
+    return device.type in get_backend(device_type).also_casts
 
 
-def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """Yield the tensors in `values` and in the lists and tuples it contains."""
+def tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
+    """Return the tensors in `values` and in the lists and tuples it contains."""
+    tensors: list[torch.Tensor] = []
     for value in values:
         if isinstance(value, torch.Tensor):
-            yield value
+            tensors.append(value)
         elif isinstance(value, (list, tuple)):
-            yield from (item for item in value if isinstance(item, torch.Tensor))
+            tensors += [item for item in value if isinstance(item, torch.Tensor)]
+    return tensors
 
 
 def _low(_op: Overload, device_type: str) -> TargetDtype:
