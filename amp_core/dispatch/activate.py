@@ -175,7 +175,8 @@ _POLICIES_PER_CHANGE = 16
 
 _NO_EXPORT = (
     "torch.export cannot keep {policy!r}: the exported program would compute by torch's own rules. Export "
-    "what amp_core.materialize(model, args, policy=...) returns, or export without policy=."
+    "what amp_core.materialize(model, args, policy=...) returns, or leave out policy= (and "
+    "dtype=torch.float32: where torch has no such regions, they have a policy)."
 )
 
 

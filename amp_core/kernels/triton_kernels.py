@@ -84,7 +84,7 @@ class Triton(Portable):
         self, tensors: Sequence[Tensor], dtype: torch.dtype, out: Sequence[Tensor] | None = None
     ) -> list[Tensor]:
         targets = [torch.empty_like(t, dtype=dtype) for t in tensors] if out is None else list(out)
-        halves = dtype in (torch.float16, torch.bfloat16)
+        halves = not {t.dtype for t in targets}.isdisjoint((torch.float16, torch.bfloat16))
         twice = halves and any(t.dtype is torch.float64 for t in tensors)  # Triton rounds to float32 first
         if twice or not _are_pairs(tensors, targets, self._device_type):
             return super().cast(tensors, dtype, targets)

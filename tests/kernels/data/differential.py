@@ -92,6 +92,13 @@ def test_cast(tensors: list[torch.Tensor], dtype: torch.dtype, given_out: bool) 
         assert given_out or (cast.dtype, cast.stride()) == (dtype, source.stride())
 
 
+def test_a_cast_rounds_once() -> None:
+    """float64 goes into a given float16 by way of float32, which makes a tie of what lies above one."""
+    source, out = torch.tensor([1 + 2.0**-11 + 2.0**-40], dtype=torch.float64), torch.empty(1).half()
+    KERNELS.cast([source], torch.float32, [out])
+    assert out.item() == 1 + 2.0**-10
+
+
 @few
 @given(lists, st.sampled_from(REAL), st.booleans())
 def test_add(grads: list[torch.Tensor], dtype: torch.dtype, same: bool) -> None:
