@@ -84,7 +84,7 @@ class LossScale:
         Raises:
             AssertionError: no loss was scaled yet; torch's text.
         """
-        if self.scale is None:  # errors of users are no assert statements, which `python -O` leaves out
+        if self.scale is None:  # no assert statement: `python -O` leaves those out
             raise AssertionError(f"Attempted {call} but _scale is None.  {_NO_SCALE}")
         return self.scale
 
@@ -104,7 +104,7 @@ class LossScale:
         assert tracker is not None
         assert left is not None
         flags = self.optimizer_states.found_infs()
-        if not flags:  # nor here: Dynamo would turn it into an operation
+        if not flags:  # nor here: Dynamo would make an operation of it
             raise AssertionError("No inf checks were recorded prior to update.")
         found_inf = combine(flags, scale.device)
         if on_host(found_inf, scale, tracker, left):
