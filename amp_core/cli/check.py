@@ -55,11 +55,12 @@ def _check(args: argparse.Namespace) -> Report:
         raise UsageError("the kit needs pytest: pip install 'amp-core[testing]'") from error
     from amp_core.errors import BackendError
     from amp_core.plugin import get_backend
-    from amp_core.testing import check
     from amp_core.testing.report import require_writable
     from amp_core.testing.runner import load_fixtures, require_present
 
     try:
+        from amp_core.testing import check
+
         require_writable(filter(None, (args.markdown, args.badge, args.junit)))
         require_present(get_backend(args.device))
         return check(
@@ -71,7 +72,7 @@ def _check(args: argparse.Namespace) -> Report:
             thorough=args.thorough,
             progress=_show_progress,
         )
-    except (BackendError, ValueError) as error:
+    except (BackendError, ImportError, ValueError) as error:
         raise UsageError(str(error)) from error
 
 

@@ -45,6 +45,8 @@ def __getattr__(name: str) -> Any:
     # Import lazily: pytest can rewrite asserts only in modules that are not loaded yet.
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if not __debug__:
+        raise ImportError("`python -O` leaves out what the kit's checks assert: run it without -O.")
     import importlib
 
     return getattr(importlib.import_module(_MODULES[name]), name)

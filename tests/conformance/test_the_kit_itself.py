@@ -93,6 +93,15 @@ def test_the_command_explains_what_it_cannot_check(args, text, capsys):
     assert text in capsys.readouterr().err
 
 
+def test_the_kit_does_not_run_without_assert_statements():
+    """`python -O` leaves out what a check asserts, and a wrong backend passes."""
+    backend = "from amp_core.testing import BackendConformance"
+    for run in (["-m", "amp_core", "check", "cpu", "--area", "dtypes"], ["-c", backend]):
+        done = subprocess.run([sys.executable, "-O", *run], capture_output=True, text=True, check=False)
+        assert done.returncode
+        assert "run it without -O" in done.stderr
+
+
 @pytest.mark.parametrize("fixtures", [BackendFixtures, BackendConformance])
 def test_every_class_of_fixtures_leaves_the_areas_as_chosen(fixtures):
     """A maker who passes his test class would get all areas; who passes the base, an error of Python."""
@@ -229,11 +238,14 @@ def run_pytest(folder, *args):
 
 
 def test_the_kit_as_a_pytest_plugin(tmp_path):
-    """A project's own pytest run could not check its device, or would lose its own tests."""
+    """A project's own pytest run could lose tests, or blame kernels for what a plugin does."""
     (tmp_path / "test_own.py").write_text("def test_own_update():\n    pass\n")
+    phases = ("setup", "teardown")  # in each of which pytest-randomly seeds anew
+    seeding = [f"def pytest_runtest_{phase}():\n    random.seed('{phase}')\n" for phase in phases]
+    (tmp_path / "seeding.py").write_text("\n\n".join(["import random", *seeding]))
     files = {name: tmp_path / name for name in ("r.json", "r.md", "r.svg")}
     reports = [f"--amp-report={path}" for path in files.values()]
-    done = run_pytest(tmp_path, "--amp-device=cpu", "-k", "update", *reports)
+    done = run_pytest(tmp_path, "-p", "seeding", "--amp-device=cpu", "-k", "update", *reports)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(files["r.json"].read_text())
     assert {r["area"] for r in found["results"]} == {"update"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import io
 import os
@@ -34,22 +35,41 @@ class Manners(BackendFixtures):
     _said: frozenset[str] = frozenset()
 
     @pytest.fixture(autouse=True)
-    def _leaves_the_process_as_it_was(self) -> Iterator[None]:
-        """Compare what belongs to the caller before and after the check; record warnings and lines in it."""
+    def _leaves_the_process_as_it_was(self, request: pytest.FixtureRequest) -> Iterator[None]:
+        """Fail, whatever the outcome of the check, if what belongs to the caller is different after it."""
+        check, changed = request.node.obj, list[str]()
+
+        @functools.wraps(check)
+        def watched(*args: Any, **kwargs: Any) -> None:
+            with self._watching(changed):
+                check(*args, **kwargs)
+
+        # Just around the check: pytest-randomly seeds generators between its end and that of this fixture.
+        request.node.obj = watched
+        yield
+        assert not changed, f"a kernel changed {changed[0]}"
+
+    @contextmanager
+    def _watching(self, changed: list[str]) -> Iterator[None]:
+        """Add what belongs to the caller and changes in the block; record warnings and lines in it."""
         # Leave out what the first use of a library may change, and what `EffectsConformance` cannot restore.
         everything = [setting for setting in settings(self) if setting.name not in _UNSTABLE]
         before, variables = [setting.read() for setting in everything], dict(os.environ)
         output = _Recorder(sys.stdout)
         self._printed = output.texts
-        with warnings.catch_warnings(record=True) as self._caught, redirect_stdout(output):
-            warnings.simplefilter("always")
-            yield
-        for setting, then in zip(everything, before, strict=True):
-            now = setting.read()
-            assert now == then, f"a kernel changed {change(setting, then, now)}"
-        # New ones may be those of a library that has just been loaded.
-        other = [k for k, v in variables.items() if os.environ.get(k) != v and k != "PYTEST_CURRENT_TEST"]
-        assert not other, f"a kernel changed the environment: {other}"
+        try:
+            with warnings.catch_warnings(record=True) as self._caught, redirect_stdout(output):
+                warnings.simplefilter("always")
+                yield
+        finally:
+            for setting, then in zip(everything, before, strict=True):
+                now = setting.read()
+                if now != then:
+                    changed.append(change(setting, then, now))
+            # New ones may be those of a library that has just been loaded.
+            other = [name for name, value in variables.items() if os.environ.get(name) != value]
+            if other:
+                changed.append(f"the environment: {other}")
 
     @contextmanager
     def _quietly(self) -> Iterator[None]:
