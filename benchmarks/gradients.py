@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,8 +23,32 @@ class NoStep(torch.optim.Optimizer):
         """Do nothing."""
 
 
+class Recorded(torch.amp.GradScaler):
+    """torch's scaler with the least record of each step: scale before and after, and overflow flag."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.history: deque[list[float]] = deque(maxlen=1000)
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Step and begin the record."""
+        before = self.get_scale()
+        result = super().step(optimizer, *args, **kwargs)
+        flags = self._found_inf_per_device(optimizer).values()
+        self.history.append([before, *(flag.item() for flag in flags)])
+        return result
+
+    def update(self, new_scale: Any = None) -> None:
+        """Update and complete the record."""
+        super().update(new_scale)
+        self.history[-1].append(self.get_scale())
+
+
 def run() -> Iterator[Ratio]:
-    """Compare whole steps (unscale, check, clip, step, update) for several models and optimizers."""
+    """Compare whole steps (unscale, check, clip, step, update) for several models and optimizers.
+
+    The limit is what torch's own scaler takes if it, too, keeps a record of each step.
+    """
     models = {
         "10 tensors of 1k": many(10),
         "200 tensors of 1k": many(200),
@@ -33,6 +58,7 @@ def run() -> Iterator[Ratio]:
     for name, shapes in models.items():
         yield _steps(f"{name}, no-op, clip", shapes, NoStep, {}, clip=True)
         yield _steps(f"{name}, no-op, no clip", shapes, NoStep, {}, clip=False)
+    yield _steps("10 tensors of 1k, no-op, no clip: limit", many(10), NoStep, {}, clip=False, ours=Recorded)
     adamw = torch.optim.AdamW
     for name in ("200 tensors of 1k", "GPT-2 small"):
         yield _steps(f"{name}, AdamW fused, clip", models[name], adamw, {"fused": True}, clip=True)
@@ -43,19 +69,30 @@ def run() -> Iterator[Ratio]:
 
 
 def _steps(
-    name: str, shapes: list[tuple[int, ...]], kind: type[Any], options: dict[str, Any], *, clip: bool
+    name: str,
+    shapes: list[tuple[int, ...]],
+    kind: type[Any],
+    options: dict[str, Any],
+    *,
+    clip: bool,
+    ours: type[torch.amp.GradScaler] = amp_core.GradScaler,
 ) -> Ratio:
-    sides = sides_of_step(shapes, kind, options, clip=clip)
+    sides = sides_of_step(shapes, kind, options, clip=clip, ours=ours)
     small = sum(torch.Size(s).numel() for s in shapes) < 10_000_000
     return compare(name, *sides, rounds=15 if small else 7, calls=10 if small else 1)
 
 
 def sides_of_step(
-    shapes: list[tuple[int, ...]], kind: type[Any], options: dict[str, Any], *, clip: bool
+    shapes: list[tuple[int, ...]],
+    kind: type[Any],
+    options: dict[str, Any],
+    *,
+    clip: bool,
+    ours: type[torch.amp.GradScaler] = amp_core.GradScaler,
 ) -> tuple[Callable[[], None], Callable[[], None]]:
     """Return torch's step and ours, each with parameters of its own: both touch the same amount of memory."""
     sides = []
-    for scaler in (torch.amp.GradScaler("cpu", 1.0), amp_core.GradScaler("cpu", 1.0)):
+    for scaler in (torch.amp.GradScaler("cpu", 1.0), ours("cpu", 1.0)):
         params = [torch.nn.Parameter(t) for t in tensors(shapes)]
         for param, grad in zip(params, tensors(shapes), strict=True):
             param.grad = grad
