@@ -234,6 +234,5 @@ def test_training_programs() -> None:
             wanted, got = (program(Program(ours, **settings)) for ours in (False, True))
             for one, other in zip(wanted, got, strict=True):
                 torch.testing.assert_close(other, one, rtol=0, atol=0, equal_nan=True)
-        except BaseException as error:
-            error.add_note(f"program: {program.__name__} with {settings}")
-            raise
+        except Exception as error:
+            raise AssertionError(f"{program.__name__} with {settings}") from error
