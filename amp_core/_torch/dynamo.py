@@ -117,8 +117,9 @@ class _AfterImports(importlib.abc.MetaPathFinder):
         """Find the module as the finders after this one do, with a loader that calls back."""
         if name not in self._callbacks:
             return None
-        later = sys.meta_path[sys.meta_path.index(self) + 1 :]  # the earlier ones may ask this one in turn
-        specs = (each.find_spec(name, path, target) for each in later if hasattr(each, "find_spec"))
+        finders = iter([*sys.meta_path])
+        any(each is self for each in finders)  # leaves the later ones: the earlier may ask this one in turn
+        specs = (each.find_spec(name, path, target) for each in finders if hasattr(each, "find_spec"))
         spec = next((spec for spec in specs if spec is not None), None)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module

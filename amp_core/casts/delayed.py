@@ -108,12 +108,12 @@ class DelayedScales(Local):
         Args:
             optimizer: limits it to the weights that it has.
         """
+        largest = None if optimizer is None else self._agreed.pop(optimizer, None)
+        if self._group is not None and largest is None:
+            self.look_again()  # other ranks may have met a new parameter
         names = self._names_of(optimizer)
         if self._group is not None:
-            largest = None if optimizer is None else self._agreed.pop(optimizer, None)
-            if largest is None:
-                largest = self._agree(names, self._group)
-            self._past.append((names, largest))
+            self._past.append((names, self._agree(names, self._group) if largest is None else largest))
         for name in names:
             for history in [*self._histories.get(name, {}).values()]:  # another thread may add to them
                 history.step()
@@ -134,6 +134,7 @@ class DelayedScales(Local):
 
         if distributed.get_process_group_ranks(self._group) != [*ranks]:
             return None
+        self.look_again()
         return torch.cat([self._largest(self._names_of(optimizer)) for optimizer in optimizers])
 
     @torch.no_grad()
@@ -160,8 +161,6 @@ class DelayedScales(Local):
         return torch.stack(rows) if rows else none.view(1)[:0]
 
     def _names_of(self, optimizer: torch.optim.Optimizer | None) -> tuple[str, ...]:
-        if self._group is not None:
-            self.look_again()  # other ranks may have met a new parameter
         if optimizer is None:
             return tuple(self._names.values())
         ids = set(map(id, parameters_of(optimizer)))

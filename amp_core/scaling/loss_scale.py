@@ -67,6 +67,8 @@ class LossScale:
 
     def allocate(self, device: torch.device) -> None:
         """Create the tensors on `device`."""
+        if self.growth_tracker is not None:
+            raise AssertionError("_growth_tracker initialized before _scale")
         self.scale = torch.full((), self.init_scale, dtype=torch.float32, device=device)
         self.growth_tracker = torch.full((), self.init_growth_tracker, dtype=torch.int32, device=device)
         self.hysteresis_left = torch.full((), self.init_hysteresis_left, dtype=torch.int32, device=device)
@@ -86,6 +88,8 @@ class LossScale:
         """
         if self.scale is None:  # no assert statement: `python -O` leaves those out
             raise AssertionError(f"Attempted {call} but _scale is None.  {_NO_SCALE}")
+        if self.growth_tracker is None:
+            raise AssertionError(f"Attempted {call} but _growth_tracker is None.  {_NO_SCALE}")
         return self.scale
 
     # -- moving ----------------------------------------------------------------------------------

@@ -219,7 +219,7 @@ def serving(backend: Backend) -> Iterator[None]:
 @functools.cache
 def _can_hold(device_type: str, dtype: torch.dtype) -> bool:
     try:
-        ones = torch.ones(2, dtype=torch.float32).to(dtype).to(device_type)
+        ones = torch.ones(2, dtype=torch.float32, device="cpu").to(dtype).to(device_type)
         return dtype.is_complex or bool((ones.cpu().float() == 1).all())
     except (RuntimeError, TypeError, NotImplementedError):
         return False

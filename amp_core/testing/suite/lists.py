@@ -43,6 +43,8 @@ class ListJudge(Judge):
             for target in (self.backend.supported_dtypes()[0], dtypes[0]):
                 self._judge_casts_and_sums(self._buffers(dtypes, many, _SPECIAL), target)
         for dtypes, many in (([torch.float32], self.many_tensors), (self._gradient_dtypes(), few)):
+            special = _SPECIAL if dtypes == [torch.float32] else ()  # those of complex numbers have no rule
+            self._judge_products(self._buffers(dtypes, many, special))
             self._judge_gradients(self._buffers(dtypes, many))
 
     def _buffers(
@@ -70,15 +72,18 @@ class ListJudge(Judge):
             list(map(torch.zeros_like, values)),
         )
         sums = [v.clone() for v in values]
-        wide = [v.to(torch.promote_types(v.dtype, torch.float32), copy=True) for v in values]
-        given, *lists = map(_in_turn, (values, into, copies, sums, wide))
+        wide, wider = (
+            [v.to(torch.promote_types(v.dtype, torch.float32), copy=True) for v in values] for _ in range(2)
+        )
+        given, *lists = map(_in_turn, (values, into, copies, sums, wide, wider))
         references = References([*given, *itertools.chain(*lists)])
         versions = space.versions(*values)
         casts = self._cast_apart(given, target)
         for targets in lists[:2]:
             self.kernels.cast(given, target, targets)
-        for totals in lists[2:]:
+        for totals in lists[2:4]:
             self.kernels.add_(totals, given)
+        self.kernels.add_(lists[4], lists[0])
         references.assert_as_before([], 0)
         assert space.versions(*values) == versions, "a version counter of what is only read has moved"
         for i, value in enumerate(values):
@@ -88,15 +93,26 @@ class ListJudge(Judge):
             self._assert_values(into[i], rounded, f"cast(out=) {what}")
             self._assert_values(copies[i], expected, f"cast(out=) to their own dtype {what}")
             self._assert_values(sums[i], expected * 2, f"add_ {what}")
-            self._assert_values(wide[i], expected.to(wide[i].dtype) * 2, f"add_ to wider ones {what}")
+            expected = expected.to(wide[i].dtype)
+            self._assert_values(wide[i], expected * 2, f"add_ to wider ones {what}")
+            sum_of_both = expected + data.plain(into[i])  # what was written, if the device flushes
+            self._assert_values(wider[i], sum_of_both, f"add_ of {target} to wider ones {what}")
+
+    def _judge_products(self, values: list[Tensor]) -> None:
+        products = [v.clone() for v in values]
+        tensors = _in_turn(products)
+        references = References(tensors)
+        self.kernels.multiply_(tensors, data.scalar(0.5, self.device))
+        references.assert_as_before([], 0)
+        for value, product in zip(values, products, strict=True):
+            what = f"multiply_ of {len(tensors)} tensors, {value.dtype}"
+            self._assert_products(product, data.plain(value) * 0.5, what)
 
     def _judge_gradients(self, values: list[Tensor]) -> None:
-        """Norms, products and flags, with a bad element in every part of the list."""
+        """Norms and flags, with a bad element in every part of the list."""
         values[-1][-1] = 9.0  # the largest one
-        products, moduli = [v.clone() for v in values], [data.plain(v).abs().double() for v in values]
-        tensors, scaled = _in_turn(values), _in_turn(products)
-        references, versions = References([*tensors, *scaled]), space.versions(*values)
-        self.kernels.multiply_(scaled, data.scalar(0.5, self.device))
+        moduli, tensors = [data.plain(v).abs().double() for v in values], _in_turn(values)
+        references, versions = References(tensors), space.versions(*values)
         many, what = len(tensors), f"of {len(tensors)} tensors"
         orders = (2.0, 3.0, torch.inf, 1.0)
         for order in orders:
@@ -106,8 +122,6 @@ class ListJudge(Judge):
             self._assert_norms(self.kernels.grad_stats(tensors, order), norms, order, what)
         references.assert_as_before([], 0)
         assert space.versions(*values) == versions, "a version counter of what is only read has moved"
-        for value, product in zip(values, products, strict=True):
-            self._assert_products(product, data.plain(value) * 0.5, f"multiply_ {what}, {value.dtype}")
         half, flag = data.scalar(0.5, self.device), data.scalar(0.0, self.device)
         places = [place for place in (many // 2, many - 1, many - 2, 0, 749, 1499) if place < many]
         for order, place in zip(itertools.cycle(orders), places, strict=False):
