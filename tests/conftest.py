@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import shlex
@@ -74,6 +75,18 @@ def on_ranks(forked: Callable[..., list[tuple[list[int], str]]]) -> Callable[...
         return printed
 
     return run
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    """Make a group of one rank over gloo; what the test wraps in DDP is freed before the group.
+
+    DDP freed after it would wait for gloo's threads, and they for the GIL, to free a context of Python's.
+    """
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    gc.collect()
+    torch.distributed.destroy_process_group()
 
 
 @pytest.fixture

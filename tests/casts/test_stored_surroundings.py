@@ -12,29 +12,24 @@ from amp_core import master_weights
 
 
 @pytest.mark.parametrize("storage", ["remainder", "stochastic", "kahan"])
-def test_float32_weights_that_ddp_has_wrapped(storage: Any) -> None:
+def test_float32_weights_that_ddp_has_wrapped(storage: Any, one_rank: None) -> None:
     """Gradients are no longer reduced, and DDP blames unused parameters."""
-    dist = torch.distributed
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        wrapped = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
-        optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
-        with pytest.raises(ValueError, match=r"module.weight is float32, and DistributedDataParallel"):
-            master_weights(wrapped, optimizer, storage)
-        assert wrapped.module.weight.dtype is torch.float32
+    wrapped = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"module.weight is float32, and DistributedDataParallel"):
+        master_weights(wrapped, optimizer, storage)
+    assert wrapped.module.weight.dtype is torch.float32
 
-        for first in (nn.Linear(4, 4), nn.Linear(4, 4).bfloat16()):
-            stored, steps = first.weight.dtype is torch.float32, torch.optim.SGD(first.parameters(), lr=0.1)
-            if stored:
-                master_weights(first, steps, storage)
-            wrapped = nn.parallel.DistributedDataParallel(first)
-            if not stored:
-                master_weights(wrapped, steps, storage)
-            for _ in range(3):
-                wrapped(torch.ones(2, 4).bfloat16()).sum().backward()
-                steps.step()
-    finally:
-        dist.destroy_process_group()
+    for first in (nn.Linear(4, 4), nn.Linear(4, 4).bfloat16()):
+        stored, steps = first.weight.dtype is torch.float32, torch.optim.SGD(first.parameters(), lr=0.1)
+        if stored:
+            master_weights(first, steps, storage)
+        wrapped = nn.parallel.DistributedDataParallel(first)
+        if not stored:
+            master_weights(wrapped, steps, storage)
+        for _ in range(3):
+            wrapped(torch.ones(2, 4).bfloat16()).sum().backward()
+            steps.step()
 
 
 class Lookahead(torch.optim.Optimizer):
@@ -71,26 +66,21 @@ WRAPPERS = {
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
-def test_optimizers_that_step_another() -> None:
+def test_optimizers_that_step_another(one_rank: None) -> None:
     """The inner optimizer does not see the weights, which do not move, or forgets its moments."""
-    dist = torch.distributed
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        for name, makers in WRAPPERS.items():
-            for make in makers:
-                model = nn.Linear(4, 4)
-                outer = make([*model.parameters()])
-                inner = getattr(outer, name)
-                with pytest.raises(ValueError, match=rf"lets another optimizer step, its \.{name}"):
-                    master_weights(model, outer, "remainder")
-                with master_weights(model, inner, "remainder") as masters:
-                    moved(model, outer, masters)
-                    assert inner.state[model.weight]["step"] == 3
-        model = nn.Linear(4, 4)
-        outer = Lookahead(torch.optim.Adam(model.parameters(), lr=0.1), shared=True)
-        moved(model, outer, master_weights(model, outer, "remainder"))
-    finally:
-        dist.destroy_process_group()
+    for name, makers in WRAPPERS.items():
+        for make in makers:
+            model = nn.Linear(4, 4)
+            outer = make([*model.parameters()])
+            inner = getattr(outer, name)
+            with pytest.raises(ValueError, match=rf"lets another optimizer step, its \.{name}"):
+                master_weights(model, outer, "remainder")
+            with master_weights(model, inner, "remainder") as masters:
+                moved(model, outer, masters)
+                assert inner.state[model.weight]["step"] == 3
+    model = nn.Linear(4, 4)
+    outer = Lookahead(torch.optim.Adam(model.parameters(), lr=0.1), shared=True)
+    moved(model, outer, master_weights(model, outer, "remainder"))
 
 
 def moved(model: nn.Linear, optimizer: Any, masters: Any) -> None:

@@ -138,21 +138,17 @@ def test_collectives_of_two_ranks(on_ranks):
     assert on_ranks(script).count("all is well") == 2
 
 
-def test_collectives_of_one_rank(net, x, tmp_path):
+def test_collectives_of_one_rank(net, x, tmp_path, one_rank):
     """Collectives pass for ops, or are lost in a file; a sum of metrics passes for one of gradients."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        with amp_core.record(net) as r:
-            loss = net(x).sum()
-            loss.register_hook(lambda grad: (dist.all_reduce(total := grad.clone()), total)[1])
-            net.first.weight.register_post_accumulate_grad_hook(lambda p: dist.all_reduce(p.grad))
-            loss.backward()
-            dist.all_reduce(loss.detach().bfloat16())
-            dist.broadcast(torch.ones(3, dtype=torch.int64), 0)
-            ops, group = torch.ops._c10d_functional, dist.group.WORLD.group_name
-            ops.wait_tensor(ops.all_gather_into_tensor(torch.ones(2), 1, group))
-    finally:
-        dist.destroy_process_group()
+    with amp_core.record(net) as r:
+        loss = net(x).sum()
+        loss.register_hook(lambda grad: (dist.all_reduce(total := grad.clone()), total)[1])
+        net.first.weight.register_post_accumulate_grad_hook(lambda p: dist.all_reduce(p.grad))
+        loss.backward()
+        dist.all_reduce(loss.detach().bfloat16())
+        dist.broadcast(torch.ones(3, dtype=torch.int64), 0)
+        ops, group = torch.ops._c10d_functional, dist.group.WORLD.group_name
+        ops.wait_tensor(ops.all_gather_into_tensor(torch.ones(2), 1, group))
     counts = {(k.phase, k.kind, k.of, k.dtype): (c.calls, c.nbytes) for k, c in r.collectives.items()}
     assert counts == {
         ("backward", "all_reduce", "activation gradients", "float32"): (1, 4),

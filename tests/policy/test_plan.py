@@ -6,12 +6,10 @@ import copy
 import dataclasses
 import io
 import itertools
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -39,10 +37,8 @@ def plan(table: str, head: str = "") -> PrecisionPlan:
 
 
 @pytest.fixture
-def mesh() -> Iterator[object]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
+def mesh(one_rank: None) -> object:
+    return init_device_mesh("cpu", (1,))
 
 
 def test_one_file_has_all_of_it(tmp_path: Path) -> None:
