@@ -99,6 +99,18 @@ class Hook:
         if not is_exporting():
             self._call(*args)
 
+    @property
+    def __name__(self) -> str:
+        """Not there: ``torch.jit.script`` asks for it, and would compile the hook as a part of the model.
+
+        Raises:
+            AttributeError: always.
+        """
+        raise AttributeError(
+            "A hook of amp_core.guard or amp_core.watch has no __name__. If torch.jit.script asks for it: "
+            "TorchScript cannot compile a model that is guarded or watched. Call remove() first."
+        )
+
     def __reduce__(self) -> tuple[Any, ...]:
         return Hook, (_do_nothing,)
 

@@ -246,3 +246,23 @@ def test_tools_may_end_in_any_order():
     assert engine("cpu").local.observer is None
     torch.compile(torch.sin, backend=backend)(torch.ones(1))
     assert len(compiled) == 1
+
+
+def test_a_model_is_watched_from_the_meta_device_on():
+    """A model that is built without memory cannot be watched: "no backend serves 'meta'"."""
+    with torch.device("meta"):
+        model = net()
+    with amp_core.watch(model, every=1) as ranges:
+        model(torch.ones(2, 8, device="meta"))
+        assert not ranges.entries
+        model.to_empty(device="cpu").load_state_dict(net().state_dict())
+        model(torch.ones(2, 8))
+    assert {entry.kind for entry in ranges.entries} >= {"weight", "activation"}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
+@pytest.mark.parametrize("tool", [amp_core.guard, amp_core.watch])
+def test_scripting_an_observed_model_is_refused_in_words(tool):
+    """torch.jit.script ends with "'Hook' object has no attribute '__name__'"."""
+    with tool(net()) as handle, pytest.raises(AttributeError, match="guarded or watched"):
+        torch.jit.script(handle.model)
