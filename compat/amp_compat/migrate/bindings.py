@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import libcst as cst
 from libcst.helpers import get_full_name_for_node
-from libcst.metadata import Assignment, BaseAssignment, ImportAssignment, Scope
+from libcst.metadata import Assignment, BaseAssignment, GlobalScope, ImportAssignment, Scope
 
 from amp_compat.migrate.names import OBJECTS, parse_legacy
 from amp_compat.migrate.tree import Parents, around
@@ -101,6 +101,9 @@ class Resolver:
         meanings = [(b, self._meaning(b, node.value)) for b in bindings]
         certain = [(b, m) for b, m in meanings if not self._is_fallback(b, m)]
         names = {m.dotted if m else None for _, m in certain}
+        star = self._star_below(node.value, bindings)
+        if star is not None:
+            return Resolved(star, conflict="" if names == {star} else _conflict(node.value, {star, *names}))
         if len(names) == 1 and certain[0][1] is not None:
             meaning = certain[0][1]
             fallback = any(not _is_none(self._value(b)) for b, _ in meanings if (b, _) not in certain)
@@ -108,6 +111,17 @@ class Resolver:
             imports = tuple(b for b, _ in certain)
             return Resolved(meaning.dotted, imports, alias, fallback, meaning.shared, meaning.conflict)
         return self._unclear(node.value, certain)
+
+    def _star_below(self, name: str, bindings: list[BaseAssignment]) -> str | None:
+        """Return the full name that a star import binds `name` to after one of its `bindings`, or None."""
+        first = bindings[0]
+        if name not in self._stars or not isinstance(first.scope, GlobalScope):
+            return None
+        assert isinstance(first, Assignment)
+        *_, top, module = [None, *around(first.node, self.parents)]
+        assert isinstance(module, cst.Module)
+        below = module.body[[each is top for each in module.body].index(True) :]
+        return self._stars[name] if star_imports(below) else None
 
     def _unclear(self, name: str, meanings: list[tuple[BaseAssignment, Resolved | None]]) -> Resolved | None:
         """Return the meaning of a name with several bindings, some of them deprecated."""
@@ -181,16 +195,16 @@ def getattr_literal(node: cst.BaseExpression) -> str | None:
     return None
 
 
-def star_imports(module: cst.Module) -> list[cst.ImportFrom]:
-    """Return the top-level star imports of deprecated modules."""
-    lines = [line for line in module.body if isinstance(line, cst.SimpleStatementLine)]
+def star_imports(body: Sequence[cst.CSTNode]) -> list[cst.ImportFrom]:
+    """Return the star imports of deprecated modules among the statements `body`."""
+    lines = [line for line in body if isinstance(line, cst.SimpleStatementLine)]
     froms = [small for line in lines for small in line.body if isinstance(small, cst.ImportFrom)]
     return [f for f in froms if isinstance(f.names, cst.ImportStar) and parse_legacy(module_name(f) or "")]
 
 
 def star_names(module: cst.Module) -> dict[str, str]:
     """Map the names bound by star imports of deprecated modules to their full names."""
-    stars = [module_name(star) for star in star_imports(module)]
+    stars = [module_name(star) for star in star_imports(module.body)]
     return {name: f"{dotted}.{name}" for dotted in stars for name in OBJECTS if name[0] != "_"}
 
 

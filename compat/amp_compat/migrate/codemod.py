@@ -18,7 +18,7 @@ from amp_compat.migrate.model import Finding, Level, Rewritten
 from amp_compat.migrate.names import Legacy, Target, parse_legacy
 from amp_compat.migrate.plan import Plan, Use
 from amp_compat.migrate.prune import prune
-from amp_compat.migrate.rules import settle_aliases, settle_shared
+from amp_compat.migrate.rules import settle_aliases, settle_modules, settle_shared
 from amp_compat.migrate.tree import (
     Apply,
     Edit,
@@ -66,9 +66,6 @@ class ModuleRewriter:
     def rewrite(self) -> Rewritten:
         """Return the new text and the findings."""
         plan = self._collect()
-        for use in plan.uses:
-            if not use.manual:
-                self._try_site(use)
         self._renamed = self._rename_bindings(plan)
         for use in plan.uses:
             self._rewrite(use)
@@ -87,9 +84,14 @@ class ModuleRewriter:
     def _collect(self) -> Plan:
         collector = Collector(self.resolver, self.parents)
         self.module.visit(collector)
-        settle_aliases(collector.plan, self.resolver)
-        settle_shared(collector.plan, self.resolver)
-        return collector.plan
+        plan = collector.plan
+        for use in plan.uses:
+            if not use.manual:
+                self._try_site(use)
+        settle_aliases(plan, self.resolver)
+        settle_shared(plan, self.resolver)
+        settle_modules(plan)
+        return plan
 
     def _try_site(self, use: Use) -> None:
         """Check that the arguments of the use can be converted."""
@@ -118,8 +120,9 @@ class ModuleRewriter:
                     renamed.add(binding)
                 self.imports.rename(binding.node, binding.name)
                 self._note_import(binding, uses)
-        for name in self.stars:
-            self._star(name, [u for u in plan.uses if isinstance(u.node, cst.Name) and u.node.value == name])
+        starred = [u for u in plan.uses if isinstance(u.node, cst.Name) and not u.resolved.bindings]
+        if not any(use.manual for use in starred):  # such a use needs the star import
+            self.imports.star_uses.update(u.node.value for u in starred if isinstance(u.node, cst.Name))
         return renamed
 
     def _import_edits(self) -> None:
@@ -127,7 +130,7 @@ class ModuleRewriter:
             self.edits[line] = partial(self.imports.edit_line, line)
         if not self.imports.star_uses:
             return
-        for star in star_imports(self.module):
+        for star in star_imports(self.module.body):
             self.edits[star] = self.imports.star_edit
             note = "star import replaced: names that only other files import from here need their own import"
             self._find(star, "review", module_name(star) or "", note)
@@ -172,10 +175,6 @@ class ModuleRewriter:
         else:
             self._find(binding.node, "changed", binding.name, f"imported from {self.target.module}")
 
-    def _star(self, name: str, uses: list[Use]) -> None:
-        if uses and not any(use.manual for use in uses):
-            self.imports.star_uses.add(name)
-
     # -- uses ---------------------------------------------------------------------------------------
 
     def _rewrite(self, use: Use) -> None:
@@ -186,8 +185,8 @@ class ModuleRewriter:
         if not through_alias:
             self._replace(use)
         edit = self._site_edit(use)
-        if edit is not None and use.site is not None:
-            self.edits[use.site] = edit
+        if edit is not None:
+            self.edits[edit[0]] = edit[1]
         level: Level = "review" if use.review else "changed"
         if not through_alias or edit is not None or use.review:
             self._find(
@@ -200,7 +199,7 @@ class ModuleRewriter:
     def _replace(self, use: Use) -> None:
         new = self._expression(use)
         if use.kind in {"value", "alias"}:
-            new = self.expressions.partial(use.legacy, new)
+            new = self.expressions.partial(use.legacy, new, at=use.node)
         elif use.kind == "decorator":
             new = cst.Call(new, convert_args(use.legacy, [], self.quote))
         parens = {"lpar": use.node.lpar, "rpar": use.node.rpar}
@@ -208,21 +207,18 @@ class ModuleRewriter:
         if not (isinstance(new, cst.Name) and isinstance(use.node, cst.Name) and new.value == use.node.value):
             self.edits[use.node] = lambda _: replacement
 
-    def _site_edit(self, use: Use) -> Edit | None:
-        """Return the edit of the call or class around a use."""
-        if use.kind == "call" and isinstance(use.site, cst.Call):
-            return self._call_edit(
-                use.legacy, use.site, bare=use.resolved.alias and isinstance(use.node, cst.Name)
-            )
-        if use.kind == "partial" and isinstance(use.site, cst.Call):
-            return self._partial_edit(use.legacy, use.site)
-        if use.kind == "base" and isinstance(use.site, cst.ClassDef):
+    def _site_edit(self, use: Use) -> tuple[cst.CSTNode, Edit] | None:
+        """Return the call to change because of a use, and how."""
+        call, edit = use.site, None
+        if use.kind == "call" and isinstance(call, cst.Call):
+            bare = use.resolved.alias and isinstance(use.node, cst.Name)
+            edit = self._call_edit(use.legacy, call, bare=bare)
+        elif use.kind == "partial" and isinstance(call, cst.Call):
+            edit = self._partial_edit(use.legacy, call)
+        elif use.kind == "base" and isinstance(use.site, cst.ClassDef):
             call = super_init(use.site)
             edit = self._call_edit(use.legacy, call, bare=False)
-            assert edit is not None
-            self.edits[call] = edit
-            return None
-        return None
+        return None if call is None or edit is None else (call, edit)
 
     def _quote_at(self, node: cst.CSTNode) -> str:
         """Return the file's quotation mark, or the other one inside an f-string that uses it."""
@@ -278,7 +274,7 @@ class ModuleRewriter:
             if isinstance(use.node, cst.Name):
                 return use.node
             return cst.parse_expression(f"{root.value}.{suffix}")
-        if use.resolved.alias and isinstance(root, cst.Name) and legacy.name:
+        if use.resolved.alias and not use.direct and isinstance(root, cst.Name) and legacy.name:
             return cst.parse_expression(f"{root.value}.{suffix}")
         return self.expressions.successor(legacy, root)
 

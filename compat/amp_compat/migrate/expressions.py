@@ -44,11 +44,14 @@ class Expressions:
         suffix = self._target.suffix(legacy.name) if legacy.name else ""
         return cst.parse_expression(".".join(filter(None, [self._module_of(root), suffix])))
 
-    def partial(self, legacy: Legacy, successor: cst.BaseExpression) -> cst.Call:
+    def partial(self, legacy: Legacy, successor: cst.BaseExpression, at: cst.CSTNode) -> cst.Call:
         """Return ``functools.partial(successor, device)``, which takes the deprecated keyword arguments."""
-        functools = self._name_for("functools.partial") or cst.parse_expression("functools.partial")
-        if "functools" not in bound_names(self._module) and not isinstance(functools, cst.Name):
-            self._imports.need("functools")
+        functools: cst.BaseExpression | None = self._name_for("functools.partial", above=at)
+        if functools is None:
+            module = self._name_for("functools", above=at)
+            if module is None:
+                self._imports.need("functools")
+            functools = cst.Attribute(module or cst.Name("functools"), cst.Name("partial"))
         return self._filled_in(functools, legacy, successor)
 
     def rebound(self, name: cst.Name, legacy: Legacy, at: cst.CSTNode) -> list[cst.BaseSmallStatement]:

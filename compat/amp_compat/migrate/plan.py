@@ -24,6 +24,7 @@ class Use:
         site: the call, argument or class to rewrite.
         manual: why it must be rewritten by hand, or "".
         review: what to check after the rewrite, or "".
+        direct: the module alias that leads to it stays as it is, so the use must not go through it.
     """
 
     node: cst.BaseExpression
@@ -33,6 +34,7 @@ class Use:
     site: cst.CSTNode | None = None
     manual: str = ""
     review: str = ""
+    direct: bool = False
 
 
 @dataclass

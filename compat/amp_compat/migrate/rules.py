@@ -182,19 +182,41 @@ _CLASS_KINDS = {"type", "base", "partial"}
 
 def settle_aliases(plan: Plan, resolver: Resolver) -> None:
     """Allow ``name = torch.cuda.amp.autocast`` only if a functools.partial works for all uses of `name`."""
+    aliases = [use for use in plan.uses if use.kind == "alias"]
+    while any([_stays(use, plan, resolver) for use in aliases if not use.manual]):  # noqa: C419  # each
+        pass  # an alias of an alias that stays must stay too
+
+
+def _stays(use: Use, plan: Plan, resolver: Resolver) -> bool:
+    """Settle one alias and its uses; return whether it must be rewritten by hand."""
+    assert isinstance(use.site, cst.Name)
+    uses = [u for u in plan.uses if _uses_alias(u, use.site.value) and u is not use]
+    if any(u.kind in _CLASS_KINDS or u.manual for u in uses):
+        use.manual = f"`{use.site.value}` is used as a class or passed on; replace it by hand"
+    elif _unclear_positional(use.site, plan, resolver):
+        use.manual = f"`{use.site.value}(...)` may also mean something else and has positional arguments"
+    elif any(u.kind == "value" for u in uses):
+        use.review = _PARTIAL_NOTE
+    if use.manual:
+        for other in uses:
+            other.manual = other.manual or use.manual
+    return bool(use.manual)
+
+
+def settle_modules(plan: Plan) -> None:
+    """Leave ``name = torch.cuda.amp`` as it is if a use through `name` must be rewritten by hand."""
     for use in plan.uses:
-        if use.kind != "alias" or use.manual or not isinstance(use.site, cst.Name):
+        if use.kind != "module alias" or use.manual or not isinstance(use.site, cst.Name):
             continue
-        uses = [u for u in plan.uses if _uses_alias(u, use.site.value) and u is not use]
-        if any(u.kind in _CLASS_KINDS or u.manual for u in uses):
-            use.manual = f"`{use.site.value}` is used as a class or passed on; replace it by hand"
-        elif _unclear_positional(use.site, plan, resolver):
-            use.manual = f"`{use.site.value}(...)` may also mean something else and has positional arguments"
-        elif any(u.kind == "value" for u in uses):
-            use.review = _PARTIAL_NOTE
-        if use.manual:
-            for other in uses:
-                other.manual = other.manual or use.manual
+        through = [u for u in plan.uses if any(b.node is use.site for b in _assigned_names(u))]
+        if any(u.manual for u in through):
+            use.manual = f"uses of `{use.site.value}` below need it; rewrite them by hand first"
+            for other in through:
+                other.direct = True
+
+
+def _assigned_names(use: Use) -> list[Assignment]:
+    return [binding for binding in use.resolved.bindings if isinstance(binding, Assignment)]
 
 
 def settle_shared(plan: Plan, resolver: Resolver) -> None:
