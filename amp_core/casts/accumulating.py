@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections.abc import Callable, Sequence, Set
+from itertools import compress
 from typing import Any
 
 import torch
@@ -11,13 +13,19 @@ from torch import Tensor
 
 from amp_core._torch.autograd import gradient_is_accumulated, has_gradient_hooks, inside_ddp, is_compiled
 from amp_core._torch.tensors import identity_of
-from amp_core.casts.bulk import allocate, buckets, cast_weights, run_backward_early
+from amp_core.casts.bulk import (
+    allocate,
+    buckets,
+    cast_weights,
+    is_small_on_host,
+    run_backward_early,
+)
 from amp_core.casts.memory import KeptMemory
 from amp_core.kernels import Kernels
 
 
 class AccumulatingCasts:
-    """Keeps one cast per weight and dtype, and rewrites it in place when the weight changes.
+    """Keeps one cast per large weight and dtype, and rewrites it in place when the weight changes.
 
     A backward pass adds the gradient of a cast directly to the float32 ``.grad`` of its weight, in one pass
     over memory. If something needs the gradient in the graph (hooks on the weight, ``autograd.grad``,
@@ -40,16 +48,20 @@ class AccumulatingCasts:
         self._reduced = self._reduced or inside_ddp()
         if self._reduced or not weights[0].requires_grad:
             return cast_weights(weights, dtype, kernels, memory)
+        small = [is_small_on_host(weight) for weight in weights]  # autograd is faster than a node in Python
+        plain = iter(cast_weights([*compress(weights, small)], dtype, kernels, memory))
+        large = [*compress(weights, map(operator.not_, small))]
         with self._lock, torch.inference_mode(mode=False):
-            new = [w for w in weights if not self._fits(w, dtype)]
+            new = [w for w in large if not self._fits(w, dtype)]
             if new:
                 self.keep_only(self._weights())
             for bucket in buckets(new):
                 self._add(bucket, dtype, kernels, memory)
-            casts = [self._kept[id(w), dtype] for w in weights]
+            kept = [self._kept[id(w), dtype] for w in large]
             with torch.no_grad():
-                kernels.cast(weights, dtype, out=casts)
-        return casts
+                kernels.cast(large, dtype, out=kept)
+        casts = iter(kept)
+        return [next(plain if is_small else casts) for is_small in small]
 
     def _fits(self, weight: Tensor, dtype: torch.dtype) -> bool:
         cast = self._kept.get((id(weight), dtype))
@@ -78,8 +90,9 @@ class AccumulatingCasts:
         return list(self._kept.values())
 
 
-_SMALL = 2**16
-"""Up to this many elements, torch's operations beat kernel dispatch."""
+_COPIED = 2**21
+_ADDED = 2**17
+"""Up to this many elements, torch's ``copy_`` and ``add_`` of one tensor beat a kernel."""
 
 
 class _Accumulate(torch.autograd.Function):
@@ -105,7 +118,7 @@ class _Accumulate(torch.autograd.Function):
             total = ctx.weight.grad
             if total is None:
                 ctx.weight.grad = _widened(grad, ctx.weight, ctx.kernels, ctx.memory)
-            elif grad.numel() <= _SMALL:
+            elif grad.numel() <= _ADDED:
                 total.add_(grad)
             else:
                 ctx.kernels.add_([total], [grad])
@@ -127,7 +140,7 @@ def _goes_to_grad(node: Any, grad: Tensor) -> bool:
 
 def _widened(grad: Tensor, weight: Tensor, kernels: Kernels, memory: KeptMemory) -> Tensor:
     wide = memory.empty_like(weight, weight.dtype)  # fused optimizers read both in the order of memory
-    if grad.numel() <= _SMALL:
+    if grad.numel() <= _COPIED:
         return wide.copy_(grad)
     kernels.cast([grad], wide.dtype, out=[wide])
     return wide

@@ -21,9 +21,9 @@ with the backward pass."""
 _SMALL = 2**20
 """Up to this many bytes per weight, a plain cast beats kernel dispatch."""
 
-_SMALL_ON_HOST = 2**16
+_SMALL_ON_HOST = 2**18
 """Up to this many bytes, a CPU's plain casts of many weights beat one call for all: nothing is launched, and
-the C library's heap usually has memory for them and their gradients."""
+gradients are cast while the CPU's caches have them."""
 
 
 def cast_weights(
@@ -41,7 +41,8 @@ def cast_weights(
     with torch.inference_mode(mode=False), torch.enable_grad():
         if len(weights) == 1 and weights[0].nbytes <= _SMALL:  # weights arrive singly at their first use
             return [run_backward_early(weights[0].to(dtype))]
-        if any(alone := [_is_cast_alone(weight) for weight in weights]):
+        # Kernels know no placements.
+        if any(alone := [is_small_on_host(weight) or is_dtensor(weight) for weight in weights]):
             pairs = list(zip(weights, alone, strict=True))
             others = [weight for weight, is_alone in pairs if not is_alone]
             rest = iter(cast_weights(others, dtype, kernels, memory) if others else ())
@@ -58,9 +59,9 @@ def cast_weights(
     return [cast for first, *rest in linked for cast in (run_backward_early(first), *rest)]
 
 
-def _is_cast_alone(weight: Tensor) -> bool:
-    # Kernels know no placements.
-    return (weight.is_cpu and weight.nbytes <= _SMALL_ON_HOST) or is_dtensor(weight)
+def is_small_on_host(weight: Tensor) -> bool:
+    """Return whether torch's own cast of `weight` is faster than a kernel's."""
+    return weight.is_cpu and weight.nbytes <= _SMALL_ON_HOST
 
 
 def run_backward_early(cast: Tensor) -> Tensor:

@@ -94,8 +94,9 @@ def master_weights(
     precisions use, such as a tied embedding, the order of a float32 sum may differ.
 
     ``backward(inputs=...)``, ``autograd.grad``, ``create_graph=True``, hooks on weights and
-    DistributedDataParallel work as usual; in these cases gradients go through autograd. Hooks on a weight's
-    ``AccumulateGrad`` node run once ``.grad`` is complete and receive None as the gradient.
+    DistributedDataParallel work as usual; in these cases gradients go through autograd, as those of a CPU's
+    weights of up to 256 KiB always do. Otherwise, hooks on a weight's ``AccumulateGrad`` node receive None as
+    the gradient; they run once ``.grad`` is complete.
     Like `cached_casts`, it has no effect under ``torch.compile`` and ``torch.func``.
 
     With another `storage`, the parameters themselves become bfloat16 and there are no masters. The optimizer

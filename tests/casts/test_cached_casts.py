@@ -417,9 +417,9 @@ def test_one_kernel_call_for_all_weights(ended: bool, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("ended", [False, True])
 def test_small_weights_are_cast_by_torch(ended: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each small weight costs a deep model more in Python, forward and backward, than its cast takes."""
-    model = nn.Sequential(nn.Linear(8, 160), *[nn.Linear(160, 160) for _ in range(2)], nn.Linear(160, 8))
+    model = nn.Sequential(nn.Linear(8, 300), *[nn.Linear(300, 300) for _ in range(2)], nn.Linear(300, 8))
     forward, backward = casts_of_a_step(model, monkeypatch, ended=ended)
-    assert forward == backward == [2 * [(160, 160)]]
+    assert forward == backward == [2 * [(300, 300)]]
 
 
 def test_gradients_are_cast_back_during_the_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import amp_core
 from amp_core import GradScaler, autocast, cached_casts, master_weights
+from amp_core.casts import accumulating, bulk
 from amp_core.kernels import PORTABLE
 
 X = torch.linspace(-1, 1, 24).reshape(4, 6)
@@ -41,6 +42,7 @@ def grads(
 
 
 def equal(one: Any, two: Any) -> bool:
+    one, two = [*one], [*two]
     return len(one) == len(two) and all(map(torch.equal, one, two))
 
 
@@ -70,6 +72,26 @@ def test_gradients_are_bit_equal(dtype: torch.dtype, micro_batches: int) -> None
             assert equal(grads(model, micro_batches, dtype), expected)
     assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
     assert equal(grads(model, micro_batches, dtype), expected)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_small_weights_are_cast_by_torch(micro_batches: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each small weight costs a deep model more in Python, forward and backward, than its cast takes."""
+    monkeypatch.setattr(accumulating, "is_small_on_host", bulk.is_small_on_host)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 300), nn.ReLU(), nn.Linear(300, 300), nn.Linear(300, 3))
+    plain = copy.deepcopy(model)
+    with master_weights(model) as masters:
+        for model_, steps in ((model, 3), (plain, 3)):
+            optimizer = torch.optim.SGD(model_.parameters(), lr=0.1)
+            for _ in range(steps):
+                grads(model_, micro_batches)
+                optimizer.step()
+        assert equal(grads(model, micro_batches), grads(plain, micro_batches))
+        (large,) = masters._casts.all()
+        assert large.shape == (300, 300)
+    assert equal(model.parameters(), plain.parameters())
+    assert masters.nbytes() == 0
 
 
 def test_weights_are_copied_in_one_call_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
