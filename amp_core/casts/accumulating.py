@@ -13,13 +13,7 @@ from torch import Tensor
 
 from amp_core._torch.autograd import gradient_is_accumulated, has_gradient_hooks, inside_ddp, is_compiled
 from amp_core._torch.tensors import identity_of
-from amp_core.casts.bulk import (
-    allocate,
-    buckets,
-    cast_weights,
-    is_small_on_host,
-    run_backward_early,
-)
+from amp_core.casts.bulk import allocate, buckets, cast_weights, is_small_on_host, run_backward_early
 from amp_core.casts.memory import KeptMemory
 from amp_core.kernels import Kernels
 
@@ -58,8 +52,9 @@ class AccumulatingCasts:
             for bucket in buckets(new):
                 self._add(bucket, dtype, kernels, memory)
             kept = [self._kept[id(w), dtype] for w in large]
-            with torch.no_grad():
-                kernels.cast(large, dtype, out=kept)
+            if large:
+                with torch.no_grad():
+                    kernels.cast(large, dtype, out=kept)
         casts = iter(kept)
         return [next(plain if is_small else casts) for is_small in small]
 

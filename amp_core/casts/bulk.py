@@ -37,6 +37,8 @@ def cast_weights(
         kernels: provides ``cast``.
         memory: provides memory for the casts and their float32 gradients.
     """
+    if not weights:
+        return []
     # A later training step could not use a cast created in inference mode.
     with torch.inference_mode(mode=False), torch.enable_grad():
         if len(weights) == 1 and weights[0].nbytes <= _SMALL:  # weights arrive singly at their first use
@@ -45,12 +47,12 @@ def cast_weights(
         if any(alone := [is_small_on_host(weight) or is_dtensor(weight) for weight in weights]):
             pairs = list(zip(weights, alone, strict=True))
             others = [weight for weight, is_alone in pairs if not is_alone]
-            rest = iter(cast_weights(others, dtype, kernels, memory) if others else ())
+            rest = iter(cast_weights(others, dtype, kernels, memory))
             return [run_backward_early(w.to(dtype)) if is_alone else next(rest) for w, is_alone in pairs]
         parts = list(buckets(weights))
         storage = [allocate(part, dtype, memory) for part in parts]
         casts = kernels.cast(weights, dtype, out=[cast for some in storage for cast in some])
-        if not weights or not weights[0].requires_grad:
+        if not weights[0].requires_grad:
             return casts
         linked = [
             _BucketCast.apply(some, kernels, memory, *part)  # type: ignore[no-untyped-call]
