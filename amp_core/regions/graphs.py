@@ -19,6 +19,7 @@ from amp_core._torch.dynamo import (
     when_loaded,
 )
 from amp_core.common.call_site import level_outside
+from amp_core.common.versions import installed_version
 from amp_core.dispatch.activate import (
     Activation,
     RuleOverrides,
@@ -71,11 +72,15 @@ def graph_step(number: int) -> Step:
 
 
 def cache_tag() -> str:
-    """Return a cache key for code compiled under this thread's policies; empty if there are none."""
-    if not policies_in_force():
+    """Return a cache key for code compiled under this thread's policies; empty if there are none.
+
+    Another version of amp-core or of a backend may compute the same rules otherwise.
+    """
+    in_force = [(get_backend(device), active.policy.rules) for device, active in policies_in_force()]
+    if not in_force:
         return ""
-    rules = [(device, sorted(active.policy.rules.items())) for device, active in policies_in_force()]
-    return f"amp_core-{hashlib.sha256(repr(rules).encode()).hexdigest()}"
+    parts = [(each.device_type, each.origin, type(each), sorted(rules.items())) for each, rules in in_force]
+    return f"amp_core-{hashlib.sha256(repr((installed_version('amp-core'), parts)).encode()).hexdigest()}"
 
 
 def region_of_constants(

@@ -14,6 +14,7 @@ from torch._inductor.utils import fresh_cache
 
 import amp_core
 from amp_core.dispatch.activate import pushed
+from amp_core.kernels.scaled import ScaledProducts
 
 X = torch.linspace(-1, 1, 16).reshape(4, 4)
 EXACT = amp_core.OpPolicy.default("cpu").override({"mm": "fp32"})
@@ -221,6 +222,33 @@ def test_the_policy_is_part_of_the_cache_key() -> None:
                 assert torch.compile(function)(X).dtype is function(X).dtype
             hits.append(counters["aot_autograd"]["autograd_cache_hit"])
     assert hits == [0, 0, 1, 1]
+
+
+def test_the_backend_is_part_of_the_cache_key() -> None:
+    """After an upgrade of a plugin, products of the old version are loaded from the cache of compiled code."""
+
+    class Upgraded(ScaledProducts):
+        def multiply(self, a: Any, b: Any, accumulate: torch.dtype) -> torch.Tensor:
+            return 2 * super().multiply(a, b, accumulate)
+
+    class OtherCpu(type(amp_core.get_backend("cpu"))):  # type: ignore[misc]
+        def scaled_products(self) -> ScaledProducts:
+            return Upgraded()
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return (x @ x).tan()
+
+    recipe = amp_core.OpPolicy.default("cpu").override({"matmul": amp_core.Recipe.fp8_tensorwise()})
+    previous = None
+    try:
+        with fresh_cache(), functorch_config.patch(enable_autograd_cache=True):
+            for _ in range(2):
+                torch._dynamo.reset()
+                with amp_core.autocast("cpu", policy=recipe):
+                    assert torch.allclose(torch.compile(function)(X).float(), function(X).float(), rtol=0.02)
+                previous = previous or amp_core.plugin.replace_backend(OtherCpu())
+    finally:
+        amp_core.plugin.replace_backend(previous or amp_core.get_backend("cpu"))
 
 
 @torch.library.custom_op("amp_graph_break_test::fail", mutates_args=())
