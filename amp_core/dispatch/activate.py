@@ -175,8 +175,9 @@ _POLICIES_PER_CHANGE = 16
 
 _NO_EXPORT = (
     "torch.export cannot keep {policy!r}: the exported program would compute by torch's own rules. Export "
-    "what amp_core.materialize(model, args, policy=...) returns, or leave out policy= (and "
-    "dtype=torch.float32: where torch has no such regions, they have a policy)."
+    "what amp_core.materialize(model, args, policy=...) returns, which keeps one policy for the whole model. "
+    "Remove those within the model first: policy= of a region (and dtype=torch.float32: where torch has no "
+    "such regions, they have a policy), and op rules of modules, by remove() of what apply_policy returned."
 )
 
 

@@ -225,7 +225,7 @@ def test_the_policy_is_part_of_the_cache_key() -> None:
 
 
 def test_the_backend_is_part_of_the_cache_key() -> None:
-    """After an upgrade of a plugin, products of the old version are loaded from the cache of compiled code."""
+    """After the upgrade of a plugin, products of its old version are loaded from the cache."""
 
     class Upgraded(ScaledProducts):
         def multiply(self, a: Any, b: Any, accumulate: torch.dtype) -> torch.Tensor:

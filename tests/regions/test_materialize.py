@@ -418,3 +418,11 @@ def test_a_policy_inside_the_model_is_refused() -> None:
 
     with pytest.raises(PolicyError, match=r"torch\.export cannot keep"):
         materialize(Inner(), (torch.randn(3),))
+
+
+def test_op_rules_of_a_module_are_refused_by_their_name() -> None:
+    """The error advises materialize, which raised it, and does not name the rules of the module."""
+    model = nn.Sequential(nn.Linear(3, 3))
+    amp_core.apply_policy(model, {"0": {"linear": "fp32"}})
+    with pytest.raises(PolicyError, match=r"what apply_policy returned"):
+        materialize(model, (torch.randn(3),))
