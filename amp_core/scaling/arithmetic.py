@@ -114,11 +114,11 @@ def overflows(norm: Tensor, divisor: Tensor) -> Tensor | None:
 
     Returns None if the host knows that it cannot, which is the usual case: scales below 1 are rare.
     """
-    if on_host(norm, divisor) and (read(divisor) > 1.0 or (read(divisor) == 1.0 and read(norm) < _MAX)):
+    if on_host(divisor) and read(divisor) >= 1.0:
         return None
     # Less than half of the smallest normal number has no finite reciprocal.
     limit = (divisor - _TINY / 2) * _MAX
-    return ((norm < limit).logical_not() & (limit != torch.inf)).float()
+    return ((norm < limit).logical_not() & (divisor < 1.0)).float()
 
 
 _TINY, _MAX = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
