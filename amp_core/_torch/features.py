@@ -55,7 +55,7 @@ class Feature:
         self._fault: str | None = None
         self._checked = False
         self._warned = False
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         FEATURES.append(self)
 
     def probe(self, function: Callable[[], None]) -> Callable[[], None]:

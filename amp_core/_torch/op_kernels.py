@@ -120,7 +120,7 @@ def is_python_kernel(op_name: str, key: str) -> bool:
     return found is not None and found[1].endswith(".py")
 
 
-_installing = threading.Lock()
+_installing = threading.RLock()
 """Held while `install` changes the warning filters, which all threads share."""
 _warned_of_override = False
 _added: set[tuple[str, str]] = set()

@@ -98,7 +98,7 @@ class _Accumulate(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.weight, ctx.kernels, ctx.memory = weight, kernels, memory
         ctx.identity = identity_of(weight)  # the node of the gradients of a swapped tensor is poisoned
-        ctx.lock = threading.Lock()  # torch allows backward passes of several threads
+        ctx.lock = threading.RLock()  # torch allows backward passes of several threads
         return cast[0]
 
     @staticmethod

@@ -46,7 +46,7 @@ class DelayedScales(Local):
         self._agreed: MutableMapping[torch.optim.Optimizer, Tensor] = WeakIdentityMapping()
         self._past = deque[tuple[tuple[str, ...], Tensor]](maxlen=Delayed.history)
         self._release: Any = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def __enter__(self) -> DelayedScales:
         if self._release is not None:
@@ -77,7 +77,8 @@ class DelayedScales(Local):
             with self._lock:
                 roles = self._histories.setdefault(name, {})
                 if role not in roles:
-                    roles[role] = self._new(name, role, delayed, weight.device)
+                    roles.setdefault(role, self._new(name, role, delayed, weight.device))
+                    self._loaded.get(name, {}).pop(role, None)
                 history = roles[role]
         if history.delayed != delayed:
             raise ValueError(
@@ -89,7 +90,7 @@ class DelayedScales(Local):
     @torch.no_grad()
     def _new(self, name: str, role: str, delayed: Delayed, device: torch.device) -> AmaxHistory:
         history = AmaxHistory(delayed, device)
-        state = self._loaded.get(name, {}).pop(role, None)
+        state = self._loaded.get(name, {}).get(role)
         if state is not None:
             history.load_state_dict(state)
         for names, largest in self._past:  # other ranks may have used this weight before

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections import defaultdict, deque
 from collections.abc import Sequence
 
@@ -27,7 +26,6 @@ class KeptMemory:
     def __init__(self) -> None:
         self._kept: dict[tuple[torch.device, int], deque[UntypedStorage]] = defaultdict(deque)
         self._pauses: dict[tuple[torch.device, int], int] = defaultdict(int)  # requests without a search
-        self._lock = threading.Lock()
 
     def empty(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return an uninitialized tensor of `count` elements."""
@@ -45,40 +43,39 @@ class KeptMemory:
         self, dtype: torch.dtype, device: torch.device, shape: Sequence[int], stride: Sequence[int]
     ) -> Tensor:
         nbytes = math.prod(shape) * dtype.itemsize
-        with self._lock:
-            return torch.empty(0, dtype=dtype, device=device).set_(
-                self._idle(nbytes, device), 0, shape, stride
-            )
+        storage = self._idle(nbytes, device)
+        tensor = torch.empty(0, dtype=dtype, device=device).set_(storage, 0, shape, stride)
+        self._kept[device, nbytes].appendleft(storage)
+        return tensor
 
     def _idle(self, nbytes: int, device: torch.device) -> UntypedStorage:
-        # Try the newest first, since it is freed soonest. Storages in use rotate to the end. After a search
+        """Take a storage out of the pool, so that no thread or signal handler gets it too, or make one."""
+        # Try the newest first, since it is freed soonest. Storages in use go to the end. After a search
         # in vain, an eighth as many requests try one storage each, so growth takes linear time.
         kept = self._kept[device, nbytes]
         pause = self._pauses[device, nbytes]
         self._pauses[device, nbytes] = pause - 1 if pause else len(kept) // 8
         for _ in range(min(1, len(kept)) if pause else len(kept)):
-            storage = kept[0]
+            try:
+                storage = kept.popleft()
+            except IndexError:
+                break
             if is_in_use(storage):
-                kept.rotate(-1)
+                kept.append(storage)
             elif storage.nbytes() == nbytes and not storage.is_shared():
                 self._pauses[device, nbytes] = 0
-                return storage
-            else:  # resized, or mapped by another process, which may still read it
-                kept.popleft()
-        kept.appendleft(UntypedStorage(nbytes, device=device))  # type: ignore[no-untyped-call]
-        return kept[0]
+                return storage  # else it is resized, or mapped by another process, which may still read it
+        return UntypedStorage(nbytes, device=device)  # type: ignore[no-untyped-call]
 
     def idle_nbytes(self) -> int:
         """Return the bytes kept but not in use."""
-        with self._lock:
-            kept = [storage for storages in self._kept.values() for storage in storages]
-            return sum(storage.nbytes() for storage in kept if not is_in_use(storage))
+        kept = [storage for storages in self._kept.copy().values() for storage in storages.copy()]
+        return sum(storage.nbytes() for storage in kept if not is_in_use(storage))
 
     def clear(self) -> None:
         """Release all kept memory; storages in use live on with their tensors."""
-        with self._lock:
-            self._kept.clear()
-            self._pauses.clear()
+        self._kept.clear()
+        self._pauses.clear()
 
 
 def _is_kept(nbytes: int, device: torch.device) -> bool:

@@ -68,8 +68,9 @@ def observe_ops(observe: Callable[..., None]) -> Callable[[], None]:
     """
     mode = _THREAD.mode
     if mode is None:
-        mode = _THREAD.mode = _Mode()
+        mode = _Mode()
         mode.__enter__()  # type: ignore[no-untyped-call]
+        _THREAD.mode = mode  # last: a recording in a signal handler must not end what was not entered
     mode.observers = (*mode.observers, observe)
 
     def end() -> None:

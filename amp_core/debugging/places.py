@@ -36,7 +36,7 @@ class Place(NamedTuple):
 NOWHERE = Place("", "")
 _HOOKS_FIRE_TWICE = r"Using `torch.compile\(module\)` when there are global hooks"  # our hooks allow for that
 _ACCUMULATE = "torch::autograd::AccumulateGrad"
-_hooking = threading.Lock()
+_hooking = threading.RLock()
 """Recordings in several threads change the same hooks and warning filters."""
 
 

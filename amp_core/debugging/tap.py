@@ -56,7 +56,7 @@ class _Eager:
     """Compiled functions run eagerly, in all threads, while any tap is on: taps may end in any order."""
 
     def __init__(self) -> None:
-        self._lock, self._taps = threading.Lock(), 0
+        self._lock, self._taps = threading.RLock(), 0
         self._stance: Any = None
 
     def enter(self) -> None:

@@ -133,7 +133,7 @@ class RuleOverrides:
         self.origin = origin
         # Keyed by identity: equal policies can differ in their origins. Each entry keeps its policy alive.
         self._activations: dict[int, tuple[OpPolicy | None, Activation]] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def on(self, policy: OpPolicy) -> OpPolicy:
         """Return `policy` with the changes applied."""
@@ -148,7 +148,7 @@ class RuleOverrides:
             with self._lock:
                 self._activations[id(policy)] = entry
                 if len(self._activations) > _POLICIES_PER_CHANGE:
-                    del self._activations[next(iter(self._activations))]
+                    self._activations.pop(next(iter(self._activations)), None)
         return entry[1]
 
     def push(self) -> None:

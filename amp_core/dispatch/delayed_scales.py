@@ -92,7 +92,7 @@ def record(history: AmaxHistory, amax: Tensor) -> None:
         history.record(amax)
 
 
-_recording = threading.Lock()
+_recording = threading.RLock()
 _ALGORITHMS: dict[str, Literal["max", "most_recent"]] = {"max": "max", "most_recent": "most_recent"}
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any, Protocol
@@ -71,8 +72,9 @@ class Engine:
         self.device_type = device_type
         self.key = autocast_key(device_type)
         self.local = ThreadState()
-        self._lock = threading.Lock()
-        self._installed: dict[str, tuple[int, Callable[[], None]]] = {}
+        self._lock = threading.RLock()
+        self._users: Counter[str] = Counter()
+        self._installed: dict[str, Callable[[], None]] = {}
         self._kernels: dict[str, tuple[str, Callable[..., Any]]] = {}
         self._kept: set[str] = set()
 
@@ -141,9 +143,12 @@ class Engine:
         with self._lock:
             try:
                 for op in ops:
-                    count, remove = self._installed.get(op, (0, None))
-                    self._installed[op] = (count + 1, remove or self._install_kernel(op))
+                    self._users[op] += 1  # first: a finalizer may install and uninstall it on the next lines
                     done.append(op)
+                    if op not in self._installed:
+                        remove = self._install_kernel(op)
+                        if self._installed.setdefault(op, remove) is not remove:
+                            remove()
             except BaseException:
                 self._uninstall_locked(done)
                 raise
@@ -153,13 +158,12 @@ class Engine:
             self._uninstall_locked(ops)
 
     def _uninstall_locked(self, ops: Iterable[str]) -> None:
-        for op in ops:
-            count, remove = self._installed[op]
-            self._installed[op] = (count - 1, remove)
+        self._users.subtract(ops)
         if len(sys._current_frames()) > 1:
             return  # another thread may be about to call a kernel
-        for op in [op for op, (count, _) in self._installed.items() if count == 0 and op not in self._kept]:
-            self._installed.pop(op)[1]()
+        for op in [op for op in self._installed if op not in self._kept]:
+            if not self._users[op] and op in self._installed:
+                self._installed.pop(op)()
 
     def _install_kernel(self, name: str) -> Callable[[], None]:
         if name not in self._kernels:
@@ -221,7 +225,7 @@ def _both(earlier: Observer, observer: Observer) -> Observer:
 
 
 _engines: dict[str, Engine] = {}
-_engines_lock = threading.Lock()
+_engines_lock = threading.RLock()
 
 
 def engine(device_type: str) -> Engine:

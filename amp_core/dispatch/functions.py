@@ -23,7 +23,7 @@ from amp_core.policy import rules as r
 Rule = Callable[[str], "tuple[str, str] | None"]
 """Maps the name of a function to the device type and rule in force; None if no policy has one."""
 
-_lock = threading.Lock()
+_lock = threading.RLock()
 _rules: dict[str, Rule] = {}
 
 

@@ -24,18 +24,26 @@ class Sources(Generic[T]):
 
     def __init__(self) -> None:
         self.active: tuple[T, ...] = ()
-        self._lock = threading.Lock()
+        self._registered: dict[object, T] = {}
+        self._lock = threading.RLock()
 
     def register(self, source: T) -> Callable[[], None]:
         """Serve from `source` from now on; return a function that ends this."""
-        with self._lock:
-            self.active = (*self.active, source)
+        key = object()
 
         def unregister() -> None:
             with self._lock:
-                self.active = tuple(other for other in self.active if other is not source)
+                self._registered.pop(key, None)
+                self._publish()
 
+        with self._lock:
+            self._registered[key] = source
+            self._publish()
         return unregister
+
+    def _publish(self) -> None:
+        while self.active != (now := tuple(self._registered.values())):  # a finalizer may have changed them
+            self.active = now
 
 
 class HistorySource(Protocol):

@@ -114,7 +114,7 @@ def _groups(kinds: Sequence[Hashable], cuts: Sequence[int]) -> Iterator[Group]:
 
 
 _rows_cache: dict[Hashable, Rows] = {}
-_lock = threading.Lock()
+_lock = threading.RLock()
 
 
 def rows_of(kinds: tuple[Hashable, ...], sizes: tuple[int, ...], device: torch.device) -> Rows:

@@ -13,7 +13,7 @@ from amp_core.plugin.manager import Manager
 from amp_core.plugin.status import BackendStatus
 
 _manager: Manager | None = None
-_manager_lock = threading.Lock()
+_manager_lock = threading.RLock()
 
 
 def manager() -> Manager:
@@ -21,8 +21,8 @@ def manager() -> Manager:
     global _manager  # noqa: PLW0603  # one per process, built on first use
     if _manager is None:
         with _manager_lock:
-            if _manager is None:
-                _manager = Manager()
+            new = Manager()
+            _manager = _manager or new
     return _manager
 
 

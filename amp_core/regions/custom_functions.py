@@ -175,7 +175,7 @@ class _Pending(threading.local):
 
 
 _pending = _Pending()
-_wrapping = threading.Lock()
+_wrapping = threading.RLock()
 
 
 def _pass_to_setup_context(decorated: Fn, state: _ForwardState) -> None:

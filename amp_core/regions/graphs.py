@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import threading
+import itertools
 import warnings
 from collections.abc import Hashable, Sequence
 
@@ -36,19 +36,17 @@ from amp_core.plugin.default_manager import get_backend
 from amp_core.regions.region import autocast
 from amp_core.states.region_stack import thread
 
-# Graphs refer to what they push by its index in this list, which keeps it alive.
-_in_graphs: list[Activation | RuleOverrides] = []
+# Graphs refer to what they push by its number here, which keeps it alive.
+_in_graphs: dict[int, Activation | RuleOverrides] = {}
 _numbers: dict[Hashable, int] = {}
-_graph_lock = threading.Lock()
+_next = itertools.count()
 
 
 def number_in_graphs(item: Activation | RuleOverrides) -> int:
     """Return the number that graphs use for `item` and its equals, and keep the first of them alive."""
-    with _graph_lock:
-        number = _numbers.setdefault(item.identity, len(_in_graphs))
-        if number == len(_in_graphs):
-            _in_graphs.append(item)
-        return number
+    number = _numbers.setdefault(item.identity, next(_next))
+    _in_graphs.setdefault(number, item)
+    return number
 
 
 def push_number(number: int) -> None:

@@ -50,7 +50,7 @@ class Overlap:
         self._bytes = 0
         self._reads: dict[int, _Read] = {}
         self._orders: dict[tuple[torch.device, tuple[int, ...]], Tensor] = {}
-        self._lock = threading.Lock()  # several threads may run backward passes
+        self._lock = threading.RLock()  # several threads may run backward passes
 
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
         """From now on, read the gradients of `optimizer` during each backward."""

@@ -20,7 +20,7 @@ from amp_core.scaling.step_record import rank
 F = TypeVar("F", bound=Callable[..., Any])
 
 _warned: set[tuple[str, str, int]] = set()
-_lock = threading.Lock()
+_lock = threading.RLock()
 
 
 def warn(message: str, stacklevel: int) -> None:

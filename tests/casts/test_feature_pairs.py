@@ -298,7 +298,7 @@ FEATURES: dict[str, list[dict[str, Any]]] = {
 @pytest.fixture(autouse=True)
 def _nothing_left() -> Iterator[None]:
     yield
-    assert not any(count for count, _ in engine("cpu")._installed.values())
+    assert not any(engine("cpu")._users.values())
     assert pushed() == 0
 
 

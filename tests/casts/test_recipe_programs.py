@@ -241,7 +241,7 @@ def check(program: dict[str, Any]) -> None:
             assert one.dtype is other.dtype
             assert torch.equal(one, other)
     assert pushed() == 0
-    assert not any(count for count, _ in engine("cpu")._installed.values())
+    assert not any(engine("cpu")._users.values())
     assert not torch.is_autocast_enabled("cpu")
 
 

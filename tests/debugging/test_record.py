@@ -45,7 +45,7 @@ def x():
 @pytest.fixture(autouse=True)
 def nothing_stays():
     yield
-    assert not any(count for count, _ in engine("cpu")._installed.values())
+    assert not any(engine("cpu")._users.values())
     assert engine("cpu").local.observer is None
 
 

@@ -73,7 +73,7 @@ def nothing_left() -> Iterator[None]:
     assert registered("AutocastCPU") == before
     assert pushed() == 0
     assert not policies_in_force()
-    assert not any(count for count, _ in engine("cpu")._installed.values())
+    assert not any(engine("cpu")._users.values())
     x = torch.ones(2, 2)
     with torch.autocast("cpu"):
         assert torch.mm(x, x).dtype is torch.bfloat16

@@ -75,7 +75,7 @@ class Tuning:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self.settled = False
 
     def settle(self) -> None:
