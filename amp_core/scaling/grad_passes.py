@@ -146,13 +146,15 @@ def clip_factor(
     flags = list(stats.flags.values())
     if not on_host(stats.norm, scale, *flags) or not isinstance(max_norm, (int, float)):
         true_norm, factors = unscale_and_clip(stats.norm, scale, max_norm, as_divisor=as_divisor)
-        return true_norm.to(stats.dtype), factors, _flag_unusable_norm(stats)
+        lost = (stats.norm > _FLOAT32_MAX) | (factors.isinf() & (max_norm > 0.0))
+        return true_norm.to(stats.dtype), factors, _flag_lost_factor(stats, lost.float())
     norm, by = read(stats.norm), read(scale)
-    if norm > _LARGE and by >= 1.0 and not any(map(read, flags)):  # a smaller scale makes gradients overflow
-        return _clip_large(parts, stats, scale, max_norm, norm_type, deciders, as_divisor=as_divisor)
     true, factor = clip_on_host(norm, by, inverse_of(by), max_norm, as_divisor=as_divisor)
-    if by < 1.0 and stats.dtype is torch.float32 and math.isinf(float32(true)):
-        # The unscaled gradients may be beyond float32: an overflow, as in torch.
+    overflow = by < 1.0 and true > torch.finfo(stats.dtype).max
+    in_range = norm <= _LARGE and 1.0 / _LARGE < factor < _LARGE
+    if not (in_range or overflow or any(map(read, flags))):
+        return _clip_large(parts, stats, scale, max_norm, norm_type, deciders, as_divisor=as_divisor)
+    if overflow:  # a scale below 1 may have taken the unscaled gradients beyond their dtype, as in torch
         stats = stats._replace(flags={device: torch.ones_like(flag) for device, flag in stats.flags.items()})
     return *_scalars(true, factor, stats.dtype), stats
 
@@ -164,7 +166,7 @@ def _scalars(true: float, factor: float, dtype: torch.dtype) -> tuple[Tensor, Te
 
 
 _LARGE = 2.0**100
-"""Above this norm, norms and factors may leave float32. The true limit depends on scale and `max_norm`."""
+"""Above this norm, norms may leave float32; above this factor or below its inverse, factors may."""
 
 _SHIFT = 32
 """Gradients beyond the range are divided by 2 to this power, often enough."""
@@ -207,11 +209,10 @@ def _shift_(parts: Sequence[Gradients], exponent: int) -> None:
             part.multiply_(factors.get(part.device), None)
 
 
-def _flag_unusable_norm(stats: GlobalGradStats) -> GlobalGradStats:
-    unusable = (stats.norm > _FLOAT32_MAX).float()
+def _flag_lost_factor(stats: GlobalGradStats, lost: Tensor) -> GlobalGradStats:
     flags = dict(stats.flags)
     device = stats.norm.device
-    flags[device] = torch.maximum(flags[device], unusable) if device in flags else unusable
+    flags[device] = torch.maximum(flags[device], lost) if device in flags else lost
     return stats._replace(flags=flags)
 
 
