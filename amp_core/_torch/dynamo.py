@@ -261,8 +261,9 @@ def trace_as_context_manager(classes: Sequence[type], how: ContextManager) -> No
 
             _add_guard(guards.get_guard_manager(guard), equal, kind.__name__, guard)
 
+        install.__name__ = _reusable(kind, how)
         builder.install_guards(install)
-        return InstanceVariable(how, constants, source=builder.source)
+        return InstanceVariable(how, kind, constants, source=builder.source)
 
     def wrap_builder(builder: Any, value: Any) -> Any:
         builder.install_guards(GuardBuilder.ID_MATCH)
@@ -275,6 +276,23 @@ def trace_as_context_manager(classes: Sequence[type], how: ContextManager) -> No
     for cls in classes:
         by_type[cls] = wrap_instance
         by_id[id(cls)] = wrap_builder
+
+
+def _reusable(kind: type, how: ContextManager) -> str:
+    """Return the name of guards that ``torch.compiler.nested_compile_region`` can check before it reuses a graph.
+
+    It refuses functions under guards whose names it does not know. torch before 2.13 does not ask.
+    """
+    from torch._dynamo import guards
+
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    known = getattr(guards, "GUARD_VALUE_DISPATCH", None)
+    if known is not None and name not in known:
+        known[name] = guards.GuardCheckSpec(
+            lambda _guard, value: how.describe(value),
+            lambda value, constants: type(value) is kind and how.describe(value) == constants,
+        )
+    return name
 
 
 def _methods(cls: type) -> list[Callable[..., Any]]:

@@ -16,12 +16,16 @@ from amp_core._torch.context_manager import Constants, ContextManager
 
 
 class InstanceVariable(ContextWrappingVariable):
-    _nonvar_fields = {"how", "entered", *ContextWrappingVariable._nonvar_fields}  # noqa: RUF012
+    _nonvar_fields = {"how", "kind", "entered", *ContextWrappingVariable._nonvar_fields}  # noqa: RUF012
 
-    def __init__(self, how: ContextManager, target_values: Constants, **kwargs: Any) -> None:
+    def __init__(self, how: ContextManager, kind: type, target_values: Constants, **kwargs: Any) -> None:
         super().__init__(target_values=target_values, initial_values=None, **kwargs)
         self.how = how
+        self.kind = kind
         self.entered: list[Any] = []
+
+    def python_type(self) -> type:
+        return self.kind
 
     def enter(self, tx: Any) -> Any:
         leaves, nodes = [], []
@@ -70,7 +74,7 @@ class BuilderVariable(UserDefinedClassVariable):
 
     def call_function(self, _tx: Any, args: Any, kwargs: Any) -> Any:
         built = self.value(*map(_value, args), **{key: _value(value) for key, value in kwargs.items()})
-        return InstanceVariable(self.how, self.how.describe(built))
+        return InstanceVariable(self.how, type(built), self.how.describe(built))
 
 
 def _value(variable: VariableTracker) -> Any:

@@ -144,3 +144,36 @@ def test_compile_with_a_region_with_a_policy_from_outside() -> None:
     torch._dynamo.reset()
     compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
     assert compiled(X).dtype is function(X).dtype is torch.float32
+
+
+@pytest.mark.skipif(not hasattr(torch.compiler, "nested_compile_region"), reason="new in torch 2.8")
+@pytest.mark.parametrize("handed", [False, True])
+def test_a_region_compiled_once_for_several_layers(handed: bool) -> None:
+    """Regions built outside end the trace with an internal error, or layers get the graph of another region."""
+    exact = amp_core.OpPolicy.default("cpu").override({"mm": "fp32"})
+    regions = [
+        amp_core.autocast("cpu", dtype=torch.bfloat16),
+        amp_core.autocast("cpu", dtype=torch.bfloat16),
+        amp_core.autocast("cpu", dtype=torch.float16),
+        amp_core.autocast("cpu", dtype=torch.bfloat16, policy=exact),
+        torch.autocast("cpu", dtype=torch.bfloat16),
+    ]
+
+    class Layer(torch.nn.Module):
+        def __init__(self, region: torch.autocast) -> None:
+            super().__init__()
+            self.region = region
+
+        @torch.compiler.nested_compile_region
+        def forward(self, a: torch.Tensor, given: torch.autocast | None) -> torch.Tensor:
+            with self.region if given is None else given:
+                return torch.mm(a, a)
+
+    layers = torch.nn.ModuleList(map(Layer, regions))
+
+    def function(a: torch.Tensor) -> list[torch.Tensor]:
+        return [layer(a, layer.region if handed else None) for layer in layers]
+
+    torch._dynamo.reset()
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    assert [t.dtype for t in compiled(X)] == [t.dtype for t in function(X)]
