@@ -279,9 +279,9 @@ def trace_as_context_manager(classes: Sequence[type], how: ContextManager) -> No
 
 
 def _reusable(kind: type, how: ContextManager) -> str:
-    """Return the name of guards that ``torch.compiler.nested_compile_region`` can check before it reuses a graph.
+    """Return a name for guards by which ``torch.compiler.nested_compile_region`` can check them.
 
-    It refuses functions under guards whose names it does not know. torch before 2.13 does not ask.
+    It reuses graphs, and refuses functions with guards that its table does not name. Not every torch has one.
     """
     from torch._dynamo import guards
 

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Hashable, Sequence
 
 import torch
+from torch.fx.node import has_side_effect
 
 from amp_core._torch.context_manager import Constants, ContextManager, Step
 from amp_core._torch.dynamo import (
@@ -49,6 +50,7 @@ def number_in_graphs(item: Activation | RuleOverrides) -> int:
     return number
 
 
+@has_side_effect  # else backends that clean the graph drop the call: nothing uses its result
 def push_number(number: int) -> None:
     """Push the item with this number; graphs contain this call."""
     _in_graphs[number].push()
@@ -59,6 +61,7 @@ def item_of_number(number: int) -> Activation | RuleOverrides:
     return _in_graphs[number]
 
 
+@has_side_effect
 def pop_number(_number: int) -> None:
     """Undo the last push of this thread; graphs contain this call."""
     restore(pushed() - 1)

@@ -133,6 +133,23 @@ def test_compile_with_a_policy() -> None:
     assert inside(X).dtype is torch.bfloat16
 
 
+def test_a_backend_that_cleans_the_graph_keeps_the_policy() -> None:
+    """Entering a policy has no result: it goes as dead code, and the rules with it, in silence."""
+    exact = amp_core.OpPolicy.default("cpu").override({"mm": "fp32"})
+
+    def function(a: torch.Tensor) -> torch.Tensor:
+        with amp_core.autocast("cpu", policy=exact):
+            return torch.mm(a, a)
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graph.graph.eliminate_dead_code()
+        graph.recompile()
+        return graph
+
+    torch._dynamo.reset()
+    assert torch.compile(function, backend=backend, fullgraph=True)(X).dtype is function(X).dtype
+
+
 def test_compile_with_a_region_with_a_policy_from_outside() -> None:
     """The policy of a region that was built outside the compiled function is lost in silence."""
     outside = amp_core.autocast("cpu", policy=amp_core.OpPolicy.default("cpu").override({"mm": "fp32"}))
@@ -149,7 +166,7 @@ def test_compile_with_a_region_with_a_policy_from_outside() -> None:
 @pytest.mark.skipif(not hasattr(torch.compiler, "nested_compile_region"), reason="new in torch 2.8")
 @pytest.mark.parametrize("handed", [False, True])
 def test_a_region_compiled_once_for_several_layers(handed: bool) -> None:
-    """Regions built outside end the trace with an internal error, or layers get the graph of another region."""
+    """Regions built outside end in an internal error, or layers get the graph of another region."""
     exact = amp_core.OpPolicy.default("cpu").override({"mm": "fp32"})
     regions = [
         amp_core.autocast("cpu", dtype=torch.bfloat16),
