@@ -89,8 +89,10 @@ class StoredWeights(LocalHandle):
         self._lost = Counts(optimizer) if lost_updates else None
         self._versions: dict[int, int] = {}  # of each parameter, after the last step
         self._first: dict[int, Tensor] = {}  # what is kept until the first step: a state shows that it began
-        for param in [p for p in self._params() if p.dtype is torch.float32]:
+        for param in [*self._params()]:
             self._convert(param)
+        for group in optimizer.param_groups:
+            group.setdefault(STEPS, 0)
         self._inner = unhooked_step(optimizer)
         self._step = types.MethodType(Optimizer.profile_hook_step(self._take_step), optimizer)
         optimizer.step = self._step  # type: ignore[method-assign]
@@ -107,12 +109,18 @@ class StoredWeights(LocalHandle):
 
     def _convert(self, param: Tensor) -> None:
         """Store a float32 parameter, rounded to nearest; no random bits are drawn."""
-        wide = param.detach().clone()
-        param.grad = None
-        param.data = torch.empty_like(wide, dtype=torch.bfloat16)
+        state = self.optimizer.state.get(param, {})
+        if param.dtype is torch.float32:
+            wide = param.detach().clone()
+            param.grad = None
+            param.data = torch.empty_like(wide, dtype=torch.bfloat16)
+        elif state and KEPT not in state:  # as Adagrad's: DCP loads only entries that a state has
+            wide = part_of(param).detach().float()
+        else:
+            return
         kept = self._how.narrow(wide, param)
         if kept is not None:
-            self._first[id(param)] = kept
+            self._first[id(param)] = like(param, kept)
 
     # One step.
 

@@ -33,9 +33,10 @@ def check(run: Run, expected: Run) -> None:
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 @pytest.mark.parametrize("storage", ["remainder", "stochastic", "kahan"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_part_of_a_run_goes_on(storage: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    """A new optimizer, which has no moments yet, takes only what it has from the checkpoint."""
-    run, again = (Run(storage=storage, dtype=dtype) for _ in range(2))
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adagrad])
+def test_every_part_of_a_run_goes_on(storage: str, dtype: torch.dtype, kind: type, tmp_path: Path) -> None:
+    """A new optimizer, which has no moments yet or only its own, takes what it has from the checkpoint."""
+    run, again = (Run(storage=storage, dtype=dtype, kind=kind) for _ in range(2))
     for _ in range(4):
         run.step()
     dcp.save(run.parts(), checkpoint_id=tmp_path)
