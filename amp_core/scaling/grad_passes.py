@@ -146,8 +146,12 @@ def clip_factor(
     flags = list(stats.flags.values())
     if not on_host(stats.norm, scale, *flags) or not isinstance(max_norm, (int, float)):
         true_norm, factors = unscale_and_clip(stats.norm, scale, max_norm, as_divisor=as_divisor)
-        lost = (stats.norm > _FLOAT32_MAX) | (factors.isinf() & (max_norm > 0.0))
-        return true_norm.to(stats.dtype), factors, _flag_lost_factor(stats, lost.float())
+        lost = factors > _MAX if as_divisor else factors < _TINY
+        if isinstance(max_norm, Tensor):
+            lost &= max_norm > 0.0
+        if isinstance(max_norm, Tensor) or max_norm > 0.0:
+            stats = _flag(stats, lost.float())
+        return true_norm.to(stats.dtype), factors, stats
     norm, by = read(stats.norm), read(scale)
     true, factor = clip_on_host(norm, by, inverse_of(by), max_norm, as_divisor=as_divisor)
     overflow = by < 1.0 and true > torch.finfo(stats.dtype).max
@@ -209,14 +213,14 @@ def _shift_(parts: Sequence[Gradients], exponent: int) -> None:
             part.multiply_(factors.get(part.device), None)
 
 
-def _flag_lost_factor(stats: GlobalGradStats, lost: Tensor) -> GlobalGradStats:
+def _flag(stats: GlobalGradStats, found: Tensor) -> GlobalGradStats:
     flags = dict(stats.flags)
     device = stats.norm.device
-    flags[device] = torch.maximum(flags[device], lost) if device in flags else lost
+    flags[device] = torch.maximum(flags[device], found) if device in flags else found
     return stats._replace(flags=flags)
 
 
-_FLOAT32_MAX = torch.finfo(torch.float32).max
+_TINY, _MAX = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 
 
 def multiply_and_flag_(

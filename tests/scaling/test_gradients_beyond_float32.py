@@ -77,12 +77,17 @@ def test_a_device_that_the_host_cannot_read_skips_the_step(
     assert scaler.get_scale() == 32768.0
 
 
-def test_a_divisor_that_such_a_device_cannot_hold_skips_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The optimizer divides by inf, and the step is silently 0."""
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_factor_that_such_a_device_cannot_hold_skips_the_step(
+    dtype: torch.dtype, fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gradients are multiplied by 0 or divided by inf, and the step is silently 0."""
     monkeypatch.setattr(grad_passes, "on_host", lambda *_: False)
-    (change,), _, skipped = step([torch.full((8, 8), 2.0**120)], 65536.0, 2.0**-20, fused=True)
+    grad = torch.full((8, 8), 2.0**120, dtype=dtype)
+    (change,), _, skipped = step([grad], 65536.0, 2.0**-30, fused)
     assert skipped
-    (change,), _, skipped = step([torch.full((8, 8), 2.0**120)], 65536.0, 0.0, fused=True)
+    (change,), _, skipped = step([grad], 65536.0, 0.0, fused)
     assert not skipped  # no step is what a norm of 0 asks for
     assert not change.any()
 
