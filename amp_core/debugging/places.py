@@ -15,6 +15,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from amp_core._torch.autograd import current_autograd_node, next_sequence_number, sequence_number
 from amp_core.common.call_site import place_outside
+from amp_core.errors import AmpError
 from amp_core.regions.modules import runs_in_float32
 
 
@@ -80,6 +81,8 @@ class Places:
 
     def attach(self) -> None:
         """Start tracking the calling thread."""
+        if self._model is not None:
+            self._named(self._model)  # first: it may raise
         self._thread = threading.get_ident()
         with _hooking:
             before = [*warnings.filters]
@@ -89,8 +92,6 @@ class Places:
                 register_module_forward_pre_hook(self.enter),
                 register_module_forward_hook(self._leave, always_call=True),
             ]
-        if self._model is not None:
-            self._named(self._model)
         self._mark()
 
     def detach(self) -> None:
@@ -132,11 +133,12 @@ class Places:
     def enter(self, module: nn.Module, _args: Any = None) -> None:
         """Note that a call of `module` begins."""
         if threading.get_ident() == self._thread:
+            place = self._place(module)  # first: it may raise
             if not self._stack:
                 if self.on_call is not None:
                     self.on_call(uncompiled(module))
                 _add(self.roots, uncompiled(module))
-            self._stack.append((module, self._place(module)))
+            self._stack.append((module, place))
             self._mark()
 
     def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
@@ -164,11 +166,20 @@ class Places:
     def _named(self, root: nn.Module) -> dict[int, Place]:
         if root not in self._names:
             model = type(root).__name__
-            self._names[root] = {id(m): Place(model, name) for name, m in root.named_modules()}
+            try:
+                self._names[root] = {id(m): Place(model, name) for name, m in root.named_modules()}
+            except ValueError as error:
+                raise AmpError(_REMOTE.format(model=model, error=error)) from error
             for name, parameter in root.named_parameters():
                 place = Place(model, name.rpartition(".")[0])
                 self._parameters.setdefault(id(parameter), (place, name))
         return self._names[root]
+
+
+_REMOTE = (
+    "The modules of {model} cannot be named: {error}. A part of it is in another process. Call its local "
+    "parts by themselves, each in a block of its own, and look at the remote part in its process."
+)
 
 
 class Lines:

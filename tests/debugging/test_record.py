@@ -472,3 +472,11 @@ def test_per_sample_gradients() -> None:
         got = per_sample(weight, rows)
     assert torch.equal(got, per_sample(weight, rows))
     assert r.ops
+
+
+def test_a_model_with_a_part_in_another_process(tmp_path: Path) -> None:
+    """The names of its modules cannot be asked for; an error would leave hooks that break each later call."""
+    script = Path(__file__).parent / "data" / "remote.py"
+    command = [sys.executable, str(script), str(tmp_path / "rpc")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
