@@ -21,8 +21,9 @@ def manager() -> Manager:
     global _manager  # noqa: PLW0603  # one per process, built on first use
     if _manager is None:
         with _manager_lock:
-            new = Manager()
-            _manager = _manager or new
+            if _manager is None:
+                new = Manager()
+                _manager = _manager or new  # a signal handler may have asked meanwhile
     return _manager
 
 
