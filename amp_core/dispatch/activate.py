@@ -176,8 +176,8 @@ _POLICIES_PER_CHANGE = 16
 _NO_EXPORT = (
     "torch.export cannot keep {policy!r}: the exported program would compute by torch's own rules. Export "
     "what amp_core.materialize(model, args, policy=...) returns, which keeps one policy for the whole model. "
-    "Remove those within the model first: policy= of a region (and dtype=torch.float32: where torch has no "
-    "such regions, they have a policy), and op rules of modules, by remove() of what apply_policy returned."
+    "Remove those within the model first: policy= of a region, and op rules of modules, by remove() of what "
+    "apply_policy returned."
 )
 
 
@@ -267,13 +267,6 @@ def with_recipe(policy: OpPolicy, recipe: Recipe, origin: str) -> OpPolicy:
     """Return `policy` with `recipe` for those matrix products that it runs in the dtype of the region."""
     low = [op for op in OPS if policy.rules.get(op) == r.LOWER_PRECISION_FP]
     return policy.override(dict.fromkeys(low, recipe), origin=origin)
-
-
-@lru_cache(maxsize=64)
-def in_float32(policy: OpPolicy) -> OpPolicy:
-    """Return the equivalent of `policy` in a region whose dtype is float32."""
-    low = [op for op, rule in policy.rules.items() if r.lowers(rule)]
-    return policy.override(dict.fromkeys(low, r.FP32), origin="dtype=torch.float32")
 
 
 def _prepared(policy: OpPolicy, by_default: bool) -> Activation:

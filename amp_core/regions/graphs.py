@@ -24,15 +24,12 @@ from amp_core.common.versions import installed_version
 from amp_core.dispatch.activate import (
     Activation,
     RuleOverrides,
-    activation,
-    default_policy,
-    in_float32,
     pushed,
     restore,
     rule_in_force,
 )
 from amp_core.dispatch.engine import policies_in_force
-from amp_core.errors import AmpWarning
+from amp_core.errors import AmpWarning, PolicyError
 from amp_core.plugin.default_manager import get_backend
 from amp_core.regions.region import autocast
 from amp_core.states.region_stack import thread
@@ -65,6 +62,24 @@ def item_of_number(number: int) -> Activation | RuleOverrides:
 def pop_number(_number: int) -> None:
     """Undo the last push of this thread; graphs contain this call."""
     restore(pushed() - 1)
+
+
+@has_side_effect
+def widen(device: str) -> None:
+    """Let the region that was just entered compute in float32; graphs contain this call."""
+    if torch.compiler.is_exporting():
+        raise PolicyError(_NO_FLOAT32.format(device=device))
+    torch.set_autocast_dtype(device, torch.float32)
+
+
+def restored_by_region(_device: str) -> None:
+    """Do nothing: the end of the region restores the dtype that was before it."""
+
+
+_NO_FLOAT32 = (
+    "torch.export cannot keep the float32 region on {device!r}, because the exported program enters torch's "
+    "own regions. Write the casts into the model (x.float() before the op)."
+)
 
 
 def graph_step(number: int) -> Step:
@@ -106,16 +121,13 @@ def _describe(region: autocast) -> Constants:
 def _steps(
     device: str, dtype: torch.dtype, enabled: bool, keeps_casts: bool, number: int | None
 ) -> Sequence[Step]:
-    if enabled and dtype is torch.float32:
-        # Graphs contain torch's own regions, which reject float32; an equivalent policy replaces the dtype.
-        backend = get_backend(device)
-        dtype = backend.default_dtype()
-        item = None if number is None else item_of_number(number)
-        policy = item.policy if isinstance(item, Activation) else default_policy(backend)
-        active = activation(backend, in_float32(policy))
-        number = None if active is None else number_in_graphs(active)
+    wide = enabled and dtype is torch.float32
+    if wide:  # graphs contain torch's own regions, which refuse float32 on most devices
+        dtypes = get_backend(device).supported_dtypes()
+        dtype = next((each for each in dtypes if each is not torch.float32), dtype)
     region = autocast_step(device, dtype, enabled, keeps_casts)
-    return [region] if number is None else [graph_step(number), region]
+    steps = [region] if number is None else [graph_step(number), region]
+    return [*steps, Step(widen, (device,), restored_by_region)] if wide else steps
 
 
 def _warn_of_regions() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -87,6 +88,51 @@ def test_built_outside_compiled_code() -> None:
 
     torch._dynamo.reset()
     assert torch.compile(inside, fullgraph=True, backend="eager")().dtype is inside().dtype is torch.float32
+
+
+EXACT = OpPolicy.default("cpu").override({"softmax": "fp32"})
+OUTER = {
+    "none": nullcontext,
+    "low": lambda: amp_core.autocast("cpu"),
+    "exact": lambda: amp_core.autocast("cpu", policy=EXACT),
+}
+INNER = {
+    "none": nullcontext,
+    "bfloat16": lambda: amp_core.autocast("cpu", dtype=torch.bfloat16),
+    "float16": lambda: amp_core.autocast("cpu", dtype=torch.float16),
+    "as around": lambda: amp_core.autocast("cpu", policy=EXACT),
+    "float32": lambda: amp_core.autocast("cpu", dtype=torch.float32, policy=EXACT),
+    "torch": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    "off": lambda: amp_core.autocast("cpu", enabled=False),
+}
+MODULES = {
+    "none": {},
+    "low": {"0": {"linear": "lower_precision_fp"}, "1": {"softmax": "lower_precision_fp"}},
+    "recipe": {"0": {"linear": amp_core.Recipe.mxfp8()}},
+}
+
+
+@pytest.mark.parametrize("rules", MODULES)
+@pytest.mark.parametrize("inner", INNER)
+@pytest.mark.parametrize("outer", OUTER)
+def test_compiled_with_what_is_around_and_inside(outer: str, inner: str, rules: str) -> None:
+    """In a compiled float32 region, rules of modules compute in bfloat16, and regions inside in float32."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4, dtype=torch.float64).bfloat16(), torch.nn.Softmax(-1))
+
+    def inside(x: torch.Tensor) -> list[torch.Tensor]:
+        with OUTER[outer](), amp_core.autocast("cpu", dtype=torch.float32):
+            first = model(x)
+            with INNER[inner]():
+                return [first, model(x), torch.mm(x, x), torch.get_autocast_dtype("cpu")]
+
+    torch._dynamo.reset()
+    with nullcontext() if rules == "none" else amp_core.apply_policy(model, MODULES[rules]), torch.no_grad():
+        *eager, its_dtype = inside(LOW)
+        *compiled, dtype = torch.compile(inside, fullgraph=True, backend="aot_eager")(LOW)
+    assert dtype is its_dtype
+    for ours, theirs in zip(compiled, eager, strict=True):
+        assert ours.dtype is theirs.dtype
+        assert torch.equal(ours, theirs)
 
 
 def test_export_is_refused() -> None:
