@@ -146,8 +146,10 @@ class StoredWeights(LocalHandle):
 
     def _step_bucket(self, bucket: Bucket) -> None:
         params = [p for _, pairs in bucket for _, p in pairs if id(p) in self._names and p.grad is not None]
-        wide = {id(p): self._widened(p) for p in params}
+        wide: dict[int, Tensor] = {}
         try:
+            for param in params:  # each step of it takes memory, so it may fail
+                wide[id(param)] = self._widened(param)
             with in_place_of(self.optimizer, bucket, wide):
                 self._inner()
         finally:
@@ -157,13 +159,16 @@ class StoredWeights(LocalHandle):
                         self._take_back(param, wide.pop(id(param)), Draw(self._seed, group[STEPS], index))
 
     def _widened(self, param: Tensor) -> Tensor:
-        """Return a float32 stand-in for `param`, with its gradient and the optimizer's state."""
+        """Return a float32 stand-in for `param`, with its gradient, which gets the optimizer's state."""
         stand_in = like(param, self._wide(param)).requires_grad_()
-        state = self.optimizer.state.pop(param, {})
-        stand_in._amp_core_kept = state.pop(KEPT, self._first.pop(id(param), None))  # type: ignore[attr-defined]
         assert param.grad is not None
         stand_in.grad = self._float32(param.grad)
+        state = dict(self.optimizer.state.get(param, {}))
+        stand_in._amp_core_kept = state.pop(KEPT, self._first.get(id(param)))  # type: ignore[attr-defined]
+        # Nothing is moved before all that takes memory, and may fail, is done.
         self.optimizer.state[stand_in] = {k: widen_state(v) for k, v in state.items()}
+        self.optimizer.state.pop(param, None)
+        self._first.pop(id(param), None)
         return stand_in
 
     def _wide(self, param: Tensor) -> Tensor:

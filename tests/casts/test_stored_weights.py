@@ -308,3 +308,39 @@ def test_bad_calls_say_what_is_wrong() -> None:
     master_weights(model, optimizer, "kahan")
     with pytest.raises(RuntimeError, match="has replaced optimizer"):
         master_weights(model, optimizer, "kahan")
+
+
+class OutOfMemory(Tensor):
+    """A gradient that cannot be copied."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in (Tensor.copy_, Tensor.float):
+            raise torch.OutOfMemoryError
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+@pytest.mark.parametrize("how", STORAGES)
+@pytest.mark.parametrize("begun", [True, False])
+def test_a_step_that_runs_out_of_memory_changes_nothing(how: str, begun: bool) -> None:
+    """What the weights lack, and the moments, would be lost with the copies that the step had begun."""
+    model = make()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    masters = master_weights(model, optimizer, how)
+    if begun:
+        set_grads(model, 0)
+        optimizer.step()
+
+    def kept() -> Any:
+        states = optimizer.state_dict()["state"].items()
+        return masters.float32_weights(), {number: state for number, state in states if state}
+
+    before = copy.deepcopy(kept())
+    set_grads(model, 1)
+    last = [*model.parameters()][-1]
+    last.grad = last.grad.as_subclass(OutOfMemory)
+    with pytest.raises(torch.OutOfMemoryError):
+        optimizer.step()
+    torch.testing.assert_close(kept(), before, rtol=0, atol=0)
+    set_grads(model, 1)
+    optimizer.step()
