@@ -53,9 +53,9 @@ def step_on_device(
     values = {"grad_scale": preset if divisor is None else divisor, "found_inf": found_inf}
     # Set for this step alone: a retry after an error must not find them.
     before = {name: optimizer.__dict__[name] for name in values if name in optimizer.__dict__}
-    optimizer.__dict__.update(values)
     first = _groups_without_momentum(optimizer)
     try:
+        optimizer.__dict__.update(values)
         result = optimizer.step(*args, **kwargs)
     except BaseException:
         _remove(optimizer, values)
