@@ -22,7 +22,7 @@ POLICIES = {
     "as given": amp_core.OpPolicy.default("cpu").override({"mm": "unchanged"}),
 }
 RULE = {None: "lower_precision_fp", "exact": "fp32", "as given": "unchanged"}
-DTYPES = (None, torch.bfloat16, torch.float16)
+DTYPES = (None, torch.bfloat16, torch.float16, torch.float32)
 
 
 Node = tuple[Any, ...]
