@@ -109,8 +109,12 @@ class Guard(Attached, Sink):
         if self._tap is None:
             self._replay(args, kwargs)
         names = [n for n, p in self.model.named_parameters() if not bool(p.isfinite().all())]
-        reason = f"these parameters do: {', '.join(names)}" if names else "perhaps its inputs do"
-        raise NonFiniteError(f"The result of step {self.step} has inf or NaN, but no op made them; {reason}.")
+        reason = "perhaps another tensor that it reads has"
+        if names:
+            reason = f"these parameters have them: {', '.join(names)}"
+        elif not self._all_finite(floats_in((args, kwargs))):
+            reason = "its arguments have them"
+        raise NonFiniteError(f"The result of step {self.step} has inf or NaN, but no op made them: {reason}.")
 
     def _replay(self, args: Any, kwargs: Any) -> None:
         self._observe()

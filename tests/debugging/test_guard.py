@@ -163,6 +163,15 @@ def test_broken_parameters_are_named():
     assert caught.value.fault is None
 
 
+@pytest.mark.parametrize("place", ["its arguments have them", "perhaps another tensor"])
+def test_values_that_no_op_made(place):
+    """The search goes on in a model that is right, although its data or its buffers are not."""
+    model, x = nn.BatchNorm1d(4).eval(), torch.ones(2, 4)
+    (x if "arguments" in place else model.running_mean)[..., 1] = math.nan
+    with amp_core.guard(model), pytest.raises(NonFiniteError, match=f"no op made them: {place}"):
+        model(x)
+
+
 def test_nothing_remains():
     """A removed guard still stops the program, or slows it down."""
     model = Faulty("forward")
