@@ -130,5 +130,10 @@ def device_type_of(device: str | torch.device | Tensor) -> str:
     return accelerator.type if accelerator is not None else "cpu"
 
 
+def home_of(weight: Tensor) -> str:
+    """Return the type of the device that computes with `weight`; from "meta", weights go to a device."""
+    return device_type_of("auto" if weight.is_meta else weight)
+
+
 def _named(value: object) -> str:
     return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__

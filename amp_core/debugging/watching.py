@@ -15,7 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from amp_core._torch.tensors import part_of
 from amp_core._torch.tracing import outside_graphs
-from amp_core.common.arguments import check_module, device_type_of
+from amp_core.common.arguments import check_module, home_of
 from amp_core.common.text import dtype_name
 from amp_core.debugging import saved
 from amp_core.debugging.attached import Attached, Hook, repeats_forward
@@ -224,9 +224,7 @@ class WatchDiff(Report):
 
 
 def _default_dtype(model: nn.Module) -> torch.dtype:
-    tensor = next(iter(model.parameters()), torch.empty(0))
-    kind = device_type_of("auto" if tensor.is_meta else tensor)  # from "meta", weights go to a device
-    return get_backend(kind).default_dtype()
+    return get_backend(home_of(next(iter(model.parameters()), torch.empty(0)))).default_dtype()
 
 
 def watch(

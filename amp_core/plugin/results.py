@@ -72,7 +72,7 @@ def _may_refuse(value: object) -> bool:
 
 RESULTS: dict[str, tuple[Callable[[object], bool], str]] = {
     "availability": (_is_availability, "an amp_core.plugin.Availability of a bool and a string"),
-    "default_dtype": (_is_dtype, "a floating-point torch.dtype"),
+    "default_dtype": (lambda v: isinstance(v, torch.dtype), "a torch.dtype"),  # users may set any
     "supported_dtypes": (_are_dtypes, "a tuple of one or more floating-point torch.dtypes"),
     "dtype_reason": (lambda v: isinstance(v, str), "a string"),
     "autocast_refusal": (_may_refuse, "None or an amp_core.plugin.Refusal"),

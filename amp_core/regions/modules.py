@@ -12,7 +12,7 @@ from torch import nn
 
 from amp_core._torch.autocast import autocast_off
 from amp_core._torch.modules import tree_map_only
-from amp_core.common.arguments import check_module
+from amp_core.common.arguments import check_module, home_of
 from amp_core.common.handle import Handle
 from amp_core.dispatch.activate import RuleOverrides
 from amp_core.dispatch.target_dtype import eligible
@@ -52,7 +52,8 @@ def apply_policy(
             ``model.named_modules()``: ``*`` matches one part of a name, ``**`` any number of parts, ``""``
             the model itself. If several select a module, later ones take precedence. Alternatively, the path
             of a TOML file with such rules in its ``modules`` table.
-        device_type: defaults to the device type of the model's first parameter or buffer.
+        device_type: defaults to the device type of the model's first parameter or buffer; on the meta
+            device, to that of the accelerator, or the CPU.
 
     Returns:
         A handle that removes the rules again; also a context manager.
@@ -271,7 +272,7 @@ def _named(rules: Mapping[OpName, str]) -> dict[str, str]:
 
 def _device_type(model: nn.Module) -> str:
     for tensor in (*model.parameters(), *model.buffers()):
-        return tensor.device.type
+        return home_of(tensor)
     raise PolicyError("The model has no parameter or buffer to infer the device from; pass device_type=.")
 
 

@@ -81,7 +81,6 @@ WRONG = {
     "kernels are an object": ("kernels", lambda _: object(), "must return an amp_core.kernels.Kernels"),
     "kernels raise": ("kernels", _raising, "raised OSError"),
     "a dtype as a string": ("default_dtype", lambda _: "bfloat16", "returned 'bfloat16', but must return"),
-    "an integer dtype": ("default_dtype", lambda _: torch.int8, "must return a floating-point torch.dtype"),
     "no dtypes": ("supported_dtypes", lambda _: (), "must return a tuple of one or more"),
     "dtypes as a list": ("supported_dtypes", lambda _: [torch.float16], "must return a tuple"),
     "dtypes raise": ("supported_dtypes", _raising, "raised OSError"),

@@ -303,3 +303,13 @@ def test_a_module_used_twice_in_a_region_casts_its_weights_once() -> None:
     expected = gradient(OpPolicy.default("cpu").override(low))
     with apply_policy(nn.Sequential(layer), {"0": low}):
         assert torch.equal(gradient(None), expected)
+
+
+@pytest.mark.parametrize("rules", ["fp32", {"linear": "fp32"}])
+def test_rules_of_a_model_on_the_meta_device_hold_where_its_weights_go(rules: object) -> None:
+    """A model without memory, as ensembles build it, gets no rules: no backend serves "meta"."""
+    with torch.device("meta"):
+        layer = nn.Sequential(nn.Linear(2, 2))
+    with apply_policy(layer, {"0": rules}), autocast("cpu"):
+        weights = {name: torch.ones(p.shape) for name, p in layer.named_parameters()}
+        assert torch.func.functional_call(layer, weights, torch.ones(1, 2)).dtype is HIGH

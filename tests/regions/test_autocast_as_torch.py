@@ -49,6 +49,19 @@ def test_construction(device: str, dtype: torch.dtype | None, enabled: bool) -> 
     assert [w[:3] for w in ours[-1]] == [(c, m.replace("CPU:0", "CPU"), f) for c, m, f, _ in theirs[-1]]
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.complex64, torch.float64])
+def test_a_default_dtype_that_no_region_can_have(dtype: torch.dtype) -> None:
+    """`torch.set_autocast_dtype` with a dtype of no use raises an error that blames the CPU's plugin."""
+    before = torch.get_autocast_dtype("cpu")
+    try:
+        torch.set_autocast_dtype("cpu", dtype)
+        theirs, ours = (outcome(lambda cls=cls: cls("cpu")) for cls in BOTH)
+    finally:
+        torch.set_autocast_dtype("cpu", before)
+    assert ours[:-1] == theirs[:-1]
+    assert [w[:3] for w in ours[-1]] == [w[:3] for w in theirs[-1]]
+
+
 def test_warning_stands_at_the_callers_line() -> None:
     """The warning points into amp-core instead of at the line to change."""
     with pytest.warns(UserWarning, match="target dtype is not supported") as caught:
