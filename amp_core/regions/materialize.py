@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import inspect
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -267,9 +267,11 @@ def _replace(module: nn.Module, path: str, weight: Tensor) -> None:
 
 
 def _place(error: BaseException, model: nn.Module) -> str:
-    """Return the innermost line, in a file that defines a module of `model`, from which `error` came."""
-    classes = {type(module) for module in model.modules()}
-    files = {sys.modules[c.__module__].__file__ for c in classes if not c.__module__.startswith("torch.")}
+    """Return the innermost line, in a file with a `forward` of `model`, from which `error` came."""
+    methods = (getattr(type(module), "forward", None) for module in model.modules())
+    forwards = {inspect.unwrap(method) for method in methods if method is not None}
+    codes = {f.__code__ for f in forwards if hasattr(f, "__code__") and not f.__module__.startswith("torch.")}
+    files = {code.co_filename for code in codes}
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if frame.filename in files:
             return f'{frame.filename}:{frame.lineno} in {frame.name}: "{frame.line}": '

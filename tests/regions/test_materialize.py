@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import operator
 import pickle
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -382,6 +384,22 @@ def test_control_flow_on_values_is_refused_with_its_place() -> None:
         materialize(nn.Sequential(Gated()), (torch.randn(3),))
     assert "torch.cond" in str(caught.value)
     assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_place_is_named_where_modules_have_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a notebook the refusal is an AttributeError: `__main__` has no file there."""
+    notebook = types.ModuleType("notebook")
+    monkeypatch.setitem(sys.modules, "notebook", notebook)
+    code = """
+class Gated(nn.Module):
+    def forward(self, x):
+        return x if x.sum() > 0 else -x
+"""
+    notebook.__dict__["nn"] = nn
+    exec(compile(code, "cell-3", "exec"), notebook.__dict__)
+    with pytest.raises(MaterializeError, match=r"cell-3:4 in forward"):
+        materialize(notebook.Gated(), (torch.randn(3),))
 
 
 def test_an_op_whose_inner_ops_are_cast_is_named() -> None:
