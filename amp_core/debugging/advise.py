@@ -117,7 +117,7 @@ def advise(
         device: as for `compare`.
         format: as for `compare`.
         policy: the policy to start from; by default the device's.
-        dtype: as for `compare`; with `format`, bfloat16 by default.
+        dtype: as for `compare`; with `format`, bfloat16 by default, if the device has it.
         model: the model whose modules may get rules; by default, the outermost module that `fn` calls.
         tolerance: the relative error to accept from each op and in the loss and gradients; by default 0.03
             and 0.125, but at least 16 times the dtype's ``eps``. A ReLU can add that much if rounding moves
@@ -140,7 +140,7 @@ def advise(
         AmpError: as for `compare`; or several ranks share a model to be timed.
         PolicyError: as for `compare`, or no matrix product of the step takes the format.
         ValueError: `goal` is unknown, or `optimizer` is given for speed; or `format` is given with either; or
-            `tolerance` is below 0.
+            `tolerance` is below 0; or as for `compare`.
 
     Example::
 
@@ -158,8 +158,8 @@ def advise(
             raise ValueError(
                 "format= finds the layers that tolerate a format; it takes no goal= or optimizer=."
             )
-        step = Step(fn, device, dtype or torch.bfloat16, policy, model, seed, limit)
-        rehearsed = quantising(device, policy, format)
+        rehearsed, dtype = quantising(device, policy, format, dtype)
+        step = Step(fn, device, dtype, policy, model, seed, limit)
         return FormatSearch(step, rehearsed, tolerance, _progress_line(progress)).run(rounds)
     step = Step(fn, device, dtype, policy, model, seed, limit)
     if goal == "speed":

@@ -199,8 +199,8 @@ def compare(
         device: the device type, as for `autocast`.
         policy: the policy of the mixed-precision run; by default the device's.
         format: a `Recipe`, or the name of one, for those matrix products that the policy runs in low
-            precision; `dtype` then defaults to bfloat16. The report counts, per layer and role, the elements
-            that the format could not hold.
+            precision; `dtype` then defaults to bfloat16 if the device has it. The report counts, per layer
+            and role, the elements that the format could not hold.
         reference: the reference dtype: float32, or another that autocast supports.
         dtype: the low-precision dtype; by default the device's.
         scale: the loss scale of the mixed-precision run, as applied by a `GradScaler`.
@@ -215,7 +215,7 @@ def compare(
             is not supported.
         PolicyError: there is no recipe `format`, or it cannot be a rule.
         TypeError: `fn` is not callable, or `model` is not a module.
-        ValueError: `scale` or `limit` is out of range.
+        ValueError: `scale` or `limit` is out of range, or the device has no regions of `dtype`.
 
     Example::
 
@@ -224,6 +224,6 @@ def compare(
     if not 0 < scale < math.inf:
         raise ValueError(f"scale= must be a finite number above 0, not {scale}.")
     if format is not None:
-        policy, dtype = quantising(device, policy, format), dtype or torch.bfloat16
+        policy, dtype = quantising(device, policy, format, dtype)
     step = Step(fn, device, dtype, policy, model, seed, limit)
     return compared(step, step.policy, scale=scale, reference=reference)

@@ -22,6 +22,7 @@ from amp_core.formats import Recipe
 from amp_core.plugin import get_backend
 from amp_core.policy import OpPolicy
 from amp_core.policy.recipes import as_rule
+from amp_core.regions.base import format_dtype
 from amp_core.regions.modules import apply_policy
 from amp_core.regions.region import autocast
 
@@ -61,6 +62,11 @@ class Step:
         self.device_type = device_type_of(device)
         backend = get_backend(self.device_type)
         self.dtype = backend.default_dtype() if dtype is None else dtype
+        if self.dtype is not torch.float8_e4m3fn and backend.autocast_refusal(self.dtype) is not None:
+            raise ValueError(
+                f"dtype={self.dtype}: {backend.dtype_reason(self.dtype)}. Regions on "
+                f"{self.device_type!r} take {', '.join(map(str, backend.supported_dtypes()))}."
+            )
         self.policy = policy or default_policy(backend)
         self._float32 = OpPolicy.float32(self.device_type)
         self.roots: list[nn.Module] = []
@@ -130,16 +136,22 @@ class Step:
 
 
 def quantising(
-    device: str | torch.device | Tensor, policy: OpPolicy | None, recipe: str | Recipe
-) -> OpPolicy:
-    """Return `policy`, or the device's, with a recipe for the matrix products that it runs in low precision.
+    device: str | torch.device | Tensor,
+    policy: OpPolicy | None,
+    recipe: str | Recipe,
+    dtype: torch.dtype | None,
+) -> tuple[OpPolicy, torch.dtype]:
+    """Return `policy`, or the device's, with a recipe for its low-precision products, and the region's dtype.
 
     Raises:
         PolicyError: there is no recipe of that name, or it cannot be a rule.
     """
     rule = as_rule(recipe if isinstance(recipe, Recipe) else f"recipe {recipe}")
-    under = policy or default_policy(get_backend(device_type_of(device)))
-    return with_recipe(under, rule.recipe, f"format={rule.removeprefix('recipe ')}")
+    backend = get_backend(device_type_of(device))
+    quantised = with_recipe(
+        policy or default_policy(backend), rule.recipe, f"format={rule.removeprefix('recipe ')}"
+    )
+    return quantised, dtype or format_dtype(backend)
 
 
 def _run_backward(result: Any, scale: float, capture: Capture) -> bool:

@@ -56,7 +56,7 @@ class Region(torch.autocast):
         self.device = device_type = device_type_of(device)
         backend = get_backend(device_type)
         if enabled and dtype is torch.float8_e4m3fn:
-            dtype, policy = torch.bfloat16, _fp8_policy(backend, policy)
+            dtype, policy = format_dtype(backend), _fp8_policy(backend, policy)
         self._policy = policy
         self.fast_dtype = fast_dtype = backend.default_dtype() if dtype is None else dtype
         self._activation = None
@@ -99,8 +99,13 @@ class Region(torch.autocast):
         )
 
 
+def format_dtype(backend: Backend) -> torch.dtype:
+    """Return the dtype of regions for formats: bfloat16, or the default of a device that lacks it."""
+    return torch.bfloat16 if torch.bfloat16 in backend.supported_dtypes() else backend.default_dtype()
+
+
 def _fp8_policy(backend: Backend, policy: OpPolicy | None) -> OpPolicy:
-    """Return the policy of a region with the dtype float8_e4m3fn, in which other ops run in bfloat16."""
+    """Return the policy of a region with the dtype float8_e4m3fn; other ops run in `format_dtype`."""
     under = default_policy(backend) if policy is None else policy
     if not isinstance(under, OpPolicy):
         return under  # refused where every policy is

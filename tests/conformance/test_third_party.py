@@ -177,6 +177,25 @@ def test_module_rules_ask_a_device_for_no_more_than_regions_do(example):
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+def test_the_kit_knows_a_device_that_torch_has_no_rules_for(example):
+    """The page's one line would fail the kit, and a module that breaks checkpoints would pass it."""
+    script = (
+        "import torch\n"
+        "from amp_core import OpPolicy, get_backend\n"
+        "from amp_core.testing import check\n"
+        "class LikeCuda(type(get_backend('npy'))):\n"
+        "    def op_policy(self):\n"
+        "        return OpPolicy(self.device_type, OpPolicy.default('cuda').rules)\n"
+        "report = check(LikeCuda(), areas=['policy'])\n"
+        "assert report.ok and report.count('skipped') == 1, report.to_markdown()\n"
+        "del type(torch.npy).get_amp_supported_dtype\n"
+        "report = check(LikeCuda(), keyword='region_of_torch')\n"
+        "assert report.failed == ['region_of_torch_can_be_built'], report.to_markdown()\n"
+    )
+    done = example.run("-c", script)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
 @pytest.mark.parametrize("hooks", [ABSENT_HOOKS, BROKEN_HOOKS], ids=["absent", "broken"])
 def test_another_backend_beside_it_does_not_touch_it(tmp_path, hooks):
     """One vendor's fault would take the other vendor's device away."""

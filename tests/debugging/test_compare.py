@@ -16,6 +16,8 @@ import amp_core
 from amp_core import OpPolicy, autocast
 from amp_core.debugging.capture import MODULE, OP, PARAMETER
 from amp_core.dispatch.engine import engine
+from amp_core.testing import Loopback
+from amp_core.testing.fixtures import serving
 
 
 @pytest.fixture(autouse=True)
@@ -292,3 +294,31 @@ def test_a_graph_outlives_a_comparison():
     loss = model(x).square().mean()
     amp_core.compare(lambda: model(x).square().mean(), "cpu", model=model)
     loss.backward()
+
+
+class Float16Alone(Loopback):
+    """A device without bfloat16."""
+
+    def default_dtype(self):
+        return torch.float16
+
+    def supported_dtypes(self):
+        return (torch.float16,)
+
+
+def test_formats_on_a_device_without_bfloat16():
+    """No region would be entered: a format would seem to change nothing."""
+    model, x = nn.Linear(32, 32), torch.randn(4, 32)
+    with serving(Float16Alone()):
+        assert amp_core.compare(lambda: model(x).square().mean(), "cpu", format="mxfp4").fits
+        with autocast("cpu", dtype=torch.float8_e4m3fn):
+            assert model(x).dtype is torch.float16
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("rehearse", [amp_core.compare, amp_core.advise])
+def test_a_dtype_that_the_device_has_no_regions_of(rehearse, dtype):
+    """Two runs in float32 would be compared, and no fault found."""
+    model = nn.Linear(2, 2)
+    with serving(Float16Alone()), pytest.raises(ValueError, match=r"Regions on 'cpu' take torch\.float16\."):
+        rehearse(lambda: model(torch.ones(1, 2)).sum(), "cpu", dtype=dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 
+import pytest
 import torch
 
 from amp_core.plugin import API_VERSION, Availability, Refusal
@@ -164,7 +165,10 @@ class PolicyConformance(BackendFixtures):
 
     def test_policy_has_torchs_rules_but_for_stated_departures(self) -> None:
         """An op whose rule was forgotten runs in the wrong dtype, and nobody notices."""
-        found = OpPolicy.default(self.device_type).diff(self.backend.op_policy())
+        expected = OpPolicy.default(self.device_type)
+        if expected == OpPolicy.uniform(self.device_type):
+            pytest.skip(f"torch has no rules for {self.device_type}")
+        found = expected.diff(self.backend.op_policy())
         undeclared = {op: pair for op, pair in found.items() if op not in self.policy_departures}
         assert not undeclared, f"(torch's rule, the backend's): {undeclared}"
         unneeded = set(self.policy_departures) - set(found)

@@ -53,6 +53,10 @@ class RegionConformance(BackendFixtures):
                 assert result.dtype is dtype
                 assert result.float().cpu().tolist() == [[4.0] * 4] * 4
 
+    def test_region_of_torch_can_be_built(self) -> None:
+        """``torch.utils.checkpoint`` and ``torch.compile`` build one; torch's error says what is missing."""
+        torch.autocast(self.device_type, enabled=False)
+
     def test_region_refuses_an_unsupported_dtype_as_the_backend_says(self) -> None:
         """A warning and a disabled region, or an error; never another dtype."""
         refusal = self.backend.autocast_refusal(torch.float64)
