@@ -143,6 +143,42 @@ def test_notebook(tree: Path, capsys) -> None:
     assert any(cell == 4 and level == "manual" for cell, _, level in places)
 
 
+@pytest.mark.parametrize(
+    ("layout", "write"),
+    [
+        ({"indent": 1}, lambda text: text.replace("\n", "\r\n")),
+        ({"indent": "\t"}, str),
+        ({"separators": (",", ":")}, str),
+        ({"indent": 2}, lambda text: text.replace("1e-05", "0.00001").replace("<", "\\u003c")),
+    ],
+    ids=["crlf", "tabs", "compact", "numbers and escapes"],
+)
+def test_notebook_layouts(tree: Path, layout: dict, write) -> None:
+    """A diff would show the whole notebook, outputs included, where another program wrote the file."""
+    same = ["x = 1\n", "files = !ls\n", "autocast?"]
+    old = [
+        _cell("".join(same)),
+        _cell("from torch.cuda.amp import autocast\nautocast()", [{"source": 1e-5, "<": []}]),
+    ]
+    new = [
+        _cell("".join(same)),
+        _cell('from torch.amp import autocast\nautocast("cuda")', [{"source": 1e-5, "<": []}]),
+    ]
+    path = tree / "demo.ipynb"
+    path.write_bytes(write(json.dumps({"cells": old, "nbformat": 4}, **layout)).encode())
+    assert main(["migrate", "--write", str(path)]) == 0
+    assert path.read_bytes() == write(json.dumps({"cells": new, "nbformat": 4}, **layout)).encode()
+
+
+def test_a_named_link_stays_a_link(tree: Path) -> None:
+    """The link would become a second file, and the one that it names would stay as it was."""
+    link = tree / "link.py"
+    link.symlink_to("train.py")
+    assert main(["migrate", "--write", str(link)]) == 0
+    assert link.is_symlink()
+    assert (tree / "train.py").read_text() == NEW
+
+
 def _cell(source: str, outputs: list | None = None) -> dict:
     return {
         "cell_type": "code",

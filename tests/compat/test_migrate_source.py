@@ -267,7 +267,19 @@ HUMAN = {
         "inherits the constructor",
     ),
     "in __all__": ("from torch.cuda.amp import autocast\n__all__ = ['autocast']\n", "__all__"),
-    "replaced from outside": ("import torch\ntorch.cuda.amp.autocast = mine\n", "used as a value"),
+    "replaced from outside": (
+        "import torch\nold = torch.cuda.amp.autocast\ntorch.cuda.amp.autocast = mine\n"
+        "with torch.cuda.amp.autocast(False), old(False):\n    pass\ntorch.cuda.amp.autocast = old\n",
+        "this file assigns to `torch.cuda.amp.autocast`",
+    ),
+    "module that may be missing": (
+        "import torch\namp = getattr(torch.cuda, 'amp', None)\nif amp is not None:\n    amp.autocast(False)\n",
+        "getattr with a default",
+    ),
+    "the first that exists": (
+        "import torch\nf = getattr(torch, 'autocast', None) or getattr(torch.cuda.amp, 'autocast', None)\n",
+        "getattr with a default",
+    ),
 }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import libcst as cst
 from libcst.helpers import get_full_name_for_node
@@ -65,7 +65,8 @@ class Resolver:
             return _join(self.resolve(node.value), node.attr.value)
         word = getattr_literal(node)
         if word is not None and isinstance(node, cst.Call):
-            return _join(self.resolve(node.args[0].value), word)
+            found = _join(self.resolve(node.args[0].value), word)
+            return found if len(node.args) == 2 else _unless_missing(found)
         return None
 
     def scopes(self) -> set[Scope]:
@@ -182,8 +183,8 @@ class Resolver:
 
 
 def getattr_literal(node: cst.BaseExpression) -> str | None:
-    """Return the attribute that ``getattr(x, "literal")`` reads, or None for other expressions."""
-    if not (isinstance(node, cst.Call) and len(node.args) == 2):
+    """Return the attribute that ``getattr(x, "literal")`` reads, also with a default; else None."""
+    if not (isinstance(node, cst.Call) and len(node.args) in {2, 3}):
         return None
     word = node.args[1].value
     if (
@@ -235,6 +236,14 @@ def _join(base: Resolved | None, word: str) -> Resolved | None:
         return None
     dotted = f"{base.dotted}.{word}"
     return Resolved(dotted, base.bindings, base.alias, base.fallback, base.shared, base.conflict)
+
+
+def _unless_missing(found: Resolved | None) -> Resolved | None:
+    """Return the meaning of ``getattr(torch.cuda, "amp", default)``; None if it is no deprecated module."""
+    legacy = parse_legacy(found.dotted) if found is not None else None
+    if found is None or legacy is None or legacy.name:
+        return None
+    return replace(found, conflict="getattr with a default: rewrite it and the uses of its value by hand")
 
 
 def _is_none(node: cst.BaseExpression | None) -> bool:

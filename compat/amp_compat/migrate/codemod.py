@@ -18,7 +18,7 @@ from amp_compat.migrate.model import Finding, Level, Rewritten
 from amp_compat.migrate.names import Legacy, Target, parse_legacy
 from amp_compat.migrate.plan import Plan, Use
 from amp_compat.migrate.prune import prune
-from amp_compat.migrate.rules import settle_aliases, settle_modules, settle_shared
+from amp_compat.migrate.rules import settle_aliases, settle_modules, settle_replaced, settle_shared
 from amp_compat.migrate.tree import (
     Apply,
     Edit,
@@ -88,6 +88,7 @@ class ModuleRewriter:
         for use in plan.uses:
             if not use.manual:
                 self._try_site(use)
+        settle_replaced(plan, self.parents)
         settle_aliases(plan, self.resolver)
         settle_shared(plan, self.resolver)
         settle_modules(plan)

@@ -124,6 +124,7 @@ def write_whole(path: Path, before: bytes, after: bytes) -> None:
     Raises:
         OSError: `path` is read-only, changed since it was read, or cannot be replaced.
     """
+    path = path.resolve()  # else a link that was named becomes a file
     mode = path.stat().st_mode
     if not mode & 0o222 or not os.access(path, os.W_OK):
         raise PermissionError("the file is read-only")

@@ -14,7 +14,8 @@ from amp_compat.migrate.model import CELL_MARK, Finding, Rewritten
 from amp_compat.migrate.names import Target
 from amp_compat.migrate.source import migrate_source
 
-_MAGIC = re.compile(r"^(\s*)([%!?].*)$")
+_MAGIC = re.compile(r"^(\s*)([%!?].*|[\w., ]+=\s*[%!].*|[\w.]+\?\??)$")
+_SOURCE = re.compile(r'(?<!\\)"source"\s*:\s*')
 _HIDDEN = re.compile(r"^(\s*)pass  # amp-core magic (.*)$")
 _PYTHON_MAGICS = ("%%time", "%%timeit", "%%capture", "%%prun")
 
@@ -119,11 +120,29 @@ def _relocate(findings: list[Finding], cells: list[_Cell]) -> list[Finding]:
 
 
 def _dump(notebook: dict[str, Any], original: str) -> str:
-    """Write `notebook` in the layout of `original`."""
-    end = "\n" if original.endswith("\n") else ""
-    before = json.loads(original)
-    for indent in (1, 2, 4, None):
-        for ascii_only in (False, True):
-            if json.dumps(before, indent=indent, ensure_ascii=ascii_only) + end == original:
-                return json.dumps(notebook, indent=indent, ensure_ascii=ascii_only) + end
-    return json.dumps(notebook, indent=1, ensure_ascii=False) + end
+    """Return `original` with the sources of the cells of `notebook`; all else stays as it was written."""
+    sources = [cell.get("source") for cell in json.loads(original)["cells"]]
+    text, start, end = "", 0, 0
+    for before, cell in zip(sources, notebook["cells"], strict=True):
+        for match in _SOURCE.finditer(original, start):
+            value, after = json.JSONDecoder().raw_decode(original, match.end())
+            if value == before:
+                if value != cell["source"]:
+                    text += original[end : match.end()] + _json(cell["source"], original[match.end() : after])
+                    end = after
+                start = after
+                break
+    text += original[end:]
+    if json.loads(text) != notebook:
+        raise ValueError("left unchanged: the places of its cells in the file are unclear")
+    return text
+
+
+def _json(source: list[str] | str, before: str) -> str:
+    """Write `source` in the layout of `before`, the text that it replaces."""
+    if isinstance(source, str):
+        return json.dumps(source, ensure_ascii=before.isascii())
+    opening, *_ = before.split('"', 1)
+    gap = opening.partition("[")[2] or " " * ('", "' in before)
+    lines = f",{gap}".join(json.dumps(line, ensure_ascii=before.isascii()) for line in source)
+    return opening + lines + before[before.rindex('"') + 1 :]

@@ -161,7 +161,7 @@ def _classify_module(use: Use, parent: cst.CSTNode, parents: Parents) -> None:
     elif isinstance(owner, cst.Call) and owner.args[0] is parent and _tests_name(owner, "hasattr"):
         return
     elif isinstance(owner, cst.Call) and owner.args[0] is parent and _tests_name(owner, "getattr"):
-        if not isinstance(parents[owner], (cst.Comparison, cst.If, cst.BooleanOperation, cst.UnaryOperation)):
+        if not _is_condition(owner, parents):
             use.manual = "getattr with a default: the value may have either signature; rewrite it by hand"
     elif isinstance(parent, (cst.Comparison, cst.Expr)):
         return  # a check whether the name exists
@@ -169,6 +169,12 @@ def _classify_module(use: Use, parent: cst.CSTNode, parents: Parents) -> None:
         use.manual = f"`{use.legacy.dotted}.{parent.attr.value}` has no successor of that name"
     else:
         use.manual = f"the module `{use.legacy.dotted}` is used as an object; rewrite its uses by hand"
+
+
+def _is_condition(node: cst.CSTNode, parents: Parents) -> bool:
+    """Return whether only the truth of `node` matters; ``or`` and ``and`` may return it."""
+    outer = next(each for each in around(node, parents) if not isinstance(each, cst.BooleanOperation))
+    return isinstance(outer, (cst.Comparison, cst.If, cst.UnaryOperation))
 
 
 def _tests_name(call: cst.Call, name: str) -> bool:
@@ -180,9 +186,19 @@ def _tests_name(call: cst.Call, name: str) -> bool:
 _CLASS_KINDS = {"type", "base", "partial"}
 
 
+def settle_replaced(plan: Plan, parents: Parents) -> None:
+    """Leave the names that the file itself replaces: it expects its own object where it uses them."""
+    replaced = {use.legacy for use in plan.uses if isinstance(parents[use.node], cst.AssignTarget)}
+    for use in plan.uses:
+        if use.legacy in replaced:
+            use.manual = f"this file assigns to `{use.legacy.dotted}`; rewrite that and its uses by hand"
+
+
 def settle_aliases(plan: Plan, resolver: Resolver) -> None:
     """Allow ``name = torch.cuda.amp.autocast`` only if a functools.partial works for all uses of `name`."""
     aliases = [use for use in plan.uses if use.kind == "alias"]
+    for use in aliases:
+        _stays(use, plan, resolver)
     while any([_stays(use, plan, resolver) for use in aliases if not use.manual]):  # noqa: C419  # each
         pass  # an alias of an alias that stays must stay too
 
@@ -192,8 +208,8 @@ def _stays(use: Use, plan: Plan, resolver: Resolver) -> bool:
     assert isinstance(use.site, cst.Name)
     uses = [u for u in plan.uses if _uses_alias(u, use.site.value) and u is not use]
     if any(u.kind in _CLASS_KINDS or u.manual for u in uses):
-        use.manual = f"`{use.site.value}` is used as a class or passed on; replace it by hand"
-    elif _unclear_positional(use.site, plan, resolver):
+        use.manual = use.manual or f"`{use.site.value}` is used as a class or passed on; replace it by hand"
+    elif not use.manual and _unclear_positional(use.site, plan, resolver):
         use.manual = f"`{use.site.value}(...)` may also mean something else and has positional arguments"
     elif any(u.kind == "value" for u in uses):
         use.review = _PARTIAL_NOTE
