@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -17,10 +17,10 @@ from amp_core.regions.region import autocast
 from amp_core.states.loss_scale import LossScaleSchedule, ScaleState
 from amp_core.testing.suite import data, reference
 from amp_core.testing.suite import tensors as space
-from amp_core.testing.suite.judge import Judge
+from amp_core.testing.suite.scaled import ScaledJudge
 
 
-class ContextConformance(Judge):
+class ContextConformance(ScaledJudge):
     """A kernel gives the same result in every context of torch."""
 
     AREA = "contexts"
@@ -76,6 +76,19 @@ class ContextConformance(Judge):
         self._judge_in(lambda: torch.device("meta"))
         self._judge_in(_unusual)
         self._judge_in(lambda: data.After(_count_list_writes))  # as a mode that counts or records
+
+    def test_kernels_on_a_device_that_is_not_the_current_one(self) -> None:
+        """Of several devices: results lie on that of the arguments."""
+        module: Any = getattr(torch, self.device_type, None)
+        number = module.device_count() - 1 if hasattr(module, "device_count") else 0
+        if number < 1:
+            pytest.skip(f"there is one {self.device_type} device")
+        number -= number == torch.empty(0, device=self.device).device.index
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(type(self), "device", torch.device(self.device_type, number))
+            self._judge_in(nullcontext)
+            if self.supports_bit_views:
+                self._judge_products_with_inf()
 
     def _judge_in_a_backward(self) -> None:
         """Gradients are added, cast and measured in hooks, while autograd runs."""

@@ -94,17 +94,17 @@ class Judge(Manners):
         results = list(data.statistics(result)) if isinstance(result, GradStats) else result or []
         if not (written and results):
             # Without a tensor, a kernel does not know the device.
-            self._assert_own(results, inference, self.device_type if read else None)
+            self._assert_own(results, inference, read[0].device if read else None)
             if not memory.is_apart_from(results):
                 self._assert_apart(results, inference)
         memory.check(wrote=wrote)
         return result
 
-    def _assert_own(self, results: Tensors, inference: bool, device_type: str | None) -> None:
+    def _assert_own(self, results: Tensors, inference: bool, device: torch.device | None) -> None:
         """Check that results are plain tensors outside of autograd."""
         for result in results:
             assert type(result) is Tensor, f"a result is a {type(result).__name__}"
-            assert device_type in (None, result.device.type), f"a result is on {result.device}"
+            assert device in (None, result.device), f"a result is on {result.device}, not {device}"
             assert not result.requires_grad, "autograd recorded the call"
             assert result.is_inference() == inference, "inference tensors come from inference mode alone"
 

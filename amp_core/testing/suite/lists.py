@@ -60,7 +60,7 @@ class ListJudge(Judge):
         """Return casts with elements; they share no memory with `tensors`, which lie in few storages."""
         memory = space.Memory(tensors)
         casts = [cast for cast in self.kernels.cast(tensors, dtype) if cast.numel()]
-        self._assert_own(casts, torch.is_inference_mode_enabled(), self.device_type)
+        self._assert_own(casts, torch.is_inference_mode_enabled(), tensors[0].device)
         if not memory.is_apart_from(casts):
             self._assert_apart(casts, torch.is_inference_mode_enabled())
         memory.check()
@@ -135,7 +135,8 @@ class ListJudge(Judge):
 
     def _assert_norms(self, stats: GradStats, norms: Tensor, order: float, what: str) -> None:
         """Compare with the norms of the tensors, none of which has inf or NaN."""
-        self._assert_own(list(data.statistics(stats)), torch.is_inference_mode_enabled(), self.device_type)
+        here = torch.empty(0, device=self.device).device
+        self._assert_own(list(data.statistics(stats)), torch.is_inference_mode_enabled(), here)
         self._assert_norms_close(stats.norms, norms.tolist(), f"norms of order {order} {what}")
         whole = [float(torch.linalg.vector_norm(norms, order))]
         self._assert_norms_close(stats.norm.reshape(1), whole, f"norm of order {order} {what}")

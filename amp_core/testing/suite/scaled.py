@@ -41,7 +41,7 @@ class ScaledJudge(Judge):
             result = self._products.multiply(given[0], given[1], recipe.accumulate)
         assert type(result) is Tensor, f"{what} is a {type(result).__name__}"
         assert result.dtype is recipe.accumulate, f"{what} is {result.dtype}"
-        assert result.device.type == self.device_type, f"{what} is on {result.device}"
+        assert result.device == given[0].values.device, f"{what} is on {result.device}"
         left, right = (each.dequantize(torch.float64, rotated=True) for each in factors)
         right_answer, limit = left @ right, (2 * left.shape[-1] + 4) * 2.0**-24 * (left.abs() @ right.abs())
         assert result.shape == right_answer.shape, f"{what} has the shape {tuple(result.shape)}"

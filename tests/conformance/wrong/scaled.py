@@ -80,3 +80,11 @@ class ScaledHasNoReason(Loopback):
                 return None
 
         return Products()
+
+
+class ScaledReadsAScale(Multiplier):
+    fails = ("kernels_do_not_wait_for_the_device",)
+
+    def product(self, multiply, a, b, accumulate):
+        a.scale.sum().item()
+        return multiply(a, b, accumulate)
