@@ -20,7 +20,7 @@ from amp_core.dispatch.activate import default_policy
 from amp_core.errors import AmpWarning, MaterializeError, PolicyError
 from amp_core.plugin import get_backend
 from amp_core.policy import OpPolicy, names
-from amp_core.policy.coverage import PRODUCT, heavy_ops
+from amp_core.policy.coverage import REDUCTION, missing
 from amp_core.policy.rules import UNCHANGED
 from amp_core.regions.direct_calls import call_directly
 from amp_core.regions.region import autocast
@@ -118,11 +118,11 @@ def materialize(
             result = graph_module(*args, **(kwargs or {}))
             with region:
                 wanted = model(*args, **(kwargs or {}))
-        _compare(result, wanted, model, ops)
+        _compare(result, wanted, model, ops, in_force)
     return graph_module  # type: ignore[no-any-return]
 
 
-def _compare(result: Any, wanted: Any, model: nn.Module, ops: set[str]) -> None:
+def _compare(result: Any, wanted: Any, model: nn.Module, ops: set[str], policy: OpPolicy) -> None:
     if all(_same(a, b) for a, b in zip(tensors_in(result), tensors_in(wanted), strict=True)):
         return
     name = type(model).__name__
@@ -134,10 +134,10 @@ def _compare(result: Any, wanted: Any, model: nn.Module, ops: set[str]) -> None:
             f"elsewhere and which no trace has. Call torch.backends.mha.set_fastpath_enabled(False) before "
             f"materialize, and before the region that is to give the same bits."
         )
-    unruled = [op for op, kind in heavy_ops().items() if kind == PRODUCT and op in ops]
+    unruled = [op for op, kind in missing(policy).items() if kind != REDUCTION and op in ops]
     raise MaterializeError(
-        f"{differs}Ops whose inner ops autocast may cast: {', '.join(sorted(unruled)) or 'none known'}; give "
-        f"each a rule (OpPolicy.override). If the results are random or the kernels not deterministic, pass "
+        f"{differs}Its matrix products and custom ops without a rule: {', '.join(unruled) or 'none'}; give "
+        f"each one (OpPolicy.override). If the results are random or the kernels not deterministic, pass "
         f"check=False."
     )
 

@@ -386,6 +386,27 @@ def test_control_flow_on_values_is_refused_with_its_place() -> None:
     assert not torch.is_autocast_enabled("cpu")
 
 
+def test_a_custom_op_that_only_the_trace_has_is_named() -> None:
+    """Experts of transformers run as another op when traced; the refusal does not name it."""
+    multiply = torch.library.custom_op("amp_core_tests::multiply_traced", mutates_args=())(_multiply)
+    multiply.register_fake(_multiply)
+
+    class Experts(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return (multiply if torch.compiler.is_compiling() else _multiply)(x, self.weight)
+
+    model, x = Experts(8, 8).eval(), torch.randn(4, 8)
+    with pytest.raises(MaterializeError, match=r"without a rule: amp_core_tests::multiply_traced\.default;"):
+        materialize(model, (x,), dtype=LOW)
+    policy = DEFAULT.override({"amp_core_tests::multiply_traced": "lower_precision_fp"})
+    low = materialize(model, (x,), policy=policy, dtype=LOW)
+    assert torch.equal(low(x), in_region(model, x, policy=policy))
+
+
+def _multiply(x: Tensor, weight: Tensor) -> Tensor:
+    return x @ weight
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_the_place_is_named_where_modules_have_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a notebook the refusal is an AttributeError: `__main__` has no file there."""
