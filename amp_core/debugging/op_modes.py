@@ -8,7 +8,7 @@ from typing import Any
 
 from amp_core._torch.dispatcher import Overload
 from amp_core._torch.tensors import is_dtensor_type
-from amp_core._torch.tracing import TorchDispatchMode
+from amp_core._torch.tracing import TorchDispatchMode, run_in_parts
 from amp_core.debugging.collectives import kind_of
 
 
@@ -25,6 +25,8 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(is_dtensor_type(kind) for kind in types):
             with _InsideDTensors(self):
                 result = func(*args, **(kwargs or {}))
+        elif (result := run_in_parts(self, func, args, kwargs or {})) is not NotImplemented:
+            return result
         else:
             result = func(*args, **(kwargs or {}))
         self.tell(func, args, kwargs or {}, result)

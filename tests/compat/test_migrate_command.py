@@ -158,11 +158,11 @@ def test_notebook_layouts(tree: Path, layout: dict, write) -> None:
     same = ["x = 1\n", "files = !ls\n", "autocast?"]
     old = [
         _cell("".join(same)),
-        _cell("from torch.cuda.amp import autocast\nautocast()", [{"source": 1e-5, "<": []}]),
+        _cell("from torch.cuda.amp import autocast\nautocast()", [{"source": 1e-5, "<": [float("nan")]}]),
     ]
     new = [
         _cell("".join(same)),
-        _cell('from torch.amp import autocast\nautocast("cuda")', [{"source": 1e-5, "<": []}]),
+        _cell('from torch.amp import autocast\nautocast("cuda")', [{"source": 1e-5, "<": [float("nan")]}]),
     ]
     path = tree / "demo.ipynb"
     path.write_bytes(write(json.dumps({"cells": old, "nbformat": 4}, **layout)).encode())

@@ -480,3 +480,24 @@ def test_a_model_with_a_part_in_another_process(tmp_path: Path) -> None:
     command = [sys.executable, str(script), str(tmp_path / "rpc")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, None], ids=str)
+@pytest.mark.parametrize("kind", ["einsum", "lstm", "interpolate", "cosine loss"])
+def test_ops_that_consist_of_others_run_alike_in_inference_mode(kind, dtype):
+    """Autocast would not cast the products inside an einsum or an LSTM, and the report would say float32."""
+    torch.manual_seed(0)
+    x, lstm = torch.randn(3, 4, 6), nn.LSTM(6, 6)
+    run = {
+        "einsum": lambda: torch.einsum("abc,dbc->ad", x, x),
+        "lstm": lambda: lstm(x)[0],
+        "interpolate": lambda: nn.functional.interpolate(x.bfloat16(), 5, mode="linear"),
+        "cosine loss": lambda: nn.functional.cosine_embedding_loss(x[0], x[1], torch.ones(4)),
+    }[kind]
+    with torch.inference_mode(), autocast("cpu", dtype=dtype, enabled=dtype is not None):
+        expected = run()
+        with amp_core.record() as r:
+            result = run()
+    assert result.dtype == expected.dtype
+    assert torch.equal(result, expected)
+    assert all(key.dtypes == str(expected.dtype).removeprefix("torch.") for key in r.ops if kind == "einsum")

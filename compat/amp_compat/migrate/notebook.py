@@ -133,7 +133,7 @@ def _dump(notebook: dict[str, Any], original: str) -> str:
                 start = after
                 break
     text += original[end:]
-    if json.loads(text) != notebook:
+    if json.dumps(json.loads(text)) != json.dumps(notebook):  # as text, where NaN equals itself
         raise ValueError("left unchanged: the places of its cells in the file are unclear")
     return text
 
