@@ -115,6 +115,6 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     dtypes = [row["default_dtype"], *(d for d in row["supported_dtypes"] if d != row["default_dtype"])]
-    kernels = f"{row['kernels']}: {row['kernels_reason']}" if row["kernels_reason"] else row["kernels"]
+    kernels = ": ".join(filter(None, (row["kernels"], row["kernels_reason"])))
     source = f"{row['distribution']} {row['version']}".strip() or row["plugin"]
     return (row["device"], row["status"], row["reason"], ", ".join(filter(None, dtypes)), kernels, source)

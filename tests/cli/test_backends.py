@@ -13,6 +13,9 @@ import torch
 
 from amp_core import Recipe
 from amp_core.cli import COMMANDS, main
+from amp_core.kernels import Kernels
+from amp_core.testing import Loopback
+from amp_core.testing.fixtures import serving
 
 ROW = {
     "device",
@@ -90,6 +93,23 @@ def test_the_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monke
     listed = ("cpu: native formats: none", "emulated: fp8_tensorwise, fp8_rowwise")
     for text in ("cpu", "available", "bfloat16, float16", "amp-core", "amp_backend_cpu", *listed):
         assert text in printed
+
+
+def test_the_reason_of_kernels_that_failed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cell of kernels that have no name begins with a colon."""
+
+    class Broken(Loopback):
+        def kernels(self) -> Kernels:
+            raise OSError("no driver")
+
+    monkeypatch.setenv("COLUMNS", "300")
+    with serving(Broken()):
+        assert main(["backends"]) == 0
+    printed = capsys.readouterr().out
+    assert " BackendError: Broken.kernels()" in printed
+    assert ": BackendError" not in printed
 
 
 def test_without_rich_the_table_is_plain(
