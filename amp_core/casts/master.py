@@ -114,7 +114,7 @@ def master_weights(
         seed: of stochastic rounding. The same seed gives the same bits on every device and number of ranks.
         state_dtype: float32, or bfloat16 (rounded stochastically) to halve the optimizer's states.
         keep: globs over names of parameters that stay as they are, such as ``"*norm*"``; ``*`` also matches
-            dots.
+            dots. Those of a batch norm with float32 running statistics always do.
         lost_updates: count them at each step, for `StoredWeights.lost_updates`.
 
     Returns:

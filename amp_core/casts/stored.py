@@ -284,18 +284,28 @@ class StoredWeights(LocalHandle):
 
 
 def _kept(model: nn.Module, keep: Iterable[str]) -> set[int]:
-    """Return the ``id`` of each parameter that a glob of ``keep=`` matches, by any of its names."""
+    """Return the ``id`` of each parameter that stays as it is; globs of ``keep=`` match any of its names."""
     globs = None if isinstance(keep, str) or not isinstance(keep, Iterable) else [*keep]
     if globs is None or not all(isinstance(glob, str) for glob in globs):
         raise TypeError(f"keep= must be a list of globs, such as ['*norm*'], not {keep!r}.")
     named = [*model.named_parameters(remove_duplicate=False)]
-    kept: set[int] = set()
+    kept = _beside_statistics(model)
     for glob in globs:
         found = {id(param) for name, param in named if fnmatch.fnmatchcase(name, glob)}
         if not found:
             raise matches_no("parameter", glob, model, [name for name, _ in named])
         kept |= found
     return kept
+
+
+def _beside_statistics(model: nn.Module) -> set[int]:
+    """Return the ``id`` of each float32 parameter of a batch norm with float32 running statistics.
+
+    Kernels take weights in the dtype of these statistics, of which bfloat16 would lose most updates.
+    """
+    statistics = ((m, getattr(m, "running_mean", None)) for m in model.modules())
+    norms = (m for m, mean in statistics if isinstance(mean, Tensor) and mean.dtype is torch.float32)
+    return {id(p) for m in norms for p in m.parameters(recurse=False) if p.dtype is torch.float32}
 
 
 def _in_ddp(model: nn.Module) -> set[int]:

@@ -233,6 +233,27 @@ def test_what_is_kept_as_it_is() -> None:
     assert "1.weight" not in masters.float32_weights()
 
 
+@pytest.mark.parametrize("storage", STORAGES)
+def test_norms_with_running_statistics_train(storage: Any) -> None:
+    """The kernel of batch norms refuses bfloat16 weights beside float32 statistics."""
+    torch.manual_seed(0)
+    instance = nn.InstanceNorm2d(4, affine=True, track_running_stats=True)
+    free = nn.BatchNorm2d(4, track_running_stats=False)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), instance, free, nn.Conv2d(4, 2, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    masters = master_weights(model, optimizer, storage)
+    before = model[1].weight.clone()
+    for mode in (True, False):
+        with autocast("cpu", dtype=LOW):
+            loss = model.train(mode)(torch.randn(2, 3, 9, 9)).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert [p.dtype for p in model.parameters()] == [LOW] * 2 + [WIDE] * 4 + [LOW] * 4
+    assert not model[1].weight.equal(before)
+    assert masters.float32_weights().keys() == {n for n, p in model.named_parameters() if p.dtype is LOW}
+
+
 def test_the_step_record_has_the_lost_updates() -> None:
     """Each record must keep the counts of its own step, and none if nobody counts."""
     model = make()
