@@ -89,6 +89,7 @@ class Guard(Attached, Sink):
         self._patience, self._skips = patience, 0
         self._scaled: MutableMapping[Optimizer, object] = WeakIdentityMapping()
         self._tap: Tap | None = None
+        self._masked = self._masks_result = False
         register(self)
         self._removers += [lambda: unregister(self), self._stop]
 
@@ -104,7 +105,8 @@ class Guard(Attached, Sink):
             self._observe().places.enter(self.model)
 
     def _after(self, args: Any, kwargs: Any, result: Any) -> None:
-        if self._all_finite(floats_in(result)):
+        results = floats_in(result)
+        if self._all_finite(results) or (self._masks_result and not _have_nan(results)):
             return
         if self._tap is None:
             self._replay(args, kwargs)
@@ -114,6 +116,9 @@ class Guard(Attached, Sink):
             reason = f"these parameters have them: {', '.join(names)}"
         elif not self._all_finite(floats_in((args, kwargs))):
             reason = "its arguments have them"
+        elif self._masked and not _have_nan(results):
+            self._masks_result = True
+            return
         raise NonFiniteError(f"The result of step {self.step} has inf or NaN, but no op made them: {reason}.")
 
     def _replay(self, args: Any, kwargs: Any) -> None:
@@ -155,7 +160,7 @@ class Guard(Attached, Sink):
     def _observe(self) -> Tap:
         self._tap = Tap(self, self.model)
         self._not_finite: dict[int, weakref.ref[Any]] = {}
-        self._lines = Lines()
+        self._lines, self._masked = Lines(), False
         return self._tap.__enter__()
 
     def _stop(self) -> None:
@@ -177,7 +182,7 @@ class Guard(Attached, Sink):
         """Check an op."""
         line = self._lines.of_op(where.phase == BACKWARD)
         if short_name(op) in _FILLS:  # a mask of -inf is meant
-            self._note(outputs)
+            self._masked |= bool(self._note(outputs))
             return
         kernel = dispatcher_name(op)
         self._check(where.frames[0].op if where.frames else kernel, kernel, inputs, outputs, where, line)
@@ -232,6 +237,11 @@ def _readable(tensors: list[Tensor]) -> list[Tensor]:
     return [*filter(is_readable, map(part_of, tensors))]
 
 
+def _have_nan(tensors: list[Tensor]) -> bool:
+    with muted():
+        return any(bool(t.detach().isnan().any()) for t in _readable(tensors))
+
+
 def guard(
     model: nn.Module, *, steps: Container[int] | Callable[[int], bool] | None = None, patience: int = 10
 ) -> Guard:
@@ -244,8 +254,9 @@ def guard(
 
     amp-core's `GradScaler` may skip steps: the guard stops only after `patience` of them in a row, at the op
     of the next backward pass; each ``update`` of the scaler then waits for the device. Values that a mask
-    sets to inf are no fault. Of a DTensor, each rank checks its part. Functions compiled by `torch.compile`
-    run eagerly while every op is checked.
+    sets to inf are no fault; if a result has such, the guard looks only for NaN in later results. Of a
+    DTensor, each rank checks its part. Functions compiled by `torch.compile` run eagerly while every op is
+    checked.
 
     Args:
         model: the model to guard, as it is called in training.

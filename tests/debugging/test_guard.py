@@ -172,6 +172,33 @@ def test_values_that_no_op_made(place):
         model(x)
 
 
+class Masked(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).masked_fill(x < 0, -math.inf)
+
+
+@pytest.mark.parametrize("steps", [(), range(3)])
+def test_masks_in_the_result_are_no_fault(steps):
+    """Logits that the model itself sets to -inf (Grounding DINO's) stop training in its first step."""
+    model, x = Masked(4, 4), torch.tensor([[1.0, 2.0, -1.0, 3.0]])
+    with amp_core.guard(model, steps=steps):
+        for _ in range(2):
+            model(x)[x > 0].sum().backward()
+        with pytest.raises(NonFiniteError, match="its arguments have them"):
+            model(torch.full((1, 4), math.nan))
+
+
+def test_masks_inside_hide_no_overflow():
+    """A model with a mask of -inf, as attention has, is no longer checked for inf."""
+    model = nn.Sequential(Masked(4, 4), nn.Softmax(-1), nn.Linear(4, 4))
+    with amp_core.guard(model, steps=[0]):
+        model(torch.tensor([[1.0, -1.0, -1.0, 1.0]]).neg())
+        nn.init.constant_(model[2].weight, 3e38)
+        nn.init.constant_(model[2].bias, 3e38)
+        with pytest.raises(NonFiniteError, match="addmm in 2 makes inf"):
+            model(torch.ones(1, 4))
+
+
 def test_nothing_remains():
     """A removed guard still stops the program, or slows it down."""
     model = Faulty("forward")
