@@ -61,6 +61,11 @@ def cast_weights(
     return [cast for first, *rest in linked for cast in (run_backward_early(first), *rest)]
 
 
+def looks_for_hooks(cast: Tensor) -> bool:
+    """Return whether a backward pass through `cast` looks for gradient hooks of the weight when it runs."""
+    return hasattr(cast.grad_fn, "identity")
+
+
 def is_small_on_host(weight: Tensor) -> bool:
     """Return whether torch's own cast of `weight` is faster than a kernel's."""
     return weight.is_cpu and weight.nbytes <= _SMALL_ON_HOST

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from amp_core._torch.tensors import WeakStorage, identity_of, is_dtensor, is_freed, part_of
-from amp_core.casts.bulk import cast_weights
+from amp_core.casts.bulk import cast_weights, looks_for_hooks
 from amp_core.casts.memory import KeptMemory
 from amp_core.dispatch import kept_operands
 from amp_core.dispatch.weight_casts import CASTS, CachedCast, cached, fingerprint, is_cacheable
@@ -83,15 +83,18 @@ class WeightCache:
                 return current  # another thread has just renewed it
             slot.dtypes.add(dtype)
             groups: dict[tuple[torch.device, bool, bool], list[Tensor]] = defaultdict(list)
+            new_entries: dict[int, CachedCast] = {}
             for weight in [s.weight for s in self._slots.values() if dtype in s.dtypes]:
                 part = part_of(weight)
                 if part.data_ptr() == 0 and part.numel():
                     continue  # on the meta device, or its memory is freed for now
                 entry = entries.get(id(weight))
-                if entry is None or not entry.is_fresh(weight):
+                if entry is not None and looks_for_hooks(entry.cast) and entry.is_only_hooked(weight):
+                    # A graph may need the cast: to renew it would write to it.
+                    new_entries[id(weight)] = cached(weight, fingerprint(weight), entry.cast)
+                elif entry is None or not entry.is_fresh(weight):
                     entries.pop(id(weight), None)  # free the old cast before allocating the new one
                     groups[weight.device, weight.requires_grad, is_dtensor(weight)].append(weight)
-            new_entries: dict[int, CachedCast] = {}
             for (device, *_), weights in groups.items():
                 kernels = get_backend(device.type).kernels()
                 states = list(map(fingerprint, weights))

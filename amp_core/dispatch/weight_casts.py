@@ -42,6 +42,10 @@ class CachedCast(NamedTuple):
     memory: WeakStorage
     cast: Tensor
 
+    def is_only_hooked(self, weight: Tensor) -> bool:
+        """Return whether `weight` is unchanged but for its gradient hooks."""
+        return fingerprint(weight)[:-1] == self.fingerprint[:-1] and not is_freed(self.memory.cdata)
+
     def is_fresh(self, weight: Tensor) -> bool:
         """Return whether `weight` is unchanged, as far as torch can tell."""
         # Another tensor may reuse freed memory at the same address.

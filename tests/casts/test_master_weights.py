@@ -420,3 +420,23 @@ def test_compiled_model_is_untouched() -> None:
     expected = grads(compiled, 2)
     with master_weights(model):
         assert equal(grads(compiled, 2), expected)
+
+
+@pytest.mark.parametrize("add_first", [False, True])
+def test_a_hook_between_two_uses_in_one_graph(add_first: bool) -> None:
+    """A hook that comes or goes renews the cast, and the graph of the earlier use cannot run back."""
+    model, x, seen = nn.Linear(272, 272), torch.randn(4, 272), []  # 289 KiB: small weights are torch's
+    with master_weights(model):
+        hook = model.weight.register_hook(seen.append) if add_first else None
+        with autocast("cpu", dtype=torch.bfloat16):
+            loss = model(x).float().sum()
+        if hook is None:
+            model.weight.register_hook(seen.append)
+        else:
+            hook.remove()
+        with autocast("cpu", dtype=torch.bfloat16):
+            loss = loss + model(x * 2).float().sum()
+        loss.backward()
+    expected = (3 * x).sum(0).expand(272, 272)
+    torch.testing.assert_close(model.weight.grad, expected, rtol=0.05, atol=0.2)
+    assert len(seen) == (not add_first)
