@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 
 from amp_core._torch.autocast import privateuse1_name
-from amp_core._torch.dispatcher import Overload, autocast_key, dispatcher_name
+from amp_core._torch.dispatcher import Overload, dispatcher_name
 from amp_core._torch.features import Feature, resolve
 from amp_core._torch.op_kernels import has_kernel
 from amp_core.errors import TorchFeatureError
@@ -152,24 +152,22 @@ _PARTS = Feature(
     "amp_core.record runs parts of ops without autocast in inference mode",
     "torch.ops.aten.mm.default._op_dk",
 )
-_leaves = _PARTS.value("torch.utils._pytree.tree_leaves", None)
 _COMPOSITE = "CompositeImplicitAutograd"
 _COMPOSITE_KEY = _PARTS.value(f"torch._C.DispatchKey.{_COMPOSITE}", None)
 _as_called = _PARTS.value("torch._C._RestorePythonTLSSnapshot", None)
 
 
-def run_in_parts(mode: Any, op: Any, args: Any, kwargs: Any) -> Any:
-    """Run the ops of which `op` consists under `mode`, as autocast runs them; else return NotImplemented.
+def consists_of_others(op: object) -> bool:
+    """Whether a dispatch mode receives `op`, which consists of others, whole and below autocast.
 
-    In inference mode alone, torch hands such an op to a dispatch mode whole and below autocast.
+    torch does that in inference mode alone.
     """
     if not (torch.is_inference_mode_enabled() and isinstance(op, Overload) and _PARTS.works_or_warn()):
-        return NotImplemented
-    name = dispatcher_name(op)
-    if not has_kernel(name, _COMPOSITE):
-        return NotImplemented
-    devices = {leaf.device.type for leaf in _leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
-    if any(has_kernel(name, autocast_key(device)) for device in devices):
-        return NotImplemented  # its rule has been applied; its parts run without autocast
+        return False
+    return has_kernel(dispatcher_name(op), _COMPOSITE)
+
+
+def run_in_parts(mode: Any, op: Any, args: Any, kwargs: Any) -> Any:
+    """Run the ops of which `op` consists under `mode`, as autocast runs them."""
     with _as_called(), mode:
         return op._op_dk(_COMPOSITE_KEY, *args, **kwargs)

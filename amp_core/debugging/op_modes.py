@@ -8,8 +8,10 @@ from typing import Any
 
 from amp_core._torch.dispatcher import Overload
 from amp_core._torch.tensors import is_dtensor_type
-from amp_core._torch.tracing import TorchDispatchMode, run_in_parts
+from amp_core._torch.tracing import TorchDispatchMode, consists_of_others, run_in_parts
+from amp_core.common.containers import tensors_in
 from amp_core.debugging.collectives import kind_of
+from amp_core.dispatch.engine import engine
 
 
 class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -25,8 +27,8 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(is_dtensor_type(kind) for kind in types):
             with _InsideDTensors(self):
                 result = func(*args, **(kwargs or {}))
-        elif (result := run_in_parts(self, func, args, kwargs or {})) is not NotImplemented:
-            return result
+        elif consists_of_others(func) and not _has_rule(func, (args, kwargs)):
+            return run_in_parts(self, func, args, kwargs or {})
         else:
             result = func(*args, **(kwargs or {}))
         self.tell(func, args, kwargs or {}, result)
@@ -36,6 +38,11 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Report an op to all observers."""
         for each in self.observers:
             each(func, args, kwargs, result)
+
+
+def _has_rule(op: Overload, given: Any) -> bool:
+    """Whether a rule has cast the arguments of `op`, so that its parts run without autocast."""
+    return any(engine(device).has_rule(op) for device in {tensor.device.type for tensor in tensors_in(given)})
 
 
 class _InsideDTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -104,7 +104,8 @@ class Watch(Attached, Report):
         tensor = part_of(tensor)
         if not is_readable(tensor) or not tensor.numel():
             return
-        flat = tensor.detach().reshape(-1)
+        real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+        flat = real.detach().reshape(-1)
         largest, _ = extent(flat)
         values = flat[:: -(-flat.numel() // self._limit)]
         values = values if values.dtype is torch.float64 else values.float()

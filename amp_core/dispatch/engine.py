@@ -32,7 +32,7 @@ from amp_core._torch.op_kernels import (
 )
 from amp_core.dispatch import weight_casts
 from amp_core.dispatch.casting import Runner, make_runner, once_defined
-from amp_core.policy import OpPolicy
+from amp_core.policy import OpPolicy, names
 from amp_core.policy import rules as r
 from amp_core.policy.native_rules import added_rules, native_rules
 
@@ -83,6 +83,16 @@ class Engine:
         """The policy in force in this thread; None for the default."""
         in_force = self.local.in_force
         return None if in_force is None else in_force.policy
+
+    def has_rule(self, op: Overload) -> bool:
+        """Whether regions of this thread cast the arguments of `op` now: by a policy, or else by default."""
+        name = names.in_full(dispatcher_name(op))
+        in_force = self.local.in_force
+        if in_force is not None and name in in_force.table:
+            return in_force.policy.rules.get(name, r.UNCHANGED) != r.UNCHANGED
+        if name in native_rules(self.device_type) or name in added_rules(self.device_type):
+            return True
+        return name not in self._installed and has_kernel(dispatcher_name(op), self.key)
 
     def add_rules(self) -> None:
         """Install the rules that amp-core adds to torch's own, for good; they hold in every region.

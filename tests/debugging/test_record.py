@@ -482,22 +482,38 @@ def test_a_model_with_a_part_in_another_process(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+RULES_OF_WHOLE_OPS = {"einsum": "fp32", "lstm.input": "fp32", "linear": "unchanged", "matmul": "fp32"}
+
+
+@pytest.mark.parametrize("rules", [RULES_OF_WHOLE_OPS, None], ids=["rules", "default"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, None], ids=str)
-@pytest.mark.parametrize("kind", ["einsum", "lstm", "interpolate", "cosine loss"])
-def test_ops_that_consist_of_others_run_alike_in_inference_mode(kind, dtype):
+@pytest.mark.parametrize("kind", ["einsum", "lstm", "linear", "matmul", "interpolate", "cosine loss"])
+def test_ops_that_consist_of_others_run_alike_in_inference_mode(kind, dtype, rules):
     """Autocast would not cast the products inside an einsum or an LSTM, and the report would say float32."""
     torch.manual_seed(0)
     x, lstm = torch.randn(3, 4, 6), nn.LSTM(6, 6)
     run = {
         "einsum": lambda: torch.einsum("abc,dbc->ad", x, x),
         "lstm": lambda: lstm(x)[0],
+        "linear": lambda: nn.functional.linear(x, x[0]),
+        "matmul": lambda: x @ x[0].T,
         "interpolate": lambda: nn.functional.interpolate(x.bfloat16(), 5, mode="linear"),
         "cosine loss": lambda: nn.functional.cosine_embedding_loss(x[0], x[1], torch.ones(4)),
     }[kind]
-    with torch.inference_mode(), autocast("cpu", dtype=dtype, enabled=dtype is not None):
+    policy = rules and OpPolicy.default("cpu").override(rules)
+    with torch.inference_mode(), autocast("cpu", dtype=dtype, enabled=dtype is not None, policy=policy):
         expected = run()
         with amp_core.record() as r:
             result = run()
     assert result.dtype == expected.dtype
     assert torch.equal(result, expected)
     assert all(key.dtypes == str(expected.dtype).removeprefix("torch.") for key in r.ops if kind == "einsum")
+
+
+def test_kernels_that_a_policy_leaves_are_not_its_rules():
+    """Recordings in inference mode would not cast the parts of ops that any earlier policy had a rule for."""
+    x = torch.randn(3, 4)
+    with autocast("cpu", policy=OpPolicy.default("cpu").override({"einsum": "fp32"})):
+        torch.einsum("ab,cb->ac", x, x)
+    with torch.inference_mode(), autocast("cpu"), amp_core.record():
+        assert torch.einsum("ab,cb->ac", x, x).dtype is torch.bfloat16

@@ -266,3 +266,11 @@ def test_scripting_an_observed_model_is_refused_in_words(tool):
     """torch.jit.script ends with "'Hook' object has no attribute '__name__'"."""
     with tool(net()) as handle, pytest.raises(AttributeError, match="guarded or watched"):
         torch.jit.script(handle.model)
+
+
+def test_complex_parameters_are_watched_by_their_parts():
+    """The backward pass raised: torch has no largest value of complex numbers."""
+    model = nn.ParameterList([torch.full((2,), 2 - 8j)])
+    with amp_core.watch(model) as watch:
+        (model[0] * model[0].conj()).real.sum().backward()
+    assert [(entry.kind, entry.largest) for entry in watch.entries] == [("weight gradient", 16.0)]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from amp_core._torch.autocast import torch_autocast
 from amp_core.errors import PolicyError
 from amp_core.policy import OpPolicy
 from amp_core.policy.native_rules import native_rules
@@ -55,7 +56,7 @@ class RegionConformance(BackendFixtures):
 
     def test_region_of_torch_can_be_built(self) -> None:
         """``torch.utils.checkpoint`` and ``torch.compile`` build one; torch's error says what is missing."""
-        torch.autocast(self.device_type, enabled=False)
+        torch_autocast(self.device_type, enabled=False)
 
     def test_region_refuses_an_unsupported_dtype_as_the_backend_says(self) -> None:
         """A warning and a disabled region, or an error; never another dtype."""
