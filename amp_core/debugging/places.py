@@ -102,7 +102,6 @@ class Places:
             for ours in self._filters:
                 if ours in warnings.filters:
                     cast("list[Any]", warnings.filters).remove(ours)
-        self._stack.clear()
 
     @property
     def here(self) -> Place:

@@ -93,26 +93,39 @@ class Tap:
         self._ops = frozenset(ops)
         self._frames: list[Frame] = []
         self._reasons: dict[tuple[int, str], tuple[OpPolicy, str, str]] = {}
-        self._stack = ExitStack()
+        self._shared, self._of_thread = ExitStack(), ExitStack()
+        self._ended = False
         self._collectives = Collectives()
         self.met_compiled = False
 
     def __enter__(self) -> Self:
-        with ExitStack() as stack:
+        for tap in [*_ENTERED.taps]:
+            if tap._ended:
+                tap._leave_thread()
+        with ExitStack() as shared, ExitStack() as of_thread:
             # Dynamo permanently skips every frame that it encounters under one of our modes.
             _EAGER.enter()
-            stack.callback(_EAGER.leave)
+            shared.callback(_EAGER.leave)
             self.places.attach()
-            stack.callback(self.places.detach)
+            shared.callback(self.places.detach)
             for device_type in _device_types():
-                stack.callback(self._watch(engine(device_type)))
-            stack.callback(observe(Observer(muted, self._multiplied)))
-            stack.callback(observe_ops(self._observe))
-            self._stack = stack.pop_all()
+                of_thread.callback(self._watch(engine(device_type)))
+            of_thread.callback(observe(Observer(muted, self._multiplied)))
+            of_thread.callback(observe_ops(self._observe))
+            self._shared, self._of_thread = shared.pop_all(), of_thread.pop_all()
+        _ENTERED.taps.append(self)
         return self
 
     def __exit__(self, *exc: Any) -> None:
-        self._stack.__exit__(*exc)
+        """End the reports. If another thread does, the next tap of the thread that entered ends the modes."""
+        self._ended = True
+        if self in _ENTERED.taps:
+            self._leave_thread()
+        self._shared.close()
+
+    def _leave_thread(self) -> None:
+        _ENTERED.taps.remove(self)
+        self._of_thread.close()
 
     def _watch(self, here: Engine) -> Callable[[], None]:
         native = OpPolicy.default(here.device_type).rules
@@ -121,7 +134,7 @@ class Tap:
         )
 
     def _frame(self, here: Engine, op: str, call: Callable[[], Any], args: Any, kwargs: Any) -> Any:
-        if _MUTED.on:
+        if _MUTED.on or self._ended:
             return call()
         inputs = floats_in((args, kwargs))
         rule, origin = self._reason(here, op)
@@ -140,7 +153,7 @@ class Tap:
 
     def _multiplied(self, product: ScaledProduct) -> None:
         """Report a product of quantised operands as one op: its parts are not ops of the program."""
-        if _MUTED.on:
+        if _MUTED.on or self._ended:
             return
         with muted():
             where = self._where()
@@ -170,7 +183,7 @@ class Tap:
         return Where(BACKWARD, self.places.of_node(node), tuple(self._frames))
 
     def _observe(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        if _MUTED.on or not isinstance(func, Overload):
+        if _MUTED.on or self._ended or not isinstance(func, Overload):
             return
         kind = kind_of(func)
         if kind is not None:
@@ -191,6 +204,15 @@ class Tap:
         of = self._collectives.purpose(inputs, where.phase == BACKWARD, self.places.in_module)
         outputs = [*tensors_in(result)] or [*tensors_in(args)]
         self._sink.communicated(kind, of, inputs, outputs, where)
+
+
+class _Entered(threading.local):
+    def __init__(self) -> None:
+        self.taps: list[Tap] = []
+
+
+_ENTERED = _Entered()
+"""The taps whose modes are on in this thread."""
 
 
 def _device_types() -> list[str]:

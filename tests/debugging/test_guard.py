@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import random
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -235,3 +237,37 @@ def test_a_compiled_model(inner, earlier):
         with pytest.raises(NonFiniteError) as caught:
             compiled(torch.ones(2, 4))
     assert caught.value.fault.kernel == "aten::exp"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_steps_of_several_threads(seed):
+    """The call that ended a step which another thread had begun raised "pop from empty mode stack"."""
+    draw, x = random.Random(seed), torch.ones(2, 4)
+    model = Faulty("forward")
+    modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack
+
+    def step(backward):
+        result = model(x)
+        if backward:
+            result.sum().backward()
+        return result.detach()
+
+    def modes_after_a_recording():
+        with amp_core.record():
+            pass
+        return modes()
+
+    expected = step(False)
+    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
+        threads = [one, other]
+        guard = amp_core.guard(model, steps=range(draw.randrange(1, 9)))
+        for _ in range(8):
+            assert torch.equal(draw.choice(threads).submit(step, draw.random() < 0.5).result(), expected)
+        model.broken = True
+        with pytest.raises(NonFiniteError, match="exp in"):
+            draw.choice(threads).submit(step, False).result()
+        guard.remove()
+        model.broken = False
+        for thread in threads:
+            assert torch.equal(thread.submit(torch.compile(step, backend="eager"), False).result(), expected)
+            assert not thread.submit(modes_after_a_recording).result()

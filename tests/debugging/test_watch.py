@@ -268,9 +268,21 @@ def test_scripting_an_observed_model_is_refused_in_words(tool):
         torch.jit.script(handle.model)
 
 
+class Power(nn.Module):
+    """The square of the magnitude of complex numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.number = nn.Parameter(torch.full((2,), 2 - 8j))
+
+    def forward(self):
+        return (self.number * self.number.conj()).real.sum()
+
+
 def test_complex_parameters_are_watched_by_their_parts():
     """The backward pass raised: torch has no largest value of complex numbers."""
-    model = nn.ParameterList([torch.full((2,), 2 - 8j)])
+    model = Power()
     with amp_core.watch(model) as watch:
-        (model[0] * model[0].conj()).real.sum().backward()
-    assert [(entry.kind, entry.largest) for entry in watch.entries] == [("weight gradient", 16.0)]
+        model().backward()
+    found = {entry.kind: (entry.dtype, entry.largest) for entry in watch.entries if entry.name == "number"}
+    assert found == {"weight": ("complex64", 8.0), "weight gradient": ("complex64", 16.0)}

@@ -23,13 +23,10 @@ class MycelyaFixtures(BackendFixtures):
     # `view_as_real` gives a tensor that the machine takes for a complex one.
     supports_complex = False
 
-    known_failures = {
-        **dict.fromkeys(
-            ("kernels_in_inference_mode", "kernels_in_a_region"),
-            "Tensor.detach of an inference tensor raises on mycelya",
-        ),
-        "kernels_on_a_device_that_is_not_the_current_one": "torch.mycelya.device_count() is always 127",
-    }
+    known_failures = dict.fromkeys(
+        ("kernels_in_inference_mode", "kernels_in_a_region"),
+        "Tensor.detach of an inference tensor raises on mycelya",
+    ) | {"kernels_on_a_device_that_is_not_the_current_one": "torch.mycelya.device_count() is always 127"}
 
     def test_kernels_serve_many_threads_at_once(self) -> None:
         """Not a known failure: the process would end when the device frees what it has lost."""
