@@ -37,7 +37,7 @@ from amp_core.scaling.gradients import describe_sharding, group_by_device, joine
 from amp_core.scaling.hooks import ScaleHook, StepHook, add_hook
 from amp_core.scaling.loss_scale import LossScale
 from amp_core.scaling.loss_scales import Entry, LossScales
-from amp_core.scaling.optimizer_state import OptimizerState, as_states
+from amp_core.scaling.optimizer_state import OptimizerState, as_state, as_states
 from amp_core.scaling.overlap import Overlap
 from amp_core.scaling.step_log import StepLog
 from amp_core.scaling.step_record import History, StepRecord
@@ -272,7 +272,8 @@ class GradScaler(torch.amp.GradScaler):
             warnings.warn(fused.PASSES_ITSELF, FutureWarning, stacklevel=level_outside())
             return optimizer.step(*args, **{**kwargs, "grad_scaler": self})
         divisor, ready = None, state.stage is not OptState.UNSCALED
-        if max_norm is None and ready and self._overrides("_check_inf_per_device", loss_scale):
+        checks = ("_check_inf_per_device", "_unscale_grads_")
+        if max_norm is None and ready and any(self._overrides(name, loss_scale) for name in checks):
             self._check_inf_per_device(optimizer)
             divisor = scale
         elif max_norm is not None or ready:
@@ -829,10 +830,13 @@ class GradScaler(torch.amp.GradScaler):
     def _maybe_opt_step(
         self,
         optimizer: Optimizer,
-        optimizer_state: dict[str, Any],  # noqa: ARG002  # that of the record
+        optimizer_state: dict[str, Any],
         *args: Any,
         **kwargs: Any,
     ) -> float | None:
+        state = as_state(optimizer_state)
+        if state.recorded is not state.found_inf_per_device:  # a subclass has a `step` of its own
+            self._log.record(optimizer, self._scales.own, state)
         if self._log.skipped(optimizer):
             return None
         return cast("float | None", optimizer.step(*args, **kwargs))
@@ -848,9 +852,9 @@ class GradScaler(torch.amp.GradScaler):
     def _check_inf_per_device(self, optimizer: Optimizer) -> dict[str, Any]:
         scale = self._scales.own.check("_check_inf_per_device")
         state = self._scales.own.optimizer_states.of(optimizer)
-        parts = group_by_device(optimizer, allow_fp16=True)
-        stats = read_gradients(parts, 2.0, scale.device, self._deciders(optimizer), None)
-        state.found_inf_per_device = stats.flags
+        state.found_inf_per_device = self._unscale_grads_(
+            optimizer, torch.ones_like(scale), torch.zeros_like(scale), True
+        )
         return cast("dict[str, Any]", state.found_inf_per_device)  # torch's annotation; keys are devices
 
     def _found_inf_per_device(self, optimizer: Optimizer) -> dict[str, Any]:

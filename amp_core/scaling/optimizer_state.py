@@ -41,6 +41,7 @@ class OptimizerState:
         found_inf_per_device: 1.0 where a gradient is not finite, else 0.0; one 0-dim flag per device.
         total_norm: the norm of the unscaled gradients before clipping, if it was computed.
         nonfinite: (name, number of elements) of each parameter, and a flag for each, if they were computed.
+        recorded: the `found_inf_per_device` of the last record.
         window: flags of the micro-batches, parameters and their flags, from an `AccumulationWindow`.
         owner: the optimizer; None while Dynamo traces.
     """
@@ -49,6 +50,7 @@ class OptimizerState:
     found_inf_per_device: dict[torch.device, Tensor] = field(default_factory=dict)
     total_norm: Tensor | None = None
     nonfinite: tuple[tuple[tuple[str, int], ...], Tensor] | None = None
+    recorded: dict[torch.device, Tensor] | None = None
     window: tuple[Tensor, tuple[tuple[str, int], ...], Tensor] | None = None
     owner: Callable[[], torch.optim.Optimizer | None] | None = None
 
@@ -77,11 +79,17 @@ class OptimizerState:
 _TORCH_NAMES = ("stage", "found_inf_per_device")
 
 
+def as_state(state: OptimizerState | Mapping[str, Any]) -> OptimizerState:
+    """Return a state in torch's form or ours."""
+    return state if isinstance(state, OptimizerState) else OptimizerState(**state)
+
+
 def as_states(states: Mapping[int, OptimizerState | Mapping[str, Any]]) -> OptimizerStates:
     """Return states that a subclass of torch's scaler has set, in torch's form or ours."""
     if isinstance(states, OptimizerStates):
         return states
     ours = OptimizerStates()
+    ours.fresh = getattr(states, "default_factory", None) or OptimizerState
     for key, state in states.items():
         ours[key] = state
     return ours
@@ -96,13 +104,15 @@ class OptimizerStates(dict[int, OptimizerState]):
     """``id(optimizer)`` -> state, as torch's ``_per_optimizer_states``.
 
     An optimizer that gets the id of a collected one starts with a fresh state. The flags of the collected
-    one still count at the next update; they are in `orphans`.
+    one still count at the next update; they are in `orphans`. What `fresh` returns is the state of an id
+    that has none: a subclass of torch's scaler may have an enumeration of stages of its own.
     """
 
     orphans: tuple[Tensor, ...] = ()
+    fresh: Callable[[], OptimizerState | Mapping[str, Any]] = OptimizerState
 
     def __setitem__(self, key: int, state: OptimizerState | Mapping[str, Any]) -> None:
-        super().__setitem__(key, state if isinstance(state, OptimizerState) else OptimizerState(**state))
+        super().__setitem__(key, as_state(state))
 
     def of(self, optimizer: torch.optim.Optimizer) -> OptimizerState:
         """Return the state of `optimizer`, a fresh one if it has none."""
@@ -122,8 +132,8 @@ class OptimizerStates(dict[int, OptimizerState]):
         return None
 
     def __missing__(self, key: int) -> OptimizerState:
-        state = self[key] = OptimizerState()
-        return state
+        self[key] = self.fresh()
+        return self[key]
 
     def found_infs(self) -> list[Tensor]:
         """Return every flag recorded since the last update."""

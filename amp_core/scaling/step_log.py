@@ -94,7 +94,7 @@ class StepLog:
             state.window = None
         elif state.nonfinite is not None:
             record._params, record._nonfinite = state.nonfinite
-        state.nonfinite = None
+        state.nonfinite, state.recorded = None, state.found_inf_per_device
         self.history.append(record)
         self._pending.setdefault(loss_scale.key, {})[id(optimizer)] = record
         self.last_step[optimizer] = record

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import io
 import math
 from collections import defaultdict
@@ -157,6 +158,55 @@ def test_an_overridden_check_decides_on_fused_steps(base: Any) -> None:
     scaler.step(torch.optim.SGD([param], lr=1.0, fused=True))
     scaler.update()
     assert (scaler.get_scale(), param.tolist()) == (2.0, [1.0, 1.0])
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("base", BOTH)
+def test_an_overridden_unscaling_decides(base: Any, fused: bool) -> None:
+    """A subclass whose optimizers unscale by themselves, as NeMo's, has no say in fused steps."""
+
+    class Scaler(base):  # type: ignore[misc]
+        def _unscale_grads_(self, *args: Any) -> Any:
+            return {device: 1.0 - flag for device, flag in super()._unscale_grads_(*args).items()}
+
+    scaler, param = Scaler("cpu", 4.0), nn.Parameter(torch.ones(2))
+    scaler.scale(param.sum()).backward()
+    scaler.step(torch.optim.SGD([param], lr=1.0, fused=fused))
+    scaler.update()
+    assert (scaler.get_scale(), param.tolist()) == (2.0, [1.0, 1.0])
+
+
+class Stage(enum.Enum):
+    """Stages of a scaler that is a copy of torch's, as that of FairScale."""
+
+    READY = 0
+    UNSCALED = 1
+
+
+@pytest.mark.parametrize("base", BOTH)
+def test_a_step_of_its_own(base: Any) -> None:
+    """A subclass with a copy of torch's `step` and stages finds no record of the step, nor its stages."""
+
+    class Scaler(base):  # type: ignore[misc]
+        def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            state = self._per_optimizer_states[id(optimizer)]
+            if state["stage"] is Stage.READY:
+                inverse = self._scale.double().reciprocal().float()
+                found = self._unscale_grads_(optimizer, inverse, torch.zeros(()), False)
+                state["found_inf_per_device"], state["stage"] = found, Stage.UNSCALED
+            return self._maybe_opt_step(optimizer, state, *args, **kwargs)
+
+    scaler, param = Scaler("cpu", 4.0), nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([param], lr=0.5)
+    for factor in (1.0, math.inf, 1.0):
+        optimizer.zero_grad()
+        scaler._per_optimizer_states = defaultdict(lambda: {"stage": Stage.READY, "found_inf_per_device": {}})
+        scaler.scale(param.sum() * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert (scaler.get_scale(), param.tolist()) == (2.0, [0.0, 0.0])
+    if isinstance(scaler, GradScaler):
+        assert [record.skipped for record in scaler.history] == [False, True, False]
 
 
 @pytest.mark.parametrize("scaler_class", BOTH)
