@@ -119,6 +119,34 @@ def test_untracked_files_and_environments_are_left_out(tree: Path, capsys) -> No
     assert (tree / "env" / "old.py").read_text() == OLD
 
 
+USERS = {
+    "alias.py": "from .old import ac\nac(False)\n",
+    "several_lines.py": "from pkg.old import (\n    other,\n    ac,\n)\n",
+    "continued.py": "from pkg.old import other, \\\n    ac\n",
+    "attribute.py": "from . import old\nold.ac(False)\n",
+    "module_alias.py": "import pkg.old as compat\ncompat.ac(False)\n",
+    "other_package.py": "from torchdrug.old import ac\n",
+    "lines.ipynb": '{"cells": [{"source": ["import x\\n", "from pkg.old import ac\\n"]}]}',
+    "one_string.ipynb": '{"cells": [{"source": "import x\\nfrom pkg.old import ac\\n"}]}',
+}
+
+
+@pytest.mark.parametrize("file", USERS)
+def test_names_that_other_files_use_stay(tmp_path: Path, capsys, file: str) -> None:
+    """A module's old name becomes the new one, and another file goes on to call it without a device."""
+    (tmp_path / "old.py").write_text("from torch.cuda.amp import autocast as ac\n")
+    assert report(capsys, str(tmp_path))["summary"]["changed"] == 1
+    (tmp_path / file).write_text(USERS[file])
+    assert report(capsys, str(tmp_path))["summary"]["manual"] == 1
+
+
+def test_names_of_the_package_itself_stay(tmp_path: Path, capsys) -> None:
+    """``from . import name`` reads it from the folder's __init__.py."""
+    (tmp_path / "__init__.py").write_text("from torch.cuda.amp import autocast\n")
+    (tmp_path / "user.py").write_text("from . import autocast\n")
+    assert report(capsys, str(tmp_path))["summary"]["manual"] == 1
+
+
 def test_notebook(tree: Path, capsys) -> None:
     """Code cells are rewritten as one program; magics, outputs and layout stay."""
     cells = [

@@ -115,6 +115,16 @@ REWRITES = {
         "try:\n    from torch.amp import autocast\nexcept ImportError:\n    autocast = None\n"
         'def f():\n    with autocast("cuda", enabled=True):\n        pass\n',
     ),
+    "attribute of a class": (
+        "from functools import partial\nimport torch\nclass C:\n    ctx = torch.cuda.amp.autocast\n",
+        "from functools import partial\nimport torch\nclass C:\n"
+        '    ctx = staticmethod(partial(torch.amp.autocast, "cuda"))\n',
+    ),
+    "attribute of a class of the same name": (
+        "import functools\nfrom torch.cuda.amp import autocast\nclass C:\n    autocast = autocast\n",
+        "import functools\nfrom torch.amp import autocast\nclass C:\n"
+        '    autocast = staticmethod(functools.partial(autocast, "cuda"))\n',
+    ),
     "another library's partial": (
         "import funcy\nimport torch\nac = funcy.partial(torch.cuda.amp.autocast, dtype=low)\n",
         'import funcy\nimport torch\nac = funcy.partial(torch.amp.autocast, "cuda", dtype=low)\n',
@@ -265,6 +275,10 @@ HUMAN = {
     "inherited constructor": (
         "import torch\nclass S(torch.cuda.amp.GradScaler): ...\n",
         "inherits the constructor",
+    ),
+    "imported into a class": (
+        "class C:\n    from torch.cuda.amp import autocast\n    def f(self): self.autocast(False)\n",
+        "in a class",
     ),
     "in __all__": ("from torch.cuda.amp import autocast\n__all__ = ['autocast']\n", "__all__"),
     "replaced from outside": (

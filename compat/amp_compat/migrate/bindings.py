@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import libcst as cst
 from libcst.helpers import get_full_name_for_node
-from libcst.metadata import Assignment, BaseAssignment, GlobalScope, ImportAssignment, Scope
+from libcst.metadata import Assignment, BaseAssignment, ClassScope, GlobalScope, ImportAssignment, Scope
 
 from amp_compat.migrate.names import OBJECTS, parse_legacy
 from amp_compat.migrate.tree import Parents, around
@@ -96,6 +96,8 @@ class Resolver:
     def _name(self, node: cst.Name) -> Resolved | None:
         scope = self.scope_of(node)
         bindings = list(scope[node.value]) if scope is not None else []
+        if isinstance(scope, ClassScope) and any(self._value(b) is node for b in bindings):
+            bindings = list(scope.parent[node.value])  # in a class, `name = name` reads the outer one
         if not bindings:
             star = self._stars.get(node.value)
             return Resolved(star) if star else None

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from amp_compat.migrate.files import Discovered, discover, is_candidate, module_stem, names_taken
+from amp_compat.migrate.files import Discovered, discover, is_candidate, module_stem, names_taken, words_for
 from amp_compat.migrate.model import FileReport
 from amp_core.cli import UsageError
 
@@ -84,8 +84,10 @@ def _migrate_all(files: list[Path], args: argparse.Namespace) -> list[FileReport
 
 def _candidates(files: list[Path]) -> tuple[list[Path], dict[str, set[str]], list[FileReport]]:
     """Return the files to parse, the names files import from each other, and the unreadable files."""
+    from amp_compat.migrate.prune import names_bound_to
+
     candidates: list[Path] = []
-    exported: dict[str, set[str]] = defaultdict(set)
+    names: set[str] = set()
     failed: list[FileReport] = []
     for path in files:
         try:
@@ -93,10 +95,16 @@ def _candidates(files: list[Path]) -> tuple[list[Path], dict[str, set[str]], lis
         except OSError as error:
             failed.append(FileReport(str(path), error=error.strerror or str(error)))
             continue
-        for module, name in names_taken(data):
-            exported[module].add(name)
         if is_candidate(data):
             candidates.append(path)
+            names.update(names_bound_to(data.decode("utf-8", "replace")))
+    exported: dict[str, set[str]] = defaultdict(set)
+    words = words_for(names)
+    unreadable = {report.path for report in failed}
+    for path in files if candidates else []:
+        if str(path) not in unreadable:
+            for module, name in names_taken(path, path.read_bytes(), words):
+                exported[module].add(name)
     return candidates, exported, failed
 
 

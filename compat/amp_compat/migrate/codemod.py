@@ -6,7 +6,7 @@ from collections.abc import Collection
 from functools import partial
 
 import libcst as cst
-from libcst.metadata import BaseAssignment, ImportAssignment
+from libcst.metadata import BaseAssignment, ClassScope, ImportAssignment
 
 from amp_compat.migrate.apex.to_amp_core import ApexRewriter
 from amp_compat.migrate.bindings import Resolver, module_name, star_imports, star_names
@@ -110,7 +110,7 @@ class ModuleRewriter:
             uses = plan.by_binding.get(binding, [])
             if self.resolver.has_successor(binding):
                 self._beside_successor(binding)
-            elif binding.name in self.exported:
+            elif binding.name in self.exported or isinstance(binding.scope, ClassScope):
                 self._keep_exported(binding)
             elif any(use.manual for use in uses):
                 continue
@@ -147,7 +147,9 @@ class ModuleRewriter:
         return sorted(imports.values(), key=lambda b: (self.positions[b.node].start.line, b.name))
 
     def _keep_exported(self, binding: ImportAssignment) -> None:
-        reason = f"`{binding.name}` is in __all__ or imported by other files; its signature would change"
+        reason = (
+            f"`{binding.name}` is in __all__, in a class or used by other files; its signature would change"
+        )
         self._find(binding.node, "manual", binding.name, reason)
 
     def _beside_successor(self, binding: ImportAssignment) -> None:
@@ -201,6 +203,8 @@ class ModuleRewriter:
         new = self._expression(use)
         if use.kind in {"value", "alias"}:
             new = self.expressions.partial(use.legacy, new, at=use.node)
+            if isinstance(self.resolver.scope_of(use.node), ClassScope):  # Python 3.14 binds partials
+                new = cst.Call(cst.Name("staticmethod"), [cst.Arg(new)])
         elif use.kind == "decorator":
             new = cst.Call(new, convert_args(use.legacy, [], self.quote))
         parens = {"lpar": use.node.lpar, "rpar": use.node.rpar}

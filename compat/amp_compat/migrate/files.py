@@ -18,9 +18,14 @@ _CANDIDATE = re.compile(
     rb"(?:cuda|cpu)\s*\.\s*amp\b|torch\s*\.\s*(?:cuda|cpu)\s+import|torch\s*\.\s*(?:cuda|cpu)\s+as\b"
     rb"|torch\s+import[^\n]*\b(?:cuda|cpu)\b|(?:cuda|cpu)\s*,\s*\\?[\"']amp|\bapex\b[^\n]*\bamp\b|\bamp\b[^\n]*\bapex\b"
 )
-_NAMES = rb"autocast|GradScaler|custom_fwd|custom_bwd|amp"
-_FROM = re.compile(rb"^[ \t]*from\s+(?P<module>[.\w]+)\s+import\s*(?P<names>\([^)]*\)|[^\n]*)", re.MULTILINE)
-_WORD = re.compile(rb"\b(?:" + _NAMES + rb")\b")
+_NAMES = ("autocast", "GradScaler", "custom_fwd", "custom_bwd", "amp")
+# In notebooks, lines begin with a quotation mark.
+_IMPORT = re.compile(
+    rb'(?:^|")[ \t]*(?:from\s+(?P<module>[.\w]+)\s+)?import\b\s*(?P<names>\([^)]*\)|(?:\\\r?\n|[^\n])*)',
+    re.MULTILINE,
+)
+_ITEM = re.compile(rb"([\w.]+)(?:\s+as\s+(\w+))?")
+_FOREIGN = frozenset({b"torch", b"apex", b"amp_core"})
 
 
 @dataclass
@@ -95,21 +100,37 @@ def is_candidate(data: bytes) -> bool:
     return _CANDIDATE.search(data) is not None
 
 
-def names_taken(data: bytes) -> set[tuple[str, str]]:
-    """Return (module, name) for each mixed-precision name that a file imports from outside torch.
+def words_for(names: Iterable[str]) -> re.Pattern[bytes]:
+    """Return what matches one of `names` or a mixed-precision name."""
+    return re.compile(rf"\b(?:{'|'.join(sorted({*_NAMES, *names}))})\b".encode())
+
+
+def names_taken(path: Path, data: bytes, words: re.Pattern[bytes]) -> set[tuple[str, str]]:
+    """Return (module, name) for each of `words` that the file imports, or reads from a module, outside torch.
 
     `module` is the last part of the module's name. A star import counts as every name the file uses.
     """
     taken: set[tuple[str, str]] = set()
-    if _WORD.search(data) is None:
+    if words.search(data) is None:
         return taken
-    for match in _FROM.finditer(data):
-        module = match["module"].decode("utf-8", "replace")
-        if module.startswith(("torch", "apex", "amp_core")):
+    text = data.replace(rb"\n", b"\n")  # the strings of a notebook
+    modules: dict[bytes, str] = {}
+    for match in _IMPORT.finditer(text):
+        module = match["module"] or b""
+        names = match["names"]
+        if module.partition(b".")[0] in _FOREIGN:
             continue
-        source = data if match["names"].strip() == b"*" else match["names"]
-        stem = module.rpartition(".")[2]
-        taken.update((stem, word.decode()) for word in set(_WORD.findall(source)))
+        if module:
+            stem = module.rpartition(b".")[2].decode() or path.absolute().parents[len(module) - 1].name
+            found = words.findall(text if names.strip() == b"*" else names)
+            taken.update((stem, word.decode()) for word in found)
+        for dotted, alias in _ITEM.findall(names):
+            last = dotted.rpartition(b".")[2]
+            if dotted.partition(b".")[0] not in _FOREIGN:
+                modules[alias or last] = last.decode()
+    for base, word in re.findall(rb"\b(\w+)\.(" + words.pattern + rb")", text):
+        if base in modules:
+            taken.add((modules[base], word.decode()))
     return taken
 
 

@@ -27,13 +27,13 @@ Restored = dict[cst.CSTNode, Callable[[cst.CSTNode], cst.CSTNode]]
 
 def prune(module: cst.Module, text: str) -> tuple[cst.Module, Restored]:
     """Return `module` without irrelevant functions, and the edits that restore them."""
-    matters = re.compile(rf"\b(?:{'|'.join([_WORDS, *_names_bound_to(text)])})\b")
+    matters = re.compile(rf"\b(?:{'|'.join([_WORDS, *names_bound_to(text)])})\b")
     restored: Restored = {}
     body = _pruned(module, module.body, matters, restored)
     return module.with_changes(body=body), restored
 
 
-def _names_bound_to(text: str) -> list[str]:
+def names_bound_to(text: str) -> list[str]:
     """Return the names bound on lines that contain one of the words; extra names are harmless."""
     names: set[str] = set()
     for line in text.splitlines():
