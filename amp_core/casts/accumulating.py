@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from amp_core._torch.autograd import gradient_is_accumulated, has_gradient_hooks, inside_ddp, is_compiled
-from amp_core._torch.tensors import identity_of
+from amp_core._torch.tensors import WeakStorage, identity_of
 from amp_core.casts.bulk import allocate, buckets, cast_weights, is_small_on_host, run_backward_early
 from amp_core.casts.memory import KeptMemory
 from amp_core.kernels import Kernels
@@ -60,11 +60,10 @@ class AccumulatingCasts:
 
     def _fits(self, weight: Tensor, dtype: torch.dtype) -> bool:
         cast = self._kept.get((id(weight), dtype))
-        return cast is not None and (cast.grad_fn.identity, cast.shape, cast.stride(), cast.device) == (  # type: ignore[union-attr]
-            identity_of(weight),
+        return cast is not None and (cast.grad_fn.leaf, cast.shape, cast.stride()) == (  # type: ignore[union-attr]
+            _leaf(weight),
             weight.shape,
             weight.stride(),
-            weight.device,
         )
 
     def _add(
@@ -97,7 +96,7 @@ class _Accumulate(torch.autograd.Function):
     def forward(ctx: Any, cast: list[Tensor], kernels: Kernels, memory: KeptMemory, weight: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.weight, ctx.kernels, ctx.memory = weight, kernels, memory
-        ctx.identity = identity_of(weight)  # the node of the gradients of a swapped tensor is poisoned
+        ctx.leaf = _leaf(weight)
         ctx.lock = threading.RLock()  # torch allows backward passes of several threads
         return cast[0]
 
@@ -118,6 +117,14 @@ class _Accumulate(torch.autograd.Function):
             else:
                 ctx.kernels.add_([total], [grad])
         return None, None, None, None
+
+
+def _leaf(weight: Tensor) -> tuple[int, WeakStorage]:
+    """Return a value that changes when torch may give `weight` another node for its gradients.
+
+    It does for another dtype (`.double().float()`), and it poisons the node of a swapped tensor.
+    """
+    return identity_of(weight), WeakStorage(weight.untyped_storage())  # type: ignore[no-untyped-call]
 
 
 def _goes_to_grad(node: Any, grad: Tensor) -> bool:

@@ -63,7 +63,7 @@ def cast_weights(
 
 def looks_for_hooks(cast: Tensor) -> bool:
     """Return whether a backward pass through `cast` looks for gradient hooks of the weight when it runs."""
-    return hasattr(cast.grad_fn, "identity")
+    return hasattr(cast.grad_fn, "leaf")
 
 
 def is_small_on_host(weight: Tensor) -> bool:

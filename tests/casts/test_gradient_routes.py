@@ -101,6 +101,12 @@ def frozen_then_not(model: nn.Module) -> Result:
     return [*gradients(model), *backward(model)]
 
 
+def in_another_dtype_meanwhile(model: nn.Module) -> Result:
+    loss_of(model).backward()
+    model.double().float()
+    return grad(model) + all_inputs(model)
+
+
 ROUTES: list[Callable[[nn.Module], Result]] = [
     backward,
     some_inputs,
@@ -112,6 +118,7 @@ ROUTES: list[Callable[[nn.Module], Result]] = [
     hook_after_the_forward,
     twice_through_one_graph,
     frozen_then_not,
+    in_another_dtype_meanwhile,
 ]
 
 
