@@ -115,6 +115,12 @@ REWRITES = {
         "try:\n    from torch.amp import autocast\nexcept ImportError:\n    autocast = None\n"
         'def f():\n    with autocast("cuda", enabled=True):\n        pass\n',
     ),
+    "beside another device": (
+        "import torch\nif torch.cuda.is_available():\n    c = torch.cuda.amp.autocast()\nelse:\n"
+        "    c = torch.autocast('cpu')\n",
+        "import torch\nif torch.cuda.is_available():\n    c = torch.amp.autocast('cuda')\nelse:\n"
+        "    c = torch.autocast('cpu')\n",
+    ),
     "attribute of a class": (
         "from functools import partial\nimport torch\nclass C:\n    ctx = torch.cuda.amp.autocast\n",
         "from functools import partial\nimport torch\nclass C:\n"
@@ -244,6 +250,20 @@ HUMAN = {
         "import torch\nif hasattr(torch.amp, 'custom_fwd'):\n    from torch.amp import custom_fwd\nelse:\n"
         "    from torch.cuda.amp import custom_fwd\n@custom_fwd\ndef f(ctx): ...\n",
         "another branch binds `custom_fwd` to the successor",
+    ),
+    "version switch in an expression": (
+        "import torch\ns = torch.amp.GradScaler('cuda') if _TORCH_2_4 else torch.cuda.amp.GradScaler()\n",
+        "another branch uses the successor",
+    ),
+    "version switch around a call": (
+        "import torch\nfrom torch.cuda.amp import autocast\nif version.parse(torch.__version__) < version.parse('2.4'):\n"
+        "    c = autocast(on)\nelse:\n    c = torch.autocast('cuda', enabled=on)\n",
+        "another branch uses the successor",
+    ),
+    "the successor first": (
+        "import torch\ntry:\n    s = torch.amp.GradScaler('cuda')\nexcept AttributeError:\n"
+        "    s = torch.cuda.amp.GradScaler()\n",
+        "another branch uses the successor",
     ),
     "class beside something else": (
         "if gpu:\n    from torch.cuda.amp import GradScaler\nelse:\n    from torch.npu.amp import GradScaler\n"

@@ -81,7 +81,7 @@ class Resolver:
         """Return whether all other branches bind the name of `binding` to its successor."""
         legacy = parse_legacy(self.import_meaning(binding, binding.name) or "")
         others = {self.import_meaning(other, binding.name) for other in self.others(binding)}
-        return legacy is not None and bool(others) and others <= _successors(legacy.name)
+        return legacy is not None and bool(others) and others <= successors(legacy.name)
 
     def others(self, binding: BaseAssignment) -> list[BaseAssignment]:
         """Return the bindings of the same name to objects that are not deprecated."""
@@ -252,7 +252,7 @@ def _is_none(node: cst.BaseExpression | None) -> bool:
     return isinstance(node, cst.Name) and node.value in {"None", "False"}
 
 
-def _successors(name: str) -> set[str | None]:
+def successors(name: str) -> set[str | None]:
     """Return the full names of the successors of a deprecated name."""
     modules = ("torch", "torch.amp", "torch.amp.autocast_mode", "torch.amp.grad_scaler", "amp_core")
     return {f"{module}.{name}" for module in modules if name}

@@ -11,6 +11,7 @@ from amp_compat.migrate.names import parse_legacy
 from amp_compat.migrate.plan import Plan, Use
 from amp_compat.migrate.rules import classify
 from amp_compat.migrate.tree import NameWalker, Parents
+from amp_compat.migrate.versions import beside_successor
 
 
 class Collector(NameWalker):
@@ -64,6 +65,8 @@ class Collector(NameWalker):
             return False
         use = Use(node, legacy, resolved)
         use.manual = resolved.conflict
+        if legacy.name and beside_successor(node, legacy.name, self._resolver):
+            use.manual = "another branch uses the successor; if that is always available, remove this branch"
         if not use.manual:
             classify(use, self._parents, self._resolver)
         self.plan.add(use)
