@@ -77,6 +77,10 @@ class Region(torch.autocast):
         return {**self.__dict__, "_activation": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        if "_settings" not in state:  # of an instance of torch's class, pickled before amp_compat.install()
+            dtype, enabled, keeps = (state[key] for key in ("fast_dtype", "_enabled", "_cache_enabled"))
+            self.configure(state["device"], dtype, enabled, keeps, None)
+            return
         self.__dict__.update(state)
         if self._enabled:  # an activation belongs to one process
             self._activation = activation(get_backend(self.device), self._policy)

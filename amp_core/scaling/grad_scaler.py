@@ -783,6 +783,10 @@ class GradScaler(torch.amp.GradScaler):
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        if "_scales" not in state:  # of an instance of torch's class, pickled before amp_compat.install()
+            GradScaler.__init__(self, "cpu", enabled=state["_enabled"])
+            for name in [name for name in state if isinstance(getattr(GradScaler, name, None), property)]:
+                setattr(self, name, state.pop(name))
         self.__dict__.update(state)
 
     def __repr__(self) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import functools
+import pickle
 import subprocess
 import sys
 import types
@@ -83,6 +85,61 @@ def test_an_unknown_device_under_the_old_names(installed: None, device: str | No
         assert torch.amp.GradScaler(device).is_enabled()  # type: ignore[arg-type]
     with pytest.raises(amp_core.BackendNotFoundError, match="foo"):
         torch.autocast("foo")
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize(
+    "old", [torch.amp.GradScaler, torch.cpu.amp.GradScaler], ids=["current", "deprecated"]
+)
+def test_a_scaler_that_torch_pickled(old: Callable[..., torch.amp.GradScaler]) -> None:
+    """A checkpoint that holds a scaler, not its state_dict, raises at its first use after install()."""
+    theirs = functools.partial(old, "cpu") if old is torch.amp.GradScaler else old
+    scaler = theirs(64.0, growth_factor=4.0, growth_interval=3)
+    scaler._init_growth_tracker = 2
+    pickled = pickle.dumps(scaler), pickle.dumps(theirs(enabled=False))
+    amp_compat.install()
+    try:
+        scaler, disabled = map(pickle.loads, pickled)
+    finally:
+        amp_compat.uninstall()
+    assert isinstance(scaler, amp_core.GradScaler)
+    assert isinstance(scaler, old)
+    param = torch.nn.Parameter(torch.ones(2))
+    scaler.scale(param.sum()).backward()
+    scaler.step(torch.optim.SGD([param], lr=1.0))
+    scaler.update()
+    assert (scaler.get_scale(), param.tolist()) == (256.0, [0.0, 0.0])
+    assert disabled.scale(3) == 3
+    assert "enabled=False" in repr(disabled)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("old", [torch.autocast, torch.cpu.amp.autocast], ids=["current", "deprecated"])
+def test_a_region_that_torch_pickled(old: Callable[..., torch.autocast]) -> None:
+    """A pickled model that holds a region raises after install()."""
+    pickled = pickle.dumps(old("cpu", torch.float16) if old is torch.autocast else old(True, torch.float16))
+    amp_compat.install()
+    try:
+        region = pickle.loads(pickled)
+    finally:
+        amp_compat.uninstall()
+    assert isinstance(region, amp_core.autocast)
+    with region:
+        assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype == torch.float16
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning", "ignore:.*CUDA is not available:UserWarning")
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_instances_of_the_class_from_before(device: str) -> None:
+    """A table of classes that a library filled before install() has no entry for the scaler."""
+    before = getattr(torch, device).amp.GradScaler
+    amp_compat.install()
+    try:
+        scaler = getattr(torch, device).amp.GradScaler()
+    finally:
+        amp_compat.uninstall()
+    assert isinstance(scaler, amp_core.GradScaler)
+    assert isinstance(scaler, before)
 
 
 REPLACED = {f"torch.{name}" for name in ("autocast", "GradScaler")} | {f"torch.amp.{name}" for name in _NAMES}

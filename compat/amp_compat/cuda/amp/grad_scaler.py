@@ -1,5 +1,7 @@
 """Mirror of `torch.cuda.amp.grad_scaler`."""
 
+import torch
+
 import amp_core
 from amp_compat._deprecated import init_of_scaler
 from amp_core.scaling.grad_scaler import OptState  # noqa: F401  # code imports it from here
@@ -7,7 +9,7 @@ from amp_core.scaling.grad_scaler import OptState  # noqa: F401  # code imports 
 __all__ = ["GradScaler"]
 
 
-class GradScaler(amp_core.GradScaler):
+class GradScaler(amp_core.GradScaler, torch.cuda.amp.GradScaler):
     """Deprecated: use ``amp_core.GradScaler("cuda", ...)`` with the same arguments.
 
     Warns:
