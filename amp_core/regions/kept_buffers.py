@@ -67,10 +67,10 @@ def _apply(
     module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any
 ) -> nn.Module:
     """Do what torch's own does, and put back buffers that it has cast."""
-    before = {name: module._buffers[name] for name in module.__dict__[_KEPT]}
+    before = {name: module._buffers.get(name) for name in module.__dict__[_KEPT]}  # some may be gone
     result: nn.Module = apply_to_tensors(module, fn, *args, **kwargs)
     for name, buffer in before.items():
-        now = module._buffers[name]
+        now = module._buffers.get(name)
         if buffer is not None and now is not None and now.dtype is not buffer.dtype:
             module._buffers[name] = buffer.to(now.device)
     return result

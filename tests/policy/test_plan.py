@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.utils import prune
 
 from amp_core import OpPolicy, PolicyError, PrecisionPlan, autocast
 
@@ -186,6 +187,17 @@ def test_buffers_keep_their_digits(cast: str) -> None:
         applied.remove()
         assert model.half().angles.dtype is torch.float16
         assert not any("amp" in key for key in vars(model))
+
+
+def test_a_buffer_that_is_deleted_later() -> None:
+    """A model whose pruning was made final, which deletes the mask, can no longer be cast."""
+    model = Net()
+    prune.l1_unstructured(model.head, "weight", 0.5)
+    with plan('float32_buffers = ["angles", "head.weight_mask"]').apply(model):
+        prune.remove(model.head, "weight")
+        model.bfloat16()
+    assert model.angles.dtype is torch.float32
+    assert model.head.weight.dtype is torch.bfloat16
 
 
 def test_a_rounded_buffer_is_refused() -> None:
