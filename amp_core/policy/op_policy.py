@@ -124,7 +124,7 @@ class OpPolicy:
     def uniform(cls, device_type: str) -> OpPolicy:
         """Return the policy that treats each op the same way on every device.
 
-        It is torch's CUDA list with four changes: it adds the ops that only the CPU list runs in float32,
+        It is torch's CUDA list with four changes: it adds ops that only the CPU list runs in float32,
         promotes by `torch.promote_types`, casts the inputs of index and scatter ops to the dtype of their
         destination, and gives a hint where torch bans ``binary_cross_entropy``.
 

@@ -53,6 +53,7 @@ UNIFORM: Lists = {
     r.FP32: SHARED[r.FP32]
     + """
         batch_norm instance_norm cross_entropy_loss ctc_loss.IntList ctc_loss.Tensor
+        avg_pool3d polar view_as_complex linalg_matrix_exp linalg_matrix_rank.atol_rtol_tensor
         logcumsumexp quantile quantile.scalar nanquantile nanquantile.scalar
         fft_fft fft_ifft fft_fft2 fft_ifft2 fft_fftn fft_ifftn fft_rfft fft_irfft fft_rfft2 fft_irfft2
         fft_rfftn fft_irfftn fft_hfft fft_ihfft stft stft.center
@@ -71,7 +72,8 @@ UNIFORM: Lists = {
     r.BANNED: "",
     r.FP32_WITH_HINT: "binary_cross_entropy",
 }
-"""The same treatment on every device: the shared list plus the ops that only the CPU runs in float32.
+"""The same treatment on every device: the shared list plus ops that only the CPU runs in float32
+and ops without kernels for less.
 
 amp-core's own rules replace those that torch gets wrong: promotion follows `torch.promote_types`, index and
 scatter ops match their destination, recurrent layers run in low precision as a whole (their cells alone would

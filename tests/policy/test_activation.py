@@ -254,6 +254,23 @@ def test_packed_sequences_run_in_low_precision() -> None:
         assert torch.nn.GRU(4, 4)(packed)[0].data.dtype is LOW
 
 
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda x: torch.nn.functional.avg_pool3d(x.view(1, 4, 4, 4), 2),
+        lambda x: torch.polar(x, x).abs(),
+        lambda x: torch.view_as_complex(x.view(-1, 2)).abs(),
+        torch.matrix_exp,
+        lambda x: torch.linalg.matrix_rank(x) * 1.0,
+        lambda x: torch.linalg.matrix_rank(x, atol=torch.tensor(0.1)) * 1.0,
+    ],
+)
+def test_uniform_runs_in_float32_what_the_cpu_has_only_there(region, compute) -> None:
+    """A model of 3D convolutions and pools, or of rotations by complex numbers, fails in `uniform` alone."""
+    with region(OpPolicy.uniform("cpu")):
+        assert compute(X.bfloat16()).dtype is HIGH
+
+
 def test_float32_policy(region) -> None:
     """A float32 region on a device where torch refuses the dtype."""
     low = X.bfloat16()
