@@ -31,6 +31,11 @@ def part_of(tensor: torch.Tensor) -> torch.Tensor:
     return part
 
 
+def is_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether ops on `tensor` run by its own ``__torch_dispatch__``, as on quantised weights and DTensors."""
+    return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+
+
 _VERSIONS = Feature(
     "versions",
     "cached_casts and master_weights cast weights at every use, GradScaler(overlap=True) reads gradients "

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from amp_core._torch.tensors import part_of, version_of
+from amp_core._torch.tensors import is_wrapper, part_of, version_of
 from amp_core._torch.tracing import outside_graphs
 from amp_core.casts.lost_updates import Counts
 from amp_core.casts.memory import KeptMemory
@@ -70,6 +70,12 @@ class StoredWeights(LocalHandle):
             for name, p in model.named_parameters()
             if id(p) in held and p.dtype in (torch.float32, torch.bfloat16) and id(p) not in kept
         }
+        wrapper = next((p for p in self._params() if is_wrapper(part_of(p))), None)
+        if wrapper is not None:
+            raise ValueError(
+                f"{self._names[id(wrapper)]} is a {type(part_of(wrapper)).__name__}, whose memory only the "
+                f"library that it comes from can replace. Name it in keep=."
+            )
         sharded = [p for p in self._params() if part_of(p) is not p and p.dtype is torch.float32]
         if sharded:
             name = self._names[id(sharded[0])]

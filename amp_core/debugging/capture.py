@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_core._torch.dispatcher import Overload, dispatcher_name
-from amp_core._torch.tensors import is_dtensor, part_of
+from amp_core._torch.tensors import is_dtensor, is_wrapper, part_of
 from amp_core._torch.tracing import calls_are_captured
 from amp_core.casts.shards import whole
 from amp_core.debugging.fits import Fit, fit_of
@@ -282,7 +282,8 @@ def _largest(flat: Tensor) -> float:
 def is_readable(tensor: Tensor) -> bool:
     """Return whether a tensor is dense and has values to read, and no graph is being traced.
 
-    Whatever a tool computed from the values would become part of such a graph.
+    Whatever a tool computed from the values would become part of such a graph. Quantised tensors of other
+    libraries may be able to do no more than multiply.
     """
     if tensor.layout is not torch.strided or tensor.is_nested or calls_are_captured():
         return False
@@ -292,4 +293,16 @@ def is_readable(tensor: Tensor) -> bool:
             memory.data_ptr()  # raises where there is none, as for forward-mode zeros
     except (RuntimeError, ValueError):  # also for a batch of gradients, and an uninitialized parameter
         return False
-    return memory.device.type != "meta"  # fake tensors have such memory too
+    if memory.device.type == "meta":  # fake tensors have such memory too
+        return False
+    return not is_wrapper(tensor) or is_dtensor(tensor) or _computes(tensor)
+
+
+@muted()
+@torch.no_grad()
+def _computes(wrapper: Tensor) -> bool:
+    try:
+        extent(wrapper.detach().reshape(-1))
+    except Exception:  # torchao also raises AssertionError and NotImplementedError
+        return False
+    return True

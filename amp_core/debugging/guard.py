@@ -110,7 +110,7 @@ class Guard(Attached, Sink):
             return
         if self._tap is None:
             self._replay(args, kwargs)
-        names = [n for n, p in self.model.named_parameters() if not bool(p.isfinite().all())]
+        names = [n for n, p in self.model.named_parameters() if not self._all_finite([p])]
         reason = "perhaps another tensor that it reads has"
         if names:
             reason = f"these parameters have them: {', '.join(names)}"
@@ -135,7 +135,7 @@ class Guard(Attached, Sink):
         if self._all_finite([p.grad for p in parameters if p.grad is not None]):
             return
         mine = [(n, p.grad) for n, p in self.model.named_parameters() if p.grad is not None]
-        names = [name for name, grad in mine if not bool(grad.isfinite().all())]
+        names = [name for name, grad in mine if not self._all_finite([grad])]
         raise NonFiniteError(
             f"These gradients of step {self.step} have inf or NaN: {', '.join(names)}. To find the op, run "
             f"the program again with amp_core.guard(model, steps=[{self.step}])."

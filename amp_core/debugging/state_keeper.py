@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from amp_core._torch.tensors import part_of
+from amp_core._torch.tensors import is_wrapper, part_of, version_of
 from amp_core._torch.tracing import calls_are_captured, outside_graphs
 from amp_core.common.optimizers import exact_states, watch_steps
 from amp_core.errors import AmpError
@@ -46,11 +46,34 @@ class _Module(NamedTuple):
         self.module._buffers.update(self.buffers)
 
 
+class _Kept(NamedTuple):
+    """A tensor, this rank's part of it, and what they were."""
+
+    tensor: Tensor
+    part: Tensor
+    value: Tensor
+    version: int
+    grad: Tensor | None
+    leaf: bool
+
+    def restore(self) -> None:
+        freed = self.part.untyped_storage().nbytes() < self.value.nbytes  # by its owner
+        if not freed and self._has_changed():  # else a graph may need it at this version
+            self.part.copy_(self.value)
+        if self.leaf:
+            self.tensor.grad = self.grad
+
+    def _has_changed(self) -> bool:
+        if is_wrapper(self.part):  # which may not know how to compare
+            return version_of(self.part) != self.version
+        return not torch.equal(self.part, self.value)
+
+
 class StateKeeper:
     """Saves the tensors of models and the state of optimizers before a run changes them."""
 
     def __init__(self) -> None:
-        self._tensors: dict[int, tuple[Tensor, Tensor, Tensor, Tensor | None, bool]] = {}
+        self._tensors: dict[int, _Kept] = {}
         self._optimizers: dict[int, tuple[Optimizer, dict[str, Any]]] = {}
         self._modules: dict[int, _Module] = {}
 
@@ -76,7 +99,8 @@ class StateKeeper:
             part = part_of(tensor)
             leaf = tensor.is_leaf  # later, the base of a view may have changed
             grad = tensor.grad if leaf else None
-            self._tensors[id(tensor)] = tensor, part, part.detach().clone(), grad, leaf
+            value = part.detach().clone()
+            self._tensors[id(tensor)] = _Kept(tensor, part, value, version_of(part), grad, leaf)
         if leaf:
             tensor.grad = None
 
@@ -107,12 +131,8 @@ class StateKeeper:
         _reshard(each.module for each in self._modules.values())
         with torch.no_grad():
             # Backwards: a view of a tensor may have been kept after it.
-            for tensor, part, value, grad, leaf in reversed(self._tensors.values()):
-                freed = part.untyped_storage().nbytes() < value.nbytes  # by its owner
-                if not freed and not torch.equal(part, value):  # a graph may need it at this version
-                    part.copy_(value)
-                if leaf:
-                    tensor.grad = grad
+            for kept in reversed(self._tensors.values()):
+                kept.restore()
         for module in self._modules.values():
             module.restore()
         self._tensors.clear()

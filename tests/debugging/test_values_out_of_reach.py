@@ -229,3 +229,65 @@ def test_traced_calls_are_no_steps() -> None:
         assert guard.step == -1
         low(model, X)
         assert guard.step == 0
+
+
+class Quantised(Tensor):
+    """A weight of eight bits that can do no more than multiply, as other libraries have them."""
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Quantised:
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=torch.float32)  # type: ignore[attr-defined, no-any-return]
+
+    def __init__(self, inner: Tensor) -> None:
+        self.inner = inner
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is nn.functional.linear:
+            return func(args[0], args[1].inner.to(args[0].dtype) / 64, *args[2:])
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func in (torch.ops.aten.detach.default, torch.ops.aten.clone.default), f"no {func} of these"
+        return cls(args[0].inner)
+
+
+def quantised() -> nn.Sequential:
+    model = make()
+    inner = (model[0].weight.detach() * 64).to(torch.int8)
+    model[0].weight = nn.Parameter(Quantised(inner), requires_grad=False)
+    return model
+
+
+@pytest.mark.parametrize("tool", ["guard", "watch", "record", "compare"])
+def test_weights_that_can_only_multiply(tool: str) -> None:
+    """The tool read such a weight, and its library raised inside the training step."""
+    model, plain = quantised(), quantised()
+    expected = low(plain, X)
+    expected.sum().backward()
+    if tool == "compare":
+        assert amp_core.compare(lambda: low(model, X).sum(), device="cpu").differences
+    with {
+        "guard": lambda: amp_core.guard(model, steps=[0]),
+        "watch": lambda: amp_core.watch(model),
+        "record": amp_core.record,
+        "compare": nullcontext,
+    }[tool]():
+        model.zero_grad()
+        result = low(model, X)
+        result.sum().backward()
+    assert torch.equal(result, expected)
+    assert torch.equal(model[2].weight.grad, plain[2].weight.grad)
+
+
+def test_storage_refuses_weights_of_other_libraries() -> None:
+    """Their memory was replaced, and the first step ended in an error about sizes."""
+    model = quantised()
+    model[0].weight.requires_grad_()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(ValueError, match=r"0\.weight is a Quantised, .* keep="):
+        master_weights(model, optimizer, "remainder")
+    assert model[2].weight.dtype is torch.float32
+    master_weights(model, optimizer, "remainder", keep=["0.weight"])
+    assert model[2].weight.dtype is torch.bfloat16

@@ -1,13 +1,16 @@
-"""Quantised data and scales are those of torchao, bit for bit, where both have a recipe."""
+"""Recipes quantise as torchao does, bit for bit, and its models and optimizers train in our regions."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import amp_core
 from amp_core import Quantization, Recipe, quantize
 from amp_core.formats import E2M1, E2M3, E3M2, E4M3, E5M2, ElementFormat
 
@@ -134,3 +137,68 @@ def test_where_the_specification_decides() -> None:
     assert tensor_to_scale(torch.full((2,), 1e-20), torch.float8_e4m3fn) == torch.tensor(448e12)
     small = quantize(torch.full((2,), 1e-20), Quantization(E4M3))
     assert small.values.tolist() == [448.0, 448.0]
+
+
+def _as_it_is(model: nn.Module) -> nn.Module:
+    return model
+
+
+def _float8(model: nn.Module) -> nn.Module:
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    return convert_to_float8_training(model, config=Float8LinearConfig(emulate=True))
+
+
+def _int8(model: nn.Module) -> nn.Module:
+    from torchao.prototype.quantized_training import int8_mixed_precision_training
+    from torchao.quantization import quantize_
+
+    quantize_(model, int8_mixed_precision_training())
+    return model
+
+
+def _int8_weights(model: nn.Module) -> nn.Module:
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    quantize_(model[0], Int8WeightOnlyConfig())
+    return model
+
+
+def _trained(convert: Callable[[nn.Module], nn.Module], optimizer: str, module: Any, tool: Any) -> Tensor:
+    import torchao.optim
+
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(64, 64), nn.ReLU()), nn.LayerNorm(64), nn.Linear(64, 64)
+    model = convert(nn.Sequential(*layers))
+    trained = [p for p in model.parameters() if p.requires_grad]
+    steps = getattr(torch.optim if optimizer == "AdamW" else torchao.optim, optimizer)(trained, 0.01)
+    scaler, losses = module.GradScaler("cpu", init_scale=64.0), []
+    with tool(model):
+        for _ in range(3):
+            with module.autocast("cpu", torch.bfloat16):
+                loss = model(torch.randn(8, 64)).float().square().mean()
+            scaler.scale(loss).backward()
+            scaler.step(steps)
+            scaler.update()
+            steps.zero_grad()
+            losses.append(loss.detach())
+    return torch.stack(losses)
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "AdamW8bit"])
+@pytest.mark.parametrize("convert", [_as_it_is, _float8, _int8, _int8_weights])
+def test_models_and_optimizers(convert: Callable[[nn.Module], nn.Module], optimizer: str) -> None:
+    """A tool read tensors of torchao's that can do no more than multiply, or a scope cast its weights."""
+    expected = _trained(convert, optimizer, torch.amp, lambda _: nullcontext())
+    tools = (
+        lambda _: nullcontext(),
+        amp_core.cached_casts,
+        amp_core.master_weights,
+        amp_core.watch,
+        lambda _: amp_core.record(),
+        lambda model: amp_core.guard(model, steps=range(9)),
+    )
+    for tool in tools:
+        result = _trained(convert, optimizer, amp_core, tool)
+        # Compiled optimizers run eagerly while every op is observed.
+        torch.testing.assert_close(result, expected, rtol=1e-2 if optimizer == "AdamW8bit" else 0, atol=0)
