@@ -26,6 +26,7 @@ from amp_core.plugin import Backend
 from amp_core.plugin.contract import HOOKS, KERNELS, PROMISES, SCALED_PRODUCTS, Promise
 from amp_core.policy.rules import RULES
 from amp_core.states.loss_scale import LossScaleSchedule, OptState, ScaleState, next_scale, next_stage
+from amp_core.testing.suite import BackendConformance
 
 _MARK = re.compile(r"^<!-- draw: (\w+) -->$", re.MULTILINE)
 _DEVICES = ("cpu", "cuda", "xpu", "mps")
@@ -115,10 +116,18 @@ def capabilities() -> str:
         lines.append(
             f"| {name} |" + "|".join(report["capabilities"].get(name, "") for report in reports) + "|"
         )
-    outcomes = [Counter(result["outcome"] for result in report["results"]) for report in reports]
-    lines.append("| checks |" + "|".join(", ".join(f"{n} {o}" for o, n in c.items()) for c in outcomes) + "|")
+    lines.append("| checks |" + "|".join(_outcomes(report) for report in reports) + "|")
     versions = [f"torch {r['versions']['torch']}, amp-core {r['versions']['amp-core']}" for r in reports]
     return "\n".join([*lines, "| with |" + "|".join(versions) + "|"])
+
+
+def _outcomes(report: Mapping[str, Any]) -> str:
+    counts = Counter(result["outcome"] for result in report["results"])
+    asked = {f"test_{result['check']}" for result in report["results"]}
+    counts["newer than the report"] = len(
+        [name for name in dir(BackendConformance) if name.startswith("test_") and name not in asked]
+    )
+    return ", ".join(f"{n} {outcome}" for outcome, n in counts.items() if n)
 
 
 _REPORTS = Path(__file__).with_name("reports")
