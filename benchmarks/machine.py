@@ -40,12 +40,15 @@ def _place(package: str) -> Path:
 
 
 def model() -> str:
-    """Return the CPU's name as the system gives it."""
+    """Return the CPU's name as the system gives it, and its family and model: many a host hides the name."""
     try:
-        names = re.findall(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        lines = Path("/proc/cpuinfo").read_text()
     except OSError:
-        names = []
-    return str(names[0]) if names else platform.processor() or platform.machine()
+        lines = ""
+    found = dict(reversed(re.findall(r"^(cpu family|model|model name)\s*:\s*(.+)$", lines, re.MULTILINE)))
+    if len(found) < 3:  # as on ARM
+        return platform.processor() or platform.machine()
+    return f"{found['model name']} (family {found['cpu family']}, model {found['model']})"
 
 
 def slug() -> str:
