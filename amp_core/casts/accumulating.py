@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import operator
 import threading
 from collections.abc import Callable, Sequence, Set
-from itertools import compress
 from typing import Any
 
 import torch
@@ -13,7 +11,7 @@ from torch import Tensor
 
 from amp_core._torch.autograd import gradient_is_accumulated, has_gradient_hooks, inside_ddp, is_compiled
 from amp_core._torch.tensors import WeakStorage, identity_of
-from amp_core.casts.bulk import allocate, buckets, cast_weights, is_small_on_host, run_backward_early
+from amp_core.casts.bulk import allocate, buckets, cast_weights, run_backward_early
 from amp_core.casts.memory import KeptMemory
 from amp_core.kernels import Kernels
 
@@ -42,21 +40,16 @@ class AccumulatingCasts:
         self._reduced = self._reduced or inside_ddp()
         if self._reduced or not weights[0].requires_grad:
             return cast_weights(weights, dtype, kernels, memory)
-        small = [is_small_on_host(weight) for weight in weights]  # autograd is faster than a node in Python
-        plain = iter(cast_weights([*compress(weights, small)], dtype, kernels, memory))
-        large = [*compress(weights, map(operator.not_, small))]
         with self._lock, torch.inference_mode(mode=False):
-            new = [w for w in large if not self._fits(w, dtype)]
+            new = [w for w in weights if not self._fits(w, dtype)]
             if new:
                 self.keep_only(self._weights())
             for bucket in buckets(new):
                 self._add(bucket, dtype, kernels, memory)
-            kept = [self._kept[id(w), dtype] for w in large]
-            if large:
-                with torch.no_grad():
-                    kernels.cast(large, dtype, out=kept)
-        casts = iter(kept)
-        return [next(plain if is_small else casts) for is_small in small]
+            kept = [self._kept[id(w), dtype] for w in weights]
+            with torch.no_grad():
+                kernels.cast(weights, dtype, out=kept)
+        return kept
 
     def _fits(self, weight: Tensor, dtype: torch.dtype) -> bool:
         cast = self._kept.get((id(weight), dtype))

@@ -23,7 +23,7 @@ _SMALL = 2**20
 
 _SMALL_ON_HOST = 2**18
 """Up to this many bytes, a CPU's plain casts of many weights beat one call for all: nothing is launched, and
-gradients are cast while the CPU's caches have them."""
+the CPU's caches still have casts and gradients when they are read."""
 
 
 def cast_weights(
@@ -37,18 +37,10 @@ def cast_weights(
         kernels: provides ``cast``.
         memory: provides memory for the casts and their float32 gradients.
     """
-    if not weights:
-        return []
-    # A later training step could not use a cast created in inference mode.
-    with torch.inference_mode(mode=False), torch.enable_grad():
-        if len(weights) == 1 and weights[0].nbytes <= _SMALL:  # weights arrive singly at their first use
-            return [run_backward_early(weights[0].to(dtype))]
-        # Kernels know no placements.
-        if any(alone := [is_small_on_host(weight) or is_dtensor(weight) for weight in weights]):
-            pairs = list(zip(weights, alone, strict=True))
-            others = [weight for weight, is_alone in pairs if not is_alone]
-            rest = iter(cast_weights(others, dtype, kernels, memory))
-            return [run_backward_early(w.to(dtype)) if is_alone else next(rest) for w, is_alone in pairs]
+    # Weights arrive singly at their first use; kernels know no placements.
+    if is_dtensor(weights[0]) or (len(weights) == 1 and weights[0].nbytes <= _SMALL):
+        return [cast_alone(weight, dtype) for weight in weights]
+    with torch.inference_mode(mode=False), torch.enable_grad():  # see cast_alone
         parts = list(buckets(weights))
         storage = [allocate(part, dtype, memory) for part in parts]
         casts = kernels.cast(weights, dtype, out=[cast for some in storage for cast in some])
@@ -61,13 +53,22 @@ def cast_weights(
     return [cast for first, *rest in linked for cast in (run_backward_early(first), *rest)]
 
 
+def cast_alone(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return `weight` cast to `dtype` by torch; gradients flow back to it, whatever the grad mode."""
+    if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
+        return run_backward_early(weight.to(dtype))
+    # A later training step could not use a cast created in inference mode.
+    with torch.inference_mode(mode=False), torch.enable_grad():
+        return run_backward_early(weight.to(dtype))
+
+
 def looks_for_hooks(cast: Tensor) -> bool:
     """Return whether a backward pass through `cast` looks for gradient hooks of the weight when it runs."""
     return hasattr(cast.grad_fn, "leaf")
 
 
 def is_small_on_host(weight: Tensor) -> bool:
-    """Return whether torch's own cast of `weight` is faster than a kernel's."""
+    """Return whether it is faster to let torch cast `weight` when an op needs it than all in one call."""
     return weight.is_cpu and weight.nbytes <= _SMALL_ON_HOST
 
 

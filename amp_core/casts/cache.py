@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from amp_core._torch.tensors import WeakStorage, identity_of, is_dtensor, is_freed, part_of
-from amp_core.casts.bulk import cast_weights, looks_for_hooks
+from amp_core.casts.bulk import cast_alone, cast_weights, is_small_on_host, looks_for_hooks
 from amp_core.casts.memory import KeptMemory
 from amp_core.dispatch import kept_operands
-from amp_core.dispatch.weight_casts import CASTS, CachedCast, cached, fingerprint, is_cacheable
+from amp_core.dispatch.weight_casts import CASTS, CachedCast, Fingerprint, cached, fingerprint, is_cacheable
 from amp_core.errors import StaleCastError
 from amp_core.kernels import Kernels
 from amp_core.plugin import get_backend
@@ -38,7 +38,8 @@ class WeightCache:
 
     A cast is valid only while the weight's version counter, memory, shape, strides, ``requires_grad`` and the
     presence of gradient hooks are unchanged. When one cast is stale, all stale casts that ops have requested
-    before are renewed in one call.
+    before are renewed in one call. The small weights of a CPU are cast one by one, as ops need them: nothing
+    is launched, and the cast is still in the CPU's caches when the op reads it.
     """
 
     def __init__(
@@ -82,28 +83,40 @@ class WeightCache:
             if current is not None and current.is_fresh(slot.weight):
                 return current  # another thread has just renewed it
             slot.dtypes.add(dtype)
-            groups: dict[tuple[torch.device, bool, bool], list[Tensor]] = defaultdict(list)
-            new_entries: dict[int, CachedCast] = {}
-            for weight in [s.weight for s in self._slots.values() if dtype in s.dtypes]:
-                part = part_of(weight)
-                if part.data_ptr() == 0 and part.numel():
-                    continue  # on the meta device, or its memory is freed for now
-                entry = entries.get(id(weight))
-                if entry is not None and looks_for_hooks(entry.cast) and entry.is_only_hooked(weight):
-                    # A graph may need the cast: to renew it would write to it.
-                    new_entries[id(weight)] = cached(weight, fingerprint(weight), entry.cast)
-                elif entry is None or not entry.is_fresh(weight):
-                    entries.pop(id(weight), None)  # free the old cast before allocating the new one
-                    groups[weight.device, weight.requires_grad, is_dtensor(weight)].append(weight)
-            for (device, *_), weights in groups.items():
-                kernels = get_backend(device.type).kernels()
-                states = list(map(fingerprint, weights))
-                casts = self._make(weights, dtype, kernels, self.memory)
-                for weight, state, cast in zip(weights, states, casts, strict=True):
-                    kept_operands.begin(cast)
-                    new_entries[id(weight)] = cached(weight, state, cast)
+            if is_small_on_host(slot.weight):
+                new_entries = self._cast_alone(slot.weight, dtype)
+            else:
+                new_entries = self._cast_together(dtype)
             entries.update(new_entries)
             return new_entries.get(id(slot.weight))
+
+    def _cast_alone(self, weight: Tensor, dtype: torch.dtype) -> dict[int, CachedCast]:
+        if _has_no_memory(weight):
+            return {}
+        state = fingerprint(weight)
+        return {id(weight): _entry(weight, state, cast_alone(weight, dtype))}
+
+    def _cast_together(self, dtype: torch.dtype) -> dict[int, CachedCast]:
+        entries = self._casts[dtype]
+        groups: dict[tuple[torch.device, bool, bool], list[Tensor]] = defaultdict(list)
+        new_entries: dict[int, CachedCast] = {}
+        for weight in [s.weight for s in self._slots.values() if dtype in s.dtypes]:
+            if is_small_on_host(weight) or _has_no_memory(weight):
+                continue
+            entry = entries.get(id(weight))
+            if entry is not None and looks_for_hooks(entry.cast) and entry.is_only_hooked(weight):
+                # A graph may need the cast: to renew it would write to it.
+                new_entries[id(weight)] = cached(weight, fingerprint(weight), entry.cast)
+            elif entry is None or not entry.is_fresh(weight):
+                entries.pop(id(weight), None)  # free the old cast before allocating the new one
+                groups[weight.device, weight.requires_grad, is_dtensor(weight)].append(weight)
+        for (device, *_), weights in groups.items():
+            kernels = get_backend(device.type).kernels()
+            states = list(map(fingerprint, weights))
+            casts = self._make(weights, dtype, kernels, self.memory)
+            for weight, state, cast in zip(weights, states, casts, strict=True):
+                new_entries[id(weight)] = _entry(weight, state, cast)
+        return new_entries
 
     def invalidate(self, weights: Iterable[Tensor] | None = None) -> None:
         """Drop the casts of `weights`, or all casts."""
@@ -111,9 +124,9 @@ class WeightCache:
             keys = self._slots.keys() if weights is None else self._slots.keys() & {id(w) for w in weights}
             self._drop(keys)
 
-    def _drop(self, keys: Iterable[int]) -> None:
-        for key in keys:
-            for entries in list(self._casts.values()):
+    def _drop(self, keys: Set[int]) -> None:
+        for entries in list(self._casts.values()):
+            for key in keys:
                 entry = entries.pop(key, None)
                 if entry is not None:
                     kept_operands.end(entry.cast)
@@ -157,6 +170,17 @@ class WeightCache:
             for key in self.keys()
             if (e := entries.get(key)) is not None
         ]
+
+
+def _has_no_memory(weight: Tensor) -> bool:
+    """Return whether `weight` is on the meta device, or its memory is freed for now."""
+    part = part_of(weight)
+    return part.data_ptr() == 0 and part.numel() > 0
+
+
+def _entry(weight: Tensor, state: Fingerprint, cast: Tensor) -> CachedCast:
+    kept_operands.begin(cast)
+    return cached(weight, state, cast)
 
 
 def _check(slot: _Slot, entry: CachedCast) -> None:

@@ -32,13 +32,13 @@ from amp_core.common.once import once
 from amp_core.dispatch.sources import Sources
 from amp_core.dispatch.target_dtype import eligible
 
-_Fingerprint = tuple[object, ...]
+Fingerprint = tuple[object, ...]
 
 
 class CachedCast(NamedTuple):
     """A cast, with the fingerprint and the storage that its weight had when it was cast."""
 
-    fingerprint: _Fingerprint
+    fingerprint: Fingerprint
     memory: WeakStorage
     cast: Tensor
 
@@ -55,7 +55,7 @@ class CachedCast(NamedTuple):
 _PLAIN = (Parameter, Tensor)
 
 
-def fingerprint(weight: Tensor) -> _Fingerprint:
+def fingerprint(weight: Tensor) -> Fingerprint:
     """Return a value that changes when `weight` is written to, replaced, moved, frozen or hooked."""
     part = weight if type(weight) in _PLAIN else part_of(weight)
     return (
@@ -77,7 +77,7 @@ def _version(tensor: Tensor) -> object:
         return object()
 
 
-def cached(weight: Tensor, state: _Fingerprint, cast: Tensor) -> CachedCast:
+def cached(weight: Tensor, state: Fingerprint, cast: Tensor) -> CachedCast:
     """Return the cache entry for a cast of `weight` made when its fingerprint was `state`."""
     memory = WeakStorage(part_of(weight).untyped_storage())  # type: ignore[no-untyped-call]
     return CachedCast(state, memory, cast)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from amp_core.casts import accumulating
+from amp_core.casts import bulk
 
 
 @pytest.fixture(autouse=True)
 def small_weights_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let `master_weights` take the weights of tests for large ones: small ones are cast by torch itself."""
-    monkeypatch.setattr(accumulating, "is_small_on_host", lambda weight: False)
+    """Cast the weights of tests by kernels and in one call, as large ones; torch casts small ones alone."""
+    monkeypatch.setattr(bulk, "_SMALL_ON_HOST", 0)

@@ -21,6 +21,11 @@ from amp_core.kernels import PORTABLE
 X = torch.linspace(-1, 1, 24).reshape(4, 6)
 
 
+@pytest.fixture(autouse=True)
+def small_weights_are_large() -> None:
+    """Let small weights be small here: cast one by one, as ops need them."""
+
+
 def make(frozen: bool = False) -> nn.Sequential:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.ReLU(), nn.Linear(5, 3))
