@@ -47,7 +47,8 @@ class Recorded(torch.amp.GradScaler):
 def run() -> Iterator[Ratio]:
     """Compare whole steps (unscale, check, clip, step, update) for several models and optimizers.
 
-    The limit is what torch's own scaler takes if it, too, keeps a record of each step.
+    The limit of a few small tensors is what torch's own scaler takes if it, too, keeps a record of each
+    step; that of many large ones is to read them all once and to read and write them all once.
     """
     models = {
         "10 tensors of 1k": many(10),
@@ -59,6 +60,7 @@ def run() -> Iterator[Ratio]:
         yield _steps(f"{name}, no-op, clip", shapes, NoStep, {}, clip=True)
         yield _steps(f"{name}, no-op, no clip", shapes, NoStep, {}, clip=False)
     yield _steps("10 tensors of 1k, no-op, no clip: limit", many(10), NoStep, {}, clip=False, ours=Recorded)
+    yield _two_passes("GPT-2 small, no-op, clip: limit", models["GPT-2 small"])
     adamw = torch.optim.AdamW
     for name in ("200 tensors of 1k", "GPT-2 small"):
         yield _steps(f"{name}, AdamW fused, clip", models[name], adamw, {"fused": True}, clip=True)
@@ -119,6 +121,17 @@ def _step(scaler: Any, optimizer: Any, params: list[torch.nn.Parameter], clip: b
         scaler.update()
 
     return theirs
+
+
+def _two_passes(name: str, shapes: list[tuple[int, ...]]) -> Ratio:
+    theirs, _ = sides_of_step(shapes, NoStep, {}, clip=True)
+    plain, one = torch.randn(sum(torch.Size(s).numel() for s in shapes)), torch.ones(())
+
+    def passes() -> None:
+        torch.dot(plain, plain)
+        plain.mul_(one)
+
+    return compare(name, theirs, passes, rounds=7)
 
 
 def _float16_steps() -> Ratio:
