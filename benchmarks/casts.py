@@ -225,7 +225,7 @@ def _scoped(
 ) -> Ratio:
     """Alternate stretches without and with the scope; its first, casting step is not timed."""
     theirs, ours = [], []
-    for _ in range(3):
+    for _ in range(8):
         theirs += _times(step)
         with scope(model):
             ours += _times(step)
@@ -238,7 +238,7 @@ def _scoped(
 def _times(step: Callable[[], object]) -> list[float]:
     step()
     taken = []
-    for _ in range(4):
+    for _ in range(3):
         start = time.perf_counter()
         step()
         taken.append(time.perf_counter() - start)

@@ -70,6 +70,11 @@ def passes() -> str:
     return _measured("gradients", "bandwidth", "traffic")
 
 
+def casts() -> str:
+    """Show the ratios to torch of `cached_casts` and `master_weights`."""
+    return _measured("casts")
+
+
 def overheads() -> str:
     """Show the ratios to torch of regions."""
     return _measured("regions")
@@ -245,7 +250,7 @@ def _framed(report: Report, title: str) -> str:
 _DRAW: dict[str, Callable[[], str]] = {
     f.__name__: f
     for f in (
-        *(capabilities, comparison, dispatch, hooks, kernels, ops, overheads),
+        *(capabilities, casts, comparison, dispatch, hooks, kernels, ops, overheads),
         *(passes, promises, recording, rules, scaled_products, schedule, stages),
     )
 }
