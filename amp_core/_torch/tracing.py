@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -50,10 +50,13 @@ _FUNCTORCH = Feature("functorch", "portable kernels take the place of compiled o
 functorch_is_at_work: Callable[[], bool] = _FUNCTORCH.function(
     "torch._C._are_functorch_transforms_active", lambda: True, check=lambda f: f()
 )
-# Whether a tensor is a batch of gradients, as ``torch.autograd.grad(is_grads_batched=True)`` makes them.
-is_batched: Callable[[torch.Tensor], bool] = _FUNCTORCH.function(
-    "torch._C._functorch.is_legacy_batchedtensor", lambda _tensor: False
-)
+_is_batched = _FUNCTORCH.function("torch._C._functorch.is_legacy_batchedtensor", lambda _tensor: False)
+
+
+def are_batches(grads: Iterable[torch.Tensor]) -> bool:
+    """Whether gradients are batches: of ``autograd.grad(is_grads_batched=True)``, or of ``torch.func``."""
+    return functorch_is_at_work() or any(map(_is_batched, grads))
+
 
 _CAPTURE = Feature(
     "capture", "cached_casts and master_weights cast every weight at every use, which is slower"

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from amp_core._torch.autograd import has_gradient_hooks, is_compiled, run_as_soon_as_ready
 from amp_core._torch.tensors import is_dtensor
+from amp_core._torch.tracing import are_batches
 from amp_core.casts.memory import KeptMemory
 from amp_core.kernels import Kernels
 
@@ -99,7 +100,8 @@ class _BucketCast(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         present = [(i, g) for i, g in enumerate(grads) if g is not None]
         result: list[Tensor | None] = [None] * len(grads)
-        if torch.is_grad_enabled() or is_compiled(ctx):  # create_graph=True: the cast must be differentiable
+        # create_graph=True: the cast must be differentiable. Batches of gradients have no memory.
+        if torch.is_grad_enabled() or is_compiled(ctx) or are_batches([g for _, g in present]):
             for i, grad in present:
                 result[i] = grad.to(ctx.source_dtypes[i])
         elif present:

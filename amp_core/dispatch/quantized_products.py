@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from amp_core._torch.op_kernels import excluded
-from amp_core._torch.tracing import calls_are_captured, functorch_is_at_work, is_batched
+from amp_core._torch.tracing import are_batches, calls_are_captured
 from amp_core.dispatch import delayed_scales, kept_operands
 from amp_core.dispatch.bilinear import Bilinear, Compute
 from amp_core.errors import PolicyError
@@ -220,7 +220,7 @@ class _Product(torch.autograd.Function):
 
 
 def _refuse_batch(grad: Tensor) -> None:
-    if is_batched(grad) or functorch_is_at_work():
+    if are_batches([grad]):
         raise PolicyError(
             "An op with a recipe got a batch of gradients, as from autograd.grad(is_grads_batched=True), "
             "jacobian(vectorize=True) or torch.func: quantised products do not support them. Compute the "

@@ -13,9 +13,18 @@ import torch
 from torch import Tensor, nn
 
 from amp_core import OpPolicy, Recipe, autocast, cached_casts, master_weights
+from amp_core.casts import bulk
 
 X = torch.linspace(-1, 1, 24).reshape(4, 6)
 Result = list["Tensor | None"]
+
+
+@pytest.fixture(autouse=True, params=["alone", "together"])
+def casts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `cached_casts` cast these small weights each by itself, or like large ones in one kernel call."""
+    if request.param == "together":
+        monkeypatch.setattr(bulk, "is_small_on_host", lambda _weight: False)
+        monkeypatch.setattr(bulk, "_SMALL", 0)
 
 
 def make() -> nn.Sequential:
@@ -94,6 +103,20 @@ def twice_through_one_graph(model: nn.Module) -> Result:
     return gradients(model)
 
 
+def batch(model: nn.Module) -> Result:
+    loss = loss_of(model)
+    scales = torch.linspace(1, 2, 3)
+    return copies(torch.autograd.grad(loss, list(model.parameters()), scales, is_grads_batched=True))
+
+
+def vmapped(model: nn.Module) -> Result:
+    with autocast("cpu"):
+        loss = model[3](model[0](X)).float().square().mean()  # torch itself cannot map over a layer norm
+    weights = [*model[0].parameters(), *model[3].parameters()]
+    grads = torch.func.vmap(lambda scale: torch.autograd.grad(loss, weights, scale, retain_graph=True))
+    return copies(grads(torch.linspace(1, 2, 3)))
+
+
 def frozen_then_not(model: nn.Module) -> Result:
     model[0].requires_grad_(False)
     loss_of(model).backward()
@@ -117,6 +140,8 @@ ROUTES: list[Callable[[nn.Module], Result]] = [
     hook_on_the_node,
     hook_after_the_forward,
     twice_through_one_graph,
+    batch,
+    vmapped,
     frozen_then_not,
     in_another_dtype_meanwhile,
 ]
@@ -147,7 +172,7 @@ def check(one: Result, other: Result) -> None:
 @pytest.mark.parametrize("route", ROUTES)
 def test_each_route(route: Callable[[nn.Module], Result], scope: Callable[[nn.Module], Any]) -> None:
     """A gradient is lost, or left in ``.grad`` by a call that should only return it."""
-    check(run([route], scope), run([route], lambda _: nullcontext()))
+    check(run([route] * 2, scope), run([route] * 2, lambda _: nullcontext()))
 
 
 @pytest.mark.parametrize("scope", [cached_casts, master_weights])
