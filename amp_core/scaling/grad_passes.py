@@ -155,7 +155,7 @@ def clip_factor(
     norm, by = read(stats.norm), read(scale)
     true, factor = clip_on_host(norm, by, inverse_of(by), max_norm, as_divisor=as_divisor)
     overflow = by < 1.0 and true > torch.finfo(stats.dtype).max
-    in_range = norm <= _LARGE and 1.0 / _LARGE < factor < _LARGE
+    in_range = math.isfinite(norm) and 1.0 / _LARGE < factor < _LARGE
     if not (in_range or overflow or any(map(read, flags))):
         return _clip_large(parts, stats, scale, max_norm, norm_type, deciders, as_divisor=as_divisor)
     if overflow:  # a scale below 1 may have taken the unscaled gradients beyond their dtype, as in torch
@@ -170,7 +170,7 @@ def _scalars(true: float, factor: float, dtype: torch.dtype) -> tuple[Tensor, Te
 
 
 _LARGE = 2.0**100
-"""Above this norm, norms may leave float32; above this factor or below its inverse, factors may."""
+"""Above this factor or below its inverse, factors may leave float32."""
 
 _SHIFT = 32
 """Gradients beyond the range are divided by 2 to this power, often enough."""
@@ -187,7 +187,7 @@ def _clip_large(
     as_divisor: bool,
 ) -> tuple[Tensor, Tensor, GlobalGradStats]:
     shifts = 0
-    while read(stats.norm) > _LARGE:
+    while math.isinf(read(stats.norm)):
         _shift_(parts, -_SHIFT)
         shifts += 1
         stats = read_gradients(parts, norm_type, scale.device, deciders, None)

@@ -54,6 +54,15 @@ def test_float64_gradients_beyond_any_float32(fused: bool) -> None:
 
 
 @pytest.mark.parametrize("fused", [False, True])
+def test_a_norm_that_float64_holds_leaves_float32_gradients_beside_it(fused: bool) -> None:
+    """Gradients are divided until their norm is small, float32 ones to 0, though nothing is clipped."""
+    grads = [torch.ones(3, dtype=torch.float64) * 1e100, torch.ones(3) * 0.25]
+    changes, _, skipped = step(grads, 8.0, math.inf, fused)
+    assert not skipped
+    torch.testing.assert_close(changes, [grad / 8 for grad in grads])
+
+
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("value", [math.inf, math.nan])
 def test_an_overflow_among_large_gradients_is_skipped(value: float, fused: bool) -> None:
     """Bringing large gradients into range hides that one of them is not finite."""
