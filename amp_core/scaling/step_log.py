@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from amp_core._torch.tracing import is_fake
 from amp_core.common.arguments import as_whole, named_tensors
 from amp_core.common.call_site import level_outside
 from amp_core.common.identity import WeakIdentityMapping
@@ -174,7 +175,11 @@ class StepLog:
                 record._scale_after = after
         hooks = self.hooks.exist()
         if hooks or loss_scale.schedule.at_floor is not AtFloor.WARN:
-            fetch(records)
+            flags = (before, *[record._found_inf for record in records])
+            if any(is_fake(flag) for flag in flags if isinstance(flag, Tensor)):
+                hooks = False  # there is nothing to tell
+            else:
+                fetch(records)
         skipped = [record for record in records if self._count(record)]
         error = self._check_floor(loss_scale, skipped[-1], records) if skipped else None
         if hooks:

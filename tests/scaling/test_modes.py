@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from amp_core import AccumulationWindow, GradScaler
+from amp_core import AccumulationWindow, AtFloor, GradScaler, LossScaleSchedule
 
 
 def trained(mode: Any, fused: bool, how: str) -> tuple[list[torch.Tensor], list[Any]]:
@@ -71,6 +71,25 @@ def test_fake_tensors_have_no_data_to_ask_for(how: str) -> None:
             scaler.update()
             assert scaler._scale.shape == ()
             repr(scaler)
+
+
+@pytest.mark.parametrize("real", [False, True])
+@pytest.mark.parametrize("at_floor", AtFloor)
+def test_hooks_are_not_told_of_fake_steps(at_floor: AtFloor, real: bool) -> None:
+    """A hook, which amp_core.guard has too, makes `update` ask fake tensors for data."""
+    told: list[object] = []
+    scaler = GradScaler("cpu", schedule=LossScaleSchedule(at_floor=at_floor))
+    scaler.register_skip_hook(told.append)
+    if real:
+        scaler.scale(torch.ones(()))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = torch.nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+        for _ in range(2):
+            scaler.scale(model(torch.ones(4, 3)).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert not told
 
 
 def negated(values: torch.Tensor) -> torch.Tensor:
