@@ -30,7 +30,8 @@ class Attached(Handle):
         self.model, self.step = model, -1
         if "torch._dynamo" in sys.modules:  # compiled code does not look for new hooks
             torch.compiler.reset()
-        self._removers: list[Callable[[], None]] = [
+        self._removers: list[Callable[[], None]] = []  # an interrupt below leaves hooks that are off
+        self._removers += [
             model.register_forward_pre_hook(Hook(self._enter), with_kwargs=True).remove,
             model.register_forward_hook(Hook(self._leave), with_kwargs=True).remove,
             watch_steps(self._step, after=False),

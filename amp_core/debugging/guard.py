@@ -84,12 +84,12 @@ class Guard(Attached, Sink):
         if patience < 1:
             raise ValueError(f"patience= must be at least 1 skipped step, not {patience}.")
         self._chosen = steps if callable(steps) else (steps or ()).__contains__
-        super().__init__(model)
         self.fault: OpFault | None = None
         self._patience, self._skips = patience, 0
         self._scaled: MutableMapping[Optimizer, object] = WeakIdentityMapping()
         self._tap: Tap | None = None
         self._masked = self._masks_result = False
+        super().__init__(model)  # last: an interrupt must leave no hook that lacks one of these
         register(self)
         self._removers += [lambda: unregister(self), self._stop]
 

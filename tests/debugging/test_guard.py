@@ -215,6 +215,27 @@ def test_nothing_remains():
     assert guard.step == 0
 
 
+@pytest.mark.parametrize("tool", [amp_core.guard, amp_core.watch])
+@pytest.mark.parametrize("interrupted", ["register_forward_hook", "register_forward_pre_hook"])
+def test_an_interrupt_while_it_attaches(tool, interrupted, monkeypatch):
+    """Ctrl-C leaves a hook of an unfinished tool: every later call of the model raises an AttributeError."""
+    model = nn.Linear(4, 4)
+    register = getattr(nn.Module, interrupted)
+
+    def stop(*args, **kwargs):
+        register(*args, **kwargs)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(nn.Module, interrupted, stop)
+        with pytest.raises(KeyboardInterrupt):
+            tool(model)
+    model(torch.ones(2, 4))
+    with tool(model) as attached:
+        model(torch.ones(2, 4))
+    assert attached.step == 0
+
+
 @pytest.mark.parametrize("bad", [{"model": None}, {"model": 1}, {"model": nn.Linear(1, 1), "patience": 0}])
 def test_bad_arguments_attach_nothing(bad):
     """A wrong argument surfaces inside a forward pass."""
