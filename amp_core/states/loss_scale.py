@@ -136,10 +136,7 @@ class LossScaleSchedule:
             f"The floor of the scale must be > 0 and not above its ceiling, "
             f"got min_scale={self.min_scale}, max_scale={self.max_scale}.",
         )
-        _check(
-            0.0 < float32(self.min_scale) < math.inf,
-            f"The floor of the scale must be a positive, finite float32, got min_scale={self.min_scale}.",
-        )
+        object.__setattr__(self, "min_scale", valid_scale(self.min_scale))
         _check(
             isinstance(self.hysteresis, int) and self.hysteresis > 0,
             f"The hysteresis must be a positive number of overflows, got {self.hysteresis!r}.",
@@ -242,6 +239,8 @@ def _overflow(state: ScaleState, schedule: LossScaleSchedule) -> ScaleState:
 def valid_scale(value: Any) -> float:
     """Return `value` as a float if it can be a loss scale.
 
+    What float32 rounds down to its largest number becomes that one: torch refuses to fill a tensor with more.
+
     Raises:
         TypeError: it is not a number.
         ValueError: it is not positive and finite, or float32 rounds it to 0 or inf.
@@ -259,7 +258,10 @@ def valid_scale(value: Any) -> float:
             f"The scale must be positive and finite in float32, got {value!r}, which float32 rounds to "
             f"{float32(number)}. Pass a value between 2**-149 and 3.4e38."
         )
-    return number
+    return min(number, _LARGEST)
+
+
+_LARGEST = (2.0 - 2.0**-23) * 2.0**127
 
 
 def float32(value: float) -> float:

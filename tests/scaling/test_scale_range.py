@@ -39,6 +39,18 @@ def test_a_scale_that_float32_cannot_hold(value: float) -> None:
         LossScaleSchedule.constant(value)
 
 
+def test_the_largest_scale() -> None:
+    """3.4028235e38, as torch.finfo prints float32's largest number, is taken, and fails at the first loss."""
+    largest = torch.finfo(torch.float32).max
+    assert largest < 3.4028235e38
+    schedule = LossScaleSchedule(min_scale=3.4028235e38)
+    for scaler in (GradScaler("cpu", 3.4028235e38), GradScaler("cpu", schedule=schedule)):
+        scaler.scale(torch.ones(()))
+        scaler.update(3.4028235e38)
+        scaler.load_state_dict({**scaler.state_dict(), "scale": 3.4028235e38})
+        assert scaler.get_scale() == largest
+
+
 @pytest.mark.parametrize("value", ["large", None, [1.0, 2.0], 1j, torch.ones(2)])
 def test_a_scale_that_is_no_number(value: Any) -> None:
     """It ends in an AttributeError, or in an error about Python."""
