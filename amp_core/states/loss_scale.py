@@ -117,7 +117,7 @@ class LossScaleSchedule:
         for name in ("growth_factor", "backoff_factor", "min_scale", "max_scale"):
             value = getattr(self, name)
             _check(isinstance(value, Real), f"{name} must be a number, got {value!r}.", TypeError)
-            object.__setattr__(self, name, float(value))  # checkpoints shall not hold numbers of NumPy
+            object.__setattr__(self, name, _as_float(value))  # checkpoints shall not hold numbers of NumPy
         for name in ("growth_interval", "hysteresis"):
             value = getattr(self, name)
             object.__setattr__(self, name, int(value) if isinstance(value, Integral) else value)
@@ -246,9 +246,7 @@ def valid_scale(value: Any) -> float:
         ValueError: it is not positive and finite, or float32 rounds it to 0 or inf.
     """
     try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
+        number = _as_float(value)
     except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: a tensor of several elements
         raise TypeError(f"The scale must be a number, got {value!r}.") from error
     if not (math.isfinite(number) and number > 0.0):
@@ -259,6 +257,13 @@ def valid_scale(value: Any) -> float:
             f"{float32(number)}. Pass a value between 2**-149 and 3.4e38."
         )
     return min(number, _LARGEST)
+
+
+def _as_float(value: Any) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
 
 
 _LARGEST = (2.0 - 2.0**-23) * 2.0**127

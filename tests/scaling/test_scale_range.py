@@ -37,6 +37,9 @@ def test_a_scale_that_float32_cannot_hold(value: float) -> None:
             LossScaleSchedule(min_scale=float("inf") if value == 10**400 else value)
     with pytest.raises(ValueError, match="must be positive and finite"):
         LossScaleSchedule.constant(value)
+    if value == 10**400:
+        with pytest.raises(ValueError, match="growth factor inf is not finite"):
+            scaler.load_state_dict({**scaler.state_dict(), "growth_factor": value})
 
 
 def test_the_largest_scale() -> None:
