@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from .drawn import TIMES
 
 PROGRAMS = Path(__file__).parent / "data" / "reentry.py"
 
@@ -15,5 +18,6 @@ PROGRAMS = Path(__file__).parent / "data" / "reentry.py"
 def test_a_program_inside_another_one(program: str) -> None:
     """A lock that is held for a moment would stop the process, and shared state would give wrong numbers."""
     command = [sys.executable, str(PROGRAMS), program]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120 * TIMES, check=False, env=env)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]

@@ -30,11 +30,13 @@ from amp_core.common.once import once
 from amp_core.dispatch.activate import RuleOverrides
 from amp_core.formats import E4M3, Quantization
 
+from .drawn import TIMES
+
 InThreads = Callable[..., None]
 DEFAULT = OpPolicy.default("cpu")
 A, B = torch.randn(8, 8, generator=torch.Generator().manual_seed(0)), torch.eye(8)
 THREADS = 4
-SECONDS = 1.0
+SECONDS = 1.0 * TIMES
 
 
 def make(seed: int = 0) -> nn.Sequential:

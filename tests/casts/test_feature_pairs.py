@@ -8,9 +8,7 @@ observer, not a comparison, not a checkpoint, not TorchScript.
 from __future__ import annotations
 
 import itertools
-import random
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -25,6 +23,8 @@ import amp_core
 from amp_core import OpPolicy, apply_policy, autocast, cached_casts, master_weights
 from amp_core.dispatch.activate import pushed
 from amp_core.dispatch.engine import engine
+
+from ..drawn import programs
 
 LOW, HIGH = torch.bfloat16, torch.float32
 CPU = OpPolicy.default("cpu")
@@ -311,9 +311,7 @@ def test_pairs(one: str, other: str) -> None:
 
 def test_random_programs() -> None:
     """Three features or more give what no pair of them gives."""
-    chance = random.Random(0)
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline:
+    for chance in programs(10.0):
         program: dict[str, Any] = {}
         for settings in FEATURES.values():
             if chance.random() < 0.6:

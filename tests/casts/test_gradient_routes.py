@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -14,6 +12,8 @@ from torch import Tensor, nn
 
 from amp_core import OpPolicy, Recipe, autocast, cached_casts, master_weights
 from amp_core.casts import bulk
+
+from ..drawn import programs
 
 X = torch.linspace(-1, 1, 24).reshape(4, 6)
 Result = list["Tensor | None"]
@@ -178,9 +178,7 @@ def test_each_route(route: Callable[[nn.Module], Result], scope: Callable[[nn.Mo
 @pytest.mark.parametrize("scope", [cached_casts, master_weights])
 def test_routes_in_any_order(scope: Callable[[nn.Module], Any]) -> None:
     """One route leaves something behind that another trips over."""
-    chance = random.Random(0)
-    deadline = time.monotonic() + 5
-    while time.monotonic() < deadline:
+    for chance in programs(5.0):
         routes = chance.choices(ROUTES, k=chance.randint(2, 5))
         try:
             check(run(routes, scope), run(routes, lambda _: nullcontext()))

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from amp_core import autocast, cached_casts, master_weights
+
+from ..drawn import examples
 
 
 class Net(nn.Module):
@@ -129,7 +131,7 @@ def run(actions: list[tuple[Any, ...]], scope: Callable[[nn.Module], AbstractCon
 
 
 @pytest.mark.parametrize("scope", [cached_casts, master_weights])
-@settings(max_examples=60, deadline=None, derandomize=True)
+@examples(60)
 @given(actions=st.lists(ACTIONS, min_size=1, max_size=8))
 def test_the_same_with_and_without(scope: Any, actions: list[tuple[Any, ...]]) -> None:
     """A cast outlives what it was made of, in some order of changes that no test of one change has."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from amp_core.common import counter_random
 from amp_core.kernels import rounding
+
+from ..drawn import examples
 
 LOW, WIDE = torch.bfloat16, torch.float32
 
@@ -32,7 +34,7 @@ def stochastic(wide: Tensor, key: int, numbers: Tensor | None = None) -> Tensor:
     return low
 
 
-@settings(deadline=None)
+@examples()
 @given(st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=64))
 def test_split_and_join_are_inverse(patterns: list[int]) -> None:
     """One float32 value that does not come back breaks the promise of the exact trajectory."""

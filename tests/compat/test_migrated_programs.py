@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import random
-import time
 from typing import Any
 
 import pytest
@@ -13,8 +12,9 @@ import torch
 from amp_compat.migrate.names import TARGETS
 from amp_compat.migrate.source import migrate_source
 
+from ..drawn import programs
+
 TARGET = TARGETS["torch.amp"]
-SECONDS = 8.0
 
 IMPORTS = (
     ("import torch", "torch.{d}.amp."),
@@ -45,8 +45,7 @@ USES = (
 )
 
 
-def program(seed: int) -> str:
-    pick = random.Random(seed)
+def program(pick: random.Random) -> str:
     lines, prefixes = [], []
     for _ in range(pick.randint(1, 2)):
         device, (line, prefix) = pick.choice(("cuda", "cpu")), pick.choice(IMPORTS)
@@ -89,11 +88,8 @@ def run(text: str, made: list[object]) -> list[object]:
 @pytest.mark.filterwarnings("ignore")  # of the deprecated names, and of a missing CUDA
 def test_a_program_makes_the_same_regions_and_scalers_after_migration(made: list[object]) -> None:
     """Aliases, star imports and half-migrated names would get another device, other arguments, or fail."""
-    end = time.monotonic() + SECONDS
-    for seed in range(150):
-        old = program(seed)
+    for pick in programs(8.0, 150):
+        old = program(pick)
         new = migrate_source(old, TARGET).text
-        assert run(new, made) == run(old, made), f"seed {seed}:\n{old}\nbecame\n{new}"
-        assert migrate_source(new, TARGET).text == new, f"seed {seed}: a second run changes\n{new}"
-        if time.monotonic() > end:
-            break
+        assert run(new, made) == run(old, made), f"{old}\nbecame\n{new}"
+        assert migrate_source(new, TARGET).text == new, f"a second run changes\n{new}"

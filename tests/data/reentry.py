@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import faulthandler
-import random
 import sys
 import time
 import warnings
@@ -14,13 +13,13 @@ from types import CodeType, FrameType
 from typing import Any
 
 import torch
+from drawn import TIMES, chance
 from torch import Tensor, nn
 
 import amp_core
 from amp_core import GradScaler, OpPolicy, Recipe, autocast
 
 SIZE = 300  # so that kernels cast the weights, and memory is kept
-SECONDS = 8.0
 
 
 def model() -> nn.Sequential:
@@ -68,12 +67,12 @@ def same(got: list[Tensor], expected: list[Tensor]) -> bool:
 
 
 def main(name: str) -> None:
-    faulthandler.dump_traceback_later(60, exit=True)
+    faulthandler.dump_traceback_later(60 * TIMES, exit=True)
     warnings.simplefilter("ignore", amp_core.EmulationWarning)
     others = [other for other in PROGRAMS if other != "recorded"]
     alone = {other: PROGRAMS[other]() for other in others}
-    folder, seen, pick = str(Path(amp_core.__file__).parent), set[tuple[CodeType, int]](), random.Random(0)
-    end = time.monotonic() + SECONDS
+    folder, seen, pick = str(Path(amp_core.__file__).parent), set[tuple[CodeType, int]](), chance()
+    end = time.monotonic() + 8.0 * TIMES
 
     def tracer(frame: FrameType, event: str, _arg: object) -> Any:
         if not frame.f_code.co_filename.startswith(folder):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -12,6 +11,8 @@ from torch import nn
 
 import amp_core
 from amp_core import GradScaler, NonFiniteError, autocast
+
+from ..drawn import TIMES, chance
 
 FP16 = torch.float16
 
@@ -260,10 +261,10 @@ def test_a_compiled_model(inner, earlier):
     assert caught.value.fault.kernel == "aten::exp"
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(int(20 * TIMES)))
 def test_steps_of_several_threads(seed):
     """The call that ended a step which another thread had begun raised "pop from empty mode stack"."""
-    draw, x = random.Random(seed), torch.ones(2, 4)
+    draw, x = chance(seed), torch.ones(2, 4)
     model = Faulty("forward")
     modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack
 

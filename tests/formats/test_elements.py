@@ -8,12 +8,14 @@ from fractions import Fraction
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from amp_core.formats import ELEMENTS, ElementFormat
 from amp_core.formats.packing import pack, unpack
+
+from ..drawn import examples
 
 each = pytest.mark.parametrize("element", ELEMENTS.values(), ids=list(ELEMENTS))
 
@@ -85,7 +87,7 @@ def test_rounding_is_to_nearest_even_everywhere(element: ElementFormat) -> None:
 
 
 @each
-@settings(deadline=None)
+@examples()
 @given(value=st.floats(width=32, allow_nan=False, allow_infinity=False))
 def test_any_float32_rounds_as_exact_arithmetic(element: ElementFormat, value: float) -> None:
     """A value that no table of ours has rounds wrongly."""

@@ -10,12 +10,14 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from amp_core import Delayed, Quantization, Quantized, Recipe, autocast, quantize
 from amp_core.formats import E2M1, E4M3, E5M2, ELEMENTS, SCALES, ElementFormat
+
+from ..drawn import examples
 
 
 def quantise(x: torch.Tensor, quantization: Quantization | None, dim: int = -1) -> Quantized:
@@ -135,7 +137,7 @@ LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     spread=st.sampled_from([0.0, 1.0, 6.0]),
     seed=st.integers(0, 2**16),
 )
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_groups_scales_and_counts_are_those_of_scalar_arithmetic(
     element: ElementFormat, granularity: Any, scale: str, shape: Any, layout: str, spread: float, seed: int
 ) -> None:

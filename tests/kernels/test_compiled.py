@@ -7,13 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import amp_core
 from amp_backend_cpu import kernels as cpu
 from amp_backend_cpu import library
 from amp_core.kernels import PORTABLE
+
+from ..drawn import examples
 
 COMPILED = cpu.load()
 needs_library = pytest.mark.skipif(
@@ -49,7 +51,7 @@ def test_measure(dtype: torch.dtype, n: int) -> None:
     st.sampled_from([math.inf, -math.inf, math.nan]),
     st.floats(0, 1, exclude_max=True),
 )
-@settings(max_examples=80, deadline=None, derandomize=True)
+@examples(80)
 def test_one_bad_element_anywhere(dtype: torch.dtype, n: int, bad: float, where: float) -> None:
     """An inf or NaN at some position, a vector's tail above all, is not seen."""
     grad = numbers(n, dtype)
@@ -300,7 +302,7 @@ def test_norms_of_every_magnitude(dtype: torch.dtype, exponent: int) -> None:
 
 @needs_library
 @given(st.floats(1e-3, 1e3), st.integers(1, 70_000))
-@settings(max_examples=30, deadline=None, derandomize=True)
+@examples(30)
 def test_norm_of_equal_numbers(value: float, n: int) -> None:
     """Rounding errors that all go one way add up to more than a millionth of the norm."""
     grad = torch.full((n,), value)

@@ -9,13 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import amp_core
 from amp_core.kernels import PORTABLE, Kernels, ScaleTensors, portable, portable_kernels
 from amp_core.states.loss_scale import Hysteresis, LossScaleSchedule, ScaleState, next_scale
+
+from ..drawn import examples
 
 CPU = amp_core.get_backend("cpu").kernels()
 ON_THIS_CPU: list[Kernels] = list({id(k): k for k in (PORTABLE, CPU)}.values())
@@ -271,7 +273,7 @@ def test_under_function_transforms(kernels: Kernels) -> None:
     hysteresis=st.integers(1, 4),
     kind=st.sampled_from(Hysteresis),
 )
-@settings(max_examples=300, deadline=None, derandomize=True)
+@examples(300)
 def test_scale_moves_as_the_state_machine_says(
     kernels: Kernels, scale: float, tracker: int, left: int, overflow: bool, growth: float, backoff: float,
     interval: int, limits: tuple[float, float], hysteresis: int, kind: Hysteresis,

@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from amp_backend_cpu import kernels as cpu
@@ -18,6 +18,8 @@ from amp_backend_cpu import quantizing
 from amp_core import Quantization, Quantized, Recipe, autocast, get_backend, quantize
 from amp_core.formats import ELEMENTS, SCALES, ElementFormat
 from amp_core.formats.passes import PortablePasses
+
+from ..drawn import examples
 
 COMPILED = cpu.load()
 pytestmark = [
@@ -80,7 +82,7 @@ def judge(x: torch.Tensor, how: Quantization, dim: int = -1, **options: Any) -> 
     given_amax=st.sampled_from([None, 0.0, 1e-30, 3.5, 1e30]),
     seed=st.integers(0, 2**16),
 )
-@settings(max_examples=40, deadline=None, derandomize=True)
+@examples(40)
 def test_every_bit_is_that_of_torch(
     element: ElementFormat,
     granularity: Any,

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 DATA = Path(__file__).parent / "data"
+PATH = os.pathsep.join([str(DATA), str(Path(__file__).parents[1])])
 
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton is not installed; Linux alone has it"
@@ -26,7 +27,7 @@ def run(*words: str, **environment: str) -> str:
         capture_output=True,
         text=True,
         check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(DATA), **environment},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PATH, **environment},
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
     return done.stdout

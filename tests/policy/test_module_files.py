@@ -7,11 +7,13 @@ from pathlib import Path
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from torch import nn
 
 from amp_core import Advice, OpPolicy, PolicyError, PrecisionPlan, Recipe, apply_policy
 from amp_core.policy.toml import read_modules, write_modules
+
+from ..drawn import examples
 
 
 @pytest.fixture
@@ -41,7 +43,7 @@ rules_of_one = st.one_of(
 
 
 @given(st.dictionaries(names, rules_of_one, min_size=1))
-@settings(max_examples=100, deadline=None, derandomize=True)
+@examples(100)
 def test_round_trip(rules: dict[str, object]) -> None:
     """A glob or op with quotes or dots in its name comes back as another."""
     found, _ = read_modules(write_modules(rules) + "\n")

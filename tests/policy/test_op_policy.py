@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from amp_core import OpPolicy, PolicyError
 from amp_core.policy import RULES, names, rules
+
+from ..drawn import examples
 
 CPU = OpPolicy.default("cpu")
 
@@ -124,7 +126,7 @@ ANYWHERE = [
 
 
 @given(st.dictionaries(st.sampled_from(OPS), st.sampled_from(ANYWHERE)))
-@settings(max_examples=40, deadline=None, derandomize=True, database=None)
+@examples(40)
 def test_toml_round_trip(changes: dict[str, str]) -> None:
     """What was written is read back, whatever was changed."""
     policy = CPU.override(changes)

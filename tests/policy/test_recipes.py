@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 import pickle
-import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -22,6 +21,8 @@ import amp_core
 from amp_core import EmulationWarning, GradScaler, OpPolicy, PolicyError, Recipe, autocast
 from amp_core.dispatch import activate, runners
 from amp_core.formats import E4M3, Quantization, quantize
+
+from ..drawn import programs
 
 LOW = torch.bfloat16
 CPU = OpPolicy.default("cpu")
@@ -360,9 +361,8 @@ AROUND: dict[str, Any] = {
 
 def test_programs_of_several_features() -> None:
     """A scope of casts, an observer, a checkpoint or another thread changes what a recipe computes."""
-    chance = random.Random(0)
     other = results(CPU.override({"linear": "recipe mxfp4"}))
-    for _ in range(12):
+    for chance in programs(most=12):
         rules = {
             op: f"recipe {chance.choice(NAMES)}" for op in chance.choice(["linear", "linear matmul"]).split()
         }

@@ -13,12 +13,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import amp_core
 from amp_core import MaterializeError, OpPolicy, PolicyError, autocast, materialize
+
+from ..drawn import examples
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch copies its own graphs
 
@@ -118,7 +120,7 @@ class Program(nn.Module):
         return x
 
 
-@settings(max_examples=12, deadline=None, phases=[Phase.explicit, Phase.generate])
+@examples(12, phases=[Phase.explicit, Phase.generate])
 @given(
     st.lists(
         st.tuples(st.integers(0, len(LAYERS) - 1), st.sampled_from(["", "", "skip", "float", "off", "fp16"])),

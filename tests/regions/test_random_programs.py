@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import threading
-import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,6 +12,8 @@ import torch
 
 import amp_core
 from amp_core.dispatch.activate import pushed
+
+from ..drawn import programs
 
 X = torch.eye(2)
 HALF = X.half()
@@ -126,12 +127,14 @@ def dtypes_of(block: tuple[Node, ...], call: Callable[..., Any] = run) -> list[t
 
 def check_eager(seed: int, seconds: float, failures: list[Any]) -> int:
     """Run programs until the time is over; return how many."""
-    choose, end, count = random.Random(seed), time.monotonic() + seconds, 0
-    while time.monotonic() < end and not failures:
+    count = 0
+    for choose in programs(seconds, number=seed):
+        count += 1
         block = random_block(choose, 4, breaks=False)
         if dtypes_of(block) != expected(block, State()):
             failures.append(block)
-        count += 1
+        if failures:
+            break
     return count
 
 
@@ -144,8 +147,9 @@ def test_eager_programs() -> None:
 
 def test_regions_left_in_any_order() -> None:
     """A region that is left before a later one takes the policy or dtype of the later one with it."""
-    choose, end, count = random.Random(4), time.monotonic() + 4, 0
-    while time.monotonic() < end:
+    count = 0
+    for choose in programs(4.0):
+        count += 1
         entered: list[tuple[Any, State]] = []
         for _ in range(choose.randint(2, 12)):
             if entered and choose.random() < 0.5:
@@ -165,7 +169,6 @@ def test_regions_left_in_any_order() -> None:
         while entered:
             entered.pop(choose.randrange(len(entered)))[0].__exit__(None, None, None)
         assert (torch.is_autocast_enabled("cpu"), pushed()) == (False, 0)
-        count += 1
     assert count > 50
 
 
@@ -183,8 +186,9 @@ def test_programs_in_threads() -> None:
 @pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
 def test_compiled_programs_with_breaks(backend: str) -> None:
     """A graph break, or a compiled exception, loses a region or a policy, or keeps one too long."""
-    choose, end, count = random.Random(backend), time.monotonic() + 12, 0
-    while time.monotonic() < end and count < 60:
+    count = 0
+    for choose in programs(12.0, 60, backend):
+        count += 1
         block = random_block(choose, 3, breaks=True)
 
         def program(
@@ -199,5 +203,4 @@ def test_compiled_programs_with_breaks(backend: str) -> None:
         for _ in range(2):
             assert [r.dtype for r in compiled(X, HALF)] == expected(block, State()), block
         assert not torch.is_autocast_enabled("cpu")
-        count += 1
     assert count > 3

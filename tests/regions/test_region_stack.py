@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hypothesis.strategies as st
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 
 import amp_core
+
+from ..drawn import examples
 
 DEVICES = ("cpu", "xpu")
 State = tuple[bool, torch.dtype]
@@ -22,7 +24,7 @@ programs = st.lists(st.one_of(regions, st.integers(0, 5)), min_size=1, max_size=
 
 
 @given(programs)
-@settings(max_examples=200, deadline=None, derandomize=True)
+@examples(200)
 def test_any_order(program: list[tuple[str, torch.dtype, bool] | int]) -> None:
     """Leaving in an unusual order puts the wrong state in force, or leaves one behind at the end."""
     base = {device: state(device) for device in DEVICES}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 from contextlib import ExitStack
-from random import Random
 from typing import Any
 
 import pytest
@@ -14,6 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_core import AccumulationWindow, GradScaler
 from amp_core.callbacks import Logging
+
+from ..drawn import TIMES, chance
 
 PARTS = 4
 
@@ -263,10 +264,10 @@ def test_gradients_in_memory_of_others_are_not_kept() -> None:
         scaler.update()
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(int(12 * TIMES)))
 def test_parameters_that_come_late(seed: int) -> None:
     """A parameter that is unfrozen, added or first used inside a window ends in a ValueError, or is lost."""
-    random = Random(seed)
+    random = chance(seed)
     first, second, third = (torch.nn.Parameter(torch.ones(2)) for _ in range(3))
     second.requires_grad_(False)
     optimizer, scaler = torch.optim.SGD([first, second], lr=0.0), GradScaler("cpu", 8.0)

@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from amp_core.scaling import arithmetic
@@ -22,6 +22,8 @@ from amp_core.scaling.arithmetic import (
     unscale_and_clip,
 )
 from amp_core.states.loss_scale import float32
+
+from ..drawn import examples
 
 T = TypeVar("T")
 POSITIVE = st.floats(0.0, math.inf, width=32, allow_nan=False, exclude_min=True)
@@ -36,7 +38,7 @@ def here_and_there(call: Callable[[], T]) -> tuple[T, T]:
         return here, call()
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@examples(300)
 @given(scale=POSITIVE)
 def test_the_reciprocal_is_torchs(scale: float) -> None:
     """Gradients that are unscaled on the CPU differ from torch's in the last bit."""
@@ -45,7 +47,7 @@ def test_the_reciprocal_is_torchs(scale: float) -> None:
 
 
 @pytest.mark.parametrize("as_divisor", [False, True])
-@settings(max_examples=300, deadline=None, derandomize=True)
+@examples(300)
 @given(norm=NORMS, scale=POSITIVE, max_norm=st.floats(0.0, math.inf, width=32), dtype=DTYPES)
 @example(norm=12799968.0, scale=3.7615725186765134e-32, max_norm=35.0, dtype=torch.float32)
 def test_the_host_clips_as_a_device_does(
@@ -68,7 +70,7 @@ def test_the_host_clips_as_a_device_does(
         torch.testing.assert_close(here[1], there[1], rtol=1e-6, atol=lost, equal_nan=True)
 
 
-@settings(max_examples=500, deadline=None, derandomize=True)
+@examples(500)
 @given(
     norm=NORMS,
     scale=POSITIVE | st.floats(2.0**-130, 2.0**-120, width=32),
@@ -82,7 +84,7 @@ def test_the_host_sees_the_overflow_of_a_device(norm: float, scale: float, dtype
     assert (0.0 if here is None else here.item()) == there.item()
 
 
-@settings(deadline=None, derandomize=True)
+@examples()
 @given(values=st.lists(st.sampled_from([0.0, 1.0]), min_size=1, max_size=4))
 def test_the_host_joins_flags_as_a_device_does(values: list[float]) -> None:
     """One of several overflows is lost, or a flag is counted twice."""

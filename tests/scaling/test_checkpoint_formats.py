@@ -13,10 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from amp_core import AtFloor, GradScaler, Hysteresis, LossScaleSchedule, convert_scaler_state
+
+from ..drawn import examples
 
 WINDOW = 3
 
@@ -177,7 +179,7 @@ events = st.lists(st.booleans(), max_size=14)
 
 @pytest.mark.filterwarnings("ignore::amp_core.ScaleFloorWarning")
 @pytest.mark.parametrize("name", SYSTEMS)
-@settings(max_examples=60, deadline=None, derandomize=True)
+@examples(60)
 @given(before=events, between=events, after=events)
 def test_a_run_that_changes_systems_and_back_goes_on_as_it_would_have(
     name: str, before: list[bool], between: list[bool], after: list[bool]

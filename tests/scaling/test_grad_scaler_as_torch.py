@@ -11,10 +11,12 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 import amp_core
+
+from ..drawn import how, seeded
 
 KINDS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, {}),
@@ -143,13 +145,7 @@ class Program(RuleBasedStateMachine):
                     assert torch.equal(p.nan_to_num(), q.nan_to_num())
 
 
-Program.TestCase.settings = settings(
-    max_examples=60,
-    stateful_step_count=25,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=list(HealthCheck),
-)
+seeded(Program).TestCase.settings = how(60, stateful_step_count=25, suppress_health_check=list(HealthCheck))
 TestProgram = pytest.mark.filterwarnings("ignore::UserWarning")(Program.TestCase)
 
 

@@ -8,10 +8,12 @@ import weakref
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 
 from amp_core.scaling import gradients
 from amp_core.scaling.gradients import group_by_device
+
+from ..drawn import examples
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # once a process, before torch 2.12
 
@@ -74,7 +76,7 @@ changes = st.one_of(
 
 @pytest.mark.filterwarnings("ignore:.*contains a parameter with duplicate.*")
 @given(st.lists(changes, max_size=8))
-@settings(max_examples=150, deadline=None, derandomize=True)
+@examples(150)
 def test_any_change_is_noticed(program: list[tuple[object, int] | str]) -> None:
     """Gradients of an earlier step, or with another layout's addresses, would be scaled."""
     optimizer = torch.optim.SGD([parameter(), parameter(), parameter()], lr=0.1)

@@ -8,10 +8,12 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 
 from amp_core import GradScaler
 from amp_core.scaling import grad_passes
+
+from ..drawn import examples
 
 
 def step(
@@ -104,7 +106,7 @@ def test_a_factor_that_such_a_device_cannot_hold_skips_the_step(
 MAGNITUDES = {torch.float32: (-60, 127), torch.float64: (-60, 1023)}
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@examples(150)
 @given(data=st.data())
 def test_any_magnitude_as_in_wide_arithmetic(data: st.DataObject) -> None:
     """Some combination of magnitude, scale, norm and kind of optimizer is clipped to another norm."""

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from amp_core import GradScaler
+
+from ..drawn import examples
 
 
 def parts(fused: bool, dtype: torch.dtype = torch.float32) -> tuple[list[torch.nn.Parameter], list[Any]]:
@@ -22,7 +24,7 @@ def parts(fused: bool, dtype: torch.dtype = torch.float32) -> tuple[list[torch.n
     ]
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(
     fused=st.booleans(),
     max_norm=st.sampled_from([None, 0.1, 100.0]),

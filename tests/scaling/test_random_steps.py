@@ -10,12 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from amp_core import AccumulationWindow, GradScaler
+
+from ..drawn import examples
 
 SCALE = 8.0
 SURROUNDINGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
@@ -161,7 +163,7 @@ def windows_of(program: dict[str, Any]) -> list[list[MicroBatch]]:
     return [w for w in program["windows"] if any(seed is not None for m in w for seed in m.seeds)]
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
+@examples(80)
 @given(program=programs)
 def test_random_steps(program: dict[str, Any]) -> None:
     """Memory of somebody else, or a tensor of the wrong device or sign, gives a wrong step in silence."""
@@ -183,7 +185,7 @@ def test_random_steps(program: dict[str, Any]) -> None:
         assert scaler.get_scale() == (SCALE / 2 if anything_bad else SCALE)
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@examples(30)
 @given(program=programs)
 def test_random_steps_of_fake_tensors(program: dict[str, Any]) -> None:
     """An estimate of memory under FakeTensorMode ends in a question for data that nobody has."""

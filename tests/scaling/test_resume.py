@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from amp_core import GradScaler, LossScaleSchedule
+
+from ..drawn import examples
 
 OPTIMIZERS = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
@@ -88,7 +90,7 @@ steps = st.lists(
 
 @pytest.mark.filterwarnings("ignore::amp_core.ScaleFloorWarning")
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-@settings(max_examples=25, deadline=None, derandomize=True)
+@examples(25)
 @given(schedule=schedules, steps=steps, data=st.data())
 def test_a_resumed_run_goes_on_bit_for_bit(
     kind: str, schedule: LossScaleSchedule, steps: Any, data: Any

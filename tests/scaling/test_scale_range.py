@@ -9,10 +9,12 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 
 from amp_core import GradScaler, LossScaleSchedule
 from amp_core.states.loss_scale import float32
+
+from ..drawn import examples
 
 UNFIT = [1e300, 1e-60, 10**400, math.inf, math.nan, 0.0, -1.0]
 
@@ -77,7 +79,7 @@ def test_a_state_that_is_no_mapping(state: Any) -> None:
 VALUES = st.sampled_from([None, "x", [], {}, {"a": 1}, -1, 2**40, 1.5, math.nan, math.inf, 1e300, 1e-60, 1j])
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@examples(300)
 @given(data=st.data())
 def test_any_wrong_entry_is_refused_and_changes_nothing(data: st.DataObject) -> None:
     """Some entry of some type is half loaded, or ends in an error about Python's own attributes."""

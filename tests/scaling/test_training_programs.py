@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import random
-import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
@@ -18,6 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 import amp_core
 from amp_core import OpPolicy, apply_policy, cached_casts, master_weights
+
+from ..drawn import programs
 
 POLICY = OpPolicy.default("cpu").override({"linear": "lower_precision_fp", "erfinv": "fp32"})
 SCOPES: dict[str, Callable[[nn.Module], AbstractContextManager[Any]]] = {
@@ -220,9 +220,7 @@ PROGRAMS = (
 
 def test_training_programs() -> None:
     """A scheme of training meets a feature in a way that no test of either has."""
-    chance = random.Random(0)
-    deadline = time.monotonic() + 8
-    while time.monotonic() < deadline:
+    for chance in programs(8.0):
         program = chance.choice(PROGRAMS)
         settings = {
             "scope": chance.choice([*SCOPES]),

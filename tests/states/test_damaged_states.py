@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import random
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -17,6 +16,8 @@ from torch import nn
 import amp_core
 from amp_core import GradScaler, OpPolicy, Recording, autocast, convert_scaler_state
 from amp_core.debugging.watching import Watch
+
+from ..drawn import TIMES, chance
 
 pytestmark = pytest.mark.filterwarnings("ignore::amp_core.EmulationWarning")
 
@@ -51,11 +52,11 @@ def changed(tree: Any, path: tuple[Any, ...], value: Any) -> Any:
 
 def damaged(state: Any, seed: int, count: int = 150) -> Iterator[Any]:
     """Yield copies of `state` in which one or two entries are missing or something else; each one in turn."""
-    draw = random.Random(seed)
+    draw = chance(seed)
     for path in paths(state):
         for value in (MISSING, *WRONG):
             yield changed(copy.deepcopy(state), path, value)
-    for _ in range(count):
+    for _ in range(int(count * TIMES)):
         whole = copy.deepcopy(state)
         for _ in range(draw.choice([1, 1, 2])):
             whole = changed(whole, draw.choice([*paths(whole)]), draw.choice([MISSING, *WRONG]))

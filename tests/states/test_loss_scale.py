@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import amp_core
@@ -20,6 +20,8 @@ from amp_core.states.loss_scale import (
     next_scale,
     next_stage,
 )
+
+from ..drawn import examples
 
 B, C, E = Hysteresis.BUDGET, Hysteresis.CONSECUTIVE, Hysteresis.EVERY
 
@@ -73,7 +75,7 @@ scales = st.sampled_from([1.0, 65536.0, 3000.0, 2.0**-120, 2.0**127])
 
 
 @given(programs, schedules, scales)
-@settings(max_examples=150, deadline=None, derandomize=True)
+@examples(150)
 def test_kernels_agree_bit_for_bit(found: list[bool], schedule: LossScaleSchedule, scale: float) -> None:
     """A kernel moves the scale elsewhere than the documented rule."""
     for kernels in (PORTABLE, amp_core.get_backend("cpu").kernels()):
@@ -98,7 +100,7 @@ def _agree(kernels: Kernels, found: list[bool], schedule: LossScaleSchedule, sca
 
 
 @given(programs, st.sampled_from([2.0, 1.1, 3.7]), st.sampled_from([0.5, 0.3]), st.integers(1, 4))
-@settings(max_examples=60, deadline=None, derandomize=True)
+@examples(60)
 def test_default_schedule_is_torchs(found: list[bool], growth: float, backoff: float, interval: int) -> None:
     """The scale moves otherwise than torch's kernel moves it."""
     schedule = LossScaleSchedule(growth, backoff, interval)

@@ -17,6 +17,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from drawn import programs
 from experts import experts  # noqa: F401
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -165,8 +166,8 @@ def fsdp1() -> None:
                 for ours, theirs in zip(net.parameters(), alone.parameters(), strict=original):
                     if original:
                         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
-    for seed in range(16):
-        fsdp1_at_random(random.Random(seed))
+    for choose in programs(most=16):
+        fsdp1_at_random(choose)
 
 
 def fsdp1_at_random(choose: random.Random) -> None:

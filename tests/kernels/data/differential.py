@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from drawn import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from interpreted import KERNELS
 
@@ -17,7 +18,6 @@ from amp_core.states.loss_scale import Hysteresis, LossScaleSchedule
 REAL = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 BLOCK, CHUNK = triton_programs.BLOCK, triton_programs.CHUNK
 SIZES = [0, 1, 2, 3, 5, 8, 127, BLOCK - 1, BLOCK + 3, CHUNK + 1]
-few = settings(max_examples=100, deadline=None, derandomize=True)
 
 
 @st.composite
@@ -52,7 +52,7 @@ def assert_same(ours: GradStats, theirs: GradStats, context: object) -> None:
         )
 
 
-@few
+@examples(100)
 @given(lists, orders, st.booleans())
 def test_measure(grads: list[torch.Tensor], order: float, prepared: bool) -> None:
     """Norms and flags."""
@@ -63,7 +63,7 @@ def test_measure(grads: list[torch.Tensor], order: float, prepared: bool) -> Non
         torch.testing.assert_close(grad, old, rtol=0, atol=0, equal_nan=True)
 
 
-@few
+@examples(100)
 @given(
     lists,
     st.sampled_from([1.0, 0.5, 1 / 3, 3e38, 0.0, -1e-9, math.inf, math.nan]),
@@ -80,7 +80,7 @@ def test_scale(grads: list[torch.Tensor], factor: float, flag: float | None) -> 
     assert flag is None or float(flags[0]) == float(flags[1]), (grads, factor)  # type: ignore[arg-type]
 
 
-@few
+@examples(100)
 @given(lists, st.sampled_from(REAL), st.booleans())
 def test_cast(tensors: list[torch.Tensor], dtype: torch.dtype, given_out: bool) -> None:
     """Casts between all dtypes, and into given tensors of several dtypes."""
@@ -99,7 +99,7 @@ def test_a_cast_rounds_once() -> None:
     assert out.item() == 1 + 2.0**-10
 
 
-@few
+@examples(100)
 @given(lists, st.sampled_from(REAL), st.booleans())
 def test_add(grads: list[torch.Tensor], dtype: torch.dtype, same: bool) -> None:
     """Sums, bit for bit, into totals of the same dtype or a wider one; complex ones too."""
@@ -114,7 +114,7 @@ def test_add(grads: list[torch.Tensor], dtype: torch.dtype, same: bool) -> None:
         assert one._version > version
 
 
-@settings(few, max_examples=200)
+@examples(200)
 @given(
     st.floats(2.0**-126, 2.0**127, width=32), st.integers(0, 4), st.integers(0, 4), st.booleans(),
     st.floats(1.0, 1e6, exclude_min=True), st.floats(0.0, 1.0, exclude_min=True, exclude_max=True),
