@@ -155,7 +155,7 @@ _PARTS = Feature(
     "amp_core.record runs parts of ops without autocast in inference mode",
     "torch.ops.aten.mm.default._op_dk",
 )
-_COMPOSITE = "CompositeImplicitAutograd"
+_COMPOSITE, _VIEWS = "CompositeImplicitAutograd", "ADInplaceOrView"
 _COMPOSITE_KEY = _PARTS.value(f"torch._C.DispatchKey.{_COMPOSITE}", None)
 _as_called = _PARTS.value("torch._C._RestorePythonTLSSnapshot", None)
 
@@ -167,7 +167,8 @@ def consists_of_others(op: object) -> bool:
     """
     if not (torch.is_inference_mode_enabled() and isinstance(op, Overload) and _PARTS.works_or_warn()):
         return False
-    return has_kernel(dispatcher_name(op), _COMPOSITE)
+    name = dispatcher_name(op)  # ops with a kernel for views, such as chunk, expect results that are none yet
+    return has_kernel(name, _COMPOSITE) and not has_kernel(name, _VIEWS)
 
 
 def run_in_parts(mode: Any, op: Any, args: Any, kwargs: Any) -> Any:

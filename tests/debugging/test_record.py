@@ -517,3 +517,14 @@ def test_kernels_that_a_policy_leaves_are_not_its_rules():
         torch.einsum("ab,cb->ac", x, x)
     with torch.inference_mode(), autocast("cpu"), amp_core.record():
         assert torch.einsum("ab,cb->ac", x, x).dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    "tensor", [torch.ones(6, 3), nn.Parameter(torch.ones(6, 3))], ids=["tensor", "weight"]
+)
+def test_chunks_in_inference_mode(tensor):
+    """Attention whose three weights are parts of one raises "already had autograd metadata" if recorded."""
+    with torch.inference_mode(), amp_core.record():
+        parts = [*tensor.chunk(3), tensor.narrow(0, 2, 2)]
+    assert [part.shape for part in parts] == [(2, 3)] * 4
+    assert all(part._base is tensor for part in parts)
