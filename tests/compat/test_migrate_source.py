@@ -270,6 +270,11 @@ HUMAN = {
         "isinstance(scaler, GradScaler)\n",
         "is used as a class",
     ),
+    "an alias of two devices as a base": (
+        "import torch\nif gpu:\n    G = torch.cuda.amp.GradScaler\nelse:\n    G = torch.cpu.amp.GradScaler\n"
+        "class S(G): ...\n",
+        "is used as a class",
+    ),
     "by position beside something else": (
         "if gpu:\n    from torch.cuda.amp import autocast\nelse:\n    from contextlib import nullcontext as autocast\n"
         "autocast(False)\n",

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import libcst as cst
 from libcst.metadata import Assignment, BaseAssignment
 
-from amp_compat.migrate.bindings import Resolver
+from amp_compat.migrate.bindings import Resolved, Resolver
 from amp_compat.migrate.calls import AUTOCAST_ORDER, has_positional, passes_device
 from amp_compat.migrate.names import OBJECTS
 from amp_compat.migrate.plan import Plan, Use
@@ -207,9 +207,13 @@ def _stays(use: Use, plan: Plan, resolver: Resolver) -> bool:
     """Settle one alias and its uses; return whether it must be rewritten by hand."""
     assert isinstance(use.site, cst.Name)
     uses = [u for u in plan.uses if _uses_alias(u, use.site.value) and u is not use]
+    uses += _unclear_uses(use, use.site, plan, resolver)
+    calls = [
+        u.site for u in uses if isinstance(u.site, cst.Call) and u.kind == "call" and not u.resolved.bindings
+    ]
     if any(u.kind in _CLASS_KINDS or u.manual for u in uses):
         use.manual = use.manual or f"`{use.site.value}` is used as a class or passed on; replace it by hand"
-    elif not use.manual and _unclear_positional(use.site, plan, resolver):
+    elif not use.manual and any(has_positional(call.args) for call in calls):
         use.manual = f"`{use.site.value}(...)` may also mean something else and has positional arguments"
     elif any(u.kind == "value" for u in uses):
         use.review = _PARTIAL_NOTE
@@ -276,13 +280,15 @@ def _uses_alias(use: Use, name: str) -> bool:
     return use.resolved.alias and isinstance(use.node, cst.Name) and use.node.value == name
 
 
-def _unclear_positional(target: cst.Name, plan: Plan, resolver: Resolver) -> bool:
-    """Return whether `target` has other bindings and some call to it passes positional arguments."""
+def _unclear_uses(alias: Use, target: cst.Name, plan: Plan, resolver: Resolver) -> list[Use]:
+    """Return the uses of `target` that may mean another of its bindings, as if they meant `alias`."""
     scope = resolver.scope_of(target)
     if scope is None or len(list(scope[target.value])) < 2:
-        return False
-    known = {id(u.site) for u in plan.uses if u.kind == "call"}
-    calls = [a.node for binding in scope[target.value] for a in binding.references]
-    parents = resolver.parents
-    sites = [parents.get(node) for node in calls]
-    return any(isinstance(s, cst.Call) and id(s) not in known and has_positional(s.args) for s in sites)
+        return []
+    known = {id(use.node) for use in plan.uses}
+    nodes = [a.node for binding in scope[target.value] for a in binding.references]
+    meaning = Resolved(alias.legacy.dotted, alias=True)
+    unclear = [Use(n, alias.legacy, meaning) for n in nodes if isinstance(n, cst.Name) and id(n) not in known]
+    for use in unclear:
+        classify(use, resolver.parents, resolver)
+    return unclear
