@@ -292,7 +292,9 @@ class GradScaler(torch.amp.GradScaler):
         stats = read_gradients(parts, norm_type, scale.device, deciders, self._overlap)
         unscaled = state.stage is OptState.UNSCALED
         divisor = torch.ones_like(scale) if unscaled else scale
-        beyond = overflows(stats.norm, scale) if parts and not unscaled else None
+        # Ranks that have agreed on the norm must not part because one of them has other dtypes.
+        dtypes = () if stats.agreed else (grad.dtype for part in parts for grad in part.grads)
+        beyond = overflows(stats.norm, scale, dtypes) if parts and not unscaled else None
         if max_norm is not None:
             max_norm = as_number(max_norm, "max_norm")
             state.total_norm, divisor, stats = clip_factor(

@@ -55,6 +55,14 @@ def test_float64_gradients_beyond_any_float32(fused: bool) -> None:
         assert float(change.norm()) == pytest.approx(1.0)
 
 
+@pytest.mark.parametrize("dtypes", [["float64"], ["float64", "float32"]], ids="+".join)
+def test_a_scale_below_one_takes_gradients_beyond_float32(dtypes: list[str]) -> None:
+    """A fused step on float64 weights is skipped, or one on float32 weights beside them is not."""
+    grads = [torch.full((2,), 2.0**110, dtype=getattr(torch, dtype)) for dtype in dtypes]
+    _, _, skipped = step(grads, 2.0**-20, 1.0, fused=True)
+    assert skipped == ("float32" in dtypes)
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_norm_that_float64_holds_leaves_float32_gradients_beside_it(fused: bool) -> None:
     """Gradients are divided until their norm is small, float32 ones to 0, though nothing is clipped."""
