@@ -254,11 +254,17 @@ def _storage(tensor: Tensor) -> torch.UntypedStorage:
 
 @torch.no_grad()
 def _sample(tensor: Tensor, limit: int, parents: tuple[Key, ...], random: bool, line: str) -> Sample:
-    flat = whole(tensor.detach()).reshape(-1)
+    real = in_parts(whole(tensor.detach()))
+    flat = real.reshape(-1)
     step = max(1, -(-flat.numel() // limit))
-    wide = torch.float64 if tensor.dtype is torch.float64 else torch.float32
+    wide = torch.float64 if flat.dtype is torch.float64 else torch.float32
     values = flat[::step].to(wide, copy=True)
-    return Sample(values, tensor.dtype, tensor.shape, *extent(flat), parents, random, line)
+    return Sample(values, tensor.dtype, real.shape, *extent(flat), parents, random, line)
+
+
+def in_parts(tensor: Tensor) -> Tensor:
+    """Return the real and imaginary parts of complex numbers, as torch has no largest one; others as is."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def extent(flat: Tensor) -> tuple[float, int]:

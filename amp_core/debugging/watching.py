@@ -19,7 +19,7 @@ from amp_core.common.arguments import check_module, home_of
 from amp_core.common.text import dtype_name
 from amp_core.debugging import saved
 from amp_core.debugging.attached import Attached, Hook, repeats_forward
-from amp_core.debugging.capture import extent, is_readable
+from amp_core.debugging.capture import extent, in_parts, is_readable
 from amp_core.debugging.op_kinds import floats_in
 from amp_core.debugging.places import uncompiled
 from amp_core.debugging.ranges import KINDS, Entry, Format
@@ -104,8 +104,7 @@ class Watch(Attached, Report):
         tensor = part_of(tensor)
         if not is_readable(tensor) or not tensor.numel():
             return
-        real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-        flat = real.detach().reshape(-1)
+        flat = in_parts(tensor.detach()).reshape(-1)
         largest, _ = extent(flat)
         values = flat[:: -(-flat.numel() // self._limit)]
         values = values if values.dtype is torch.float64 else values.float()

@@ -207,6 +207,19 @@ def test_gradients_of_inputs_are_put_back_too():
     assert max(d.error for d in c.differences) < 0.1
 
 
+def test_complex_parameters_are_compared_by_their_parts():
+    """The comparison would end with an error: torch has no largest value of complex numbers."""
+    linear, number = nn.Linear(4, 4), nn.Parameter(torch.full((4,), 2 - 8j))
+    linear.number = number
+
+    def step():
+        return (linear(torch.ones(2, 4)).float() * number.conj()).abs().square().mean()
+
+    (found,) = (d for d in amp_core.compare(step, "cpu").at(PARAMETER) if d.key.name == "number")
+    assert found.dtype is torch.complex64
+    assert 0 < found.error < 0.02
+
+
 def test_sparse_gradients_are_passed_over():
     """An embedding with sparse gradients would end the comparison with an error."""
     model = nn.Sequential(nn.Embedding(10, 8, sparse=True), nn.Linear(8, 1))
