@@ -20,10 +20,10 @@ Result = list["Tensor | None"]
 
 
 @pytest.fixture(autouse=True, params=["alone", "together"])
-def casts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let `cached_casts` cast these small weights each by itself, or like large ones in one kernel call."""
+def small_weights_are_large(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let scopes cast these small weights each by itself, or like large ones in one kernel call."""
     if request.param == "together":
-        monkeypatch.setattr(bulk, "is_small_on_host", lambda _weight: False)
+        monkeypatch.setattr(bulk, "_SMALL_ON_HOST", 0)
         monkeypatch.setattr(bulk, "_SMALL", 0)
 
 
