@@ -109,7 +109,9 @@ class Tap:
             self.places.attach()
             shared.callback(self.places.detach)
             for device_type in _device_types():
-                of_thread.callback(self._watch(engine(device_type)))
+                end = self._watch(engine(device_type))
+                of_thread.callback(end)
+                shared.callback(end)
             of_thread.callback(observe(Observer(muted, self._multiplied)))
             of_thread.callback(observe_ops(self._observe))
             self._shared, self._of_thread = shared.pop_all(), of_thread.pop_all()

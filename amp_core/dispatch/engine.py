@@ -118,15 +118,17 @@ class Engine:
         order. Ops whose rule is a Python function, by ``torch.library.register_autocast``, are left alone.
 
         Returns:
-            A function that ends the observation; call it in the same thread.
+            A function that ends the observation; call it in the same thread. In another one it lets go of the
+            kernels alone, as this thread may have ended; it may be called in both.
         """
         local = self.local
-        uninstall = self._installed_until(op for op in ops if not self._has_python_rule(op))
+        kernels = iter([self._installed_until(op for op in ops if not self._has_python_rule(op))])
         local.observe_with(*local.observers, observer)
 
         def end() -> None:
             local.observe_with(*(other for other in local.observers if other is not observer))
-            uninstall()
+            for uninstall in kernels:  # at most once, whichever thread is first
+                uninstall()
 
         return end
 

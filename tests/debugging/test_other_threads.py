@@ -14,6 +14,7 @@ from torch.optim import optimizer as torchs
 
 import amp_core
 from amp_core.debugging.places import Places
+from amp_core.dispatch.engine import engine
 
 MODEL = nn.Linear(2, 2)
 TOOLS: dict[str, Callable[[], Any]] = {
@@ -59,6 +60,17 @@ def in_another_thread(step: Callable[[], object]) -> None:
     thread = threading.Thread(target=step)
     thread.start()
     thread.join()
+
+
+def test_a_thread_that_ends_within_a_step_leaves_no_kernels() -> None:
+    """Ops go through Python for good after a thread has evaluated a guarded model once."""
+    kernels = engine("cpu")._users.total()
+    with amp_core.guard(MODEL, steps=range(3)):
+        in_another_thread(lambda: MODEL(torch.ones(1, 2)))
+    recording = amp_core.record()
+    in_another_thread(recording.__enter__)
+    recording.__exit__(None, None, None)
+    assert engine("cpu")._users.total() == kernels
 
 
 def test_a_recording_leaves_out_what_other_threads_step() -> None:
