@@ -51,7 +51,7 @@ def forked() -> Callable[..., list[tuple[list[int], str]]]:
             text=True,
             check=False,
             timeout=800,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)},
         )
         assert done.returncode == 0, done.stderr[-3000:]
         parts = re.split(r"exit codes of the ranks:(.*)\n", done.stdout)
