@@ -108,8 +108,7 @@ class Call(NamedTuple):
 
     def multiply(self, name: ProductName, a: Tensor, b: Tensor, compute: Compute | None = None) -> Tensor:
         """Return ``a @ b``, or what `compute` returns, of the operands as the recipe quantises them."""
-        with ExitStack() as stack:
-            stack.enter_context(excluded(self.keys))  # a backward pass may run in a region
+        with excluded(self.keys), ExitStack() as stack:  # a backward pass may run in a region
             for observer in self.observers:
                 stack.enter_context(observer.during())
             product = self._multiply(name, a, b, compute)

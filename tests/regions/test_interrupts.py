@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import gc
@@ -10,7 +11,7 @@ import operator
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from types import FrameType
 from typing import Any
 
@@ -38,7 +39,10 @@ def state() -> tuple[object, ...]:
 
 
 def interrupted_at(
-    number: int, function: Callable[[], None], interrupt: Callable[[], None] | None = None
+    number: int,
+    function: Callable[[], None],
+    interrupt: Callable[[], None] | None = None,
+    files: Set[str | None] = FILES,
 ) -> bool:
     """Run `function`, and at its bytecode of that number `interrupt`, which raises if None is given.
 
@@ -48,7 +52,7 @@ def interrupted_at(
 
     def tracer(frame: FrameType, event: str, _arg: object) -> Any:
         nonlocal count
-        if frame.f_code.co_filename not in FILES:
+        if frame.f_code.co_filename not in files:
             return None
         frame.f_trace_opcodes = True
         if event == "opcode":
@@ -118,6 +122,23 @@ def test_an_interrupt_right_after_torch_has_counted(monkeypatch: pytest.MonkeyPa
             pass
     assert excess() == 0
     assert not region_stack.thread.regions
+
+
+def test_an_interrupt_in_a_quantised_product() -> None:
+    """The product switched autocast off and never on again, which switches it on after the region."""
+    weight = torch.ones(2, 2, requires_grad=True)
+    policy = amp_core.OpPolicy.default("cpu").override({"mm": amp_core.Recipe.fp8_tensorwise()})
+
+    def product() -> None:
+        with amp_core.autocast("cpu", policy=policy):
+            torch.mm(X, weight).sum().backward()
+
+    product()
+    number = 1
+    while interrupted_at(number, product, files={contextlib.__file__}):
+        number += 1
+        assert not torch.is_autocast_enabled("cpu"), number
+    assert number > 20
 
 
 def test_threads_share_a_disabling_decorator() -> None:
