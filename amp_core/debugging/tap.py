@@ -121,9 +121,11 @@ class Tap:
     def __exit__(self, *exc: Any) -> None:
         """End the reports. If another thread does, the next tap of the thread that entered ends the modes."""
         self._ended = True
-        if self in _ENTERED.taps:
-            self._leave_thread()
-        self._shared.close()
+        try:
+            if self in _ENTERED.taps:
+                self._leave_thread()
+        finally:  # an interrupt must not leave the whole process observed
+            self._shared.close()
 
     def _leave_thread(self) -> None:
         _ENTERED.taps.remove(self)

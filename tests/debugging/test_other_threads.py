@@ -14,6 +14,7 @@ from torch.optim import optimizer as torchs
 
 import amp_core
 from amp_core.debugging.places import Places
+from amp_core.debugging.tap import Tap
 from amp_core.dispatch.engine import engine
 
 MODEL = nn.Linear(2, 2)
@@ -126,3 +127,21 @@ def test_recordings_of_several_threads_begin_and_end(in_threads: Callable[..., N
     assert not torch.nn.modules.module._global_forward_hooks
     assert not torch.nn.modules.module._global_forward_pre_hooks
     assert warnings.filters == filters
+
+
+def test_an_interrupt_at_the_end_of_a_recording(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every module of the process stays observed, compiled ones run eagerly, and nothing can end it."""
+
+    def stop(_tap: Tap) -> None:
+        raise KeyboardInterrupt
+
+    interrupted = amp_core.record().__enter__()
+    with monkeypatch.context() as patch:
+        patch.setattr(Tap, "_leave_thread", stop)
+        with pytest.raises(KeyboardInterrupt):
+            interrupted.__exit__(None, None, None)
+    assert not torch.nn.modules.module._global_forward_hooks
+    assert not torch.nn.modules.module._global_forward_pre_hooks
+    with amp_core.record() as recording:  # ends what is left of the first one in this thread
+        MODEL(torch.ones(1, 2))
+    assert sum(recording.ops.values()) == 1
