@@ -118,9 +118,9 @@ def master_weights(
         lost_updates: count them at each step, for `StoredWeights.lost_updates`.
 
     Returns:
-        The handle. ``remove()``, or leaving a ``with`` block, returns to plain autocast. Call
-        ``invalidate()`` after a write that torch cannot detect. ``nbytes()`` returns the memory in use: 2
-        bytes per element of the weights that low-precision ops use.
+        The handle. ``remove()``, or leaving a ``with`` block, returns to plain autocast; until then float32
+        masters keep the model in memory. Call ``invalidate()`` after a write that torch cannot detect.
+        ``nbytes()`` returns the memory in use: 2 bytes per element of the weights that low-precision ops use.
 
     Raises:
         StaleCastError: in debug mode, at the use of a weight that changed in a way torch cannot detect.

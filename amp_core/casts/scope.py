@@ -150,7 +150,8 @@ def cached_casts(model: nn.Module, *, persistent: bool = False, debug: bool = Fa
 
     Args:
         model: the model whose float32 parameters, including frozen ones, are covered.
-        persistent: activate the scope now and until ``remove()``; for inference.
+        persistent: activate the scope now and until ``remove()``; for inference. It keeps the model in
+            memory until then.
         debug: check each cast against its weight at every use; slow.
 
     Returns:
