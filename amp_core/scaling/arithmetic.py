@@ -7,7 +7,7 @@ a dispatch.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -109,15 +109,15 @@ def combine(flags: Sequence[Tensor], device: torch.device) -> Tensor:
     return any_of(here) if here else zero(device)
 
 
-def overflows(norm: Tensor, divisor: Tensor, dtypes: Iterable[torch.dtype] = ()) -> Tensor | None:
+def overflows(norm: Tensor, divisor: Tensor, *, wide: bool = False) -> Tensor | None:
     """Return 1.0 if finite gradients of this norm, divided by `divisor`, may overflow, else 0.0.
 
-    An optimizer computes in float32, or in float64 if all `dtypes` of its gradients are. Returns None if the
-    host knows that they cannot, which is the usual case: scales below 1 are rare.
+    An optimizer computes in float32, or in float64 if `wide`: if all its gradients are float64. Returns None
+    if the host knows that they cannot, which is the usual case: scales below 1 are rare.
     """
     if on_host(divisor) and read(divisor) >= 1.0:
         return None
-    largest = max(_MAX, min((torch.finfo(dtype).max for dtype in dtypes), default=_MAX))
+    largest = torch.finfo(torch.float64).max if wide else _MAX
     # Less than half of the smallest normal number has no finite reciprocal.
     limit = (divisor - _TINY / 2).to(norm.dtype) * largest
     return ((norm < limit).logical_not() & (divisor < 1.0)).float()

@@ -292,9 +292,12 @@ class GradScaler(torch.amp.GradScaler):
         stats = read_gradients(parts, norm_type, scale.device, deciders, self._overlap)
         unscaled = state.stage is OptState.UNSCALED
         divisor = torch.ones_like(scale) if unscaled else scale
-        # Ranks that have agreed on the norm must not part because one of them has other dtypes.
-        dtypes = () if stats.agreed else (grad.dtype for part in parts for grad in part.grads)
-        beyond = overflows(stats.norm, scale, dtypes) if parts and not unscaled else None
+        beyond = None
+        if parts and not unscaled:
+            # Ranks that have agreed on the norm must not part because one of them has other dtypes.
+            some = stats.dtype is torch.float64 and not stats.agreed
+            wide = some and all([g.dtype is torch.float64 for part in parts for g in part.grads])  # noqa: C419
+            beyond = overflows(stats.norm, scale, wide=wide)
         if max_norm is not None:
             max_norm = as_number(max_norm, "max_norm")
             state.total_norm, divisor, stats = clip_factor(
