@@ -47,12 +47,15 @@ class _Module(NamedTuple):
 
 
 class _Kept(NamedTuple):
-    """A tensor, this rank's part of it, and what they were."""
+    """A tensor, this rank's part of it, and what they were.
+
+    A wrapper, which may not know how to compare its values, is judged by its version.
+    """
 
     tensor: Tensor
     part: Tensor
     value: Tensor
-    version: int
+    version: int | None
     grad: Tensor | None
     leaf: bool
 
@@ -64,9 +67,9 @@ class _Kept(NamedTuple):
             self.tensor.grad = self.grad
 
     def _has_changed(self) -> bool:
-        if is_wrapper(self.part):  # which may not know how to compare
-            return version_of(self.part) != self.version
-        return not torch.equal(self.part, self.value)
+        if self.version is None:
+            return not torch.equal(self.part, self.value)
+        return version_of(self.part) != self.version
 
 
 class StateKeeper:
@@ -99,8 +102,8 @@ class StateKeeper:
             part = part_of(tensor)
             leaf = tensor.is_leaf  # later, the base of a view may have changed
             grad = tensor.grad if leaf else None
-            value = part.detach().clone()
-            self._tensors[id(tensor)] = _Kept(tensor, part, value, version_of(part), grad, leaf)
+            version = version_of(part) if is_wrapper(part) and not part.is_inference() else None
+            self._tensors[id(tensor)] = _Kept(tensor, part, part.detach().clone(), version, grad, leaf)
         if leaf:
             tensor.grad = None
 

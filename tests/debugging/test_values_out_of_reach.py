@@ -281,6 +281,19 @@ def test_weights_that_can_only_multiply(tool: str) -> None:
     assert torch.equal(model[2].weight.grad, plain[2].weight.grad)
 
 
+def test_weights_made_in_inference_mode_are_compared() -> None:
+    """Such weights count no versions, and the comparison raised when it asked for one."""
+    with torch.inference_mode():
+        model = make()
+    assert model[0].weight.is_inference()
+
+    def forward() -> Tensor:
+        with torch.inference_mode():
+            return low(model, X).sum()
+
+    assert amp_core.compare(forward, device="cpu", model=model).differences
+
+
 def test_storage_refuses_weights_of_other_libraries() -> None:
     """Their memory was replaced, and the first step ended in an error about sizes."""
     model = quantised()
