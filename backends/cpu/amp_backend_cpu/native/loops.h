@@ -207,26 +207,26 @@ static void IN(multiply_f64)(void *data, size_t n, float factor, uint32_t *bad) 
     }
 #else
 #define MULTIPLY(NAME, LOAD, JOIN, STORE_PAIR, INFINITE)                                               \
-    /* The highest bit of an element of the result is set if its product is infinite or NaN. */        \
+    /* Return the magnitudes of the products, the bits of which are in the order of their values. */    \
     INLINE halves IN(NAME##_pair)(uint16_t *x, float factor) {                                         \
         pair v = LOAD(x);                                                                              \
         v.a *= factor;                                                                                 \
         v.b *= factor;                                                                                 \
         halves after = JOIN(v);                                                                        \
         memcpy(x, &after, sizeof after);                                                               \
-        return (after & 0x7fff) + (0x8000 - INFINITE);                                                 \
+        return after & 0x7fff;                                                                         \
     }                                                                                                  \
     static void IN(NAME)(void *data, size_t n, float factor, uint32_t *bad) {                          \
         uint16_t *x = data;                                                                            \
-        halves infinite = {0};                                                                         \
+        halves largest = {0};                                                                          \
         size_t i = 0, apart = n / GROUP * PAIR;                                                        \
         for (; i < apart; i += PAIR)                                                                   \
             for (size_t part = 0; part < PARTS; part++)                                                \
-                infinite |= IN(NAME##_pair)(x + part * apart + i, factor);                             \
+                largest = IN(larger)(largest, IN(NAME##_pair)(x + part * apart + i, factor));          \
         for (i = PARTS * apart; i + PAIR <= n; i += PAIR)                                              \
-            infinite |= IN(NAME##_pair)(x + i, factor);                                                \
+            largest = IN(larger)(largest, IN(NAME##_pair)(x + i, factor));                             \
         for (int k = 0; k < PAIR; k++)                                                                 \
-            *bad |= infinite[k] >> 15;                                                                 \
+            *bad |= largest[k] >= INFINITE;                                                            \
         if (i < n) {                                                                                   \
             uint16_t rest[PAIR] = {0};                                                                 \
             memcpy(rest, x + i, (n - i) * sizeof *x);                                                  \

@@ -150,7 +150,28 @@ INLINE pair IN(split_bf16)(const uint16_t *from) {
 }
 
 INLINE halves IN(join_bf16)(pair v) {
-    return (halves)((IN(round_number)(v.a) >> 16) | (IN(round_number)(v.b) & 0xffff0000u));
+    words low = IN(round_number)(v.a) >> 16, high = IN(round_number)(v.b);
+#if SET == AVX2
+    return (halves)_mm256_blend_epi16((__m256i)low, (__m256i)high, 0xaa);
+#elif SET == F16C /* which includes SSE4.1 */
+    return (halves)_mm_blend_epi16((__m128i)low, (__m128i)high, 0xaa);
+#else
+    return (halves)(low | (high & 0xffff0000u));
+#endif
+}
+
+/* The larger of each two elements, which are below 0x8000. */
+INLINE halves IN(larger)(halves a, halves b) {
+#if SET == AVX512
+    return (halves)_mm512_max_epi16((__m512i)a, (__m512i)b);
+#elif SET == AVX2
+    return (halves)_mm256_max_epi16((__m256i)a, (__m256i)b);
+#elif SET == SSE2 || SET == F16C
+    return (halves)_mm_max_epi16((__m128i)a, (__m128i)b);
+#else
+    halves first = (halves)(a > b);
+    return (a & first) | (b & ~first);
+#endif
 }
 
 #if SET == AVX512
