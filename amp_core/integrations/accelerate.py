@@ -13,7 +13,7 @@ from accelerate.utils import AutocastKwargs, DistributedType
 from torch import nn
 
 from amp_core import GradScaler, OpPolicy, autocast
-from amp_core.integrations.checks import check_scaler, finish_update, replaced
+from amp_core.integrations.checks import check_scaler, finish_update, refuse_mixed_gradients, replaced
 from amp_core.scaling.grad_scaler import OptState
 
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -102,6 +102,8 @@ class Accelerator(accelerate.Accelerator):
         """Unscale the gradients of `optimizer`; by default all that are not unscaled yet, before clipping."""
         if optimizer is None and self.scaler is not None:
             states = self.scaler._per_optimizer_states
+            for each in self._optimizers:
+                refuse_mixed_gradients(self.scaler, each.optimizer)
             optimizer = [o for o in self._optimizers if states.of(o.optimizer).stage is OptState.READY]
         super().unscale_gradients(optimizer)
 

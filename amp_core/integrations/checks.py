@@ -6,8 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from torch.optim import Optimizer
+
 from amp_core import GradScaler
 from amp_core.scaling.grad_scaler import OptState
+from amp_core.scaling.mixed import refuse_mixed
 
 
 def check_scaler(scaler: object) -> None:
@@ -23,6 +26,12 @@ def finish_update(scaler: GradScaler | None) -> None:
         return
     if any(state.stage is OptState.STEPPED for state in scaler._per_optimizer_states.values()):
         scaler.update()
+
+
+def refuse_mixed_gradients(scaler: GradScaler, optimizer: Optimizer) -> None:
+    """Raise RuntimeError if a backward pass has added scaled gradients to unscaled ones of `optimizer`."""
+    if scaler.is_enabled():
+        refuse_mixed(scaler._scales.enter([optimizer], None, "clip_grad_norm_"))
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from torch.optim import LBFGS, Optimizer
 from amp_core import GradScaler, OpPolicy, autocast
 from amp_core.callbacks import SkipAwareScheduler
 from amp_core.common.optimizers import parameters_of
-from amp_core.integrations.checks import check_scaler, finish_update, replaced
+from amp_core.integrations.checks import check_scaler, finish_update, refuse_mixed_gradients, replaced
 from amp_core.scaling.grad_scaler import OptState
 
 _DTYPES = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
@@ -127,6 +127,7 @@ class MixedPrecision(_Ours, TheirPrecision):
             if gradient_clip_algorithm == GradClipAlgorithmType.NORM:
                 self.scaler.clip_grad_norm_(optimizer, clip_val)
                 return
+            refuse_mixed_gradients(self.scaler, optimizer)
             self._unscale(optimizer)
         super(TheirPrecision, self).clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
 

@@ -37,6 +37,7 @@ from amp_core.scaling.gradients import describe_sharding, group_by_device, joine
 from amp_core.scaling.hooks import ScaleHook, StepHook, add_hook
 from amp_core.scaling.loss_scale import LossScale
 from amp_core.scaling.loss_scales import Entry, LossScales
+from amp_core.scaling.mixed import note_unscaled, refuse_mixed
 from amp_core.scaling.optimizer_state import OptimizerState, as_state, as_states
 from amp_core.scaling.overlap import Overlap
 from amp_core.scaling.step_log import StepLog
@@ -286,6 +287,8 @@ class GradScaler(torch.amp.GradScaler):
     def _fused_divisor(self, entry: Entry, max_norm: float | None, norm_type: float) -> Tensor:
         """Read the gradients; return the number that the optimizer has to divide them by."""
         (optimizer,), _, scale, (state,) = entry
+        if max_norm is not None:
+            refuse_mixed(entry)
         parts = group_by_device(optimizer, allow_fp16=True)
         deciders = self._deciders(optimizer)
         norm_type = as_order(norm_type)
@@ -420,7 +423,9 @@ class GradScaler(torch.amp.GradScaler):
             scaler.step(optimizer)
         """
         if self._enabled:
-            self._unscale(self._scales.enter(_as_list(optimizer), key, "unscale_"))
+            entry = self._scales.enter(_as_list(optimizer), key, "unscale_")
+            self._unscale(entry)
+            note_unscaled(entry)
 
     def _unscale(self, entry: Entry) -> None:
         optimizers, _, scale, states = entry
@@ -462,7 +467,8 @@ class GradScaler(torch.amp.GradScaler):
 
         Raises:
             RuntimeError: it was called after `step`; or `error_if_nonfinite` is set and the norm is not
-                finite; or only some of several optimizers were unscaled before.
+                finite; or only some of several optimizers were unscaled before; or a backward pass has added
+                scaled gradients to unscaled ones.
             AssertionError: no loss was scaled yet; torch's text.
             ValueError: of several optimizers two share a parameter, or their losses have different keys.
 
@@ -476,13 +482,16 @@ class GradScaler(torch.amp.GradScaler):
             params = [param for each in optimizers for param in parameters_of(each)]
             return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
         entry = self._scales.enter(optimizers, key, "clip_grad_norm_")
-        return self._clip(entry, max_norm, norm_type, error_if_nonfinite)
+        norm = self._clip(entry, max_norm, norm_type, error_if_nonfinite)
+        note_unscaled(entry)
+        return norm
 
     def _clip(
         self, entry: Entry, max_norm: float, norm_type: float, error_if_nonfinite: bool = False
     ) -> Tensor:
         optimizers, _, scale, states = entry
         unscaled = all([state.stage is OptState.UNSCALED for state in states])  # noqa: C419
+        refuse_mixed(entry)
         if not unscaled:
             for state in states:
                 next_stage(state.stage, "unscale_")

@@ -12,7 +12,7 @@ from torch import Tensor
 from amp_core.kernels import ScaleTensors
 from amp_core.kernels.interface import as_int32
 from amp_core.kernels.memory import on_host, read
-from amp_core.scaling.arithmetic import combine
+from amp_core.scaling.arithmetic import combine, is_tracing
 from amp_core.scaling.gradients import kernels_of
 from amp_core.scaling.optimizer_state import OptimizerStates
 from amp_core.states.loss_scale import (
@@ -48,6 +48,7 @@ class LossScale:
         scale: 0-dim float32, or None before the first loss.
         growth_tracker: 0-dim int32: finite steps in a row.
         hysteresis_left: 0-dim int32: overflows left before the scale drops.
+        losses: how many tensors were multiplied by it, except in graphs.
         optimizer_states: per-optimizer state since the last update.
         at_floor: whether the last skipped step was one at the floor.
     """
@@ -62,6 +63,7 @@ class LossScale:
         self.scale: Tensor | None = None
         self.growth_tracker: Tensor | None = None
         self.hysteresis_left: Tensor | None = None
+        self.losses = 0
         self.optimizer_states = OptimizerStates()
         self.at_floor = False
 
@@ -77,6 +79,8 @@ class LossScale:
         """Return `tensor` times the scale; float16 is widened to float32, so that it does not overflow."""
         if self.scale is None:
             self.allocate(tensor.device)
+        if not is_tracing():  # a count would recompile the graph at every step
+            self.losses += 1
         wide = tensor.float() if tensor.dtype is torch.float16 else tensor
         return wide * cast(Tensor, self.scale).to(tensor.device, non_blocking=True)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,6 +12,9 @@ from torch import Tensor
 from amp_core.common.identity import weak
 from amp_core.scaling.arithmetic import is_tracing
 from amp_core.states.loss_scale import OptState
+
+if TYPE_CHECKING:
+    from amp_core.scaling.mixed import Unscaled
 
 
 class _MultiDeviceReplicator:
@@ -44,6 +47,7 @@ class OptimizerState:
         recorded: the `found_inf_per_device` of the last record.
         window: flags of the micro-batches, parameters and their flags, from an `AccumulationWindow`.
         owner: the optimizer; None while Dynamo traces.
+        unscaled: what the gradients were when they were unscaled last, for `refuse_mixed`.
     """
 
     stage: OptState = OptState.READY
@@ -53,6 +57,7 @@ class OptimizerState:
     recorded: dict[torch.device, Tensor] | None = None
     window: tuple[Tensor, tuple[tuple[str, int], ...], Tensor] | None = None
     owner: Callable[[], torch.optim.Optimizer | None] | None = None
+    unscaled: Unscaled | None = None
 
     def __getitem__(self, name: str) -> Any:
         if name not in _TORCH_NAMES:

@@ -62,6 +62,24 @@ def test_training_with_accumulation_clipping_and_an_overflow(fused: bool) -> Non
     assert sum(losses[-4:]) < sum(losses[:4])
 
 
+def test_clipping_each_micro_batch_is_refused() -> None:
+    """The second call takes gradients that are scaled in part for unscaled ones, and the weights are lost."""
+    accelerator = Accelerator(mixed_precision="fp16", gradient_accumulation_steps=2, cpu=True)
+    model, optimizer, data, _ = prepared(accelerator, fused=False)
+    batches = iter(data)
+
+    def micro_batch() -> None:
+        x, y = next(batches)
+        with accelerator.accumulate(model):
+            accelerator.backward(nn.functional.mse_loss(model(x), y))
+            accelerator.clip_grad_norm_(model.parameters(), 1e9)
+            optimizer.step()
+
+    micro_batch()
+    with pytest.raises(RuntimeError, match="last backward pass"):
+        micro_batch()
+
+
 @pytest.mark.parametrize("saves", [True, False])
 def test_several_optimizers(tmp_path: Any, saves: bool) -> None:
     """The second unscales by the scale that the step of the first has left, or twice if both clip."""

@@ -1,0 +1,61 @@
+"""Refuse gradients that are partly unscaled: a backward pass has added to them after they were unscaled."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch.optim import Optimizer
+
+from amp_core._torch.tensors import identity_of, version_of
+from amp_core.scaling.arithmetic import is_tracing
+from amp_core.scaling.loss_scales import Entry
+from amp_core.states.loss_scale import OptState
+
+
+class Unscaled(NamedTuple):
+    """What tells whether a backward pass has added to gradients since they were unscaled.
+
+    Attributes:
+        losses: how many losses had been scaled.
+        first: the identity and the version of the first gradient; None if there is none.
+    """
+
+    losses: int
+    first: tuple[int, int] | None
+
+
+def note_unscaled(entry: Entry) -> None:
+    """Keep what `refuse_mixed` compares with; the gradients are unscaled now."""
+    if not is_tracing():
+        for optimizer, state in zip(entry.optimizers, entry.states, strict=True):
+            state.unscaled = Unscaled(entry.loss_scale.losses, _first_gradient(optimizer))
+
+
+def refuse_mixed(entry: Entry) -> None:
+    """Raise if a loss was scaled and the first gradient has changed since the gradients were unscaled.
+
+    Raises:
+        RuntimeError: as said.
+    """
+    for optimizer, state in zip(entry.optimizers, entry.states, strict=True):
+        before = state.unscaled
+        if before is None or state.stage is not OptState.UNSCALED or is_tracing():
+            continue
+        if entry.loss_scale.losses != before.losses and _first_gradient(optimizer) != before.first:
+            raise RuntimeError(_MIXED.format(optimizer=type(optimizer).__name__))
+
+
+def _first_gradient(optimizer: Optimizer) -> tuple[int, int] | None:
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    first = next((param.grad for param in params if param.grad is not None), None)
+    if first is None or first.is_inference():  # which has no version
+        return None
+    return identity_of(first), version_of(first)
+
+
+_MIXED = (
+    "The gradients of this {optimizer} were unscaled or clipped since the last update(), and a backward pass "
+    "has added scaled gradients to them since: their sum means nothing. Clip once for each step, after the "
+    "last backward pass (with gradient accumulation: only where you step). To go on, clear the gradients and "
+    "call update()."
+)
