@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 
 from amp_core._torch.tensors import WeakStorage, identity_of, is_dtensor, is_freed, part_of
 from amp_core.casts.bulk import cast_alone, cast_weights, is_small_on_host, looks_for_hooks
@@ -145,6 +145,12 @@ class WeightCache:
                 memory = WeakStorage(part_of(weight).untyped_storage())  # type: ignore[no-untyped-call]
                 self._foreign[id(weight)] = identity_of(weight), memory
             return slot
+
+    def look_again(self, part: Tensor | Module) -> None:
+        """Take note that a parameter or a module has become part of a module, perhaps of the model."""
+        if self._foreign:
+            for weight in [part] if isinstance(part, Tensor) else part.parameters():
+                self._foreign.pop(id(weight), None)
 
     def _update_slots(self) -> None:
         present = {id(w): (name, w) for name, w in self._named_weights() if is_cacheable(w)}

@@ -8,6 +8,10 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.optim import Optimizer
 from typing_extensions import Self
 
@@ -19,6 +23,7 @@ from amp_core.casts.cache import MakeCasts, WeightCache
 from amp_core.common.arguments import check_module
 from amp_core.common.call_site import level_outside
 from amp_core.common.handle import LocalHandle
+from amp_core.common.once import once
 from amp_core.common.optimizers import after_every_step, parameters_of
 from amp_core.dispatch import kept_operands
 from amp_core.dispatch.engine import serve_casts
@@ -55,6 +60,7 @@ class CachedCasts(LocalHandle):
         release_ops = serve_casts(self._cache, self._device_types())
         after_every_step(_drop_stepped)
         see_list_writes()
+        _see_new_parts()
         _scopes.add(self)
 
         def release() -> None:
@@ -90,6 +96,19 @@ class CachedCasts(LocalHandle):
 
 
 _scopes: set[CachedCasts] = set()
+
+
+@once
+def _see_new_parts() -> None:
+    """Call `_part_was_added` from now on and for good, as `after_every_step` does."""
+    register_module_parameter_registration_hook(_part_was_added)
+    register_module_module_registration_hook(_part_was_added)
+
+
+def _part_was_added(_module: nn.Module, _name: str, part: Tensor | nn.Module | None) -> None:
+    if part is not None:
+        for scope in list(_scopes):
+            scope._cache.look_again(part)
 
 
 def _drop_stepped(optimizer: Optimizer) -> None:

@@ -137,8 +137,8 @@ class Engine:
         return not op.startswith("aten::") and is_python_kernel(op.removesuffix(".default"), self.key)
 
     def serve_casts(self) -> Callable[[], None]:
-        """Let ops that take weights use `weight_casts`, in every thread; return a function that ends this."""
-        return self._installed_until(op for op in weight_casts.WEIGHT_OPS if self._is_low(op))
+        """Let low-precision ops use `weight_casts`, in every thread; return a function that ends this."""
+        return self._installed_until(op for op in native_rules(self.device_type) if self._is_low(op))
 
     def _is_low(self, op: str) -> bool:
         return native_rules(self.device_type).get(op) == r.LOWER_PRECISION_FP
@@ -188,8 +188,7 @@ class Engine:
     def _make_kernel(self, name: str) -> tuple[str, Callable[..., Any]]:
         install_fallthrough(self.key)
         native = once_defined(name, functools.partial(self._native, name))
-        takes_weights = name in weight_casts.WEIGHT_OPS and self._is_low(name)
-        by_torch = _with_weight_casts(native, self.device_type) if takes_weights else native
+        by_torch = _with_weight_casts(native, self.device_type) if self._is_low(name) else native
         local = self.local
 
         def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:

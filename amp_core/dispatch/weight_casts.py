@@ -97,29 +97,6 @@ CASTS: dict[torch.dtype, dict[int, CachedCast]] = defaultdict(dict)
 """The casts of all scopes, by dtype and by the weight's ``id``. A scope keeps its weights alive, so no ``id``
 is reused while its entry exists."""
 
-WEIGHT_OPS = frozenset(
-    f"aten::{op}"
-    for op in (
-        "addbmm.default",
-        "addmm.default",
-        "baddbmm.default",
-        "bmm.default",
-        "conv1d.default",
-        "conv2d.default",
-        "conv3d.default",
-        "conv_tbc.default",
-        "conv_transpose1d.default",
-        "conv_transpose2d.input",
-        "conv_transpose3d.input",
-        "convolution.default",
-        "linear.default",
-        "matmul.default",
-        "mm.default",
-        "prelu.default",
-    )
-)
-"""The ops that take weights, among those torch runs in low precision on every device."""
-
 sources = Sources[CastSource]()
 
 

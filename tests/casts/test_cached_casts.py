@@ -306,6 +306,72 @@ def test_two_models_and_a_stranger() -> None:
         assert outer.nbytes() == held
 
 
+JOINS: dict[str, Callable[[nn.Sequential, nn.Linear], Any]] = {
+    "a parameter": lambda model, new: setattr(model[0], "weight", new.weight),
+    "a registered parameter": lambda model, new: model[0].register_parameter("weight", new.weight),
+    "a module": lambda model, new: model.__setitem__(0, new),
+    "a module of modules": lambda model, new: model.__setitem__(0, nn.Sequential(new)),
+}
+
+
+@pytest.mark.parametrize("join", JOINS)
+def test_a_weight_that_was_used_before_it_joined_the_model(join: str) -> None:
+    """A scope that has seen a weight of no model of its own goes on to ignore it."""
+    model, new = make(), nn.Linear(6, 5)
+    with cached_casts(model):
+        with autocast("cpu"):
+            new(X)
+        JOINS[join](model, new)
+        forward(model)
+        assert casts_of(model, lambda: forward(model)) == 0
+
+
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: nn.Linear(6, 6),
+    "same padding": lambda: nn.Conv1d(4, 4, 3, padding="same"),
+    "valid padding": lambda: nn.Conv1d(4, 4, 3, padding="valid"),
+    "numbers as padding": lambda: nn.Conv1d(4, 4, 3, padding=1),
+    "LSTM": lambda: nn.LSTM(6, 5),
+    "GRU": lambda: nn.GRU(6, 5),
+    "LSTM cell": lambda: nn.LSTMCell(6, 5),
+    "attention": lambda: nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0),
+}
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("scope", [cached_casts, amp_core.master_weights])
+def test_layers_of_every_kind(scope: Any, layer: str) -> None:
+    """A low-precision op takes no casts of scopes: its weights are cast again, or are stale."""
+    torch.manual_seed(0)
+    model = LAYERS[layer]()
+
+    def run() -> torch.Tensor:
+        with autocast("cpu"):
+            result = model(X.reshape(2, 2, 6) if layer == "attention" else X)
+        return result if isinstance(result, torch.Tensor) else result[0]
+
+    def gradients() -> list[torch.Tensor]:
+        model.zero_grad()
+        run().float().square().sum().backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    wanted = gradients()
+    with torch.no_grad():
+        result = run()
+    with scope(model):
+        assert all(map(torch.equal, gradients(), wanted))
+        assert all(map(torch.equal, gradients(), wanted))
+        with torch.no_grad():
+            assert torch.equal(run(), result)
+            assert casts_of(model, run) == 0
+            with autocast("cpu"):
+                run()
+                torch._foreach_mul_(list(model.parameters()), 0.5)
+                changed = run()
+    with torch.no_grad():
+        assert torch.equal(run(), changed)
+
+
 def test_nothing_is_left_behind() -> None:
     """After the scope, an error inside it too, ops still go through Python or casts stay in memory."""
     model = make()
