@@ -13,6 +13,7 @@ from amp_core._torch.autograd import has_gradient_hooks, is_compiled, run_as_soo
 from amp_core._torch.tensors import is_dtensor
 from amp_core._torch.tracing import are_batches
 from amp_core.casts.memory import KeptMemory
+from amp_core.dispatch.weight_casts import to_dtype
 from amp_core.kernels import Kernels
 
 BUCKET_BYTES = 25 * 2**20
@@ -57,7 +58,7 @@ def cast_weights(
 def cast_alone(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Return `weight` cast to `dtype` by torch; gradients flow back to it, whatever the grad mode."""
     if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
-        return run_backward_early(weight.to(dtype))
+        return run_backward_early(to_dtype(weight, dtype))
     # A later training step could not use a cast created in inference mode.
     with torch.inference_mode(mode=False), torch.enable_grad():
         return run_backward_early(weight.to(dtype))

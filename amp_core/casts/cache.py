@@ -71,10 +71,18 @@ class WeightCache:
             return None
         entry = self._casts[dtype].get(id(weight))
         if entry is None or not entry.is_fresh(weight):
-            entry = self._cast_stale(slot, dtype)
+            small = is_small_on_host(weight)
+            entry = self._cast_alone(weight, dtype) if small else self._cast_stale(slot, dtype)
         if entry is not None and self.debug:
             _check(slot, entry)
         return None if entry is None else entry.cast
+
+    def _cast_alone(self, weight: Tensor, dtype: torch.dtype) -> CachedCast | None:
+        if _has_no_memory(weight):
+            return None
+        state = fingerprint(weight)
+        entry = self._casts[dtype][id(weight)] = _entry(weight, state, cast_alone(weight, dtype))
+        return entry
 
     def _cast_stale(self, slot: _Slot, dtype: torch.dtype) -> CachedCast | None:
         entries = self._casts[dtype]
@@ -83,18 +91,9 @@ class WeightCache:
             if current is not None and current.is_fresh(slot.weight):
                 return current  # another thread has just renewed it
             slot.dtypes.add(dtype)
-            if is_small_on_host(slot.weight):
-                new_entries = self._cast_alone(slot.weight, dtype)
-            else:
-                new_entries = self._cast_together(dtype)
+            new_entries = self._cast_together(dtype)
             entries.update(new_entries)
             return new_entries.get(id(slot.weight))
-
-    def _cast_alone(self, weight: Tensor, dtype: torch.dtype) -> dict[int, CachedCast]:
-        if _has_no_memory(weight):
-            return {}
-        state = fingerprint(weight)
-        return {id(weight): _entry(weight, state, cast_alone(weight, dtype))}
 
     def _cast_together(self, dtype: torch.dtype) -> dict[int, CachedCast]:
         entries = self._casts[dtype]

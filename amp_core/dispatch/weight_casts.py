@@ -149,12 +149,17 @@ class _RegionCasts(threading.local):
 _region = _RegionCasts()
 
 
-# `Tensor.to` is slower: it has to try many signatures.
 _METHODS: dict[torch.dtype, Callable[[Tensor], Tensor]] = {
     torch.float32: Tensor.float,
     torch.float16: Tensor.half,
     torch.bfloat16: Tensor.bfloat16,
 }
+
+
+def to_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``tensor.to(dtype)``, which is slower: it has to try many signatures."""
+    method = _METHODS.get(dtype)
+    return tensor.to(dtype) if method is None else method(tensor)
 
 
 def cast(tensor: Tensor, dtype: torch.dtype, device_type: str | None) -> Tensor:
@@ -172,8 +177,7 @@ def cast(tensor: Tensor, dtype: torch.dtype, device_type: str | None) -> Tensor:
         reused = _cached_cast(tensor, dtype, device_type)
         if reused is not None:
             return reused
-    method = _METHODS.get(dtype)
-    return tensor.to(dtype) if method is None else method(tensor)
+    return to_dtype(tensor, dtype)
 
 
 def is_cacheable(weight: Tensor) -> bool:

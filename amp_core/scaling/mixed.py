@@ -2,26 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from torch.optim import Optimizer
 
 from amp_core._torch.tensors import identity_of, version_of
 from amp_core.scaling.arithmetic import is_tracing
 from amp_core.scaling.loss_scales import Entry
+from amp_core.scaling.optimizer_state import Unscaled
 from amp_core.states.loss_scale import OptState
-
-
-class Unscaled(NamedTuple):
-    """What tells whether a backward pass has added to gradients since they were unscaled.
-
-    Attributes:
-        losses: how many losses had been scaled.
-        first: the identity and the version of the first gradient; None if there is none.
-    """
-
-    losses: int
-    first: tuple[int, int] | None
 
 
 def note_unscaled(entry: Entry) -> None:

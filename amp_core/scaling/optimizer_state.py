@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,9 +12,6 @@ from torch import Tensor
 from amp_core.common.identity import weak
 from amp_core.scaling.arithmetic import is_tracing
 from amp_core.states.loss_scale import OptState
-
-if TYPE_CHECKING:
-    from amp_core.scaling.mixed import Unscaled
 
 
 class _MultiDeviceReplicator:
@@ -31,6 +28,18 @@ class _MultiDeviceReplicator:
             copy = self.master.to(device=device, non_blocking=True)
             self._per_device_tensors[device] = copy
         return copy
+
+
+class Unscaled(NamedTuple):
+    """What tells whether a backward pass has added to gradients since they were unscaled.
+
+    Attributes:
+        losses: how many losses had been scaled.
+        first: the identity and the version of the first gradient; None if there is none.
+    """
+
+    losses: int
+    first: tuple[int, int] | None
 
 
 @dataclass(eq=False, slots=True)

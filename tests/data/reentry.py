@@ -81,7 +81,8 @@ def main(name: str) -> None:
         if event == "line" and line not in seen and time.monotonic() < end:
             seen.add(line)
             other = pick.choice(others)
-            with torch.enable_grad(), torch.autocast("cpu", enabled=False):
+            # A line runs while the weights of a model are drawn.
+            with torch.random.fork_rng([]), torch.enable_grad(), torch.autocast("cpu", enabled=False):
                 got = PROGRAMS[other]()
             assert same(got, alone[other]), f"{other} differs at {line}"
         return tracer
