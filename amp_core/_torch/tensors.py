@@ -39,7 +39,7 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
 _VERSIONS = Feature(
     "versions",
     "cached_casts and master_weights cast weights at every use, GradScaler(overlap=True) reads gradients "
-    "twice, and recordings tell every cast apart, which is slower",
+    "twice, and recordings tell every cast apart, which is slower; clipping each micro-batch is not refused",
 )
 _version: Any = _VERSIONS.value("torch.Tensor._version", None)
 _unlike_any = itertools.count()

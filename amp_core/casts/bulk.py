@@ -61,7 +61,7 @@ def cast_alone(weight: Tensor, dtype: torch.dtype) -> Tensor:
         return run_backward_early(to_dtype(weight, dtype))
     # A later training step could not use a cast created in inference mode.
     with torch.inference_mode(mode=False), torch.enable_grad():
-        return run_backward_early(weight.to(dtype))
+        return run_backward_early(to_dtype(weight, dtype))
 
 
 def looks_for_hooks(cast: Tensor) -> bool:

@@ -209,7 +209,8 @@ class GradScaler(torch.amp.GradScaler):
 
         Raises:
             RuntimeError: it was called twice without `update` in between, or with a closure; torch's texts
-                (see `step_closure`).
+                (see `step_closure`). Or `max_norm` is given, and a backward pass has added scaled gradients
+                to unscaled ones.
             RankLostError: ranks that must agree did not arrive.
             AssertionError: no loss was scaled yet, or no parameter has a gradient.
             ValueError: a gradient is float16 and ``allow_fp16_gradients`` is not set; no loss was scaled

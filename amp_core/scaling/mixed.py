@@ -19,16 +19,19 @@ def note_unscaled(entry: Entry) -> None:
 
 
 def refuse_mixed(entry: Entry) -> None:
-    """Raise if a loss was scaled and the first gradient has changed since the gradients were unscaled.
+    """Look whether a loss was scaled and the first gradient has changed since the gradients were unscaled.
 
     Raises:
-        RuntimeError: as said.
+        RuntimeError: both are true: the gradients are sums of scaled and unscaled ones.
     """
     for optimizer, state in zip(entry.optimizers, entry.states, strict=True):
         before = state.unscaled
         if before is None or state.stage is not OptState.UNSCALED or is_tracing():
             continue
-        if entry.loss_scale.losses != before.losses and _first_gradient(optimizer) != before.first:
+        now = _first_gradient(optimizer)
+        # Where torch tells no versions, no two are alike, and nothing is refused.
+        changed = now != before.first and now == _first_gradient(optimizer)
+        if changed and entry.loss_scale.losses != before.losses:
             raise RuntimeError(_MIXED.format(optimizer=type(optimizer).__name__))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from amp_core import GradScaler
+from amp_core.scaling import mixed
 
 X = torch.linspace(-1, 1, 32).reshape(4, 8)
 Call = Callable[[GradScaler, torch.optim.Optimizer], Any]
@@ -83,6 +85,13 @@ def test_what_is_no_sum_is_allowed(before: str, after: str) -> None:
         nn.utils.clip_grad_value_(training.net.parameters(), 0.1)
     AFTER[after](run.scaler, run.optimizer)
     assert all(map(torch.equal, run.gradients(), expected.gradients()))
+
+
+def test_without_versions_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a torch that does not tell versions, no two are alike, and what is no sum is taken for one."""
+    numbers = itertools.count()
+    monkeypatch.setattr(mixed, "version_of", lambda _: next(numbers))
+    test_what_is_no_sum_is_allowed("unscaled", "clipped")
 
 
 def test_the_next_step_is_another() -> None:
