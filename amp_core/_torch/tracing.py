@@ -67,6 +67,16 @@ _PROXY_MODE = _CAPTURE.value("torch._C._TorchDispatchModeKey.PROXY", None)
 _FAKE_MODE = _CAPTURE.value("torch._C._TorchDispatchModeKey.FAKE", None)
 _CAPTURE.attempt(lambda: (_dispatch_mode(_PROXY_MODE), _dispatch_mode(_FAKE_MODE)))
 
+_count_modes = Feature(
+    "dispatch_modes", "cached_casts keeps casts of small trained weights for longer, which is slower"
+).function("torch._C._len_torch_dispatch_stack", lambda: 1, check=lambda f: f() + 0)
+
+
+def calls_are_watched() -> bool:
+    """Whether a ``TorchDispatchMode`` receives the ops that run now."""
+    return bool(_count_modes())
+
+
 _EXPORT = Feature("export_hooks", "torch.export fails on models that guard or watch is attached to")
 _EXPORT.value("torch.compiler._is_exporting_flag", False)
 

@@ -13,7 +13,7 @@ from amp_core._torch.autograd import has_gradient_hooks, is_compiled, run_as_soo
 from amp_core._torch.tensors import is_dtensor
 from amp_core._torch.tracing import are_batches
 from amp_core.casts.memory import KeptMemory
-from amp_core.dispatch.weight_casts import to_dtype
+from amp_core.common.cast import to_dtype
 from amp_core.kernels import Kernels
 
 BUCKET_BYTES = 25 * 2**20

@@ -29,8 +29,9 @@ Forms = dict[tuple[Any, ...], _Form]
 
 
 def begin(cast: Tensor) -> None:
-    """Let the quantised forms of `cast` be kept from now on; drop earlier ones."""
-    setattr(cast, _ATTRIBUTE, {})
+    """Let the quantised forms of `cast` be kept from now on."""
+    if not hasattr(cast, _ATTRIBUTE):
+        setattr(cast, _ATTRIBUTE, {})
 
 
 def end(cast: Tensor) -> None:

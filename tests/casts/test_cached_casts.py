@@ -219,9 +219,66 @@ def test_only_what_changed_is_cast_again() -> None:
     """One changed weight has all of them cast again."""
     model = make()
     with cached_casts(model):
-        forward(model)
+        grads(model, 2)
         in_place(model)
         assert casts_of(model, lambda: forward(model)) == 1
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_small_casts_end_with_the_first_region_that_trains_them(fused: bool) -> None:
+    """Each small weight that steps after each backward pass has a cast that nothing will use."""
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+    with cached_casts(model) as casts:
+        for _ in range(2):
+            held = []
+            for _ in range(3):
+                with autocast("cpu"):
+                    loss = model(X).float().sum()
+                    held.append(casts.nbytes())
+                loss.backward()
+                held.append(casts.nbytes())
+            every = 2 * (30 + 5 + 15 + 3)
+            assert held == [every, 0, every, every, every, every]
+            optimizer.step()
+            assert casts.nbytes() == 0
+
+
+def test_a_fused_step_within_a_region() -> None:
+    """A fused step leaves the version counter, and the region goes on with the casts from before."""
+    model, plain = make(), make()
+    for net in (model, plain):
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.5, fused=True)
+        with cached_casts(model), autocast("cpu"):
+            net(X).float().sum().backward()
+            optimizer.step()
+            torch.clear_autocast_cache()
+            net.y = net(X)
+    assert torch.equal(model.y, plain.y)
+
+
+def test_threads_keep_their_own_casts_of_a_region() -> None:
+    """A region of one thread takes another's cast, and a gradient is the sum of two in place of one."""
+    model, inside, go_on = make(), threading.Event(), threading.Event()
+    got: list[list[torch.Tensor]] = []
+
+    def twice(pause: Callable[[], object]) -> None:
+        with autocast("cpu"):
+            first = model(X)
+            pause()
+            loss = first.float().square().sum() + model(X).float().square().sum()
+        got.append([*torch.autograd.grad(loss, list(model.parameters()))])
+
+    twice(lambda: None)
+    with cached_casts(model):
+        thread = threading.Thread(target=twice, args=(lambda: (inside.set(), go_on.wait(10)),))
+        thread.start()
+        inside.wait(10)
+        twice(lambda: None)
+        go_on.set()
+        thread.join()
+    assert all(map(torch.equal, got[0], got[1]))
+    assert all(map(torch.equal, got[0], got[2]))
 
 
 def test_two_dtypes_over_one_weight() -> None:
@@ -297,7 +354,7 @@ def test_two_models_and_a_stranger() -> None:
     """One scope drops the casts of another, or casts weights of a model that is in none."""
     one, two, stranger = make(), make(), make()
     with cached_casts(one) as outer:
-        forward(one)
+        grads(one, 2)
         with cached_casts(two):
             forward(two)
         assert casts_of(one, lambda: forward(one)) == 0
@@ -322,7 +379,7 @@ def test_a_weight_that_was_used_before_it_joined_the_model(join: str) -> None:
         with autocast("cpu"):
             new(X)
         JOINS[join](model, new)
-        forward(model)
+        grads(model, 2)
         assert casts_of(model, lambda: forward(model)) == 0
 
 
@@ -414,7 +471,7 @@ def test_layer_norm_stays_in_float32() -> None:
     """A weight that no low-precision op uses is cast as well."""
     model = make()
     with cached_casts(model) as casts:
-        forward(model)
+        grads(model, 2)
         linear = [p for layer in (model[0], model[3]) for p in layer.parameters()]
         assert casts.nbytes() == sum(p.nbytes for p in linear) // 2
 

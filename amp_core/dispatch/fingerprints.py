@@ -1,0 +1,47 @@
+"""Tell whether a weight has changed since it was cast."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from amp_core._torch.autograd import has_gradient_hooks
+from amp_core._torch.tensors import identity_of, is_dtensor, is_tensor_view, part_of, version_of
+
+Fingerprint = tuple[object, ...]
+
+_PLAIN = (Parameter, Tensor)
+
+
+def fingerprint(weight: Tensor) -> Fingerprint:
+    """Return a value that changes when `weight` is written to, replaced, moved, frozen or hooked."""
+    part = weight if type(weight) in _PLAIN else part_of(weight)
+    return (
+        identity_of(weight),
+        _version(weight),
+        0 if part is weight else _version(part),  # the program may write to a DTensor's part, too
+        part.data_ptr(),
+        part.shape,
+        part.stride(),
+        weight.requires_grad,
+        has_gradient_hooks(weight),
+    )
+
+
+def _version(tensor: Tensor) -> object:
+    try:
+        return version_of(tensor)
+    except RuntimeError:  # an inference tensor, swapped in for a weight: its writes are not counted
+        return object()
+
+
+def is_cacheable(weight: Tensor) -> bool:
+    """Return whether a cast of `weight` may be cached: a float32 leaf, plain or a DTensor, with a version."""
+    return (
+        weight.dtype is torch.float32
+        and (type(weight) in _PLAIN or is_dtensor(weight))
+        and weight.is_leaf
+        and weight.layout is torch.strided
+        and not (is_tensor_view(weight) or weight.is_nested or weight.is_inference())
+    )
