@@ -17,9 +17,9 @@ from amp_core.casts.bulk import cast_alone, cast_weights, is_small_on_host, look
 from amp_core.casts.memory import KeptMemory
 from amp_core.common.cast import to_dtype
 from amp_core.dispatch import kept_operands, region_casts
-from amp_core.dispatch.fingerprints import Fingerprint, fingerprint, is_cacheable
+from amp_core.dispatch.fingerprints import CachedCast, Fingerprint, cached, fingerprint, is_cacheable
 from amp_core.dispatch.region_casts import RegionCast
-from amp_core.dispatch.weight_casts import CASTS, CachedCast, cached
+from amp_core.dispatch.weight_casts import CASTS
 from amp_core.errors import StaleCastError
 from amp_core.kernels import Kernels
 from amp_core.plugin import get_backend
@@ -60,7 +60,7 @@ class WeightCache:
         self._slots: dict[int, _Slot] = {}
         # Parameters of other models. A weak reference to a tensor would forbid torch.utils.swap_tensors.
         self._foreign: dict[int, tuple[int, WeakStorage]] = {}
-        # As what a region has last trained each small weight.
+        # The fingerprint of each small weight when a region last trained it first.
         self._trained: dict[torch.dtype, dict[int, Fingerprint]] = defaultdict(dict)
         self._lock = threading.RLock()  # a signal handler may use the model, too
         # In debug mode, bypass the table that ops read directly, so that every use is checked.
@@ -98,9 +98,8 @@ class WeightCache:
             cast = to_dtype(weight, dtype)
             region_casts.keep(weight, state, cast)
             return cast
-        known = region_casts.pop(weight, dtype)
-        is_fresh = known is not None and known.fingerprint == state
-        cast = known.cast if known is not None and is_fresh else cast_alone(weight, dtype)
+        known = region_casts.take(weight, state, dtype)
+        cast = cast_alone(weight, dtype) if known is None else known
         self._casts[dtype][id(weight)] = cached(weight, state, cast)
         return cast
 

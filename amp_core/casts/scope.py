@@ -155,12 +155,15 @@ def cached_casts(model: nn.Module, *, persistent: bool = False, debug: bool = Fa
     """Cast each weight of `model` once and reuse the cast until the weight changes.
 
     ``torch.autocast`` casts weights again in every outermost region, and frozen ones at every use.
-    In this scope a cast persists across regions, micro-batches and inference calls. It is renewed when the
-    weight's version counter, memory, shape, strides or ``requires_grad`` change (in-place updates,
-    ``load_state_dict``, ``.to()``, ``.data = ...``), when the weight gains its first gradient hook or loses
-    its last, after an optimizer step (fused optimizers do not change the version counter), and when another
-    parameter replaces the weight in the model. Gradients are bit-equal to plain autocast's, unless one
-    backward pass reaches uses of a weight in several regions: these are summed in the lower precision.
+    In this scope a cast persists across regions, micro-batches and inference calls. On CPUs, that of a
+    trained weight of up to 256 KiB does so from the second region on that finds the weight unchanged.
+
+    A cast is renewed when the weight's version counter, memory, shape, strides or ``requires_grad`` change
+    (in-place updates, ``load_state_dict``, ``.to()``, ``.data = ...``), when the weight gains its first
+    gradient hook or loses its last, after an optimizer step (fused optimizers do not change the version
+    counter), and when another parameter replaces the weight in the model. Gradients are bit-equal to plain
+    autocast's, unless one backward pass reaches uses of a weight in several regions: these are summed in the
+    lower precision.
 
     Writes through ``.data`` (``w.data += ...`` too) or a NumPy view, or by other processes (shared memory),
     cannot be detected: call `CachedCasts.invalidate` after them.

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from amp_core._torch.autograd import has_gradient_hooks
-from amp_core._torch.tensors import identity_of, is_dtensor, is_tensor_view, part_of, version_of
+from amp_core._torch.tensors import (
+    WeakStorage,
+    identity_of,
+    is_dtensor,
+    is_freed,
+    is_tensor_view,
+    part_of,
+    version_of,
+)
 
 Fingerprint = tuple[object, ...]
 
@@ -45,3 +55,26 @@ def is_cacheable(weight: Tensor) -> bool:
         and weight.layout is torch.strided
         and not (is_tensor_view(weight) or weight.is_nested or weight.is_inference())
     )
+
+
+class CachedCast(NamedTuple):
+    """A cast, with the fingerprint and the storage that its weight had when it was cast."""
+
+    fingerprint: Fingerprint
+    memory: WeakStorage
+    cast: Tensor
+
+    def is_only_hooked(self, weight: Tensor) -> bool:
+        """Return whether `weight` is unchanged but for its gradient hooks."""
+        return fingerprint(weight)[:-1] == self.fingerprint[:-1] and not is_freed(self.memory.cdata)
+
+    def is_fresh(self, weight: Tensor) -> bool:
+        """Return whether `weight` is unchanged, as far as torch can tell."""
+        # Another tensor may reuse freed memory at the same address.
+        return fingerprint(weight) == self.fingerprint and not is_freed(self.memory.cdata)
+
+
+def cached(weight: Tensor, state: Fingerprint, cast: Tensor) -> CachedCast:
+    """Return the cache entry for a cast of `weight` made when its fingerprint was `state`."""
+    memory = WeakStorage(part_of(weight).untyped_storage())  # type: ignore[no-untyped-call]
+    return CachedCast(state, memory, cast)

@@ -16,21 +16,20 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from amp_core._torch import cast_cache
-from amp_core._torch.tensors import part_of
 from amp_core._torch.tracing import calls_are_watched
 from amp_core.common.cast import to_dtype
 from amp_core.common.once import once
-from amp_core.dispatch.fingerprints import Fingerprint, fingerprint
+from amp_core.dispatch.fingerprints import CachedCast, Fingerprint, cached, fingerprint
 
 
 class RegionCast(NamedTuple):
-    """A cast, with the fingerprint that its weight had when it was cast.
+    """A cast of a scope, with the fingerprint that its weight had when it was cast.
 
-    It keeps the weight and its memory alive, so that no other tensor gets their ``id`` or address.
+    It keeps the memory of the small weight, so that no other tensor gets the address: a weak reference takes
+    longer to make.
     """
 
     fingerprint: Fingerprint
-    weight: Tensor
     memory: UntypedStorage
     cast: Tensor
 
@@ -39,14 +38,12 @@ class RegionCast(NamedTuple):
         return fingerprint(weight) == self.fingerprint
 
 
-Casts = dict[torch.dtype, dict[int, RegionCast]]
-"""By dtype and by the weight's ``id``."""
-
-
 class _Region:
+    """The casts of one thread, by dtype and by the weight's ``id``."""
+
     def __init__(self) -> None:
-        self.of_rules: Casts = defaultdict(dict)
-        self.of_scopes: Casts = defaultdict(dict)
+        self.of_rules: dict[torch.dtype, dict[int, tuple[Tensor, CachedCast]]] = defaultdict(dict)
+        self.of_scopes: dict[torch.dtype, dict[int, RegionCast]] = defaultdict(dict)
 
 
 class _Local(threading.local):
@@ -68,9 +65,10 @@ def clear_with_regions() -> None:
 
 
 def _clear() -> None:
-    region = _local.region
-    for casts in (*region.of_rules.values(), *region.of_scopes.values()):
-        casts.clear()
+    for of_rules in _local.region.of_rules.values():
+        of_rules.clear()
+    for of_scopes in _local.region.of_scopes.values():
+        of_scopes.clear()
 
 
 # Of rules.
@@ -85,18 +83,14 @@ def cast_for_rule(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the cast of `weight` to `dtype`, one for all rules."""
     casts = _local.region.of_rules[dtype]
     entry = casts.get(id(weight))
-    if entry is not None and entry.weight is weight and entry.is_fresh(weight):
-        return entry.cast
+    if entry is not None and entry[0] is weight and entry[1].is_fresh(weight):
+        return entry[1].cast
     clear_with_regions()
     state = fingerprint(weight)
     with torch.enable_grad():  # a first use under no_grad must not detach later uses from the graph
         cast = to_dtype(weight, dtype)
-    casts[id(weight)] = _entry(weight, state, cast)
+    casts[id(weight)] = weight, cached(weight, state, cast)
     return cast
-
-
-def _entry(weight: Tensor, state: Fingerprint, cast: Tensor) -> RegionCast:
-    return RegionCast(state, weight, part_of(weight).untyped_storage(), cast)
 
 
 # Of scopes.
@@ -113,12 +107,13 @@ def from_scopes(dtype: torch.dtype) -> Mapping[int, RegionCast]:
 
 def keep(weight: Tensor, state: Fingerprint, cast: Tensor) -> None:
     """Keep the cast that a scope has made of `weight` when its fingerprint was `state`."""
-    _local.region.of_scopes[cast.dtype][id(weight)] = _entry(weight, state, cast)
+    _local.region.of_scopes[cast.dtype][id(weight)] = RegionCast(state, weight.untyped_storage(), cast)
 
 
-def pop(weight: Tensor, dtype: torch.dtype) -> RegionCast | None:
-    """Take the cast of `weight` from this thread's region, so that its scope can keep it for longer."""
-    return _local.region.of_scopes[dtype].pop(id(weight), None)
+def take(weight: Tensor, state: Fingerprint, dtype: torch.dtype) -> Tensor | None:
+    """Take the cast of `weight`, if it is fresh, from this thread's region: its scope keeps it for longer."""
+    entry = _local.region.of_scopes[dtype].pop(id(weight), None)
+    return entry.cast if entry is not None and entry.fingerprint == state else None
 
 
 def of_all_threads() -> Iterator[dict[int, RegionCast]]:

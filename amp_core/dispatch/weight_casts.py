@@ -8,44 +8,17 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from amp_core._torch.tensors import WeakStorage, is_freed, part_of
 from amp_core._torch.tracing import calls_are_captured
 from amp_core.common.cast import to_dtype
 from amp_core.dispatch import kept_operands, region_casts
-from amp_core.dispatch.fingerprints import Fingerprint, fingerprint, is_cacheable
+from amp_core.dispatch.fingerprints import CachedCast, is_cacheable
 from amp_core.dispatch.sources import Sources
 from amp_core.dispatch.target_dtype import eligible
-
-
-class CachedCast(NamedTuple):
-    """A cast, with the fingerprint and the storage that its weight had when it was cast."""
-
-    fingerprint: Fingerprint
-    memory: WeakStorage
-    cast: Tensor
-
-    def is_only_hooked(self, weight: Tensor) -> bool:
-        """Return whether `weight` is unchanged but for its gradient hooks."""
-        return fingerprint(weight)[:-1] == self.fingerprint[:-1] and not is_freed(self.memory.cdata)
-
-    def is_fresh(self, weight: Tensor) -> bool:
-        """Return whether `weight` is unchanged, as far as torch can tell."""
-        # Another tensor may reuse freed memory at the same address.
-        return fingerprint(weight) == self.fingerprint and not is_freed(self.memory.cdata)
-
-
-def cached(weight: Tensor, state: Fingerprint, cast: Tensor) -> CachedCast:
-    """Return the cache entry for a cast of `weight` made when its fingerprint was `state`."""
-    memory = WeakStorage(part_of(weight).untyped_storage())  # type: ignore[no-untyped-call]
-    return CachedCast(state, memory, cast)
-
-
-# Casts kept by scopes.
 
 
 class CastSource(Protocol):
@@ -123,8 +96,10 @@ def _cached_cast(tensor: Tensor, dtype: torch.dtype, device_type: str) -> Tensor
     if not cacheable or calls_are_captured():
         return None
     entry = region_casts.from_scopes(dtype).get(id(tensor))
-    fresh = entry is not None and entry.is_fresh(tensor)
-    scope_cast = entry.cast if entry is not None and fresh else _from_scopes(tensor, dtype)
+    if entry is not None and entry.is_fresh(tensor):
+        scope_cast: Tensor | None = entry.cast
+    else:
+        scope_cast = _from_scopes(tensor, dtype)
     if scope_cast is not None:
         kept_operands.begin(scope_cast)
         return scope_cast

@@ -47,6 +47,16 @@ def test_weight_casts_are_cached_as_in_torch(region) -> None:
     assert torch.equal(weight.grad, torch.full((8, 8), 3.0))
 
 
+def test_memory_that_a_weight_leaves_is_freed(region) -> None:
+    """A region keeps the memory of every layer that a wrapper moves in for its forward pass."""
+    weight = torch.nn.Parameter(torch.randn(8, 8))
+    with region(CPU.override({"softmax": "lower_precision_fp"})):
+        torch.softmax(weight, -1)
+        left = weakref.ref(weight.untyped_storage())
+        weight.data = torch.randn(8, 8)
+        assert left() is None
+
+
 @pytest.mark.parametrize("outer", [torch.autocast, amp_core.autocast])
 def test_casts_live_until_the_outermost_region_ends(outer) -> None:
     """A weight is cast again after each inner region with a policy, or its cast is never freed."""
