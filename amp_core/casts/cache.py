@@ -185,8 +185,9 @@ class WeightCache:
     def look_again(self, part: Tensor | Module) -> None:
         """Take note that a parameter or a module has become part of a module, perhaps of the model."""
         if self._foreign:
-            for weight in [part] if isinstance(part, Tensor) else part.parameters():
-                self._foreign.pop(id(weight), None)
+            with self._lock:
+                for weight in [part] if isinstance(part, Tensor) else part.parameters():
+                    self._foreign.pop(id(weight), None)
 
     def _update_slots(self) -> None:
         present = {id(w): (name, w) for name, w in self._named_weights() if is_cacheable(w)}

@@ -53,6 +53,24 @@ def test_memory_is_counted_while_weights_are_cast(in_threads: InThreads) -> None
         in_threads(forward, handle.nbytes, handle.nbytes, seconds=2)
 
 
+def test_parameters_are_registered_while_weights_are_looked_up(in_threads: InThreads) -> None:
+    """A thread that builds a model ends another's forward pass with "dictionary changed size"."""
+    model, x, known = nn.Linear(4, 4), torch.ones(1, 4), [nn.Parameter(torch.ones(4, 4)) for _ in range(500)]
+    other = nn.Module()
+
+    def forward() -> None:
+        with autocast("cpu"):
+            for weight in known:
+                nn.functional.linear(x, weight)
+
+    def build() -> None:
+        for weight in known:
+            other.weight = weight
+
+    with cached_casts(model):
+        in_threads(forward, build, build, seconds=2)
+
+
 def test_histories_have_the_magnitudes_of_all_threads(in_threads: InThreads) -> None:
     """The scale of the next step is too small for what one of the threads has computed."""
     policy = OpPolicy.default("cpu").override({"linear": Recipe.fp8_delayed(history=4)})
