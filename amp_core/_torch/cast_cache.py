@@ -44,20 +44,34 @@ def one_at_a_time(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 def when_cleared(callback: Callable[[], None]) -> None:
     """From now on, call `callback` in each thread that clears torch's cache, as regions do when they end."""
-    _callbacks.append(callback)
+    _when_cleared.append(callback)
     _replace_clear()
 
 
-_callbacks: list[Callable[[], None]] = []
+def when_regions_end(callback: Callable[[], None]) -> None:
+    """From now on, call `callback` in each thread whose outermost region has ended."""
+    _when_regions_end.append(callback)
+    _replace_clear()
+
+
+_when_cleared: list[Callable[[], None]] = []
+_when_regions_end: list[Callable[[], None]] = []
 
 
 def _replace_clear() -> None:
-    global clear  # noqa: PLW0603  # a lock takes a tenth of a region's time
-    if clear is not _clear_alone:
-        clear = _clear_alone
+    global clear, clear_within_region  # a lock takes a tenth of a region's time
+    if clear is not _end_region:
+        clear, clear_within_region = _end_region, _clear_alone
+        never_compile(_end_region)
         never_compile(_clear_alone)
-        setattr(torch, _CLEAR, _clear_alone)  # torch's regions end with it, too
+        setattr(torch, _CLEAR, _end_region)  # torch's regions end with it, too
         time.sleep(0.001)  # lets calls without the lock that have begun end
+
+
+def _end_region() -> None:
+    _clear_alone()
+    for callback in () if torch.compiler.is_dynamo_compiling() else _when_regions_end:
+        callback()
 
 
 def _clear_alone() -> None:
@@ -66,7 +80,7 @@ def _clear_alone() -> None:
         return
     with _Shared.lock:
         _torchs_clear()
-    for callback in _callbacks:
+    for callback in _when_cleared:
         callback()
 
 
@@ -74,3 +88,5 @@ _CLEAR = "clear_autocast_cache"
 _torchs_clear: Callable[[], None] = getattr(torch, _CLEAR)
 clear = _torchs_clear
 """Clears torch's cache. Each region ends with it, so it does nothing else until that is needed."""
+clear_within_region = _torchs_clear
+"""Clears it where no outermost region ends: after a step, or where the dtype changes."""

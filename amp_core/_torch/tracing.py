@@ -66,16 +66,12 @@ _dispatch_mode = _CAPTURE.function("torch._C._get_dispatch_mode", lambda _key: "
 _PROXY_MODE = _CAPTURE.value("torch._C._TorchDispatchModeKey.PROXY", None)
 _FAKE_MODE = _CAPTURE.value("torch._C._TorchDispatchModeKey.FAKE", None)
 _CAPTURE.attempt(lambda: (_dispatch_mode(_PROXY_MODE), _dispatch_mode(_FAKE_MODE)))
-
-_count_modes = Feature(
-    "dispatch_modes", "cached_casts keeps casts of small trained weights for longer, which is slower"
-).function("torch._C._len_torch_dispatch_stack", lambda: 1, check=lambda f: f() + 0)
-
-
-def calls_are_watched() -> bool:
-    """Whether a ``TorchDispatchMode`` receives the ops that run now."""
-    return bool(_count_modes())
-
+_count_modes = _CAPTURE.function("torch._C._len_torch_dispatch_stack", lambda: 0, check=lambda f: f() + 0)
+_mode_at = _CAPTURE.function("torch._C._get_dispatch_stack_at")
+_COMPARING = tuple(
+    _CAPTURE.value(f"torch.utils.checkpoint.{name}", object)
+    for name in ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
+)
 
 _EXPORT = Feature("export_hooks", "torch.export fails on models that guard or watch is attached to")
 _EXPORT.value("torch.compiler._is_exporting_flag", False)
@@ -112,6 +108,12 @@ def calls_are_captured() -> bool:
         or _dispatch_mode(_PROXY_MODE) is not None
         or _dispatch_mode(_FAKE_MODE) is not None
     )
+
+
+def calls_are_compared() -> bool:
+    """Whether selective checkpointing numbers the ops that run now, to find them again when it recomputes."""
+    count = _count_modes()
+    return bool(count) and any(isinstance(_mode_at(index), _COMPARING) for index in range(count))
 
 
 _FAKE = Feature(

@@ -12,13 +12,10 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from amp_core._torch.tensors import WeakStorage, identity_of, is_dtensor, is_freed, part_of
-from amp_core._torch.tracing import calls_are_watched
 from amp_core.casts.bulk import cast_alone, cast_weights, is_small_on_host, looks_for_hooks
 from amp_core.casts.memory import KeptMemory
-from amp_core.common.cast import to_dtype
-from amp_core.dispatch import kept_operands, region_casts
+from amp_core.dispatch import kept_operands
 from amp_core.dispatch.fingerprints import CachedCast, Fingerprint, cached, fingerprint, is_cacheable
-from amp_core.dispatch.region_casts import RegionCast
 from amp_core.dispatch.weight_casts import CASTS
 from amp_core.errors import StaleCastError
 from amp_core.kernels import Kernels
@@ -43,8 +40,7 @@ class WeightCache:
     A cast is valid only while the weight's version counter, memory, shape, strides, ``requires_grad`` and the
     presence of gradient hooks are unchanged. When one cast is stale, all stale casts that ops have requested
     before are renewed in one call. The small weights of a CPU are cast one by one, as ops need them: nothing
-    is launched, and the cast is still in the CPU's caches when the op reads it. If they are trained, their
-    casts are kept from the second region on that finds them unchanged.
+    is launched, and the cast is still in the CPU's caches when the op reads it.
     """
 
     def __init__(
@@ -60,8 +56,6 @@ class WeightCache:
         self._slots: dict[int, _Slot] = {}
         # Parameters of other models. A weak reference to a tensor would forbid torch.utils.swap_tensors.
         self._foreign: dict[int, tuple[int, WeakStorage]] = {}
-        # The fingerprint of each small weight when a region last trained it first.
-        self._trained: dict[torch.dtype, dict[int, Fingerprint]] = defaultdict(dict)
         self._lock = threading.RLock()  # a signal handler may use the model, too
         # In debug mode, bypass the table that ops read directly, so that every use is checked.
         self._casts = defaultdict(dict) if debug else CASTS
@@ -77,56 +71,30 @@ class WeightCache:
         if slot is None:
             return None
         entry = self._casts[dtype].get(id(weight))
-        cast: Tensor | None
-        if entry is not None and entry.is_fresh(weight):
-            cast = entry.cast
-        elif is_small_on_host(weight):
-            cast = self._cast_small(weight, dtype)
-        else:
-            cast = self._cast_stale(slot, dtype)
-        if cast is not None and self.debug:
-            _check(slot, cast)
-        return cast
+        if entry is None or not entry.is_fresh(weight):
+            small = is_small_on_host(weight)
+            entry = self._cast_alone(weight, dtype) if small else self._cast_stale(slot, dtype)
+        if entry is not None and self.debug:
+            _check(slot, entry.cast)
+        return None if entry is None else entry.cast
 
-    def _cast_small(self, weight: Tensor, dtype: torch.dtype) -> Tensor | None:
+    def _cast_alone(self, weight: Tensor, dtype: torch.dtype) -> CachedCast | None:
         if _has_no_memory(weight):
             return None
         state = fingerprint(weight)
-        if self._lasts_a_region(weight, dtype, state):
-            self._trained[dtype][id(weight)] = state
-            self._casts[dtype].pop(id(weight), None)
-            cast = to_dtype(weight, dtype)
-            region_casts.keep(weight, state, cast)
-            return cast
-        known = region_casts.take(weight, state, dtype)
-        cast = cast_alone(weight, dtype) if known is None else known
-        self._casts[dtype][id(weight)] = cached(weight, state, cast)
-        return cast
+        entry = self._casts[dtype][id(weight)] = cached(weight, state, cast_alone(weight, dtype))
+        return entry
 
-    def _lasts_a_region(self, weight: Tensor, dtype: torch.dtype, state: Fingerprint) -> bool:
-        """Return whether to drop the cast of a small weight when the region ends.
-
-        So it is for the first region that trains the weight as it is now. Most often an optimizer steps next,
-        and meanwhile the cast would keep gradients out of the CPU's caches.
-        """
-        return (
-            weight.requires_grad
-            and torch.is_grad_enabled()
-            and self._trained[dtype].get(id(weight)) != state
-            and not (self.debug or calls_are_watched() or is_dtensor(weight))
-        )
-
-    def _cast_stale(self, slot: _Slot, dtype: torch.dtype) -> Tensor | None:
+    def _cast_stale(self, slot: _Slot, dtype: torch.dtype) -> CachedCast | None:
         entries = self._casts[dtype]
         with self._lock:
             current = entries.get(id(slot.weight))
             if current is not None and current.is_fresh(slot.weight):
-                return current.cast  # another thread has just renewed it
+                return current  # another thread has just renewed it
             slot.dtypes.add(dtype)
             new_entries = self._cast_together(dtype)
             entries.update(new_entries)
-            entry = new_entries.get(id(slot.weight))
-            return None if entry is None else entry.cast
+            return new_entries.get(id(slot.weight))
 
     def _cast_together(self, dtype: torch.dtype) -> dict[int, CachedCast]:
         entries = self._casts[dtype]
@@ -157,15 +125,11 @@ class WeightCache:
             self._drop(keys)
 
     def _drop(self, keys: Set[int]) -> None:
-        self._trained.clear()
-        for entries in self._tables():
+        for entries in list(self._casts.values()):
             for key in keys if entries else ():
                 entry = entries.pop(key, None)
                 if entry is not None:
                     kept_operands.end(entry.cast)
-
-    def _tables(self) -> list[dict[int, CachedCast] | dict[int, RegionCast]]:
-        return [*self._casts.values(), *region_casts.of_all_threads()]
 
     def _slot_of_new(self, weight: Tensor) -> _Slot | None:
         """Return a slot for an unknown parameter if it has replaced one of the model's."""
@@ -201,6 +165,14 @@ class WeightCache:
         """Return the ``id`` of each weight."""
         return self._slots.keys()
 
+    def weights(self) -> list[Tensor]:
+        """Return the weights that are known to be part of the model."""
+        return [slot.weight for slot in self._slots.values()]
+
+    def has_any(self, weights: Iterable[Tensor]) -> bool:
+        """Return whether one of `weights` is part of the model."""
+        return any(id(weight) in self._slots for weight in weights)
+
     def devices(self) -> set[torch.device]:
         """Return the devices that the weights are on."""
         return {slot.weight.device for slot in self._slots.values()}
@@ -208,7 +180,10 @@ class WeightCache:
     def casts(self) -> list[Tensor]:
         """Return the live casts."""
         return [
-            e.cast for entries in self._tables() for key in self.keys() if (e := entries.get(key)) is not None
+            e.cast
+            for entries in list(self._casts.values())
+            for key in self.keys()
+            if (e := entries.get(key)) is not None
         ]
 
 

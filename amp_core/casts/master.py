@@ -31,15 +31,14 @@ class MasterWeights(CachedCasts):
         super().__enter__()
 
     def __enter__(self) -> Self:
-        if self._release is None:
+        if not self._is_active:
             raise RuntimeError(
                 "These master_weights were removed. Call master_weights(model) again to enable them."
             )
         return self
 
-    def remove(self) -> None:
-        """Return to plain autocast and free the low-precision weights. Calling it again has no effect."""
-        super().remove()
+    def _rest(self) -> None:
+        super()._rest()
         self._casts.keep_only(set())
 
     def nbytes(self) -> int:

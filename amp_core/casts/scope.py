@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 
@@ -15,11 +16,13 @@ from torch.nn.modules.module import (
 from torch.optim import Optimizer
 from typing_extensions import Self
 
+from amp_core._torch import cast_cache
 from amp_core._torch.list_writes import see_list_writes
 from amp_core._torch.tensors import is_dtensor, part_of
 from amp_core._torch.tracing import outside_graphs
 from amp_core.casts.bulk import cast_weights
 from amp_core.casts.cache import MakeCasts, WeightCache
+from amp_core.casts.reuse import Reuse, only_reuse_pays
 from amp_core.common.arguments import check_module
 from amp_core.common.call_site import level_outside
 from amp_core.common.handle import LocalHandle
@@ -48,29 +51,56 @@ class CachedCasts(LocalHandle):
             name = next(name for name, weight in model.named_parameters() if id(weight) in uncached)
             text = _UNCACHED.format(count=len(uncached), name=name)
             warnings.warn(text, AmpWarning, stacklevel=level_outside())
+        self._model = model
         self._cache = WeightCache(lambda: _weights(model, self._COVERS_DTENSORS), make, debug=debug)
-        self._release: Callable[[], None] | None = None
+        self._reuse = Reuse()
+        self._lock = threading.RLock()  # a signal handler may use the model, too
+        self._is_active = False
+        self._end_serving: Callable[[], None] | None = None
 
     def __enter__(self) -> Self:
-        if self._release is not None:
+        if self._is_active:
             raise RuntimeError(
                 "This cached_casts scope is already active. Create one scope per `with` statement; do not "
                 "enter a persistent one."
             )
-        release_ops = serve_casts(self._cache, self._device_types())
+        self._is_active = True
         after_every_step(_drop_stepped)
         see_list_writes()
         _see_new_parts()
+        _see_regions()
         _scopes.add(self)
-
-        def release() -> None:
-            _scopes.discard(self)
-            release_ops()
-            self._cache.invalidate()
-            self._cache.memory.clear()
-
-        self._release = release
+        if not (self._only_reuse_pays() and self._model.training and torch.is_grad_enabled()):
+            self._serve()
         return self
+
+    def _only_reuse_pays(self) -> bool:
+        return not self._cache.debug and only_reuse_pays(self._cache.weights())
+
+    def _serve(self) -> None:
+        """Let ops use the casts."""
+        with self._lock:
+            if self._is_active and self._end_serving is None:
+                self._end_serving = serve_casts(self._cache, self._device_types())
+
+    def _rest(self) -> None:
+        """Leave ops to torch's kernels, and free the casts."""
+        with self._lock:
+            if self._end_serving is not None:
+                end, self._end_serving = self._end_serving, None
+                end()
+                self._cache.invalidate()
+                self._cache.memory.clear()
+
+    def _after_region(self) -> None:
+        if self._reuse.after_region(self._cache.weights()):
+            self._serve()
+
+    def _after_step(self, weights: list[Tensor]) -> None:
+        if self._cache.has_any(weights):
+            self._cache.invalidate(weights)
+            if self._reuse.after_step() and self._only_reuse_pays():
+                self._rest()
 
     def _device_types(self) -> set[str]:
         """Return the device types of the weights, including those that meta weights may move to."""
@@ -86,9 +116,10 @@ class CachedCasts(LocalHandle):
 
     def remove(self) -> None:
         """End the scope and free the casts. Calling it again has no effect."""
-        if self._release is not None:
-            release, self._release = self._release, None
-            release()
+        _scopes.discard(self)
+        with self._lock:
+            self._is_active = False
+            self._rest()
 
     def nbytes(self) -> int:
         """Return the bytes of the casts, plain and quantised, and of memory kept for later ones."""
@@ -114,13 +145,24 @@ def _part_was_added(_module: nn.Module, _name: str, part: Tensor | nn.Module | N
 def _drop_stepped(optimizer: Optimizer) -> None:
     """Drop casts of stepped weights: fused optimizers write without changing version counters."""
     if not torch.compiler.is_dynamo_compiling() or getattr(optimizer, "defaults", {}).get("fused"):
-        _drop(optimizer)
+        _after_step(optimizer)
 
 
 @outside_graphs
-def _drop(optimizer: Optimizer) -> None:
+def _after_step(optimizer: Optimizer) -> None:
     for scope in list(_scopes):
-        scope.invalidate(parameters_of(optimizer))
+        scope._after_step(parameters_of(optimizer))
+
+
+@once
+def _see_regions() -> None:
+    """Call `_after_region` from now on and for good."""
+    cast_cache.when_regions_end(_after_region)
+
+
+def _after_region() -> None:
+    for scope in list(_scopes):
+        scope._after_region()
 
 
 def _weights(model: nn.Module, dtensors: bool) -> Iterator[tuple[str, Tensor]]:
@@ -155,8 +197,9 @@ def cached_casts(model: nn.Module, *, persistent: bool = False, debug: bool = Fa
     """Cast each weight of `model` once and reuse the cast until the weight changes.
 
     ``torch.autocast`` casts weights again in every outermost region, and frozen ones at every use.
-    In this scope a cast persists across regions, micro-batches and inference calls. On CPUs, that of a
-    trained weight of up to 256 KiB does so from the second region on that finds the weight unchanged.
+    In this scope a cast persists across regions, micro-batches and inference calls. On CPUs, a model whose
+    weights are all trained and of up to 4 MiB is left to torch until a second region ends without a change of
+    the weights, and after two optimizer steps with one region each.
 
     A cast is renewed when the weight's version counter, memory, shape, strides or ``requires_grad`` change
     (in-place updates, ``load_state_dict``, ``.to()``, ``.data = ...``), when the weight gains its first

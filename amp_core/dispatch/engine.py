@@ -30,7 +30,7 @@ from amp_core._torch.op_kernels import (
     is_python_kernel,
     native_kernel,
 )
-from amp_core.dispatch import region_casts, weight_casts
+from amp_core.dispatch import weight_casts
 from amp_core.dispatch.casting import Runner, make_runner, once_defined
 from amp_core.policy import OpPolicy, names
 from amp_core.policy import rules as r
@@ -264,7 +264,6 @@ def serve_casts(source: weight_casts.CastSource, device_types: Iterable[str]) ->
 
     Device types without autocast are skipped.
     """
-    region_casts.clear_with_regions()
     ends = ExitStack()
     for device_type in sorted(device_types):
         if has_dispatch_key(autocast_key(device_type)):

@@ -1,7 +1,7 @@
 """Look up casts of weights, for every op under any rule or scope.
 
 There are two caches. A scope such as `cached_casts` keeps the casts of its model until a weight changes, for
-all threads. A thread keeps others until its outermost region ends, see `region_casts`.
+all threads. A thread keeps those of rules that run in Python until its outermost region ends.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from amp_core._torch.tracing import calls_are_captured
+from amp_core._torch.tracing import calls_are_captured, calls_are_compared
 from amp_core.common.cast import to_dtype
 from amp_core.dispatch import kept_operands, region_casts
 from amp_core.dispatch.fingerprints import CachedCast, is_cacheable
@@ -38,18 +38,17 @@ sources = Sources[CastSource]()
 def replace_weights(args: Sequence[Any], device_type: str) -> Sequence[Any]:
     """Replace weights among a low-precision op's arguments with the casts that scopes keep.
 
-    torch's own kernel casts the rest. Nothing is replaced while the call is captured or transformed: a graph
-    would bake in the cast as a constant.
+    torch's own kernel casts the rest.
     """
-    if not sources.active or calls_are_captured():
+    if not sources.active or _must_cast_anew():
         return args
     dtype = torch.get_autocast_dtype(device_type)
     if dtype is torch.float32:
         return args
-    casts, of_region = CASTS[dtype], region_casts.from_scopes(dtype)
+    casts = CASTS[dtype]
     replaced = []
     for arg in args:
-        entry = of_region.get(id(arg)) or casts.get(id(arg))
+        entry = casts.get(id(arg))
         if entry is not None and entry.is_fresh(arg):
             replaced.append(entry.cast)
         elif (
@@ -63,6 +62,15 @@ def replace_weights(args: Sequence[Any], device_type: str) -> Sequence[Any]:
         else:
             replaced.append(arg)
     return replaced
+
+
+def _must_cast_anew() -> bool:
+    """Return whether the call that runs now must not use a cast from before.
+
+    A graph would bake in the cast as a constant. Selective checkpointing needs the same ops of a block and of
+    its recomputation, casts included, and a scope may keep the cast, or end, in between.
+    """
+    return calls_are_captured() or calls_are_compared()
 
 
 def _from_scopes(tensor: Tensor, dtype: torch.dtype) -> Tensor | None:
@@ -93,13 +101,9 @@ def cast(tensor: Tensor, dtype: torch.dtype, device_type: str | None) -> Tensor:
 
 def _cached_cast(tensor: Tensor, dtype: torch.dtype, device_type: str) -> Tensor | None:
     cacheable = dtype is torch.get_autocast_dtype(device_type) and is_cacheable(tensor)
-    if not cacheable or calls_are_captured():
+    if not cacheable or _must_cast_anew():
         return None
-    entry = region_casts.from_scopes(dtype).get(id(tensor))
-    if entry is not None and entry.is_fresh(tensor):
-        scope_cast: Tensor | None = entry.cast
-    else:
-        scope_cast = _from_scopes(tensor, dtype)
+    scope_cast = _from_scopes(tensor, dtype)
     if scope_cast is not None:
         kept_operands.begin(scope_cast)
         return scope_cast

@@ -65,7 +65,7 @@ def enter(
             _set_enabled(device, enabled)
         if was_dtype is not dtype:
             _set_dtype(device, dtype)
-            cast_cache.clear()  # torch's cast cache does not record dtypes
+            cast_cache.clear_within_region()  # torch's cast cache does not record dtypes
         if was_cached is not cached:
             _set_cached(cached)
         for frame.nesting in _entries:
@@ -121,8 +121,10 @@ def leave(frames: RegionStack, region: Any, settings: tuple[str, bool, torch.dty
             _set_enabled(device, was_enabled)
             _set_dtype(device, was_dtype)
             _set_cached(was_cached)
-        if depth == 0 or settings[2] is not was_dtype:
-            cast_cache.clear()  # it does not record dtypes
+        if depth == 0:
+            cast_cache.clear()
+        elif settings[2] is not was_dtype:
+            cast_cache.clear_within_region()
         frames.pop()
     except BaseException:
         _undo(frames, frame)

@@ -143,11 +143,11 @@ def _resolve(backend: Backend, dtype: torch.dtype, policy: OpPolicy | None) -> _
 def _clear_casts(optimizer: torch.optim.Optimizer) -> None:
     """Clear torch's cast cache, which is empty outside of regions: torch does not notice changed weights."""
     if not torch.compiler.is_dynamo_compiling():
-        cast_cache.clear()
+        cast_cache.clear_within_region()
     elif any(torch.is_autocast_enabled(p.device.type) for p in parameters_of(optimizer)[:1]):
         _clear_outside_graphs()
 
 
 @outside_graphs
 def _clear_outside_graphs() -> None:
-    cast_cache.clear()
+    cast_cache.clear_within_region()

@@ -22,8 +22,11 @@ X = torch.linspace(-1, 1, 24).reshape(4, 6)
 
 
 @pytest.fixture(autouse=True)
-def small_weights_are_large() -> None:
-    """Let small weights be small here: cast one by one, as ops need them."""
+def small_weights_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let torch cast small weights here, one by one, but from the first region on."""
+    from amp_core.casts import reuse
+
+    monkeypatch.setattr(reuse, "_SMALL", 0)
 
 
 def make(frozen: bool = False) -> nn.Sequential:
@@ -222,26 +225,6 @@ def test_only_what_changed_is_cast_again() -> None:
         grads(model, 2)
         in_place(model)
         assert casts_of(model, lambda: forward(model)) == 1
-
-
-@pytest.mark.parametrize("fused", [True, False])
-def test_small_casts_end_with_the_first_region_that_trains_them(fused: bool) -> None:
-    """Each small weight that steps after each backward pass has a cast that nothing will use."""
-    model = make()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
-    with cached_casts(model) as casts:
-        for _ in range(2):
-            held = []
-            for _ in range(3):
-                with autocast("cpu"):
-                    loss = model(X).float().sum()
-                    held.append(casts.nbytes())
-                loss.backward()
-                held.append(casts.nbytes())
-            every = 2 * (30 + 5 + 15 + 3)
-            assert held == [every, 0, every, every, every, every]
-            optimizer.step()
-            assert casts.nbytes() == 0
 
 
 def test_a_fused_step_within_a_region() -> None:
@@ -593,7 +576,7 @@ def test_selective_checkpointing_of_a_shared_weight() -> None:
     expected = [p.grad.clone() for p in layer.parameters()]
     for scope in (cached_casts, amp_core.master_weights):
         with scope(layer):
-            assert all(map(torch.equal, run(), expected))
+            torch.testing.assert_close(run(), expected, rtol=2**-7, atol=0)  # there are two casts of it
 
 
 def test_another_threads_exit_drops_nothing() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from amp_core import autocast, cached_casts, master_weights
-from amp_core.casts import bulk
+from amp_core.casts import bulk, reuse
 
 from ..drawn import examples
 
@@ -133,11 +133,17 @@ def run(actions: list[tuple[Any, ...]], scope: Callable[[nn.Module], AbstractCon
 
 @pytest.mark.parametrize("scope", [cached_casts, master_weights])
 @examples(60)
-@given(actions=st.lists(ACTIONS, min_size=1, max_size=8), small=st.sampled_from([0, 100, 2**18]))
-def test_the_same_with_and_without(scope: Any, actions: list[tuple[Any, ...]], small: int) -> None:
+@given(
+    actions=st.lists(ACTIONS, min_size=1, max_size=8),
+    limits=st.tuples(st.sampled_from([0, 100, 2**18]), st.sampled_from([0, 2**22])),
+)
+def test_the_same_with_and_without(
+    scope: Any, actions: list[tuple[Any, ...]], limits: tuple[int, int]
+) -> None:
     """A cast outlives what it was made of, in some order of changes that no test of one change has."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bulk, "_SMALL_ON_HOST", small)
+        patch.setattr(bulk, "_SMALL_ON_HOST", limits[0])
+        patch.setattr(reuse, "_SMALL", limits[1])
         plain, ours = (run(actions, kind).seen for kind in (lambda _: nullcontext(), scope))
     for one, other in zip(plain, ours, strict=True):
         assert (one is None) == (other is None)

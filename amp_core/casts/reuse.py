@@ -1,0 +1,64 @@
+"""Tell whether regions use weights again before they change."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from torch import Tensor
+from torch.nn import Parameter
+
+from amp_core._torch.tensors import version_of
+
+_SMALL = 2**22
+"""Up to this many bytes per weight, a CPU casts a weight again in less time than a scope saves: casts and
+gradients stay in its caches until they are read."""
+
+_PLAIN_STEPS = 2
+"""After as many steps without reuse, the next one is expected to have none either."""
+
+
+class Reuse:
+    """Watches the regions and the optimizer's steps of a model.
+
+    Where an optimizer steps after each region, torch casts each weight once, and so does a scope. If all
+    weights are small, the scope gains nothing, and its kernels in Python cost some per cent of a step.
+    """
+
+    def __init__(self) -> None:
+        self._versions: list[int] | None = None
+        self._seen = False
+        self._plain_steps = 0
+
+    def after_region(self, weights: Collection[Tensor]) -> bool:
+        """Return whether `weights` are as they were when another region ended, or some are frozen.
+
+        torch casts frozen weights at each use.
+        """
+        versions = _versions(weights)
+        self._seen = self._seen or (versions is not None and versions == self._versions)
+        self._versions = versions
+        return self._seen or not all(weight.requires_grad for weight in weights)
+
+    def after_step(self) -> bool:
+        """Return whether at most one region ended before each of the last steps."""
+        self._plain_steps = 0 if self._seen else self._plain_steps + 1
+        self._seen, self._versions = False, None  # a fused optimizer leaves the version counters
+        return self._plain_steps >= _PLAIN_STEPS
+
+
+def _versions(weights: Collection[Tensor]) -> list[int] | None:
+    try:
+        return list(map(version_of, weights))
+    except RuntimeError:  # an inference tensor, swapped in for a weight: its writes are not counted
+        return None
+
+
+def only_reuse_pays(weights: Collection[Tensor]) -> bool:
+    """Return whether a scope gains nothing if no region uses `weights` again before they change."""
+    return all(
+        weight.requires_grad
+        and weight.is_cpu
+        and type(weight) in (Parameter, Tensor)
+        and weight.nbytes <= _SMALL
+        for weight in weights
+    )

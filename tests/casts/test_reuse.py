@@ -1,0 +1,206 @@
+"""When a scope leaves small weights to torch's kernels, and that nobody notices."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import amp_core
+from amp_core import autocast, cached_casts, master_weights
+from amp_core.dispatch.engine import engine
+
+X = torch.linspace(-1, 1, 36).reshape(6, 6)
+SCOPES = pytest.mark.parametrize("scope", [cached_casts, master_weights])
+
+
+@pytest.fixture(autouse=True)
+def small_weights_are_large() -> None:
+    """Let small weights be small here."""
+
+
+def make() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.ReLU(), nn.Linear(6, 6))
+
+
+def forward(model: nn.Module, region: Callable[..., Any] = autocast) -> torch.Tensor:
+    with region("cpu", dtype=torch.bfloat16):
+        return model(X)
+
+
+def is_served() -> bool:
+    """Return whether matrix products run through a kernel in Python."""
+    return bool(engine("cpu")._users["aten::linear.default"])
+
+
+def steps(
+    model: nn.Module, fused: bool, micro_batches: int, region: Callable[..., Any] = autocast
+) -> Iterator[None]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+    while True:
+        for _ in range(micro_batches):
+            forward(model, region).float().square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        yield
+
+
+@SCOPES
+@pytest.mark.parametrize("region", [autocast, torch.autocast])
+@pytest.mark.parametrize("fused", [True, False])
+def test_plain_steps_of_a_small_model_are_left_to_torch(scope: Any, fused: bool, region: Any) -> None:
+    """A small model that steps after each region pays for kernels in Python, and gains nothing."""
+    model = make()
+    plain, accumulating = (steps(model, fused, count, region) for count in (1, 3))
+    with scope(model) as casts:
+        for _ in range(3):
+            next(plain)
+            assert not is_served()
+        next(accumulating)
+        assert is_served()
+        forward(model)
+        assert casts.nbytes() == 2 * (36 + 6 + 36 + 6)
+        next(accumulating)
+        next(plain)
+        assert is_served()
+        next(plain)
+        assert not is_served()
+        assert casts.nbytes() == 0
+    assert not is_served()
+
+
+@SCOPES
+def test_what_gains_from_the_first_region_on_is_served_at_once(scope: Any) -> None:
+    """A server casts the weights of its first requests twice; or frozen ones are cast at each use."""
+    for change in (nn.Module.eval, lambda model: model[0].requires_grad_(False)):
+        model = make()
+        change(model)
+        with scope(model):
+            assert is_served()
+    with torch.no_grad(), scope(make()):
+        assert is_served()
+    with scope(make(), debug=True):
+        assert is_served()
+
+
+@SCOPES
+def test_weights_that_are_frozen_later(scope: Any) -> None:
+    """The frozen part of a model that becomes an adapter's base is cast at each use."""
+    model = make()
+    with scope(model):
+        next(steps(model, False, 1))
+        model[0].requires_grad_(False)
+        forward(model)
+        assert is_served()
+
+
+@SCOPES
+def test_a_step_of_another_model_is_no_step(scope: Any) -> None:
+    """A generator's weights are cast again for each step of its critic."""
+    model, other = make(), make()
+    critic = steps(other, True, 1)
+    with scope(model):
+        forward(model)
+        next(critic)
+        assert is_served()
+
+
+@SCOPES
+def test_a_region_within_a_region_is_no_other(scope: Any) -> None:
+    """A region of another dtype inside, or the clearing of casts by a step, counts as a second use."""
+    model = make()
+    plain = steps(model, True, 1)
+    with scope(model):
+        for _ in range(3):
+            with autocast("cpu", dtype=torch.bfloat16):
+                with autocast("cpu", dtype=torch.float16):
+                    model(X)
+                with autocast("cpu", enabled=False):
+                    model(X)
+                next(plain)
+            assert not is_served()
+            with torch.no_grad():
+                model[0].weight.add_(1)
+
+
+def test_a_scope_that_ended_stays_ended() -> None:
+    """The region that another scope waits for lets a removed one serve again."""
+    model = make()
+    cached_casts(model, persistent=True).remove()
+    forward(model)
+    forward(model)
+    assert not is_served()
+
+
+def save_all(*_: Any, **__: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE
+
+
+def checkpointed(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    contexts = functools.partial(create_selective_checkpoint_contexts, save_all)
+    with autocast("cpu", dtype=torch.bfloat16):
+        return checkpoint(model, x, use_reentrant=False, context_fn=contexts)
+
+
+@SCOPES
+@pytest.mark.parametrize("small", [0, 2**22])
+@pytest.mark.parametrize("pending", [1, 3])
+@pytest.mark.parametrize("ended", [True, False])
+def test_selective_checkpointing_that_saves_casts(
+    scope: Any, small: int, pending: int, ended: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A recomputation that makes no cast of a weight takes the weight's cast for the input."""
+    monkeypatch.setattr("amp_core.casts.reuse._SMALL", small)
+
+    def gradients(model: nn.Module, end: Callable[[], object]) -> list[torch.Tensor]:
+        inputs = [X.clone().requires_grad_() for _ in range(6)]
+        losses = []
+        for x in inputs:
+            losses.append(checkpointed(model, x).float().square().sum())
+            if len(losses) == pending:
+                if x is inputs[-1]:
+                    end()
+                while losses:
+                    losses.pop().backward()
+        return [t.grad for t in (*inputs, *model.parameters())]
+
+    model = make()
+    expected = gradients(make(), lambda: None)
+    with scope(model) as casts:
+        got = gradients(model, casts.remove if ended else lambda: None)
+    assert all(map(torch.equal, got, expected))
+
+
+@SCOPES
+def test_selective_checkpointing_within_a_policy(scope: Any) -> None:
+    """A rule that runs in Python takes its cast of a weight from outside of the block, once it is kept."""
+    policy = amp_core.OpPolicy.default("cpu").override({"softmax": "lower_precision_fp"})
+    weight = nn.Parameter(X.clone())
+    model = nn.Module()
+    model.weight = weight
+    contexts = functools.partial(create_selective_checkpoint_contexts, save_all)
+
+    def gradients() -> list[torch.Tensor]:
+        weight.grad = None
+        for _ in range(3):
+            x = X.clone().requires_grad_()
+            with autocast("cpu", policy=policy):
+                outside = torch.softmax(weight, -1)
+                inside = checkpoint(
+                    lambda x: torch.softmax(weight, -1) @ torch.softmax(x, -1),
+                    x,
+                    use_reentrant=False,
+                    context_fn=contexts,
+                )
+            (outside.float() * inside.float()).sum().backward()
+        return [weight.grad.clone(), x.grad]
+
+    with scope(model):
+        first, second = gradients(), gradients()
+    assert all(map(torch.equal, first, second))
