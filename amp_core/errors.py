@@ -52,7 +52,7 @@ class BackendConflictError(BackendError):
 
 
 class BackendDisabledError(BackendError):
-    """The backend is disabled by ``AMP_DISABLE_BACKENDS`` or ``AMP_PLUGIN_AUTOLOAD``."""
+    """``AMP_DISABLE_BACKENDS`` names the device type."""
 
 
 class KernelLaunchError(BackendError):
@@ -117,7 +117,7 @@ class AmpWarning(UserWarning):
 
 
 class PluginWarning(AmpWarning):
-    """A third-party plugin failed to load and was skipped."""
+    """A third-party plugin failed to load and was skipped, or it changed global state while loading."""
 
 
 class TorchFeatureWarning(AmpWarning):
@@ -125,7 +125,7 @@ class TorchFeatureWarning(AmpWarning):
 
 
 class EmulationWarning(AmpWarning):
-    """A recipe is in force on a device that only emulates its formats; issued once per device type."""
+    """A recipe is in force on a device that only emulates its formats; once per device type and reason."""
 
 
 class SkippedStepsWarning(AmpWarning):

@@ -1,4 +1,4 @@
-"""What rests on private torch names, and what becomes of it when a torch release changes them.
+"""Features that depend on private torch names, and how each degrades when torch changes them.
 
 Each feature lists the private names that it uses. Names are resolved once, when the module that uses them is
 imported. A feature whose names are missing, or whose probe fails, is off; everything else goes on. The first

@@ -128,9 +128,10 @@ def count_lost_updates(model: nn.Module, optimizer: Optimizer) -> LostUpdates:
     """Count the updates that the low-precision weights of `model` lose at each step of `optimizer`.
 
     Before each step, the optimizer steps on float32 copies of its bfloat16 and float16 parameters, gradients
-    and states, one bucket of 64 MiB at a time. An update is lost if that changes an element and the
-    real step does not. The real step is as without the count. For a weight that `master_weights` stores, use
-    its ``lost_updates=True``.
+    and states, one bucket (`Backend.grad_bucket_nbytes`) at a time; an optimizer from outside ``torch.optim``
+    gets all parameters at once. An update is lost if that changes an element and the real step does not. The
+    real step is as without the count. For a weight that `master_weights` stores, use its
+    ``lost_updates=True``.
 
     The records of `GradScaler` have the counts too: ``scaler.history[-1].lost_updates``. Only reading waits
     for the device.

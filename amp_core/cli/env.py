@@ -8,6 +8,7 @@ import os
 import platform
 import sys
 
+from amp_core.common import environment as _env
 from amp_core.common.versions import installed_version
 
 _PACKAGES = (
@@ -64,7 +65,8 @@ def _settings() -> dict[str, str]:
     import torch
 
     names = sorted(name for name in os.environ if name.startswith("AMP_"))
-    names += [name for name in ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "RANK") if name in os.environ]
+    others = (*_env.VISIBLE_GPUS, _env.CPU_CAPABILITY, _env.C_COMPILER, _env.RANK, "OMP_NUM_THREADS")
+    names += [name for name in others if name in os.environ]
     settings = {name: os.environ[name] for name in names}
     settings["CUDA of torch"] = torch.version.cuda or torch.version.hip or "none"
     settings["threads of torch"] = str(torch.get_num_threads())

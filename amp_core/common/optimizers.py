@@ -85,7 +85,7 @@ def watch_steps(
 
 @once
 def _watching(after: bool) -> list[Callable[[Optimizer], None]]:
-    """Return who is called; torch's hook stays for good, as above."""
+    """Return the list of callbacks of one permanent hook."""
     calls: list[Callable[[Optimizer], None]] = []
 
     def tell(optimizer: Optimizer, _args: object, _kwargs: object) -> None:

@@ -59,7 +59,7 @@ class Kernels(ABC):
     """Shown by ``amp backends``, with `reason`."""
 
     reason: str = ""
-    """Why faster kernels are not used, if that applies."""
+    """Details for ``amp backends``, such as why faster kernels are not used."""
 
     def layout(self, tensors: Sequence[Tensor]) -> object:  # noqa: ARG002
         """Return what `prepare` needs to know about `tensors` except their addresses; by default nothing.

@@ -86,7 +86,7 @@ RESULTS: dict[str, tuple[Callable[[object], bool], str]] = {
 
 
 COMPUTED = (property, functools.cached_property)
-"""What attributes may be, and methods not."""
+"""Descriptors that are allowed for attributes but not for methods."""
 
 _WITH_ARGUMENTS = ("dtype_reason", "autocast_refusal")
 

@@ -43,7 +43,8 @@ class autocast(Region):  # noqa: N801  # torch's name
 
     Warns:
         UserWarning: the device is missing or does not support `dtype`; the region is disabled.
-        EmulationWarning: the policy has recipes, and the device emulates them; once per device type.
+        EmulationWarning: the policy has recipes, and the device emulates them; once per device
+            type and reason.
 
     Example:
         >>> import torch, amp_core

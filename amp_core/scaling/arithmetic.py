@@ -117,10 +117,10 @@ def overflows(norm: Tensor, divisor: Tensor, *, wide: bool = False) -> Tensor | 
     """
     if on_host(divisor) and read(divisor) >= 1.0:
         return None
-    largest = torch.finfo(torch.float64).max if wide else _MAX
+    largest = torch.finfo(torch.float64).max if wide else FLOAT32_MAX
     # Less than half of the smallest normal number has no finite reciprocal.
-    limit = (divisor - _TINY / 2).to(norm.dtype) * largest
+    limit = (divisor - FLOAT32_TINY / 2).to(norm.dtype) * largest
     return ((norm < limit).logical_not() & (divisor < 1.0)).float()
 
 
-_TINY, _MAX = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+FLOAT32_TINY, FLOAT32_MAX = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max

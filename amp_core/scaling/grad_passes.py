@@ -12,6 +12,8 @@ from torch import Tensor
 from amp_core.kernels import GradStats
 from amp_core.kernels.memory import on_host, read
 from amp_core.scaling.arithmetic import (
+    FLOAT32_MAX,
+    FLOAT32_TINY,
     any_of,
     clip_on_host,
     inverse_of,
@@ -146,7 +148,7 @@ def clip_factor(
     flags = list(stats.flags.values())
     if not on_host(stats.norm, scale, *flags) or not isinstance(max_norm, (int, float)):
         true_norm, factors = unscale_and_clip(stats.norm, scale, max_norm, as_divisor=as_divisor)
-        lost = factors > _MAX if as_divisor else factors < _TINY
+        lost = factors > FLOAT32_MAX if as_divisor else factors < FLOAT32_TINY
         if isinstance(max_norm, Tensor):
             lost &= max_norm > 0.0
         if isinstance(max_norm, Tensor) or max_norm > 0.0:
@@ -218,9 +220,6 @@ def _flag(stats: GlobalGradStats, found: Tensor) -> GlobalGradStats:
     device = stats.norm.device
     flags[device] = torch.maximum(flags[device], found) if device in flags else found
     return stats._replace(flags=flags)
-
-
-_TINY, _MAX = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 
 
 def multiply_and_flag_(

@@ -31,7 +31,7 @@ class _MultiDeviceReplicator:
 
 
 class Unscaled(NamedTuple):
-    """What tells whether a backward pass has added to gradients since they were unscaled.
+    """A snapshot at `unscale_`, to detect a later backward pass into the same gradients.
 
     Attributes:
         losses: how many losses had been scaled.
