@@ -124,9 +124,10 @@ class OpPolicy:
     def uniform(cls, device_type: str) -> OpPolicy:
         """Return the policy that treats each op the same way on every device.
 
-        It is torch's CUDA list with four changes: it adds ops that only the CPU list runs in float32,
-        promotes by `torch.promote_types`, casts the inputs of index and scatter ops to the dtype of their
-        destination, and gives a hint where torch bans ``binary_cross_entropy``.
+        It is the list that torch's accelerators share, with changes: it adds ops that only the CPU list runs
+        in float32, and runs recurrent layers in low precision as a whole. It promotes by
+        `torch.promote_types`, also in ``cat`` and ``stack``, casts the inputs of index and scatter ops to the
+        dtype of their destination, and gives a hint where torch bans ``binary_cross_entropy``.
 
         Args:
             device_type: a device type, such as ``"cuda"``.
