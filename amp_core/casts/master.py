@@ -96,7 +96,8 @@ def master_weights(
     DistributedDataParallel work as usual; in these cases gradients go through autograd, as those of a CPU's
     weights of up to 256 KiB always do. Otherwise, hooks on a weight's ``AccumulateGrad`` node receive None as
     the gradient; they run once ``.grad`` is complete.
-    Like `cached_casts`, it has no effect under ``torch.compile`` and ``torch.func``.
+    Like `cached_casts`, it has no effect under ``torch.compile``, ``torch.func`` and selective checkpointing,
+    and leaves small models on the CPU to torch while each optimizer step follows one region.
 
     With another `storage`, the parameters themselves become bfloat16 and there are no masters. The optimizer
     steps in float32 on one bucket of parameters after another; then the storage decides what stays, in the

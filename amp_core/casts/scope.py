@@ -18,6 +18,7 @@ from typing_extensions import Self
 
 from amp_core._torch import cast_cache
 from amp_core._torch.list_writes import see_list_writes
+from amp_core._torch.op_kernels import POLICIES
 from amp_core._torch.tensors import is_dtensor, part_of
 from amp_core._torch.tracing import outside_graphs
 from amp_core.casts.bulk import cast_weights
@@ -64,14 +65,15 @@ class CachedCasts(LocalHandle):
                 "This cached_casts scope is already active. Create one scope per `with` statement; do not "
                 "enter a persistent one."
             )
+        may_rest = self._model.training and torch.is_grad_enabled() and POLICIES.works()
+        if not (may_rest and self._only_reuse_pays()):
+            self._end_serving = serve_casts(self._cache, self._device_types())
         self._is_active = True
         after_every_step(_drop_stepped)
         see_list_writes()
         _see_new_parts()
         _see_regions()
         _scopes.add(self)
-        if not (self._only_reuse_pays() and self._model.training and torch.is_grad_enabled()):
-            self._serve()
         return self
 
     def _only_reuse_pays(self) -> bool:
@@ -198,8 +200,7 @@ def cached_casts(model: nn.Module, *, persistent: bool = False, debug: bool = Fa
 
     ``torch.autocast`` casts weights again in every outermost region, and frozen ones at every use.
     In this scope a cast persists across regions, micro-batches and inference calls. On CPUs, a model whose
-    weights are all trained and of up to 4 MiB is left to torch until a second region ends without a change of
-    the weights, and after two optimizer steps with one region each.
+    weights are all trained and of up to 4 MiB is left to torch while each optimizer step follows one region.
 
     A cast is renewed when the weight's version counter, memory, shape, strides or ``requires_grad`` change
     (in-place updates, ``load_state_dict``, ``.to()``, ``.data = ...``), when the weight gains its first

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import amp_core
 from amp_core import autocast, cached_casts, master_weights
+from amp_core._torch.op_kernels import POLICIES
 from amp_core.dispatch.engine import engine
 
 X = torch.linspace(-1, 1, 36).reshape(6, 6)
@@ -127,6 +128,16 @@ def test_a_region_within_a_region_is_no_other(scope: Any) -> None:
             assert not is_served()
             with torch.no_grad():
                 model[0].weight.add_(1)
+
+
+@SCOPES
+def test_a_torch_without_kernels_in_python_is_refused_at_once(
+    scope: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A region raises the error when it ends, in the middle of a step."""
+    monkeypatch.setattr(POLICIES, "_fault", "has no dispatcher")
+    with pytest.raises(amp_core.TorchFeatureError, match="has no dispatcher"):
+        scope(make()).__enter__()
 
 
 def test_a_scope_that_ended_stays_ended() -> None:
