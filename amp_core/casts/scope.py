@@ -211,8 +211,9 @@ def cached_casts(model: nn.Module, *, persistent: bool = False, debug: bool = Fa
 
     Writes through ``.data`` (``w.data += ...`` too) or a NumPy view, or by other processes (shared memory),
     cannot be detected: call `CachedCasts.invalidate` after them.
-    Under ``torch.compile`` the scope has no effect: the compiler plans its own casts. DTensors, as tensor
-    parallelism has them, are covered. Weights that FSDP shards are cast at each use, with a warning.
+    Under ``torch.compile`` and selective checkpointing the scope has no effect: the compiler plans its own
+    casts, and a checkpoint numbers them. DTensors, as tensor parallelism has them, are covered. Weights that
+    FSDP shards are cast at each use, with a warning.
 
     Args:
         model: the model whose float32 parameters, including frozen ones, are covered.
