@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Container, MutableMapping
 from dataclasses import dataclass
@@ -9,13 +10,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 
 from amp_core._torch.autograd import current_autograd_node
 from amp_core._torch.dispatcher import Overload, dispatcher_name, short_name
 from amp_core._torch.tensors import part_of
-from amp_core.common.arguments import check_module
+from amp_core.common.arguments import as_whole, check_module
 from amp_core.common.identity import WeakIdentityMapping
+from amp_core.common.optimizers import parameters_of
 from amp_core.common.text import dtype_name
 from amp_core.debugging.attached import Attached
 from amp_core.debugging.capture import extent, is_readable
@@ -23,6 +26,7 @@ from amp_core.debugging.op_kinds import floats_in
 from amp_core.debugging.places import Lines, Place
 from amp_core.debugging.ranges import Extent
 from amp_core.debugging.sink import BACKWARD, Sink, Where
+from amp_core.debugging.state_keeper import generator_states, with_generators, with_own_buffers
 from amp_core.debugging.tap import Tap, muted
 from amp_core.errors import NonFiniteError
 from amp_core.plugin import get_backend, hookimpl, register, unregister
@@ -81,11 +85,12 @@ class Guard(Attached, Sink):
         self, model: nn.Module, steps: Container[int] | Callable[[int], bool] | None, patience: int
     ) -> None:
         check_module(model, "guard")
-        if patience < 1:
-            raise ValueError(f"patience= must be at least 1 skipped step, not {patience}.")
+        if steps is not None and not callable(steps) and not hasattr(steps, "__contains__"):
+            raise TypeError(f"steps= must be a collection of numbers, or a function of one, not {steps!r}.")
         self._chosen = steps if callable(steps) else (steps or ()).__contains__
         self.fault: OpFault | None = None
-        self._patience, self._skips = patience, 0
+        self._patience = as_whole(patience, "patience", 1)
+        self._skips: MutableMapping[Optimizer, int] = WeakIdentityMapping()
         self._scaled: MutableMapping[Optimizer, object] = WeakIdentityMapping()
         self._tap: Tap | None = None
         self._masked = self._masks_result = False
@@ -94,15 +99,20 @@ class Guard(Attached, Sink):
         self._removers += [lambda: unregister(self), self._stop]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_scaled": None, "_tap": None}
+        return {**super().__getstate__(), "_scaled": None, "_skips": None, "_tap": None}
 
     # Steps that are only watched.
 
     def _before(self) -> None:
         self._stop()
         in_backward = current_autograd_node() is not None  # a tap that starts there would end with it
-        if not in_backward and (self._chosen(self.step) or self._skips >= self._patience):
+        if not in_backward and (self._chosen(self.step) or self._has_no_patience()):
             self._observe().places.enter(self.model)
+        else:
+            self._generators = generator_states()
+
+    def _has_no_patience(self) -> bool:
+        return any(skips >= self._patience for skips in self._skips.values())
 
     def _after(self, args: Any, kwargs: Any, result: Any) -> None:
         results = floats_in(result)
@@ -122,10 +132,18 @@ class Guard(Attached, Sink):
         raise NonFiniteError(f"The result of step {self.step} has inf or NaN, but no op made them: {reason}.")
 
     def _replay(self, args: Any, kwargs: Any) -> None:
+        model = self.model
+        if isinstance(model, DistributedDataParallel):  # it would wait for ranks whose results are finite
+            model = model.module
+        if any(map(_is_sharded, model.modules())):
+            raise NonFiniteError(
+                f"The result of step {self.step} has inf or NaN. Modules are sharded, so ranks must look for "
+                f"the op together: run the program again with amp_core.guard(model, steps=[{self.step}])."
+            )
         self._observe()
         try:
-            with torch.no_grad():
-                self.model(*args, **kwargs)
+            with torch.no_grad(), with_generators(self._generators), with_own_buffers(model):
+                model(*args, **kwargs)
         finally:
             self._stop()
 
@@ -144,16 +162,19 @@ class Guard(Attached, Sink):
     def _all_finite(self, tensors: list[Tensor]) -> bool:
         by_device: dict[torch.device, list[Tensor]] = {}
         for tensor in _readable(tensors):
-            by_device.setdefault(tensor.device, []).append(tensor.detach())
+            by_device.setdefault(tensor.device, []).append(_wide(tensor.detach()))
         with muted():
             kernels = ((get_backend(device.type).kernels(), group) for device, group in by_device.items())
             return not any(bool(k.grad_stats(group).found_inf) for k, group in kernels)
 
     @hookimpl
     def amp_step(self, scaler: Any, record: Any) -> None:
-        """Count skipped steps in a row."""
+        """Count skipped steps in a row, of each optimizer that has parameters of the model."""
         self._scaled.update(scaler.last_step)
-        self._skips = self._skips + 1 if record.skipped else 0
+        mine = {id(parameter) for parameter in self.model.parameters()}
+        for optimizer, last in scaler.last_step.items():
+            if last is record and any(id(p) in mine for p in parameters_of(optimizer)):
+                self._skips[optimizer] = self._skips.get(optimizer, 0) + 1 if record.skipped else 0
 
     # Steps in which every op is observed.
 
@@ -227,8 +248,8 @@ class Guard(Attached, Sink):
     @staticmethod
     def _is_new(inputs: list[Tensor], written: list[Tensor], result: Tensor) -> bool:
         """Return whether the op made inf of finite numbers, or NaN of numbers."""
-        others = [t for t in inputs if not any(t is one for one in written)]
-        nan = bool(result.isnan().any())
+        others = [_wide(t) for t in inputs if not any(t is one for one in written)]
+        nan = bool(_wide(result).isnan().any())
         return not any(bool(t.isnan().any()) if nan else not bool(t.isfinite().all()) for t in others)
 
 
@@ -239,7 +260,17 @@ def _readable(tensors: list[Tensor]) -> list[Tensor]:
 
 def _have_nan(tensors: list[Tensor]) -> bool:
     with muted():
-        return any(bool(t.detach().isnan().any()) for t in _readable(tensors))
+        return any(bool(_wide(t.detach()).isnan().any()) for t in _readable(tensors))
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """Return float8 values in float32: float8 supports almost no ops."""
+    return tensor.float() if tensor.element_size() < 2 else tensor
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, (fsdp.FSDPModule, fsdp.FullyShardedDataParallel))
 
 
 def guard(
@@ -249,7 +280,8 @@ def guard(
 
     The guard stays on the model until ``remove()``, or to the end of a ``with`` block. In most steps it only
     checks the model's result and, before an optimizer without a scaler steps, the gradients: one pass over
-    each. If the result is not finite, it runs the forward pass again and stops at the op. In the chosen
+    each. If the result is not finite, it runs the forward pass again, with the same random numbers and on
+    copies of the buffers, and stops at the op; a model that FSDP shards it asks to run again. In the chosen
     steps it checks every op, forward and backward; they take several times as long.
 
     amp-core's `GradScaler` may skip steps: the guard stops only after `patience` of them in a row, at the op
@@ -262,13 +294,13 @@ def guard(
         model: the model to guard, as it is called in training.
         steps: the steps in which to check every op, such as ``range(100, 110)``, or a function of the
             number. In these steps a loss scale that is too large also counts as a fault.
-        patience: the number of steps that a `GradScaler` may skip in a row.
+        patience: the number of steps of one optimizer of the model that a `GradScaler` may skip in a row.
 
     Returns:
         The guard, which is active already.
 
     Raises:
-        TypeError: `model` is not a module.
+        TypeError: `model` is not a module, `steps` no collection, or `patience` no integer.
         ValueError: `patience` is below 1.
 
     Example:

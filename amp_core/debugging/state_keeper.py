@@ -174,6 +174,63 @@ def _reshard(modules: Iterable[nn.Module]) -> None:
 
 
 @contextlib.contextmanager
+def with_own_buffers(model: nn.Module) -> Iterator[None]:
+    """Let `model` write to copies of its buffers in a block: a graph may need them as they are."""
+    kept = [(module._buffers, dict(module._buffers)) for module in model.modules()]
+    copies: dict[int, Tensor] = {}
+    try:
+        for buffers, originals in kept:
+            for name, buffer in originals.items():
+                if buffer is not None:
+                    copies.setdefault(id(buffer), buffer.detach().clone())
+                    buffers[name] = copies[id(buffer)]
+        yield
+    finally:
+        for buffers, originals in kept:
+            buffers.clear()
+            buffers.update(originals)
+
+
+Generators = tuple[object, Tensor, "Tensor | None"]
+"""The states of Python's, the CPU's and the current accelerator's generator."""
+
+
+def generator_states() -> Generators:
+    """Return the states of the generators that a forward pass draws from by default."""
+    module = _accelerator()
+    return random.getstate(), torch.get_rng_state(), None if module is None else module.get_rng_state()
+
+
+@contextlib.contextmanager
+def with_generators(states: Generators) -> Iterator[None]:
+    """Let the generators continue from `states` in a block, and afterwards from where they were."""
+    before = generator_states()
+    try:
+        _set_generators(states)
+        yield
+    finally:
+        _set_generators(before)
+
+
+def _set_generators(states: Generators) -> None:
+    of_python, of_cpu, of_accelerator = states
+    random.setstate(of_python)  # type: ignore[arg-type]
+    torch.set_rng_state(of_cpu)
+    module = _accelerator()
+    if module is not None and of_accelerator is not None:
+        module.set_rng_state(of_accelerator)
+
+
+def _accelerator() -> Any:
+    """Return the module of the accelerator in use; None without one, or if it has no generator."""
+    accelerator = torch.accelerator.current_accelerator()
+    module: Any = None if accelerator is None else torch.get_device_module(accelerator)
+    if not hasattr(module, "get_rng_state") or not getattr(module, "is_initialized", lambda: True)():
+        return None
+    return module
+
+
+@contextlib.contextmanager
 def seeded(seed: int, device_type: str) -> Iterator[None]:
     """Seed torch and `random` for a block, and restore their state afterwards."""
     state = random.getstate()

@@ -15,7 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from amp_core._torch.tensors import part_of
 from amp_core._torch.tracing import outside_graphs
-from amp_core.common.arguments import check_module, home_of
+from amp_core.common.arguments import as_whole, check_module, home_of
 from amp_core.common.text import dtype_name
 from amp_core.debugging import saved
 from amp_core.debugging.attached import Attached, Hook, repeats_forward
@@ -42,14 +42,12 @@ class Watch(Attached, Report):
 
     def __init__(self, model: nn.Module, every: int, dtype: Any, limit: int) -> None:
         check_module(model, "watch")
-        if every < 1 or limit < 1:
-            raise ValueError(f"every= and limit= must be at least 1, not {every} and {limit}.")
         if uncompiled(model) is not model:
             raise TypeError("watch() needs the model itself: pass the one that was given to torch.compile().")
         self.entries: list[Entry] = []
         self.format = Format.of(dtype or _default_dtype(model))
         self.environment = saved.environment()
-        self._every, self._limit = every, limit
+        self._every, self._limit = as_whole(every, "every", 1), as_whole(limit, "limit", 1)
         self._hooks: list[Any] = []
         self._seen: Any = WeakIdKeyDictionary()
         super().__init__(model)  # last: a watch that is refused must leave no hook

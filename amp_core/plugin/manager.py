@@ -262,9 +262,15 @@ def _warn_of_changes(owner: Owner, changed: list[str]) -> None:
 
 def _warn(failure: Failure | None) -> None:
     if failure is not None and not _env.strict_plugins():
+        # To disable the device type would disable the backend that it conflicts with, too.
+        conflicts = isinstance(failure.error, BackendConflictError)
+        silence = (
+            ""
+            if conflicts
+            else f"{_env.DISABLE_BACKENDS}={failure.owner.plugin} to silence this warning, or "
+        )
         warnings.warn(
-            f"{failure}. The plugin was skipped; other backends are not affected. Set "
-            f"{_env.DISABLE_BACKENDS}={failure.owner.plugin} to silence this warning, or "
+            f"{failure}. The plugin was skipped; other backends are not affected. Set {silence}"
             f"{_env.STRICT_PLUGINS}=1 to raise the error.",
             PluginWarning,
             stacklevel=level_outside(),

@@ -41,6 +41,7 @@ class LossScales:
     Attributes:
         own: the scale of losses without a key.
         keyed: key -> scale, for the keys that were used.
+        in_window: each optimizer with an open `AccumulationWindow`, and the key of its scale.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class LossScales:
                 raise TypeError(f"A schedule must be an amp_core.LossScaleSchedule, not {each!r}.")
         self.own = LossScale(init_scale, schedule)
         self.keyed: dict[str, LossScale] = {}
+        self.in_window: list[tuple[Optimizer, str | None]] = []
         self._init_scale, self._schedules = init_scale, dict(schedules)
 
     def for_loss(self, key: str | None) -> LossScale:
@@ -95,13 +97,17 @@ class LossScales:
             AssertionError: no loss was scaled yet; torch's text.
             ValueError: no loss was scaled under `key`; or it is missing, and all losses had keys; or there
                 are no optimizers, or their gradients have different scales.
-            RuntimeError: another key was given for one of them since the last update.
+            RuntimeError: another key was given for one of them since the last update; or one has an open
+                `AccumulationWindow`.
             TypeError: one is no optimizer.
         """
         for each in optimizers:
             check_optimizer(each, call)
         if not optimizers:
             raise ValueError(_NOT_ONE.format(call=call, count=0))
+        for each, _ in self.in_window:
+            if any(each is optimizer for optimizer in optimizers):
+                raise RuntimeError(_IN_WINDOW.format(call=call, of=f" of this {type(each).__name__}"))
         loss_scale = self.own
         if key is not None or self.keyed:
             loss_scale, *others = [self._in_use(optimizer, key, call) for optimizer in optimizers]
@@ -128,10 +134,18 @@ class LossScales:
         return wanted
 
     def to_update(self, new_scale: float | Tensor | None, key: str | None) -> list[LossScale]:
-        """Return the scales that `GradScaler.update` moves."""
+        """Return the scales that `GradScaler.update` moves.
+
+        Raises:
+            RuntimeError: gradients in an open `AccumulationWindow` have one of them.
+        """
         if key is not None or new_scale is not None or not self.keyed:
-            return [self.of(key)]
-        return [scale for scale in (self.own, *self.keyed.values()) if scale.has_flags()] or [self.own]
+            scales = [self.of(key)]
+        else:
+            scales = [s for s in (self.own, *self.keyed.values()) if s.has_flags()] or [self.own]
+        if any(scale.key == used for scale in scales for _, used in self.in_window):
+            raise RuntimeError(_IN_WINDOW.format(call="update", of=""))
+        return scales
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of all scales, those of keys under ``"_keys"``; waits for the device."""
@@ -158,6 +172,10 @@ class LossScales:
             self.keyed[key] = scale
 
 
+_IN_WINDOW = (
+    "{call}(){of} was called inside an AccumulationWindow, which weighs the gradients and reports an overflow "
+    "when it closes. Leave the window first."
+)
 _NOT_ONE = (
     "{call}() of {count} optimizers: optimizers that step as one need one scale, so there must be at least "
     "one, and the losses of all must be scaled under the same key."

@@ -87,12 +87,21 @@ class AccumulationWindow:
     def __enter__(self) -> AccumulationWindow:
         if self._is_open:
             raise RuntimeError("This AccumulationWindow is already open. Enter it once for each step.")
+        open_windows = self._scaler._scales.in_window if self._scaler.is_enabled() else []
+        if any(optimizer is self._optimizer for optimizer, _ in open_windows):
+            raise RuntimeError(
+                f"Another AccumulationWindow of this {type(self._optimizer).__name__} is open. Leave it first."
+            )
+        open_windows.append((self._optimizer, self._key))
         self._flags, self._nonfinite = [], None
         self._is_open = True
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
         self._is_open = False
+        if self._scaler.is_enabled():
+            scales = self._scaler._scales
+            scales.in_window = [each for each in scales.in_window if each[0] is not self._optimizer]
         if kind is None and self._flags:
             self._close()
 

@@ -297,3 +297,46 @@ def test_parameters_that_come_late(seed: int) -> None:
             scaler.step(optimizer)
             scaler.update()
             scaler.update(8.0)
+
+
+@pytest.mark.parametrize("call", ["step", "step_clipped", "unscale_", "clip_grad_norm_", "update"])
+def test_what_a_step_does_waits_for_the_window(call: str) -> None:
+    """One wrong indent takes the step before the sum is weighed, or all micro-batches were bad."""
+    param = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([param], lr=1.0, weight_decay=0.5)
+    scaler = GradScaler("cpu", init_scale=4.0)
+    calls = {
+        "step": lambda: scaler.step(optimizer),
+        "step_clipped": lambda: scaler.step(optimizer, max_norm=1.0),
+        "unscale_": lambda: scaler.unscale_(optimizer),
+        "clip_grad_norm_": lambda: scaler.clip_grad_norm_(optimizer, 1.0),
+        "update": scaler.update,
+    }
+    window = AccumulationWindow(scaler, optimizer)
+    with window:
+        for factor in (1.0, torch.nan):
+            with window.micro_batch():
+                scaler.scale((param * factor).sum()).backward()
+            with pytest.raises(RuntimeError, match="Leave the window first"):
+                calls[call]()
+            with pytest.raises(RuntimeError, match="is open"), AccumulationWindow(scaler, optimizer):
+                pass
+    scaler.step(optimizer)
+    scaler.update()
+    assert param.tolist() == [1.0 - 2.0 - 0.5] * 2
+    assert scaler.get_scale() == 2.0
+
+
+def test_another_optimizer_may_step_beside_a_window() -> None:
+    """A window of the generator refuses the critic's step, whose scale is its own."""
+    params = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+    mine, other = (torch.optim.SGD([p], lr=1.0) for p in params)
+    scaler = GradScaler("cpu", init_scale=4.0)
+    with AccumulationWindow(scaler, mine, key="mine") as window, window.micro_batch():
+        scaler.scale(params[0].sum(), key="mine").backward()
+        scaler.scale(params[1].sum(), key="other").backward()
+        scaler.step(other, key="other")
+        scaler.update(key="other")
+    scaler.step(mine, key="mine")
+    scaler.update()
+    assert [p.tolist() for p in params] == [[0.0, 0.0]] * 2
