@@ -53,6 +53,7 @@ class WeightCache:
         self._named_weights = named_weights
         self._make = make
         self.memory = KeptMemory()
+        self.is_kept = True
         self._slots: dict[int, _Slot] = {}
         # Parameters of other models. A weak reference to a tensor would forbid torch.utils.swap_tensors.
         self._foreign: dict[int, tuple[int, WeakStorage]] = {}
@@ -74,6 +75,8 @@ class WeightCache:
         if entry is None or not entry.is_fresh(weight):
             small = is_small_on_host(weight)
             entry = self._cast_alone(weight, dtype) if small else self._cast_stale(slot, dtype)
+            if not self.is_kept:  # the scope has ended meanwhile
+                self.invalidate([weight])
         if entry is not None and self.debug:
             _check(slot, entry.cast)
         return None if entry is None else entry.cast

@@ -28,7 +28,7 @@ from amp_core.common.arguments import check_module
 from amp_core.common.call_site import level_outside
 from amp_core.common.handle import LocalHandle
 from amp_core.common.once import once
-from amp_core.common.optimizers import after_every_step, parameters_of
+from amp_core.common.optimizers import after_every_step, before_every_step, parameters_of
 from amp_core.dispatch import kept_operands
 from amp_core.dispatch.engine import serve_casts
 from amp_core.errors import AmpWarning
@@ -67,8 +67,9 @@ class CachedCasts(LocalHandle):
             )
         may_rest = self._model.training and torch.is_grad_enabled() and POLICIES.works()
         if not (may_rest and self._only_reuse_pays()):
-            self._end_serving = serve_casts(self._cache, self._device_types())
+            self._end_serving = self._begin_serving()
         self._is_active = True
+        before_every_step(_drop_before_fused)
         after_every_step(_drop_stepped)
         see_list_writes()
         _see_new_parts()
@@ -79,11 +80,15 @@ class CachedCasts(LocalHandle):
     def _only_reuse_pays(self) -> bool:
         return not self._cache.debug and only_reuse_pays(self._cache.weights())
 
+    def _begin_serving(self) -> Callable[[], None]:
+        self._cache.is_kept = True
+        return serve_casts(self._cache, self._device_types())
+
     def _serve(self) -> None:
         """Let ops use the casts."""
         with self._lock:
             if self._is_active and self._end_serving is None:
-                self._end_serving = serve_casts(self._cache, self._device_types())
+                self._end_serving = self._begin_serving()
 
     def _rest(self) -> None:
         """Leave ops to torch's kernels, and free the casts."""
@@ -91,6 +96,7 @@ class CachedCasts(LocalHandle):
             if self._end_serving is not None:
                 end, self._end_serving = self._end_serving, None
                 end()
+                self._cache.is_kept = False  # first: another thread may be casting
                 self._cache.invalidate()
                 self._cache.memory.clear()
 
@@ -142,6 +148,13 @@ def _part_was_added(_module: nn.Module, _name: str, part: Tensor | nn.Module | N
     if part is not None:
         for scope in list(_scopes):
             scope._cache.look_again(part)
+
+
+def _drop_before_fused(optimizer: Optimizer) -> None:
+    """Drop casts before a fused step: it may raise, and its own hooks run before `_drop_stepped`."""
+    if not torch.compiler.is_dynamo_compiling() and getattr(optimizer, "defaults", {}).get("fused"):
+        for scope in list(_scopes):
+            scope.invalidate(parameters_of(optimizer))
 
 
 def _drop_stepped(optimizer: Optimizer) -> None:

@@ -52,6 +52,12 @@ def after_every_step(callback: Callable[[Optimizer], None]) -> None:
     register_optimizer_step_post_hook(lambda optimizer, _args, _kwargs: callback(optimizer))
 
 
+@once
+def before_every_step(callback: Callable[[Optimizer], None]) -> None:
+    """Call `callback` before each step, as `after_every_step` does after it."""
+    register_optimizer_step_pre_hook(lambda optimizer, _args, _kwargs: callback(optimizer))
+
+
 def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
     """Return the optimizers that `optimizer`, which has all of their parameters, steps itself."""
     values = getattr(optimizer, "__dict__", {}).values()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import replace
 from functools import cached_property
 from types import ModuleType
@@ -153,7 +153,7 @@ class Manager:
                 except BaseException:  # interrupted, so allow another attempt
                     del self._loaded[key]
                     raise
-                _warn(self._loaded[key])
+                _warn(self._loaded[key], set(self.registry))
                 if changed:
                     _warn_of_changes(candidate.owner(), changed)
             _raise_if_strict(self._loaded[key])
@@ -260,15 +260,11 @@ def _warn_of_changes(owner: Owner, changed: list[str]) -> None:
     )
 
 
-def _warn(failure: Failure | None) -> None:
+def _warn(failure: Failure | None, served: Set[str]) -> None:
     if failure is not None and not _env.strict_plugins():
-        # To disable the device type would disable the backend that it conflicts with, too.
-        conflicts = isinstance(failure.error, BackendConflictError)
-        silence = (
-            ""
-            if conflicts
-            else f"{_env.DISABLE_BACKENDS}={failure.owner.plugin} to silence this warning, or "
-        )
+        name = failure.owner.plugin
+        # To disable a served device type would disable the backend that the plugin conflicts with, too.
+        silence = "" if name in served else f"{_env.DISABLE_BACKENDS}={name} to silence this warning, or "
         warnings.warn(
             f"{failure}. The plugin was skipped; other backends are not affected. Set {silence}"
             f"{_env.STRICT_PLUGINS}=1 to raise the error.",

@@ -173,8 +173,8 @@ class LossScales:
 
 
 _IN_WINDOW = (
-    "{call}(){of} was called inside an AccumulationWindow, which weighs the gradients and reports an overflow "
-    "when it closes. Leave the window first."
+    "{call}(){of} was called inside an AccumulationWindow, which weighs the gradients and reports an "
+    "overflow when it closes. Leave the window first."
 )
 _NOT_ONE = (
     "{call}() of {count} optimizers: optimizers that step as one need one scale, so there must be at least "

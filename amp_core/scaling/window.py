@@ -90,7 +90,8 @@ class AccumulationWindow:
         open_windows = self._scaler._scales.in_window if self._scaler.is_enabled() else []
         if any(optimizer is self._optimizer for optimizer, _ in open_windows):
             raise RuntimeError(
-                f"Another AccumulationWindow of this {type(self._optimizer).__name__} is open. Leave it first."
+                f"Another AccumulationWindow of this {type(self._optimizer).__name__} is open. Leave it "
+                f"first."
             )
         open_windows.append((self._optimizer, self._key))
         self._flags, self._nonfinite = [], None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import threading
@@ -16,6 +17,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import amp_core
 from amp_core import autocast, cached_casts
+from amp_core.casts import cache
+from amp_core.dispatch import weight_casts
 from amp_core.kernels import PORTABLE
 
 X = torch.linspace(-1, 1, 24).reshape(4, 6)
@@ -238,6 +241,40 @@ def test_a_fused_step_within_a_region() -> None:
             torch.clear_autocast_cache()
             net.y = net(X)
     assert torch.equal(model.y, plain.y)
+
+
+@pytest.mark.parametrize("scope", [cached_casts, amp_core.master_weights])
+def test_what_runs_between_a_fused_step_and_its_end(scope: Any) -> None:
+    """A post hook of the optimizer, or what follows a step that raised, gets the casts from before."""
+
+    def outputs(scope: Any) -> list[torch.Tensor]:
+        model, seen = make(), []
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5, fused=True)
+        with scope(model):
+            forward(model).float().square().sum().backward()
+            optimizer.register_step_post_hook(lambda *_: seen.append(forward(model)))
+            optimizer.step()
+            forward(model)
+            optimizer.add_param_group({"params": [nn.Parameter(X)], "fused": True})
+            optimizer.param_groups[1]["params"][0].grad = torch.ones_like(X)
+            optimizer.param_groups[1]["momentum"] = "wrong"
+            with pytest.raises((TypeError, RuntimeError)):
+                optimizer.step()
+            seen.append(forward(model))
+        return seen
+
+    assert all(map(torch.equal, outputs(scope), outputs(lambda _: contextlib.nullcontext())))
+
+
+def test_a_scope_that_ends_while_a_thread_casts() -> None:
+    """The cast stays in the table of all scopes for good."""
+    model = make()
+    scope = cached_casts(model, persistent=True)
+    cast_alone, weight = cache.cast_alone, model[0].weight
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cache, "cast_alone", lambda *args: (scope.remove(), cast_alone(*args))[1])
+        forward(model)
+    assert not any(id(weight) in casts for casts in weight_casts.CASTS.values())
 
 
 def test_threads_keep_their_own_casts_of_a_region() -> None:

@@ -58,10 +58,15 @@ def test_a_second_look_draws_the_same_numbers() -> None:
     """A replay with another dropout finds no op."""
     torch.manual_seed(3)
     model = Masked(fault=True)
-    with guard(model), pytest.raises(amp_core.NonFiniteError, match="reciprocal|div") as caught:
-        for _ in range(50):
-            model(torch.randn(4, 4))
-    assert caught.value.fault is not None
+    faults = []
+    with guard(model):
+        for _ in range(10):
+            try:
+                model(torch.randn(4, 4))
+            except amp_core.NonFiniteError as error:
+                faults.append(error.fault)
+    assert faults
+    assert None not in faults
 
 
 @pytest.mark.parametrize("landing", ["another model", "the same model"])
@@ -73,15 +78,20 @@ def test_skips_are_counted_for_each_optimizer(landing: str) -> None:
     bad, good = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model[0], beside))
     model.forward = lambda x: ((model[0](x) * 0).sum().sqrt(), beside(x).square().mean())
     scaler = GradScaler("cpu", init_scale=4.0, warn_after=0)
-    with guard(model, patience=3), pytest.raises(amp_core.NonFiniteError):
-        for step in range(6):
-            bad.zero_grad()
-            good.zero_grad()
-            scaler.scale(sum(model(torch.ones(1, 2)))).backward()
-            scaler.step(bad)
-            scaler.step(good)
-            scaler.update()
-    assert step == 3
+
+    def step() -> None:
+        bad.zero_grad()
+        good.zero_grad()
+        scaler.scale(sum(model(torch.ones(1, 2)))).backward()
+        scaler.step(bad)
+        scaler.step(good)
+        scaler.update()
+
+    with guard(model, patience=3):
+        for _ in range(3):
+            step()
+        with pytest.raises(amp_core.NonFiniteError):
+            step()
 
 
 def test_skips_of_other_models_are_not_counted() -> None:
@@ -134,14 +144,14 @@ def alone() -> Any:
 def test_a_replay_waits_for_no_other_rank(alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank's replay calls a collective that ranks with finite results do not: both hang."""
     model = DistributedDataParallel(nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2)))
-    nn.init.constant_(model.module[1].weight, 1e38)
+    nn.init.constant_(model.module[1].weight, 3e38)
     with guard(model):
         calls = []
         monkeypatch.setattr(model, "forward", lambda *a, f=model.forward: calls.append(1) or f(*a))
         with pytest.raises(amp_core.NonFiniteError) as caught:
-            model(torch.tensor([[1e3, 1.0], [-1e3, 2.0]]) * 1e3)
+            model(torch.tensor([[1.0, 1.0], [-1.0, -1.0]]))
     assert len(calls) == 1
-    assert caught.value.fault.op.startswith("aten::linear")
+    assert caught.value.fault.place.module == "module.1"
 
 
 def test_sharded_models_are_looked_at_by_all_ranks_together(alone: Any) -> None:
