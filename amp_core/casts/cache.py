@@ -54,6 +54,7 @@ class WeightCache:
         self._make = make
         self.memory = KeptMemory()
         self.is_kept = True
+        self._invalidations = 0
         self._slots: dict[int, _Slot] = {}
         # Parameters of other models. A weak reference to a tensor would forbid torch.utils.swap_tensors.
         self._foreign: dict[int, tuple[int, WeakStorage]] = {}
@@ -76,7 +77,7 @@ class WeightCache:
             small = is_small_on_host(weight)
             entry = self._cast_alone(weight, dtype) if small else self._cast_stale(slot, dtype)
             if not self.is_kept:  # the scope has ended meanwhile
-                self.invalidate([weight])
+                self.invalidate()
         if entry is not None and self.debug:
             _check(slot, entry.cast)
         return None if entry is None else entry.cast
@@ -84,8 +85,10 @@ class WeightCache:
     def _cast_alone(self, weight: Tensor, dtype: torch.dtype) -> CachedCast | None:
         if _has_no_memory(weight):
             return None
-        state = fingerprint(weight)
+        before, state = self._invalidations, fingerprint(weight)
         entry = self._casts[dtype][id(weight)] = cached(weight, state, cast_alone(weight, dtype))
+        if before != self._invalidations:  # another thread has stepped meanwhile
+            self.invalidate([weight])
         return entry
 
     def _cast_stale(self, slot: _Slot, dtype: torch.dtype) -> CachedCast | None:
@@ -124,6 +127,7 @@ class WeightCache:
     def invalidate(self, weights: Iterable[Tensor] | None = None) -> None:
         """Drop the casts of `weights`, or all casts."""
         with self._lock:
+            self._invalidations += 1  # first: `_cast_alone` stores without the lock
             keys = self._slots.keys() if weights is None else self._slots.keys() & {id(w) for w in weights}
             self._drop(keys)
 

@@ -53,5 +53,5 @@ def _clear_with_regions() -> None:
 
 
 def _clear() -> None:
-    for casts in _region.casts.values():
+    for casts in list(_region.casts.values()):  # a finalizer may add one
         casts.clear()

@@ -277,6 +277,40 @@ def test_a_scope_that_ends_while_a_thread_casts() -> None:
     assert not any(id(weight) in casts for casts in weight_casts.CASTS.values())
 
 
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_step_while_another_thread_casts(fused: bool) -> None:
+    """The thread keeps the cast that it has begun before the step."""
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, fused=fused)
+    grads(model)
+    cast_alone = cache.cast_alone
+
+    def slowly(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        cast = cast_alone(weight, dtype)
+        thread = threading.Thread(target=optimizer.step)
+        thread.start()
+        thread.join()
+        return cast
+
+    with cached_casts(model), torch.no_grad():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(cache, "cast_alone", slowly)
+            forward(model)
+        ours = forward(model)
+    with torch.no_grad():
+        assert torch.equal(ours, forward(model))
+
+
+def test_a_first_use_in_inference_mode_with_gradients() -> None:
+    """The region keeps a cast that no training can use."""
+    model = make()
+    with cached_casts(model), autocast("cpu"):
+        with torch.inference_mode(), torch.enable_grad():
+            model(X)
+        model(X).float().sum().backward()
+    assert model[0].weight.grad is not None
+
+
 def test_threads_keep_their_own_casts_of_a_region() -> None:
     """A region of one thread takes another's cast, and a gradient is the sum of two in place of one."""
     model, inside, go_on = make(), threading.Event(), threading.Event()
