@@ -53,7 +53,7 @@ class WeightCache:
         self._named_weights = named_weights
         self._make = make
         self.memory = KeptMemory()
-        self.is_kept = True
+        self.is_kept = True  # the scope sets it to False when it stops: threads may still be casting
         self._invalidations = 0
         self._slots: dict[int, _Slot] = {}
         # Parameters of other models. A weak reference to a tensor would forbid torch.utils.swap_tensors.

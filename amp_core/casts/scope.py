@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -26,6 +25,7 @@ from amp_core.casts.cache import MakeCasts, WeightCache
 from amp_core.casts.reuse import Reuse, only_reuse_pays
 from amp_core.common.arguments import check_module
 from amp_core.common.call_site import level_outside
+from amp_core.common.fsdp import is_sharded
 from amp_core.common.handle import LocalHandle
 from amp_core.common.once import once
 from amp_core.common.optimizers import after_every_step, before_every_step, parameters_of
@@ -96,7 +96,7 @@ class CachedCasts(LocalHandle):
             if self._end_serving is not None:
                 end, self._end_serving = self._end_serving, None
                 end()
-                self._cache.is_kept = False  # first: another thread may be casting
+                self._cache.is_kept = False  # before they are dropped
                 self._cache.invalidate()
                 self._cache.memory.clear()
 
@@ -190,9 +190,7 @@ def _uncached(model: nn.Module, dtensors: bool) -> set[int]:
 
     FSDP gathers a weight into the same memory without changing its version, so no cast of it can be trusted.
     """
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    wrappers = (fsdp.FSDPModule, fsdp.FullyShardedDataParallel) if fsdp is not None else ()
-    sharded = {id(p) for m in model.modules() if isinstance(m, wrappers) for p in m.parameters()}
+    sharded = {id(p) for m in model.modules() if is_sharded(m) for p in m.parameters()}
     return sharded | {id(p) for p in model.parameters() if not _is_covered(p, dtensors)}
 
 

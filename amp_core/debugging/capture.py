@@ -271,14 +271,18 @@ def extent(flat: Tensor) -> tuple[float, int]:
     """Return the largest finite magnitude and the non-finite count; one pass if all are finite."""
     if not flat.numel():
         return 0.0, 0
-    if flat.element_size() < 2:  # float8 supports almost no ops
-        flat = flat.float()
+    flat = wide(flat)
     largest = _largest(flat)
     if math.isfinite(largest):
         return largest, 0
     is_finite = finite(flat)
     kept = flat[is_finite]
     return _largest(kept) if kept.numel() else 0.0, flat.numel() - int(is_finite.sum())
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """Return float8 values in float32: float8 supports almost no ops."""
+    return tensor.float() if tensor.element_size() < 2 else tensor
 
 
 def _largest(flat: Tensor) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Container, MutableMapping
 from dataclasses import dataclass
@@ -17,11 +16,12 @@ from amp_core._torch.autograd import current_autograd_node
 from amp_core._torch.dispatcher import Overload, dispatcher_name, short_name
 from amp_core._torch.tensors import part_of
 from amp_core.common.arguments import as_whole, check_module
+from amp_core.common.fsdp import is_sharded
 from amp_core.common.identity import WeakIdentityMapping
 from amp_core.common.optimizers import parameters_of
 from amp_core.common.text import dtype_name
 from amp_core.debugging.attached import Attached
-from amp_core.debugging.capture import extent, is_readable
+from amp_core.debugging.capture import extent, is_readable, wide
 from amp_core.debugging.op_kinds import floats_in
 from amp_core.debugging.places import Lines, Place
 from amp_core.debugging.ranges import Extent
@@ -94,6 +94,7 @@ class Guard(Attached, Sink):
         self._scaled: MutableMapping[Optimizer, object] = WeakIdentityMapping()
         self._tap: Tap | None = None
         self._masked = self._masks_result = False
+        self._generators = generator_states()  # of the start of a step
         super().__init__(model)  # last: an interrupt must leave no hook that lacks one of these
         register(self)
         self._removers += [lambda: unregister(self), self._stop]
@@ -135,7 +136,7 @@ class Guard(Attached, Sink):
         model = self.model
         if isinstance(model, DistributedDataParallel):  # it would wait for ranks whose results are finite
             model = model.module
-        if any(map(_is_sharded, model.modules())):
+        if any(map(is_sharded, model.modules())):
             raise NonFiniteError(
                 f"The result of step {self.step} has inf or NaN. Modules are sharded, so ranks must look for "
                 f"the op together: run the program again with amp_core.guard(model, steps=[{self.step}])."
@@ -162,7 +163,7 @@ class Guard(Attached, Sink):
     def _all_finite(self, tensors: list[Tensor]) -> bool:
         by_device: dict[torch.device, list[Tensor]] = {}
         for tensor in _readable(tensors):
-            by_device.setdefault(tensor.device, []).append(_wide(tensor.detach()))
+            by_device.setdefault(tensor.device, []).append(wide(tensor.detach()))
         with muted():
             kernels = ((get_backend(device.type).kernels(), group) for device, group in by_device.items())
             return not any(bool(k.grad_stats(group).found_inf) for k, group in kernels)
@@ -248,8 +249,8 @@ class Guard(Attached, Sink):
     @staticmethod
     def _is_new(inputs: list[Tensor], written: list[Tensor], result: Tensor) -> bool:
         """Return whether the op made inf of finite numbers, or NaN of numbers."""
-        others = [_wide(t) for t in inputs if not any(t is one for one in written)]
-        nan = bool(_wide(result).isnan().any())
+        others = [wide(t) for t in inputs if not any(t is one for one in written)]
+        nan = bool(wide(result).isnan().any())
         return not any(bool(t.isnan().any()) if nan else not bool(t.isfinite().all()) for t in others)
 
 
@@ -260,17 +261,7 @@ def _readable(tensors: list[Tensor]) -> list[Tensor]:
 
 def _have_nan(tensors: list[Tensor]) -> bool:
     with muted():
-        return any(bool(_wide(t.detach()).isnan().any()) for t in _readable(tensors))
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    """Return float8 values in float32: float8 supports almost no ops."""
-    return tensor.float() if tensor.element_size() < 2 else tensor
-
-
-def _is_sharded(module: nn.Module) -> bool:
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and isinstance(module, (fsdp.FSDPModule, fsdp.FullyShardedDataParallel))
+        return any(bool(wide(t.detach()).isnan().any()) for t in _readable(tensors))
 
 
 def guard(

@@ -535,6 +535,7 @@ class GradScaler(torch.amp.GradScaler):
             ValueError: `new_scale` is a number, or a tensor on the CPU, that is not positive and finite in
                 float32 (a tensor on another device then leaves the scale as it is); no loss was scaled
                 under `key`.
+            RuntimeError: gradients in an open `AccumulationWindow` have the scale.
             ScaleFloorError: gradients overflowed at the floor, and the schedule says `AtFloor.RAISE`.
 
         Example::

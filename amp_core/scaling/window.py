@@ -28,6 +28,7 @@ class AccumulationWindow:
     all are bad, the step is skipped. The record of the step says which were bad, and in which parameters.
 
     Use it as a context around the micro-batches of one step, and `micro_batch` around each backward pass.
+    Until it closes, ``unscale_``, ``clip_grad_norm_``, ``step`` and ``update`` raise RuntimeError.
     It waits for the device only once, where trained parameters get no gradient. It costs memory for a second
     set of gradients, three passes over them for each micro-batch, and one at the end.
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
 import amp_core
 from amp_core import autocast, cached_casts
@@ -620,34 +620,6 @@ def test_gradients_are_cast_back_during_the_backward_pass(monkeypatch: pytest.Mo
             y.grad_fn.register_prehook(lambda _, i=i: events.append(f"layer {i}"))
         y.float().sum().backward()
     assert events == ["layer 2", "cast 2", "layer 1", "cast 1", "layer 0", "cast 0"]
-
-
-def test_selective_checkpointing_of_a_shared_weight() -> None:
-    """The recomputation casts a shared weight another number of times than the forward pass did."""
-    layer = nn.Linear(6, 6)
-
-    def keep_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        saved = op in {torch.ops.aten.addmm.default, torch.ops.aten.mm.default}
-        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
-
-    def run() -> list[torch.Tensor]:
-        layer.zero_grad()
-        with autocast("cpu"):
-            out = checkpoint(
-                lambda x: layer(torch.relu(layer(x))),
-                layer(X),  # the weight has been used before the checkpointed part
-                use_reentrant=False,
-                context_fn=functools.partial(create_selective_checkpoint_contexts, keep_products),
-            )
-        out.float().square().sum().backward()
-        return [p.grad.clone() for p in layer.parameters()]
-
-    with autocast("cpu"):
-        layer(torch.relu(layer(layer(X)))).float().square().sum().backward()
-    expected = [p.grad.clone() for p in layer.parameters()]
-    for scope in (cached_casts, amp_core.master_weights):
-        with scope(layer):
-            torch.testing.assert_close(run(), expected, rtol=2**-7, atol=0)  # there are two casts of it
 
 
 def test_another_threads_exit_drops_nothing() -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import amp_core
 from amp_core import autocast, cached_casts, master_weights
@@ -147,71 +145,3 @@ def test_a_scope_that_ended_stays_ended() -> None:
     forward(model)
     forward(model)
     assert not is_served()
-
-
-def save_all(*_: Any, **__: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE
-
-
-def checkpointed(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    contexts = functools.partial(create_selective_checkpoint_contexts, save_all)
-    with autocast("cpu", dtype=torch.bfloat16):
-        return checkpoint(model, x, use_reentrant=False, context_fn=contexts)
-
-
-@SCOPES
-@pytest.mark.parametrize("small", [0, 2**22])
-@pytest.mark.parametrize("pending", [1, 3])
-@pytest.mark.parametrize("ended", [True, False])
-def test_selective_checkpointing_that_saves_casts(
-    scope: Any, small: int, pending: int, ended: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A recomputation that makes no cast of a weight takes the weight's cast for the input."""
-    monkeypatch.setattr("amp_core.casts.reuse._SMALL", small)
-
-    def gradients(model: nn.Module, end: Callable[[], object]) -> list[torch.Tensor]:
-        inputs = [X.clone().requires_grad_() for _ in range(6)]
-        losses = []
-        for x in inputs:
-            losses.append(checkpointed(model, x).float().square().sum())
-            if len(losses) == pending:
-                if x is inputs[-1]:
-                    end()
-                while losses:
-                    losses.pop().backward()
-        return [t.grad for t in (*inputs, *model.parameters())]
-
-    model = make()
-    expected = gradients(make(), lambda: None)
-    with scope(model) as casts:
-        got = gradients(model, casts.remove if ended else lambda: None)
-    assert all(map(torch.equal, got, expected))
-
-
-@SCOPES
-def test_selective_checkpointing_within_a_policy(scope: Any) -> None:
-    """A rule that runs in Python takes its cast of a weight from outside of the block, once it is kept."""
-    policy = amp_core.OpPolicy.default("cpu").override({"softmax": "lower_precision_fp"})
-    weight = nn.Parameter(X.clone())
-    model = nn.Module()
-    model.weight = weight
-    contexts = functools.partial(create_selective_checkpoint_contexts, save_all)
-
-    def gradients() -> list[torch.Tensor]:
-        weight.grad = None
-        for _ in range(3):
-            x = X.clone().requires_grad_()
-            with autocast("cpu", policy=policy):
-                outside = torch.softmax(weight, -1)
-                inside = checkpoint(
-                    lambda x: torch.softmax(weight, -1) @ torch.softmax(x, -1),
-                    x,
-                    use_reentrant=False,
-                    context_fn=contexts,
-                )
-            (outside.float() * inside.float()).sum().backward()
-        return [weight.grad.clone(), x.grad]
-
-    with scope(model):
-        first, second = gradients(), gradients()
-    assert all(map(torch.equal, first, second))

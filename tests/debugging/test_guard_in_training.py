@@ -69,6 +69,23 @@ def test_a_second_look_draws_the_same_numbers() -> None:
     assert None not in faults
 
 
+def test_a_guard_that_the_forward_pass_attaches() -> None:
+    """It sees the end of a step whose start it has not seen."""
+
+    class Attaching(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.guard = getattr(self, "guard", None) or guard(self)
+            return super().forward(x)
+
+    model = Attaching(2, 2)
+    model.register_forward_hook(
+        lambda *_: None
+    )  # torch looks for hooks after the pass if there is one before
+    with pytest.raises(amp_core.NonFiniteError, match="addmm"):
+        model(torch.full((1, 2), torch.inf))
+    model.guard.remove()
+
+
 @pytest.mark.parametrize("landing", ["another model", "the same model"])
 def test_skips_are_counted_for_each_optimizer(landing: str) -> None:
     """Another optimizer's steps hide that one skips every step."""
