@@ -83,10 +83,10 @@ def _rows() -> Iterator[Ratio]:
     gpt = Gpt()
     for tokens in (1, 16, 128):
         yield from _inference(f"GPT-2 small, inference, {tokens} tokens", gpt, tokens)
-    mlp = nn.Sequential(*[nn.Linear(256, 256) for _ in range(200)])
+    mlp = nn.Sequential(*[nn.Linear(256, 256) for _ in range(200)]).eval()
     x = torch.randn(64, 256)
     yield _scoped("200-layer MLP of 256x256, inference, batch 64", mlp, lambda: _no_grad(mlp, x))
-    yield from _trained("200-layer MLP of 256x256, training, batch 64", mlp, x)
+    yield from _trained("200-layer MLP of 256x256, training, batch 64", mlp.train(), x)
     yield from _masters(mlp, x)
     yield from _small_gpt()
     yield from _lora(gpt)
@@ -109,17 +109,10 @@ def _gradient_casts(weights: list[torch.Tensor]) -> Ratio:
 def _masters(mlp: nn.Module, x: torch.Tensor) -> Iterator[Ratio]:
     """Compare training with and without `master_weights`."""
     name = "200-layer MLP of 256x256, training, batch 64, master weights"
-    yield _scoped(name, mlp, lambda: _train(mlp, x), amp_core.master_weights)
+    yield _scoped(name, mlp, _training(mlp, x), amp_core.master_weights)
     wide = nn.Sequential(*[nn.Linear(2048, 2048) for _ in range(8)])
-    few = torch.randn(16, 2048)
-
-    def accumulate() -> None:
-        for _ in range(4):
-            _backward(wide, few)
-        wide.zero_grad()
-
     name = "8 layers of 2048x2048, batch 16, accumulation 4, master weights"
-    yield _scoped(name, wide, accumulate, amp_core.master_weights)
+    yield _scoped(name, wide, _training(wide, torch.randn(16, 2048), 4), amp_core.master_weights)
 
 
 def _small_gpt() -> Iterator[Ratio]:
@@ -145,7 +138,7 @@ class Adapted(nn.Module):
 
 
 def _lora(gpt: Gpt) -> Iterator[Ratio]:
-    gpt.requires_grad_(False)
+    gpt.train().requires_grad_(False)
     for block in gpt.blocks:
         for name in ("qkv", "out", "up", "down"):
             setattr(block, name, Adapted(getattr(block, name)))
@@ -156,13 +149,7 @@ def _lora(gpt: Gpt) -> Iterator[Ratio]:
 def _trained(name: str, model: nn.Module, x: torch.Tensor) -> Iterator[Ratio]:
     """Compare steps with and without `cached_casts`; and what would be left if no weight were cast at all."""
     trained = [p for p in model.parameters() if p.requires_grad]
-    adamw = torch.optim.AdamW(trained, lr=1e-6, fused=True)
-
-    def step() -> None:
-        _backward(model, x)
-        adamw.step()
-        adamw.zero_grad()
-
+    step = _training(model, x)
     yield _scoped(name, model, step)
     low = _stored_low(model)
     masters = [nn.Parameter(p.detach().clone()) for p in trained]
@@ -181,6 +168,7 @@ def _trained(name: str, model: nn.Module, x: torch.Tensor) -> Iterator[Ratio]:
 def _inference(name: str, model: nn.Module, tokens: int) -> Iterator[Ratio]:
     """Compare inference with and without `cached_casts`; and the scope with weights stored in bfloat16."""
     prompt = torch.randint(50257, (1, tokens))
+    model.eval()
     yield _scoped(name, model, lambda: _no_grad(model, prompt))
     low = _stored_low(model)
     with amp_core.cached_casts(model):
@@ -206,9 +194,18 @@ def _no_grad(model: nn.Module, x: torch.Tensor) -> None:
         model(x)
 
 
-def _train(model: nn.Module, x: torch.Tensor) -> None:
-    _backward(model, x)
-    model.zero_grad()
+def _training(model: nn.Module, x: torch.Tensor, micro_batches: int = 1) -> Callable[[], None]:
+    """Return a training step."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    adamw = torch.optim.AdamW(trained, lr=1e-6, fused=True)
+
+    def step() -> None:
+        for _ in range(micro_batches):
+            _backward(model, x)
+        adamw.step()
+        adamw.zero_grad()
+
+    return step
 
 
 def _backward(model: nn.Module, x: torch.Tensor) -> None:

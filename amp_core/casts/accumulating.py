@@ -15,6 +15,14 @@ from amp_core.casts.bulk import allocate, buckets, cast_weights, run_backward_ea
 from amp_core.casts.memory import KeptMemory
 from amp_core.kernels import Kernels
 
+_SMALL_ON_HOST = 2**18
+"""Up to this many bytes, a CPU is faster if autograd accumulates the gradient of a weight."""
+
+
+def is_small_on_host(weight: Tensor) -> bool:
+    """Return whether it is faster to let torch cast `weight`, and accumulate its gradient."""
+    return weight.is_cpu and weight.nbytes <= _SMALL_ON_HOST
+
 
 class AccumulatingCasts:
     """Keeps one cast per large weight and dtype, and rewrites it in place when the weight changes.

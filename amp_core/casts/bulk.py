@@ -23,7 +23,7 @@ with the backward pass."""
 _SMALL = 2**20
 """Up to this many bytes per weight, a plain cast beats kernel dispatch."""
 
-_SMALL_ON_HOST = 2**18
+_SMALL_ON_HOST = 2**22
 """Up to this many bytes, a CPU's plain casts of many weights beat one call for all: nothing is launched, and
 the CPU's caches still have casts and gradients when they are read."""
 

@@ -47,11 +47,12 @@ class WeightCache:
         self,
         named_weights: Callable[[], Iterable[tuple[str, Tensor]]],
         make: MakeCasts = cast_weights,
+        is_small: Callable[[Tensor], bool] = is_small_on_host,
         *,
         debug: bool = False,
     ) -> None:
         self._named_weights = named_weights
-        self._make = make
+        self._make, self._is_small = make, is_small
         self.memory = KeptMemory()
         self.is_kept = True  # the scope sets it to False when it stops: threads may still be casting
         self._invalidations = 0
@@ -74,8 +75,8 @@ class WeightCache:
             return None
         entry = self._casts[dtype].get(id(weight))
         if entry is None or not entry.is_fresh(weight):
-            small = is_small_on_host(weight)
-            entry = self._cast_alone(weight, dtype) if small else self._cast_stale(slot, dtype)
+            alone = self._is_small(weight)
+            entry = self._cast_alone(weight, dtype) if alone else self._cast_stale(slot, dtype)
             if not self.is_kept:  # the scope has ended meanwhile
                 self.invalidate()
         if entry is not None and self.debug:
@@ -107,7 +108,7 @@ class WeightCache:
         groups: dict[tuple[torch.device, bool, bool], list[Tensor]] = defaultdict(list)
         new_entries: dict[int, CachedCast] = {}
         for weight in [s.weight for s in self._slots.values() if dtype in s.dtypes]:
-            if is_small_on_host(weight) or _has_no_memory(weight):
+            if self._is_small(weight) or _has_no_memory(weight):
                 continue
             entry = entries.get(id(weight))
             if entry is not None and looks_for_hooks(entry.cast) and entry.is_only_hooked(weight):

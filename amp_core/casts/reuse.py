@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -30,14 +31,16 @@ class Reuse:
         self._plain_steps = 0
 
     def after_region(self, weights: Collection[Tensor]) -> bool:
-        """Return whether `weights` are as they were when another region ended, or some are frozen.
+        """Return whether regions are expected to use `weights` again before they change.
 
-        torch casts frozen weights at each use.
+        They are if the weights are as they were when another region ended, if the region computed no
+        gradients, or if some are frozen: torch casts these at each use.
         """
         versions = _versions(weights)
         self._seen = self._seen or (versions is not None and versions == self._versions)
         self._versions = versions
-        return self._seen or not all(weight.requires_grad for weight in weights)
+        trained = torch.is_grad_enabled() and all(weight.requires_grad for weight in weights)
+        return self._seen or not trained
 
     def after_step(self) -> bool:
         """Return whether at most one region ended before each of the last steps."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -20,7 +21,7 @@ from amp_core._torch.list_writes import see_list_writes
 from amp_core._torch.op_kernels import POLICIES
 from amp_core._torch.tensors import is_dtensor, part_of
 from amp_core._torch.tracing import outside_graphs
-from amp_core.casts.bulk import cast_weights
+from amp_core.casts.bulk import cast_weights, is_small_on_host
 from amp_core.casts.cache import MakeCasts, WeightCache
 from amp_core.casts.reuse import Reuse, only_reuse_pays
 from amp_core.common.arguments import check_module
@@ -45,7 +46,14 @@ class CachedCasts(LocalHandle):
     _COVERS_DTENSORS = True
     _FUNCTION = "cached_casts"
 
-    def __init__(self, model: nn.Module, make: MakeCasts = cast_weights, *, debug: bool = False) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        make: MakeCasts = cast_weights,
+        is_small: Callable[[Tensor], bool] = is_small_on_host,
+        *,
+        debug: bool = False,
+    ) -> None:
         check_module(model, self._FUNCTION)
         uncached = _uncached(model, self._COVERS_DTENSORS)
         if uncached:
@@ -53,7 +61,8 @@ class CachedCasts(LocalHandle):
             text = _UNCACHED.format(count=len(uncached), name=name)
             warnings.warn(text, AmpWarning, stacklevel=level_outside())
         self._model = model
-        self._cache = WeightCache(lambda: _weights(model, self._COVERS_DTENSORS), make, debug=debug)
+        weights = functools.partial(_weights, model, self._COVERS_DTENSORS)
+        self._cache = WeightCache(weights, make, is_small, debug=debug)
         self._reuse = Reuse()
         self._lock = threading.RLock()  # a signal handler may use the model, too
         self._is_active = False

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from amp_core.common.arguments import check_optimizer
 from amp_core.common.optimizers import copied_group, inner_optimizers, parameters_of
+from amp_core.scaling.arithmetic import combine
+from amp_core.scaling.optimizer_state import OptimizerState
 
 Closure = Callable[[], Any]
 
@@ -55,3 +57,20 @@ def evaluate(closure: Closure) -> Any:
     """Call `closure` with gradients enabled: optimizers step without."""
     with torch.enable_grad():
         return closure()
+
+
+def raise_if_overflowed(optimizer: torch.optim.Optimizer, state: OptimizerState) -> None:
+    """Look at the flags of the last evaluation; waits for the device.
+
+    Raises:
+        OverflowedError: a gradient is not finite.
+        AssertionError: the closure left no gradient.
+    """
+    flags = state.flags()
+    if not flags:
+        raise AssertionError(
+            f"No inf checks were recorded for this optimizer. The closure given to this "
+            f"{type(optimizer).__name__} left no gradient: it must call scaler.scale(loss).backward()."
+        )
+    if combine(flags, flags[0].device).item():
+        raise OverflowedError

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from amp_core._torch.steps import is_fused
 from amp_core._torch.tracing import frames_are_compiled, outside_graphs
-from amp_core.common.arguments import as_number, as_order, check_group, device_type_of, named_tensors
+from amp_core.common.arguments import device_type_of, named_tensors
 from amp_core.common.call_site import level_outside
 from amp_core.common.containers import map_tensors
 from amp_core.common.optimizers import parameters_of
@@ -23,25 +23,23 @@ from amp_core.kernels.memory import on_host, read
 from amp_core.plugin.default_manager import get_backend
 from amp_core.plugin.results import Refusal
 from amp_core.scaling import fused
-from amp_core.scaling.arithmetic import combine, is_tracing, overflows, reciprocal
-from amp_core.scaling.closure import Closure, OverflowedError, Snapshot, check_closure, evaluate
-from amp_core.scaling.distributed import Deciders
-from amp_core.scaling.grad_passes import (
-    by_device,
-    clip_factor,
-    multiply_all_,
-    multiply_and_flag_,
-    read_gradients,
+from amp_core.scaling.arithmetic import combine, is_tracing, reciprocal
+from amp_core.scaling.closure import (
+    Closure,
+    OverflowedError,
+    Snapshot,
+    check_closure,
+    evaluate,
+    raise_if_overflowed,
 )
-from amp_core.scaling.gradients import describe_sharding, group_by_device, joined
 from amp_core.scaling.hooks import ScaleHook, StepHook, add_hook
 from amp_core.scaling.loss_scale import LossScale
 from amp_core.scaling.loss_scales import Entry, LossScales
-from amp_core.scaling.mixed import note_unscaled, refuse_mixed
-from amp_core.scaling.optimizer_state import OptimizerState, as_state, as_states
-from amp_core.scaling.overlap import Overlap
+from amp_core.scaling.mixed import note_unscaled
 from amp_core.scaling.step_log import StepLog
 from amp_core.scaling.step_record import History, StepRecord
+from amp_core.scaling.torch_names import TorchNames
+from amp_core.scaling.unscaler import Unscaler
 from amp_core.states.loss_scale import LossScaleSchedule, OptState, next_stage
 
 if TYPE_CHECKING:
@@ -51,19 +49,7 @@ if TYPE_CHECKING:
 __all__ = ["GradScaler", "OptState"]
 
 
-def _of_own_scale(name: str, convert: Callable[[Any], Any] | None = None) -> Any:
-    """Alias an attribute that torch's scaler has to that of the `LossScale` without a key."""
-
-    def get(scaler: GradScaler) -> Any:
-        return getattr(scaler._scales.own, name)
-
-    def set_(scaler: GradScaler, value: Any) -> None:
-        setattr(scaler._scales.own, name, value if convert is None else convert(value))
-
-    return property(get, set_)
-
-
-class GradScaler(torch.amp.GradScaler):
+class GradScaler(TorchNames):
     """Scale losses up, unscale gradients, and skip steps whose gradients are not finite.
 
     A drop-in for ``torch.amp.GradScaler``: a subclass of it with the same arguments, errors, warnings and
@@ -146,11 +132,13 @@ class GradScaler(torch.amp.GradScaler):
             return
         schedule = schedule or LossScaleSchedule(growth_factor, backoff_factor, growth_interval)
         self._scales = LossScales(init_scale, schedule, schedules or {})
-        self._allow_fp16 = allow_fp16_gradients
-        self._process_group = None if process_group is None else check_group(process_group)
-        if sharded_over:
-            describe_sharding(sharded_over, self._process_group)
-        self._overlap = Overlap() if overlap else None
+        self._unscaler = Unscaler(
+            self._log,
+            allow_fp16=allow_fp16_gradients,
+            process_group=process_group,
+            sharded_over=sharded_over,
+            overlap=overlap,
+        )
 
     # -- scaling ---------------------------------------------------------------------------------
 
@@ -243,8 +231,7 @@ class GradScaler(torch.amp.GradScaler):
         entry = self._scales.enter([optimizer], key, "step")
         (state,) = entry.states
         stage = next_stage(state.stage, "step")
-        if self._overlap is not None and not is_tracing():
-            self._overlap.watch(optimizer)
+        self._unscaler.watch(optimizer)
         step = self._step_fused if is_fused(optimizer) else self._step_plain
         result: float | None = step(entry, max_norm, norm_type, args, kwargs)
         state.stage = stage
@@ -255,7 +242,7 @@ class GradScaler(torch.amp.GradScaler):
     ) -> Any:
         (optimizer,), loss_scale, _, (state,) = entry
         if max_norm is not None:
-            self._clip(entry, max_norm, norm_type)
+            self._unscaler.clip(entry, max_norm, norm_type)
         elif state.stage is OptState.READY:
             if self._overrides("unscale_", loss_scale):
                 self.unscale_(optimizer)
@@ -279,41 +266,11 @@ class GradScaler(torch.amp.GradScaler):
             self._check_inf_per_device(optimizer)
             divisor = scale
         elif max_norm is not None or ready:
-            divisor = self._fused_divisor(entry, max_norm, norm_type)
+            divisor = self._unscaler.divisor(entry, max_norm, norm_type)
         if not is_tracing():  # a growing history would recompile every step
             self._log.record(optimizer, loss_scale, state)
         found_inf = combine(state.flags(), scale.device)
         return fused.step_on_device(optimizer, divisor, found_inf, args, kwargs)
-
-    def _fused_divisor(self, entry: Entry, max_norm: float | None, norm_type: float) -> Tensor:
-        """Read the gradients; return the number that the optimizer has to divide them by."""
-        (optimizer,), _, scale, (state,) = entry
-        if max_norm is not None:
-            refuse_mixed(entry)
-        parts = group_by_device(optimizer, allow_fp16=True)
-        deciders = self._deciders(optimizer)
-        norm_type = as_order(norm_type)
-        stats = read_gradients(parts, norm_type, scale.device, deciders, self._overlap)
-        unscaled = state.stage is OptState.UNSCALED
-        divisor = torch.ones_like(scale) if unscaled else scale
-        beyond = None
-        if parts and not unscaled:
-            # Ranks that have agreed on the norm must not part because one of them has other dtypes.
-            some = stats.dtype is torch.float64 and not stats.agreed
-            wide = some and all([g.dtype is torch.float64 for part in parts for g in part.grads])  # noqa: C419
-            beyond = overflows(stats.norm, scale, wide=wide)
-        if max_norm is not None:
-            max_norm = as_number(max_norm, "max_norm")
-            state.total_norm, divisor, stats = clip_factor(
-                parts, stats, divisor, max_norm, norm_type, deciders, as_divisor=True
-            )
-        flags = [*state.found_inf_per_device.items(), *stats.flags.items()]
-        if beyond is not None:
-            flags.append((scale.device, beyond))
-        state.found_inf_per_device = by_device(flags)
-        if not is_tracing() and state.nonfinite is None:
-            state.nonfinite = self._log.describe(optimizer, parts, stats.stats)
-        return divisor
 
     def step_closure(
         self,
@@ -378,14 +335,14 @@ class GradScaler(torch.amp.GradScaler):
             if max_norm is None:
                 self._unscale(entry)
             else:
-                self._clip(entry, max_norm, norm_type)
-            _raise_if_overflowed(optimizer, state)
+                self._unscaler.clip(entry, max_norm, norm_type)
+            raise_if_overflowed(optimizer, state)
             return loss
 
         before, result = Snapshot(optimizer), None
         try:
             if state.stage is OptState.UNSCALED:
-                _raise_if_overflowed(optimizer, state)
+                raise_if_overflowed(optimizer, state)
             result = optimizer.step(unscaled)
         except OverflowedError:
             bad = self._log.bad_parameters(optimizer)
@@ -435,10 +392,11 @@ class GradScaler(torch.amp.GradScaler):
         inverse = reciprocal(scale)
         found_inf = torch.zeros_like(inverse)  # half the time of zeros()
         if len(optimizers) == 1:
-            found = self._unscale_grads_(optimizers[0], inverse, found_inf, self._allow_fp16)
+            found = self._unscale_grads_(optimizers[0], inverse, found_inf, self._unscaler.allow_fp16)
         else:
-            parts = joined([group_by_device(o, allow_fp16=self._allow_fp16) for o in optimizers])
-            found = multiply_all_(parts, inverse, found_inf, self._deciders(*optimizers))
+            found = self._unscaler.unscale(
+                optimizers, inverse, found_inf, allow_fp16=self._unscaler.allow_fp16
+            )
         for state in states:
             state.stage, state.found_inf_per_device = stage, found
 
@@ -483,39 +441,8 @@ class GradScaler(torch.amp.GradScaler):
             params = [param for each in optimizers for param in parameters_of(each)]
             return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
         entry = self._scales.enter(optimizers, key, "clip_grad_norm_")
-        norm = self._clip(entry, max_norm, norm_type, error_if_nonfinite)
+        norm = self._unscaler.clip(entry, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
         note_unscaled(entry)
-        return norm
-
-    def _clip(
-        self, entry: Entry, max_norm: float, norm_type: float, error_if_nonfinite: bool = False
-    ) -> Tensor:
-        optimizers, _, scale, states = entry
-        unscaled = all([state.stage is OptState.UNSCALED for state in states])  # noqa: C419
-        refuse_mixed(entry)
-        if not unscaled:
-            for state in states:
-                next_stage(state.stage, "unscale_")
-        deciders = self._deciders(*optimizers)
-        divisor = torch.ones_like(scale) if unscaled else scale
-        groups = [group_by_device(each, allow_fp16=self._allow_fp16) for each in optimizers]
-        parts = joined(groups)
-        norm_type = as_order(norm_type)
-        stats = read_gradients(parts, norm_type, scale.device, deciders, self._overlap)
-        if error_if_nonfinite and not bool(stats.norm.isfinite()):
-            raise RuntimeError(_NONFINITE_NORM.format(norm_type=norm_type))
-        max_norm = as_number(max_norm, "max_norm")
-        norm, factor, stats = clip_factor(parts, stats, divisor, max_norm, norm_type, deciders)
-        before = states[0].found_inf_per_device
-        if len(states) > 1:
-            before = by_device([flag for state in states for flag in state.found_inf_per_device.items()])
-        found, start = multiply_and_flag_(parts, factor, stats, before), 0
-        for optimizer, state, own in zip(optimizers, states, groups, strict=True):
-            state.stage, state.found_inf_per_device, state.total_norm = OptState.UNSCALED, found, norm
-            if is_fused(optimizer) and not is_tracing():  # its step will not wait to look at gradients
-                read_of_own = stats.stats[start : start + len(own)]
-                state.nonfinite = self._log.describe(optimizer, own, read_of_own)
-            start += len(own)
         return norm
 
     # -- the scale -------------------------------------------------------------------------------
@@ -751,6 +678,12 @@ class GradScaler(torch.amp.GradScaler):
         """
         return add_hook(self._log.hooks.change, hook)
 
+    def _overrides(self, name: str, loss_scale: LossScale) -> bool:
+        """Whether a subclass has its own method of this name, to be called for gradients of `loss_scale`."""
+        if loss_scale is not self._scales.own:  # torch's methods know nothing of keys
+            return False
+        return getattr(getattr(self, name), "__func__", None) is not getattr(GradScaler, name)
+
     # -- saving ----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -793,10 +726,7 @@ class GradScaler(torch.amp.GradScaler):
         self._scales.load_state_dict(state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
-        state = self.__dict__.copy()
-        if self._enabled:
-            state["_process_group"] = None
-        return state
+        return self.__dict__.copy()  # torch's class refuses while gradients are unscaled
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "_scales" not in state:  # of an instance of torch's class, pickled before amp_compat.install()
@@ -814,82 +744,11 @@ class GradScaler(torch.amp.GradScaler):
         parts += [f"{len(self.history)} steps in history"]
         return f"{name}({', '.join(parts)})"
 
-    # -- torch's private names, which libraries use ----------------------------------------------
-
-    _scale = _of_own_scale("scale")
-    _growth_tracker = _of_own_scale("growth_tracker")
-    _init_scale = _of_own_scale("init_scale")
-    _init_growth_tracker = _of_own_scale("init_growth_tracker")
-    _per_optimizer_states = _of_own_scale("optimizer_states", as_states)
-    _growth_factor = property(get_growth_factor, set_growth_factor)
-    _backoff_factor = property(get_backoff_factor, set_backoff_factor)
-    _growth_interval = property(get_growth_interval, set_growth_interval)
-
-    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
-        self._scales.own.allocate(dev)
-
-    def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
-        return self._scales.own.check(funcname), cast(Tensor, self._scales.own.growth_tracker)
-
-    def _unscale_grads_(
-        self,
-        optimizer: Optimizer,
-        inv_scale: Tensor,
-        found_inf: Tensor,
-        allow_fp16: bool,
-    ) -> dict[torch.device, Tensor]:
-        parts = group_by_device(optimizer, allow_fp16=allow_fp16)
-        return multiply_all_(parts, inv_scale, found_inf, self._deciders(optimizer))
-
-    def _get_scale_async(self) -> Tensor | None:
-        return self._scales.own.scale
-
-    def _get_growth_tracker(self) -> int:
-        return self._scales.own.state().growth_tracker if self._enabled else 0
-
-    def _maybe_opt_step(
-        self,
-        optimizer: Optimizer,
-        optimizer_state: dict[str, Any],
-        *args: Any,
-        **kwargs: Any,
-    ) -> float | None:
-        state = as_state(optimizer_state)
-        if state.recorded is not state.found_inf_per_device:  # a subclass has a `step` of its own
-            self._log.record(optimizer, self._scales.own, state)
-        if self._log.skipped(optimizer):
-            return None
-        return cast("float | None", optimizer.step(*args, **kwargs))
-
-    def _deciders(self, *optimizers: Optimizer) -> Deciders:
-        return Deciders(self._process_group, optimizers, None if is_tracing() else self._log.updates)
-
-    def _overrides(self, name: str, loss_scale: LossScale) -> bool:
-        if loss_scale is not self._scales.own:  # of which torch's methods know nothing
-            return False
-        return getattr(getattr(self, name), "__func__", None) is not getattr(GradScaler, name)
-
-    def _check_inf_per_device(self, optimizer: Optimizer) -> dict[str, Any]:
-        scale = self._scales.own.check("_check_inf_per_device")
-        state = self._scales.own.optimizer_states.of(optimizer)
-        state.found_inf_per_device = self._unscale_grads_(
-            optimizer, torch.ones_like(scale), torch.zeros_like(scale), True
-        )
-        return cast("dict[str, Any]", state.found_inf_per_device)  # torch's annotation; keys are devices
-
-    def _found_inf_per_device(self, optimizer: Optimizer) -> dict[str, Any]:
-        return cast("dict[str, Any]", self._scales.own.optimizer_states.of(optimizer).found_inf_per_device)
-
 
 _step_eagerly = outside_graphs(GradScaler._step)
 _update_eagerly = outside_graphs(GradScaler._update)
 
 _CLOSURE = "Closure use is not currently supported if GradScaler is enabled."
-_NONFINITE_NORM = (
-    "The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it "
-    "cannot be clipped. To disable this error and scale the gradients by the non-finite norm "
-    "anyway, set `error_if_nonfinite=False`"
-)
 
 
 def _checked_device(device: Any, enabled: bool, stacklevel: int) -> tuple[Any, Refusal | None]:
@@ -925,17 +784,6 @@ def _shown(loss_scale: LossScale) -> str:
 
 def _refuse_output(value: Any) -> Any:  # noqa: ARG001
     raise ValueError("outputs must be a Tensor or an iterable of Tensors")
-
-
-def _raise_if_overflowed(optimizer: Optimizer, state: OptimizerState) -> None:
-    flags = state.flags()
-    if not flags:
-        raise AssertionError(
-            f"No inf checks were recorded for this optimizer. The closure given to this "
-            f"{type(optimizer).__name__} left no gradient: it must call scaler.scale(loss).backward()."
-        )
-    if combine(flags, flags[0].device).item():
-        raise OverflowedError
 
 
 def _no_gradients(optimizer: Optimizer) -> str:

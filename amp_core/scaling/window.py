@@ -182,7 +182,7 @@ class AccumulationWindow:
         stats = [part.grad_stats(2.0) for part in parts]
         flags = [s.found_inf for s in stats]
         # All ranks leave out the same micro-batches.
-        ranks = self._scaler._deciders().ranks([part.sharding for part in parts])
+        ranks = self._scaler._unscaler.deciders().ranks([part.sharding for part in parts])
         self._flags.append(combine(flags, device) if ranks is None else agree_on_flag(flags, ranks, device))
         for part, stat in zip(parts, stats, strict=True):
             self._add_nonfinite(part, stat.nonfinite.to(device, non_blocking=True))

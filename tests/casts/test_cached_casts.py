@@ -599,9 +599,9 @@ def test_one_kernel_call_for_all_weights(ended: bool, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("ended", [False, True])
 def test_small_weights_are_cast_by_torch(ended: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each small weight costs a deep model more in Python, forward and backward, than its cast takes."""
-    model = nn.Sequential(nn.Linear(8, 300), *[nn.Linear(300, 300) for _ in range(2)], nn.Linear(300, 8))
+    model = nn.Sequential(nn.Linear(8, 1100), *[nn.Linear(1100, 1100) for _ in range(2)], nn.Linear(1100, 8))
     forward, backward = casts_of_a_step(model, monkeypatch, ended=ended)
-    assert forward == backward == [2 * [(300, 300)]]
+    assert forward == backward == [2 * [(1100, 1100)]]
 
 
 def test_gradients_are_cast_back_during_the_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:

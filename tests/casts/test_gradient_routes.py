@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_core import OpPolicy, Recipe, autocast, cached_casts, master_weights
-from amp_core.casts import bulk
+from amp_core.casts import accumulating, bulk
 
 from ..drawn import programs
 
@@ -24,6 +24,7 @@ def small_weights_are_large(request: pytest.FixtureRequest, monkeypatch: pytest.
     """Let scopes cast these small weights each by itself, or like large ones in one kernel call."""
     if request.param == "together":
         monkeypatch.setattr(bulk, "_SMALL_ON_HOST", 0)
+        monkeypatch.setattr(accumulating, "_SMALL_ON_HOST", 0)
         monkeypatch.setattr(bulk, "_SMALL", 0)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from amp_core import autocast, cached_casts, master_weights
-from amp_core.casts import bulk, reuse
+from amp_core.casts import accumulating, bulk, reuse
 
 from ..drawn import examples
 
@@ -143,6 +143,7 @@ def test_the_same_with_and_without(
     """A cast outlives what it was made of, in some order of changes that no test of one change has."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bulk, "_SMALL_ON_HOST", limits[0])
+        patch.setattr(accumulating, "_SMALL_ON_HOST", limits[0])
         patch.setattr(reuse, "_SMALL", limits[1])
         plain, ours = (run(actions, kind).seen for kind in (lambda _: nullcontext(), scope))
     for one, other in zip(plain, ours, strict=True):

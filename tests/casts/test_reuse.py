@@ -89,6 +89,17 @@ def test_what_gains_from_the_first_region_on_is_served_at_once(scope: Any) -> No
 
 
 @SCOPES
+def test_a_region_without_gradients_starts_it(scope: Any) -> None:
+    """Evaluation between steps casts the weights once more than it needs to."""
+    model = make()
+    with scope(model):
+        next(steps(model, False, 1))
+        with torch.no_grad():
+            forward(model)
+        assert is_served()
+
+
+@SCOPES
 def test_weights_that_are_frozen_later(scope: Any) -> None:
     """The frozen part of a model that becomes an adapter's base is cast at each use."""
     model = make()

@@ -147,7 +147,7 @@ def test_copies_and_ends() -> None:
     restored = pickle.loads(pickle.dumps(scaler))
     assert restored.get_scale() == scaler.get_scale()
     copy.deepcopy(net)(torch.ones(2, 8)).sum().backward()
-    watched = weakref.ref(scaler._overlap), weakref.ref(net.first.weight)
+    watched = weakref.ref(scaler._unscaler._overlap), weakref.ref(net.first.weight)
     optimizer.zero_grad()
     del scaler
     gc.collect()
