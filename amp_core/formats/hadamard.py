@@ -52,9 +52,10 @@ def _walsh_hadamard(x: Tensor) -> Tensor:
     Sums and differences in a fixed order give the same bits on every device, which a matrix product does not.
     """
     size = x.shape[-1]
+    x = x * (1 / math.sqrt(size))  # first: sums of the largest values would overflow
     step = 1
     while step < size:
         first, second = torch.unflatten(x, -1, (size // (2 * step), 2, step)).unbind(-2)
         x = torch.stack((first + second, first - second), dim=-2).flatten(-3)
         step *= 2
-    return x * (1 / math.sqrt(size))
+    return x

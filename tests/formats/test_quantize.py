@@ -202,6 +202,17 @@ def test_the_hadamard_transform_keeps_products_and_spreads_outliers(size: int) -
     assert spread.counts[3] == 0
 
 
+@pytest.mark.parametrize("size", [2, 16, 32])
+def test_the_hadamard_transform_takes_large_values(size: int) -> None:
+    """Sums of large finite values overflow on the way, and their block becomes NaN without a count."""
+    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(0)).clamp_(-3, 3) * 2.0**124
+    result = quantize(x, Quantization(E5M2, 16, hadamard=size))
+    assert not result.counts.any()
+    small = quantize(x * 2.0**-124, Quantization(E5M2, 16, hadamard=size))
+    assert torch.equal(result.values, small.values)
+    torch.testing.assert_close(result.dequantize() * 2.0**-124, small.dequantize())
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_other_dtypes_are_widened_first(dtype: torch.dtype) -> None:
     """A low-precision tensor has its scale computed in low precision."""
