@@ -7,7 +7,6 @@ the optimizer's own state, so that its checkpoints hold everything.
 
 from __future__ import annotations
 
-import fnmatch
 import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -16,18 +15,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from amp_core._torch.tensors import is_wrapper, part_of, version_of
+from amp_core._torch.tensors import part_of, version_of
 from amp_core._torch.tracing import outside_graphs
 from amp_core.casts.lost_updates import Counts
 from amp_core.casts.memory import KeptMemory
 from amp_core.casts.shards import like
-from amp_core.casts.stand_ins import Bucket, buckets, in_place_of, refuse_wrapper, unhooked_step
+from amp_core.casts.stand_ins import Bucket, buckets, in_place_of, unhooked_step
 from amp_core.casts.storage import STORAGES, Draw, drop_foreign, narrow_state, widen_state
+from amp_core.casts.stored_parameters import checked_optimizer, parameters_to_store
 from amp_core.common.arguments import check_module
 from amp_core.common.containers import map_tensors
 from amp_core.common.handle import LocalHandle
 from amp_core.common.optimizers import exact_states, parameters_of
-from amp_core.regions.selecting import matches_no
 
 KEPT = "amp_core_kept"
 """The entry of the optimizer's state, per parameter, that holds what its weight lacks."""
@@ -56,42 +55,14 @@ class StoredWeights(LocalHandle):
         keep: Iterable[str],
         lost_updates: bool,
     ) -> None:
-        optimizer = _checked(optimizer, storage, state_dtype)
+        optimizer = checked_optimizer(optimizer, storage, state_dtype)
         check_module(model, "master_weights")
-        kept = _kept(model, keep)
         if not isinstance(seed, int):
             raise TypeError(f"seed= must be an integer, not {seed!r}.")
-        held = set(map(id, parameters_of(optimizer)))
         self.storage, self.optimizer = storage, optimizer
         self._memory = KeptMemory()
         self._how, self._seed, self._state_dtype = STORAGES[storage], seed, state_dtype
-        self._names = {
-            id(p): name
-            for name, p in model.named_parameters()
-            if id(p) in held and p.dtype in (torch.float32, torch.bfloat16) and id(p) not in kept
-        }
-        wrapper = next((p for p in self._params() if is_wrapper(part_of(p))), None)
-        if wrapper is not None:
-            raise ValueError(
-                f"{self._names[id(wrapper)]} is a {type(part_of(wrapper)).__name__}, whose memory only the "
-                f"library that it comes from can replace. Name it in keep=."
-            )
-        sharded = [p for p in self._params() if part_of(p) is not p and p.dtype is torch.float32]
-        if sharded:
-            name = self._names[id(sharded[0])]
-            raise ValueError(f"{name} is a float32 shard: call model.to(torch.bfloat16) before fully_shard.")
-        wrapped = _in_ddp(model)
-        wide = next((p for p in self._params() if p.dtype is torch.float32 and id(p) in wrapped), None)
-        if wide is not None:
-            raise ValueError(
-                f"{self._names[id(wide)]} is float32, and DistributedDataParallel, which has wrapped it, "
-                f"would no longer reduce its gradient in bfloat16: call master_weights on the model, "
-                f"or model.to(torch.bfloat16), and wrap it then."
-            )
-        if not self._names:
-            raise ValueError(
-                "No float32 or bfloat16 parameter of the model, but for keep=, is stepped by the optimizer."
-            )
+        self._names = {id(p): name for name, p in parameters_to_store(model, optimizer, keep).items()}
         self._lost = Counts(optimizer) if lost_updates else None
         self._versions: dict[int, int] = {}  # of each parameter, after the last step
         self._first: dict[int, Tensor] = {}  # what is kept until the first step: a state shows that it began
@@ -287,52 +258,3 @@ class StoredWeights(LocalHandle):
             self._lost.remove()
             self._lost = None
         self._names = {}  # a learning-rate scheduler may go on calling this step
-
-
-def _kept(model: nn.Module, keep: Iterable[str]) -> set[int]:
-    """Return the ``id`` of each parameter that stays as it is; globs of ``keep=`` match any of its names."""
-    globs = None if isinstance(keep, str) or not isinstance(keep, Iterable) else [*keep]
-    if globs is None or not all(isinstance(glob, str) for glob in globs):
-        raise TypeError(f"keep= must be a list of globs, such as ['*norm*'], not {keep!r}.")
-    named = [*model.named_parameters(remove_duplicate=False)]
-    kept = _beside_statistics(model)
-    for glob in globs:
-        found = {id(param) for name, param in named if fnmatch.fnmatchcase(name, glob)}
-        if not found:
-            raise matches_no("parameter", glob, model, [name for name, _ in named])
-        kept |= found
-    return kept
-
-
-def _beside_statistics(model: nn.Module) -> set[int]:
-    """Return the ``id`` of each float32 parameter of a batch norm with float32 running statistics.
-
-    Kernels take weights in the dtype of these statistics, of which bfloat16 would lose most updates.
-    """
-    statistics = ((m, getattr(m, "running_mean", None)) for m in model.modules())
-    norms = (m for m, mean in statistics if isinstance(mean, Tensor) and mean.dtype is torch.float32)
-    return {id(p) for m in norms for p in m.parameters(recurse=False) if p.dtype is torch.float32}
-
-
-def _in_ddp(model: nn.Module) -> set[int]:
-    """Return the ``id`` of each parameter in a DistributedDataParallel of `model`."""
-    wrappers = (m for m in model.modules() if isinstance(m, nn.parallel.DistributedDataParallel))
-    return {id(param) for wrapper in wrappers for param in wrapper.parameters()}
-
-
-def _checked(optimizer: object, storage: str, state_dtype: torch.dtype) -> Optimizer:
-    if storage not in STORAGES:
-        raise ValueError(f"Unknown storage {storage!r}: the storages are fp32, {', '.join(STORAGES)}.")
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"storage={storage!r} needs the optimizer, not {type(optimizer).__name__}.")
-    if state_dtype not in (torch.float32, torch.bfloat16):
-        raise ValueError(f"state_dtype must be torch.float32 or torch.bfloat16, not {state_dtype}.")
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ValueError("LBFGS moves the weights several times within a step; it needs storage='fp32'.")
-    refuse_wrapper(optimizer, "master_weights")
-    if "step" in vars(optimizer):
-        raise RuntimeError(
-            "Something has replaced optimizer.step: other master_weights, or a learning-rate scheduler. Call "
-            "remove() on the handle of the former; create a scheduler after master_weights."
-        )
-    return optimizer

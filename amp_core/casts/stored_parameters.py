@@ -1,0 +1,109 @@
+"""Which parameters `StoredWeights` stores in bfloat16, and which optimizers it steps."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from amp_core._torch.tensors import is_wrapper, part_of
+from amp_core.casts.stand_ins import refuse_wrapper
+from amp_core.casts.storage import STORAGES
+from amp_core.common.optimizers import parameters_of
+from amp_core.regions.selecting import matches_no
+
+
+def checked_optimizer(optimizer: object, storage: str, state_dtype: torch.dtype) -> Optimizer:
+    """Return `optimizer` if `master_weights` can let it step on bfloat16 weights; else raise an error."""
+    if storage not in STORAGES:
+        raise ValueError(f"Unknown storage {storage!r}: the storages are fp32, {', '.join(STORAGES)}.")
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"storage={storage!r} needs the optimizer, not {type(optimizer).__name__}.")
+    if state_dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(f"state_dtype must be torch.float32 or torch.bfloat16, not {state_dtype}.")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError("LBFGS moves the weights several times within a step; it needs storage='fp32'.")
+    refuse_wrapper(optimizer, "master_weights")
+    if "step" in vars(optimizer):
+        raise RuntimeError(
+            "Something has replaced optimizer.step: other master_weights, or a learning-rate scheduler. Call "
+            "remove() on the handle of the former; create a scheduler after master_weights."
+        )
+    return optimizer
+
+
+def parameters_to_store(model: nn.Module, optimizer: Optimizer, keep: Iterable[str]) -> dict[str, Tensor]:
+    """Return, by name, the float32 and bfloat16 parameters that `optimizer` steps and ``keep=`` leaves.
+
+    Raises:
+        TypeError: `keep` is not a list of globs.
+        ValueError: there are none, a glob matches no parameter, or one of them cannot be stored.
+    """
+    kept, held = _kept(model, keep), set(map(id, parameters_of(optimizer)))
+    found: dict[str, Tensor] = {
+        name: p
+        for name, p in model.named_parameters()
+        if id(p) in held and p.dtype in (torch.float32, torch.bfloat16) and id(p) not in kept
+    }
+    if not found:
+        raise ValueError(
+            "No float32 or bfloat16 parameter of the model, but for keep=, is stepped by the optimizer."
+        )
+    in_ddp = _in_ddp(model)
+    for name, param in found.items():
+        _refuse(name, param, in_ddp)
+    return found
+
+
+def _refuse(name: str, param: Tensor, in_ddp: set[int]) -> None:
+    """Raise ValueError if `param` cannot be stored in bfloat16."""
+    part = part_of(param)
+    if is_wrapper(part):
+        raise ValueError(
+            f"{name} is a {type(part).__name__}, whose memory only the library that it comes from can "
+            f"replace. Name it in keep=."
+        )
+    if param.dtype is not torch.float32:
+        return
+    if part is not param:
+        raise ValueError(f"{name} is a float32 shard: call model.to(torch.bfloat16) before fully_shard.")
+    if id(param) in in_ddp:
+        raise ValueError(
+            f"{name} is float32, and DistributedDataParallel, which has wrapped it, would no longer reduce "
+            f"its gradient in bfloat16: call master_weights on the model, or model.to(torch.bfloat16), and "
+            f"wrap it then."
+        )
+
+
+def _kept(model: nn.Module, keep: Iterable[str]) -> set[int]:
+    """Return the ``id`` of each parameter that stays as it is; globs of ``keep=`` match any of its names."""
+    globs = None if isinstance(keep, str) or not isinstance(keep, Iterable) else [*keep]
+    if globs is None or not all(isinstance(glob, str) for glob in globs):
+        raise TypeError(f"keep= must be a list of globs, such as ['*norm*'], not {keep!r}.")
+    named = [*model.named_parameters(remove_duplicate=False)]
+    kept = _beside_statistics(model)
+    for glob in globs:
+        found = {id(param) for name, param in named if fnmatch.fnmatchcase(name, glob)}
+        if not found:
+            raise matches_no("parameter", glob, model, [name for name, _ in named])
+        kept |= found
+    return kept
+
+
+def _beside_statistics(model: nn.Module) -> set[int]:
+    """Return the ``id`` of each float32 parameter of a batch norm with float32 running statistics.
+
+    Kernels take weights in the dtype of these statistics, of which bfloat16 would lose most updates.
+    """
+    statistics = ((m, getattr(m, "running_mean", None)) for m in model.modules())
+    norms = (m for m, mean in statistics if isinstance(mean, Tensor) and mean.dtype is torch.float32)
+    return {id(p) for m in norms for p in m.parameters(recurse=False) if p.dtype is torch.float32}
+
+
+def _in_ddp(model: nn.Module) -> set[int]:
+    """Return the ``id`` of each parameter in a DistributedDataParallel of `model`."""
+    wrappers = (m for m in model.modules() if isinstance(m, nn.parallel.DistributedDataParallel))
+    return {id(param) for wrapper in wrappers for param in wrapper.parameters()}
