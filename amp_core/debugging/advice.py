@@ -22,20 +22,20 @@ class Finding:
     """A fault caused by mixed precision, and its fix.
 
     Attributes:
-        what: a description of the fault.
+        fault: a description of the fault.
         module: the module; empty outside modules and for the model itself.
         op: the op.
-        mend: a description of the fix; empty if no attempt helped.
+        fix: a description of the fix; empty if no attempt helped.
         before: the error that the op adds without the fix; inf for inf and NaN.
         after: the same with the fix. For gradient underflow, both are the share of underflowing values; for
             lost updates, which have no op, that of lost elements.
         line: ``file:line`` of the program that called the op, or the forward op of a backward op.
     """
 
-    what: str
+    fault: str
     module: str
     op: str
-    mend: str
+    fix: str
     before: float
     after: float
     line: str = ""
@@ -184,7 +184,7 @@ class FormatAdvice(Advice):
     layers: tuple[LayerInFormat, ...] = ()
 
     @property
-    def bears(self) -> bool:
+    def is_tolerable(self) -> bool:
         """Whether loss and gradients are within the tolerance with the proposal."""
         return self.after is not None and self.after.result_error <= self.tolerance
 

@@ -29,7 +29,7 @@ def _(advice: Advice) -> Content:
 
 
 def _facts(advice: Advice) -> dict[str, str]:
-    fixed = sum(bool(f.mend) for f in advice.findings)
+    fixed = sum(bool(f.fix) for f in advice.findings)
     return {
         "faults found": f"{len(advice.findings)}, {fixed} fixed",
         "init_scale": "not needed" if advice.init_scale is None else f"{advice.init_scale:g}",
@@ -37,17 +37,17 @@ def _facts(advice: Advice) -> dict[str, str]:
 
 
 def _notes(advice: Advice) -> list[str]:
-    unfixed = [f.what for f in advice.findings if not f.mend]
+    unfixed = [f.fault for f in advice.findings if not f.fix]
     notes = ["No attempt fixed these: " + "; ".join(unfixed) + "."] if unfixed else []
     return [*notes, "The proposal was tested on this one step. Nothing has been changed."]
 
 
 def _findings(advice: Advice) -> Table:
     rows = [
-        (f.module, f.op, f.what, f.mend or "no attempt helped", f.before, f.after, f.line)
+        (f.module, f.op, f.fault, f.fix or "no attempt helped", f.before, f.after, f.line)
         for f in advice.findings
     ]
-    spec = columns("module, op, what=fault, mend=fixed by, before, after, line=source line")
+    spec = columns("module, op, fault, fix=fixed by, before, after, line=source line")
     about = (
         "Before and after: the relative error that the op adds (inf if it produces inf or NaN), or the share "
         "of a gradient's values that underflow."
@@ -110,7 +110,7 @@ def _(advice: FormatAdvice) -> Content:
         "tolerance": f"{number(advice.tolerance)} in loss and gradients",
     }
     notes = ["The proposal was tested on this one step. Nothing has been changed."]
-    if advice.after is not None and not advice.bears:
+    if advice.after is not None and not advice.is_tolerable:
         notes.insert(0, f"Without the format, the error is {number(advice.after.result_error)} already.")
     found = [] if advice.before is None else format_tables(advice.before)
     tables = [_layers(advice), _gain(advice, _BESIDE), *found]

@@ -86,7 +86,7 @@ class Run:
 
     Attributes:
         samples: its values, in order of computation.
-        went_back: whether a backward pass ran.
+        ran_backward: whether a backward pass ran.
         scale: the loss scale.
         loss: the loss, if the step returned one.
         loss_producer: the op that produced the loss.
@@ -98,7 +98,7 @@ class Run:
     """
 
     samples: dict[Key, Sample] = field(default_factory=dict)
-    went_back: bool = False
+    ran_backward: bool = False
     scale: float = 1.0
     loss: float | None = None
     loss_producer: Key | None = None
@@ -147,7 +147,7 @@ class Capture(Sink):
 
     def ran(self, op: Overload, inputs: list[Tensor], outputs: list[Tensor], where: Where) -> None:
         """Sample the result of an op that autocast does not affect."""
-        self.run.went_back |= where.phase == BACKWARD
+        self.run.ran_backward |= where.phase == BACKWARD
         if not where.frames:
             random = torch.Tag.nondeterministic_seeded in op.tags
             self._keep(OP, where.phase, where.place, dispatcher_name(op), inputs, outputs, random)
@@ -171,7 +171,7 @@ class Capture(Sink):
         for operand in product.operands:
             key = key_of(operand, where)
             run.fits[key] = run.fits.get(key, Fit()) + fit_of(exact[operand.role], operand.quantized)
-        if where.frames and not run.went_back:  # checkpoints that are recomputed count once
+        if where.frames and not run.ran_backward:  # checkpoints that are recomputed count once
             a, b = product.factors
             run.work[where.place, where.frames[-1].op] += 2 * a.numel() * b.shape[-1]
 

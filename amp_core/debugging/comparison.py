@@ -47,8 +47,8 @@ class Comparison(Report):
         parameters: how well the parameters of modules without a recipe, such as norms and embeddings, would
             fit the format of weights, by name.
         work: the floating-point operations of products with a recipe in the forward pass, by module and op.
-        odd_references: the number of reference values narrower than the reference dtype, because `fn` casts
-            them itself.
+        narrow_references: the number of reference values narrower than the reference dtype, because `fn`
+            casts them itself.
 
     Over several ranks, a difference is the largest that a rank found, and a loss the mean of all; what
     recipes did is of this rank.
@@ -70,12 +70,12 @@ class Comparison(Report):
         self.reference_dtype = reference_dtype
         self.scale = mixed.scale
         self.loss, self.reference_loss = found.losses
-        self.went_back = reference.went_back
+        self.ran_backward = reference.ran_backward
         self.quantized = mixed.quantized.read()
         self.fits, self.parameters, self.work = mixed.fits, mixed.parameters, found.work
         self._loss_producer = mixed.loss_producer
         self.parents = found.parents
-        self.odd_references = sum(
+        self.narrow_references = sum(
             s.dtype.itemsize < reference_dtype.itemsize for s in reference.samples.values()
         )
 
@@ -118,7 +118,7 @@ class Comparison(Report):
         )
 
     def _results(self) -> list[Key]:
-        if self._loss_producer is None and not self.went_back:
+        if self._loss_producer is None and not self.ran_backward:
             return [d.key for d in self.differences]
         gradients = [d.key for d in self.differences if d.key.level == PARAMETER]
         return gradients if self._loss_producer is None else [*gradients, self._loss_producer]

@@ -87,7 +87,7 @@ def _facts(comparison: Comparison) -> dict[str, str]:
         "loss scale": number(comparison.scale),
         "values compared": as_count(len(comparison.differences)),
     }
-    if not comparison.went_back:
+    if not comparison.ran_backward:
         facts["gradients"] = "no backward pass"
     if comparison.loss is None:
         del facts["loss"]
@@ -117,8 +117,8 @@ def _notes(comparison: Comparison) -> list[str]:
     notes = []
     if comparison.unmatched:
         notes.append(_UNMATCHED.format(count=comparison.unmatched))
-    if comparison.odd_references:
-        notes.append(_ODD.format(count=comparison.odd_references))
+    if comparison.narrow_references:
+        notes.append(_ODD.format(count=comparison.narrow_references))
     if any(d.noise and d.error > 0.5 for d in comparison.differences):
         notes.append(_CANCELS)
     if any(d.random and d.error > 0.5 for d in comparison.differences):

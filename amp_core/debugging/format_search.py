@@ -52,11 +52,11 @@ class FormatSearch:
                 "rule of each op."
             )
         self._work = self._layers(whole.work)
-        if self._bears(self._work):
+        if self._is_tolerable(self._work):
             return self._advice(self._work, {}, whole)
         plain = self._with(())
         alone = {layer: self._with([layer]).result_error for layer in self._work}
-        if self._bears(()):
+        if self._is_tolerable(()):
             self._try_sets(plain.result_error, alone, rounds)
         return self._advice(self._best(), alone, whole)
 
@@ -65,24 +65,26 @@ class FormatSearch:
         added = {layer: max(error**2 - plain**2, 0.0) for layer, error in alone.items()}
         room = self._tolerance**2 - plain**2
         chosen = _most_work(self._work, added, room)
-        while chosen and not self._bears(chosen):
+        while chosen and not self._is_tolerable(chosen):
             room *= _LESS
             chosen = _most_work(self._work, added, room)
         chosen = max(chosen, self._best(), key=self._work_of)
         left = [layer for layer in self._work if layer not in chosen and alone[layer] <= self._tolerance]
         for layer in sorted(left, key=lambda layer: -self._work[layer])[:rounds]:
-            if self._bears({*chosen, layer}):
+            if self._is_tolerable({*chosen, layer}):
                 chosen |= {layer}
 
     def _best(self) -> frozenset[Layer]:
         """Return the set with the most work among those measured and found within the tolerance."""
         sets = (frozenset(self._work.keys() - out) for out in self._tried)
-        return max((each for each in sets if self._bears(each)), key=self._work_of, default=frozenset())
+        return max(
+            (each for each in sets if self._is_tolerable(each)), key=self._work_of, default=frozenset()
+        )
 
     def _work_of(self, layers: Iterable[Layer]) -> int:
         return sum(self._work[layer] for layer in layers)
 
-    def _bears(self, layers: Iterable[Layer]) -> bool:
+    def _is_tolerable(self, layers: Iterable[Layer]) -> bool:
         return self._with(layers).result_error <= self._tolerance
 
     # Runs.

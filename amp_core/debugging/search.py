@@ -79,7 +79,7 @@ class Search:
                 proposal, now = fixed
         if self._optimizer is not None:
             self._note_lost_updates(proposal, self._optimizer)
-        narrow = _is_narrow(self._step.dtype) and before.went_back
+        narrow = _is_narrow(self._step.dtype) and before.ran_backward
         scale = proposal.scale if narrow else None
         return Advice(proposal.policy, proposal.modules, scale, tuple(self._findings), before, now)
 
@@ -90,17 +90,17 @@ class Search:
     # The loss scale.
 
     def _scaled(self, proposal: Proposal, now: Comparison) -> tuple[Proposal, Comparison]:
-        if not (_is_narrow(self._step.dtype) and now.went_back and self._step.leaves_backward):
+        if not (_is_narrow(self._step.dtype) and now.ran_backward and self._step.leaves_backward):
             return proposal, now
         scaled = replace(proposal, scale=_fitting_scale(now))
         better = self._try(scaled, f"with a loss scale of {scaled.scale:g}")
         lost, share = _most_restored(now, better)
         if lost is not None and lost.underflow - share > _FEW and self._restores(now, better):
             what = f"{where(lost)}: {lost.underflow:.0%} of the gradient underflows"
-            mend = f"init_scale = {scaled.scale:g}"
+            fix = f"init_scale = {scaled.scale:g}"
             place = lost.key.place.module
             self._findings.append(
-                Finding(what, place, short(lost.key.name), mend, lost.underflow, share, lost.line)
+                Finding(what, place, short(lost.key.name), fix, lost.underflow, share, lost.line)
             )
         return scaled, better
 
@@ -130,8 +130,8 @@ class Search:
         for name, share in sorted(lost.items(), key=lambda item: -item[1]):
             if share > _LOST:
                 what = f"{name} loses {share:.0%} of its updates to rounding"
-                mend = "master_weights(model, optimizer, storage='remainder')"
-                self._findings.append(Finding(what, name.rpartition(".")[0], "", mend, share, 0.0))
+                fix = "master_weights(model, optimizer, storage='remainder')"
+                self._findings.append(Finding(what, name.rpartition(".")[0], "", fix, share, 0.0))
 
     # The ops.
 
@@ -156,9 +156,9 @@ class Search:
         self._note(what, fault, "", fault.added)
         return None
 
-    def _note(self, what: str, fault: Difference, mend: str, after: float) -> None:
+    def _note(self, what: str, fault: Difference, fix: str, after: float) -> None:
         module, op = fault.key.place.module, short(fault.key.name)
-        self._findings.append(Finding(what, module, op, mend, fault.added, after, fault.line))
+        self._findings.append(Finding(what, module, op, fix, fault.added, after, fault.line))
 
     def _candidates(
         self, proposal: Proposal, now: Comparison, fault: Difference

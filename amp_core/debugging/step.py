@@ -156,7 +156,7 @@ def quantising(
 
 def _run_backward(result: Any, scale: float, capture: Capture) -> bool:
     """Run the backward pass from the scaled loss unless `fn` ran one; return whether it ran here."""
-    if capture.run.went_back or not isinstance(result, Tensor) or not result.requires_grad:
+    if capture.run.ran_backward or not isinstance(result, Tensor) or not result.requires_grad:
         return False
     if result.numel() != 1:
         raise AmpError(

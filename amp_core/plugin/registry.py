@@ -146,10 +146,10 @@ def _set(table: dict[str, _Value], name: str, value: _Value | None) -> None:
 
 def _check(backend: Backend, owner: Owner) -> None:
     if not isinstance(backend, Backend):
-        what, mend = repr(backend), "derive its class from amp_core.plugin.Backend"
+        what, fix = repr(backend), "derive its class from amp_core.plugin.Backend"
         if isinstance(backend, type):
-            what, mend = f"the class {backend.__name__}", f"call registry.add({backend.__name__}())"
-        raise TypeError(f"{owner} added {what}, which is no amp_core.plugin.Backend instance; {mend}.")
+            what, fix = f"the class {backend.__name__}", f"call registry.add({backend.__name__}())"
+        raise TypeError(f"{owner} added {what}, which is no amp_core.plugin.Backend instance; {fix}.")
     name = type(backend).__name__
     device_type = getattr(backend, "device_type", None)
     if not isinstance(device_type, str) or not device_type.isidentifier():

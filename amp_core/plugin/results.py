@@ -149,8 +149,8 @@ def _checked(name: str, method: Callable[[Any], Any]) -> Callable[[Any], Any]:
         if not accepts(result):
             raise BackendError(_text(self, name, f"returned {result!r}, but must return {expected}."))
         if name == "op_policy" and result.device_type != self.device_type:
-            mend = f"return OpPolicy({self.device_type!r}, OpPolicy.default({result.device_type!r}).rules)."
-            raise BackendError(_text(self, name, f"returned the policy of {result.device_type!r}; {mend}"))
+            fix = f"return OpPolicy({self.device_type!r}, OpPolicy.default({result.device_type!r}).rules)."
+            raise BackendError(_text(self, name, f"returned the policy of {result.device_type!r}; {fix}"))
         last = result
         return result
 

@@ -52,7 +52,7 @@ def enter(
         PolicyError: `torch.export` is tracing, and the exported program could not keep the region.
     """
     if frames and (frames[-1].leaving or not frames[-1].nesting):
-        _mend(frames)
+        _repair(frames)
     device, enabled, dtype, cached = settings
     before = was_enabled, was_dtype, was_cached = _is_enabled(device), _get_dtype(device), _is_cached()
     frame = Frame(region, before)
@@ -134,7 +134,7 @@ def leave(frames: RegionStack, region: Any, settings: tuple[str, bool, torch.dty
 
 
 def _leave_out_of_order(frames: RegionStack, region: Any) -> None:
-    _mend(frames)
+    _repair(frames)
     frame = frames.take_out(region)
     if frame.policies is not None:
         take_out(frame.policies)
@@ -169,7 +169,7 @@ def _undo(frames: RegionStack, frame: Frame) -> None:
         frames.remove(frame)
 
 
-def _mend(frames: RegionStack) -> None:
+def _repair(frames: RegionStack) -> None:
     """Undo the top frames that an interrupt left half entered or half exited."""
     while frames and (frames[-1].leaving or not frames[-1].nesting) and not _is_at_work(frames[-1]):
         _undo(frames, frames[-1])

@@ -128,12 +128,12 @@ def test_advise_names_the_weights_that_need_more() -> None:
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
     advice = advise(step, "cpu", optimizer=optimizer)
-    (weight,) = [f for f in advice.findings if f.what.startswith("1.weight")]
+    (weight,) = [f for f in advice.findings if f.fault.startswith("1.weight")]
     assert weight.before > 0.5
     assert weight.after == 0
-    assert "master_weights" in weight.mend
-    assert weight.what in str(advice)
-    assert not [f for f in advice.findings if f.what.startswith("0.")]
+    assert "master_weights" in weight.fix
+    assert weight.fault in str(advice)
+    assert not [f for f in advice.findings if f.fault.startswith("0.")]
     assert not optimizer.state
     assert all(p.grad is None for p in model.parameters())
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)

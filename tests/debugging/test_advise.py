@@ -29,7 +29,7 @@ def test_a_gradient_that_underflows(shrinking, step):
     advice = amp_core.advise(step(shrinking, 1e-3), "cpu", dtype=FP16)
     (finding,) = advice.findings
     assert finding.module == "2"
-    assert "underflows" in finding.what
+    assert "underflows" in finding.fault
     assert finding.before > 0.9
     assert finding.after < 0.01
     assert advice.before.gradient_error > 0.9

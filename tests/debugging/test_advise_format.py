@@ -41,7 +41,7 @@ def test_no_set_of_layers_has_more_work():
     sets = itertools.chain.from_iterable(itertools.combinations(work, n) for n in range(len(work) + 1))
     borne = [out for out in sets if error_without(model, step, out) <= tolerance]
     best = max(1 - sum(work[name] for name in out) / sum(work.values()) for out in borne)
-    assert advice.bears
+    assert advice.is_tolerable
     assert 0 < advice.share == pytest.approx(best)
     kept_out = {layer.module for layer in advice.layers if not layer.kept}
     assert advice.after.result_error == error_without(model, step, kept_out)
@@ -114,7 +114,7 @@ def test_what_all_layers_bear_needs_no_search():
     assert (advice.share, advice.modules, advice.policy.rule("linear")) == (1.0, {}, "recipe mxfp8")
     assert runs == 3  # float32, the format, the proposal again
     nothing = amp_core.advise(step, "cpu", format="mxfp4", tolerance=1e-4)
-    assert (nothing.share, nothing.modules, nothing.bears) == (0.0, {}, False)
+    assert (nothing.share, nothing.modules, nothing.is_tolerable) == (0.0, {}, False)
     assert nothing.policy.rule("linear") == "lower_precision_fp"
     assert "Without the format, the error is" in str(nothing)
 

@@ -145,7 +145,7 @@ def test_a_step_with_a_region_of_its_own_is_compared_all_the_same(attention, ste
     for region in (autocast, torch.autocast):
         c = amp_core.compare(inside(region), "cpu", dtype=torch.float16)
         assert c.first_not_finite.key == plain.first_not_finite.key
-        assert not c.odd_references
+        assert not c.narrow_references
 
 
 def test_a_reference_in_low_precision_is_said(attention, step):
@@ -157,7 +157,7 @@ def test_a_reference_in_low_precision_is_said(attention, step):
             return run()
 
     c = amp_core.compare(fn, "cpu")
-    assert c.odd_references > 0
+    assert c.narrow_references > 0
     assert "reference run are still in low precision" in str(c)
 
 
@@ -180,7 +180,7 @@ def test_checkpoints_run_again_under_the_same_policy(step):
             return self.head(checkpoint(self.body, x, use_reentrant=False))
 
     c = amp_core.compare(step(Model()), "cpu")
-    assert not c.odd_references
+    assert not c.narrow_references
     assert not c.unmatched
     assert 0 < c.gradient_error < 0.1
 

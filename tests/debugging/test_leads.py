@@ -95,7 +95,7 @@ def test_an_op_of_the_backward_pass_has_the_line_of_its_forward_op(attention, st
 
 
 def test_a_right_result_is_said_to_be_right(step):
-    """A report on a sound model names a worst op, as if there were something to mend."""
+    """A report on a sound model names a worst op, as if there were something to fix."""
     text = str(amp_core.compare(step(nn.Linear(16, 4)), "cpu"))
     assert "none: the result is within the tolerance" in text
 

@@ -135,7 +135,7 @@ def test_no_rules_for_a_sound_model(kind: str, dtype: torch.dtype) -> None:
     assert advice.after is not None
     assert advice.after.loss_error < 0.01
     # Without a loss scale some gradients underflow, and the scale must then restore them.
-    assert all(f.mend.startswith("init_scale") and f.after < 0.1 for f in advice.findings)
+    assert all(f.fix.startswith("init_scale") and f.after < 0.1 for f in advice.findings)
     assert not advice.findings or advice.before.gradient_error > 0.125
 
 
@@ -154,7 +154,7 @@ def _main(kinds: list[str]) -> None:
                 continue
             before = advice.before
             assert before is not None
-            found = "; ".join(f"{f.what}: {f.mend or 'no fix'}" for f in advice.findings) or "no findings"
+            found = "; ".join(f"{f.fault}: {f.fix or 'no fix'}" for f in advice.findings) or "no findings"
             errors = f"loss {before.loss_error:.1e}, gradients {before.gradient_error:.1e}"
             print(f"{kind} {dtype}: {errors}; rules: {has_rules(advice)}; {found}", flush=True)  # noqa: T201
 

@@ -90,7 +90,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("fault", WRONG)
-def test_a_wrong_result_names_backend_method_and_mend(fault: str) -> None:
+def test_a_wrong_result_names_backend_method_and_fix(fault: str) -> None:
     """A bare AttributeError deep in a region names neither the package nor what to do."""
     method, wrong, text = WRONG[fault]
     backend = type("WrongBackend", (Right,), {method: wrong, "__module__": __name__})()

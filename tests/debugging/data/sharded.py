@@ -103,7 +103,7 @@ def advised(kind: object) -> None:
     model = kind(attention())
     optimizer = torch.optim.AdamW(model.parameters())
     advice = amp_core.advise(step(model, part), "cpu", dtype=FP16, optimizer=optimizer)
-    same_on_all((advice.to_toml(), [(f.what, f.before, f.after) for f in advice.findings]))
+    same_on_all((advice.to_toml(), [(f.fault, f.before, f.after) for f in advice.findings]))
     assert advice.modules == alone.modules
     assert advice.modules
     assert advice.init_scale == alone.init_scale
