@@ -61,15 +61,14 @@ def autocast_key(device_type: str) -> str:
 
 
 def autograd_key(device_type: str) -> str:
-    """The dispatch key right below `autocast_key`. For: observing the rules of ops."""
+    """Return the dispatch key right below `autocast_key`."""
     return autocast_key(device_type).replace("Autocast", "Autograd")
 
 
 def autocast_device_types() -> list[str]:
-    """Every device type that torch's own source names and can autocast.
+    """Return every device type that torch's own source names and can autocast.
 
-    torch lists its device types in the text of an exception alone. If the text changes: `amp_core.backends`
-    no longer lists devices that have no package.
+    torch lists its device types in the text of an exception alone; another text gives an empty list.
     """
     try:
         torch.device("no_such_device")
@@ -126,7 +125,7 @@ def _check_custom_op() -> None:
 def redispatch_below(op: Overload, key: str) -> Callable[..., Any]:
     """Return a function of a keyset and arguments that runs `op` as if it had no kernel on `key`.
 
-    Ops that it calls in turn see `key` as before. For: ops without a rule. If it goes: no policy.
+    Ops that it calls in turn see `key` as before.
     """
     # Python's dispatcher, which Dynamo switches on, would start again from all keys of the thread.
     own = key_set(key)

@@ -44,7 +44,7 @@ _GRAPHS = Feature(
 def autocast_step(device: str, dtype: torch.dtype, enabled: bool, keeps_casts: bool) -> Step:
     """Return what the graph of a ``torch.autocast`` does; `torch.export` and its caches know these calls.
 
-    For: regions in graphs. If they go: no region can be compiled.
+    Without them, no region can be compiled.
     """
     return Step(enter_autocast, (device, dtype, enabled, keeps_casts), exit_autocast, hands_over=True)
 
@@ -72,7 +72,7 @@ _EXPORT_TRACE = Feature(
 def before_export(callback: Callable[[], None]) -> None:
     """Call `callback` whenever `torch.export.export` is called.
 
-    For: a warning that the regions around it are not kept. If it goes: no warning.
+    Otherwise there is no warning that the regions around it are not kept.
     """
 
     def wrap() -> None:
@@ -139,8 +139,7 @@ _after_imports = _AfterImports()
 def guard_on(read: Callable[[], object], name: str) -> None:
     """Let every graph hold only while `read()` returns what it returned when Dynamo traced the graph.
 
-    For: the policy around a compiled function. If it goes: a graph keeps the policy of its first call.
-    Dynamo must be loaded.
+    Otherwise a graph keeps the policy of its first call. Dynamo must be loaded.
     """
     from torch._dynamo.guards import GlobalStateSource
     from torch._dynamo.output_graph import OutputGraph
@@ -181,8 +180,8 @@ def compile_under(tag: Callable[[], str]) -> None:
     if it ran in the region of the forward pass, where the rule of ``mm`` would change what the policy has
     ``linear`` compute in float32; a choice that the user made in torch's configuration is kept.
 
-    For: graphs that were traced alike and compute otherwise. If it goes: a program loads code that another
-    one compiled under another policy. Dynamo must be loaded.
+    Otherwise a program would load code that another one, traced alike, compiled under another policy.
+    Dynamo must be loaded.
     """
     from torch._dynamo.output_graph import OutputGraph
     from torch.compiler import config as torch_config
@@ -215,7 +214,7 @@ def _backward_outside(wanted: bool) -> AbstractContextManager[Any]:
 def run_uncompiled(functions: Sequence[Callable[..., Any]]) -> None:
     """Let Dynamo leave `functions`, and all that they call, as they are when code between graphs runs them.
 
-    Dynamo must be loaded. For: entering regions after a graph break. If it goes: Dynamo compiles that.
+    They enter regions after a graph break. Dynamo must be loaded.
     """
     from torch._dynamo.types import FrameAction, FrameExecStrategy
 
@@ -230,7 +229,7 @@ _never_compiled: set[CodeType] = set()
 def never_compile(function: Callable[..., Any]) -> None:
     """Do what `run_uncompiled` does, now or when Dynamo is imported.
 
-    For: kernels, which ops between graphs call. If it goes: Dynamo compiles them, and fails at dispatch keys.
+    Otherwise Dynamo compiles the kernels that ops between graphs call, and fails at dispatch keys.
     """
     if function.__code__ not in _never_compiled:
         _never_compiled.add(function.__code__)
@@ -241,7 +240,7 @@ def trace_as_context_manager(classes: Sequence[type], how: ContextManager) -> No
     """Let Dynamo trace instances of `classes`, built in the traced function or outside of it.
 
     Dynamo then treats them as its own context managers: one may be entered again after a graph break. Dynamo
-    must be loaded. For: regions. If it goes: a graph break inside a region runs the function uncompiled.
+    must be loaded. Otherwise a graph break inside a region runs the function uncompiled.
     """
     from torch._dynamo.guards import GuardBuilder
     from torch._dynamo.variables.builder import VariableBuilder
