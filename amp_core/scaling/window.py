@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
@@ -28,9 +29,10 @@ class AccumulationWindow:
     all are bad, the step is skipped. The record of the step says which were bad, and in which parameters.
 
     Use it as a context around the micro-batches of one step, and `micro_batch` around each backward pass.
-    Until it closes, ``unscale_``, ``clip_grad_norm_``, ``step`` and ``update`` raise RuntimeError.
-    It waits for the device only once, where trained parameters get no gradient. It costs memory for a second
-    set of gradients, three passes over them for each micro-batch, and one at the end.
+    Gradients from before the first micro-batch, of an earlier window too, are added when it closes. Until
+    then, ``unscale_``, ``clip_grad_norm_``, ``step`` and ``update`` raise RuntimeError. It waits for the
+    device only once, where trained parameters get no gradient. It costs memory for a second set of gradients,
+    three passes over them for each micro-batch, and one at the end.
 
     Under ``DistributedDataParallel`` every micro-batch must be reduced, so do not use ``no_sync``: what one
     rank adds up without the others is not a gradient of the model.
@@ -75,6 +77,7 @@ class AccumulationWindow:
         self._find_parameters()
         self._places: dict[tuple[int, ...], Tensor] = {}
         self._flags: list[Tensor] = []
+        self._earlier: list[Tensor | None] = []
         self._nonfinite: Tensor | None = None
         self._is_open = self._in_micro_batch = False
 
@@ -106,6 +109,9 @@ class AccumulationWindow:
             scales.in_window = [each for each in scales.in_window if each[0] is not self._optimizer]
         if kind is None and self._flags:
             self._close()
+        if self._earlier:
+            self._put(self._sums(self._earlier))
+            self._earlier = []
 
     @contextmanager
     def micro_batch(self) -> Iterator[None]:
@@ -141,7 +147,8 @@ class AccumulationWindow:
         self._check_stage()
         self._find_parameters()
         kept = [p.grad for p in self._params]
-        if self._leave_out:
+        is_first = not self._flags
+        if self._leave_out or is_first:
             kept = [_own_memory(grad) for grad in kept]
             self._put([None] * len(kept))
         try:
@@ -151,7 +158,11 @@ class AccumulationWindow:
             self._put(kept)
             raise
         if self._leave_out:
-            self._put(self._sum(kept))
+            self._clear_bad()
+        if is_first:  # these are not of this window, which weighs its own
+            self._earlier = kept
+        elif self._leave_out:
+            self._put(self._sums(kept))
 
     def _check_stage(self) -> None:
         loss_scale = self._loss_scale()
@@ -204,20 +215,23 @@ class AccumulationWindow:
         self._nonfinite.index_add_(0, self._places[ids], nonfinite)
 
     @torch.no_grad()
-    def _sum(self, kept: list[Tensor | None]) -> list[Tensor | None]:
+    def _clear_bad(self) -> None:
+        """Zero the gradients of the last micro-batch if one of them is not finite."""
         bad = {flag.device: flag for flag in self._flags[-1:]}
-        sums: list[Tensor | None] = []
-        kept = kept + [None] * (len(self._params) - len(kept))
-        for before, param in zip(kept, self._params, strict=True):
-            fresh = param.grad
-            if fresh is None:
-                sums.append(before)
-                continue
-            if fresh.device not in bad:
-                bad[fresh.device] = self._flags[-1].to(fresh.device, non_blocking=True)
-            fresh.masked_fill_(bad[fresh.device] > 0, 0)
-            sums.append(fresh if before is None else before.add_(fresh))
-        return sums
+        for param in self._params:
+            if param.grad is not None:
+                device = param.grad.device
+                if device not in bad:
+                    bad[device] = self._flags[-1].to(device, non_blocking=True)
+                param.grad.masked_fill_(bad[device] > 0, 0)
+
+    @torch.no_grad()
+    def _sums(self, kept: list[Tensor | None]) -> list[Tensor | None]:
+        """Return `kept`, with the gradients that the parameters have now added to them."""
+        pairs = itertools.zip_longest(kept, [param.grad for param in self._params])
+        return [
+            now if before is None else before if now is None else before.add_(now) for before, now in pairs
+        ]
 
     @torch.no_grad()
     def _close(self) -> None:
@@ -236,7 +250,14 @@ class AccumulationWindow:
         missing = len(names) - len(bad)
         if missing:
             bad = torch.cat([bad, torch.zeros(missing, dtype=bad.dtype, device=bad.device)])
-        loss_scale.optimizer_states.of(self._optimizer).window = flags, names, bad
+        state = loss_scale.optimizer_states.of(self._optimizer)
+        if state.window is not None:  # of an earlier window of this step
+            earlier, known, bad_then = state.window
+            flags = torch.cat([earlier.to(flags.device), flags])
+            bad_then = bad_then.to(bad.device)
+            bad = torch.maximum(bad_then, bad) if known == names else torch.cat([bad_then, bad])
+            names = names if known == names else known + names
+        state.window = flags, names, bad
 
     def _weigh(self, flags: Tensor) -> None:
         good = flags.numel() - flags.sum()

@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_core import AccumulationWindow, GradScaler
 from amp_core.callbacks import Logging
 
-from ..drawn import TIMES, chance
+from ..drawn import TIMES, chance, examples
 
 PARTS = 4
 
@@ -70,6 +72,50 @@ def test_the_sum_is_that_of_the_good_micro_batches(bad: set[int], fused: bool) -
     assert (record.skipped, record.bad_micro_batches) == (False, tuple(sorted(bad)))
     assert [b.name for b in record.bad_parameters] == ["2.bias"] * bool(bad)
     assert ours.scaler.get_scale() == (4.0 if bad else 8.0)
+
+
+SEGMENTS = st.lists(
+    st.one_of(st.none(), st.sets(st.integers(0, PARTS - 1), max_size=PARTS - 1)), min_size=1, max_size=4
+)
+
+
+@examples(40)
+@given(segments=SEGMENTS, leave_out=st.booleans(), one_window=st.booleans())
+def test_several_windows_and_backwards_of_one_step(
+    segments: list[set[int] | None], leave_out: bool, one_window: bool
+) -> None:
+    """A window weighs gradients that are not its own, or the record of an earlier one is lost."""
+    ours, plain = Run(), Run()
+    expected = [torch.zeros_like(p) for p in plain.model.parameters()]
+    bad, count = [], 0
+    kept = AccumulationWindow(ours.scaler, ours.optimizer, leave_out=leave_out)
+    for segment in segments:
+        plain.optimizer.zero_grad()
+        if segment is None:
+            plain.backward(0)
+            ours.backward(0)
+            weight = 1.0
+        else:
+            window = (
+                kept if one_window else AccumulationWindow(ours.scaler, ours.optimizer, leave_out=leave_out)
+            )
+            with window:
+                for part in range(PARTS):
+                    with window.micro_batch():
+                        ours.backward(part, part in segment)
+                    if not (leave_out and part in segment):
+                        plain.backward(part, part in segment)
+            weight = PARTS / (PARTS - len(segment)) if leave_out else 1.0
+            bad += [count + part for part in sorted(segment)][: None if leave_out else 1]
+            count += PARTS
+        for total, grad in zip(expected, plain.gradients(), strict=True):
+            total += weight * grad
+    torch.testing.assert_close(ours.gradients(), expected, equal_nan=True)
+    ours.step()
+    record = ours.scaler.history[-1]
+    assert (record.bad_micro_batches or ()) == tuple(bad)
+    assert [b.name for b in record.bad_parameters] == ["2.bias"] * bool(bad)
+    assert record.skipped == (bool(bad) and not leave_out)
 
 
 def test_a_mean_stays_a_mean() -> None:
