@@ -11,17 +11,12 @@ from torch import Tensor
 
 from amp_core._torch.autograd import gradient_is_accumulated, has_gradient_hooks, inside_ddp, is_compiled
 from amp_core._torch.tensors import WeakStorage, identity_of
-from amp_core.casts.bulk import allocate, buckets, cast_weights, run_backward_early
+from amp_core.casts.bulk import allocate, buckets, cast_weights, is_small_on_host, run_backward_early
 from amp_core.casts.memory import KeptMemory
 from amp_core.kernels import Kernels
 
 _SMALL_ON_HOST = 2**18
 """Up to this many bytes, a CPU is faster if autograd accumulates the gradient of a weight."""
-
-
-def is_small_on_host(weight: Tensor) -> bool:
-    """Return whether it is faster to let torch cast `weight`, and accumulate its gradient."""
-    return weight.is_cpu and weight.nbytes <= _SMALL_ON_HOST
 
 
 class AccumulatingCasts:
@@ -58,6 +53,12 @@ class AccumulatingCasts:
             with torch.no_grad():
                 kernels.cast(weights, dtype, out=kept)
         return kept
+
+    def is_small(self, weight: Tensor) -> bool:
+        """Return whether it is faster to let torch cast `weight`, and autograd accumulate its gradient."""
+        if self._reduced:
+            return is_small_on_host(weight)
+        return weight.is_cpu and weight.nbytes <= _SMALL_ON_HOST
 
     def _fits(self, weight: Tensor, dtype: torch.dtype) -> bool:
         cast = self._kept.get((id(weight), dtype))

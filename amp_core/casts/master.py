@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import Self
 
-from amp_core.casts.accumulating import AccumulatingCasts, is_small_on_host
+from amp_core.casts.accumulating import AccumulatingCasts
 from amp_core.casts.scope import CachedCasts, nbytes_of
 from amp_core.casts.stored import StoredWeights
 from amp_core.common.arguments import check_module
@@ -27,7 +27,7 @@ class MasterWeights(CachedCasts):
         check_module(model, self._FUNCTION)
         reduced = any(isinstance(m, DistributedDataParallel) for m in model.modules())
         self._casts = AccumulatingCasts(reduced, lambda: self._cache.keys())  # noqa: PLW0108  # not there yet
-        super().__init__(model, self._casts.cast, is_small_on_host, debug=debug)
+        super().__init__(model, self._casts.cast, self._casts.is_small, debug=debug)
         super().__enter__()
 
     def __enter__(self) -> Self:
