@@ -25,7 +25,7 @@ GROUPS = (
     "traffic",
     "overlap",
     "casts",
-    "insight",
+    "debugging",
     "formats",
     "inference",
     "storage",

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
+import amp_core
+
 ROOT = Path(__file__).resolve().parents[2]
-MODULES = ("amp_core", "amp_core.callbacks", "amp_core.plugin", "amp_core.testing", "amp_compat")
-# Constants, and what is torch's: the page explains them in its text.
+REFERENCE = ROOT / "docs" / "reference"
+PAGE = runpy.run_path(str(Path(__file__).with_name("page.py")))
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
+MODULES = ("amp_core", *(f"amp_core.{name}" for name in sorted(amp_core._SUBMODULES)), "amp_compat")
+# Constants, and what is torch's: the reference explains them in its text.
 IN_PROSE = {"OptState", "__version__", "API_VERSION", "ENTRY_POINT_GROUP", "NAME", "hookimpl"}
+IN_PROSE |= {"COUNTS", "E2M1", "E2M3", "E3M2", "E4M3", "E5M2", "ELEMENTS", "SCALES"}
+IN_PROSE |= {"EMULATED", "PORTABLE", "RULES"}
 
 
 @pytest.fixture(scope="session")
@@ -33,7 +43,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def anchors(site: Path) -> set[str]:
-    pages = "".join(page.read_text(encoding="utf-8") for page in (site / "reference").glob("*.html"))
+    files = [*(site / "reference").glob("*.html"), site / "how-to" / "trainers.html"]
+    pages = "".join(page.read_text(encoding="utf-8") for page in files)
     return set(re.findall(r'id="(amp_[\w.]+)"', pages))
 
 
@@ -88,6 +99,36 @@ def test_the_reference_renders_every_public_name(name: str, anchors: set[str]) -
     assert paths(name) & anchors, f"{name} is rendered on no page of docs/reference"
     missing = [m for m in members(resolved(name)) if not is_rendered(m, name, anchors)]
     assert not missing, f"{name} is rendered without {missing}"
+
+
+def prose() -> str:
+    return "".join(page.read_text(encoding="utf-8") for page in sorted(REFERENCE.rglob("*.md")))
+
+
+@pytest.mark.parametrize("name", sorted(IN_PROSE))
+def test_the_reference_explains_constants(name: str) -> None:
+    """A constant is public, and no page says what it is."""
+    assert re.search(rf"`(amp_core\.)?([a-z]+\.)?{name}`", prose())
+
+
+def imported() -> list[str]:
+    """Return what the examples of all pages import from `amp_core`, as dotted names."""
+    names = set()
+    for page in PAGES:
+        trees = [ast.parse(str(block.lexemes["source"])) for block in PAGE["blocks"](page)]
+        for node in (node for tree in trees for node in ast.walk(tree)):
+            if isinstance(node, ast.ImportFrom) and node.module.startswith("amp_core"):
+                names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return sorted(names)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", imported())
+def test_examples_import_public_names(name: str, anchors: set[str]) -> None:
+    """An example shows a name that the reference calls private by leaving it out."""
+    if name in anchors or f"`{name}" in prose() or name.rpartition(".")[2] in IN_PROSE:
+        return
+    assert isinstance(resolved(name), ModuleType) or paths(name) & anchors
 
 
 @pytest.mark.slow

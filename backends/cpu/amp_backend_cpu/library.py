@@ -51,7 +51,7 @@ def load() -> ctypes.CDLL:
         logging.getLogger("amp_core").warning(
             "amp-core was installed without a C compiler: clipping, overflow checks and casts on the CPU use "
             "torch's kernels and take up to three times as long. To build the compiled ones, install a C "
-            "compiler and run: pip install --force-reinstall --no-deps --no-binary amp-core amp-core"
+            "compiler and run, in a clone of amp-core: pip install --force-reinstall --no-deps ."
         )
         raise LibraryMissingError(_NOT_BUILT)
     try:
