@@ -104,7 +104,7 @@ class NonFiniteError(AmpError, FloatingPointError):
     """A model under `amp_core.guard` computed inf or NaN.
 
     Attributes:
-        fault: the op that made them, an `amp_core.debugging.guard.OpFault`; None if no single op did.
+        fault: the op that made them, an `amp_core.debugging.OpFault`; None if no single op did.
     """
 
     def __init__(self, message: str, fault: object = None) -> None:
