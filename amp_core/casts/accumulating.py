@@ -134,6 +134,7 @@ def _goes_to_grad(node: Any, grad: Tensor) -> bool:
     weight = node.weight
     return (
         not torch.is_grad_enabled()  # create_graph=True
+        and weight.requires_grad  # autograd has no gradient for a weight that was frozen since
         and not has_gradient_hooks(weight)
         and grad.layout is torch.strided
         and (weight.grad is None or (weight.grad.layout, weight.grad.dtype) == (torch.strided, weight.dtype))

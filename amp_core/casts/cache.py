@@ -55,6 +55,7 @@ class WeightCache:
         self._make, self._is_small = make, is_small
         self.memory = KeptMemory()
         self.is_kept = True  # the scope sets it to False when it stops: threads may still be casting
+        self.is_outdated = False
         self._invalidations = 0
         self._slots: dict[int, _Slot] = {}
         # Parameters of other models. A weak reference to a tensor would forbid torch.utils.swap_tensors.
@@ -87,9 +88,10 @@ class WeightCache:
         if _has_no_memory(weight):
             return None
         before, state = self._invalidations, fingerprint(weight)
-        entry = self._casts[dtype][id(weight)] = cached(weight, state, cast_alone(weight, dtype))
-        if before != self._invalidations:  # another thread has stepped meanwhile
-            self.invalidate([weight])
+        entry = cached(weight, state, cast_alone(weight, dtype))
+        with self._lock:
+            if before == self._invalidations and self.is_kept:  # no other thread has stepped meanwhile
+                self._casts[dtype][id(weight)] = entry
         return entry
 
     def _cast_stale(self, slot: _Slot, dtype: torch.dtype) -> CachedCast | None:
@@ -128,7 +130,7 @@ class WeightCache:
     def invalidate(self, weights: Iterable[Tensor] | None = None) -> None:
         """Drop the casts of `weights`, or all casts."""
         with self._lock:
-            self._invalidations += 1  # first: `_cast_alone` stores without the lock
+            self._invalidations += 1
             keys = self._slots.keys() if weights is None else self._slots.keys() & {id(w) for w in weights}
             self._drop(keys)
 
@@ -156,12 +158,14 @@ class WeightCache:
 
     def look_again(self, part: Tensor | Module) -> None:
         """Take note that a parameter or a module has become part of a module, perhaps of the model."""
+        self.is_outdated = True
         if self._foreign:
             with self._lock:
                 for weight in [part] if isinstance(part, Tensor) else part.parameters():
                     self._foreign.pop(id(weight), None)
 
     def _update_slots(self) -> None:
+        self.is_outdated = False  # first: a part may be added on the next lines
         present = {id(w): (name, w) for name, w in self._named_weights() if is_cacheable(w)}
         self._drop(self._slots.keys() - present.keys())
         self._slots = {
@@ -174,7 +178,10 @@ class WeightCache:
         return self._slots.keys()
 
     def weights(self) -> list[Tensor]:
-        """Return the weights that are known to be part of the model."""
+        """Return the weights of the model."""
+        if self.is_outdated:
+            with self._lock:
+                self._update_slots()
         return [slot.weight for slot in self._slots.values()]
 
     def has_any(self, weights: Iterable[Tensor]) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 import torch
 from torch import Tensor
@@ -27,25 +27,31 @@ class Reuse:
 
     def __init__(self) -> None:
         self._versions: list[int] | None = None
-        self._seen = False
+        self._region_ended = self._seen = False
         self._plain_steps = 0
 
-    def after_region(self, weights: Collection[Tensor]) -> bool:
-        """Return whether regions are expected to use `weights` again before they change.
+    def after_region(self, weights: Callable[[], Collection[Tensor]]) -> bool:
+        """Return whether regions are expected to use the weights again before they change.
 
         They are if the weights are as they were when another region ended, if the region computed no
         gradients, or if some are frozen: torch casts these at each use.
         """
-        versions = _versions(weights)
-        self._seen = self._seen or (versions is not None and versions == self._versions)
-        self._versions = versions
-        trained = torch.is_grad_enabled() and all(weight.requires_grad for weight in weights)
-        return self._seen or not trained
+        self._region_ended = True
+        if not self._seen:
+            before, self._versions = self._versions, _versions(weights())
+            is_training = torch.is_grad_enabled() and all(weight.requires_grad for weight in weights())
+            self._seen = not is_training or (before is not None and before == self._versions)
+        return self._seen
 
     def after_step(self) -> bool:
-        """Return whether at most one region ended before each of the last steps."""
-        self._plain_steps = 0 if self._seen else self._plain_steps + 1
-        self._seen, self._versions = False, None  # a fused optimizer leaves the version counters
+        """Return whether at most one region ended before each of the last steps.
+
+        Several optimizers may step after one region.
+        """
+        if self._region_ended:
+            self._plain_steps = 0 if self._seen else self._plain_steps + 1
+        self._region_ended = self._seen = False
+        self._versions = None  # a fused optimizer leaves the version counters
         return self._plain_steps >= _PLAIN_STEPS
 
 

@@ -78,7 +78,7 @@ class CachedCasts(LocalHandle):
         if not (may_rest and self._only_reuse_pays()):
             self._end_serving = self._begin_serving()
         self._is_active = True
-        before_every_step(_drop_before_fused)
+        before_every_step(_drop_before)
         after_every_step(_drop_stepped)
         see_list_writes()
         _see_new_parts()
@@ -110,7 +110,8 @@ class CachedCasts(LocalHandle):
                 self._cache.memory.clear()
 
     def _after_region(self) -> None:
-        if self._reuse.after_region(self._cache.weights()):
+        grew = self._end_serving is None and self._cache.is_outdated and not self._only_reuse_pays()
+        if self._reuse.after_region(self._cache.weights) or grew:
             self._serve()
 
     def _after_step(self, weights: list[Tensor]) -> None:
@@ -159,9 +160,15 @@ def _part_was_added(_module: nn.Module, _name: str, part: Tensor | nn.Module | N
             scope._cache.look_again(part)
 
 
-def _drop_before_fused(optimizer: Optimizer) -> None:
-    """Drop casts before a fused step: it may raise, and its own hooks run before `_drop_stepped`."""
-    if not torch.compiler.is_dynamo_compiling() and getattr(optimizer, "defaults", {}).get("fused"):
+def _drop_before(optimizer: Optimizer) -> None:
+    """Drop casts before a step that may not change version counters, as fused and foreign ones.
+
+    It may raise, and its own hooks run before `_drop_stepped`.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return
+    foreign = not type(optimizer).__module__.startswith("torch.optim")
+    if foreign or getattr(optimizer, "defaults", {}).get("fused"):
         for scope in list(_scopes):
             scope.invalidate(parameters_of(optimizer))
 
