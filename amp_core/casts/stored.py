@@ -23,7 +23,7 @@ from amp_core.casts.memory import KeptMemory
 from amp_core.casts.shards import like
 from amp_core.casts.stand_ins import Bucket, buckets, in_place_of, refuse_wrapper, unhooked_step
 from amp_core.casts.storage import STORAGES, Draw, drop_foreign, narrow_state, widen_state
-from amp_core.common.arguments import check_module
+from amp_core.common.arguments import as_whole, check_module
 from amp_core.common.containers import map_tensors
 from amp_core.common.handle import LocalHandle
 from amp_core.common.optimizers import exact_states, parameters_of
@@ -59,8 +59,7 @@ class StoredWeights(LocalHandle):
         optimizer = _checked(optimizer, storage, state_dtype)
         check_module(model, "master_weights")
         kept = _kept(model, keep)
-        if not isinstance(seed, int):
-            raise TypeError(f"seed= must be an integer, not {seed!r}.")
+        seed = as_whole(seed, "seed")
         held = set(map(id, parameters_of(optimizer)))
         self.storage, self.optimizer = storage, optimizer
         self._memory = KeptMemory()

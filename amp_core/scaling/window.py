@@ -16,6 +16,7 @@ from amp_core.scaling.distributed import agree_on_flag
 from amp_core.scaling.grad_scaler import GradScaler
 from amp_core.scaling.gradients import Gradients, group_by_device
 from amp_core.scaling.loss_scale import LossScale
+from amp_core.scaling.loss_scales import check_key
 from amp_core.scaling.step_record import name_of
 from amp_core.states.loss_scale import OptState
 
@@ -68,6 +69,8 @@ class AccumulationWindow:
                 f"{type(scaler).__qualname__}."
             )
         check_optimizer(optimizer, "AccumulationWindow")
+        if key is not None:
+            check_key(key)
         self._scaler, self._optimizer, self._key = scaler, optimizer, key
         self._leave_out, self._reweight = leave_out, reweight
         self._params: list[Tensor] = []

@@ -313,5 +313,5 @@ def test_a_constant_scale_does_not_move() -> None:
 def test_strings_name_what_happens() -> None:
     """A string in the place of an enumeration's member is taken and means something else."""
     assert LossScaleSchedule(hysteresis_kind="every").hysteresis_kind is amp_core.Hysteresis.EVERY
-    with pytest.raises(ValueError, match="'explode' is not a valid AtFloor"):
+    with pytest.raises(ValueError, match="at_floor must be one of warn, raise, stop, got 'explode'"):
         LossScaleSchedule(at_floor="explode")
