@@ -87,6 +87,10 @@ def test_what_is_no_optimizer_is_refused(call: str, value: Any) -> None:
         ({"schedule": LossScaleSchedule}, TypeError, "must be an amp_core.LossScaleSchedule"),
         ({"schedules": {"a": 3}}, TypeError, "must be an amp_core.LossScaleSchedule"),
         ({"schedules": [LossScaleSchedule()]}, TypeError, "schedules= must map keys"),
+        ({"schedules": []}, TypeError, "schedules= must map keys"),
+        ({"schedules": {1: LossScaleSchedule()}}, TypeError, "key of a scale must be a string, got 1"),
+        ({"schedule": []}, TypeError, "must be an amp_core.LossScaleSchedule"),
+        ({"init_scale": "2"}, TypeError, "init_scale= must be a number, got '2'"),
         ({"named_parameters": MODEL}, TypeError, r"model.named_parameters\(\) returns them, not Linear"),
         ({"named_parameters": MODEL.parameters()}, TypeError, "not Parameter"),
         ({"named_parameters": 3}, TypeError, "not int"),
@@ -143,6 +147,14 @@ def test_norms_as_torch_takes_them() -> None:
         (lambda: amp_core.master_weights(MODEL, optimizer(), "kahan", keep=[3]), "must be a list of globs"),
         (lambda: amp_core.master_weights(MODEL, optimizer(), "stochastic", seed="x"), "seed= must be an int"),
         (lambda: amp_core.quantize(torch.eye(2).to_sparse(), MXFP8), "takes dense tensors"),
+        (lambda: amp_core.quantize(torch.ones(2, 32), MXFP8, amax=1.0), "amax= must be a tensor"),  # type: ignore[arg-type]
+        (lambda: amp_core.quantize(torch.ones(2, 32), MXFP8, seed="x"), "seed= must be an integer"),  # type: ignore[arg-type]
+        (lambda: amp_core.apply_policy(MODEL, "p.toml"), r"pass pathlib\.Path\('p\.toml'\)"),  # type: ignore[arg-type]
+        (lambda: amp_core.apply_policy(MODEL, OpPolicy("cpu")), r"autocast\(device, policy=\.\.\.\)"),  # type: ignore[arg-type]
+        (lambda: amp_core.guard(MODEL, steps="10"), "must be a collection of numbers"),  # type: ignore[arg-type]
+        (lambda: scaler().scale(torch.ones(()), key=[]), "key of a scale must be a string"),  # type: ignore[arg-type]
+        (lambda: AccumulationWindow(scaler(), optimizer(), key=3), "key of a scale must be a string"),  # type: ignore[arg-type]
+        (lambda: amp_core.cached_casts(MODEL).invalidate(MODEL.weight), r"such as \[model\.weight\]"),
         (lambda: amp_core.materialize(MODEL, (torch.ones(2, 2),), dtype="bfloat16"), "must be a torch.dtype"),  # type: ignore[arg-type]
     ],
 )
@@ -152,7 +164,7 @@ def test_other_arguments(call: Callable[[], object], text: str) -> None:
         call()
 
 
-@pytest.mark.parametrize("tolerance", [-0.1, math.nan])
+@pytest.mark.parametrize("tolerance", [-0.1, math.nan, "0.1", [0.1]])
 def test_a_tolerance_is_an_error(tolerance: float) -> None:
     """Advice for a tolerance that nothing can keep: 0 % of the work, or each rule changed."""
     with pytest.raises(ValueError, match=r"tolerance= must be a relative error"):
@@ -199,7 +211,16 @@ def test_rules_that_are_none(rules: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "kind"), [("e4m3", TypeError), ((4, 3.0), TypeError), (4, TypeError), ((0, 0), ValueError)]
+    ("given", "kind"),
+    [
+        ("e4m3", TypeError),
+        ((4, 3.0), TypeError),
+        (4, TypeError),
+        ([], TypeError),
+        ((0, 0), ValueError),
+        (torch.int8, TypeError),
+        (torch.bool, TypeError),
+    ],
 )
 def test_formats_to_watch(given: Any, kind: type[Exception]) -> None:
     """An error about unpacking, a report against a format that there is not, or hooks that stay behind."""
@@ -207,3 +228,59 @@ def test_formats_to_watch(given: Any, kind: type[Exception]) -> None:
         amp_core.watch(MODEL, format=given)
     assert not MODEL._forward_pre_hooks
     amp_core.watch(MODEL, format=(4, 3)).remove()
+
+
+@pytest.mark.parametrize("device_type", ["auto", "cuda:0", "", 3, None, torch.device("cpu"), []])
+def test_a_policy_is_for_a_type_of_device(device_type: Any) -> None:
+    """A policy that no region can use, or the rules of no device, are returned."""
+    for make in (OpPolicy, OpPolicy.default, OpPolicy.uniform, OpPolicy.float32):
+        with pytest.raises(PolicyError, match="A policy is for one type of device, such as 'cuda'"):
+            make(device_type)
+
+
+@pytest.mark.parametrize("make", [OpPolicy.default, OpPolicy.float32])
+def test_rules_of_a_device_that_is_not_known(make: Callable[[str], OpPolicy]) -> None:
+    """A typo returns the uniform rules, as if they were those of the device."""
+    with pytest.raises(amp_core.BackendNotFoundError, match="Did you mean 'cuda'"):
+        make("cdua")
+
+
+@pytest.mark.parametrize(
+    ("entry", "value"),
+    [("scale", "8"), ("scale", b"8"), ("_growth_tracker", 1.5), ("_growth_tracker", "3")],
+)
+def test_saved_numbers_that_are_none(entry: str, value: Any) -> None:
+    """A damaged checkpoint is loaded, with another count than was saved."""
+    made = scaler()
+    before = made.state_dict()
+    with pytest.raises(TypeError, match=rf"{entry.strip('_')} must be a (whole )?number, got {value!r}"):
+        made.load_state_dict({**before, entry: value})
+    assert made.state_dict() == before
+    made.load_state_dict({**before, "_growth_tracker": 2.0})  # from a JSON file
+    assert made.state_dict()["_growth_tracker"] == 2
+
+
+@pytest.mark.parametrize("shape", [(1,), (1, 1)])
+def test_a_new_scale_with_dimensions(shape: tuple[int, ...]) -> None:
+    """A program runs with amp-core that torch refuses; or the text does not say how to mend it."""
+    texts = []
+    for kind in (torch.amp.GradScaler, GradScaler):
+        made = kind("cpu", init_scale=8.0)
+        made.scale(torch.ones(()))
+        with pytest.raises(RuntimeError) as caught:
+            made.update(torch.full(shape, 4.0))
+        assert made.get_scale() == 8.0
+        made.update(torch.tensor(4.0))
+        assert made.get_scale() == 4.0
+        texts.append(str(caught.value))
+    assert texts[1].startswith(texts[0])
+    assert "new_scale.reshape(())" in texts[1]
+
+
+@pytest.mark.parametrize("new_scale", ["4", b"4", None, []])
+def test_a_new_scale_that_is_no_number(new_scale: Any) -> None:
+    """Text from a configuration file is taken, or the scale is half set."""
+    made = scaler()
+    with pytest.raises((TypeError, AssertionError), match=r"new_scale= must be a number|No inf checks"):
+        made.update(new_scale)
+    assert made.get_scale() == 4.0

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_core.casts.history_steps import follow_optimizers
-from amp_core.common.arguments import check_group, check_module
+from amp_core.common.arguments import check_group, check_module, check_optimizer
 from amp_core.common.call_site import level_outside
 from amp_core.common.handle import Local
 from amp_core.common.identity import WeakIdentityMapping
@@ -108,7 +108,12 @@ class DelayedScales(Local):
 
         Args:
             optimizer: limits it to the weights that it has.
+
+        Raises:
+            TypeError: `optimizer` is no optimizer.
         """
+        if optimizer is not None:
+            check_optimizer(optimizer, "DelayedScales.step")
         largest = None if optimizer is None else self._agreed.pop(optimizer, None)
         if self._group is not None and largest is None:
             self.look_again()  # other ranks may have met a new parameter

@@ -129,8 +129,12 @@ class CachedCasts(LocalHandle):
         return types
 
     def invalidate(self, weights: Iterable[Tensor] | None = None) -> None:
-        """Drop the casts of `weights` (default: all) after a write that torch cannot detect."""
-        self._cache.invalidate(weights)
+        """Drop the casts of `weights` (default: all) after a write that torch cannot detect.
+
+        Raises:
+            TypeError: `weights` are not several tensors.
+        """
+        self._cache.invalidate(None if weights is None else _listed(weights))
 
     def remove(self) -> None:
         """End the scope and free the casts. Calling it again has no effect."""
@@ -142,6 +146,17 @@ class CachedCasts(LocalHandle):
     def nbytes(self) -> int:
         """Return the bytes of the casts, plain and quantised, and of memory kept for later ones."""
         return sum(map(nbytes_of, self._cache.casts())) + self._cache.memory.idle_nbytes()
+
+
+def _listed(weights: Iterable[Tensor]) -> list[Tensor]:
+    # The rows of a tensor are no weights: for a single one, nothing would be dropped.
+    is_several = isinstance(weights, Iterable) and not isinstance(weights, Tensor)
+    listed = [*weights] if is_several else []
+    if not is_several or not all(isinstance(weight, Tensor) for weight in listed):
+        raise TypeError(
+            f"invalidate() needs a list of weights, such as [model.weight], not {type(weights).__name__}."
+        )
+    return listed
 
 
 _scopes: set[CachedCasts] = set()

@@ -23,7 +23,7 @@ from amp_core.casts.shards import like
 from amp_core.casts.stand_ins import Bucket, buckets, in_place_of, unhooked_step
 from amp_core.casts.storage import STORAGES, Draw, drop_foreign, narrow_state, widen_state
 from amp_core.casts.stored_parameters import checked_optimizer, parameters_to_store
-from amp_core.common.arguments import check_module
+from amp_core.common.arguments import as_whole, check_module
 from amp_core.common.containers import map_tensors
 from amp_core.common.handle import LocalHandle
 from amp_core.common.optimizers import exact_states, parameters_of
@@ -57,8 +57,7 @@ class StoredWeights(LocalHandle):
     ) -> None:
         optimizer = checked_optimizer(optimizer, storage, state_dtype)
         check_module(model, "master_weights")
-        if not isinstance(seed, int):
-            raise TypeError(f"seed= must be an integer, not {seed!r}.")
+        seed = as_whole(seed, "seed")
         self.storage, self.optimizer = storage, optimizer
         self._memory = KeptMemory()
         self._how, self._seed, self._state_dtype = STORAGES[storage], seed, state_dtype

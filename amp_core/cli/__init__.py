@@ -9,13 +9,16 @@ from __future__ import annotations
 import argparse
 import importlib
 import io
-import os
 import sys
 from collections.abc import Collection, Sequence
-from typing import NamedTuple, NoReturn
+from contextlib import redirect_stdout
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from amp_core.common.environment import SettingError
 from amp_core.errors import PolicyError
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 
 class Command(NamedTuple):
@@ -55,15 +58,50 @@ class UsageError(Exception):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``amp`` with `argv` (default: the process's own) and return its exit code."""
-    if isinstance(sys.stdout, io.TextIOWrapper):  # not every terminal has every letter of a plugin's reason
-        sys.stdout.reconfigure(errors="backslashreplace")
+    with redirect_stdout(_output()) as output:
+        try:
+            return _flushed(list(sys.argv[1:] if argv is None else argv), output)
+        except UsageError as error:
+            print(f"amp: {error}", file=sys.stderr)
+            return 2
+
+
+class _Output(io.FileIO):
+    """Standard output. Once its reader has seen enough, as `head` does, the rest goes nowhere."""
+
+    _is_lost = False
+
+    def write(self, data: Buffer) -> int:
+        if not self._is_lost:
+            try:
+                return super().write(data)
+            except BrokenPipeError:
+                self._is_lost = True
+            except OSError as error:
+                self._is_lost = True  # or what is left of the text would raise again at the end
+                raise UsageError(f"standard output cannot be written: {error.strerror}.") from error
+        return memoryview(data).nbytes
+
+
+def _output() -> Any:
+    """Return the stream to print to, which shows as escapes the letters that it lacks."""
+    stream = sys.stdout
+    if not isinstance(stream, io.TextIOWrapper):
+        return stream
+    stream.reconfigure(errors="backslashreplace")  # not every terminal has every letter of a plugin's reason
+    if stream is not sys.__stdout__ or stream.isatty():
+        return stream
+    stream.flush()
+    raw = io.BufferedWriter(_Output(stream.fileno(), "w", closefd=False))
+    return io.TextIOWrapper(raw, stream.encoding, stream.errors, line_buffering=stream.line_buffering)
+
+
+def _flushed(words: list[str], output: Any) -> int:
     try:
-        code = _run(list(sys.argv[1:] if argv is None else argv))
-        print(end="", flush=True)
-    except BrokenPipeError:  # the reader has seen enough, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    return code
+        return _run(words)
+    finally:
+        if output is not None:  # a program without a console has none
+            output.flush()  # not at exit, where an error would be a traceback
 
 
 def _run(words: list[str]) -> int:

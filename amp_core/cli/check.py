@@ -61,7 +61,7 @@ def _check(args: argparse.Namespace) -> Report:
     try:
         from amp_core.testing import check
 
-        require_writable(filter(None, (args.markdown, args.badge, args.junit)))
+        require_writable(path for path in (args.markdown, args.badge, args.junit) if path is not None)
         require_present(get_backend(args.device))
         return check(
             args.device,

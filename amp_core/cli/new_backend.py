@@ -60,12 +60,22 @@ def _filled(template: str, name: str) -> str:
 
 
 def _require_usable(name: str) -> None:
+    from amp_core._torch.autocast import autocast_known, is_device_type
     from amp_core.plugin.entry_points import built_in
 
     if name in built_in():
         raise UsageError(f"amp-core has a backend for {name!r}; see amp_core.plugin.replace_backend.")
-    if not re.fullmatch("[a-z]([a-z0-9_]*[a-z0-9])?", name) or keyword.iskeyword(name):
+    if not re.fullmatch("[a-z]([a-z0-9_]*[a-z0-9])?", name):
         raise UsageError(
             f"{name!r} is not a device type: use lower-case ASCII letters, digits and _, such as 'npu', the "
             f"`type` of the torch.device that your package registers."
+        )
+    if keyword.iskeyword(name):
+        raise UsageError(f"{name!r} is a keyword of Python, so programs could not write torch.{name}.")
+    if name == "auto":
+        raise UsageError("'auto' stands for the device that is present, so no device type can be named so.")
+    if is_device_type(name) and not autocast_known(name):
+        raise UsageError(
+            f"{name!r} is a device type of torch's own that has no autocast, so no backend can serve it. Use "
+            f"the name that your package gives to torch.utils.rename_privateuse1_backend()."
         )

@@ -33,6 +33,8 @@ def as_number(value: Any, name: str) -> Any:
         TypeError: it is no number.
         ValueError: it is NaN.
     """
+    if isinstance(value, Tensor) and value.numel() != 1:
+        raise TypeError(f"{name}= must be a number, not a tensor of {value.numel()} elements.")
     if not isinstance(value, (float, int, Tensor)):
         try:
             value = float(value)
@@ -59,13 +61,19 @@ def as_order(value: Any) -> Any:
     return order
 
 
-def as_whole(value: object, name: str, least: int) -> int:
+def as_whole(value: object, name: str, least: int | None = None) -> int:
     """Return `value` as an int; raise TypeError or ValueError unless it is an integer of at least `least`."""
     if not isinstance(value, Integral):
         raise TypeError(f"{name}= must be an integer, not {value!r}.")
-    if value < least:
+    if least is not None and value < least:
         raise ValueError(f"{name}= must be at least {least}, not {value}.")
     return int(value)
+
+
+def check_dtype(value: object, name: str) -> None:
+    """Raise TypeError unless `value` is a dtype."""
+    if not isinstance(value, torch.dtype):
+        raise TypeError(f"{name}= must be a torch.dtype, not {value!r}.")
 
 
 def is_count(value: object) -> bool:

@@ -16,5 +16,9 @@ def set_source(source: Callable[[str], Lists]) -> None:
 
 
 def op_lists(device_type: str) -> Lists:
-    """Return the op lists of `device_type`'s native autocast kernels; empty if there are none."""
+    """Return the op lists of `device_type`'s native autocast kernels; empty if there are none.
+
+    Raises:
+        BackendNotFoundError: no backend serves the device type.
+    """
     return _sources[0](device_type)

@@ -65,9 +65,12 @@ def load(source: str | PathLike[str]) -> Document:
     Raises:
         OSError: the file cannot be read.
         PolicyError: it is not UTF-8.
+        TypeError: it is neither.
     """
     if isinstance(source, str) and ("\n" in source or not source):
         return Document(source, "<toml>")
+    if not isinstance(source, (str, PathLike)):
+        raise TypeError(f"TOML is read from a path or a string of it, not from {type(source).__name__}.")
     path = fspath(source)
     try:
         return Document(Path(path).read_text(encoding="utf-8-sig"), path)

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from amp_core.common.arguments import as_whole, check_optimizer
 from amp_core.debugging.advice import Advice, FormatAdvice, SpeedAdvice
+from amp_core.debugging.comparison import check_tolerance
 from amp_core.debugging.format_search import FormatSearch
 from amp_core.debugging.search import Search
 from amp_core.debugging.speed import SpeedSearch
@@ -140,7 +142,8 @@ def advise(
         AmpError: as for `compare`; or several ranks share a model to be timed.
         PolicyError: as for `compare`, or no matrix product of the step takes the format.
         ValueError: `goal` is unknown, or `optimizer` is given for speed; or `format` is given with either; or
-            `tolerance` is below 0; or as for `compare`.
+            `tolerance` or `rounds` is below 0; or as for `compare`.
+        TypeError: `optimizer` is no optimizer; or as for `compare`.
 
     Example::
 
@@ -151,8 +154,8 @@ def advise(
     """
     if goal not in ("accuracy", "speed"):
         raise ValueError(f'goal= must be "accuracy" or "speed", not {goal!r}.')
-    if tolerance is not None and not tolerance >= 0:
-        raise ValueError(f"tolerance= must be a relative error of 0 or more, not {tolerance}.")
+    check_tolerance(tolerance)
+    rounds = as_whole(rounds, "rounds", 0)
     if format is not None:
         if goal != "accuracy" or optimizer is not None:
             raise ValueError(
@@ -166,6 +169,8 @@ def advise(
         if optimizer is not None:
             raise ValueError('optimizer= serves goal="accuracy": lost updates are no matter of speed.')
         return SpeedSearch(step, policy, _progress_line(progress)).run(rounds)
+    if optimizer is not None:
+        check_optimizer(optimizer, "advise")
     return Search(step, tolerance, _progress_line(progress), optimizer).run(rounds)
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping
+from numbers import Real
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from amp_core.common.arguments import check_dtype
 from amp_core.debugging.agreement import Ranks
 from amp_core.debugging.capture import OP, PARAMETER, Key, Run
 from amp_core.debugging.difference import Difference, Found, scalar_error
@@ -18,6 +20,12 @@ from amp_core.debugging.report import Report
 from amp_core.debugging.step import Step, quantising
 from amp_core.formats import Recipe
 from amp_core.policy import OpPolicy
+
+
+def check_tolerance(given: float | None) -> None:
+    """Raise ValueError unless `given` is a tolerance, or None."""
+    if given is not None and not (isinstance(given, Real) and given >= 0):
+        raise ValueError(f"tolerance= must be a relative error of 0 or more, not {given!r}.")
 
 
 def tolerances(dtype: torch.dtype, given: float | None = None) -> tuple[float, float]:
@@ -94,7 +102,11 @@ class Comparison(Report):
         Args:
             tolerance: the relative error to accept in results and from each op; by default 0.125 and 0.03,
                 but at least 16 times the dtype's ``eps``.
+
+        Raises:
+            ValueError: `tolerance` is no number, or below 0.
         """
+        check_tolerance(tolerance)
         limit, of_results = tolerances(self.dtype, tolerance)
         wrong = {d.key: d for d in self.differences if d.error > limit and not d.noise}
         largest = max((d.size for d in self.at(PARAMETER) if not d.noise), default=0.0)
@@ -214,15 +226,16 @@ def compare(
         AmpError: `fn` returned a tensor that is not a scalar, FSDP1 shards its model, or `reference`
             is not supported.
         PolicyError: there is no recipe `format`, or it cannot be a rule.
-        TypeError: `fn` is not callable, or `model` is not a module.
+        TypeError: `fn` is not callable, `model` is not a module, or another argument has the wrong type.
         ValueError: `scale` or `limit` is out of range, or the device has no regions of `dtype`.
 
     Example::
 
         print(compare(lambda: loss_fn(model(inputs), targets), "cpu", dtype=torch.bfloat16))
     """
-    if not 0 < scale < math.inf:
-        raise ValueError(f"scale= must be a finite number above 0, not {scale}.")
+    if not (isinstance(scale, Real) and 0 < scale < math.inf):
+        raise ValueError(f"scale= must be a finite number above 0, not {scale!r}.")
+    check_dtype(reference, "reference")
     if format is not None:
         policy, dtype = quantising(device, policy, format, dtype)
     step = Step(fn, device, dtype, policy, model, seed, limit)

@@ -85,9 +85,10 @@ class Guard(Attached, Sink):
         self, model: nn.Module, steps: Container[int] | Callable[[int], bool] | None, patience: int
     ) -> None:
         check_module(model, "guard")
-        if steps is not None and not callable(steps) and not hasattr(steps, "__contains__"):
+        is_collection = hasattr(steps, "__contains__") and not isinstance(steps, (str, bytes))
+        if steps is not None and not callable(steps) and not is_collection:
             raise TypeError(f"steps= must be a collection of numbers, or a function of one, not {steps!r}.")
-        self._chosen = steps if callable(steps) else (steps or ()).__contains__
+        self._chosen = steps if callable(steps) else (() if steps is None else steps).__contains__
         self.fault: OpFault | None = None
         self._patience = as_whole(patience, "patience", 1)
         self._skips: MutableMapping[Optimizer, int] = WeakIdentityMapping()

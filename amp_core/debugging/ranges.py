@@ -69,13 +69,11 @@ class Format:
         """Return the format of a dtype, or of (bits of the exponent, bits of the mantissa) as in IEEE 754.
 
         Raises:
-            TypeError: it is neither, or a dtype of integers.
+            TypeError: it is neither, or a dtype whose range torch does not know, such as one of integers.
             ValueError: there are no such numbers of bits.
         """
-        if isinstance(what, torch.dtype):
-            info = torch.finfo(what)
-            normal, subnormal = math.log2(info.smallest_normal), math.log2(info.smallest_normal * info.eps)
-            return cls(dtype_name(what), round(subnormal), round(normal), math.frexp(info.max)[1] - 1)
+        if isinstance(what, torch.dtype) and (what.is_floating_point or what.is_complex):
+            return cls._of_dtype(what)
         if not isinstance(what, (tuple, list)) or [*map(type, what)] != [int, int]:
             raise TypeError(
                 f"format= must be a floating-point dtype, or the bits of exponent and mantissa, such as "
@@ -88,6 +86,19 @@ class Format:
             )
         bias = 2 ** (bits - 1) - 1
         return cls(f"e{bits}m{mantissa}", 1 - bias - mantissa, 1 - bias, bias)
+
+    @classmethod
+    def _of_dtype(cls, dtype: torch.dtype) -> Format:
+        info = torch.finfo(dtype)
+        try:
+            smallest = info.smallest_normal
+        except NotImplementedError:
+            raise TypeError(
+                f"format={dtype}: torch does not know the range of this dtype. Pass the bits of its exponent "
+                f"and mantissa, such as (2, 1) for e2m1."
+            ) from None
+        normal, subnormal = math.log2(smallest), math.log2(smallest * info.eps)
+        return cls(dtype_name(dtype), round(subnormal), round(normal), math.frexp(info.max)[1] - 1)
 
     def underflow(self, entry: Entry) -> float:
         """Return the share of nonzero values that would round to 0."""

@@ -53,8 +53,7 @@ class Recording(Report, Sink):
 
     def __init__(self, model: nn.Module | None = None, plan: PrecisionPlan | None = None) -> None:
         Places.check(model)
-        if not isinstance(plan, PrecisionPlan | None):
-            raise TypeError(f"plan= must be an amp_core.PrecisionPlan, not {type(plan).__name__}.")
+        _check_plan(plan)
         self.plan = plan
         self.ops: Counter[OpKey] = Counter()
         self.casts: defaultdict[CastKey, CastCount] = defaultdict(CastCount)
@@ -119,7 +118,8 @@ class Recording(Report, Sink):
         Raises:
             AmpError: there is no plan.
         """
-        plan = plan or self.plan
+        _check_plan(plan)
+        plan = self.plan if plan is None else plan
         if plan is None:
             raise AmpError("There is no plan to check: pass one here, or to amp_core.record(plan=...).")
         return violations(self.collectives, self.tensors, plan)
@@ -288,6 +288,11 @@ def _joined(dtypes: tuple[torch.dtype, ...]) -> str:
     return "+".join(map(dtype_name, dtypes))
 
 
+def _check_plan(plan: object) -> None:
+    if not isinstance(plan, PrecisionPlan | None):
+        raise TypeError(f"plan= must be an amp_core.PrecisionPlan, not {type(plan).__name__}.")
+
+
 class RecordingDiff(Report):
     """The differences between two recordings.
 
@@ -297,4 +302,6 @@ class RecordingDiff(Report):
     """
 
     def __init__(self, here: Recording, there: Recording) -> None:
+        if not isinstance(there, Recording):
+            raise TypeError(f"diff() compares with another Recording, not with {there!r}.")
         self.here, self.there = here, there

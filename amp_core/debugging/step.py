@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from amp_core.casts.shards import whole
-from amp_core.common.arguments import device_type_of
+from amp_core.common.arguments import as_whole, device_type_of
 from amp_core.debugging.capture import Capture, Run
 from amp_core.debugging.fits import fits_of_parameters
 from amp_core.debugging.places import Place, Places
 from amp_core.debugging.state_keeper import StateKeeper, seeded
 from amp_core.debugging.tap import muted
-from amp_core.dispatch.activate import activation, default_policy, with_recipe
+from amp_core.dispatch.activate import activation, check_policy, default_policy, with_recipe
 from amp_core.errors import AmpError
 from amp_core.formats import Recipe
 from amp_core.plugin import get_backend
@@ -57,8 +57,9 @@ class Step:
         if not callable(fn):
             raise TypeError(f"fn must be a function without arguments, not {type(fn).__name__}.")
         Places.check(model)
-        if limit < 1:
-            raise ValueError(f"limit= must be at least 1 element per tensor, not {limit}.")
+        limit, seed = as_whole(limit, "limit", 1), as_whole(seed, "seed")
+        if policy is not None:
+            check_policy(policy)
         self.device_type = device_type_of(device)
         backend = get_backend(self.device_type)
         self.dtype = backend.default_dtype() if dtype is None else dtype
@@ -67,7 +68,7 @@ class Step:
                 f"dtype={self.dtype}: {backend.dtype_reason(self.dtype)}. Regions on "
                 f"{self.device_type!r} take {', '.join(map(str, backend.supported_dtypes()))}."
             )
-        self.policy = policy or default_policy(backend)
+        self.policy = default_policy(backend) if policy is None else policy
         self._float32 = OpPolicy.float32(self.device_type)
         self.roots: list[nn.Module] = []
         self.leaves_backward = False
@@ -146,10 +147,16 @@ def quantising(
     Raises:
         PolicyError: there is no recipe of that name, or it cannot be a rule.
     """
+    if not isinstance(recipe, (str, Recipe)):
+        raise TypeError(f"format= must be an amp_core.Recipe or the name of one, not {recipe!r}.")
+    if policy is not None:
+        check_policy(policy)
     rule = as_rule(recipe if isinstance(recipe, Recipe) else f"recipe {recipe}")
     backend = get_backend(device_type_of(device))
     quantised = with_recipe(
-        policy or default_policy(backend), rule.recipe, f"format={rule.removeprefix('recipe ')}"
+        default_policy(backend) if policy is None else policy,
+        rule.recipe,
+        f"format={rule.removeprefix('recipe ')}",
     )
     return quantised, dtype or format_dtype(backend)
 

@@ -45,7 +45,7 @@ class Watch(Attached, Report):
         if uncompiled(model) is not model:
             raise TypeError("watch() needs the model itself: pass the one that was given to torch.compile().")
         self.entries: list[Entry] = []
-        self.format = Format.of(dtype or _default_dtype(model))
+        self.format = Format.of(_default_dtype(model) if dtype is None else dtype)
         self.environment = saved.environment()
         self._every, self._limit = as_whole(every, "every", 1), as_whole(limit, "limit", 1)
         self._hooks: list[Any] = []
@@ -218,6 +218,8 @@ class WatchDiff(Report):
     """
 
     def __init__(self, here: Watch, there: Watch) -> None:
+        if not isinstance(there, Watch):
+            raise TypeError(f"diff() compares with another Watch, not with {there!r}.")
         self.here, self.there = here, there
 
 

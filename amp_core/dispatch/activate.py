@@ -202,8 +202,7 @@ def activation(backend: Backend, policy: OpPolicy | None) -> Activation | None:
         return _of_default(backend, _env.policy_path())
     POLICIES.require()
     engine(backend.device_type).add_rules()
-    if not isinstance(policy, OpPolicy):
-        raise PolicyError(f"policy= must be an OpPolicy, not {type(policy).__name__}.")
+    check_policy(policy)
     if policy.device_type != backend.device_type:
         raise PolicyError(
             f"{policy!r} cannot apply to a region on {backend.device_type!r}; start from "
@@ -222,6 +221,12 @@ def _of_default(backend: Backend, path: str | None) -> Activation | None:
     if default is None and not native_rules(backend.device_type):
         _warn_no_rules(backend.device_type)
     return default
+
+
+def check_policy(policy: object) -> None:
+    """Raise PolicyError unless `policy` is one."""
+    if not isinstance(policy, OpPolicy):
+        raise PolicyError(f"policy= must be an OpPolicy, not {type(policy).__name__}.")
 
 
 def default_policy(backend: Backend) -> OpPolicy:

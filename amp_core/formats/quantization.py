@@ -77,7 +77,7 @@ class Quantization:
                 f"granularity must be 'tensor', 'row', a block size n or a tile (m, n), "
                 f"got {self.granularity!r}."
             )
-        if self.scale not in SCALES:
+        if not isinstance(self.scale, str) or self.scale not in SCALES:
             raise ValueError(f"scale must be one of {', '.join(SCALES)}, got {self.scale!r}.")
         if self.scale == "e4m3" and self.granularity == "tensor":
             raise ValueError("An e4m3 scale stands under a float32 one per tensor: choose blocks or tiles.")

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from amp_core.common.arguments import as_whole, check_dtype
 from amp_core.formats.elementwise import count_nonfinite
 from amp_core.formats.groups import Groups
 from amp_core.formats.hadamard import rotate, rotate_back
@@ -55,7 +56,11 @@ class Quantized:
             dtype: of the result.
             rotated: leave out the inverse of the Hadamard transform, so that the result has the shape of
                 `values`. Products of two such tensors are those of the tensors themselves.
+
+        Raises:
+            TypeError: `dtype` is no dtype.
         """
+        check_dtype(dtype, "dtype")
         hadamard = self.quantization.hadamard
         shape = self._rotated_shape
         values = (
@@ -121,7 +126,8 @@ def quantize(
             `Quantized.scale`. Where it is not above zero (0, negative, NaN), the tensor's own is used.
 
     Raises:
-        TypeError: `tensor` is not a floating-point tensor, or `quantization` not a `Quantization`.
+        TypeError: `tensor` is not a floating-point tensor, `quantization` not a `Quantization`, `dim` not an
+            integer, or `amax` or `seed` neither of what they may be.
         ValueError: stochastic rounding without a seed, a delayed scale without `amax`, `amax` of another
             size, or `tensor` is 0-dim and has no rows.
         IndexError: `tensor` has no dimension `dim`.
@@ -159,6 +165,7 @@ def quantize_by(
         amax: what scales are found from.
         packed: return the result as `Quantized.packed` would.
     """
+    _check_numbers(dim, seed, amax)
     _check(tensor, quantization, dim, seed)
     if isinstance(quantization.found, Delayed) and amax is None:
         raise ValueError(
@@ -192,6 +199,20 @@ def quantize_by(
         shape=tensor.shape,
         is_packed=packed,
     )
+
+
+def _check_numbers(dim: object, seed: object, amax: object) -> None:
+    as_whole(dim, "dim")
+    if isinstance(seed, Tensor):
+        if seed.dim() or seed.dtype is not torch.int64:
+            raise TypeError(
+                f"seed= must be an int or a 0-dim int64 tensor, not a tensor of {seed.dtype} and the shape "
+                f"{tuple(seed.shape)}."
+            )
+    elif seed is not None:
+        as_whole(seed, "seed")
+    if amax is not None and not isinstance(amax, Tensor):
+        raise TypeError(f"amax= must be a tensor, such as torch.tensor(448.0) or history.amax, not {amax!r}.")
 
 
 def _check(tensor: Tensor, quantization: Quantization, dim: int, seed: int | Tensor | None) -> None:

@@ -173,7 +173,8 @@ class Recipe:
         allowed = {"mxfp8": (E4M3, E5M2), "mxfp6": (E3M2, E2M3), "mxfp4": (E2M1,)}[name]
         if element not in allowed:
             names = " and ".join(a.name for a in allowed)
-            raise ValueError(f"{name} has the elements {names}, not {element.name}.")
+            given = element.name if isinstance(element, ElementFormat) else repr(element)
+            raise ValueError(f"{name} has the elements {names}, not {given}.")
         every = Quantization(element, 32, scale)
         return cls(every, every, every, name=name, source="OCP Microscaling Formats (MX) v1.0, section 6.3")
 
@@ -185,7 +186,7 @@ class Recipe:
             ValueError: no recipe has this name.
         """
         makers = cls._makers()
-        if name not in makers:
+        if not isinstance(name, str) or name not in makers:
             raise ValueError(f"There is no recipe {name!r}; the recipes are {', '.join(makers)}.")
         return makers[name]()
 

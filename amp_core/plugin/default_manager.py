@@ -7,7 +7,7 @@ import threading
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from amp_core.errors import BackendError, BackendNotFoundError
+from amp_core.errors import BackendError
 from amp_core.plugin.interface import Backend
 from amp_core.plugin.manager import Manager
 from amp_core.plugin.status import BackendStatus
@@ -46,16 +46,20 @@ def get_backend(device_type: str) -> Backend:
         >>> get_backend("cpu").default_dtype()
         torch.bfloat16
     """
-    backend = _manager.registry.get(device_type) if _manager is not None else None
-    return backend or manager().get(device_type)
+    if _manager is not None and isinstance(device_type, str):
+        backend = _manager.registry.get(device_type)
+        if backend is not None:
+            return backend
+    return manager().get(device_type)
 
 
 def op_lists(device_type: str) -> Mapping[str, str]:
-    """Return the op lists of `device_type`; empty if it has no backend."""
-    try:
-        get_backend(device_type)  # loads its plugin
-    except BackendNotFoundError:
-        return {}
+    """Return the op lists of `device_type`.
+
+    Raises:
+        BackendNotFoundError: no backend serves the device type.
+    """
+    get_backend(device_type)  # loads its plugin
     return manager().registry.op_lists(device_type)
 
 

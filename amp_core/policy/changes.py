@@ -17,6 +17,14 @@ OpName = Any
 """A string, or an op object: see `amp_core.policy.names.overloads`."""
 
 
+def check_device_type(value: object) -> None:
+    """Raise PolicyError unless a device type can have this name."""
+    if not (isinstance(value, str) and value.isidentifier()) or value == "auto":
+        raise PolicyError(
+            f"A policy is for one type of device, such as 'cuda' without an index, not for {value!r}."
+        )
+
+
 def resolve(changes: Mapping[OpName, str | Recipe]) -> dict[str, str]:
     """Return full op names with their rules.
 

@@ -16,7 +16,7 @@ from amp_core.common.op_lists import op_lists
 from amp_core.errors import PolicyError
 from amp_core.policy import names, tables, toml
 from amp_core.policy import rules as r
-from amp_core.policy.changes import OpName, resolve
+from amp_core.policy.changes import OpName, check_device_type, resolve
 from amp_core.policy.explanations import Explanation, Explanations, PolicyDiff
 from amp_core.policy.native_rules import added_rules, known_ops, native_rules_of
 
@@ -40,7 +40,8 @@ class OpPolicy:
         origins: full op name to the place where its rule was set; defaults to the caller's file and line.
 
     Raises:
-        PolicyError: an op or rule is unknown, or the rule cannot apply to the op.
+        PolicyError: `device_type` is no device type, an op or rule is unknown, or the rule cannot apply to
+            the op.
 
     Example:
         >>> import amp_core
@@ -62,6 +63,9 @@ class OpPolicy:
         rules: Mapping[OpName, str | Recipe] = MappingProxyType({}),
         origins: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
+        check_device_type(device_type)
+        if not isinstance(origins, Mapping):
+            raise PolicyError(f"Origins must be a mapping from op to text, not {type(origins).__name__}.")
         where = place_outside()
         resolved = {} if isinstance(rules, Mapping) and not rules else resolve(rules)
         resolved_origins = {op: origins.get(op, where) for op in resolved}
@@ -97,11 +101,16 @@ class OpPolicy:
         Returns:
             The policy of a region that passes none.
 
+        Raises:
+            BackendNotFoundError: no backend serves the device type, so that its rules are not known.
+            PolicyError: `device_type` is no device type.
+
         Example:
             >>> import amp_core
             >>> amp_core.OpPolicy.default("cpu").rule("mm")
             'lower_precision_fp'
         """
+        check_device_type(device_type)
         return cls.from_lists(device_type, op_lists(device_type))
 
     @classmethod
@@ -118,6 +127,9 @@ class OpPolicy:
         Returns:
             The policy.
         """
+        check_device_type(device_type)
+        if not isinstance(lists, Mapping):
+            raise PolicyError(f"Op lists must be a mapping from rule to ops, not {type(lists).__name__}.")
         return _from_lists(device_type, tuple(lists.items()))
 
     @classmethod
@@ -135,6 +147,7 @@ class OpPolicy:
         Returns:
             The policy.
         """
+        check_device_type(device_type)
         return _uniform(device_type)
 
     @classmethod
@@ -279,12 +292,17 @@ class OpPolicy:
         Returns:
             Each op whose rule differs, mapped to (rule here, rule in `other`), sorted by name.
 
+        Raises:
+            TypeError: `other` is no policy.
+
         Example:
             >>> import amp_core
             >>> default = amp_core.OpPolicy.default("cpu")
             >>> default.diff(default.override({"aten::mm.default": "fp32"}))
             aten::mm.default: lower_precision_fp -> fp32
         """
+        if not isinstance(other, OpPolicy):
+            raise TypeError(f"diff() compares with another OpPolicy, not with {other!r}.")
         ops = sorted({*self.rules, *other.rules})
         pairs = ((op, self.rules.get(op, r.UNCHANGED), other.rules.get(op, r.UNCHANGED)) for op in ops)
         return PolicyDiff({op: (mine, theirs) for op, mine, theirs in pairs if mine != theirs})

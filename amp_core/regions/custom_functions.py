@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from amp_core.common.arguments import device_type_of
+from amp_core.common.arguments import check_dtype, device_type_of
 from amp_core.common.containers import map_tensors
 from amp_core.dispatch.activate import default_policy
 from amp_core.dispatch.engine import engine
@@ -28,6 +28,11 @@ class _ForwardState(NamedTuple):
     autocast: bool
     dtype: torch.dtype
     policy: OpPolicy | None = None
+
+
+def _check_callable(function: object, decorator: str) -> None:
+    if not callable(function):
+        raise TypeError(f"{decorator}() decorates a function, not {function!r}.")
 
 
 @overload
@@ -55,6 +60,7 @@ def custom_fwd(
 
     Raises:
         ValueError: `device_type` is not a device type.
+        TypeError: `fwd` is not callable, or `cast_inputs` no dtype.
 
     Example:
         >>> import torch, amp_core
@@ -74,8 +80,11 @@ def custom_fwd(
         torch.float32
     """
     device_type = device_type_of(device_type)
+    if cast_inputs is not None:
+        check_dtype(cast_inputs, "cast_inputs")
     if fwd is None:
         return functools.partial(custom_fwd, device_type=device_type, cast_inputs=cast_inputs)
+    _check_callable(fwd, "custom_fwd")
     function = fwd
 
     @functools.wraps(function)
@@ -118,6 +127,7 @@ def custom_bwd(bwd: Fn | None = None, *, device_type: str) -> Fn | Callable[[Fn]
 
     Raises:
         ValueError: `device_type` is not a device type.
+        TypeError: `bwd` is not callable.
 
     Example::
 
@@ -135,6 +145,7 @@ def custom_bwd(bwd: Fn | None = None, *, device_type: str) -> Fn | Callable[[Fn]
     device_type = device_type_of(device_type)
     if bwd is None:
         return functools.partial(custom_bwd, device_type=device_type)
+    _check_callable(bwd, "custom_bwd")
     function = bwd
 
     @functools.wraps(function)

@@ -31,6 +31,9 @@ def autocast_decorator(autocast_instance: Region, func: Callable[P, R]) -> Calla
     Returns:
         A function of the same kind and signature.
 
+    Raises:
+        TypeError: an argument is none of these.
+
     Example:
         >>> import torch, amp_core
         >>> from amp_core.regions.decorator import autocast_decorator
@@ -39,6 +42,11 @@ def autocast_decorator(autocast_instance: Region, func: Callable[P, R]) -> Calla
         >>> autocast_decorator(amp_core.autocast("cpu"), square)(torch.ones(2, 2)).dtype
         torch.bfloat16
     """
+    if not hasattr(autocast_instance, "__enter__") or not callable(func):
+        raise TypeError(
+            f"autocast_decorator() needs a context manager and a function, not {autocast_instance!r} and "
+            f"{func!r}."
+        )
     if inspect.isasyncgenfunction(func):
         wrapped = _async_generator(autocast_instance, func)
     elif inspect.iscoroutinefunction(func):

@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from amp_core._torch.dispatcher import Overload, autograd_key, dispatcher_name, is_view
 from amp_core._torch.op_kernels import has_kernel, key_set, native_kernel
 from amp_core._torch.tracing import checks_dtype, to_copy
-from amp_core.common.arguments import check_module
+from amp_core.common.arguments import check_dtype, check_module
 from amp_core.common.containers import tensors_in
 from amp_core.dispatch.activate import default_policy
 from amp_core.errors import AmpWarning, MaterializeError, PolicyError
@@ -74,8 +74,8 @@ def materialize(
         (torch.bfloat16, torch.bfloat16)
     """
     check_module(model, "materialize")
-    if not isinstance(dtype, torch.dtype | None):
-        raise TypeError(f"dtype= must be a torch.dtype, not {dtype!r}.")
+    if dtype is not None:
+        check_dtype(dtype, "dtype")
     if device_type is None:
         first = next(model.parameters(), None)
         device_type = "cpu" if first is None else first.device.type

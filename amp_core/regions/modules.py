@@ -17,7 +17,7 @@ from amp_core.common.handle import Handle
 from amp_core.dispatch.activate import RuleOverrides
 from amp_core.dispatch.target_dtype import eligible
 from amp_core.errors import PolicyError
-from amp_core.policy.changes import OpName, resolve
+from amp_core.policy.changes import OpName, check_device_type, resolve
 from amp_core.policy.explanations import Explanations
 from amp_core.policy.op_policy import OpPolicy
 from amp_core.policy.recipes import as_rule
@@ -59,8 +59,8 @@ def apply_policy(
         A handle that removes the rules again; also a context manager.
 
     Raises:
-        PolicyError: a selection contains no module, or an op or rule is unknown or cannot be applied; for a
-            file, with its line. The model is left unchanged.
+        PolicyError: a selection contains no module, an op or rule is unknown or cannot be applied, or
+            `device_type` is no device type; for a file, with its line. The model is left unchanged.
         OSError: the file cannot be read.
         TypeError: `rules` is neither a mapping nor a path.
 
@@ -74,16 +74,14 @@ def apply_policy(
         ('0', '1')
     """
     check_module(model, "apply_policy")
-    device_type = device_type or _device_type(model)
+    if device_type is None:
+        device_type = _device_type(model)
+    check_device_type(device_type)
     places: Mapping[str, str] = {}
     if isinstance(rules, PathLike):
         rules, places = read_modules(rules)
     if not isinstance(rules, Mapping):
-        raise TypeError(
-            "rules must map modules to op rules, as in {'head.*': {'linear': 'fp32'}}, or be the path of a "
-            f"TOML file, not {type(rules).__name__}. A whole OpPolicy belongs to a region: "
-            "autocast(device, policy=...)."
-        )
+        raise TypeError(_no_rules(rules))
     planned: dict[str, _Region] = {}
     written: dict[str, Rules] = {}
     for selector, what in rules.items():
@@ -99,6 +97,18 @@ def apply_policy(
         written.pop(text, None)
         written[text] = what
     return AppliedPolicy(model, device_type, planned, written)
+
+
+def _no_rules(rules: object) -> str:
+    hint = ""
+    if isinstance(rules, str):
+        hint = f" To read the file, pass pathlib.Path({rules!r})."
+    elif isinstance(rules, OpPolicy):
+        hint = " A whole OpPolicy belongs to a region: autocast(device, policy=...)."
+    return (
+        "rules must map modules to op rules, as in {'head.*': {'linear': 'fp32'}}, or be the pathlib.Path of "
+        f"a TOML file, not {type(rules).__name__}.{hint}"
+    )
 
 
 class AppliedPolicy(Handle):

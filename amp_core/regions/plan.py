@@ -53,7 +53,7 @@ class PrecisionPlan:
         state_dtype: the narrowest dtype of the optimizer's state; only checked too.
 
     Raises:
-        PolicyError: a dtype is not float32, bfloat16 or float16.
+        PolicyError: a dtype is not float32, bfloat16 or float16, or another attribute has the wrong type.
 
     Example:
         >>> import torch, amp_core
@@ -80,11 +80,21 @@ class PrecisionPlan:
     state_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.policy, OpPolicy):
+            raise PolicyError(f"policy must be an OpPolicy, not {self.policy!r}.")
+        if not isinstance(self.modules, Mapping):
+            raise PolicyError(
+                f"modules must map modules to rules, as for apply_policy, not {self.modules!r}."
+            )
+        for name in _GLOBS:
+            globs = getattr(self, name)
+            if not isinstance(globs, (tuple, list)) or not all(isinstance(glob, str) for glob in globs):
+                raise PolicyError(f"{name} must be a tuple of globs, such as ('**.norm.*',), not {globs!r}.")
         for each in dataclasses.fields(self):
             if not each.name.endswith("_dtype"):
                 continue
             value = getattr(self, each.name)
-            if value is not None and value not in _DTYPES.values():
+            if value is not None and not any(value is dtype for dtype in _DTYPES.values()):
                 raise PolicyError(f"{each.name} must be one of {', '.join(_DTYPES)}, not {value!r}.")
 
     @classmethod
@@ -130,6 +140,7 @@ class PrecisionPlan:
             PolicyError: the plan needs `model`; a glob matches nothing; `unit` is not a module of `model`; a
                 weight that should compute in float32 is stored in another dtype; or only a part of the
                 unit's weights should stay float32 and this torch cannot do that.
+            TypeError: `model` is no module.
         """
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -144,6 +155,7 @@ class PrecisionPlan:
                 "The plan keeps some weights in float32: pass the model whose names its globs match, and the "
                 "unit to shard, as in fully_shard(layer, mp_policy=plan.fsdp_policy(model, layer))."
             )
+        check_module(model, "PrecisionPlan.fsdp_policy")
         owned = _owned(model, model if unit is None else unit)
         kept = {name: param for name, param in owned.items() if name in self._float32_names(model)}
         _check_stored(kept)

@@ -37,6 +37,7 @@ def convert_scaler_state(
         ValueError: no known system saved `state`, `to` or `source` is unknown, an entry is out of range, or
             something would be lost and `lossy` is not set.
         KeyError: an entry is missing.
+        TypeError: `state`, an entry of it or `schedule` has the wrong type.
 
     Example::
 
@@ -44,6 +45,10 @@ def convert_scaler_state(
     """
     read = _system(source) if source is not None else _recognised(state)
     target = _system(to)
+    if not isinstance(state, Mapping) and not hasattr(state, "cur_scale"):
+        raise TypeError(f"The state of a loss scaler must be a mapping, got {state!r}.")
+    if not isinstance(schedule, LossScaleSchedule | None):
+        raise TypeError(f"schedule= must be an amp_core.LossScaleSchedule, not {schedule!r}.")
     scales = read.read(state, schedule)
     lost = {text for _, rule in scales.values() for text in target.cannot(rule)}
     if len(scales) > 1 and to not in ("amp_core", "apex"):
@@ -56,7 +61,7 @@ def convert_scaler_state(
 
 
 def _system(name: str) -> System:
-    if name not in SYSTEMS:
+    if not isinstance(name, str) or name not in SYSTEMS:
         raise ValueError(f"Unknown system {name!r}; the systems are {', '.join(map(repr, sorted(SYSTEMS)))}.")
     return SYSTEMS[name]
 

@@ -128,10 +128,11 @@ class GradScaler(TorchNames):
         self._enabled = enabled and refusal is None
         self._log = StepLog(history, warn_after, named_parameters if self._enabled else ())
         if not self._enabled:
-            self._scales = LossScales(1.0, schedule or LossScaleSchedule(), {})
+            self._scales = LossScales(1.0, LossScaleSchedule() if schedule is None else schedule, {})
             return
-        schedule = schedule or LossScaleSchedule(growth_factor, backoff_factor, growth_interval)
-        self._scales = LossScales(init_scale, schedule, schedules or {})
+        if schedule is None:
+            schedule = LossScaleSchedule(growth_factor, backoff_factor, growth_interval)
+        self._scales = LossScales(init_scale, schedule, {} if schedules is None else schedules)
         self._unscaler = Unscaler(
             self._log,
             allow_fp16=allow_fp16_gradients,
@@ -233,7 +234,12 @@ class GradScaler(TorchNames):
         stage = next_stage(state.stage, "step")
         self._unscaler.watch(optimizer)
         step = self._step_fused if is_fused(optimizer) else self._step_plain
-        result: float | None = step(entry, max_norm, norm_type, args, kwargs)
+        try:
+            result: float | None = step(entry, max_norm, norm_type, args, kwargs)
+        except BaseException:
+            if not is_tracing():
+                self._log.withdraw(optimizer, entry.loss_scale, state)
+            raise
         state.stage = stage
         return result
 
@@ -451,7 +457,7 @@ class GradScaler(TorchNames):
         """Move the scale, on the device: down after a skipped step, up after enough steps in a row.
 
         Args:
-            new_scale: set the scale to this number or one-element tensor instead.
+            new_scale: set the scale to this number or 0-dim tensor instead.
             key: move only the scale of this key. By default every scale moves whose gradients were checked
                 since the last update; with `new_scale`, the scale of losses without a key.
 
@@ -462,7 +468,8 @@ class GradScaler(TorchNames):
             ValueError: `new_scale` is a number, or a tensor on the CPU, that is not positive and finite in
                 float32 (a tensor on another device then leaves the scale as it is); no loss was scaled
                 under `key`.
-            RuntimeError: gradients in an open `AccumulationWindow` have the scale.
+            RuntimeError: gradients in an open `AccumulationWindow` have the scale; or `new_scale` is a tensor
+                with dimensions, which torch refuses too.
             ScaleFloorError: gradients overflowed at the floor, and the schedule says `AtFloor.RAISE`.
 
         Example::

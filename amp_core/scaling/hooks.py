@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, cast
+from functools import partial
+from typing import Any
 
 from torch.utils.hooks import RemovableHandle
 
@@ -57,14 +58,18 @@ class Hooks:
         """Whether there is any hook to call."""
         return bool(self.step or self.skip or self.change or plugins_listen())
 
-    def call(self, scaler: object, records: Iterable[StepRecord], change: ScaleChange | None) -> None:
-        """Call all hooks in the order of registration. Their errors reach the caller."""
+    def call(
+        self, scaler: object, records: Iterable[StepRecord], change: ScaleChange | None
+    ) -> Exception | None:
+        """Call all hooks in the order of registration; return the first error that one raises."""
+        errors: list[Exception] = []
         for record in records:
-            _call(self.step, "amp_step", scaler, record=record)
+            errors += _call(self.step, "amp_step", scaler, record=record)
             if record.skipped:
-                _call(self.skip, "amp_skip", scaler, record=record)
+                errors += _call(self.skip, "amp_skip", scaler, record=record)
         if change is not None:
-            _call(self.change, "amp_scale_change", scaler, change=change)
+            errors += _call(self.change, "amp_scale_change", scaler, change=change)
+        return errors[0] if errors else None
 
 
 def add_hook(hooks: OrderedDict[int, Any], hook: Callable[..., object]) -> RemovableHandle:
@@ -76,8 +81,14 @@ def add_hook(hooks: OrderedDict[int, Any], hook: Callable[..., object]) -> Remov
     return handle
 
 
-def _call(hooks: OrderedDict[int, Any], name: str, scaler: object, **event: object) -> None:
+def _call(hooks: OrderedDict[int, Any], name: str, scaler: object, **event: object) -> list[Exception]:
     (what,) = event.values()
-    for hook in list(hooks.values()):  # a hook may remove itself
-        cast("Callable[..., object]", hook)(scaler, what)
-    call_plugins(name, scaler=scaler, **event)
+    calls: list[Callable[[], object]] = [partial(hook, scaler, what) for hook in hooks.values()]
+    calls.append(partial(call_plugins, name, scaler=scaler, **event))
+    errors = []
+    for call in calls:
+        try:
+            call()
+        except Exception as error:  # the other hooks are called all the same
+            errors.append(error)
+    return errors

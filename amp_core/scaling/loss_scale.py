@@ -28,6 +28,10 @@ from amp_core.states.loss_scale import (
 _NO_SCALE = (
     "This may indicate your script did not use scaler.scale(loss or outputs) earlier in the iteration."
 )
+_WITH_DIMENSIONS = (
+    "output with shape [] doesn't match the broadcast shape {shape}: new_scale must be a number or a tensor "
+    "without dimensions. Pass new_scale.reshape(())."
+)
 
 
 class SavedScale(NamedTuple):
@@ -56,7 +60,7 @@ class LossScale:
     def __init__(self, init_scale: float, schedule: LossScaleSchedule, key: str | None = None) -> None:
         self.key = key
         self.schedule = schedule
-        within = max(valid_scale(init_scale), schedule.min_scale)
+        within = max(valid_scale(init_scale, "init_scale="), schedule.min_scale)
         self.init_scale = min(within, schedule.max_scale)
         self.init_growth_tracker = 0
         self.init_hysteresis_left = as_int32(schedule.hysteresis)
@@ -132,14 +136,16 @@ class LossScale:
                     "new_scale should be a float or a 1-element torch.cuda.FloatTensor or "
                     "torch.FloatTensor with requires_grad=False."
                 )
-            value = new_scale.detach().reshape(())
+            if new_scale.dim():
+                raise RuntimeError(_WITH_DIMENSIONS.format(shape=[*new_scale.shape]))
+            value = new_scale.detach()
             if on_host(value):
-                valid_scale(read(value))
+                valid_scale(read(value), "new_scale=")
             value = value.to(torch.float32)
             fits = (value > 0) & value.isfinite()
             scale.copy_(torch.where(fits, value, scale))
         else:
-            scale.fill_(valid_scale(new_scale))
+            scale.fill_(valid_scale(new_scale, "new_scale="))
         self.optimizer_states = OptimizerStates()
 
     def stop(self) -> None:
@@ -234,20 +240,23 @@ def check_saved(state: object, schedule: LossScaleSchedule) -> SavedScale:
     )
     tracker = whole_number("_growth_tracker", state["_growth_tracker"])
     left = whole_number("_hysteresis_left", state.get("_hysteresis_left", as_int32(schedule.hysteresis)))
-    return SavedScale(schedule, ScaleState(valid_scale(state["scale"]), tracker, left))
+    return SavedScale(schedule, ScaleState(valid_scale(state["scale"], "The saved scale"), tracker, left))
 
 
 def whole_number(name: str, value: Any, least: int = 0) -> int:
     """Return a saved number of steps.
 
     Raises:
-        TypeError: it is not a number.
+        TypeError: it is not a whole number.
         ValueError: it is below `least`, or int32 cannot hold it.
     """
     try:
         count = int(value)
+        is_whole = bool(count == value)  # not of the text "3", nor of 1.5
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise TypeError(f"{name} must be a whole number, got {value!r}.") from error
+    if not is_whole:
+        raise TypeError(f"{name} must be a whole number, got {value!r}.")
     if not least <= count < 2**31:
         raise ValueError(f"{name} must be a number of steps that int32 can hold, got {value!r}.")
     return count

@@ -49,6 +49,8 @@ class LossScales:
     ) -> None:
         if not isinstance(schedules, Mapping):
             raise TypeError(f"schedules= must map keys to schedules, not {schedules!r}.")
+        for key in schedules:
+            check_key(key)
         for each in (schedule, *schedules.values()):
             if not isinstance(each, LossScaleSchedule):
                 raise TypeError(f"A schedule must be an amp_core.LossScaleSchedule, not {each!r}.")
@@ -65,13 +67,13 @@ class LossScales:
         """
         if key is None:
             return self.own
+        check_key(key)
         if key not in self.keyed:
             self.keyed[key] = self._new(key)
         return self.keyed[key]
 
     def _new(self, key: str) -> LossScale:
-        if not isinstance(key, str):
-            raise TypeError(f"The key of a scale must be a string, got {key!r}.")
+        check_key(key)
         return LossScale(self._init_scale, self._schedules.get(key, self.own.schedule), key)
 
     def of(self, key: str | None) -> LossScale:
@@ -79,9 +81,11 @@ class LossScales:
 
         Raises:
             ValueError: no loss was scaled under it.
+            TypeError: it is not a string.
         """
         if key is None:
             return self.own
+        check_key(key)
         if key not in self.keyed:
             known = ", ".join(map(repr, sorted(self.keyed))) or "none"
             raise ValueError(
@@ -170,6 +174,12 @@ class LossScales:
         for key, (scale, checked) in keyed.items():
             scale.load(checked)
             self.keyed[key] = scale
+
+
+def check_key(key: object) -> None:
+    """Raise TypeError unless `key` can be that of a scale."""
+    if not isinstance(key, str):
+        raise TypeError(f"The key of a scale must be a string, got {key!r}.")
 
 
 _IN_WINDOW = (

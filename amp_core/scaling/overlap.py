@@ -136,7 +136,8 @@ class Overlap:
         return read is not None and read.is_of(gradient)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {}  # hooks and gradients belong to this process
+        # Hooks and gradients belong to this process. Pickle's protocols 0 and 1 restore no empty state.
+        return {"_hooked": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         Overlap.__init__(self)

@@ -62,6 +62,9 @@ class StepLog:
         # by identity: optimizers that compare, such as dataclasses, have no hash
         self.last_step: MutableMapping[Optimizer, StepRecord] = WeakIdentityMapping()
         self._pending: dict[str | None, dict[int, StepRecord]] = {}
+        # Of the optimizer that stepped last: its step before, and what its state told the record.
+        self._before: StepRecord | None = None
+        self._told: tuple[Any, Any, Any] = None, None, None
         self._skips_in_a_row: MutableMapping[Optimizer, int] = WeakIdentityMapping()
         self._described: MutableMapping[Optimizer, tuple[list[int], ParameterNames]] = WeakIdentityMapping()
 
@@ -79,6 +82,7 @@ class StepLog:
     def record(self, optimizer: Optimizer, loss_scale: LossScale, state: OptimizerState) -> StepRecord:
         """Record a step of `optimizer`; does not wait for the device."""
         scale = loss_scale.check("step")
+        self._told = state.total_norm, state.window, state.nonfinite
         norm, state.total_norm = state.total_norm, None
         record = StepRecord(
             self.updates,
@@ -97,15 +101,31 @@ class StepLog:
             record._params, record._nonfinite = state.nonfinite
         state.nonfinite, state.recorded = None, state.found_inf_per_device
         self.history.append(record)
-        self._pending.setdefault(loss_scale.key, {})[id(optimizer)] = record
-        self.last_step[optimizer] = record
+        self._before = self.last_step.get(optimizer)
+        pending = self._pending.setdefault(loss_scale.key, {})
+        other = pending.get(id(optimizer))
+        if other is not None and other is not self._before:  # of a collected optimizer that had this id
+            pending[id(other)] = other
+        pending[id(optimizer)] = self.last_step[optimizer] = record
         return record
+
+    def withdraw(self, optimizer: Optimizer, loss_scale: LossScale, state: OptimizerState) -> None:
+        """Forget the record of a step that has raised an error; `state` gets back what it was told."""
+        record = self._pending.get(loss_scale.key, {}).pop(id(optimizer), None)
+        if record is None:
+            return
+        self.history.remove(record)
+        self.last_step.pop(optimizer, None)
+        if self._before is not None:
+            self.last_step[optimizer] = self._before
+        state.total_norm, state.window, state.nonfinite = self._told
+        state.recorded = None
 
     def skipped(self, optimizer: Optimizer) -> bool:
         """Return whether the step that was recorded is to be skipped, and note why; waits for the device."""
         record = self.last_step[optimizer]
         skipped = record.skipped
-        if skipped and record._micro_batches is None:
+        if skipped and not record.lost_all_micro_batches:
             record._bad = self.bad_parameters(optimizer)
         return skipped
 
@@ -182,10 +202,13 @@ class StepLog:
                 fetch(records)
         skipped = [record for record in records if self._count(record)]
         error = self._check_floor(loss_scale, skipped[-1], records) if skipped else None
+        raised = None
         if hooks:
-            self.hooks.call(scaler, records, self._change(loss_scale, records, before))
+            raised = self.hooks.call(scaler, records, self._change(loss_scale, records, before))
         if error is not None:
-            raise error
+            raise error from raised
+        if raised is not None:
+            raise raised
 
     def _count(self, record: StepRecord) -> bool:
         """Count skips in a row, unless the host would have to wait; return whether the step was skipped."""
@@ -204,7 +227,7 @@ class StepLog:
         return bool(flag)
 
     def _explain(self, record: StepRecord, owner: Optimizer, row: int) -> None:
-        if record._bad is None and record._micro_batches is None:
+        if record._bad is None and not record.lost_all_micro_batches:
             record._bad = self.bad_parameters(owner) or None
         if row == self.warn_after:
             warnings.warn(_endless(row, record), SkippedStepsWarning, stacklevel=level_outside())

@@ -103,6 +103,12 @@ class StepRecord:
         return tuple(i for i, flag in enumerate(_values(self._micro_batches)) if flag)
 
     @property
+    def lost_all_micro_batches(self) -> bool:
+        """Whether the step has an `AccumulationWindow` in which no micro-batch was good."""
+        flags = _values(self._micro_batches)
+        return bool(flags) and all(flags)
+
+    @property
     def lost_updates(self) -> dict[str, float] | None:
         """The share of each parameter's elements that the step should have changed but did not.
 
@@ -232,11 +238,16 @@ class History(Sequence[StepRecord]):
         """Add a step; the oldest is dropped if the history is full."""
         self._records.append(record)
 
+    def remove(self, record: StepRecord) -> None:
+        """Take out the latest step, if it is `record`."""
+        if self._records and self._records[-1] is record:
+            self._records.pop()
+
     def __len__(self) -> int:
         return len(self._records)
 
     def __iter__(self) -> Iterator[StepRecord]:
-        return iter(self._records)
+        return iter(list(self._records))  # another thread may step meanwhile
 
     def __getitem__(self, index: Any) -> Any:
         return list(self._records)[index] if isinstance(index, slice) else self._records[index]
@@ -246,14 +257,15 @@ class History(Sequence[StepRecord]):
 
     def __str__(self) -> str:
         skipped = self.skipped
-        told = [r for r in self._records if r.skipped or r.bad_micro_batches]
+        told = [r for r in self if r.skipped or r.bad_micro_batches]
         return "\n".join([f"{len(self)} steps, {len(skipped)} skipped", *map(str, told)])
 
     @property
     def skipped(self) -> list[StepRecord]:
         """The steps that were skipped."""
-        fetch(self._records)
-        return [record for record in self._records if record.skipped]
+        records = list(self._records)
+        fetch(records)
+        return [record for record in records if record.skipped]
 
     def plot(self, path: str | Path) -> None:
         """Plot the scale of each key and the skipped steps into a file; waits for the device.

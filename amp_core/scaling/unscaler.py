@@ -151,7 +151,7 @@ class Unscaler:
         if beyond is not None:
             flags.append((scale.device, beyond))
         state.found_inf_per_device = by_device(flags)
-        if not is_tracing() and state.nonfinite is None:
+        if not is_tracing():
             state.nonfinite = self._log.describe(optimizer, parts, stats.stats)
         return divisor
 

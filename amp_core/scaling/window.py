@@ -17,6 +17,7 @@ from amp_core.scaling.distributed import agree_on_flag
 from amp_core.scaling.grad_scaler import GradScaler
 from amp_core.scaling.gradients import Gradients, group_by_device
 from amp_core.scaling.loss_scale import LossScale
+from amp_core.scaling.loss_scales import check_key
 from amp_core.scaling.step_record import name_of
 from amp_core.states.loss_scale import OptState
 
@@ -29,10 +30,12 @@ class AccumulationWindow:
     all are bad, the step is skipped. The record of the step says which were bad, and in which parameters.
 
     Use it as a context around the micro-batches of one step, and `micro_batch` around each backward pass.
-    Gradients from before the first micro-batch, of an earlier window too, are added when it closes. Until
-    then, ``unscale_``, ``clip_grad_norm_``, ``step`` and ``update`` raise RuntimeError. It waits for the
-    device only once, where trained parameters get no gradient. It costs memory for a second set of gradients,
-    three passes over them for each micro-batch, and one at the end.
+    Call ``zero_grad()`` before: gradients from before the first micro-batch, of an earlier window too, are
+    added when it closes. Until then, ``unscale_``, ``clip_grad_norm_``, ``step`` and ``update`` raise
+    RuntimeError. If the block raises, gradients are as they were before.
+
+    It waits for the device only once, where trained parameters get no gradient. It costs memory for a second
+    set of gradients, three passes over them for each micro-batch, and one at the end.
 
     Under ``DistributedDataParallel`` every micro-batch must be reduced, so do not use ``no_sync``: what one
     rank adds up without the others is not a gradient of the model.
@@ -70,6 +73,8 @@ class AccumulationWindow:
                 f"{type(scaler).__qualname__}."
             )
         check_optimizer(optimizer, "AccumulationWindow")
+        if key is not None:
+            check_key(key)
         self._scaler, self._optimizer, self._key = scaler, optimizer, key
         self._leave_out, self._reweight = leave_out, reweight
         self._params: list[Tensor] = []
@@ -77,7 +82,7 @@ class AccumulationWindow:
         self._find_parameters()
         self._places: dict[tuple[int, ...], Tensor] = {}
         self._flags: list[Tensor] = []
-        self._earlier: list[Tensor | None] = []
+        self._earlier: list[Tensor | None] | None = None  # gradients from before the first micro-batch
         self._nonfinite: Tensor | None = None
         self._is_open = self._in_micro_batch = False
 
@@ -107,11 +112,15 @@ class AccumulationWindow:
         if self._scaler.is_enabled():
             scales = self._scaler._scales
             scales.in_window = [each for each in scales.in_window if each[0] is not self._optimizer]
-        if kind is None and self._flags:
+        if self._earlier is None:
+            return
+        if kind is None:
+            self._forget_cleared()
             self._close()
-        if self._earlier:
             self._put(self._sums(self._earlier))
-            self._earlier = []
+        else:
+            self._put([*self._earlier, *[None] * (len(self._params) - len(self._earlier))])
+        self._earlier = None
 
     @contextmanager
     def micro_batch(self) -> Iterator[None]:
@@ -147,7 +156,8 @@ class AccumulationWindow:
         self._check_stage()
         self._find_parameters()
         kept = [p.grad for p in self._params]
-        is_first = not self._flags
+        is_first = self._earlier is None
+        self._forget_cleared()
         if self._leave_out or is_first:
             kept = [_own_memory(grad) for grad in kept]
             self._put([None] * len(kept))
@@ -163,6 +173,11 @@ class AccumulationWindow:
             self._earlier = kept
         elif self._leave_out:
             self._put(self._sums(kept))
+
+    def _forget_cleared(self) -> None:
+        """Forget the gradients from before the window if ``zero_grad()`` was called since."""
+        if self._earlier is not None and all(param.grad is None for param in self._params):
+            self._earlier = [None] * len(self._earlier)
 
     def _check_stage(self) -> None:
         loss_scale = self._loss_scale()
@@ -254,15 +269,19 @@ class AccumulationWindow:
         if state.window is not None:  # of an earlier window of this step
             earlier, known, bad_then = state.window
             flags = torch.cat([earlier.to(flags.device), flags])
-            bad_then = bad_then.to(bad.device)
-            bad = torch.maximum(bad_then, bad) if known == names else torch.cat([bad_then, bad])
-            names = names if known == names else known + names
+            if known == names[: len(known)]:  # parameters may have been added
+                bad[: len(known)] = torch.maximum(bad[: len(known)], bad_then.to(bad.device))
+            else:
+                names, bad = known + names, torch.cat([bad_then.to(bad.device), bad])
         state.window = flags, names, bad
 
     def _weigh(self, flags: Tensor) -> None:
         good = flags.numel() - flags.sum()
         factor = flags.numel() / good if self._reweight else torch.ones_like(good)
-        factor = torch.where(good > 0, factor, torch.nan)  # if none is good, the step is skipped
+        if all(grad is None for grad in self._earlier or ()):
+            factor = torch.where(good > 0, factor, torch.nan)  # if none is good, the step is skipped
+        else:
+            factor = torch.where(good > 0, factor, 1.0)
         for param in self._params:
             if param.grad is not None:
                 param.grad.mul_(factor.to(param.grad.device, non_blocking=True))

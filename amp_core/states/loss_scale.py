@@ -121,8 +121,10 @@ class LossScaleSchedule:
         for name in ("growth_interval", "hysteresis"):
             value = getattr(self, name)
             object.__setattr__(self, name, int(value) if isinstance(value, Integral) else value)
-        object.__setattr__(self, "hysteresis_kind", Hysteresis(self.hysteresis_kind))
-        object.__setattr__(self, "at_floor", AtFloor(self.at_floor))
+        for name, kind in (("hysteresis_kind", Hysteresis), ("at_floor", AtFloor)):
+            value, values = getattr(self, name), [member.value for member in kind]
+            _check(value in values, f"{name} must be one of {', '.join(values)}, got {value!r}.")
+            object.__setattr__(self, name, kind(value))
         _check(self.growth_factor > 1.0, "The growth factor must be > 1.0.", AssertionError)
         _check(self.backoff_factor < 1.0, "The backoff factor must be < 1.0.", AssertionError)
         _check(math.isfinite(self.growth_factor), f"The growth factor {self.growth_factor} is not finite.")
@@ -236,8 +238,8 @@ def _overflow(state: ScaleState, schedule: LossScaleSchedule) -> ScaleState:
     return ScaleState(scale, 0, schedule.hysteresis if every else max(left, 0))
 
 
-def valid_scale(value: Any) -> float:
-    """Return `value` as a float if it can be a loss scale.
+def valid_scale(value: Any, name: str = "The scale") -> float:
+    """Return `value` as a float if it can be a loss scale; `name` says whose it is.
 
     What float32 rounds down to its largest number becomes that one: torch refuses to fill a tensor with more.
 
@@ -245,15 +247,16 @@ def valid_scale(value: Any) -> float:
         TypeError: it is not a number.
         ValueError: it is not positive and finite, or float32 rounds it to 0 or inf.
     """
+    _check(not isinstance(value, (str, bytes)), f"{name} must be a number, got {value!r}.", TypeError)
     try:
         number = _as_float(value)
     except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: a tensor of several elements
-        raise TypeError(f"The scale must be a number, got {value!r}.") from error
+        raise TypeError(f"{name} must be a number, got {value!r}.") from error
     if not (math.isfinite(number) and number > 0.0):
-        raise ValueError(f"The scale must be positive and finite, got {value!r}.")
+        raise ValueError(f"{name} must be positive and finite, got {value!r}.")
     if not 0.0 < float32(number) < math.inf:
         raise ValueError(
-            f"The scale must be positive and finite in float32, got {value!r}, which float32 rounds to "
+            f"{name} must be positive and finite in float32, got {value!r}, which float32 rounds to "
             f"{float32(number)}. Pass a value between 2**-149 and 3.4e38."
         )
     return min(number, _LARGEST)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -144,10 +145,10 @@ def require_suffixes(paths: Iterable[str | PathLike[str]]) -> None:
 
 def require_writable(paths: Iterable[str | PathLike[str]]) -> None:
     """Raise ValueError for a path that no file can have, before any check runs."""
-    for path in map(Path, paths):
-        why = why_unwritable(path)
+    for path in paths:
+        why = why_unwritable(Path(path)) if os.fspath(path) else "its name is empty"
         if why:
-            raise ValueError(f"no report can be written to {path}: {why}.")
+            raise ValueError(f"no report can be written to {path or repr(path)}: {why}.")
 
 
 def _cell(text: str) -> str:

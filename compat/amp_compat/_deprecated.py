@@ -61,10 +61,6 @@ def deprecated_function(message: str) -> Callable[[F], F]:
 def init_of_scaler(device: str) -> Any:
     """Return the ``__init__`` of the deprecated `GradScaler` of one device."""
 
-    @deprecated_function(
-        f"`torch.{device}.amp.GradScaler(args...)` is deprecated. "
-        f"Please use `torch.amp.GradScaler('{device}', args...)` instead."
-    )
     def __init__(  # noqa: N807
         self: GradScaler,
         init_scale: float = 2.0**16,
@@ -75,7 +71,11 @@ def init_of_scaler(device: str) -> Any:
     ) -> None:
         GradScaler.__init__(self, device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
 
-    return __init__
+    __init__.__qualname__ = "GradScaler.__init__"  # Python names the function so if an argument is wrong
+    return deprecated_function(
+        f"`torch.{device}.amp.GradScaler(args...)` is deprecated. "
+        f"Please use `torch.amp.GradScaler('{device}', args...)` instead."
+    )(__init__)
 
 
 class DeprecatedAutocast(core_autocast):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import amp_core
-from amp_core import GradScaler, autocast, count_lost_updates, master_weights
+from amp_core import GradScaler, autocast, cached_casts, count_lost_updates, master_weights
 from amp_core.common.containers import tensors_in
 
 
@@ -232,3 +233,39 @@ def test_wrappers_are_not_counted() -> None:
     model = Net().bfloat16()
     with pytest.raises(ValueError, match=r"Pass that one: count_lost_updates\(model, optimizer.inner"):
         count_lost_updates(model, Wrapper(torch.optim.SGD(model.parameters(), lr=0.1)))
+
+
+class Unseen(Optimizer):
+    """Writes to weights without a change of their version counters."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.data.sub_(param.grad.data)
+
+
+@pytest.mark.parametrize("scope", [cached_casts, master_weights])
+@pytest.mark.parametrize("fails", [False, True])
+def test_hooks_of_an_optimizer_that_torch_cannot_follow(scope: Any, fails: bool) -> None:
+    """A hook of the step, or what runs after it has failed, still uses the casts from before."""
+    layer, x = nn.Linear(1, 1, bias=False), torch.ones(1, 1)
+    nn.init.ones_(layer.weight)
+    optimizer = Unseen(layer.parameters())
+    seen: list[float] = []
+
+    def forward(*_: object) -> None:
+        with autocast("cpu"):
+            seen.append(layer(x).item())
+        if fails and seen[-1] == 2:
+            raise KeyError
+
+    optimizer.register_step_post_hook(forward)
+    with scope(layer):
+        forward()
+        layer.weight.grad = torch.full_like(layer.weight, -1)
+        with pytest.raises(KeyError) if fails else contextlib.nullcontext():
+            optimizer.step()
+    assert seen == [1, 2]

@@ -440,3 +440,24 @@ def test_a_hook_between_two_uses_in_one_graph(add_first: bool) -> None:
     expected = (3 * x).sum(0).expand(272, 272)
     torch.testing.assert_close(model.weight.grad, expected, rtol=0.05, atol=0.2)
     assert len(seen) == (not add_first)
+
+
+@pytest.mark.parametrize("micro_batches", [0, 1])
+def test_a_weight_frozen_before_the_backward_pass_gets_no_gradient(micro_batches: int) -> None:
+    """The optimizer moves a weight that was frozen."""
+
+    def gradients(model: nn.Module) -> list[torch.Tensor | None]:
+        model.zero_grad()
+        grads(model, micro_batches)
+        loss = forward(model).float().square().mean()
+        model[0].weight.requires_grad_(False)
+        loss.backward()
+        model[0].weight.requires_grad_()
+        return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+    model = make()
+    expected = gradients(model)
+    with master_weights(model):
+        got = gradients(model)
+    assert (got[0] is None, expected[0] is None) == (not micro_batches, not micro_batches)
+    assert all(map(torch.equal, got[not micro_batches :], expected[not micro_batches :]))

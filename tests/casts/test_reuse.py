@@ -12,6 +12,7 @@ from torch import nn
 import amp_core
 from amp_core import autocast, cached_casts, master_weights
 from amp_core._torch.op_kernels import POLICIES
+from amp_core.casts import reuse
 from amp_core.dispatch.engine import engine
 
 X = torch.linspace(-1, 1, 36).reshape(6, 6)
@@ -156,3 +157,41 @@ def test_a_scope_that_ended_stays_ended() -> None:
     forward(model)
     forward(model)
     assert not is_served()
+
+
+@SCOPES
+def test_several_optimizers_of_one_model(scope: Any) -> None:
+    """Each optimizer counts for a step, and the scope ends and begins in each iteration."""
+    model = make()
+    optimizers = [torch.optim.SGD([p], lr=0.1) for p in model.parameters()]
+    with scope(model):
+        for number in range(5):
+            for _ in range(3):
+                forward(model).float().square().sum().backward()
+                assert is_served() or not number
+            for optimizer in optimizers:
+                optimizer.step()
+
+
+@SCOPES
+def test_a_part_that_joins_later(scope: Any) -> None:
+    """A frozen backbone joins a small model, and is cast at each use for good."""
+    model = make()
+    plain = steps(model, False, 1)
+    with scope(model):
+        next(plain)
+        model.append(nn.Linear(6, 6).requires_grad_(False))
+        next(plain)
+        assert is_served()
+
+
+def test_the_end_of_a_region_costs_a_served_scope_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each region of the process reads all weights of each model that is served."""
+    reads: list[int] = []
+    versions = reuse._versions
+    monkeypatch.setattr(reuse, "_versions", lambda weights: reads.append(1) or versions(weights))
+    with cached_casts(make().eval()):
+        for _ in range(5):
+            with autocast("cpu"):
+                pass
+    assert len(reads) <= 2

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from amp_core import OpPolicy, Recipe, autocast, cached_casts, delayed_scales, master_weights
-from amp_core.casts import accumulating, cache
+from amp_core.casts import accumulating, bulk, cache
 
 InThreads = Callable[..., None]
 THREADS = 4
@@ -165,3 +165,35 @@ def test_signal_handlers_may_use_the_model_while_it_is_cast(scope: Any) -> None:
     thread.join(30)
     assert not thread.is_alive()
     assert len(numbers) > 20
+
+
+def test_a_cast_that_a_step_has_outrun_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread casts a weight, another one steps, and then uses the cast from before its own step."""
+    layer, x = nn.Linear(1, 1, bias=False).eval(), torch.ones(1, 1)
+    nn.init.ones_(layer.weight)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0, fused=True)
+    has_cast, has_stepped = threading.Event(), threading.Event()
+    cast_alone = cache.cast_alone
+
+    def slow(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        cast = cast_alone(weight, dtype)
+        if threading.current_thread() is other:
+            has_cast.set()
+            has_stepped.wait(10)
+        return cast
+
+    def forward() -> float:
+        with torch.no_grad(), autocast("cpu"):
+            return layer(x).item()
+
+    monkeypatch.setattr(cache, "cast_alone", slow)
+    monkeypatch.setattr(bulk, "_SMALL_ON_HOST", 2**22)
+    other = threading.Thread(target=forward)
+    with cached_casts(layer):
+        other.start()
+        has_cast.wait(10)
+        layer.weight.grad = torch.full_like(layer.weight, -1)
+        optimizer.step()
+        has_stepped.set()
+        other.join()
+        assert forward() == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -70,7 +71,46 @@ def test_a_reader_may_leave(command: list[str]) -> None:
         done = subprocess.run(
             [sys.executable, "-m", "amp_core", *command], stdout=pipe, stderr=subprocess.PIPE, check=False
         )
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("command", [["policy", "--long"], ["backends"], ["--help"]])
+def test_an_output_that_takes_nothing(
+    command: list[str], unbuffered: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk ends in a traceback, or goes unnoticed."""
+    full = Path("/dev/full")
+    if not full.exists():
+        pytest.skip("no device that is always full")
+    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
+    with full.open("wb") as output:
+        done = subprocess.run(
+            [sys.executable, "-m", "amp_core", *command],
+            stdout=output,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == 2
+    assert re.fullmatch(r"amp( \w+)?: standard output cannot be written: .+\.\n", done.stderr)
+
+
+def test_a_reader_that_leaves_does_not_change_the_verdict() -> None:
+    """``amp check ... | head`` succeeds with ``pipefail`` where a check fails, or the other way round."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "wb") as pipe:
+        command = [sys.executable, "-m", "amp_core", "check", "cpu", "--area", "scaler", "-k", "nosuch"]
+        done = subprocess.run(command, stdout=pipe, stderr=subprocess.PIPE, check=False)
     assert (done.returncode, done.stderr) == (1, b"")
+
+
+@pytest.mark.parametrize("option", ["--badge", "--junit", "--markdown"])
+def test_a_report_needs_a_name(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """An empty variable in a script leaves out the report, and nothing says so."""
+    assert main(["check", "cpu", "--area", "availability", option, ""]) == 2
+    assert "no report can be written to '': its name is empty" in capsys.readouterr().err
 
 
 REASON = """

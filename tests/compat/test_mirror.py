@@ -104,6 +104,20 @@ def test_warnings_are_torchs(module: str, name: str, call: Callable[[Any], Any])
     assert {(category, file) for _, category, file in ours} == {(FutureWarning, __file__)}
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("call", [lambda f: f(x=1), lambda f: f(1.0, 2.0, 0.5, 10, True, None)])
+@pytest.mark.parametrize("module", ["cuda.amp", "cpu.amp"])
+def test_wrong_calls_name_the_class(module: str, call: Callable[[Any], Any]) -> None:
+    """The error names a function of ours that no program calls."""
+    texts = []
+    for kind in pair(module, "GradScaler"):
+        with pytest.raises(TypeError) as caught:
+            call(kind)
+        texts.append(str(caught.value))
+    assert texts[1] == texts[0]
+    assert texts[1].startswith("GradScaler.__init__() ")
+
+
 def test_subclass_instances_do_not_warn() -> None:
     """Making a subclass warns; its instances do not, and may have arguments of their own."""
     for base in pair("cpu.amp", "autocast"):

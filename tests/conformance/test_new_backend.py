@@ -33,7 +33,9 @@ def test_the_skeleton_of_a_missing_device_says_so(tmp_path):
     assert "import its package" in found.reason
 
 
-@pytest.mark.parametrize("name", ["cpu", "My-NPU", "2npu", "class", "npu_", "nüp"])
+@pytest.mark.parametrize(
+    "name", ["cpu", "My-NPU", "2npu", "class", "npu_", "nüp", "auto", "meta", "vulkan", ""]
+)
 def test_names_that_cannot_be_device_types_are_refused(name, tmp_path, capsys):
     """The package could not be imported, or would fight amp-core's own backend."""
     assert main(["new-backend", name, "--directory", str(tmp_path)]) == 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import pytest
@@ -386,3 +386,67 @@ def test_another_optimizer_may_step_beside_a_window() -> None:
     scaler.step(mine, key="mine")
     scaler.update()
     assert [p.tolist() for p in params] == [[0.0, 0.0]] * 2
+
+
+def test_gradients_cleared_within_a_window() -> None:
+    """What was there before the window comes back, though ``zero_grad()`` has cleared it."""
+    run, plain = Run(), Run()
+    run.backward(0)
+    with AccumulationWindow(run.scaler, run.optimizer) as window:
+        with window.micro_batch():
+            run.backward(1)
+        run.optimizer.zero_grad()
+        with window.micro_batch():
+            run.backward(2)
+    plain.backward(2)
+    assert same(run.gradients(), plain.gradients())
+
+
+def test_a_window_that_raises_leaves_gradients_as_they_were() -> None:
+    """A program that goes on steps on a sum that nobody has weighed."""
+    run = Run()
+    run.backward(0)
+    before = run.gradients()
+    window = AccumulationWindow(run.scaler, run.optimizer)
+    with suppress(KeyError), window:
+        for part in range(3):
+            with window.micro_batch():
+                run.backward(part, bad=part == 1)
+        raise KeyError
+    assert same(run.gradients(), before)
+    run.step()
+    assert run.scaler.history[-1].bad_micro_batches == ()
+
+
+def test_a_window_of_bad_micro_batches_after_good_gradients() -> None:
+    """The good gradients of the step are lost with the window."""
+    run, plain = Run(), Run()
+    plain.backward(0)
+    run.backward(0)
+    with AccumulationWindow(run.scaler, run.optimizer) as window, window.micro_batch():
+        run.backward(1, bad=True)
+    assert same(run.gradients(), plain.gradients())
+
+
+@pytest.mark.parametrize("bad", [set(), {1}])
+def test_blame_goes_to_what_is_bad_outside_of_the_window(bad: set[int]) -> None:
+    """The record of a skipped step names parameters that were left out, or none."""
+    run = Run()
+    run.window(bad)
+    run.scaler.scale(run.model[0].bias.sum() * math.inf).backward()
+    run.step()
+    assert [b.name for b in run.scaler.history[-1].bad_parameters] == ["0.bias"]
+
+
+def test_parameters_added_between_windows_are_named_once() -> None:
+    """A parameter is listed for each window of the step."""
+    run, more = Run(), torch.nn.Linear(2, 2)
+    run.window({0})
+    run.optimizer.add_param_group({"params": list(more.parameters())})
+    run.scaler.name_parameters(more.named_parameters("more"))
+    with AccumulationWindow(run.scaler, run.optimizer) as window:
+        for part in range(2):
+            with window.micro_batch():
+                run.backward(part, bad=part == 1)
+    run.step()
+    assert [b.name for b in run.scaler.history[-1].bad_parameters] == ["2.bias"]

@@ -7,9 +7,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import pytest
 import torch
 
-from amp_core import GradScaler
+from amp_core import AccumulationWindow, GradScaler
 from amp_core.scaling import fused
 
 
@@ -53,3 +54,62 @@ def test_an_interrupt_before_a_fused_step_leaves_no_factor_behind() -> None:
         got, met = trained(line)
         if met:
             assert torch.equal(got, expected), line
+
+
+class Failing(torch.optim.SGD):
+    """Raises an error in its first step."""
+
+    fails = True
+
+    def step(self, closure: Any = None) -> Any:
+        if self.fails:
+            self.fails = False
+            raise KeyError
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("before", [False, True])
+def test_a_step_that_raises_leaves_no_record(fused: bool, before: bool) -> None:
+    """Hooks and schedulers are told of a step that was not taken, or twice, without what was known of it."""
+    weight = torch.ones(4, requires_grad=True)
+    optimizer = Failing([weight], lr=0.1, fused=fused)
+    optimizer.fails = False
+    scaler, told = GradScaler("cpu", init_scale=64.0), []
+    scaler.register_step_hook(lambda _, record: told.append(record))
+    if before:
+        scaler.scale(weight.sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    earlier, optimizer.fails = list(scaler.history), True
+    window = AccumulationWindow(scaler, optimizer)
+    with window:
+        for loss in (weight.sum(), weight.sum() * float("inf")):
+            with window.micro_batch():
+                scaler.scale(loss).backward()
+    with pytest.raises(KeyError):
+        scaler.step(optimizer)
+    assert list(scaler.history) == list(scaler.last_step.values()) == earlier
+    scaler.step(optimizer)
+    scaler.update()
+    (record,) = scaler.history[len(earlier) :]
+    assert told == [*earlier, record]
+    assert (record.skipped, record.bad_micro_batches, record.scale_after) == (False, (1,), 32.0)
+    assert record.bad_parameters
+
+
+def test_an_optimizer_with_the_id_of_another_one() -> None:
+    """The skip of an optimizer that is gone is told to nobody."""
+    weight = torch.ones(4, requires_grad=True)
+    scaler, told = GradScaler("cpu", init_scale=64.0), []
+    scaler.register_step_hook(lambda _, record: told.append(record.skipped))
+    for factor in (float("inf"), *[1.0] * 20):
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+        weight.grad = None
+        scaler.scale((weight * factor).sum()).backward()
+        scaler.step(optimizer)
+        del optimizer
+    scaler.update()
+    assert sorted(told) == [False] * 20 + [True]
+    assert all(record.scale_after == 32.0 for record in scaler.history)

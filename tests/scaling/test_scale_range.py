@@ -59,11 +59,11 @@ def test_the_largest_scale() -> None:
 @pytest.mark.parametrize("value", ["large", None, [1.0, 2.0], 1j, torch.ones(2)])
 def test_a_scale_that_is_no_number(value: Any) -> None:
     """It ends in an AttributeError, or in an error about Python."""
-    with pytest.raises(TypeError, match="The scale must be a number"):
+    with pytest.raises(TypeError, match="init_scale= must be a number"):
         GradScaler("cpu", init_scale=value)
     scaler = GradScaler("cpu")
     scaler.scale(torch.ones(()))
-    with pytest.raises(TypeError, match="The scale must be a number"):
+    with pytest.raises(TypeError, match="The saved scale must be a number"):
         scaler.load_state_dict({**scaler.state_dict(), "scale": value})
     with pytest.raises(TypeError, match="growth_factor must be a number"):
         LossScaleSchedule(growth_factor=value)

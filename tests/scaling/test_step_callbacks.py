@@ -313,5 +313,23 @@ def test_a_constant_scale_does_not_move() -> None:
 def test_strings_name_what_happens() -> None:
     """A string in the place of an enumeration's member is taken and means something else."""
     assert LossScaleSchedule(hysteresis_kind="every").hysteresis_kind is amp_core.Hysteresis.EVERY
-    with pytest.raises(ValueError, match="'explode' is not a valid AtFloor"):
+    with pytest.raises(ValueError, match="at_floor must be one of warn, raise, stop, got 'explode'"):
         LossScaleSchedule(at_floor="explode")
+
+
+def test_a_hook_that_raises_silences_no_other() -> None:
+    """A hook's error hides the record from the other hooks, and an overflow at the floor from the user."""
+    run, told = Run(schedule=LossScaleSchedule(min_scale=8.0, at_floor=AtFloor.RAISE)), []
+
+    def fail(*_: object) -> None:
+        raise KeyError
+
+    run.scaler.register_step_hook(fail)
+    run.scaler.register_step_hook(lambda _, record: told.append(record.number))
+    run.scaler.register_skip_hook(lambda _, record: told.append(record.number))
+    with pytest.raises(KeyError):
+        run.step()
+    with pytest.raises(amp_core.ScaleFloorError) as caught:
+        run.step(bad=True)
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert told == [0, 1, 1]
