@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from amp_core._torch.tensors import is_tensor_view
+from amp_core._torch.tracing import outside_graphs
 from amp_core.common.arguments import check_optimizer
 from amp_core.common.optimizers import parameters_of
 from amp_core.scaling.arithmetic import combine
@@ -197,6 +198,7 @@ class AccumulationWindow:
         for param, grad in zip(self._params, grads, strict=False):  # the block may have added parameters
             param.grad = grad
 
+    @outside_graphs
     def _check(self) -> None:
         self._find_parameters()
         if any(p.grad is not None and p.grad.is_sparse for p in self._params):

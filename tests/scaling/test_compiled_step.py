@@ -116,3 +116,37 @@ def test_steps_in_compiled_code_leave_no_record() -> None:
     assert len(scaler.history) == 0
     step(BATCHES[0])
     assert len(scaler.history) == 1
+
+
+def test_a_window_in_a_compiled_step_is_compiled_once() -> None:
+    """Dynamo traces into the kernels, and compiles them anew at each step, up to its limit."""
+    compiled_frames: list[int] = []
+
+    def trained(compiled: bool) -> list[Tensor]:
+        _, model, scaler = made(torch.optim.SGD)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(x: Tensor) -> None:
+            with amp_core.AccumulationWindow(scaler, optimizer) as window:
+                for part in x.chunk(2):
+                    with window.micro_batch():
+                        with amp_core.autocast("cpu"):
+                            loss = model(part).float().square().mean()
+                        scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+        held: list[object] = []
+        run = torch.compile(step, backend="aot_eager") if compiled else step
+        with torch._dynamo.config.patch(trace_autograd_ops=False):
+            for number in range(8):
+                compiled_frames.append(torch._dynamo.utils.counters["frames"]["total"])
+                held.append([p.grad for p in model.parameters()])  # so that the next ones are elsewhere
+                optimizer.zero_grad()
+                run(torch.full((4, 8), float("inf") if number == 2 else 0.1 * number))
+        return [p.detach() for p in model.parameters()]
+
+    expected = trained(False)
+    compiled_frames.clear()
+    torch.testing.assert_close(trained(True), expected)
+    assert compiled_frames[-1] == compiled_frames[-3] > 0
