@@ -68,7 +68,7 @@ def autograd_key(device_type: str) -> str:
 def autocast_device_types() -> list[str]:
     """Return every device type that torch's own source names and can autocast.
 
-    torch lists its device types in the text of an exception alone; another text gives an empty list.
+    torch lists them only in the text of an exception; if that text changes, the list is empty.
     """
     try:
         torch.device("no_such_device")

@@ -72,7 +72,7 @@ _EXPORT_TRACE = Feature(
 def before_export(callback: Callable[[], None]) -> None:
     """Call `callback` whenever `torch.export.export` is called.
 
-    Otherwise there is no warning that the regions around it are not kept.
+    Otherwise nothing warns that an exported program does not keep the regions around the call.
     """
 
     def wrap() -> None:
@@ -214,7 +214,7 @@ def _backward_outside(wanted: bool) -> AbstractContextManager[Any]:
 def run_uncompiled(functions: Sequence[Callable[..., Any]]) -> None:
     """Let Dynamo leave `functions`, and all that they call, as they are when code between graphs runs them.
 
-    They enter regions after a graph break. Dynamo must be loaded.
+    For the functions that enter regions again after a graph break. Dynamo must be loaded.
     """
     from torch._dynamo.types import FrameAction, FrameExecStrategy
 

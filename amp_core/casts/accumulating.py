@@ -15,7 +15,7 @@ from amp_core.casts.bulk import allocate, buckets, cast_weights, is_small_on_hos
 from amp_core.casts.memory import KeptMemory
 from amp_core.kernels import Kernels
 
-_SMALL_ON_HOST = 2**18
+_BY_AUTOGRAD = 2**18
 """Up to this many bytes, a CPU is faster if autograd accumulates the gradient of a weight."""
 
 
@@ -58,7 +58,7 @@ class AccumulatingCasts:
         """Return whether it is faster to let torch cast `weight`, and autograd accumulate its gradient."""
         if self._reduced:
             return is_small_on_host(weight)
-        return weight.is_cpu and weight.nbytes <= _SMALL_ON_HOST
+        return weight.is_cpu and weight.nbytes <= _BY_AUTOGRAD
 
     def _fits(self, weight: Tensor, dtype: torch.dtype) -> bool:
         cast = self._kept.get((id(weight), dtype))

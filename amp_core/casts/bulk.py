@@ -23,9 +23,9 @@ with the backward pass."""
 _SMALL = 2**20
 """Up to this many bytes per weight, a plain cast beats kernel dispatch."""
 
-_SMALL_ON_HOST = 2**22
-"""Up to this many bytes, a CPU's plain casts of many weights beat one call for all: nothing is launched, and
-the CPU's caches still have casts and gradients when they are read."""
+SMALL_ON_HOST = 2**22
+"""Up to this many bytes, a CPU's plain casts of many weights beat one call for all, and a scope saves nothing
+if each cast is used in one region: the CPU's caches still have casts and gradients when they are read."""
 
 
 def cast_weights(
@@ -71,7 +71,7 @@ def looks_for_hooks(cast: Tensor) -> bool:
 
 def is_small_on_host(weight: Tensor) -> bool:
     """Return whether it is faster to let torch cast `weight` when an op needs it than all in one call."""
-    return weight.is_cpu and weight.nbytes <= _SMALL_ON_HOST
+    return weight.is_cpu and weight.nbytes <= SMALL_ON_HOST
 
 
 def run_backward_early(cast: Tensor) -> Tensor:

@@ -156,9 +156,9 @@ class WeightCache:
                 self._foreign[id(weight)] = identity_of(weight), memory
             return slot
 
-    def look_again(self, part: Tensor | Module) -> None:
-        """Take note that a parameter or a module has become part of a module, perhaps of the model."""
-        self.is_outdated = True
+    def look_again(self, part: Tensor | Module, *, of_model: bool) -> None:
+        """Take note that a parameter or a module has become part of a module."""
+        self.is_outdated = self.is_outdated or of_model
         if self._foreign:
             with self._lock:
                 for weight in [part] if isinstance(part, Tensor) else part.parameters():

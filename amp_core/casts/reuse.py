@@ -9,10 +9,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from amp_core._torch.tensors import version_of
-
-_SMALL = 2**22
-"""Up to this many bytes per weight, a CPU casts a weight again in less time than a scope saves: casts and
-gradients stay in its caches until they are read."""
+from amp_core.casts.bulk import is_small_on_host
 
 _PLAIN_STEPS = 2
 """After as many steps without reuse, the next one is expected to have none either."""
@@ -27,7 +24,7 @@ class Reuse:
 
     def __init__(self) -> None:
         self._versions: list[int] | None = None
-        self._region_ended = self._seen = False
+        self._region_ended = self._expects_reuse = False
         self._plain_steps = 0
 
     def after_region(self, weights: Callable[[], Collection[Tensor]]) -> bool:
@@ -37,11 +34,12 @@ class Reuse:
         gradients, or if some are frozen: torch casts these at each use.
         """
         self._region_ended = True
-        if not self._seen:
-            before, self._versions = self._versions, _versions(weights())
-            is_training = torch.is_grad_enabled() and all(weight.requires_grad for weight in weights())
-            self._seen = not is_training or (before is not None and before == self._versions)
-        return self._seen
+        if not self._expects_reuse:
+            known = weights()
+            before, self._versions = self._versions, _versions(known)
+            is_training = torch.is_grad_enabled() and all(weight.requires_grad for weight in known)
+            self._expects_reuse = not is_training or (before is not None and before == self._versions)
+        return self._expects_reuse
 
     def after_step(self) -> bool:
         """Return whether at most one region ended before each of the last steps.
@@ -49,8 +47,8 @@ class Reuse:
         Several optimizers may step after one region.
         """
         if self._region_ended:
-            self._plain_steps = 0 if self._seen else self._plain_steps + 1
-        self._region_ended = self._seen = False
+            self._plain_steps = 0 if self._expects_reuse else self._plain_steps + 1
+        self._region_ended = self._expects_reuse = False
         self._versions = None  # a fused optimizer leaves the version counters
         return self._plain_steps >= _PLAIN_STEPS
 
@@ -65,9 +63,6 @@ def _versions(weights: Collection[Tensor]) -> list[int] | None:
 def only_reuse_pays(weights: Collection[Tensor]) -> bool:
     """Return whether a scope gains nothing if no region uses `weights` again before they change."""
     return all(
-        weight.requires_grad
-        and weight.is_cpu
-        and type(weight) in (Parameter, Tensor)
-        and weight.nbytes <= _SMALL
+        weight.requires_grad and type(weight) in (Parameter, Tensor) and is_small_on_host(weight)
         for weight in weights
     )

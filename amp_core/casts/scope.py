@@ -61,7 +61,8 @@ class CachedCasts(LocalHandle):
             text = _UNCACHED.format(count=len(uncached), name=name)
             warnings.warn(text, AmpWarning, stacklevel=level_outside())
         self._model = model
-        weights = functools.partial(_weights, model, self._COVERS_DTENSORS)
+        self._modules: set[int] = set()  # ids, as of when the cache looked last
+        weights = functools.partial(_weights, model, self._COVERS_DTENSORS, self._modules)
         self._cache = WeightCache(weights, make, is_small, debug=debug)
         self._reuse = Reuse()
         self._lock = threading.RLock()  # a signal handler may use the model, too
@@ -169,23 +170,24 @@ def _see_new_parts() -> None:
     register_module_module_registration_hook(_part_was_added)
 
 
-def _part_was_added(_module: nn.Module, _name: str, part: Tensor | nn.Module | None) -> None:
+def _part_was_added(module: nn.Module, _name: str, part: Tensor | nn.Module | None) -> None:
     if part is not None:
         for scope in list(_scopes):
-            scope._cache.look_again(part)
+            scope._cache.look_again(part, of_model=id(module) in scope._modules)
 
 
 def _drop_before(optimizer: Optimizer) -> None:
-    """Drop casts before a step that may not change version counters, as fused and foreign ones.
+    """Drop casts before the step of an optimizer that is fused or not torch's.
 
-    It may raise, and its own hooks run before `_drop_stepped`.
+    It may write without changing version counters. `_drop_stepped` is too late for the step's own hooks, and
+    does not run if the step raises.
     """
     if torch.compiler.is_dynamo_compiling():
         return
     foreign = not type(optimizer).__module__.startswith("torch.optim")
     if foreign or getattr(optimizer, "defaults", {}).get("fused"):
         for scope in list(_scopes):
-            scope.invalidate(parameters_of(optimizer))
+            scope._cache.invalidate(parameters_of(optimizer))
 
 
 def _drop_stepped(optimizer: Optimizer) -> None:
@@ -211,7 +213,10 @@ def _after_region() -> None:
         scope._after_region()
 
 
-def _weights(model: nn.Module, dtensors: bool) -> Iterator[tuple[str, Tensor]]:
+def _weights(model: nn.Module, dtensors: bool, modules: set[int]) -> Iterator[tuple[str, Tensor]]:
+    present = set(map(id, model.modules()))
+    modules |= present  # in two steps: another thread may look for a module meanwhile
+    modules &= present
     uncached = _uncached(model, dtensors)
     return ((name, weight) for name, weight in model.named_parameters() if id(weight) not in uncached)
 

@@ -92,8 +92,14 @@ def _output() -> Any:
     if stream is not sys.__stdout__ or stream.isatty():
         return stream
     stream.flush()
-    raw = io.BufferedWriter(_Output(stream.fileno(), "w", closefd=False))
-    return io.TextIOWrapper(raw, stream.encoding, stream.errors, line_buffering=stream.line_buffering)
+    raw = _Output(stream.fileno(), "w", closefd=False)
+    return io.TextIOWrapper(
+        raw if stream.write_through else io.BufferedWriter(raw),  # as `python -u` does
+        stream.encoding,
+        stream.errors,
+        line_buffering=stream.line_buffering,
+        write_through=stream.write_through,
+    )
 
 
 def _flushed(words: list[str], output: Any) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from numbers import Integral
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,6 +43,12 @@ def as_number(value: Any, name: str) -> Any:
     if not isinstance(value, Tensor) and math.isnan(value):
         raise ValueError(f"{name}= is NaN, so no gradient would be clipped. Pass a number.")
     return value
+
+
+def check_real(value: object, name: str) -> None:
+    """Raise TypeError unless `value` is a real number, or a tensor of one."""
+    if not isinstance(value, Real) and not (isinstance(value, Tensor) and value.numel() == 1):
+        raise TypeError(f"{name}= must be a number, not {value!r}.")
 
 
 def as_order(value: Any) -> Any:

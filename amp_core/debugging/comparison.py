@@ -5,14 +5,13 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping
-from numbers import Real
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from amp_core.common.arguments import check_dtype
+from amp_core.common.arguments import check_dtype, check_real
 from amp_core.debugging.agreement import Ranks
 from amp_core.debugging.capture import OP, PARAMETER, Key, Run
 from amp_core.debugging.difference import Difference, Found, scalar_error
@@ -23,8 +22,11 @@ from amp_core.policy import OpPolicy
 
 
 def check_tolerance(given: float | None) -> None:
-    """Raise ValueError unless `given` is a tolerance, or None."""
-    if given is not None and not (isinstance(given, Real) and given >= 0):
+    """Raise TypeError or ValueError unless `given` is a tolerance, or None."""
+    if given is None:
+        return
+    check_real(given, "tolerance")
+    if not given >= 0:
         raise ValueError(f"tolerance= must be a relative error of 0 or more, not {given!r}.")
 
 
@@ -233,7 +235,8 @@ def compare(
 
         print(compare(lambda: loss_fn(model(inputs), targets), "cpu", dtype=torch.bfloat16))
     """
-    if not (isinstance(scale, Real) and 0 < scale < math.inf):
+    check_real(scale, "scale")
+    if not 0 < scale < math.inf:
         raise ValueError(f"scale= must be a finite number above 0, not {scale!r}.")
     check_dtype(reference, "reference")
     if format is not None:

@@ -118,7 +118,7 @@ def _notes(comparison: Comparison) -> list[str]:
     if comparison.unmatched:
         notes.append(_UNMATCHED.format(count=comparison.unmatched))
     if comparison.narrow_references:
-        notes.append(_ODD.format(count=comparison.narrow_references))
+        notes.append(_NARROW.format(count=comparison.narrow_references))
     if any(d.noise and d.error > 0.5 for d in comparison.differences):
         notes.append(_CANCELS)
     if any(d.random and d.error > 0.5 for d in comparison.differences):
@@ -138,7 +138,7 @@ _CROWDED = (
 _UNMATCHED = (
     "{count} values occur in only one run, because an op uses different kernels there; they are not compared."
 )
-_ODD = (
+_NARROW = (
     "{count} values of the reference run are still in low precision: the step casts them itself, "
     "enters a region with its own policy, or runs under an mp_policy of FSDP2."
 )

@@ -156,9 +156,9 @@ class Search:
         self._note(what, fault, "", fault.added)
         return None
 
-    def _note(self, what: str, fault: Difference, fix: str, after: float) -> None:
-        module, op = fault.key.place.module, short(fault.key.name)
-        self._findings.append(Finding(what, module, op, fix, fault.added, after, fault.line))
+    def _note(self, fault: str, found: Difference, fix: str, after: float) -> None:
+        module, op = found.key.place.module, short(found.key.name)
+        self._findings.append(Finding(fault, module, op, fix, found.added, after, found.line))
 
     def _candidates(
         self, proposal: Proposal, now: Comparison, fault: Difference

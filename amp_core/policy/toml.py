@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from typing_extensions import Self
 
 from amp_core.common import toml
-from amp_core.errors import PolicyError
+from amp_core.errors import BackendNotFoundError, PolicyError
 from amp_core.policy import recipes
 from amp_core.policy.rules import FP32
 
@@ -27,6 +27,10 @@ class Policy(Protocol):
     @classmethod
     def default(cls, device_type: str) -> Self:
         """Return the default policy of a device type."""
+
+    @classmethod
+    def uniform(cls, device_type: str) -> Self:
+        """Return the policy that treats each op alike on every device."""
 
     def override(self, changes: Mapping[Any, str | Recipe], *, origin: str | None = None) -> Self:
         """Return a copy with different rules for some ops."""
@@ -55,12 +59,23 @@ ModuleRules = Mapping[str, "Mapping[str, str] | str"]
 
 
 def write(policy: Policy, modules: ModuleRules = MappingProxyType({})) -> str:
-    """Return `policy` as TOML: its differences from the device's default policy, named as the base."""
-    lines = [f'device_type = "{policy.device_type}"', 'base = "default"', "", "[rules]"]
-    changes = type(policy).default(policy.device_type).diff(policy)
+    """Return `policy` as TOML: its differences from the device's default policy, named as the base.
+
+    That of a device that is not installed begins with ``uniform``.
+    """
+    base, start = _start(policy)
+    lines = [f'device_type = "{policy.device_type}"', f'base = "{base}"', "", "[rules]"]
+    changes = start.diff(policy)
     lines += [f'"{op}" = "{rule}"' for op, (_, rule) in changes.items()]
     rules = [rule for _, rule in changes.values()]
     return "\n".join(lines) + "\n" + ("\n" if modules else "") + write_modules(modules, rules)
+
+
+def _start(policy: P) -> tuple[str, P]:
+    try:
+        return "default", type(policy).default(policy.device_type)
+    except BackendNotFoundError:
+        return "uniform", type(policy).uniform(policy.device_type)
 
 
 def write_modules(modules: ModuleRules, others: Iterable[str] = ()) -> str:
@@ -155,7 +170,13 @@ def _base(kind: type[P], name: object, device_type: str, file: toml.Document) ->
     if name not in _BASES:
         raise PolicyError(f"{file.place('base')}: unknown base {name!r}; the bases are {', '.join(_BASES)}.")
     make: Any = kind
-    policy: P = make(device_type) if name == "none" else getattr(make, str(name))(device_type)
+    try:
+        policy: P = make(device_type) if name == "none" else getattr(make, str(name))(device_type)
+    except BackendNotFoundError as error:
+        place = file.place("device_type")
+        raise PolicyError(
+            f'{place}: {error} Or name a base that needs no backend: base = "uniform".'
+        ) from None
     return policy
 
 

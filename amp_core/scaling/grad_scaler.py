@@ -36,6 +36,7 @@ from amp_core.scaling.hooks import ScaleHook, StepHook, add_hook
 from amp_core.scaling.loss_scale import LossScale
 from amp_core.scaling.loss_scales import Entry, LossScales
 from amp_core.scaling.mixed import note_unscaled
+from amp_core.scaling.optimizer_state import as_state
 from amp_core.scaling.step_log import StepLog
 from amp_core.scaling.step_record import History, StepRecord
 from amp_core.scaling.torch_names import TorchNames
@@ -234,6 +235,7 @@ class GradScaler(TorchNames):
         stage = next_stage(state.stage, "step")
         self._unscaler.watch(optimizer)
         step = self._step_fused if is_fused(optimizer) else self._step_plain
+        state.undo = None
         try:
             result: float | None = step(entry, max_norm, norm_type, args, kwargs)
         except BaseException:
@@ -259,6 +261,20 @@ class GradScaler(TorchNames):
         self._log.record(optimizer, loss_scale, state)
         return self._maybe_opt_step(optimizer, state, *args, **kwargs)  # type: ignore[arg-type]
 
+    def _maybe_opt_step(
+        self,
+        optimizer: Optimizer,
+        optimizer_state: dict[str, Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> float | None:
+        state = as_state(optimizer_state)
+        if state.recorded is not state.found_inf_per_device:  # a subclass has a `step` of its own
+            self._log.record(optimizer, self._scales.own, state)
+        if self._log.skipped(optimizer):
+            return None
+        return cast("float | None", optimizer.step(*args, **kwargs))
+
     def _step_fused(
         self, entry: Entry, max_norm: float | None, norm_type: float, args: Any, kwargs: Any
     ) -> Any:
@@ -272,7 +288,7 @@ class GradScaler(TorchNames):
             self._check_inf_per_device(optimizer)
             divisor = scale
         elif max_norm is not None or ready:
-            divisor = self._unscaler.divisor(entry, max_norm, norm_type)
+            divisor = self._unscaler.find_divisor(entry, max_norm, norm_type)
         if not is_tracing():  # a growing history would recompile every step
             self._log.record(optimizer, loss_scale, state)
         found_inf = combine(state.flags(), scale.device)

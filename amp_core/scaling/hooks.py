@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -61,7 +62,7 @@ class Hooks:
     def call(
         self, scaler: object, records: Iterable[StepRecord], change: ScaleChange | None
     ) -> Exception | None:
-        """Call all hooks in the order of registration; return the first error that one raises."""
+        """Call all hooks in the order of registration; return the first error that one raises, log others."""
         errors: list[Exception] = []
         for record in records:
             errors += _call(self.step, "amp_step", scaler, record=record)
@@ -69,6 +70,8 @@ class Hooks:
                 errors += _call(self.skip, "amp_skip", scaler, record=record)
         if change is not None:
             errors += _call(self.change, "amp_scale_change", scaler, change=change)
+        for error in errors[1:]:
+            logging.getLogger("amp_core").error("Another hook has raised an error, too.", exc_info=error)
         return errors[0] if errors else None
 
 

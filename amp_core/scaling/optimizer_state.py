@@ -11,6 +11,7 @@ from torch import Tensor
 
 from amp_core.common.identity import weak
 from amp_core.scaling.arithmetic import is_tracing
+from amp_core.scaling.step_record import StepRecord
 from amp_core.states.loss_scale import OptState
 
 
@@ -42,6 +43,16 @@ class Unscaled(NamedTuple):
     first: tuple[int, int] | None
 
 
+class Undo(NamedTuple):
+    """The record of a step, the one before of the same optimizer, and what the record took from the state."""
+
+    record: StepRecord
+    before: StepRecord | None
+    window: tuple[Tensor, tuple[tuple[str, int], ...], Tensor] | None
+    total_norm: Tensor | None
+    nonfinite: tuple[tuple[tuple[str, int], ...], Tensor] | None
+
+
 @dataclass(eq=False, slots=True)
 class OptimizerState:
     """What the scaler knows about one optimizer since the last update. It refers to no gradient.
@@ -57,6 +68,7 @@ class OptimizerState:
         window: flags of the micro-batches, parameters and their flags, from an `AccumulationWindow`.
         owner: the optimizer; None while Dynamo traces.
         unscaled: what the gradients were when they were unscaled last, for `refuse_mixed`.
+        undo: what `StepLog.withdraw` needs, after a record.
     """
 
     stage: OptState = OptState.READY
@@ -67,6 +79,7 @@ class OptimizerState:
     window: tuple[Tensor, tuple[tuple[str, int], ...], Tensor] | None = None
     owner: Callable[[], torch.optim.Optimizer | None] | None = None
     unscaled: Unscaled | None = None
+    undo: Undo | None = None
 
     def __getitem__(self, name: str) -> Any:
         if name not in _TORCH_NAMES:

@@ -21,7 +21,7 @@ from amp_core.scaling.arithmetic import combine, snapshot
 from amp_core.scaling.gradients import Gradients, group_by_device
 from amp_core.scaling.hooks import Hooks, ScaleChange
 from amp_core.scaling.loss_scale import LossScale
-from amp_core.scaling.optimizer_state import OptimizerState
+from amp_core.scaling.optimizer_state import OptimizerState, Undo
 from amp_core.scaling.step_record import (
     BadParameter,
     History,
@@ -32,7 +32,7 @@ from amp_core.scaling.step_record import (
     rank,
     worst,
 )
-from amp_core.states.loss_scale import AtFloor, float32
+from amp_core.states.loss_scale import AtFloor, OptState, float32
 
 ParameterNames = tuple[tuple[str, int], ...]
 """(name, number of elements) of parameters."""
@@ -62,9 +62,6 @@ class StepLog:
         # by identity: optimizers that compare, such as dataclasses, have no hash
         self.last_step: MutableMapping[Optimizer, StepRecord] = WeakIdentityMapping()
         self._pending: dict[str | None, dict[int, StepRecord]] = {}
-        # Of the optimizer that stepped last: its step before, and what its state told the record.
-        self._before: StepRecord | None = None
-        self._told: tuple[Any, Any, Any] = None, None, None
         self._skips_in_a_row: MutableMapping[Optimizer, int] = WeakIdentityMapping()
         self._described: MutableMapping[Optimizer, tuple[list[int], ParameterNames]] = WeakIdentityMapping()
 
@@ -82,8 +79,9 @@ class StepLog:
     def record(self, optimizer: Optimizer, loss_scale: LossScale, state: OptimizerState) -> StepRecord:
         """Record a step of `optimizer`; does not wait for the device."""
         scale = loss_scale.check("step")
-        self._told = state.total_norm, state.window, state.nonfinite
-        norm, state.total_norm = state.total_norm, None
+        # A fused step that raised has clipped nothing, so the next attempt finds norm and flags itself.
+        found = (state.total_norm, state.nonfinite) if state.stage is OptState.UNSCALED else (None, None)
+        window, (norm, state.total_norm) = state.window, (state.total_norm, None)
         record = StepRecord(
             self.updates,
             type(optimizer).__name__,
@@ -101,31 +99,37 @@ class StepLog:
             record._params, record._nonfinite = state.nonfinite
         state.nonfinite, state.recorded = None, state.found_inf_per_device
         self.history.append(record)
-        self._before = self.last_step.get(optimizer)
+        before = self.last_step.get(optimizer)
+        state.undo = Undo(record, before, window, *found)
         pending = self._pending.setdefault(loss_scale.key, {})
-        other = pending.get(id(optimizer))
-        if other is not None and other is not self._before:  # of a collected optimizer that had this id
+        other = pending.pop(id(optimizer), None)
+        if other is not None and other is not before:  # of a collected optimizer that had this id
             pending[id(other)] = other
         pending[id(optimizer)] = self.last_step[optimizer] = record
         return record
 
     def withdraw(self, optimizer: Optimizer, loss_scale: LossScale, state: OptimizerState) -> None:
-        """Forget the record of a step that has raised an error; `state` gets back what it was told."""
-        record = self._pending.get(loss_scale.key, {}).pop(id(optimizer), None)
-        if record is None:
+        """Forget the record of a step that raised, and give `state` back what the record took from it."""
+        undo, state.undo = state.undo, None
+        if undo is None:
             return
-        self.history.remove(record)
-        self.last_step.pop(optimizer, None)
-        if self._before is not None:
-            self.last_step[optimizer] = self._before
-        state.total_norm, state.window, state.nonfinite = self._told
+        pending = self._pending[loss_scale.key]
+        del pending[id(optimizer)]
+        if not pending:
+            del self._pending[loss_scale.key]
+        self.history.remove(undo.record)
+        if undo.before is None:
+            del self.last_step[optimizer]
+        else:
+            self.last_step[optimizer] = undo.before
+        state.window, state.total_norm, state.nonfinite = undo.window, undo.total_norm, undo.nonfinite
         state.recorded = None
 
     def skipped(self, optimizer: Optimizer) -> bool:
         """Return whether the step that was recorded is to be skipped, and note why; waits for the device."""
         record = self.last_step[optimizer]
         skipped = record.skipped
-        if skipped and not record.lost_all_micro_batches:
+        if skipped:
             record._bad = self.bad_parameters(optimizer)
         return skipped
 
@@ -206,7 +210,8 @@ class StepLog:
         if hooks:
             raised = self.hooks.call(scaler, records, self._change(loss_scale, records, before))
         if error is not None:
-            raise error from raised
+            error.__context__ = raised
+            raise error
         if raised is not None:
             raise raised
 
@@ -227,7 +232,7 @@ class StepLog:
         return bool(flag)
 
     def _explain(self, record: StepRecord, owner: Optimizer, row: int) -> None:
-        if record._bad is None and not record.lost_all_micro_batches:
+        if record._bad is None:
             record._bad = self.bad_parameters(owner) or None
         if row == self.warn_after:
             warnings.warn(_endless(row, record), SkippedStepsWarning, stacklevel=level_outside())

@@ -103,12 +103,6 @@ class StepRecord:
         return tuple(i for i, flag in enumerate(_values(self._micro_batches)) if flag)
 
     @property
-    def lost_all_micro_batches(self) -> bool:
-        """Whether the step has an `AccumulationWindow` in which no micro-batch was good."""
-        flags = _values(self._micro_batches)
-        return bool(flags) and all(flags)
-
-    @property
     def lost_updates(self) -> dict[str, float] | None:
         """The share of each parameter's elements that the step should have changed but did not.
 
@@ -239,9 +233,11 @@ class History(Sequence[StepRecord]):
         self._records.append(record)
 
     def remove(self, record: StepRecord) -> None:
-        """Take out the latest step, if it is `record`."""
-        if self._records and self._records[-1] is record:
-            self._records.pop()
+        """Take out a step."""
+        for place in range(len(self._records) - 1, -1, -1):  # other optimizers may have stepped since
+            if self._records[place] is record:
+                del self._records[place]
+                return
 
     def __len__(self) -> int:
         return len(self._records)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from amp_core.scaling.loss_scales import LossScales
-from amp_core.scaling.optimizer_state import as_state, as_states
+from amp_core.scaling.optimizer_state import as_states
 from amp_core.scaling.step_log import StepLog
 from amp_core.scaling.unscaler import Unscaler
 
@@ -69,20 +69,6 @@ class TorchNames(torch.amp.GradScaler):
 
     def _get_growth_tracker(self) -> int:
         return self._scales.own.state().growth_tracker if self._enabled else 0
-
-    def _maybe_opt_step(
-        self,
-        optimizer: Optimizer,
-        optimizer_state: dict[str, Any],
-        *args: Any,
-        **kwargs: Any,
-    ) -> float | None:
-        state = as_state(optimizer_state)
-        if state.recorded is not state.found_inf_per_device:  # a subclass has a `step` of its own
-            self._log.record(optimizer, self._scales.own, state)
-        if self._log.skipped(optimizer):
-            return None
-        return cast("float | None", optimizer.step(*args, **kwargs))
 
     def _check_inf_per_device(self, optimizer: Optimizer) -> dict[str, Any]:
         scale = self._scales.own.check("_check_inf_per_device")

@@ -41,10 +41,10 @@ class Unscaler:
 
     Args:
         log: names parameters, and counts the updates.
-        allow_fp16: see `GradScaler`, as for the other arguments.
+        allow_fp16: see `GradScaler`, as for all that follow.
         process_group: is not pickled.
-        sharded_over: as for `GradScaler`.
-        overlap: as for `GradScaler`.
+        sharded_over: see above.
+        overlap: see above.
     """
 
     def __init__(
@@ -124,8 +124,8 @@ class Unscaler:
                 state.nonfinite = self._log.describe(optimizer, own, stats.stats[start : start + len(own)])
             start += len(own)
 
-    def divisor(self, entry: Entry, max_norm: float | None, norm_type: float) -> Tensor:
-        """Read the gradients; return the number that the optimizer has to divide them by in its step.
+    def find_divisor(self, entry: Entry, max_norm: float | None, norm_type: float) -> Tensor:
+        """Read the gradients, note what was found, and return the number to divide them by in the step.
 
         Args:
             entry: one optimizer.

@@ -26,17 +26,20 @@ from amp_core.states.loss_scale import OptState
 class AccumulationWindow:
     """Check the gradients of each micro-batch separately; leave out those that hold an inf or a NaN.
 
-    Without it, one bad micro-batch spoils the sum and the whole step is skipped. With it, the sum is that of
-    the good micro-batches, the step is taken, and the next `GradScaler.update` still lowers the scale. If
-    all are bad, the step is skipped. The record of the step says which were bad, and in which parameters.
+    Without it, one bad micro-batch spoils the sum and the whole step is skipped. With it, the sum is that
+    of the good micro-batches, the step is taken, and the next `GradScaler.update` still lowers the scale.
+    If all are bad and there were no gradients before, the step is skipped. The record of the step says
+    which were bad, and in which parameters.
 
     Use it as a context around the micro-batches of one step, and `micro_batch` around each backward pass.
-    Call ``zero_grad()`` before: gradients from before the first micro-batch, of an earlier window too, are
-    added when it closes. Until then, ``unscale_``, ``clip_grad_norm_``, ``step`` and ``update`` raise
-    RuntimeError. If the block raises, gradients are as they were before.
+    Gradients from before the first micro-batch, an earlier window's too, are not checked, and are added when
+    the window closes; call ``zero_grad()`` before if there should be none. While it is open, ``unscale_``,
+    ``clip_grad_norm_``, ``step`` and ``update`` raise RuntimeError. If the block raises, gradients are as
+    they were before it.
 
     It waits for the device only once, where trained parameters get no gradient. It costs memory for a second
-    set of gradients, three passes over them for each micro-batch, and one at the end.
+    set of gradients, and for a third if there were gradients before; three passes over them for each
+    micro-batch, and one at the end.
 
     Under ``DistributedDataParallel`` every micro-batch must be reduced, so do not use ``no_sync``: what one
     rank adds up without the others is not a gradient of the model.
@@ -170,13 +173,15 @@ class AccumulationWindow:
             raise
         if self._leave_out:
             self._clear_bad()
-        if is_first:  # these are not of this window, which weighs its own
+        if is_first and all(param.grad is None for param in self._params):
+            self._put(kept)
+        elif is_first:  # these are not of this window, which weighs its own
             self._earlier = kept
         elif self._leave_out:
             self._put(self._sums(kept))
 
     def _forget_cleared(self) -> None:
-        """Forget the gradients from before the window if ``zero_grad()`` was called since."""
+        """Forget the gradients from before the window if ``zero_grad()`` has set all to None since."""
         if self._earlier is not None and all(param.grad is None for param in self._params):
             self._earlier = [None] * len(self._earlier)
 
@@ -256,17 +261,17 @@ class AccumulationWindow:
         if loss_scale is None or self._nonfinite is None:
             return
         flags = torch.stack([flag.to(self._flags[-1].device, non_blocking=True) for flag in self._flags])
-        if self._leave_out:
-            loss_scale.optimizer_states.orphans += (flags.amax(0),)  # the next update lowers the scale
-            self._weigh(flags)
-        else:
-            # A bad sum stays bad: only the first bad micro-batch is known.
-            flags = flags.diff(prepend=torch.zeros_like(flags[:1])).clamp_(min=0)
         names = tuple((name_of(p, self._scaler._log.names), p.numel()) for p in self._params)
         bad = self._nonfinite.clamp(max=1.0)
         missing = len(names) - len(bad)
         if missing:
             bad = torch.cat([bad, torch.zeros(missing, dtype=bad.dtype, device=bad.device)])
+        if self._leave_out:
+            loss_scale.optimizer_states.orphans += (flags.amax(0),)  # the next update lowers the scale
+            self._weigh(flags, bad)
+        else:
+            # A bad sum stays bad: only the first bad micro-batch is known.
+            flags = flags.diff(prepend=torch.zeros_like(flags[:1])).clamp_(min=0)
         state = loss_scale.optimizer_states.of(self._optimizer)
         if state.window is not None:  # of an earlier window of this step
             earlier, known, bad_then = state.window
@@ -277,16 +282,25 @@ class AccumulationWindow:
                 names, bad = known + names, torch.cat([bad_then.to(bad.device), bad])
         state.window = flags, names, bad
 
-    def _weigh(self, flags: Tensor) -> None:
+    def _weigh(self, flags: Tensor, bad: Tensor) -> None:
+        """Multiply the sum of the good micro-batches; if nothing is good, let the step be skipped.
+
+        Args:
+            flags: for each micro-batch, 1.0 if it is bad.
+            bad: for each parameter, 1.0 if a gradient of it was.
+        """
         good = flags.numel() - flags.sum()
         factor = flags.numel() / good if self._reweight else torch.ones_like(good)
-        if all(grad is None for grad in self._earlier or ()):
-            factor = torch.where(good > 0, factor, torch.nan)  # if none is good, the step is skipped
-        else:
-            factor = torch.where(good > 0, factor, 1.0)
-        for param in self._params:
+        # Zeros are what zero_grad(set_to_none=False) has left.
+        earlier = [grad.any().to(good.device) for grad in self._earlier or () if grad is not None]
+        nothing_else = (
+            torch.stack(earlier).any().logical_not() if earlier else torch.ones_like(good, dtype=torch.bool)
+        )
+        of_bad = torch.where((bad > 0) & nothing_else, torch.nan, 1.0)
+        factors = torch.where(good > 0, factor, of_bad)
+        for param, own in zip(self._params, factors.unbind(), strict=True):
             if param.grad is not None:
-                param.grad.mul_(factor.to(param.grad.device, non_blocking=True))
+                param.grad.mul_(own.to(param.grad.device, non_blocking=True))
 
 
 def _own_memory(gradient: Tensor | None) -> Tensor | None:

@@ -27,9 +27,9 @@ X = torch.linspace(-1, 1, 24).reshape(4, 6)
 @pytest.fixture(autouse=True)
 def small_weights_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let torch cast small weights here, one by one, but from the first region on."""
-    from amp_core.casts import reuse
+    from amp_core.casts import scope
 
-    monkeypatch.setattr(reuse, "_SMALL", 0)
+    monkeypatch.setattr(scope, "only_reuse_pays", lambda _weights: False)
 
 
 def make(frozen: bool = False) -> nn.Sequential:
@@ -588,7 +588,7 @@ def test_one_kernel_call_for_all_weights(ended: bool, monkeypatch: pytest.Monkey
     from amp_core.casts import bulk
 
     monkeypatch.setattr(bulk, "BUCKET_BYTES", 300)
-    monkeypatch.setattr(bulk, "_SMALL_ON_HOST", 0)
+    monkeypatch.setattr(bulk, "SMALL_ON_HOST", 0)
     model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
     forward, backward = casts_of_a_step(model, monkeypatch, ended=ended)
     assert [len(shapes) for shapes in forward] == [8]

@@ -23,8 +23,8 @@ Result = list["Tensor | None"]
 def small_weights_are_large(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let scopes cast these small weights each by itself, or like large ones in one kernel call."""
     if request.param == "together":
-        monkeypatch.setattr(bulk, "_SMALL_ON_HOST", 0)
-        monkeypatch.setattr(accumulating, "_SMALL_ON_HOST", 0)
+        monkeypatch.setattr(bulk, "SMALL_ON_HOST", 0)
+        monkeypatch.setattr(accumulating, "_BY_AUTOGRAD", 0)
         monkeypatch.setattr(bulk, "_SMALL", 0)
 
 

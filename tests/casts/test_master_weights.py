@@ -77,7 +77,7 @@ def test_gradients_are_bit_equal(dtype: torch.dtype, micro_batches: int) -> None
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_small_weights_are_cast_by_torch(micro_batches: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each small weight costs a deep model more in Python, forward and backward, than its cast takes."""
-    monkeypatch.setattr(accumulating, "_SMALL_ON_HOST", 2**18)
+    monkeypatch.setattr(accumulating, "_BY_AUTOGRAD", 2**18)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 300), nn.ReLU(), nn.Linear(300, 300), nn.Linear(300, 3))
     plain = copy.deepcopy(model)

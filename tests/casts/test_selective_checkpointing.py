@@ -41,7 +41,7 @@ def test_selective_checkpointing_that_saves_casts(
     scope: Any, small: int, pending: int, ended: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A recomputation that makes no cast of a weight takes the weight's cast for the input."""
-    monkeypatch.setattr("amp_core.casts.reuse._SMALL", small)
+    monkeypatch.setattr("amp_core.casts.bulk.SMALL_ON_HOST", small)
 
     def gradients(model: nn.Module, end: Callable[[], object]) -> list[torch.Tensor]:
         inputs = [X.clone().requires_grad_() for _ in range(6)]

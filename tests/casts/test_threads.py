@@ -187,7 +187,7 @@ def test_a_cast_that_a_step_has_outrun_is_not_kept(monkeypatch: pytest.MonkeyPat
             return layer(x).item()
 
     monkeypatch.setattr(cache, "cast_alone", slow)
-    monkeypatch.setattr(bulk, "_SMALL_ON_HOST", 2**22)
+    monkeypatch.setattr(bulk, "SMALL_ON_HOST", 2**22)
     other = threading.Thread(target=forward)
     with cached_casts(layer):
         other.start()

@@ -186,3 +186,13 @@ def test_toml_bases() -> None:
     assert OpPolicy.from_toml('base = "uniform"\n', "cpu") == OpPolicy.uniform("cpu")
     with pytest.raises(PolicyError, match="is for 'cuda', not for 'cpu'"):
         OpPolicy.from_toml('device_type = "cuda"\n', "cpu")
+
+
+def test_a_policy_for_a_device_that_is_not_installed_is_saved_and_read() -> None:
+    """A policy that was made where the plugin is missing cannot be written; or reading it names no file."""
+    policy = OpPolicy("npu_of_none", {"mm": "fp32"})
+    text = policy.to_toml()
+    assert 'base = "uniform"' in text
+    assert OpPolicy.from_toml(text) == policy
+    with pytest.raises(PolicyError, match=r'line 1: .*npu_of_none.*base = "uniform"|1: .*npu_of_none'):
+        OpPolicy.from_toml('device_type = "npu_of_none"\n')

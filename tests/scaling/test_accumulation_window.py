@@ -169,7 +169,7 @@ def test_the_log_says_which(caplog: pytest.LogCaptureFixture) -> None:
         run.step()
     assert [record.getMessage() for record in caplog.records] == [
         "SGD left micro-batch 1, 3 out of step 0: inf or NaN at scale 8 in 2.bias",
-        "SGD skipped step 1: inf or NaN in micro-batch 0, 1, 2, 3 at scale 4 in 2.bias",
+        "SGD skipped step 1: inf or NaN in micro-batch 0, 1, 2, 3 at scale 4 in 2.bias (2 of 2)",
     ]
 
 
@@ -450,3 +450,31 @@ def test_parameters_added_between_windows_are_named_once() -> None:
                 run.backward(part, bad=part == 1)
     run.step()
     assert [b.name for b in run.scaler.history[-1].bad_parameters] == ["2.bias"]
+
+
+def test_zeros_from_before_are_no_good_gradients() -> None:
+    """A window without a good micro-batch is stepped on, if ``zero_grad(set_to_none=False)`` left zeros."""
+    run = Run()
+    run.backward(0)
+    run.optimizer.zero_grad(set_to_none=False)
+    with AccumulationWindow(run.scaler, run.optimizer) as window, window.micro_batch():
+        run.backward(1, bad=True)
+    before = run.parameters()
+    run.step()
+    assert run.scaler.history[-1].skipped
+    assert same(run.parameters(), before)
+
+
+@pytest.mark.parametrize("empty", [{0}, {1}, {0, 1}])
+def test_micro_batches_without_gradients_lose_none_from_before(empty: set[int]) -> None:
+    """A micro-batch that reaches no parameter is taken for a call of ``zero_grad()``."""
+    run, plain = Run(), Run()
+    run.backward(0)
+    plain.backward(0)
+    with AccumulationWindow(run.scaler, run.optimizer) as window:
+        for part in range(2):
+            with window.micro_batch():
+                if part not in empty:
+                    run.backward(part)
+                    plain.backward(part)
+    assert same(run.gradients(), plain.gradients())

@@ -111,5 +111,36 @@ def test_an_optimizer_with_the_id_of_another_one() -> None:
         scaler.step(optimizer)
         del optimizer
     scaler.update()
-    assert sorted(told) == [False] * 20 + [True]
+    assert told == [True] + [False] * 20
     assert all(record.scale_after == 32.0 for record in scaler.history)
+
+
+def test_the_scale_changes_after_a_step_that_raised() -> None:
+    """No hook hears that the scale has moved, as if the step still waited for its record."""
+    weight, seen = torch.ones(4, requires_grad=True), []
+    optimizer = Failing([weight], lr=0.1)
+    scaler = GradScaler("cpu", init_scale=64.0)
+    scaler.register_scale_change_hook(lambda _, change: seen.append((change.before, change.after)))
+    scaler.scale(weight.sum()).backward()
+    with pytest.raises(KeyError):
+        scaler.step(optimizer)
+    scaler.update(8.0)
+    assert seen == [(64.0, 8.0)]
+
+
+def test_a_step_that_raises_after_it_has_stepped_another_optimizer() -> None:
+    """The record of the other optimizer goes, and that of the failed one stays."""
+    weight, inner = torch.ones(4, requires_grad=True), torch.ones(4, requires_grad=True)
+    other, scaler = torch.optim.Adam([inner]), GradScaler("cpu", init_scale=64.0)
+
+    class Outer(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            scaler.step(other)
+            raise KeyError
+
+    optimizer = Outer([weight], lr=0.1)
+    scaler.scale((weight + inner).sum()).backward()
+    with pytest.raises(KeyError):
+        scaler.step(optimizer)
+    assert [record.optimizer for record in scaler.history] == ["Adam"]
+    assert [record.optimizer for record in scaler.last_step.values()] == ["Adam"]

@@ -331,5 +331,5 @@ def test_a_hook_that_raises_silences_no_other() -> None:
         run.step()
     with pytest.raises(amp_core.ScaleFloorError) as caught:
         run.step(bad=True)
-    assert isinstance(caught.value.__cause__, KeyError)
+    assert isinstance(caught.value.__context__, KeyError)
     assert told == [0, 1, 1]
