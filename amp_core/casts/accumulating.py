@@ -13,6 +13,7 @@ from amp_core._torch.autograd import gradient_is_accumulated, has_gradient_hooks
 from amp_core._torch.tensors import WeakStorage, identity_of
 from amp_core.casts.bulk import allocate, buckets, cast_weights, is_small_on_host, run_backward_early
 from amp_core.casts.memory import KeptMemory
+from amp_core.dispatch.fingerprints import Fingerprint, fingerprint
 from amp_core.kernels import Kernels
 
 _BY_AUTOGRAD = 2**18
@@ -29,11 +30,15 @@ class AccumulatingCasts:
     Args:
         reduced: whether DistributedDataParallel is known to reduce the gradients.
         weights: returns the ``id`` of each weight that there is now; casts of others are freed.
+        invalidations: returns how often casts were dropped because of writes that torch does not show.
     """
 
-    def __init__(self, reduced: bool, weights: Callable[[], Set[int]]) -> None:
+    def __init__(
+        self, reduced: bool, weights: Callable[[], Set[int]], invalidations: Callable[[], int]
+    ) -> None:
         self._kept: dict[tuple[int, torch.dtype], Tensor] = {}
-        self._reduced, self._weights = reduced, weights
+        self._written: dict[tuple[int, torch.dtype], Fingerprint] = {}
+        self._reduced, self._weights, self._invalidations = reduced, weights, invalidations
         self._lock = threading.RLock()  # signal handlers may use the model, too
 
     def cast(
@@ -49,10 +54,21 @@ class AccumulatingCasts:
                 self.keep_only(self._weights())
             for bucket in buckets(new):
                 self._add(bucket, dtype, kernels, memory)
-            kept = [self._kept[id(w), dtype] for w in weights]
-            with torch.no_grad():
-                kernels.cast(weights, dtype, out=kept)
-        return kept
+            self._write(
+                [w for w in weights if self._written.get((id(w), dtype)) != self._value(w)], dtype, kernels
+            )
+            return [self._kept[id(w), dtype] for w in weights]
+
+    def _write(self, weights: Sequence[Tensor], dtype: torch.dtype, kernels: Kernels) -> None:
+        """Rewrite the casts of `weights`. A graph may need the others: autograd sees each write to them."""
+        self._written.update({(id(w), dtype): self._value(w) for w in weights})
+        with torch.no_grad():
+            kernels.cast(weights, dtype, out=[self._kept[id(w), dtype] for w in weights])
+
+    def _value(self, weight: Tensor) -> Fingerprint:
+        """Return what changes whenever the value of `weight` may have."""
+        *value, _requires_grad, _hooks = fingerprint(weight)
+        return self._invalidations(), *value
 
     def is_small(self, weight: Tensor) -> bool:
         """Return whether it is faster to let torch cast `weight`, and autograd accumulate its gradient."""
@@ -75,11 +91,13 @@ class AccumulatingCasts:
             with torch.enable_grad():
                 cast: Tensor = _Accumulate.apply([memory_of_cast], kernels, memory, weight)  # type: ignore[no-untyped-call]
             self._kept[id(weight), dtype] = run_backward_early(cast)
+            self._written.pop((id(weight), dtype), None)
 
     def keep_only(self, keys: Set[int]) -> None:
         """Free the casts of all weights except those whose ``id`` is in `keys`."""
         with self._lock:
             self._kept = {key: cast for key, cast in self._kept.items() if key[0] in keys}
+            self._written = {key: value for key, value in self._written.items() if key in self._kept}
 
     def all(self) -> list[Tensor]:
         """Return every kept cast."""

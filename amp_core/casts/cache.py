@@ -56,7 +56,7 @@ class WeightCache:
         self.memory = KeptMemory()
         self.is_kept = True  # the scope sets it to False when it stops: threads may still be casting
         self.is_outdated = False
-        self._invalidations = 0
+        self.invalidations = 0
         self._slots: dict[int, _Slot] = {}
         # Parameters of other models. A weak reference to a tensor would forbid torch.utils.swap_tensors.
         self._foreign: dict[int, tuple[int, WeakStorage]] = {}
@@ -87,10 +87,10 @@ class WeightCache:
     def _cast_alone(self, weight: Tensor, dtype: torch.dtype) -> CachedCast | None:
         if _has_no_memory(weight):
             return None
-        before, state = self._invalidations, fingerprint(weight)
+        before, state = self.invalidations, fingerprint(weight)
         entry = cached(weight, state, cast_alone(weight, dtype))
         with self._lock:
-            if before == self._invalidations and self.is_kept:  # no other thread has stepped meanwhile
+            if before == self.invalidations and self.is_kept:  # no other thread has stepped meanwhile
                 self._casts[dtype][id(weight)] = entry
         return entry
 
@@ -130,7 +130,7 @@ class WeightCache:
     def invalidate(self, weights: Iterable[Tensor] | None = None) -> None:
         """Drop the casts of `weights`, or all casts."""
         with self._lock:
-            self._invalidations += 1
+            self.invalidations += 1
             keys = self._slots.keys() if weights is None else self._slots.keys() & {id(w) for w in weights}
             self._drop(keys)
 

@@ -135,7 +135,9 @@ class CachedCasts(LocalHandle):
         Raises:
             TypeError: `weights` are not several tensors.
         """
-        self._cache.invalidate(None if weights is None else _listed(weights))
+        listed = self._cache.weights() if weights is None else _listed(weights)
+        for scope in {self, *_scopes}:  # scopes of one model share casts
+            scope._cache.invalidate(listed)
 
     def remove(self) -> None:
         """End the scope and free the casts. Calling it again has no effect."""

@@ -461,3 +461,25 @@ def test_a_weight_frozen_before_the_backward_pass_gets_no_gradient(micro_batches
         got = gradients(model)
     assert (got[0] is None, expected[0] is None) == (not micro_batches, not micro_batches)
     assert all(map(torch.equal, got[not micro_batches :], expected[not micro_batches :]))
+
+
+@pytest.mark.parametrize("between", ["frozen", "another scope"])
+def test_a_graph_from_before_something_that_wrote_nothing(between: str) -> None:
+    """The second forward pass rewrites the casts of the first, whose backward pass torch then refuses."""
+    model, plain = make(), make()
+
+    def gradients(model: nn.Module) -> list[torch.Tensor]:
+        first = forward(model).float().square().mean()
+        if between == "frozen":
+            model.requires_grad_(False)
+            forward(model)
+            model.requires_grad_()
+        else:
+            with cached_casts(model):
+                forward(model)
+        (first + forward(model).float().square().mean()).backward()
+        return [p.grad for p in model.parameters()]
+
+    with master_weights(model):
+        got = gradients(model)
+    torch.testing.assert_close(got, gradients(plain), rtol=0.02, atol=0.02)
