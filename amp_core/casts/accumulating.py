@@ -61,9 +61,10 @@ class AccumulatingCasts:
 
     def _write(self, weights: Sequence[Tensor], dtype: torch.dtype, kernels: Kernels) -> None:
         """Rewrite the casts of `weights`. A graph may need the others: autograd sees each write to them."""
-        self._written.update({(id(w), dtype): self._value(w) for w in weights})
+        written = {(id(w), dtype): self._value(w) for w in weights}
         with torch.no_grad():
             kernels.cast(weights, dtype, out=[self._kept[id(w), dtype] for w in weights])
+        self._written.update(written)  # last: a signal handler may use the model on the line before
 
     def _value(self, weight: Tensor) -> Fingerprint:
         """Return what changes whenever the value of `weight` may have."""
