@@ -91,8 +91,8 @@ class AccumulatingCasts:
         for weight, memory_of_cast in zip(weights, allocate(weights, dtype, memory), strict=True):
             with torch.enable_grad():
                 cast: Tensor = _Accumulate.apply([memory_of_cast], kernels, memory, weight)  # type: ignore[no-untyped-call]
-            self._kept[id(weight), dtype] = run_backward_early(cast)
             self._written.pop((id(weight), dtype), None)
+            self._kept[id(weight), dtype] = run_backward_early(cast)
 
     def keep_only(self, keys: Set[int]) -> None:
         """Free the casts of all weights except those whose ``id`` is in `keys`."""
