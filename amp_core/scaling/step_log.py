@@ -111,9 +111,9 @@ class StepLog:
     def withdraw(self, optimizer: Optimizer, loss_scale: LossScale, state: OptimizerState) -> None:
         """Forget the record of a step that raised, and give `state` back what the record took from it."""
         undo, state.undo = state.undo, None
-        if undo is None:
+        pending = self._pending.get(loss_scale.key, {})
+        if undo is None or pending.get(id(optimizer)) is not undo.record:  # an update in the step has told it
             return
-        pending = self._pending[loss_scale.key]
         del pending[id(optimizer)]
         if not pending:
             del self._pending[loss_scale.key]

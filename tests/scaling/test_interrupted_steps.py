@@ -144,3 +144,19 @@ def test_a_step_that_raises_after_it_has_stepped_another_optimizer() -> None:
         scaler.step(optimizer)
     assert [record.optimizer for record in scaler.history] == ["Adam"]
     assert [record.optimizer for record in scaler.last_step.values()] == ["Adam"]
+
+
+def test_a_step_that_raises_after_an_update() -> None:
+    """The scaler's own KeyError takes the place of the error in the step."""
+    weight = torch.ones(4, requires_grad=True)
+    optimizer, scaler = torch.optim.SGD([weight], lr=0.1), GradScaler("cpu", init_scale=64.0)
+
+    def update_and_fail(*_: object) -> None:
+        scaler.update()
+        raise ArithmeticError
+
+    optimizer.register_step_post_hook(update_and_fail)
+    scaler.scale(weight.sum()).backward()
+    with pytest.raises(ArithmeticError):
+        scaler.step(optimizer)
+    assert [record.scale_after for record in scaler.history] == [64.0]
