@@ -117,8 +117,8 @@ def master_weights(
         debug: check each copy against its master at every use; slow. Only for ``"fp32"``.
         seed: of stochastic rounding. The same seed gives the same bits on every device and number of ranks.
         state_dtype: float32, or bfloat16 (rounded stochastically) to halve the optimizer's states.
-        keep: globs over names of parameters that stay as they are, such as ``"*norm*"``; ``*`` also matches
-            dots. Those of a batch norm with float32 running statistics always do.
+        keep: globs over names of parameters that stay as they are, such as ``"**.norm.*"``: ``*`` matches one
+            part of a name, ``**`` any number. Those of a batch norm with float32 statistics always do.
         lost_updates: count them at each step, for `StoredWeights.lost_updates`.
 
     Returns:

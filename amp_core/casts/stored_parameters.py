@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Iterable
 
 import torch
@@ -13,7 +12,7 @@ from amp_core._torch.tensors import is_wrapper, part_of
 from amp_core.casts.stand_ins import refuse_wrapper
 from amp_core.casts.storage import STORAGES
 from amp_core.common.optimizers import parameters_of
-from amp_core.regions.selecting import matches_no
+from amp_core.regions.selecting import matching
 
 
 def checked_optimizer(optimizer: object, storage: str, state_dtype: torch.dtype) -> Optimizer:
@@ -82,15 +81,10 @@ def _kept(model: nn.Module, keep: Iterable[str]) -> set[int]:
     """Return the ``id`` of each parameter that stays as it is; globs of ``keep=`` match any of its names."""
     globs = None if isinstance(keep, str) or not isinstance(keep, Iterable) else [*keep]
     if globs is None or not all(isinstance(glob, str) for glob in globs):
-        raise TypeError(f"keep= must be a list of globs, such as ['*norm*'], not {keep!r}.")
-    named = [*model.named_parameters(remove_duplicate=False)]
-    kept = _beside_statistics(model)
-    for glob in globs:
-        found = {id(param) for name, param in named if fnmatch.fnmatchcase(name, glob)}
-        if not found:
-            raise matches_no("parameter", glob, model, [name for name, _ in named])
-        kept |= found
-    return kept
+        raise TypeError(f"keep= must be a list of globs, such as ['**.norm.*'], not {keep!r}.")
+    named = {name: id(param) for name, param in model.named_parameters(remove_duplicate=False)}
+    chosen = {named[name] for name in matching(named, globs, "parameter", model)}
+    return chosen | _beside_statistics(model)
 
 
 def _beside_statistics(model: nn.Module) -> set[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -26,7 +25,7 @@ from amp_core.debugging.ranges import KINDS, Entry, Format
 from amp_core.debugging.report import Report
 from amp_core.debugging.tap import muted
 from amp_core.plugin import get_backend
-from amp_core.regions.selecting import listed
+from amp_core.regions.selecting import listed, matches
 from amp_core.scaling.plot import new_figure, plain
 
 
@@ -165,19 +164,19 @@ class Watch(Attached, Report):
             watch.step = max((entry.step for entry in watch.entries), default=-1)
         return watch
 
-    def save_picture(self, path: str | PathLike[str], names: str = "*") -> None:
+    def save_picture(self, path: str | PathLike[str], names: str = "**") -> None:
         """Draw the distribution of exponents over the steps, with the limits of the format.
 
         Args:
             path: the file; its suffix selects the format.
-            names: a glob over the names of modules and parameters.
+            names: a glob over the names of modules and parameters: ``*`` matches one part, ``**`` any number.
 
         Raises:
             ImportError: matplotlib is not installed.
             ValueError: no step has been watched, or `names` matches no tensor with values to draw.
         """
         drawn = [e for e in self.entries if e.exponents]
-        chosen = [e for e in drawn if fnmatch.fnmatchcase(e.name, names)]
+        chosen = [e for e in drawn if matches(e.name, names)]
         if not drawn:
             raise ValueError("There is nothing to draw: no step has been watched yet.")
         if not chosen:

@@ -49,7 +49,7 @@ def select(model: nn.Module, selector: Selector) -> tuple[list[str], str]:
         names = [name for name in modules if matches(name, selector)]
         near = list(modules)
     if not names:
-        raise matches_no("module", selector, model, near)
+        raise _matches_no("module", selector, model, near)
     return names, selector
 
 
@@ -64,7 +64,7 @@ def matching(names: Iterable[str], globs: Iterable[str], kind: str, model: nn.Mo
     for glob in globs:
         mine = [name for name in names if matches(name, glob)]
         if not mine:
-            raise matches_no(kind, glob, model, names)
+            raise _matches_no(kind, glob, model, names)
         found.update(mine)
     return found
 
@@ -78,7 +78,7 @@ def _parts(text: str) -> list[str]:
     return text.split(".") if text else []  # the model itself has the name ""
 
 
-def matches_no(kind: str, selector: str, model: nn.Module, near: list[str]) -> PolicyError:
+def _matches_no(kind: str, selector: str, model: nn.Module, near: list[str]) -> PolicyError:
     """Return the error of a selector that selects no module or tensor of `model`, with `near` names."""
     close = difflib.get_close_matches(selector, near, n=3, cutoff=0.5)
     hint = f"near names are {', '.join(map(repr, close))}" if close else listed(near)

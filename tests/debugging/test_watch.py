@@ -116,7 +116,7 @@ def test_the_picture(tmp_path):
         with pytest.raises(ValueError, match="no step has been watched yet"):
             ranges.save_picture(tmp_path / "early.png")
         train(model)
-    for name, glob in (("all.png", "*"), ("one.png", "0*")):
+    for name, glob in (("all.png", "**"), ("one.png", "0.**")):
         ranges.save_picture(tmp_path / name, glob)
     with pytest.raises(ValueError, match=r"'nothing' matches none .* the names are '0', '0.bias'"):
         ranges.save_picture(tmp_path / "none.png", "nothing")
