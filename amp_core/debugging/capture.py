@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -13,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_core._torch.dispatcher import Overload, dispatcher_name
-from amp_core._torch.tensors import is_dtensor, is_wrapper, part_of
-from amp_core._torch.tracing import calls_are_captured
+from amp_core._torch.tensors import is_dtensor, part_of
 from amp_core.casts.shards import whole
 from amp_core.debugging.fits import Fit, fit_of
 from amp_core.debugging.op_kinds import floats_in
@@ -22,11 +20,11 @@ from amp_core.debugging.places import Lines, Place
 from amp_core.debugging.quantized_counts import QuantizedCounts, QuantizedKey, key_of
 from amp_core.debugging.sink import BACKWARD, FORWARD, Frame, Sink, Where
 from amp_core.debugging.tap import Tap, muted
+from amp_core.debugging.values import extent, in_parts, is_readable
 from amp_core.dispatch.quantized_products import ScaledProduct
 from amp_core.errors import AmpError
 from amp_core.formats import Recipe
 from amp_core.formats.recipe import OPERANDS
-from amp_core.kernels.portable import finite
 
 OP, MODULE, PARAMETER = "op", "module", "parameter"
 
@@ -260,59 +258,3 @@ def _sample(tensor: Tensor, limit: int, parents: tuple[Key, ...], random: bool, 
     wide = torch.float64 if flat.dtype is torch.float64 else torch.float32
     values = flat[::step].to(wide, copy=True)
     return Sample(values, tensor.dtype, real.shape, *extent(flat), parents, random, line)
-
-
-def in_parts(tensor: Tensor) -> Tensor:
-    """Return the real and imaginary parts of complex numbers, as torch has no largest one; others as is."""
-    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-
-
-def extent(flat: Tensor) -> tuple[float, int]:
-    """Return the largest finite magnitude and the non-finite count; one pass if all are finite."""
-    if not flat.numel():
-        return 0.0, 0
-    flat = wide(flat)
-    largest = _largest(flat)
-    if math.isfinite(largest):
-        return largest, 0
-    is_finite = finite(flat)
-    kept = flat[is_finite]
-    return _largest(kept) if kept.numel() else 0.0, flat.numel() - int(is_finite.sum())
-
-
-def wide(tensor: Tensor) -> Tensor:
-    """Return float8 values in float32: float8 supports almost no ops."""
-    return tensor.float() if tensor.element_size() < 2 else tensor
-
-
-def _largest(flat: Tensor) -> float:
-    return max(abs(float(end)) for end in torch.aminmax(flat))
-
-
-def is_readable(tensor: Tensor) -> bool:
-    """Return whether a tensor is dense and has values to read, and no graph is being traced.
-
-    Whatever a tool computed from the values would become part of such a graph. Quantised tensors of other
-    libraries may be able to do no more than multiply.
-    """
-    if tensor.layout is not torch.strided or tensor.is_nested or calls_are_captured():
-        return False
-    try:
-        memory = tensor.untyped_storage()
-        if type(tensor) is Tensor:  # subclasses may keep their values elsewhere
-            memory.data_ptr()  # raises where there is none, as for forward-mode zeros
-    except (RuntimeError, ValueError):  # also for a batch of gradients, and an uninitialized parameter
-        return False
-    if memory.device.type == "meta":  # fake tensors have such memory too
-        return False
-    return not is_wrapper(tensor) or is_dtensor(tensor) or _computes(tensor)
-
-
-@muted()
-@torch.no_grad()
-def _computes(wrapper: Tensor) -> bool:
-    try:
-        extent(wrapper.detach().reshape(-1))
-    except Exception:  # torchao also raises AssertionError and NotImplementedError
-        return False
-    return True

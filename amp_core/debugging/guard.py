@@ -21,13 +21,13 @@ from amp_core.common.identity import WeakIdentityMapping
 from amp_core.common.optimizers import parameters_of
 from amp_core.common.text import dtype_name
 from amp_core.debugging.attached import Attached
-from amp_core.debugging.capture import extent, is_readable, wide
 from amp_core.debugging.op_kinds import floats_in
 from amp_core.debugging.places import Lines, Place
 from amp_core.debugging.ranges import Extent
 from amp_core.debugging.sink import BACKWARD, Sink, Where
 from amp_core.debugging.state_keeper import generator_states, with_generators, with_own_buffers
 from amp_core.debugging.tap import Tap, muted
+from amp_core.debugging.values import extent, is_readable, wide
 from amp_core.errors import NonFiniteError
 from amp_core.plugin import get_backend, hookimpl, register, unregister
 from amp_core.policy.names import short

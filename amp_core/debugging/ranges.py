@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from amp_core.common.text import dtype_name
-from amp_core.debugging.capture import extent
+from amp_core.debugging.values import extent
 
 KINDS = ("activation", "gradient", "weight", "weight gradient")
 

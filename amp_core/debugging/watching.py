@@ -18,12 +18,12 @@ from amp_core.common.arguments import as_whole, check_module, home_of
 from amp_core.common.text import dtype_name
 from amp_core.debugging import saved
 from amp_core.debugging.attached import Attached, Hook, repeats_forward
-from amp_core.debugging.capture import extent, in_parts, is_readable
 from amp_core.debugging.op_kinds import floats_in
 from amp_core.debugging.places import uncompiled
 from amp_core.debugging.ranges import KINDS, Entry, Format
 from amp_core.debugging.report import Report
 from amp_core.debugging.tap import muted
+from amp_core.debugging.values import extent, in_parts, is_readable
 from amp_core.plugin import get_backend
 from amp_core.regions.selecting import listed, matches
 from amp_core.scaling.plot import new_figure, plain
