@@ -25,7 +25,7 @@ from amp_core._torch.dispatcher import (
 from amp_core._torch.op_kernels import excluded, key_set
 from amp_core.dispatch import weight_casts
 from amp_core.dispatch.low_in_fp32_out import composed
-from amp_core.dispatch.target_dtype import Args, Kwargs, TargetDtype, eligible, target_dtype, tensors_in
+from amp_core.dispatch.target_dtype import Args, Kwargs, TargetDtype, argument_tensors, eligible, target_dtype
 from amp_core.policy import names
 from amp_core.policy import rules as r
 from amp_core.policy.recipes import RecipeRule
@@ -178,7 +178,7 @@ def _writing_back(
 def _put_back(result: Any, pairs: list[tuple[Any, Any]]) -> Any:
     originals: dict[int, torch.Tensor] = {}
     for given, cast in pairs:
-        for mine, theirs in zip(tensors_in([given]), tensors_in([cast]), strict=True):
+        for mine, theirs in zip(argument_tensors([given]), argument_tensors([cast]), strict=True):
             if theirs is not mine:
                 mine.copy_(theirs)
                 originals[id(theirs)] = mine

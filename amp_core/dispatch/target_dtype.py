@@ -40,8 +40,8 @@ def eligible(tensor: torch.Tensor, device_type: str) -> bool:
     return device.type in get_backend(device_type).also_casts
 
 
-def tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
-    """Return the tensors in `values` and in the lists and tuples it contains."""
+def argument_tensors(values: Iterable[Any]) -> list[torch.Tensor]:
+    """Return the tensors that autocast casts in `values`: an op has them alone, or in a list or tuple."""
     tensors: list[torch.Tensor] = []
     for value in values:
         if isinstance(value, torch.Tensor):
@@ -67,7 +67,7 @@ def _promote(op: Overload, device_type: str) -> TargetDtype:
     def choose(args: Args, _kwargs: Kwargs) -> torch.dtype:
         low = torch.get_autocast_dtype(device_type)
         target = low
-        for tensor in tensors_in(args[i] for i in counted if i < len(args)):
+        for tensor in argument_tensors(args[i] for i in counted if i < len(args)):
             if eligible(tensor, device_type):
                 target = _wider(target, tensor.dtype, low)
         return target
@@ -88,7 +88,7 @@ def _wider(current: torch.dtype, other: torch.dtype, low: torch.dtype) -> torch.
 def _promote_types(op: Overload, device_type: str) -> TargetDtype:
     def choose(args: Args, kwargs: Kwargs) -> torch.dtype | None:
         target: torch.dtype | None = None
-        for tensor in tensors_in((*args, *kwargs.values())):
+        for tensor in argument_tensors((*args, *kwargs.values())):
             if eligible(tensor, device_type):
                 target = tensor.dtype if target is None else _promoted(op, target, tensor.dtype)
         return target
@@ -112,7 +112,7 @@ def _destination(_op: Overload, device_type: str) -> TargetDtype:
 
 def _if_mixed(_op: Overload, device_type: str) -> TargetDtype:
     def choose(args: Args, kwargs: Kwargs) -> torch.dtype | None:
-        dtypes = {t.dtype for t in tensors_in((*args, *kwargs.values())) if eligible(t, device_type)}
+        dtypes = {t.dtype for t in argument_tensors((*args, *kwargs.values())) if eligible(t, device_type)}
         return torch.float32 if len(dtypes) > 1 else None
 
     return choose
