@@ -168,7 +168,7 @@ class GradScaler(TorchNames):
         if not self._enabled:
             return outputs
         loss_scale = self._scales.for_loss(key)
-        return map_tensors(outputs, loss_scale.times, other=_refuse_output)
+        return map_tensors(outputs, loss_scale.multiply, other=_refuse_output)
 
     # -- stepping --------------------------------------------------------------------------------
 

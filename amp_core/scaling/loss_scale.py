@@ -79,7 +79,7 @@ class LossScale:
         self.growth_tracker = torch.full((), self.init_growth_tracker, dtype=torch.int32, device=device)
         self.hysteresis_left = torch.full((), self.init_hysteresis_left, dtype=torch.int32, device=device)
 
-    def times(self, tensor: Tensor) -> Tensor:
+    def multiply(self, tensor: Tensor) -> Tensor:
         """Return `tensor` times the scale; float16 is widened to float32, so that it does not overflow."""
         if self.scale is None:
             self.allocate(tensor.device)
