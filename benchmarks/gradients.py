@@ -48,7 +48,8 @@ def run() -> Iterator[Ratio]:
     """Compare whole steps (unscale, check, clip, step, update) for several models and optimizers.
 
     The limit of a few small tensors is what torch's own scaler takes if it, too, keeps a record of each
-    step; that of many large ones is to read them all once and to read and write them all once.
+    step; that of many large ones is to read them all once and to read and write them all once. The limit of a
+    fused optimizer is to read them all once before it steps.
     """
     models = {
         "10 tensors of 1k": many(10),
@@ -64,6 +65,7 @@ def run() -> Iterator[Ratio]:
     adamw = torch.optim.AdamW
     for name in ("200 tensors of 1k", "GPT-2 small"):
         yield _steps(f"{name}, AdamW fused, clip", models[name], adamw, {"fused": True}, clip=True)
+    yield _read_and_step("GPT-2 small, AdamW fused, clip: limit", models["GPT-2 small"])
     yield _steps("200 tensors of 1k, AdamW foreach, clip", models["200 tensors of 1k"], adamw, {}, clip=True)
     yield _float16_steps()
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
@@ -80,7 +82,7 @@ def _steps(
     ours: type[torch.amp.GradScaler] = amp_core.GradScaler,
 ) -> Ratio:
     sides = sides_of_step(shapes, kind, options, clip=clip, ours=ours)
-    small = sum(torch.Size(s).numel() for s in shapes) < 10_000_000
+    small = _elements(shapes) < 10_000_000
     return compare(name, *sides, rounds=15 if small else 7, calls=10 if small else 1)
 
 
@@ -125,13 +127,32 @@ def _step(scaler: Any, optimizer: Any, params: list[torch.nn.Parameter], clip: b
 
 def _two_passes(name: str, shapes: list[tuple[int, ...]]) -> Ratio:
     theirs, _ = sides_of_step(shapes, NoStep, {}, clip=True)
-    plain, one = torch.randn(sum(torch.Size(s).numel() for s in shapes)), torch.ones(())
+    plain, one = torch.randn(_elements(shapes)), torch.ones(())
 
     def passes() -> None:
         torch.dot(plain, plain)
         plain.mul_(one)
 
     return compare(name, theirs, passes, rounds=7)
+
+
+def _read_and_step(name: str, shapes: list[tuple[int, ...]]) -> Ratio:
+    theirs, _ = sides_of_step(shapes, torch.optim.AdamW, {"fused": True}, clip=True)
+    plain, params = torch.randn(_elements(shapes)), [torch.nn.Parameter(t) for t in tensors(shapes)]
+    for param, grad in zip(params, tensors(shapes), strict=True):
+        param.grad = grad
+    optimizer = torch.optim.AdamW(params, lr=1e-6, fused=True)
+    optimizer.grad_scale, optimizer.found_inf = torch.ones(()), torch.zeros(())
+
+    def passes() -> None:
+        torch.dot(plain, plain)
+        optimizer.step()
+
+    return compare(name, theirs, passes, rounds=7)
+
+
+def _elements(shapes: list[tuple[int, ...]]) -> int:
+    return sum(torch.Size(shape).numel() for shape in shapes)
 
 
 def _float16_steps() -> Ratio:

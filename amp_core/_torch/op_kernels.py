@@ -84,6 +84,12 @@ def has_kernel(op_name: str, key: str) -> bool:
         return False
 
 
+def dispatch_key(name: str) -> Any:
+    """Return the dispatch key itself, for `is_excluded` and `set_excluded`."""
+    POLICIES.require()
+    return _key_of_name(name)
+
+
 def key_set(key: str) -> Any:
     """Return a set of one dispatch key, for `excluded`."""
     POLICIES.require()
@@ -93,6 +99,12 @@ def key_set(key: str) -> Any:
 # Runs a block with the keys of a `key_set` switched off, as torch's own autocast kernels do.
 excluded: Callable[[Any], AbstractContextManager[None]] = POLICIES.function(
     "torch._C._ExcludeDispatchKeyGuard"
+)
+# The same in a third of the time, for what runs at each op: whether a key of `dispatch_key` is off in this
+# thread; switch it off or on.
+is_excluded: Callable[[Any], bool] = POLICIES.function("torch._C._dispatch_tls_is_dispatch_key_excluded")
+set_excluded: Callable[[Any, bool], None] = POLICIES.function(
+    "torch._C._dispatch_tls_set_dispatch_key_excluded"
 )
 
 

@@ -22,10 +22,11 @@ from amp_core._torch.dispatcher import (
     redispatch_below,
     run_with_numbers,
 )
-from amp_core._torch.op_kernels import excluded, key_set
-from amp_core.dispatch import weight_casts
+from amp_core._torch.op_kernels import dispatch_key, excluded, is_excluded, key_set, set_excluded
+from amp_core.common.cast import to_dtype
 from amp_core.dispatch.low_in_fp32_out import composed
 from amp_core.dispatch.target_dtype import Args, Kwargs, TargetDtype, argument_tensors, eligible, target_dtype
+from amp_core.dispatch.weight_casts import kept_cast
 from amp_core.policy import names
 from amp_core.policy import rules as r
 from amp_core.policy.recipes import RecipeRule
@@ -84,15 +85,18 @@ def make_runner(op: Overload, rule: str, device_type: str) -> Runner:
 
 def _below(op: Overload, device_type: str) -> Callable[..., Any]:
     """Return a function that runs `op`, and every op it calls, without autocast."""
-    keys = key_set(autocast_key(device_type))
+    key = dispatch_key(autocast_key(device_type))
     run = entry_of(op)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        with excluded(keys):
-            try:
-                return run(*args, **kwargs)
-            except RuntimeError:
-                return run_with_numbers(op, args, kwargs)
+        before = is_excluded(key)
+        try:
+            set_excluded(key, True)
+            return run(*args, **kwargs)
+        except RuntimeError:
+            return run_with_numbers(op, args, kwargs)
+        finally:
+            set_excluded(key, before)
 
     return call
 
@@ -131,7 +135,7 @@ def _casting(
             return call(*args, **kwargs)
         new, given = list(args), len(args)
         for i in positions:
-            if i < given and new[i] is not None:
+            if i < given and getattr(new[i], "dtype", None) is not dtype:
                 new[i] = cast_to(new[i], dtype, device_type)
         if kwargs:
             kwargs = {k: cast_to(v, dtype, device_type) for k, v in kwargs.items()}
@@ -145,7 +149,8 @@ def cast_to(value: Any, dtype: torch.dtype, device_type: str, *, keep: bool = Tr
     if isinstance(value, torch.Tensor):
         if value.dtype is dtype or not eligible(value, device_type):
             return value
-        return weight_casts.cast(value, dtype, device_type if keep else None)
+        kept = kept_cast(value, dtype, device_type) if keep else None
+        return to_dtype(value, dtype) if kept is None else kept
     if isinstance(value, (list, tuple)) and any(isinstance(item, torch.Tensor) for item in value):
         return [cast_to(item, dtype, device_type, keep=keep) for item in value]
     return value
@@ -216,7 +221,7 @@ def _set_opt_dtype(op: Overload, call: Callable[..., Any], device_type: str) -> 
         given = args[position] if by_position else kwargs.get(name)
         if given is not None or not eligible(args[0], device_type):
             return call(*args, **kwargs)
-        if by_position:
+        if not keyword_only and len(args) >= position and name not in kwargs:
             return call(*args[:position], torch.float32, *args[position + 1 :], **kwargs)
         return call(*args, **{**kwargs, name: torch.float32})
 

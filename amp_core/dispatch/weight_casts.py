@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from amp_core._torch.tracing import calls_are_captured, calls_are_compared
-from amp_core.common.cast import to_dtype
 from amp_core.dispatch import kept_operands, region_casts
 from amp_core.dispatch.fingerprints import CachedCast, is_cacheable
 from amp_core.dispatch.sources import Sources
@@ -81,25 +80,20 @@ def _from_scopes(tensor: Tensor, dtype: torch.dtype) -> Tensor | None:
     return None
 
 
-def cast(tensor: Tensor, dtype: torch.dtype, device_type: str | None) -> Tensor:
-    """Cast `tensor` to `dtype`, using a cache where torch's own kernels would use theirs.
+def kept_cast(tensor: Tensor, dtype: torch.dtype, device_type: str) -> Tensor | None:
+    """Return the cast of `tensor` that a scope or this thread's region keeps, made now if need be.
 
-    torch caches the cast of a float32 leaf that requires grad, is not a view and is cast to the region's
-    dtype (``at::autocast::cached_cast``, 2.13). Scopes also keep casts of frozen weights.
+    None if neither keeps it. A region keeps what torch's own kernels would: the cast, to the region's dtype,
+    of a float32 leaf that requires grad and is not a view (``at::autocast::cached_cast``, 2.13). Scopes also
+    keep casts of frozen weights.
 
     Args:
         tensor: a tensor eligible for autocast, not yet of `dtype`.
         dtype: the dtype that the op's rule requires.
-        device_type: the region's device type; None bypasses the cache, for an op that writes to the result.
+        device_type: the region's device type.
     """
-    if device_type is not None and (tensor.requires_grad or sources.active):
-        reused = _cached_cast(tensor, dtype, device_type)
-        if reused is not None:
-            return reused
-    return to_dtype(tensor, dtype)
-
-
-def _cached_cast(tensor: Tensor, dtype: torch.dtype, device_type: str) -> Tensor | None:
+    if not (tensor.requires_grad or sources.active):  # most are activations in inference
+        return None
     cacheable = dtype is torch.get_autocast_dtype(device_type) and is_cacheable(tensor)
     if not cacheable or _must_cast_anew():
         return None
