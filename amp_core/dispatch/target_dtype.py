@@ -88,9 +88,10 @@ def _wider(current: torch.dtype, other: torch.dtype, low: torch.dtype) -> torch.
 def _promote_types(op: Overload, device_type: str) -> TargetDtype:
     def choose(args: Args, kwargs: Kwargs) -> torch.dtype | None:
         target: torch.dtype | None = None
-        for tensor in argument_tensors((*args, *kwargs.values())):
-            if eligible(tensor, device_type):
-                target = tensor.dtype if target is None else _promoted(op, target, tensor.dtype)
+        for tensor in argument_tensors((*args, *kwargs.values()) if kwargs else args):
+            dtype = tensor.dtype
+            if dtype is not target and eligible(tensor, device_type):
+                target = dtype if target is None else _promoted(op, target, dtype)
         return target
 
     return choose
