@@ -45,6 +45,10 @@ class MasterWeights(CachedCasts):
         super()._rest()
         self._casts.keep_only(set())
 
+    def _forget(self, weights: list[torch.Tensor]) -> None:
+        self._casts.keep_only(self._cache.keys() - set(map(id, weights)))  # a graph may need their casts
+        super()._forget(weights)
+
     def nbytes(self) -> int:
         """Return the bytes that the low-precision weights occupy now, with their quantised forms."""
         self._casts.keep_only(self._cache.keys())  # parameters may have been replaced

@@ -33,6 +33,7 @@ from amp_core.common.optimizers import after_every_step, before_every_step, para
 from amp_core.dispatch import kept_operands
 from amp_core.dispatch.engine import serve_casts
 from amp_core.errors import AmpWarning
+from amp_core.kernels.memory import on_host, read
 
 
 def nbytes_of(cast: Tensor) -> int:
@@ -115,9 +116,10 @@ class CachedCasts(LocalHandle):
         if self._reuse.after_region(self._cache.weights) or grew:
             self._serve()
 
-    def _after_step(self, weights: list[Tensor]) -> None:
+    def _after_step(self, weights: list[Tensor], *, skipped: bool) -> None:
         if self._cache.has_any(weights):
-            self._cache.invalidate(weights)
+            if not skipped:  # graphs from before stay valid
+                self._cache.invalidate(weights)
             if self._reuse.after_step() and self._only_reuse_pays():
                 self._rest()
 
@@ -137,7 +139,10 @@ class CachedCasts(LocalHandle):
         """
         listed = self._cache.weights() if weights is None else _listed(weights)
         for scope in {self, *_scopes}:  # scopes of one model share casts
-            scope._cache.invalidate(listed)
+            scope._forget(listed)
+
+    def _forget(self, weights: list[Tensor]) -> None:
+        self._cache.invalidate(weights)
 
     def remove(self) -> None:
         """End the scope and free the casts. Calling it again has no effect."""
@@ -184,12 +189,23 @@ def _drop_before(optimizer: Optimizer) -> None:
     It may write without changing version counters. `_drop_stepped` is too late for the step's own hooks, and
     does not run if the step raises.
     """
-    if torch.compiler.is_dynamo_compiling():
+    if torch.compiler.is_dynamo_compiling() or _is_skipped(optimizer):
         return
-    foreign = not type(optimizer).__module__.startswith("torch.optim")
-    if foreign or getattr(optimizer, "defaults", {}).get("fused"):
+    if not _is_torchs(optimizer) or getattr(optimizer, "defaults", {}).get("fused"):
         for scope in list(_scopes):
             scope._cache.invalidate(parameters_of(optimizer))
+
+
+def _is_torchs(optimizer: Optimizer) -> bool:
+    return type(optimizer).__module__.startswith("torch.optim")
+
+
+def _is_skipped(optimizer: Optimizer) -> bool:
+    """Return whether the host knows, without waiting, that a fused step of torch writes nothing."""
+    found_inf = getattr(optimizer, "found_inf", None)
+    return (
+        _is_torchs(optimizer) and isinstance(found_inf, Tensor) and on_host(found_inf) and read(found_inf) > 0
+    )
 
 
 def _drop_stepped(optimizer: Optimizer) -> None:
@@ -200,8 +216,9 @@ def _drop_stepped(optimizer: Optimizer) -> None:
 
 @outside_graphs
 def _after_step(optimizer: Optimizer) -> None:
+    skipped = _is_skipped(optimizer)
     for scope in list(_scopes):
-        scope._after_step(parameters_of(optimizer))
+        scope._after_step(parameters_of(optimizer), skipped=skipped)
 
 
 @once

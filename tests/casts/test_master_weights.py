@@ -483,3 +483,43 @@ def test_a_graph_from_before_something_that_wrote_nothing(between: str) -> None:
     with master_weights(model):
         got = gradients(model)
     torch.testing.assert_close(got, gradients(plain), rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("between", ["invalidate", "skipped step"])
+def test_a_graph_from_before_weights_are_cast_again(between: str) -> None:
+    """The backward pass of the first graph is refused: its casts were rewritten, with the same values."""
+    model, plain = make(), make()
+
+    def gradients(model: nn.Module, invalidate: Callable[[], object]) -> list[torch.Tensor]:
+        first = forward(model).float().square().mean()
+        if between == "invalidate":
+            invalidate()
+        else:
+            scaler = GradScaler("cpu", 1.0)
+            scaler.scale(forward(model).float().sum() * torch.inf).backward()
+            scaler.step(torch.optim.SGD(model.parameters(), lr=1.0, fused=True))
+            model.zero_grad()
+        (first + forward(model).float().square().mean()).backward()
+        return [p.grad for p in model.parameters()]
+
+    with master_weights(model) as masters:
+        got = gradients(model, masters.invalidate)
+    torch.testing.assert_close(got, gradients(plain, lambda: None), rtol=0.02, atol=0.02)
+
+
+def test_a_graph_from_before_an_invalidated_write_keeps_its_values() -> None:
+    """The cast of the old graph is rewritten, so that its gradients would be of other weights."""
+    model, plain = make(), make()
+
+    def gradients(model: nn.Module, invalidate: Callable[[], object]) -> list[torch.Tensor]:
+        first = forward(model).float().square().mean()
+        for p in model.parameters():
+            p.data.mul_(2)
+        invalidate()
+        forward(model)
+        first.backward()
+        return [p.grad for p in model.parameters()]
+
+    with master_weights(model) as masters:
+        got = gradients(model, masters.invalidate)
+    assert equal(got, gradients(plain, lambda: None))
