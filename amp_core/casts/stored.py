@@ -65,6 +65,7 @@ class StoredWeights(LocalHandle):
         self._lost = Counts(optimizer) if lost_updates else None
         self._versions: dict[int, int] = {}  # of each parameter, after the last step
         self._first: dict[int, Tensor] = {}  # what is kept until the first step: a state shows that it began
+        optimizer._amp_core_first = self._first  # type: ignore[attr-defined]  # for copies of its state
         for param in [*self._params()]:
             self._convert(param)
         for group in optimizer.param_groups:
@@ -215,7 +216,7 @@ class StoredWeights(LocalHandle):
     def _load_exactly(self, optimizer: Optimizer) -> None:
         """Give the loaded states their own dtypes back: torch casts them to that of the parameter."""
         loaded, self._loaded = self._loaded, {}
-        self._first = {}
+        self._first.clear()
         # A class that loads in its own way may look for each entry afterwards.
         plain = type(optimizer).load_state_dict is Optimizer.load_state_dict
         for param, state in exact_states(optimizer, loaded):
@@ -252,7 +253,7 @@ class StoredWeights(LocalHandle):
             for key, value in state.items():
                 if key != "step":  # as torch's load_state_dict does
                     state[key] = map_tensors(value, lambda t: t.bfloat16() if t.is_floating_point() else t)
-        self._first = {}
+        self._first.clear()
         if self._lost is not None:
             self._lost.remove()
             self._lost = None

@@ -29,8 +29,9 @@ class Snapshot:
             (p, p.detach().clone()) for p in parameters_of(optimizer)
         ]
         self._states = [
-            (each.state, {p: copy.deepcopy(state) for p, state in each.state.items()})
+            (state, {key: copy.deepcopy(value) for key, value in state.items()})
             for each in (optimizer, *inner_optimizers(optimizer))
+            for state in (each.state, getattr(each, "_amp_core_first", {}))  # see `StoredWeights`
         ]
         self._groups = [(group, copied_group(group)) for group in optimizer.param_groups]
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from amp_core import master_weights
+from amp_core import GradScaler, master_weights
 
 
 @pytest.mark.parametrize("storage", ["remainder", "stochastic", "kahan"])
@@ -134,3 +134,30 @@ def test_weights_that_someone_else_wrote(storage: str, new: float) -> None:
         model["w"].grad = torch.zeros_like(model["w"])
         optimizer.step()
         assert torch.equal(model["w"], torch.full((50,), new).bfloat16())
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.Adagrad])
+@pytest.mark.parametrize("storage", ["remainder", "stochastic", "kahan"])
+def test_a_first_step_that_is_taken_back(storage: Any, kind: Any) -> None:
+    """A hook raises after the step, and step_closure() restores the weights without their low 16 bits."""
+    torch.manual_seed(0)
+    model, scaler = nn.Linear(4, 4), GradScaler("cpu")
+    optimizer = kind(model.parameters(), lr=0.1)
+    masters = master_weights(model, optimizer, storage)
+
+    def closure() -> torch.Tensor:
+        model.zero_grad()
+        loss = model(torch.ones(2, 4).bfloat16()).float().sum()
+        scaler.scale(loss).backward()
+        return loss
+
+    def raising(*_: object) -> None:
+        raise KeyError
+
+    before = masters.float32_weights()
+    with optimizer.register_step_post_hook(raising), pytest.raises(KeyError):
+        scaler.step_closure(optimizer, closure)
+    assert all(map(torch.equal, masters.float32_weights().values(), before.values()))
+    scaler.step_closure(optimizer, closure)
+    after = masters.float32_weights()
+    assert not torch.equal(after["weight"], before["weight"])
