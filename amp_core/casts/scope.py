@@ -6,6 +6,7 @@ import functools
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,16 +25,16 @@ from amp_core._torch.tracing import outside_graphs
 from amp_core.casts.bulk import cast_weights, is_small_on_host
 from amp_core.casts.cache import MakeCasts, WeightCache
 from amp_core.casts.reuse import Reuse, only_reuse_pays
+from amp_core.casts.unseen_writes import before_closure, is_skipped, may_write_unseen
 from amp_core.common.arguments import check_module
 from amp_core.common.call_site import level_outside
 from amp_core.common.fsdp import is_sharded
 from amp_core.common.handle import LocalHandle
 from amp_core.common.once import once
-from amp_core.common.optimizers import after_every_step, before_every_step, parameters_of
+from amp_core.common.optimizers import StepArguments, after_every_step, before_every_step, parameters_of
 from amp_core.dispatch import kept_operands
 from amp_core.dispatch.engine import serve_casts
 from amp_core.errors import AmpWarning
-from amp_core.kernels.memory import on_host, read
 
 
 def nbytes_of(cast: Tensor) -> int:
@@ -183,29 +184,22 @@ def _part_was_added(module: nn.Module, _name: str, part: Tensor | nn.Module | No
             scope._cache.look_again(part, of_model=id(module) in scope._modules)
 
 
-def _drop_before(optimizer: Optimizer) -> None:
-    """Drop casts before the step of an optimizer that is fused or not torch's.
+def _drop_before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepArguments | None:
+    """Drop casts before a step that may write without changing version counters, and before its closures.
 
-    It may write without changing version counters. `_drop_stepped` is too late for the step's own hooks, and
-    does not run if the step raises.
+    `_drop_stepped` is too late for these and for the step's own hooks, and does not run if the step raises.
     """
-    if torch.compiler.is_dynamo_compiling() or _is_skipped(optimizer):
-        return
-    if not _is_torchs(optimizer) or getattr(optimizer, "defaults", {}).get("fused"):
-        for scope in list(_scopes):
-            scope._cache.invalidate(parameters_of(optimizer))
+    if torch.compiler.is_dynamo_compiling() or not _scopes:
+        return None
+    if is_skipped(optimizer) or not may_write_unseen(optimizer):
+        return None
+    _drop(optimizer)
+    return before_closure(functools.partial(_drop, optimizer), args, kwargs)
 
 
-def _is_torchs(optimizer: Optimizer) -> bool:
-    return type(optimizer).__module__.startswith("torch.optim")
-
-
-def _is_skipped(optimizer: Optimizer) -> bool:
-    """Return whether the host knows, without waiting, that a fused step of torch writes nothing."""
-    found_inf = getattr(optimizer, "found_inf", None)
-    return (
-        _is_torchs(optimizer) and isinstance(found_inf, Tensor) and on_host(found_inf) and read(found_inf) > 0
-    )
+def _drop(optimizer: Optimizer) -> None:
+    for scope in list(_scopes):
+        scope._cache.invalidate(parameters_of(optimizer))
 
 
 def _drop_stepped(optimizer: Optimizer) -> None:
@@ -216,7 +210,7 @@ def _drop_stepped(optimizer: Optimizer) -> None:
 
 @outside_graphs
 def _after_step(optimizer: Optimizer) -> None:
-    skipped = _is_skipped(optimizer)
+    skipped = is_skipped(optimizer)
     for scope in list(_scopes):
         scope._after_step(parameters_of(optimizer), skipped=skipped)
 

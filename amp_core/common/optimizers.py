@@ -19,6 +19,9 @@ from torch.optim.optimizer import (
 from amp_core.common.containers import map_tensors
 from amp_core.common.once import once
 
+StepArguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""The arguments of ``optimizer.step``, of which the first is the optimizer."""
+
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     """Return the parameters of all groups in order."""
@@ -53,9 +56,11 @@ def after_every_step(callback: Callable[[Optimizer], None]) -> None:
 
 
 @once
-def before_every_step(callback: Callable[[Optimizer], None]) -> None:
-    """Call `callback` before each step, as `after_every_step` does after it."""
-    register_optimizer_step_pre_hook(lambda optimizer, _args, _kwargs: callback(optimizer))
+def before_every_step(
+    callback: Callable[[Optimizer, tuple[Any, ...], dict[str, Any]], StepArguments | None],
+) -> None:
+    """Call `callback` before each step, as `after_every_step` does after it; it may replace the arguments."""
+    register_optimizer_step_pre_hook(callback)
 
 
 def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:

@@ -269,3 +269,29 @@ def test_hooks_of_an_optimizer_that_torch_cannot_follow(scope: Any, fails: bool)
         with pytest.raises(KeyError) if fails else contextlib.nullcontext():
             optimizer.step()
     assert seen == [1, 2]
+
+
+@pytest.mark.parametrize("scope", [cached_casts, master_weights])
+@pytest.mark.parametrize("keyword", [False, True])
+def test_closures_of_an_optimizer_that_torch_cannot_follow(scope: Any, keyword: bool) -> None:
+    """The second evaluation of a step uses the casts of the first."""
+
+    class Twice(Unseen):
+        def step(self, closure: Any = None) -> None:
+            for _ in range(2):
+                closure()
+                super().step()
+
+    layer, x = nn.Linear(1, 1, bias=False), torch.ones(1, 1)
+    nn.init.ones_(layer.weight)
+    optimizer = Twice(layer.parameters())
+    seen: list[float] = []
+
+    def closure() -> None:
+        with autocast("cpu"):
+            seen.append(layer(x).item())
+        layer.weight.grad = torch.full_like(layer.weight, -1)
+
+    with scope(layer):
+        optimizer.step(closure=closure) if keyword else optimizer.step(closure)
+    assert seen == [1, 2]

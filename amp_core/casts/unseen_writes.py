@@ -1,0 +1,49 @@
+"""Which steps of optimizers write to weights without changing their version counters."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from amp_core.common.optimizers import StepArguments
+from amp_core.kernels.memory import on_host, read
+
+
+def is_torchs(optimizer: Optimizer) -> bool:
+    """Return whether `optimizer` is one of torch's own."""
+    return type(optimizer).__module__.startswith("torch.optim")
+
+
+def may_write_unseen(optimizer: Optimizer) -> bool:
+    """Return whether the next step of `optimizer` may; fused steps and those of other packages do."""
+    return not is_torchs(optimizer) or bool(getattr(optimizer, "defaults", {}).get("fused"))
+
+
+def is_skipped(optimizer: Optimizer) -> bool:
+    """Return whether the host knows, without waiting, that a fused step of torch writes nothing."""
+    found_inf = getattr(optimizer, "found_inf", None)
+    if not (is_torchs(optimizer) and isinstance(found_inf, Tensor) and on_host(found_inf)):
+        return False
+    return bool(read(found_inf) > 0)
+
+
+def before_closure(call: Callable[[], None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepArguments:
+    """Return the arguments of a step, with `call` called before each call of the closure among them."""
+
+    def wrapped(closure: Any) -> Any:
+        if not callable(closure):
+            return closure
+
+        @functools.wraps(closure)
+        def evaluate(*args: Any, **kwargs: Any) -> Any:
+            call()
+            return closure(*args, **kwargs)
+
+        return evaluate
+
+    named = {"closure": wrapped(kwargs["closure"])} if "closure" in kwargs else {}
+    return (*args[:1], *map(wrapped, args[1:2]), *args[2:]), {**kwargs, **named}
