@@ -32,6 +32,7 @@ from amp_core.scaling.closure import (
     evaluate,
     raise_if_overflowed,
 )
+from amp_core.scaling.grad_passes import by_device
 from amp_core.scaling.hooks import ScaleHook, StepHook, add_hook
 from amp_core.scaling.loss_scale import LossScale
 from amp_core.scaling.loss_scales import Entry, LossScales
@@ -249,13 +250,8 @@ class GradScaler(TorchNames):
         self, entry: Entry, max_norm: float | None, norm_type: float, args: Any, kwargs: Any
     ) -> Any:
         (optimizer,), loss_scale, _, (state,) = entry
-        if max_norm is not None:
-            self._unscaler.clip(entry, max_norm, norm_type)
-        elif state.stage is OptState.READY:
-            if self._overrides("unscale_", loss_scale):
-                self.unscale_(optimizer)
-            else:
-                self._unscale(entry)
+        if max_norm is not None or state.stage is OptState.READY:
+            self._prepare(entry, max_norm, norm_type)
         if not state.found_inf_per_device:
             raise AssertionError(_no_gradients(optimizer))
         self._log.record(optimizer, loss_scale, state)
@@ -283,11 +279,9 @@ class GradScaler(TorchNames):
             warnings.warn(fused.PASSES_ITSELF, FutureWarning, stacklevel=level_outside())
             return optimizer.step(*args, **{**kwargs, "grad_scaler": self})
         divisor, ready = None, state.stage is not OptState.UNSCALED
-        checks = ("_check_inf_per_device", "_unscale_grads_")
-        if max_norm is None and ready and any(self._overrides(name, loss_scale) for name in checks):
-            self._check_inf_per_device(optimizer)
+        if ready and self._check_as_overridden(entry):
             divisor = scale
-        elif max_norm is not None or ready:
+        if max_norm is not None or (ready and divisor is None):
             divisor = self._unscaler.find_divisor(entry, max_norm, norm_type)
         if not is_tracing():  # a growing history would recompile every step
             self._log.record(optimizer, loss_scale, state)
@@ -322,7 +316,8 @@ class GradScaler(TorchNames):
             The result of ``optimizer.step``; ``None`` if the step was skipped.
 
         Raises:
-            RuntimeError: a step was taken since the last `update`; torch's text.
+            RuntimeError: a step was taken since the last `update`; torch's text. Or a subclass overrides
+                `_maybe_opt_step`, which decides before the closure has run.
             AssertionError: the closure scaled no loss, or left no gradient.
 
         Example::
@@ -346,6 +341,8 @@ class GradScaler(TorchNames):
 
             return optimizer.step(clipped)
         check_closure(optimizer, closure)
+        if self._overrides("_maybe_opt_step"):
+            raise RuntimeError(_OWN_DECISION.format(name=type(self).__name__))
         loss_scale = self._scales.for_loss(key)
         state = loss_scale.optimizer_states.of(optimizer)
         stage = next_stage(state.stage, "step")
@@ -354,10 +351,7 @@ class GradScaler(TorchNames):
             state.stage, state.found_inf_per_device = OptState.READY, {}
             loss = evaluate(closure)
             entry = Entry([optimizer], loss_scale, loss_scale.check("step_closure"), [state])
-            if max_norm is None:
-                self._unscale(entry)
-            else:
-                self._unscaler.clip(entry, max_norm, norm_type)
+            self._prepare(entry, max_norm, norm_type)
             raise_if_overflowed(optimizer, state)
             return loss
 
@@ -413,14 +407,49 @@ class GradScaler(TorchNames):
             stage = next_stage(state.stage, "unscale_")
         inverse = reciprocal(scale)
         found_inf = torch.zeros_like(inverse)  # half the time of zeros()
+        allow_fp16 = self._unscaler.allow_fp16
         if len(optimizers) == 1:
-            found = self._unscale_grads_(optimizers[0], inverse, found_inf, self._unscaler.allow_fp16)
+            found = self._unscale_grads_(optimizers[0], inverse, found_inf, allow_fp16)
+        elif self._overrides("_unscale_grads_"):
+            each = [self._unscale_grads_(o, inverse, found_inf.clone(), allow_fp16) for o in optimizers]
+            found = by_device([flag for flags in each for flag in flags.items()])
         else:
-            found = self._unscaler.unscale(
-                optimizers, inverse, found_inf, allow_fp16=self._unscaler.allow_fp16
-            )
+            found = self._unscaler.unscale(optimizers, inverse, found_inf, allow_fp16=allow_fp16)
         for state in states:
             state.stage, state.found_inf_per_device = stage, found
+
+    def _prepare(self, entry: Entry, max_norm: float | None, norm_type: float) -> None:
+        if max_norm is None:
+            self._unscale_as_overridden(entry)
+        else:
+            self._clip(entry, max_norm, norm_type)
+
+    def _unscale_as_overridden(self, entry: Entry) -> None:
+        if self._overrides("unscale_", entry.loss_scale):
+            for optimizer in entry.optimizers:
+                self.unscale_(optimizer)
+        else:
+            self._unscale(entry)
+
+    def _clip(
+        self, entry: Entry, max_norm: float, norm_type: float, *, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        ready = all([state.stage is OptState.READY for state in entry.states])  # noqa: C419
+        if ready and (self._overrides("unscale_", entry.loss_scale) or self._overrides("_unscale_grads_")):
+            self._unscale_as_overridden(entry)
+        return self._unscaler.clip(entry, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+
+    def _check_as_overridden(self, entry: Entry) -> bool:
+        """Let a subclass check the gradients of a fused step; return whether it has a method for that."""
+        (optimizer,), loss_scale, scale, (state,) = entry
+        if self._overrides("_check_inf_per_device", loss_scale):
+            self._check_inf_per_device(optimizer)
+        elif self._overrides("_unscale_grads_"):
+            one, found_inf = torch.ones_like(scale), torch.zeros_like(scale)
+            state.found_inf_per_device = self._unscale_grads_(optimizer, one, found_inf, True)
+        else:
+            return False
+        return True
 
     def clip_grad_norm_(
         self,
@@ -463,7 +492,7 @@ class GradScaler(TorchNames):
             params = [param for each in optimizers for param in parameters_of(each)]
             return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
         entry = self._scales.enter(optimizers, key, "clip_grad_norm_")
-        norm = self._unscaler.clip(entry, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+        norm = self._clip(entry, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
         note_unscaled(entry)
         return norm
 
@@ -701,9 +730,12 @@ class GradScaler(TorchNames):
         """
         return add_hook(self._log.hooks.change, hook)
 
-    def _overrides(self, name: str, loss_scale: LossScale) -> bool:
-        """Whether a subclass has its own method of this name, to be called for gradients of `loss_scale`."""
-        if loss_scale is not self._scales.own:  # torch's methods know nothing of keys
+    def _overrides(self, name: str, loss_scale: LossScale | None = None) -> bool:
+        """Whether a subclass has its own method of this name, to be called for gradients of `loss_scale`.
+
+        Torch's methods know nothing of keys. Those that do not look for the scale serve any `loss_scale`.
+        """
+        if loss_scale is not None and loss_scale is not self._scales.own:
             return False
         return getattr(getattr(self, name), "__func__", None) is not getattr(GradScaler, name)
 
@@ -770,6 +802,11 @@ class GradScaler(TorchNames):
 
 _step_eagerly = outside_graphs(GradScaler._step)
 _update_eagerly = outside_graphs(GradScaler._update)
+
+_OWN_DECISION = (
+    "{name} overrides _maybe_opt_step, which decides on a step before it starts; step_closure decides after "
+    "each call of the closure. Override step_closure, too."
+)
 
 _CLOSURE = "Closure use is not currently supported if GradScaler is enabled."
 

@@ -6,12 +6,13 @@ import enum
 import io
 import math
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.amp.grad_scaler import _refresh_per_optimizer_state
 
 from amp_core import GradScaler, guard
@@ -174,6 +175,98 @@ def test_an_overridden_unscaling_decides(base: Any, fused: bool) -> None:
     scaler.step(torch.optim.SGD([param], lr=1.0, fused=fused))
     scaler.update()
     assert (scaler.get_scale(), param.tolist()) == (2.0, [1.0, 1.0])
+
+
+STEPS: dict[str, Callable[[GradScaler, Any, Callable[[], Any]], Any]] = {
+    "step": lambda scaler, optimizer, closure: (closure(), scaler.step(optimizer)),
+    "clipped step": lambda scaler, optimizer, closure: (closure(), scaler.step(optimizer, max_norm=9.0)),
+    "clipping": lambda scaler, optimizer, closure: (closure(), scaler.clip_grad_norm_(optimizer, 9.0)),
+    "closure": lambda scaler, optimizer, closure: scaler.step_closure(optimizer, closure),
+    "clipped closure": lambda scaler, optimizer, closure: scaler.step_closure(optimizer, closure, max_norm=9),
+}
+
+
+@pytest.mark.parametrize("name", ["unscale_", "_unscale_grads_"])
+@pytest.mark.parametrize("how", STEPS)
+def test_overridden_methods_are_called_however_it_steps(how: str, name: str) -> None:
+    """A subclass agrees with other ranks in methods that clipping and closures go past."""
+    calls: list[str] = []
+
+    class Scaler(GradScaler):
+        def unscale_(self, *args: Any) -> Any:
+            calls.append("unscale_")
+            return super().unscale_(*args)
+
+        def _unscale_grads_(self, *args: Any) -> Any:
+            calls.append("_unscale_grads_")
+            return {device: torch.ones_like(flag) for device, flag in super()._unscale_grads_(*args).items()}
+
+    for other in {"unscale_", "_unscale_grads_"} - {name}:
+        delattr(Scaler, other)
+    scaler, param = Scaler("cpu", 4.0), nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([param], lr=1.0)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        scaler.scale(param.sum()).backward()
+        return param.sum()
+
+    STEPS[how](scaler, optimizer, closure)
+    if how == "clipping":
+        assert torch.equal(param.grad, torch.ones(2))  # type: ignore[arg-type]
+        scaler.step(optimizer)
+    scaler.update()
+    assert calls == [name]
+    assert param.tolist() == ([0.0, 0.0] if name == "unscale_" else [1.0, 1.0])
+
+
+@pytest.mark.parametrize("key", [None, "a"])
+@pytest.mark.parametrize("max_norm", [None, 9.0])
+def test_an_overridden_unscaling_decides_on_keyed_and_clipped_fused_steps(
+    key: str | None, max_norm: float | None
+) -> None:
+    """A subclass whose optimizers check by themselves has no say in fused steps with a key or a norm."""
+
+    class Scaler(GradScaler):
+        def _unscale_grads_(self, *args: Any) -> Any:
+            return {device: torch.ones_like(flag) for device, flag in super()._unscale_grads_(*args).items()}
+
+    scaler, param = Scaler("cpu", 4.0), nn.Parameter(torch.ones(2))
+    scaler.scale(param.sum(), key).backward()
+    scaler.step(torch.optim.SGD([param], lr=1.0, fused=True), max_norm=max_norm, key=key)
+    assert param.tolist() == [1.0, 1.0]
+
+
+def test_several_optimizers_and_an_overridden_unscaling() -> None:
+    """Optimizers that step as one go past the method: one of them steps although it says no."""
+    asked: list[Any] = []
+
+    class Scaler(GradScaler):
+        def _unscale_grads_(self, optimizer: Any, *args: Any) -> Any:
+            asked.append(optimizer)
+            found = super()._unscale_grads_(optimizer, *args)
+            return {device: flag + (optimizer is optimizers[0]) for device, flag in found.items()}
+
+    scaler, params = Scaler("cpu", 4.0), [nn.Parameter(torch.ones(2)) for _ in range(2)]
+    optimizers = [torch.optim.SGD([param], lr=1.0) for param in params]
+    scaler.scale((params[0] + params[1]).sum()).backward()
+    scaler.unscale_(optimizers)
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    assert asked == optimizers
+    assert [param.tolist() for param in params] == [[1.0, 1.0], [1.0, 1.0]]
+
+
+def test_an_overridden_decision_and_a_closure() -> None:
+    """A subclass that asks other ranks before it steps is not asked: ranks diverge in silence."""
+
+    class Scaler(GradScaler):
+        def _maybe_opt_step(self, *args: Any, **kwargs: Any) -> Any:
+            return super()._maybe_opt_step(*args, **kwargs)
+
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=1.0)
+    with pytest.raises(RuntimeError, match="Scaler overrides _maybe_opt_step, which decides on a step"):
+        Scaler("cpu").step_closure(optimizer, lambda: None)
 
 
 class Stage(enum.Enum):
