@@ -10,8 +10,8 @@ import argparse
 import importlib
 import io
 import sys
-from collections.abc import Collection, Sequence
-from contextlib import redirect_stdout
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from amp_core.common.environment import SettingError
@@ -58,7 +58,7 @@ class UsageError(Exception):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``amp`` with `argv` (default: the process's own) and return its exit code."""
-    with redirect_stdout(_output()) as output:
+    with _output() as stream, redirect_stdout(stream) as output:
         try:
             return _flushed(list(sys.argv[1:] if argv is None else argv), output)
         except UsageError as error:
@@ -83,14 +83,31 @@ class _Output(io.FileIO):
         return memoryview(data).nbytes
 
 
-def _output() -> Any:
-    """Return the stream to print to, which shows as escapes the letters that it lacks."""
+@contextmanager
+def _output() -> Iterator[Any]:
+    """Provide the stream to print to, which shows as escapes the letters that it lacks."""
     stream = sys.stdout
     if not isinstance(stream, io.TextIOWrapper):
-        return stream
+        yield stream
+        return
+    before = stream.errors
     stream.reconfigure(errors="backslashreplace")  # not every terminal has every letter of a plugin's reason
-    if stream is not sys.__stdout__ or stream.isatty():
-        return stream
+    try:
+        yield stream if stream.isatty() or not _has_file(stream) else _forgiving(stream)
+    finally:
+        stream.reconfigure(errors=before)  # the program that calls `main` goes on to use it
+
+
+def _has_file(stream: io.TextIOWrapper) -> bool:
+    try:
+        stream.fileno()
+    except OSError:  # in memory
+        return False
+    return True
+
+
+def _forgiving(stream: io.TextIOWrapper) -> io.TextIOWrapper:
+    """Return a stream to the file of `stream`, which must not keep what the reader does not want."""
     stream.flush()
     raw = _Output(stream.fileno(), "w", closefd=False)
     return io.TextIOWrapper(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -62,16 +63,34 @@ def test_a_check_that_runs_nothing_says_why(capsys: pytest.CaptureFixture[str]) 
     assert "no check ran; -k 'nosuch' matches none of the chosen areas' checks" in out
 
 
+@pytest.mark.parametrize("options", [[], ["-u"]])
 @pytest.mark.parametrize("command", [["policy", "--long"], ["backends"]])
-def test_a_reader_may_leave(command: list[str]) -> None:
+def test_a_reader_may_leave(command: list[str], options: list[str]) -> None:
     """``amp backends | head`` ends in a traceback, or blames a file for a broken pipe."""
     reader, writer = os.pipe()
     os.close(reader)
     with open(writer, "wb") as pipe:
         done = subprocess.run(
-            [sys.executable, "-m", "amp_core", *command], stdout=pipe, stderr=subprocess.PIPE, check=False
+            [sys.executable, *options, "-m", "amp_core", *command],
+            stdout=pipe,
+            stderr=subprocess.PIPE,
+            check=False,
         )
     assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_a_program_keeps_its_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call of `main` changes how the program shows letters, or raises when its reader leaves."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    in_memory = io.TextIOWrapper(io.BytesIO(), "ascii")
+    with open(writer, "w", encoding="ascii") as pipe:
+        for stream in (in_memory, pipe):
+            monkeypatch.setattr(sys, "stdout", stream)
+            assert main(["completion", "bash"]) == 0
+            assert sys.stdout is stream
+            assert stream.errors == "strict"
+    assert in_memory.tell() > 0
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
