@@ -48,7 +48,7 @@ class Undo(NamedTuple):
 
     record: StepRecord
     before: StepRecord | None
-    window: tuple[Tensor, tuple[tuple[str, int], ...], Tensor] | None
+    window: tuple[Tensor, tuple[tuple[str, int], ...], Tensor, bool] | None
     total_norm: Tensor | None
     nonfinite: tuple[tuple[tuple[str, int], ...], Tensor] | None
 
@@ -65,7 +65,8 @@ class OptimizerState:
         total_norm: the norm of the unscaled gradients before clipping, if it was computed.
         nonfinite: (name, number of elements) of each parameter, and a flag for each, if they were computed.
         recorded: the `found_inf_per_device` of the last record.
-        window: flags of the micro-batches, parameters and their flags, from an `AccumulationWindow`.
+        window: flags of the micro-batches, parameters, their flags, and whether the window left bad
+            micro-batches out, from an `AccumulationWindow`.
         owner: the optimizer; None while Dynamo traces.
         unscaled: what the gradients were when they were unscaled last, for `refuse_mixed`.
         undo: what `StepLog.withdraw` needs, after a record.
@@ -76,7 +77,7 @@ class OptimizerState:
     total_norm: Tensor | None = None
     nonfinite: tuple[tuple[tuple[str, int], ...], Tensor] | None = None
     recorded: dict[torch.device, Tensor] | None = None
-    window: tuple[Tensor, tuple[tuple[str, int], ...], Tensor] | None = None
+    window: tuple[Tensor, tuple[tuple[str, int], ...], Tensor, bool] | None = None
     owner: Callable[[], torch.optim.Optimizer | None] | None = None
     unscaled: Unscaled | None = None
     undo: Undo | None = None

@@ -93,7 +93,7 @@ class StepLog:
             _device=scale.device,
         )
         if state.window is not None:
-            record._micro_batches, record._params, record._nonfinite = state.window
+            record._micro_batches, record._params, record._nonfinite, record._left_out = state.window
             state.window = None
         elif state.nonfinite is not None:
             record._params, record._nonfinite = state.nonfinite

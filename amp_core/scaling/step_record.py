@@ -48,6 +48,7 @@ class StepRecord:
     _params: Sequence[tuple[str, int]] = ()
     _nonfinite: Tensor | list[float] | None = None
     _micro_batches: Tensor | list[float] | None = None
+    _left_out: bool = False
     _bad: tuple[BadParameter, ...] | None = None
     _rank: int | None = None
     key: str | None = None
@@ -142,6 +143,9 @@ class StepRecord:
             norm = "" if self.total_norm is None else f", norm {self.total_norm:.4g}"
             return f"{self._whose} took step {self.number} at scale {self.scale_before:g}{norm}"
         where = f"at scale {self.scale_before:g} in {worst(self)}"
+        if self.skipped and self._left_out and 0 in _values(self._micro_batches):
+            left = f"; left micro-batch {parts} out" if parts else ""
+            return f"{self._whose} skipped step {self.number}: inf or NaN in the sum {where}{left}"
         if self.skipped:
             within = f" in micro-batch {parts}" if parts else ""
             return f"{self._whose} skipped step {self.number}: inf or NaN{within} {where}"

@@ -272,15 +272,16 @@ class AccumulationWindow:
         else:
             # A bad sum stays bad: only the first bad micro-batch is known.
             flags = flags.diff(prepend=torch.zeros_like(flags[:1])).clamp_(min=0)
-        state = loss_scale.optimizer_states.of(self._optimizer)
+        state, left_out = loss_scale.optimizer_states.of(self._optimizer), self._leave_out
         if state.window is not None:  # of an earlier window of this step
-            earlier, known, bad_then = state.window
+            earlier, known, bad_then, left_out_then = state.window
+            left_out = left_out and left_out_then
             flags = torch.cat([earlier.to(flags.device), flags])
             if known == names[: len(known)]:  # parameters may have been added
                 bad[: len(known)] = torch.maximum(bad[: len(known)], bad_then.to(bad.device))
             else:
                 names, bad = known + names, torch.cat([bad_then.to(bad.device), bad])
-        state.window = flags, names, bad
+        state.window = flags, names, bad, left_out
 
     def _weigh(self, flags: Tensor, bad: Tensor) -> None:
         """Multiply the sum of the good micro-batches; if nothing is good, let the step be skipped.

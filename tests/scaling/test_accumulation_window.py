@@ -173,6 +173,25 @@ def test_the_log_says_which(caplog: pytest.LogCaptureFixture) -> None:
     ]
 
 
+@pytest.mark.parametrize("bad", [set(), {1, 3}])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_skip_for_another_reason(fused: bool, bad: set[int]) -> None:
+    """A micro-batch that was left out is blamed for an inf that came into the sum elsewhere."""
+    param = torch.nn.Parameter(torch.ones(2))
+    scaler, optimizer = GradScaler("cpu", 8.0), torch.optim.SGD([param], lr=1.0, fused=fused)
+    scaler.name_parameters([("w", param)])
+    with AccumulationWindow(scaler, optimizer) as window:
+        for part in range(4):
+            with window.micro_batch():
+                scaler.scale(param.sum() * (math.nan if part in bad else 1.0)).backward()
+    param.grad[0] = math.inf  # type: ignore[index]
+    scaler.step(optimizer)
+    scaler.update()
+    left = "; left micro-batch 1, 3 out" if bad else ""
+    told = f"SGD skipped step 0: inf or NaN in the sum at scale 8 in w (1 of 2){left}"
+    assert str(scaler.history[-1]) == told
+
+
 def test_a_micro_batch_that_raises_is_left_out() -> None:
     """Half of a micro-batch that was given up stays in the sum."""
     run, plain = Run(), Run()
