@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from amp_core._torch.autocast import is_device_type
+from amp_core.common import environment as _env
 from amp_core.plugin.entry_points import ENTRY_POINT_GROUP
 from amp_core.plugin.interface import Backend
 from amp_core.plugin.registry import Owner
@@ -85,8 +86,9 @@ def unknown_text(device_type: str, known: Iterable[str], aliases: Mapping[str, s
         iter(difflib.get_close_matches(device_type.lower(), names, n=1)), None
     )
     hint = f" Did you mean {near!r}?" if near else ""
+    off = "" if _env.plugin_autoload() else f" {_env.PLUGIN_AUTOLOAD} is off, so no such package is loaded."
     return (
         f"No backend serves device type {device_type!r}.{hint} Installed: {', '.join(names)}. "
         f"To add a device, install a package that declares the entry point "
-        f"'{ENTRY_POINT_GROUP}' under the name {device_type!r}; `amp backends` lists the installed ones."
+        f"'{ENTRY_POINT_GROUP}' under the name {device_type!r}; `amp backends` lists the installed ones.{off}"
     )

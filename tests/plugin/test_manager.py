@@ -62,6 +62,16 @@ def test_unknown_devices_get_near_names() -> None:
         amp_core.get_backend("meta")
 
 
+def test_an_unknown_device_says_that_packages_are_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever has installed the package of the device is told to install it."""
+    off = "AMP_PLUGIN_AUTOLOAD is off, so no such package is loaded"
+    for value, said in (("0", True), ("1", False)):
+        monkeypatch.setenv("AMP_PLUGIN_AUTOLOAD", value)
+        with pytest.raises(amp_core.BackendNotFoundError) as caught:
+            amp_core.get_backend("meta")
+        assert (off in str(caught.value)) is said
+
+
 def test_a_disabled_backend_says_by_what(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error for a disabled device sends its user looking for a package."""
     monkeypatch.setenv("AMP_DISABLE_BACKENDS", "some_npu")
