@@ -226,6 +226,18 @@ def test_names_passed_on_between_files(tree: Path, capsys) -> None:
     assert any(f["level"] == "manual" for file in data["files"] for f in file["findings"])
 
 
+def test_the_last_line_counts_in_words(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`1 files`."""
+    (tree / "link.py").symlink_to(tree / "train.py")
+    main(["migrate", str(tree)])
+    (tree / "other.py").write_text(OLD)
+    main(["migrate", str(tree)])
+    one, two = [line for line in capsys.readouterr().out.splitlines() if "would change" in line]
+    assert one.startswith("1 file: 1 would change, ")
+    assert "1 symlink skipped" in one
+    assert two.startswith("2 files: 2 would change, ")
+
+
 def test_missing_path_is_one_line(capsys) -> None:
     """A path that does not exist is a usage error, not a traceback."""
     assert main(["migrate", "/no/such/place"]) == 2

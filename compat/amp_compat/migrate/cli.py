@@ -173,17 +173,22 @@ def _print_report(discovered: Discovered, reports: list[FileReport], args: argpa
 
 def _closing_line(count: dict[str, int], args: argparse.Namespace) -> str:
     verb = "changed" if args.write else "would change"
+    changed = count["files_written" if args.write else "files_changed"]
+    rewritten, manual = count["changed"] + count["review"], count["manual"]
     parts = [
-        f"{count['files']} files: {count['files_written' if args.write else 'files_changed']} {verb}",
-        f"{count['changed'] + count['review']} places rewritten, {count['review']} of them to review",
-        f"{count['manual']} need a human",
+        f"{_counted(count['files'], 'file')}: {changed} {verb}",
+        f"{_counted(rewritten, 'place')} rewritten, {count['review']} of them to review",
+        f"{manual} {'needs' if manual == 1 else 'need'} a human",
     ]
-    for key, text in (
-        ("files_failed", "failed"),
-        ("symlinks_skipped", "symlinks skipped"),
-        ("untracked_skipped", "untracked skipped"),
-    ):
-        if count[key]:
-            parts.append(f"{count[key]} {text}")
+    if count["files_failed"]:
+        parts.append(f"{count['files_failed']} failed")
+    if count["symlinks_skipped"]:
+        parts.append(f"{_counted(count['symlinks_skipped'], 'symlink')} skipped")
+    if count["untracked_skipped"]:
+        parts.append(f"{count['untracked_skipped']} untracked skipped")
     hint = "" if args.write or args.check or not count["files_changed"] else " (nothing written; use --write)"
     return ", ".join(parts) + hint
+
+
+def _counted(number: int, thing: str) -> str:
+    return f"{number} {thing}{'' if number == 1 else 's'}"
