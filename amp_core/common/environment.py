@@ -86,6 +86,11 @@ def c_compiler() -> str:
     return os.environ.get(C_COMPILER, "")
 
 
+def cpu_capability() -> str:
+    """``ATEN_CPU_CAPABILITY``: the widest instruction set to use on a CPU; empty for what the CPU has."""
+    return os.environ.get(CPU_CAPABILITY, "")
+
+
 def rank() -> int:
     """``RANK``: the rank of this process, as set by launchers such as torchrun (default 0)."""
     text = os.environ.get(RANK, "").strip()

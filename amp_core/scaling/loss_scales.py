@@ -73,7 +73,6 @@ class LossScales:
         return self.keyed[key]
 
     def _new(self, key: str) -> LossScale:
-        check_key(key)
         return LossScale(self._init_scale, self._schedules.get(key, self.own.schedule), key)
 
     def of(self, key: str | None) -> LossScale:
@@ -167,6 +166,7 @@ class LossScales:
             raise TypeError(f'"_keys" of the state of a GradScaler must be a mapping, got {saved!r}.')
         keyed = {}
         for key, entry in saved.items():
+            check_key(key)
             scale = self.keyed.get(key) or self._new(key)
             known = key in self.keyed or key in self._schedules
             keyed[key] = scale, check_saved(entry, scale.schedule if known else own.schedule)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import os
 import struct
 import sys
 import threading
@@ -99,7 +98,7 @@ class Tuning:
 def instruction_set(library: ctypes.CDLL) -> str:
     """Return the instruction set in use and the variable that limits it, if any."""
     name: str = library.amp_instruction_set().decode()
-    forced = os.environ.get(_env.CPU_CAPABILITY)
+    forced = _env.cpu_capability()
     return f"{name} ({_env.CPU_CAPABILITY}={forced})" if forced else name
 
 
