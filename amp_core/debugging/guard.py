@@ -21,13 +21,13 @@ from amp_core.common.identity import WeakIdentityMapping
 from amp_core.common.optimizers import parameters_of
 from amp_core.common.text import dtype_name
 from amp_core.debugging.attached import Attached
-from amp_core.debugging.op_kinds import floats_in
+from amp_core.debugging.op_kinds import numbers_in
 from amp_core.debugging.places import Lines, Place
 from amp_core.debugging.ranges import Extent
 from amp_core.debugging.sink import BACKWARD, Sink, Where
 from amp_core.debugging.state_keeper import generator_states, with_generators, with_own_buffers
 from amp_core.debugging.tap import Tap, muted
-from amp_core.debugging.values import extent, is_readable, wide
+from amp_core.debugging.values import extent, in_parts, is_readable, wide
 from amp_core.errors import NonFiniteError
 from amp_core.plugin import get_backend, hookimpl, register, unregister
 from amp_core.policy.names import short
@@ -47,7 +47,7 @@ class OpFault:
         kernel: the op that ran.
         line: ``file:line`` of the program that called the op; of a backward op, the line of its forward op.
         rule: the policy rule that decided its dtype, with its origin; empty if none did.
-        inputs: the ranges of its floating-point inputs.
+        inputs: the ranges of its inputs; of a complex one, the range of its real and imaginary parts.
         result: the range of its result.
     """
 
@@ -117,7 +117,7 @@ class Guard(Attached, Sink):
         return any(skips >= self._patience for skips in self._skips.values())
 
     def _after(self, args: Any, kwargs: Any, result: Any) -> None:
-        results = floats_in(result)
+        results = numbers_in(result)
         if self._all_finite(results) or (self._masks_result and not _have_nan(results)):
             return
         if self._tap is None:
@@ -126,7 +126,7 @@ class Guard(Attached, Sink):
         reason = "perhaps another tensor that it reads has"
         if names:
             reason = f"these parameters have them: {', '.join(names)}"
-        elif not self._all_finite(floats_in((args, kwargs))):
+        elif not self._all_finite(numbers_in((args, kwargs))):
             reason = "its arguments have them"
         elif self._masked and not _have_nan(results):
             self._masks_result = True
@@ -164,7 +164,7 @@ class Guard(Attached, Sink):
     def _all_finite(self, tensors: list[Tensor]) -> bool:
         by_device: dict[torch.device, list[Tensor]] = {}
         for tensor in _readable(tensors):
-            by_device.setdefault(tensor.device, []).append(wide(tensor.detach()))
+            by_device.setdefault(tensor.device, []).append(_in_reals(tensor))
         with muted():
             kernels = ((get_backend(device.type).kernels(), group) for device, group in by_device.items())
             return not any(bool(k.grad_stats(group).found_inf) for k, group in kernels)
@@ -179,6 +179,11 @@ class Guard(Attached, Sink):
                 self._skips[optimizer] = self._skips.get(optimizer, 0) + 1 if record.skipped else 0
 
     # Steps in which every op is observed.
+
+    @staticmethod
+    def seen_in(value: Any) -> list[Tensor]:
+        """Return the tensors that may have inf or NaN."""
+        return numbers_in(value)
 
     def _observe(self) -> Tap:
         self._tap = Tap(self, self.model)
@@ -212,7 +217,7 @@ class Guard(Attached, Sink):
 
     def _note(self, tensors: list[Tensor]) -> list[Tensor]:
         with muted():
-            bad = [t for t in _readable(tensors) if extent(t.detach().reshape(-1))[1]]
+            bad = [t for t in _readable(tensors) if extent(_in_reals(t).reshape(-1))[1]]
         for tensor in bad:
             storage = tensor.untyped_storage()
             self._not_finite[id(storage)] = weakref.ref(storage)
@@ -250,8 +255,8 @@ class Guard(Attached, Sink):
     @staticmethod
     def _is_new(inputs: list[Tensor], written: list[Tensor], result: Tensor) -> bool:
         """Return whether the op made inf of finite numbers, or NaN of numbers."""
-        others = [wide(t) for t in inputs if not any(t is one for one in written)]
-        nan = bool(wide(result).isnan().any())
+        others = [_in_reals(t) for t in inputs if not any(t is one for one in written)]
+        nan = bool(_in_reals(result).isnan().any())
         return not any(bool(t.isnan().any()) if nan else not bool(t.isfinite().all()) for t in others)
 
 
@@ -260,9 +265,13 @@ def _readable(tensors: list[Tensor]) -> list[Tensor]:
     return [*filter(is_readable, map(part_of, tensors))]
 
 
+def _in_reals(tensor: Tensor) -> Tensor:
+    return wide(in_parts(tensor.detach()))
+
+
 def _have_nan(tensors: list[Tensor]) -> bool:
     with muted():
-        return any(bool(wide(t.detach()).isnan().any()) for t in _readable(tensors))
+        return any(bool(_in_reals(t).isnan().any()) for t in _readable(tensors))
 
 
 def guard(

@@ -71,3 +71,8 @@ def is_low(dtype: torch.dtype) -> bool:
 def floats_in(value: Any) -> list[Tensor]:
     """Return the floating-point tensors in arguments or results."""
     return [tensor for tensor in tensors_in(value) if tensor.is_floating_point()]
+
+
+def numbers_in(value: Any) -> list[Tensor]:
+    """Return the floating-point and the complex tensors in arguments or results."""
+    return [tensor for tensor in tensors_in(value) if tensor.is_floating_point() or tensor.is_complex()]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from amp_core.common.text import dtype_name
-from amp_core.debugging.values import extent
+from amp_core.debugging.values import extent, in_parts
 
 KINDS = ("activation", "gradient", "weight", "weight gradient")
 
@@ -36,7 +36,7 @@ class Extent:
     @classmethod
     def of(cls, tensor: Tensor) -> Extent:
         """Measure a tensor."""
-        flat = tensor.detach().reshape(-1).float().abs()
+        flat = in_parts(tensor.detach()).reshape(-1).float().abs()
         largest, count = extent(flat)
         nonzero = flat[(flat > 0) & flat.isfinite()]
         smallest = float(nonzero.min()) if nonzero.numel() else 0.0

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from amp_core._torch.dispatcher import Overload
+from amp_core.debugging.op_kinds import floats_in
 from amp_core.debugging.places import Place
 from amp_core.dispatch.quantized_products import ScaledProduct
 
@@ -59,14 +61,19 @@ class Where:
 class Sink:
     """Receives the observed ops; by default it ignores them."""
 
+    @staticmethod
+    def seen_in(value: Any) -> list[Tensor]:
+        """Return those tensors in the arguments or the result of an op that `moved` and `ran` receive."""
+        return floats_in(value)
+
     def cast(self, source: Tensor, result: Tensor, where: Where, /) -> None:
         """Receive a conversion from one floating-point dtype to another."""
 
     def moved(self, inputs: list[Tensor], outputs: list[Tensor]) -> None:
-        """Receive an op that only copies or creates floating-point tensors."""
+        """Receive an op that only copies or creates such tensors."""
 
     def ran(self, op: Overload, inputs: list[Tensor], outputs: list[Tensor], where: Where) -> None:
-        """Receive an op that computes floating-point results from floating-point inputs, except casts."""
+        """Receive an op that computes such results from such inputs, except casts."""
 
     def framed(self, frame: Frame, inputs: list[Tensor], outputs: list[Tensor], where: Where) -> None:
         """Receive an op with a frame after it returns; `where` is its context."""

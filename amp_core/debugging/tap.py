@@ -197,7 +197,7 @@ class Tap:
         for source, copy in copied(func, args, result):
             if source.dtype is not copy.dtype and source.is_floating_point() and copy.is_floating_point():
                 self._sink.cast(source, copy, self._where())
-        inputs, outputs = floats_in((args, kwargs)), floats_in(result)
+        inputs, outputs = self._sink.seen_in((args, kwargs)), self._sink.seen_in(result)
         if only_moves(func) or not inputs:
             self._sink.moved(inputs, outputs)
         elif outputs:

@@ -176,3 +176,39 @@ def test_sharded_models_are_looked_at_by_all_ranks_together(alone: Any) -> None:
     model = fully_shard(nn.Linear(2, 2), mesh=dist.device_mesh.init_device_mesh("cpu", (1,)))
     with guard(model), pytest.raises(amp_core.NonFiniteError, match=r"steps=\[0\]"):
         model(torch.full((1, 2), torch.inf))
+
+
+class Spectrum(nn.Module):
+    """Multiplies complex numbers."""
+
+    def __init__(self, factor: float, *, real: bool) -> None:
+        super().__init__()
+        self.linear, self.factor, self.real = nn.Linear(4, 4), factor, real
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        z = torch.fft.fft(self.linear(x)) * 1e20 * self.factor
+        return z.abs() * 1e-20 if self.real else z
+
+
+@pytest.mark.parametrize("real", [False, True], ids=["complex", "real"])
+@pytest.mark.parametrize("steps", [None, [0]])
+def test_complex_numbers(real: bool, steps: Any) -> None:
+    """Goes on with inf in a complex result, or names the op that takes its magnitude."""
+    model = Spectrum(1e30, real=real)
+    with guard(model, steps=steps), pytest.raises(amp_core.NonFiniteError) as caught:
+        model(torch.ones(2, 4))
+    fault = caught.value.fault
+    assert fault is not None
+    assert (fault.kernel, fault.result.dtype) == ("aten::mul.Tensor", torch.complex64)
+    assert 0.0 < fault.inputs[0].largest < 1e25
+    assert fault.result.not_finite > 0.0
+
+
+def test_complex_gradients() -> None:
+    """Blames inf in a complex gradient on the first op with a real result."""
+    model = Spectrum(1e2, real=True)
+    with guard(model, steps=[0]), pytest.raises(amp_core.NonFiniteError) as caught:
+        model(torch.ones(2, 4)).sum().backward(torch.tensor(1e37))
+    fault = caught.value.fault
+    assert fault is not None
+    assert (fault.phase, fault.result.dtype) == ("backward", torch.complex64)

@@ -140,6 +140,29 @@ def guarded_and_watched(kind: object) -> None:
             raise AssertionError("a step with NaN was taken")
 
 
+def guarded_against(kind: object) -> None:
+    """A rank with inf looks for the op alone while the other waits for it; or it is not named."""
+    model, of_rank = kind(attention()), dist.get_rank()
+    alone = kind is of_ddp  # the others have collectives in their forward passes
+    batch = BATCH * (1e38 if of_rank == 0 or not alone else 1.0)
+    for steps in (None, [0]):
+        with amp_core.guard(model, steps=steps) as guard:
+            try:
+                model(batch)
+            except amp_core.NonFiniteError as error:
+                told = str(error)
+            else:
+                told = ""
+        stops = of_rank == 0 or not alone
+        assert bool(told) is stops, told
+        if kind is of_fsdp and steps is None:
+            assert "run the program again with amp_core.guard(model, steps=[0])" in told, told
+        elif stops:
+            assert guard.fault is not None, told
+            assert guard.fault.place.module.startswith(("0.", "module.0.")), told
+        dist.barrier()
+
+
 def refused() -> None:
     model = FullyShardedDataParallel(copy.deepcopy(attention()), device_id=torch.device("cpu"))
     try:
@@ -162,6 +185,7 @@ for kind in (of_ddp, of_fsdp, of_tp):
     compared(kind)
 for kind in (of_ddp, of_fsdp, of_tp):
     guarded_and_watched(kind)
+    guarded_against(kind)
 advised(of_fsdp)
 refused()
 dist.barrier()
