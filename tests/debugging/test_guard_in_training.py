@@ -134,6 +134,7 @@ def test_a_result_in_float8(steps: Any) -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x).to(torch.float8_e4m3fn)
 
+    torch.manual_seed(1)  # of weights with which the result has NaN: inf is cast to 448
     model = Quantised(2, 2)
     with guard(model, steps=steps):
         model(torch.ones(1, 2))
