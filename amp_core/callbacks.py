@@ -16,6 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from amp_core.common.files import as_path
 from amp_core.common.text import json_value
 from amp_core.plugin import hookimpl
 from amp_core.scaling.skip_aware import SkipAwareAverage, SkipAwareScheduler
@@ -52,6 +53,8 @@ class Listener(ABC):
             with JsonLines("steps.jsonl").listen(scaler):
                 train()
         """
+        if not hasattr(scaler, "register_step_hook"):
+            raise TypeError(f"listen() needs an amp_core.GradScaler, not {scaler!r}.")
         with ExitStack() as handles:
             handles.callback(scaler.register_step_hook(self.amp_step).remove)
             handles.callback(scaler.register_scale_change_hook(self.amp_scale_change).remove)
@@ -73,7 +76,7 @@ class JsonLines(Listener):
     """
 
     def __init__(self, path: str | Path, only_skipped: bool = False) -> None:
-        self._path = Path(path)
+        self._path = as_path(path)
         self._path.open("a").close()  # fail here, not during training
         self._only_skipped = only_skipped
 
@@ -102,7 +105,9 @@ class Logging(Listener):
     """
 
     def __init__(self, logger: logging.Logger | None = None) -> None:
-        self._logger = logger or logging.getLogger("amp_core")
+        if logger is not None and not hasattr(logger, "warning"):
+            raise TypeError(f"logger= must be a logging.Logger, not {logger!r}.")
+        self._logger = logging.getLogger("amp_core") if logger is None else logger
 
     @hookimpl
     def amp_step(self, scaler: GradScaler, record: StepRecord) -> None:  # noqa: ARG002

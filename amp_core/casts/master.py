@@ -14,7 +14,7 @@ from typing_extensions import Self
 from amp_core.casts.accumulating import AccumulatingCasts
 from amp_core.casts.scope import CachedCasts, nbytes_of
 from amp_core.casts.stored import StoredWeights
-from amp_core.common.arguments import check_module
+from amp_core.common.arguments import as_whole, check_module, check_optimizer
 
 
 class MasterWeights(CachedCasts):
@@ -151,8 +151,15 @@ def master_weights(
         torch.float32
     """
     if storage == "fp32":
-        low = state_dtype is not torch.float32
-        given = {"keep": keep != (), "state_dtype": low, "lost_updates": lost_updates}
+        if optimizer is not None:
+            check_optimizer(optimizer, "master_weights")
+        low, some = state_dtype is not torch.float32, not isinstance(keep, (tuple, list)) or bool(keep)
+        given = {
+            "keep": some,
+            "state_dtype": low,
+            "lost_updates": lost_updates,
+            "seed": as_whole(seed, "seed") != 0,
+        }
         _refuse(given, 'a bfloat16 storage, such as storage="remainder"')
         return MasterWeights(model, debug=debug)
     _refuse({"debug": debug}, 'storage="fp32"')

@@ -159,7 +159,7 @@ class CachedCasts(LocalHandle):
 
 def _listed(weights: Iterable[Tensor]) -> list[Tensor]:
     # The rows of a tensor are no weights: for a single one, nothing would be dropped.
-    is_several = isinstance(weights, Iterable) and not isinstance(weights, Tensor)
+    is_several = isinstance(weights, Iterable) and not isinstance(weights, (Tensor, str))
     listed = [*weights] if is_several else []
     if not is_several or not all(isinstance(weight, Tensor) for weight in listed):
         raise TypeError(

@@ -17,6 +17,8 @@ from amp_core.regions.selecting import matching
 
 def checked_optimizer(optimizer: object, storage: str, state_dtype: torch.dtype) -> Optimizer:
     """Return `optimizer` if `master_weights` can let it step on bfloat16 weights; else raise an error."""
+    if not isinstance(storage, str):
+        raise TypeError(f"storage= must be the name of a storage, not {storage!r}.")
     if storage not in STORAGES:
         raise ValueError(f"Unknown storage {storage!r}: the storages are fp32, {', '.join(STORAGES)}.")
     if not isinstance(optimizer, Optimizer):
@@ -79,7 +81,7 @@ def _refuse(name: str, param: Tensor, in_ddp: set[int]) -> None:
 
 def _kept(model: nn.Module, keep: Iterable[str]) -> set[int]:
     """Return the ``id`` of each parameter that stays as it is; globs of ``keep=`` match any of its names."""
-    globs = None if isinstance(keep, str) or not isinstance(keep, Iterable) else [*keep]
+    globs = None if isinstance(keep, (str, Tensor)) or not isinstance(keep, Iterable) else [*keep]
     if globs is None or not all(isinstance(glob, str) for glob in globs):
         raise TypeError(f"keep= must be a list of globs, such as ['**.norm.*'], not {keep!r}.")
     named = {name: id(param) for name, param in model.named_parameters(remove_duplicate=False)}

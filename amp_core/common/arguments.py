@@ -35,6 +35,8 @@ def as_number(value: Any, name: str) -> Any:
     """
     if isinstance(value, Tensor) and value.numel() != 1:
         raise TypeError(f"{name}= must be a number, not a tensor of {value.numel()} elements.")
+    if _is_bool(value):
+        raise TypeError(f"{name}= must be a number, not {value!r}.")
     if not isinstance(value, (float, int, Tensor)):
         try:
             value = float(value)
@@ -45,9 +47,25 @@ def as_number(value: Any, name: str) -> Any:
     return value
 
 
+def as_max_norm(value: Any) -> Any:
+    """Return `value` as the largest norm.
+
+    Raises:
+        TypeError: it is no number.
+        ValueError: it is NaN or negative.
+    """
+    norm = as_number(value, "max_norm")
+    if not isinstance(norm, Tensor) and norm < 0:
+        raise ValueError(
+            f"max_norm= must be at least 0, not {norm}: clipping would turn the gradients around."
+        )
+    return norm
+
+
 def check_real(value: object, name: str) -> None:
     """Raise TypeError unless `value` is a real number, or a tensor of one."""
-    if not isinstance(value, Real) and not (isinstance(value, Tensor) and value.numel() == 1):
+    is_one = isinstance(value, Real) or (isinstance(value, Tensor) and value.numel() == 1)
+    if not is_one or _is_bool(value):
         raise TypeError(f"{name}= must be a number, not {value!r}.")
 
 
@@ -69,7 +87,7 @@ def as_order(value: Any) -> Any:
 
 def as_whole(value: object, name: str, least: int | None = None) -> int:
     """Return `value` as an int; raise TypeError or ValueError unless it is an integer of at least `least`."""
-    if not isinstance(value, Integral):
+    if not isinstance(value, Integral) or isinstance(value, bool):
         raise TypeError(f"{name}= must be an integer, not {value!r}.")
     if least is not None and value < least:
         raise ValueError(f"{name}= must be at least {least}, not {value}.")
@@ -93,7 +111,8 @@ def named_tensors(pairs: Iterable[Any]) -> Iterator[tuple[str, Tensor]]:
     Raises:
         TypeError: `pairs` is or holds something else.
     """
-    for pair in pairs if isinstance(pairs, Iterable) and not isinstance(pairs, nn.Module) else [pairs]:
+    is_several = isinstance(pairs, Iterable) and not isinstance(pairs, (nn.Module, Tensor, str))
+    for pair in pairs if is_several else [pairs]:
         if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and isinstance(pair[1], Tensor)):
             raise TypeError(
                 f"Names of parameters must be pairs, as model.named_parameters() returns them, not "
@@ -147,6 +166,10 @@ def device_type_of(device: str | torch.device | Tensor) -> str:
 def home_of(weight: Tensor) -> str:
     """Return the type of the device that computes with `weight`; from "meta", weights go to a device."""
     return device_type_of("auto" if weight.is_meta else weight)
+
+
+def _is_bool(value: object) -> bool:
+    return isinstance(value, bool) or (isinstance(value, Tensor) and value.dtype is torch.bool)
 
 
 def _named(value: object) -> str:

@@ -13,12 +13,18 @@ from torch import Tensor, nn
 
 from amp_core.common.arguments import check_dtype, check_real
 from amp_core.debugging.agreement import Ranks
-from amp_core.debugging.capture import OP, PARAMETER, Key, Run
+from amp_core.debugging.capture import MODULE, OP, PARAMETER, Key, Run
 from amp_core.debugging.difference import Difference, Found, scalar_error
 from amp_core.debugging.report import Report
+from amp_core.debugging.sink import BACKWARD, FORWARD
 from amp_core.debugging.step import Step, quantising
 from amp_core.formats import Recipe
 from amp_core.policy import OpPolicy
+
+
+def _check_one_of(name: str, given: object, known: tuple[str, ...]) -> None:
+    if not isinstance(given, str) or given not in known:
+        raise ValueError(f"{name}= must be one of {', '.join(map(repr, known))}, not {given!r}.")
 
 
 def check_tolerance(given: float | None) -> None:
@@ -90,7 +96,18 @@ class Comparison(Report):
         )
 
     def at(self, level: str, phase: str | None = None) -> list[Difference]:
-        """Return the differences at one level in one or both phases, largest added error first."""
+        """Return the differences at one level in one or both phases, largest added error first.
+
+        Args:
+            level: ``"op"``, ``"module"`` or ``"parameter"``.
+            phase: ``"forward"`` or ``"backward"``; by default both.
+
+        Raises:
+            ValueError: there is no such level or phase.
+        """
+        _check_one_of("level", level, (OP, MODULE, PARAMETER))
+        if phase is not None:
+            _check_one_of("phase", phase, (FORWARD, BACKWARD))
         selected = [d for d in self.differences if d.key.level == level and phase in (None, d.key.phase)]
         return sorted(selected, key=lambda d: (-d.added, d.order))
 
@@ -239,6 +256,8 @@ def compare(
     if not 0 < scale < math.inf:
         raise ValueError(f"scale= must be a finite number above 0, not {scale!r}.")
     check_dtype(reference, "reference")
+    if not reference.is_floating_point:
+        raise ValueError(f"reference= must be a floating-point dtype, not {reference}.")
     if format is not None:
         policy, dtype = quantising(device, policy, format, dtype)
     step = Step(fn, device, dtype, policy, model, seed, limit)

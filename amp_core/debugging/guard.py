@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Container, MutableMapping
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -85,8 +86,7 @@ class Guard(Attached, Sink):
         self, model: nn.Module, steps: Container[int] | Callable[[int], bool] | None, patience: int
     ) -> None:
         check_module(model, "guard")
-        is_collection = hasattr(steps, "__contains__") and not isinstance(steps, (str, bytes))
-        if steps is not None and not callable(steps) and not is_collection:
+        if steps is not None and not callable(steps) and not _are_numbers(steps):
             raise TypeError(f"steps= must be a collection of numbers, or a function of one, not {steps!r}.")
         self._chosen = steps if callable(steps) else (() if steps is None else steps).__contains__
         self.fault: OpFault | None = None
@@ -258,6 +258,13 @@ class Guard(Attached, Sink):
         others = [_in_reals(t) for t in inputs if not any(t is one for one in written)]
         nan = bool(_in_reals(result).isnan().any())
         return not any(bool(t.isnan().any()) if nan else not bool(t.isfinite().all()) for t in others)
+
+
+def _are_numbers(steps: object) -> bool:
+    if not hasattr(steps, "__contains__") or isinstance(steps, (str, bytes)):
+        return False
+    listed = steps if isinstance(steps, (list, tuple, set, frozenset, dict)) else ()
+    return all(isinstance(step, Integral) for step in listed)
 
 
 def _readable(tensors: list[Tensor]) -> list[Tensor]:

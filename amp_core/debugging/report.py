@@ -6,9 +6,9 @@ import html
 import json
 from functools import singledispatch
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
+from amp_core.common.files import as_path
 from amp_core.common.text import json_value
 from amp_core.debugging.page import as_page
 from amp_core.debugging.tables import Content, Table, Value, as_text
@@ -60,7 +60,7 @@ class Report:
         Raises:
             OSError: the file cannot be written.
         """
-        Path(path).write_text(as_page(self.content()), encoding="utf-8")
+        as_path(path).write_text(as_page(self.content()), encoding="utf-8")
 
 
 def _records(table: Table) -> list[dict[str, Value]]:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from amp_core.common.files import as_path
 from amp_core.debugging.places import Place
 from amp_core.errors import AmpError
 
@@ -40,7 +41,7 @@ def _device_name(device: torch.device) -> str:
 
 def write(path: str | PathLike[str], kind: str, data: Mapping[str, Any]) -> None:
     """Write `data` as JSON, marked as `kind`."""
-    Path(path).write_text(json.dumps({"kind": kind, "format": _FORMAT, **data}), encoding="utf-8")
+    as_path(path).write_text(json.dumps({"kind": kind, "format": _FORMAT, **data}), encoding="utf-8")
 
 
 @contextmanager

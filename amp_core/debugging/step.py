@@ -147,7 +147,7 @@ def quantising(
     Raises:
         PolicyError: there is no recipe of that name, or it cannot be a rule.
     """
-    if not isinstance(recipe, (str, Recipe)):
+    if not isinstance(recipe, (str, Recipe)) or not recipe:
         raise TypeError(f"format= must be an amp_core.Recipe or the name of one, not {recipe!r}.")
     if policy is not None:
         check_policy(policy)

@@ -77,7 +77,7 @@ class Recipe:
         Raises:
             KeyError: there is no such product.
         """
-        if product not in OPERANDS:
+        if not isinstance(product, str) or product not in OPERANDS:
             raise KeyError(f"There is no product {product!r}; the products are {', '.join(OPERANDS)}.")
         first, second = (getattr(self, role) for role in OPERANDS[product])
         if product == "grad_weight" and first is not None and second is not None:

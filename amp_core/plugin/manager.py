@@ -208,6 +208,8 @@ class Manager:
 
     def add(self, plugin: object, name: str | None) -> None:
         """Register a plugin of any kind; roll back if a hook is unknown or has a wrong argument."""
+        if not isinstance(name, str | None):
+            raise TypeError(f"name= of a plugin must be a text, not {name!r}.")
         with self._lock:
             if self._pluggy.is_registered(plugin):
                 raise ValueError(f"{plugin!r} is already registered with amp-core.")

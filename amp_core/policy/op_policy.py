@@ -130,6 +130,9 @@ class OpPolicy:
         check_device_type(device_type)
         if not isinstance(lists, Mapping):
             raise PolicyError(f"Op lists must be a mapping from rule to ops, not {type(lists).__name__}.")
+        for rule, ops in lists.items():
+            if not isinstance(ops, str):
+                raise PolicyError(f"The ops of rule {rule!r} must be a text of names, not {ops!r}.")
         return _from_lists(device_type, tuple(lists.items()))
 
     @classmethod
@@ -215,6 +218,8 @@ class OpPolicy:
             >>> policy.rule("mm")
             'fp32'
         """
+        if not isinstance(origin, str | None):
+            raise TypeError(f"origin= must be a text, not {origin!r}.")
         where = origin or f"override at {place_outside()}"
         new = resolve(changes)
         changed = OpPolicy(self.device_type)

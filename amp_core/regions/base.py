@@ -124,6 +124,8 @@ _resolved: dict[tuple[Backend, torch.dtype], _Resolved] = {}
 
 def _resolve(backend: Backend, dtype: torch.dtype, policy: OpPolicy | None) -> _Resolved:
     """Return the policy that an enabled region pushes, and the warning if it must be disabled instead."""
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype= of a region must be a torch.dtype, not {dtype!r}.")
     known = _resolved.get((backend, dtype))
     if policy is None and known is not None:
         return known

@@ -76,6 +76,8 @@ def materialize(
     check_module(model, "materialize")
     if dtype is not None:
         check_dtype(dtype, "dtype")
+    if not isinstance(kwargs, Mapping | None):
+        raise TypeError(f"kwargs= must map names to arguments, not {kwargs!r}.")
     if device_type is None:
         first = next(model.parameters(), None)
         device_type = "cpu" if first is None else first.device.type

@@ -156,6 +156,8 @@ class PrecisionPlan:
                 "unit to shard, as in fully_shard(layer, mp_policy=plan.fsdp_policy(model, layer))."
             )
         check_module(model, "PrecisionPlan.fsdp_policy")
+        if unit is not None:
+            check_module(unit, "PrecisionPlan.fsdp_policy")
         owned = _owned(model, model if unit is None else unit)
         kept = {name: param for name, param in owned.items() if name in self._float32_names(model)}
         _check_stored(kept)

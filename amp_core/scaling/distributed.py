@@ -81,6 +81,8 @@ def describe(sharded_over: Mapping[Any, Iterable[Tensor]], process_group: Proces
             tensor.
         ValueError: there is no `process_group`, or parts of these numbers do not divide it evenly.
     """
+    if not isinstance(sharded_over, Mapping):
+        raise TypeError(f"sharded_over= must map groups to parameters, not {sharded_over!r}.")
     if sharded_over and process_group is None:
         raise ValueError(_ALONE)
     found: dict[int, tuple[Tensor, int]] = {}

@@ -231,6 +231,9 @@ def check_saved(state: object, schedule: LossScaleSchedule) -> SavedScale:
     """
     if not isinstance(state, Mapping):
         raise TypeError(f"The state of a GradScaler must be a mapping, got {type(state).__name__}.")
+    for name in ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"):
+        if name not in state:
+            raise KeyError(f"The state of a GradScaler has no entry {name!r}.")
     schedule = replace(
         schedule,
         growth_factor=state["growth_factor"],

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from amp_core.common.files import as_path
+
 
 @dataclass(frozen=True)
 class BadParameter:
@@ -289,7 +291,7 @@ class History(Sequence[StepRecord]):
             marks = skipped.setdefault(record.key, [])
             if record.skipped and record.number not in marks[-1:]:
                 marks.append(record.number)
-        save_scales(scales, skipped, path)
+        save_scales(scales, skipped, as_path(path))
 
 
 def bad_parameters(

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from amp_core._torch.steps import is_fused
-from amp_core.common.arguments import as_number, as_order, check_group
+from amp_core.common.arguments import as_max_norm, as_order, check_group
 from amp_core.scaling.arithmetic import is_tracing, overflows
 from amp_core.scaling.distributed import Deciders
 from amp_core.scaling.grad_passes import (
@@ -58,7 +58,7 @@ class Unscaler:
     ) -> None:
         self.allow_fp16, self._log = allow_fp16, log
         self._process_group = None if process_group is None else check_group(process_group)
-        if sharded_over:
+        if sharded_over is not None:
             describe_sharding(sharded_over, self._process_group)
         self._overlap = Overlap() if overlap else None
 
@@ -98,7 +98,7 @@ class Unscaler:
         if not unscaled:
             for state in states:
                 next_stage(state.stage, "unscale_")
-        norm_type, max_norm = as_order(norm_type), as_number(max_norm, "max_norm")
+        norm_type, max_norm = as_order(norm_type), as_max_norm(max_norm)
         deciders = self.deciders(*optimizers)
         groups = [group_by_device(each, allow_fp16=self.allow_fp16) for each in optimizers]
         parts = joined(groups)
@@ -135,7 +135,7 @@ class Unscaler:
         (optimizer,), _, scale, (state,) = entry
         norm_type = as_order(norm_type)
         if max_norm is not None:
-            max_norm = as_number(max_norm, "max_norm")
+            max_norm = as_max_norm(max_norm)
             refuse_mixed(entry)
         parts = group_by_device(optimizer, allow_fp16=True)
         deciders = self.deciders(optimizer)

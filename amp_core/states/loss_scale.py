@@ -116,11 +116,17 @@ class LossScaleSchedule:
     def __post_init__(self) -> None:
         for name in ("growth_factor", "backoff_factor", "min_scale", "max_scale"):
             value = getattr(self, name)
-            _check(isinstance(value, Real), f"{name} must be a number, got {value!r}.", TypeError)
+            is_number = isinstance(value, Real) and not isinstance(value, bool)
+            _check(is_number, f"{name} must be a number, got {value!r}.", TypeError)
             object.__setattr__(self, name, _as_float(value))  # checkpoints shall not hold numbers of NumPy
-        for name in ("growth_interval", "hysteresis"):
+        for name, what in (
+            ("growth_interval", "growth interval must be a positive number of steps"),
+            ("hysteresis", "hysteresis must be a positive number of overflows"),
+        ):
             value = getattr(self, name)
-            object.__setattr__(self, name, int(value) if isinstance(value, Integral) else value)
+            is_count = isinstance(value, Integral) and not isinstance(value, bool) and int(value) > 0
+            _check(is_count, f"The {what}, got {value!r}.")
+            object.__setattr__(self, name, int(value))
         for name, kind in (("hysteresis_kind", Hysteresis), ("at_floor", AtFloor)):
             value, values = getattr(self, name), [member.value for member in kind]
             _check(value in values, f"{name} must be one of {', '.join(values)}, got {value!r}.")
@@ -130,19 +136,11 @@ class LossScaleSchedule:
         _check(math.isfinite(self.growth_factor), f"The growth factor {self.growth_factor} is not finite.")
         _check(self.backoff_factor > 0.0, f"The backoff factor must be > 0, got {self.backoff_factor}.")
         _check(
-            isinstance(self.growth_interval, int) and self.growth_interval > 0,
-            f"The growth interval must be a positive number of steps, got {self.growth_interval!r}.",
-        )
-        _check(
             0.0 < self.min_scale <= self.max_scale,
             f"The floor of the scale must be > 0 and not above its ceiling, "
             f"got min_scale={self.min_scale}, max_scale={self.max_scale}.",
         )
         object.__setattr__(self, "min_scale", valid_scale(self.min_scale))
-        _check(
-            isinstance(self.hysteresis, int) and self.hysteresis > 0,
-            f"The hysteresis must be a positive number of overflows, got {self.hysteresis!r}.",
-        )
 
 
 def further_fields(schedule: LossScaleSchedule) -> dict[str, Any]:
@@ -247,7 +245,7 @@ def valid_scale(value: Any, name: str = "The scale") -> float:
         TypeError: it is not a number.
         ValueError: it is not positive and finite, or float32 rounds it to 0 or inf.
     """
-    _check(not isinstance(value, (str, bytes)), f"{name} must be a number, got {value!r}.", TypeError)
+    _check(not isinstance(value, (str, bytes, bool)), f"{name} must be a number, got {value!r}.", TypeError)
     try:
         number = _as_float(value)
     except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: a tensor of several elements

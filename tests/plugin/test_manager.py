@@ -137,3 +137,9 @@ def test_a_backend_is_found_after_its_op_lists() -> None:
 
     registry.add(Listed())
     assert registry.get("hpu") is not None
+
+
+def test_a_name_that_is_no_text() -> None:
+    """The error says that a list has no hash."""
+    with pytest.raises(TypeError, match=r"name= of a plugin must be a text, not \[\]"):
+        amp_core.plugin.register(object(), [])  # type: ignore[arg-type]
