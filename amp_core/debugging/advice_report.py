@@ -17,18 +17,23 @@ from amp_core.policy.names import short
 _FILE = "The proposal: autocast(policy=advice.policy), advice.apply(model), GradScaler(init_scale=...)"
 
 
+_READ = "Read from a file, which has the proposal alone. Nothing has been changed."
+
+
 @content_of.register
 def _(advice: Advice) -> Content:
     return Content(
         "Advice for mixed precision",
         _facts(advice),
         _notes(advice),
-        [_findings(advice), _gain(advice)],
+        [] if advice.after is None else [_findings(advice), _gain(advice)],
         {_FILE: advice.to_toml()},
     )
 
 
 def _facts(advice: Advice) -> dict[str, str]:
+    if advice.after is None:
+        return {}
     fixed = sum(bool(f.fix) for f in advice.findings)
     return {
         "faults found": f"{len(advice.findings)}, {fixed} fixed",
@@ -37,6 +42,8 @@ def _facts(advice: Advice) -> dict[str, str]:
 
 
 def _notes(advice: Advice) -> list[str]:
+    if advice.after is None:
+        return [_READ]
     unfixed = [f.fault for f in advice.findings if not f.fix]
     notes = ["No attempt fixed these: " + "; ".join(unfixed) + "."] if unfixed else []
     return [*notes, "The proposal was tested on this one step. Nothing has been changed."]
@@ -79,42 +86,57 @@ _SPEED_FILE = "The proposal: autocast(enabled=advice.enabled, policy=advice.poli
 
 @content_of.register
 def _(advice: SpeedAdvice) -> Content:
-    seconds = advice.seconds
-    facts = {name: f"{as_seconds(seconds[name])} per step" for name in ("float32", "autocast", "advice")}
-    faster = min(seconds["float32"], seconds["autocast"])
-    facts["gain"] = f"{1 - seconds['advice'] / faster:.1%} over the faster of float32 and autocast"
-    if not advice.enabled:
-        facts["gain"] = "none: float32 is the fastest; use autocast(enabled=advice.enabled), which is False"
     rows = [(short(e.op), e.shapes, e.work, e.calls, e.float32, e.low, e.chained, e.rule) for e in advice.ops]
     about = (
         "Forward and backward of one call on its own. Low precision: with casts of all arguments; chained: "
         "with casts of parameters only, as when the op before ran in low precision too."
     )
     spec = columns("op, shapes, work, calls, float32, low=low precision, chained, rule")
-    notes = ["Measured on this machine, with this batch. Nothing has been changed."]
+    measured = "Measured on this machine, with this batch. Nothing has been changed."
     return Content(
         "Advice for speed",
-        facts,
-        notes,
-        [Table("ops", "Ops that may run in low precision", spec, rows, about)],
+        _speed_facts(advice),
+        [measured if advice.seconds else _READ],
+        [Table("ops", "Ops that may run in low precision", spec, rows, about)] if advice.seconds else [],
         {_SPEED_FILE: advice.to_toml()} if advice.enabled else {},
     )
 
 
+def _speed_facts(advice: SpeedAdvice) -> dict[str, str]:
+    seconds = advice.seconds
+    if not seconds:
+        return {}
+    facts = {name: f"{as_seconds(seconds[name])} per step" for name in ("float32", "autocast", "advice")}
+    faster = min(seconds["float32"], seconds["autocast"])
+    facts["gain"] = f"{1 - seconds['advice'] / faster:.1%} over the faster of float32 and autocast"
+    if not advice.enabled:
+        facts["gain"] = "none: float32 is the fastest; use autocast(enabled=advice.enabled), which is False"
+    elif seconds["advice"] == seconds["autocast"]:
+        facts["gain"] = "none: plain autocast is the fastest"
+    return facts
+
+
 @content_of.register
 def _(advice: FormatAdvice) -> Content:
+    notes = ["The proposal was tested on this one step. Nothing has been changed."]
+    if advice.after is None:
+        notes = [_READ]
+    elif not advice.is_tolerable:
+        notes.insert(0, f"Without the format, the error is {number(advice.after.result_error)} already.")
+    tables = [] if advice.after is None else [_layers(advice), _gain(advice, _BESIDE)]
+    tables += [] if advice.before is None else format_tables(advice.before)
+    return Content("Advice for a format", _format_facts(advice), notes, tables, {_FILE: advice.to_toml()})
+
+
+def _format_facts(advice: FormatAdvice) -> dict[str, str]:
+    if advice.after is None:
+        return {}
     kept = sum(layer.kept for layer in advice.layers)
-    facts = {
+    return {
         "in the format": f"{as_share(advice.share)} of the work, {kept} of {len(advice.layers)} layers",
         "left out": ", ".join(_name(layer) for layer in advice.layers if not layer.kept) or "none",
         "tolerance": f"{number(advice.tolerance)} in loss and gradients",
     }
-    notes = ["The proposal was tested on this one step. Nothing has been changed."]
-    if advice.after is not None and not advice.is_tolerable:
-        notes.insert(0, f"Without the format, the error is {number(advice.after.result_error)} already.")
-    found = [] if advice.before is None else format_tables(advice.before)
-    tables = [_layers(advice), _gain(advice, _BESIDE), *found]
-    return Content("Advice for a format", facts, notes, tables, {_FILE: advice.to_toml()})
 
 
 _BESIDE = {"the larger of both, over the largest gradient's norm": lambda c: number(c.result_error)}

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,9 +18,11 @@ from amp_core._torch.tracing import calls_are_captured
 from amp_core.common.containers import map_tensors, tensors_in
 from amp_core.debugging.advice import OpTime, SpeedAdvice
 from amp_core.debugging.agreement import Ranks
+from amp_core.debugging.capture import Capture
 from amp_core.debugging.places import Places
 from amp_core.debugging.state_keeper import StateKeeper, seeded
 from amp_core.debugging.step import Step
+from amp_core.debugging.tap import eager
 from amp_core.dispatch.engine import engine
 from amp_core.dispatch.work import work
 from amp_core.errors import AmpError
@@ -33,6 +36,10 @@ _RANKS = (
     'advise(goal="speed") cannot time a model that several ranks share (DDP, FSDP2, tensor parallelism): '
     "each rank would measure other times, choose other rules, and wait in other collectives. Ask for advice "
     "on one rank before the model is wrapped or sharded, and apply it on all."
+)
+_REGION = (
+    'advise(goal="speed") runs the step in regions of its own, one after the other, but fn enters a region '
+    "itself, which would make them all alike. Leave the `with autocast(...)` out of fn."
 )
 _GAIN = 0.98  # a module's rule must save 2 % of the step
 
@@ -64,25 +71,27 @@ class SpeedSearch:
     ) -> None:
         self._step, self._policy, self._progress = step, policy, progress
         self._calls: dict[Any, tuple[OpTime, tuple[Any, ...], dict[str, Any]]] = {}
+        self._keeper = StateKeeper()
         self._runs_backward = False
 
     def run(self, rounds: int) -> SpeedAdvice:
         """Return the fastest setting, after trying at most `rounds` modules in float32."""
-        keeper = StateKeeper()
-        with keeper.restored(), seeded(self._step.seed, self._step.device_type):
-            self._observe(keeper)
+        with self._keeper.restored(), seeded(self._step.seed, self._step.device_type):
+            self._rehearse()
             if Ranks(self._step.roots).are_several:
                 raise AmpError(_RANKS)
+            self._observe()
             self._progress(f"{len(self._calls)} ops in two precisions")
             for entry, args, kwargs in self._calls.values():
                 self._time_op(entry, args, kwargs)
             plain = [_Setting("float32", enabled=False), _Setting("autocast", self._policy)]
-            policies = {self._by_size(cost): None for cost in ("low", "chained")}
+            policies = dict.fromkeys(self._by_size(cost) for cost in ("low", "chained"))
+            policies.pop(self._step.policy, None)  # plain autocast: a gain over itself would be noise
             settings = plain + [_Setting("advice", policy) for policy in policies]
             best = _fastest(settings, self._measure(settings, f"{len(settings)} policies"))
             best = self._with_modules(best, rounds) if best.enabled else best
             # Measure again: the search has chosen among noisy figures.
-            final = [*plain, replace(best, name="advice")]
+            final = plain if best in plain else [*plain, replace(best, name="advice")]
             seconds = self._measure(final, "the proposal again")
         return self._advice(
             _fastest(final, seconds), dict(zip([s.name for s in final], seconds, strict=True))
@@ -102,41 +111,66 @@ class SpeedSearch:
 
     # What the step calls.
 
-    def _observe(self, keeper: StateKeeper) -> None:
-        """Run the step once, and keep the arguments of each op that may run in low precision."""
-        step, places = self._step, Places(self._step.model)
+    def _rehearse(self) -> None:
+        """Run the step once in float32, to save what it changes and see whether it runs its own backward."""
+        step, keeper = self._step, self._keeper
         if step.model is not None:
             keeper.keep(step.model)
-        low = [op for op, rule in step.policy.rules.items() if r.lowers(rule) and recipe_of(rule) is None]
+        capture = Capture(1, (), step.model, keeper.keep_tensor)
+        places = capture.tap.places
+        places.on_call = keeper.keep
+        region = autocast(step.device_type, dtype=step.dtype, enabled=False)
+        with capture.tap, self._watched(lambda *_: _refuse_region()), region:
+            result = step.fn()
+        step.roots = [step.model] if step.model is not None else places.roots
+        self._runs_backward = not keeper.has_gradients()
+        for root in step.roots:
+            keeper.keep(root)  # it may only have run inside a functional_call
+        try:
+            self._backward(result)
+        except RuntimeError:
+            if not capture.run.ran_backward:
+                raise
+            self._runs_backward = False  # fn ran it, and has cleared the gradients
+
+    def _observe(self) -> None:
+        """Run the step once, and keep the arguments of each op that may run in low precision."""
+        places = Places(self._step.model)
+
+        def note(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if current_autograd_node() is None and not calls_are_captured():
+                self._note(op, args, kwargs, str(places.here))
+
+        places.attach()
+        try:
+            with eager(), self._watched(note):
+                self._run(_Setting("autocast", self._step.policy))
+        finally:
+            places.detach()
+
+    @contextlib.contextmanager
+    def _watched(self, note: Callable[[str, tuple[Any, ...], dict[str, Any]], None]) -> Iterator[None]:
+        """Tell `note` of each call in a block that a region may run in low precision."""
+        rules = self._step.policy.rules
+        low = {op for op, rule in rules.items() if r.lowers(rule) and recipe_of(rule) is None}
 
         def observe(op: str, call: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if op in low and current_autograd_node() is None and not calls_are_captured():
-                self._note(op, args, kwargs, str(places.here))
+            if op in low:
+                note(op, args, kwargs)
             return call()
 
-        places.on_call = keeper.keep
-        places.attach()
-        end = engine(step.device_type).watch(low, observe)
+        end = engine(self._step.device_type).watch(low, observe)
         try:
-            with autocast(step.device_type, dtype=step.dtype, policy=step.policy):
-                result = step.fn()
+            yield
         finally:
             end()
-            places.detach()
-        self._step.roots = [step.model] if step.model is not None else places.roots
-        self._runs_backward = not any(
-            p.grad is not None for root in self._step.roots for p in root.parameters()
-        )
-        for root in self._step.roots:
-            keeper.keep(root)  # it may only have run inside a functional_call
-        self._backward(result)
 
     def _note(self, op: str, args: tuple[Any, ...], kwargs: dict[str, Any], module: str) -> None:
         overload = names.find(op)
         assert overload is not None, f"{op} just ran"
         tensors = [*tensors_in((args, kwargs))]
         shapes = ", ".join("x".join(map(str, t.shape)) or "scalar" for t in tensors)
-        key = op, shapes, tuple(t.requires_grad for t in tensors)
+        key = op, shapes, tuple(map(_is_differentiated, tensors))
         if key not in self._calls:
             entry = OpTime(op, shapes, work(overload, args, kwargs))
             self._calls[key] = entry, *map_tensors((args, kwargs), _detached)
@@ -197,8 +231,7 @@ class SpeedSearch:
 
     def _run(self, setting: _Setting) -> None:
         device_type = self._step.device_type
-        for root in self._step.roots:
-            root.zero_grad(set_to_none=True)
+        self._keeper.clear_gradients()
         with self._step.applied(setting.modules):
             with autocast(
                 device_type, dtype=self._step.dtype, enabled=setting.enabled, policy=setting.policy
@@ -237,11 +270,20 @@ class SpeedSearch:
             torch.zeros((), device=self._step.device_type).item()
 
 
+def _refuse_region() -> None:
+    raise AmpError(_REGION)
+
+
 def _detached(tensor: Tensor) -> Tensor:
-    copy = tensor.detach()
+    copy, differentiated = tensor.detach(), _is_differentiated(tensor)
     if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(copy, tensor.requires_grad)
-    return copy.requires_grad_(tensor.requires_grad)
+        return nn.Parameter(copy, differentiated)
+    return copy.requires_grad_(differentiated)
+
+
+def _is_differentiated(tensor: Tensor) -> bool:
+    """Return whether the call that uses `tensor` now has a backward pass, as none has under ``no_grad``."""
+    return tensor.requires_grad and torch.is_grad_enabled()
 
 
 def _fastest(settings: Sequence[_Setting], seconds: Sequence[float]) -> _Setting:

@@ -107,6 +107,16 @@ class StateKeeper:
         if leaf:
             tensor.grad = None
 
+    def has_gradients(self) -> bool:
+        """Return whether a saved tensor has got a gradient since."""
+        return any(kept.tensor.grad is not None for kept in self._tensors.values() if kept.leaf)
+
+    def clear_gradients(self) -> None:
+        """Clear the gradients of the saved tensors, as saving them does."""
+        for kept in self._tensors.values():
+            if kept.leaf:
+                kept.tensor.grad = None
+
     @outside_graphs
     def _keep_optimizer(self, optimizer: Optimizer) -> None:
         if id(optimizer) not in self._optimizers:

@@ -73,7 +73,21 @@ class Step:
         self.roots: list[nn.Module] = []
         self.leaves_backward = False
         self._exact: tuple[float, Run] | None = None
-        self.fn, self.model, self.seed, self._limit = fn, model, seed, limit
+        self._fn, self.model, self.seed, self._limit = fn, model, seed, limit
+
+    def fn(self) -> Any:
+        """Run the step.
+
+        Raises:
+            AmpError: an iterator from which it takes its data has come to an end.
+        """
+        try:
+            return self._fn()
+        except StopIteration as error:
+            raise AmpError(
+                "fn has come to the end of an iterator: it runs several times, on one batch. Take the batch "
+                "before, and let fn use it."
+            ) from error
 
     def reference(self, dtype: torch.dtype, scale: float) -> Run:
         """Run the step in `dtype`; for float32, all ops with a rule run in float32, once for each scale."""

@@ -75,6 +75,16 @@ class _Eager:
 _EAGER = _Eager()
 
 
+@contextlib.contextmanager
+def eager() -> Iterator[None]:
+    """Run compiled functions eagerly in a block, as a tap does."""
+    _EAGER.enter()
+    try:
+        yield
+    finally:
+        _EAGER.leave()
+
+
 class Tap:
     """Reports to a sink each op that a thread runs in a block, including backward passes it starts.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import re
 
 import pytest
 import torch
@@ -13,8 +14,8 @@ from torch.nn import functional as F
 
 import amp_core
 from amp_core import OpPolicy
-from amp_core.debugging.advice import OpTime, SpeedAdvice
-from amp_core.debugging.speed import _threshold
+from amp_core.debugging.advice import FormatAdvice, OpTime, SpeedAdvice
+from amp_core.debugging.speed import SpeedSearch, _threshold
 from amp_core.policy import rules
 
 
@@ -104,6 +105,123 @@ def test_a_step_that_runs_its_own_backward(net):
     amp_core.advise(step, "cpu", goal="speed", rounds=0)
     assert all(torch.equal(before[name], value) for name, value in net.state_dict().items())
     assert optimizer.state_dict()["state"] == {}
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """What the steps take does not matter: measure each a few times only."""
+    measure = SpeedSearch._interleaved
+    monkeypatch.setattr(SpeedSearch, "_interleaved", lambda self, runs, seconds: measure(self, runs, 0.0))
+
+
+def clearing(net, x):
+    loss = net(x).square().mean()
+    loss.backward()
+    net.zero_grad()
+    return loss
+
+
+def storing_none(net, x):
+    loss = net(x).square().mean()
+    torch.autograd.grad(loss, [*net.parameters()])
+    return loss
+
+
+def penalized(net, x):
+    x = x.clone().requires_grad_()
+    loss = net(x).square().mean()
+    (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+    return loss + gradient.square().sum()
+
+
+@pytest.mark.parametrize("step", [clearing, storing_none, penalized])
+def test_a_step_that_keeps_no_gradients(net, quick, step):
+    """A step whose backward pass leaves no gradients behind runs another one, which raises."""
+    x = torch.randn(8, 1, 8, 8)
+    assert amp_core.advise(lambda: step(net, x), "cpu", goal="speed", rounds=0).ops
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_step_without_gradients(quick, mode):
+    """Ops are timed with a backward pass that the step does not have, or that they lack."""
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval()  # its fused op has no derivative
+    x = torch.randn(2, 4, 16)
+
+    def step():
+        with mode():
+            return layer(x).sum()
+
+    advice = amp_core.advise(step, "cpu", goal="speed", rounds=0)
+    assert "aten::_addmm_activation.default" in {entry.op for entry in advice.ops}
+    assert all(0 < entry.chained < 1 for entry in advice.ops)
+
+
+def test_tensors_outside_modules(quick):
+    """A weight outside modules stays trained, or gradients pile up on the inputs."""
+    x, weight = torch.randn(8, 16, requires_grad=True), torch.randn(16, 4, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
+    before = weight.detach().clone()
+
+    def step():
+        loss = (x @ weight).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    amp_core.advise(step, "cpu", goal="speed")
+    assert torch.equal(weight, before)
+    assert x.grad is None
+    assert weight.grad is None
+    assert optimizer.state_dict()["state"] == {}
+
+
+@pytest.mark.parametrize("region", [amp_core.autocast, torch.autocast])
+def test_a_step_with_a_region(net, quick, region):
+    """A region in the step overrules each proposal, and noise is reported as a gain."""
+
+    def step():
+        with region("cpu", dtype=torch.bfloat16):
+            return net(torch.randn(8, 1, 8, 8)).sum()
+
+    with pytest.raises(amp_core.AmpError, match="fn enters a region itself"):
+        amp_core.advise(step, "cpu", goal="speed")
+
+
+def test_a_step_with_a_float32_part(net, quick):
+    """A part that the step keeps in float32 counts as a region of its own."""
+
+    def step():
+        with torch.autocast("cpu", enabled=False):
+            return net(torch.randn(8, 1, 8, 8)).sum()
+
+    assert amp_core.advise(step, "cpu", goal="speed").ops == ()
+
+
+def test_a_step_that_takes_a_batch_each_time(net, quick):
+    """The end of a data loader leaves `advise` as a bare StopIteration, which ends the caller's loop."""
+    batches = iter([torch.randn(8, 1, 8, 8)] * 3)
+    with pytest.raises(amp_core.AmpError, match=r"end of an iterator.*Take the batch before"):
+        amp_core.advise(lambda: net(next(batches)).sum(), "cpu", goal="speed")
+
+
+def test_no_gain_over_itself(monkeypatch, net):
+    """A proposal that is plain autocast, or float32, gains what two measurements of it differ by."""
+    clock = itertools.count()
+    monkeypatch.setattr(
+        SpeedSearch, "_interleaved", lambda self, runs, seconds: [1 / (2 + next(clock)) for _ in runs]
+    )
+    advice = amp_core.advise(lambda: net(torch.randn(8, 1, 8, 8)).sum(), "cpu", goal="speed", rounds=0)
+    assert advice.policy == OpPolicy.default("cpu")  # each op is the fastest in low precision
+    assert advice.seconds["advice"] == advice.seconds["autocast"]
+    assert "none: plain autocast is the fastest" in str(advice)
+
+
+def test_the_report_of_a_file(advice):
+    """Advice that was read from a file cannot be printed, or has figures that nobody measured."""
+    for kind in (SpeedAdvice, FormatAdvice, amp_core.Advice):
+        report = str(kind.from_toml(advice.to_toml()))
+        assert "Read from a file" in report
+        assert not re.search(r"per step|faults found|of the work|tested", report)
 
 
 def times(*calls):
