@@ -249,7 +249,7 @@ class Manager:
 
 
 def _raise_if_strict(failure: Failure | None) -> None:
-    if failure is not None and _env.strict_plugins():
+    if _env.strict_plugins() and failure is not None:
         raise BackendLoadError(f"{failure}.") from failure.error
 
 
@@ -263,7 +263,7 @@ def _warn_of_changes(owner: Owner, changed: list[str]) -> None:
 
 
 def _warn(failure: Failure | None, served: Set[str]) -> None:
-    if failure is not None and not _env.strict_plugins():
+    if not _env.strict_plugins() and failure is not None:
         name = failure.owner.plugin
         # To disable a served device type would disable the backend that the plugin conflicts with, too.
         silence = "" if name in served else f"{_env.DISABLE_BACKENDS}={name} to silence this warning, or "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -60,8 +61,66 @@ def test_a_misspelt_pin(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @needs_library
 def test_what_is_measured_is_shown() -> None:
-    """The calibration leaves nothing that can be read."""
-    assert "(measured)" in reason(AMP_CPU_STREAMING="")
+    """The calibration leaves nothing that can be read, or not how to keep its outcome."""
+    shown = reason(AMP_CPU_STREAMING="")
+    assert re.search(
+        r"streaming (on \(measured; AMP_CPU_STREAMING=1|off \(measured; AMP_CPU_STREAMING=0) pins it\)", shown
+    )
+
+
+@needs_library
+@pytest.mark.parametrize("value", ["AVX2", "none", " default"])
+def test_a_capability_that_torch_ignores(value: str) -> None:
+    """A value that limits nothing is shown as the limit."""
+    assert f" (ATEN_CPU_CAPABILITY={value} has no effect), OpenMP" in reason(ATEN_CPU_CAPABILITY=value)
+
+
+@needs_library
+def test_a_late_setting_is_not_in_force(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A variable that is set after the choice was made is named as its reason."""
+    kernels = cpu.Compiled(KERNELS._library)
+    limit = "default" if KERNELS._library.amp_instruction_set().decode() != "SSE2 and F16C" else "avx2"
+    before = kernels.reason
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", limit)
+    monkeypatch.setenv("AMP_CPU_STREAMING", str(1 - KERNELS._library.amp_stream(-1)))
+    after = kernels.reason
+    assert after.partition("; ")[2] == before.partition("; ")[2]
+    assert f"(ATEN_CPU_CAPABILITY={limit} has no effect)" in after
+
+
+@needs_library
+def test_a_misspelt_pin_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training begins, and ends at the first large cast."""
+    monkeypatch.setenv("AMP_CPU_STREAMING", "fast")
+    with pytest.raises(ValueError, match="AMP_CPU_STREAMING='fast' is not a switch"):
+        cpu.Compiled(KERNELS._library)
+
+
+@needs_library
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_a_fork_while_another_thread_measures() -> None:
+    """The child of a program that forks while a thread measures waits for that thread for ever."""
+    program = """
+import os, threading
+from amp_backend_cpu import kernels
+tuning, held, done = kernels.load()._tuning, threading.Event(), threading.Event()
+def measure():
+    with tuning._lock:
+        held.set()
+        done.wait()
+thread = threading.Thread(target=measure)
+thread.start()
+held.wait()
+child = os.fork()
+if not child:
+    tuning.settle()
+    os._exit(3)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+done.set()
+"""
+    command = [sys.executable, "-W", "ignore", "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "3", done.stderr
 
 
 def test_a_missing_library_is_mentioned_once(

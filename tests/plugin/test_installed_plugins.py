@@ -264,6 +264,18 @@ def test_strict(run: Any) -> None:
     assert seen[2] == seen[3]
 
 
+def test_a_misspelt_strictness(run: Any) -> None:
+    """A CI that asks for strictness with a typing error gets none, and does not hear of it until a plugin breaks."""
+    code = """
+    import json, amp_core
+    try:
+        amp_core.get_backend("good")
+    except ValueError as error:
+        print(json.dumps(str(error)))
+    """
+    assert "AMP_STRICT_PLUGINS='maybe' is not a switch" in run(code, AMP_STRICT_PLUGINS="maybe")
+
+
 def test_an_interrupted_load_can_be_repeated(run: Any) -> None:
     """Ctrl-C while a plugin loads leaves it neither loaded nor failed."""
     code = """

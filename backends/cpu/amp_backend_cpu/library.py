@@ -74,32 +74,45 @@ class Tuning:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
-        self._lock = threading.RLock()
+        self._pinned = _env.cpu_streaming()
         self.settled = False
+        self._renew_lock()
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._renew_lock)
+
+    def _renew_lock(self) -> None:
+        # In a forked child, the thread that holds the parent's does not exist.
+        self._lock = threading.RLock()
 
     def settle(self) -> None:
         """Choose the setting, once."""
         with self._lock:
             if self.settled:
                 return
-            pinned = _env.cpu_streaming()
-            if pinned is None:
+            if self._pinned is None:
                 self._library.amp_calibrate()
             else:
-                self._library.amp_stream(int(pinned))
+                self._library.amp_stream(int(self._pinned))
             self.settled = True
 
     def __str__(self) -> str:
         self.settle()
-        state = "on" if self._library.amp_stream(-1) else "off"
-        return f"streaming {state} ({'measured' if _env.cpu_streaming() is None else _env.CPU_STREAMING})"
+        on = self._library.amp_stream(-1)
+        why = (
+            _env.CPU_STREAMING if self._pinned is not None else f"measured; {_env.CPU_STREAMING}={on} pins it"
+        )
+        return f"streaming {'on' if on else 'off'} ({why})"
 
 
 def instruction_set(library: ctypes.CDLL) -> str:
-    """Return the instruction set in use and the variable that limits it, if any."""
+    """Return the instruction set in use and the variable that should limit it, if it is set."""
     name: str = library.amp_instruction_set().decode()
     forced = _env.cpu_capability()
-    return f"{name} ({_env.CPU_CAPABILITY}={forced})" if forced else name
+    if not forced:
+        return name
+    # torch reads it once, and ignores what it does not know.
+    obeyed = forced == torch.backends.cpu.get_cpu_capability().lower()
+    return f"{name} ({_env.CPU_CAPABILITY}={forced}{'' if obeyed else ' has no effect'})"
 
 
 def threads_for(elements: int) -> int:
