@@ -56,7 +56,8 @@ def _devices() -> dict[str, str]:
 
     devices = {}
     for row in describe_backends():
-        parts = [row["status"], row["reason"], ", ".join(row["supported_dtypes"]), row["kernels"]]
+        kernels = row["kernels"] or row["kernels_reason"]  # without kernels, why there are none
+        parts = [row["status"], row["reason"], ", ".join(row["supported_dtypes"]), kernels]
         devices[row["device"]] = "; ".join(filter(None, parts))
     return devices
 

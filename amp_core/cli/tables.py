@@ -1,10 +1,13 @@
-"""Terminal tables, drawn by rich if installed, else as plain columns."""
+"""Terminal tables, drawn by rich if installed, else as plain columns; as lists in a narrow terminal."""
 
 from __future__ import annotations
 
 import shutil
 import textwrap
 from collections.abc import Mapping, Sequence
+
+_NARROWEST = 8
+"""Characters of a column, borders included, below which rich leaves out what does not fit."""
 
 
 def print_table(
@@ -30,12 +33,26 @@ def print_table(
 
         print("\n".join([title, *aligned([columns, *rows], [False] * len(columns))]))
         return
+    console = Console()
+    if console.width < _NARROWEST * len(columns):
+        print("\n".join([title, *_lists(columns, rows)]))
+        return
     table = Table(title=title)
     for column in columns:
         table.add_column(column, overflow="fold")
     for row in rows:
         table.add_row(*(Text(cell, style=(styles or {}).get(cell, "")) for cell in row))
-    Console().print(table)
+    console.print(table)
+
+
+def _lists(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return a line per cell that is not empty, with a row's others below its first."""
+    return [
+        f"{'  ' if index else ''}{column}: {cell}"
+        for row in rows
+        for index, (column, cell) in enumerate(zip(columns, row, strict=True))
+        if cell
+    ]
 
 
 def terminal_width() -> int:

@@ -81,10 +81,10 @@ def verdict(full: History, mixed: History, advised: History) -> str:
     )
     if ratio > 1:
         text += " This device gains nothing from it for layers of this size; larger layers may gain."
-    return text + (
-        f' amp_core.advise(step, goal="speed") timed each op in both precisions; with its policy a step took '
-        f"{advised_ratio:.2f}."
-    )
+    text += ' amp_core.advise(step, goal="speed") timed each op in both precisions'
+    if not advised.mixed:
+        return text + " and advises float32: the runs differ by chance."
+    return text + f"; with its policy a step took {advised_ratio:.2f}."
 
 
 def save_picture(runs: list[History], path: Path, title: str) -> None:

@@ -95,6 +95,14 @@ def test_the_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monke
         assert text in printed
 
 
+def test_a_narrow_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Columns for which there is no room are empty, that of the device among them."""
+    monkeypatch.setenv("COLUMNS", "30")
+    assert main(["backends"]) == 0
+    out = capsys.readouterr().out
+    assert "device: cpu\n  status: available\n  reason: " in out
+
+
 def test_the_reason_of_kernels_that_failed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -46,6 +46,14 @@ def test_env_tells_what_a_bug_report_needs(
     assert "  AMP_TRITON: 0" in capsys.readouterr().out
 
 
+def test_env_tells_why_there_are_no_kernels() -> None:
+    """A bug report lists the device as available and leaves out the setting that breaks it."""
+    command = [sys.executable, "-m", "amp_core", "env"]
+    variables = {**os.environ, "AMP_COMPILED": "maybe"}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=variables)
+    assert re.search("  cpu: available; .*AMP_COMPILED='maybe' is not a switch", done.stdout)
+
+
 @pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])
 def test_completion_knows_every_subcommand(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The script of a shell lacks a subcommand, or an option of one."""

@@ -12,7 +12,8 @@ import torch
 from amp_core import GradScaler
 from amp_core.cli import demo, main
 from amp_core.demo.data import load_digits
-from amp_core.demo.train import Settings, Trainer, train
+from amp_core.demo.report import verdict
+from amp_core.demo.train import History, Settings, Trainer, train
 
 CPU = torch.device("cpu")
 
@@ -33,12 +34,23 @@ def test_it_trains_compares_and_leaves_a_picture(tmp_path, capsys):
     assert full > 95
     assert abs(full - mixed) < 1
     assert "advised: " in out
-    assert "with its policy a step took" in " ".join(out.split())
+    assert "timed each op in both precisions" in " ".join(out.split())
     casts, more_casts = (int(cell) for cell in rows["casts per step"][:2])
     assert (casts, more_casts > 0) == (0, True)
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert re.search(r"SGD skipped step 0: inf or NaN at scale 65536 in .*5\.weight", out)
     assert "begins: linear in 5" in out
+
+
+@pytest.mark.parametrize(
+    ("mixed", "words"), [(True, "with its policy a step took 0.50"), (False, "by chance")]
+)
+def test_advice_to_stay_in_float32_is_no_gain(mixed, words):
+    """The time of the third run is given as a gain although it is the first run once more."""
+    full, low = History("float32", False, seconds=[2.0]), History("AMP", True, seconds=[3.0])
+    text = verdict(full, low, History("advised", mixed, seconds=[1.0]))
+    assert words in text
+    assert ("0.50" in text) == mixed
 
 
 def test_float16_skips_a_step_and_still_learns():
