@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import amp_core
+from amp_core.common.files import why_unwritable
 from benchmarks import machine
 from benchmarks.ab import Ratio
 from benchmarks.plot import save_ratios
@@ -36,7 +37,8 @@ RESULTS = Path(__file__).parent / "results"
 
 def main() -> None:
     """Run the groups that the command line names, by default all."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    # No abbreviations: _run_with takes --capability out by its name.
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__, allow_abbrev=False)
     parser.add_argument("groups", nargs="*", metavar="GROUP", help=", ".join(GROUPS))
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     parser.add_argument("--plot", type=Path, help="also draw the ratios into this file")
@@ -50,12 +52,10 @@ def main() -> None:
         "--keep", action="store_true", help="write the figures to benchmarks/results, by CPU and capability"
     )
     args = parser.parse_args()
+    _refuse_arguments(args)
     machine.refuse_a_mixture()
     if args.capability:
         raise SystemExit(_run_with(args.capability))
-    availability = amp_core.get_backend(args.device).availability()
-    if not availability.usable:
-        raise SystemExit(f"{args.device!r} cannot be measured here: {availability.reason}")
     results: dict[str, list[Ratio]] = {}
     header = machine.header(args.device)
     print("\n".join(f"- {name}: {value}" for name, value in header.items()) + "\n")
@@ -78,6 +78,27 @@ def main() -> None:
         save_ratios(results, args.plot)
 
 
+def _refuse_arguments(args: argparse.Namespace) -> None:
+    """Stop before anything is measured if it cannot be, or cannot be written."""
+    unknown = [group for group in args.groups if group not in GROUPS]
+    if unknown:
+        raise SystemExit(f"There is no group {unknown[0]!r}; the groups are {', '.join(GROUPS)}.")
+    files = [path for path in (args.json, args.plot) if path is not None]
+    if args.capability == "all" and files:
+        raise SystemExit(
+            "Each capability would overwrite the file of the one before: use --keep, or run each."
+        )
+    for path in files:
+        if why := why_unwritable(path):
+            raise SystemExit(f"{path} cannot be written: {why}.")
+    try:
+        availability = amp_core.get_backend(args.device).availability()
+    except amp_core.BackendError as error:
+        raise SystemExit(str(error)) from None
+    if not availability.usable:
+        raise SystemExit(f"{args.device!r} cannot be measured here: {availability.reason}")
+
+
 def _write(path: Path, header: dict[str, str], figures: dict[str, Any]) -> None:
     path.write_text(json.dumps({"machine": header, "seconds": figures}, indent=1) + "\n")
 
@@ -94,7 +115,7 @@ def _run_with(capability: str) -> int:
         subprocess.run(command, env={**os.environ, "ATEN_CPU_CAPABILITY": name}, check=False)
         for name in chosen
     ]
-    return max(run.returncode for run in runs)
+    return int(any(run.returncode for run in runs))  # below 0 where a signal ended it
 
 
 def _ratios(group: str, device: str) -> Iterator[Ratio]:
