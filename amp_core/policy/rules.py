@@ -54,7 +54,7 @@ calls run under `LOWER_PRECISION_FP` if it has a threshold.
 """
 
 
-_THRESHOLD = re.compile(rf"(?:{LOWER_PRECISION_FP}|recipe \S+) above (\d+(?:\.\d+)?) ([kMGT]?)FLOP")
+_THRESHOLD = re.compile(rf"(?:{LOWER_PRECISION_FP}|recipe \S+) above ([0-9]+(?:\.[0-9]+)?) ([kMGT]?)FLOP")
 _UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 

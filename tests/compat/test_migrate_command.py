@@ -269,7 +269,10 @@ def test_missing_libcst_says_what_to_install(tree: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", code, "migrate", "."], capture_output=True, text=True, cwd=tree, check=False
     )
-    assert (done.returncode, done.stderr) == (2, "amp migrate: needs libcst; install amp-core[migrate]\n")
+    assert (done.returncode, done.stderr) == (
+        2,
+        "amp migrate: needs libcst; install it with: pip install 'amp-core[migrate]'\n",
+    )
 
 
 @pytest.mark.slow

@@ -63,7 +63,7 @@ def _require_libcst() -> None:
     try:
         import libcst  # noqa: F401
     except ImportError as error:
-        raise UsageError("needs libcst; install amp-core[migrate]") from error
+        raise UsageError("needs libcst; install it with: pip install 'amp-core[migrate]'") from error
 
 
 def _migrate_all(files: list[Path], args: argparse.Namespace) -> list[FileReport]:
