@@ -6,15 +6,18 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import accelerate.accelerator
 import torch
-from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import AutocastKwargs, DistributedType
 from torch import nn
 
 from amp_core import GradScaler, OpPolicy, autocast
+from amp_core.common.extras import needing
 from amp_core.integrations.checks import check_scaler, finish_update, refuse_mixed_gradients, replaced
 from amp_core.scaling.grad_scaler import OptState
+
+with needing("accelerate", "amp-core[accelerate]"):
+    import accelerate.accelerator
+    from accelerate.optimizer import AcceleratedOptimizer
+    from accelerate.utils import AutocastKwargs, DistributedType
 
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 

@@ -8,20 +8,23 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
-from lightning.fabric.plugins.precision import MixedPrecision as TheirFabricPrecision
-from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.plugins.precision import MixedPrecision as TheirPrecision
-from lightning.pytorch.utilities import GradClipAlgorithmType
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from amp_core import GradScaler, OpPolicy, autocast
 from amp_core.callbacks import SkipAwareScheduler
+from amp_core.common.extras import needing
 from amp_core.common.optimizers import parameters_of
 from amp_core.integrations.checks import check_scaler, finish_update, refuse_mixed_gradients, replaced
 from amp_core.scaling.grad_scaler import OptState
+
+with needing("lightning", "amp-core[lightning]"):
+    from lightning.fabric.plugins.precision import MixedPrecision as TheirFabricPrecision
+    from lightning.pytorch.callbacks import Callback
+    from lightning.pytorch.core.optimizer import LightningOptimizer
+    from lightning.pytorch.plugins.precision import MixedPrecision as TheirPrecision
+    from lightning.pytorch.utilities import GradClipAlgorithmType
+    from lightning.pytorch.utilities.model_helpers import is_overridden
 
 _DTYPES = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 

@@ -9,18 +9,21 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
-import torchtitan.trainer
 from torch import Tensor, distributed, nn
 from torch.distributed.tensor import DTensor
-from torchtitan.components.loss import ChunkedLossWrapper
 
 from amp_core import GradScaler, OpPolicy, PrecisionPlan
 from amp_core.callbacks import SkipAwareScheduler
+from amp_core.common.extras import needing
 from amp_core.common.text import dtype_name
 from amp_core.integrations.checks import replaced
 from amp_core.policy.rules import FP32
 
 _TESTED = "0.3"
+
+with needing("torchtitan", f"torchtitan=={_TESTED}.*"):
+    import torchtitan.trainer
+    from torchtitan.components.loss import ChunkedLossWrapper
 
 
 class Trainer(torchtitan.trainer.Trainer):

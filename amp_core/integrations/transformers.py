@@ -5,11 +5,14 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import transformers.trainer
-
 from amp_core import GradScaler, OpPolicy
-from amp_core.integrations.accelerate import Accelerator
+from amp_core.common.extras import needing
 from amp_core.integrations.checks import replaced
+
+with needing("transformers", "amp-core[transformers]"):
+    import transformers.trainer
+
+from amp_core.integrations.accelerate import Accelerator
 
 
 class Trainer(transformers.Trainer):

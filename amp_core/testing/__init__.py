@@ -49,4 +49,7 @@ def __getattr__(name: str) -> Any:
         raise ImportError("`python -O` leaves out what the kit's checks assert: run it without -O.")
     import importlib
 
-    return getattr(importlib.import_module(_MODULES[name]), name)
+    from amp_core.common.extras import needing
+
+    with needing("pytest", "amp-core[testing]"):
+        return getattr(importlib.import_module(_MODULES[name]), name)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from amp_core._torch.autocast import is_device_type
+from amp_core.common.extras import needing
 from amp_core.plugin import Backend, get_backend
 from amp_core.plugin.status import unknown_to_torch
 from amp_core.testing.report import CheckResult, Report
@@ -49,7 +50,8 @@ def check(
         BackendNotFoundError: no backend exists for `device_type`.
         ValueError: an area is unknown, `keyword` is no expression, or `fixtures` no `BackendFixtures`.
     """
-    import pytest
+    with needing("pytest", "amp-core[testing]"):
+        import pytest
 
     backend = get_backend(device_type) if isinstance(device_type, str) else device_type
     collector = Collector(backend, areas, fixtures, thorough=thorough, progress=progress)

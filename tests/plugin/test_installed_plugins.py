@@ -265,7 +265,7 @@ def test_strict(run: Any) -> None:
 
 
 def test_a_misspelt_strictness(run: Any) -> None:
-    """A CI that asks for strictness with a typing error gets none, and does not hear of it until a plugin breaks."""
+    """A CI misspells strictness, and does not hear of it until a plugin breaks."""
     code = """
     import json, amp_core
     try:
