@@ -128,8 +128,8 @@ class SpeedSearch:
             keeper.keep(root)  # it may only have run inside a functional_call
         try:
             self._backward(result)
-        except RuntimeError:
-            if not capture.run.ran_backward:
+        except RuntimeError as error:
+            if not capture.run.ran_backward or isinstance(error, AmpError):
                 raise
             self._runs_backward = False  # fn ran it, and has cleared the gradients
 

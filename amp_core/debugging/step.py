@@ -134,7 +134,7 @@ class Step:
                 stack.callback(active.pop)
                 with autocast(self.device_type, dtype=dtype, policy=policy):
                     result = self.fn()
-                self.leaves_backward = _run_backward(result, scale, capture)
+                self.leaves_backward = _run_backward(result, scale, capture, keeper)
                 self.roots = [self.model] if self.model is not None else capture.tap.places.roots
                 with muted():
                     _keep_gradients(self.roots, capture)
@@ -175,9 +175,13 @@ def quantising(
     return quantised, dtype or format_dtype(backend)
 
 
-def _run_backward(result: Any, scale: float, capture: Capture) -> bool:
-    """Run the backward pass from the scaled loss unless `fn` ran one; return whether it ran here."""
-    if capture.run.ran_backward or not isinstance(result, Tensor) or not result.requires_grad:
+def _run_backward(result: Any, scale: float, capture: Capture, keeper: StateKeeper) -> bool:
+    """Run the backward pass from the scaled loss unless `fn` ran it; return whether it ran here."""
+    if not isinstance(result, Tensor) or not result.requires_grad:
+        return False
+    # A pass that left no gradients may have been another one, as for a penalty on gradients.
+    may_have_run = capture.run.ran_backward
+    if may_have_run and (keeper.has_gradients() or result.numel() != 1):
         return False
     if result.numel() != 1:
         raise AmpError(
@@ -185,7 +189,13 @@ def _run_backward(result: Any, scale: float, capture: Capture) -> bool:
         )
     with muted():
         loss = (result if result.dtype is torch.float64 else result.float()).sum() * scale
-    loss.backward()  # type: ignore[no-untyped-call]
+    try:
+        loss.backward()  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        if not may_have_run or isinstance(error, AmpError):
+            raise
+        keeper.clear_gradients()  # the graph is gone: fn ran the pass, and cleared what it gave
+        return False
     return True
 
 

@@ -335,3 +335,35 @@ def test_a_dtype_that_the_device_has_no_regions_of(rehearse, dtype):
     model = nn.Linear(2, 2)
     with serving(Float16Alone()), pytest.raises(ValueError, match=r"Regions on 'cpu' take torch\.float16\."):
         rehearse(lambda: model(torch.ones(1, 2)).sum(), "cpu", dtype=dtype)
+
+
+def test_a_penalty_on_gradients():
+    """The pass for a penalty counts as the step's own: no gradient is compared, or scaled."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1))
+    x = torch.randn(8, 16, requires_grad=True)
+
+    def step():
+        loss = model(x).mean()
+        (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+        return loss + gradient.square().sum()
+
+    comparison = amp_core.compare(step, "cpu", scale=1024.0)
+    assert len(comparison.at("parameter")) == 4
+    assert comparison.gradient_error > 0
+    assert comparison.scale == 1024.0
+
+
+def test_a_step_that_clears_its_gradients():
+    """Such a step is taken for one without a backward pass, and its graph is used twice, which raises."""
+    model = nn.Linear(16, 1)
+    x = torch.randn(8, 16)
+
+    def step():
+        loss = model(x).mean()
+        loss.backward()
+        model.zero_grad()
+        return loss
+
+    assert amp_core.compare(step, "cpu").ran_backward
+    assert all(p.grad is None for p in model.parameters())
