@@ -29,8 +29,8 @@ def refuse_mixed(entry: Entry) -> None:
         if before is None or state.stage is not OptState.UNSCALED or is_tracing():
             continue
         now = _first_gradient(optimizer)
-        # Where torch tells no versions, no two are alike, and nothing is refused.
-        changed = now != before.first and now == _first_gradient(optimizer)
+        # Where torch tells no versions, no two are alike, and nothing is refused; nor where all are cleared.
+        changed = now not in (None, before.first) and now == _first_gradient(optimizer)
         if changed and entry.loss_scale.losses != before.losses:
             raise RuntimeError(_MIXED.format(optimizer=type(optimizer).__name__))
 

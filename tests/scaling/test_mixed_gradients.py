@@ -87,6 +87,19 @@ def test_what_is_no_sum_is_allowed(before: str, after: str) -> None:
     assert all(map(torch.equal, run.gradients(), expected.gradients()))
 
 
+@pytest.mark.parametrize("after", AFTER)
+def test_cleared_gradients_are_no_sum(after: str) -> None:
+    """A loss of another model is blamed for a sum where there is no gradient at all."""
+    run, other = Training(), Training()
+    run.backward()
+    run.scaler.unscale_(run.optimizer)
+    run.optimizer.zero_grad()
+    other.scaler = run.scaler
+    other.backward()
+    AFTER[after](run.scaler, run.optimizer)
+    assert not run.gradients()
+
+
 def test_without_versions_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a torch that does not tell versions, no two are alike, and what is no sum is taken for one."""
     numbers = itertools.count()
