@@ -156,12 +156,14 @@ def clip_factor(
         return true_norm.to(stats.dtype), factors, stats
     norm, by = read(stats.norm), read(scale)
     true, factor = clip_on_host(norm, by, inverse_of(by), max_norm, as_divisor=as_divisor)
-    overflow = by < 1.0 and true > torch.finfo(stats.dtype).max
+    # Of float64 gradients, it may be the squares alone that are beyond float64: `_clip_large` finds out.
+    known = math.isfinite(norm) or stats.dtype is torch.float32
+    overflow = by < 1.0 and known and true > torch.finfo(stats.dtype).max
     in_range = math.isfinite(norm) and 1.0 / _LARGE < factor < _LARGE
     if not (in_range or overflow or any(map(read, flags))):
         return _clip_large(parts, stats, scale, max_norm, norm_type, deciders, as_divisor=as_divisor)
     if overflow:  # a scale below 1 may have taken the unscaled gradients beyond their dtype, as in torch
-        stats = stats._replace(flags={device: torch.ones_like(flag) for device, flag in stats.flags.items()})
+        stats = _all_flagged(stats)
     return *_scalars(true, factor, stats.dtype), stats
 
 
@@ -196,13 +198,21 @@ def _clip_large(
     divisor = math.ldexp(read(scale), -_SHIFT * shifts)
     norm, inverse = read(stats.norm), 1.0 / divisor
     true, factor = clip_on_host(norm, divisor, inverse, max_norm, as_divisor=as_divisor)
-    if math.isinf(true):  # beyond float64
-        factor = norm / max_norm if as_divisor else max_norm / norm
-    exponent = math.frexp(factor)[1] if 0.0 < factor < math.inf else 0
+    power = 0
+    if true > _BEYOND and 0.0 < max_norm < true:
+        mantissa, power = math.frexp(norm)
+        factor, power = (mantissa / max_norm, power) if as_divisor else (max_norm / mantissa, -power)
+    if math.isinf(true) and read(scale) < 1.0:
+        stats = _all_flagged(stats)
+    exponent = power + math.frexp(factor)[1] if 0.0 < factor < math.inf else 0
     if abs(exponent) > 100:  # a factor that float32 cannot hold: apply a power of two of it now
         _shift_(parts, -exponent if as_divisor else exponent)
-        factor = math.ldexp(factor, -exponent)
-    return *_scalars(true, factor, stats.dtype), stats
+        power -= exponent
+    return *_scalars(true, math.ldexp(factor, power), stats.dtype), stats
+
+
+_BEYOND = 2.0**500
+"""Above this norm, the quotient of two norms may leave float64."""
 
 
 def _shift_(parts: Sequence[Gradients], exponent: int) -> None:
@@ -213,6 +223,11 @@ def _shift_(parts: Sequence[Gradients], exponent: int) -> None:
         factors = _MultiDeviceReplicator(torch.full((), 2.0**step, dtype=torch.float32, device="cpu"))
         for part in parts:
             part.multiply_(factors.get(part.device), None)
+
+
+def _all_flagged(stats: GlobalGradStats) -> GlobalGradStats:
+    flags = {device: torch.ones_like(flag) for device, flag in stats.flags.items()}
+    return stats._replace(flags=flags)
 
 
 def _flag(stats: GlobalGradStats, found: Tensor) -> GlobalGradStats:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ from torch.optim import Optimizer
 
 from amp_core._torch.steps import is_fused
 from amp_core.common.arguments import as_max_norm, as_order, check_group
+from amp_core.kernels.memory import on_host, read
 from amp_core.scaling.arithmetic import is_tracing, overflows
 from amp_core.scaling.distributed import Deciders
 from amp_core.scaling.grad_passes import (
@@ -142,7 +144,8 @@ class Unscaler:
         stats = read_gradients(parts, norm_type, scale.device, deciders, self._overlap)
         unscaled = state.stage is OptState.UNSCALED
         divisor = torch.ones_like(scale) if unscaled else scale
-        beyond = None if unscaled or not parts else _overflows_unscaled(parts, stats, scale)
+        clips = max_norm is not None
+        beyond = None if unscaled or not parts else _overflows_unscaled(parts, stats, scale, clips=clips)
         if max_norm is not None:
             state.total_norm, divisor, stats = clip_factor(
                 parts, stats, divisor, max_norm, norm_type, deciders, as_divisor=True
@@ -156,11 +159,15 @@ class Unscaler:
         return divisor
 
 
-def _overflows_unscaled(parts: Sequence[Gradients], stats: GlobalGradStats, scale: Tensor) -> Tensor | None:
+def _overflows_unscaled(
+    parts: Sequence[Gradients], stats: GlobalGradStats, scale: Tensor, *, clips: bool
+) -> Tensor | None:
     """Return a flag if a scale below 1 may take gradients beyond their dtype; see `overflows`."""
     # Ranks that have agreed on the norm must not part because one of them has other dtypes.
     some = stats.dtype is torch.float64 and not stats.agreed
     wide = some and all([g.dtype is torch.float64 for part in parts for g in part.grads])  # noqa: C419
+    if wide and clips and on_host(stats.norm) and math.isinf(read(stats.norm)):
+        return None  # `clip_factor` tells whether only the squares are beyond float64
     return overflows(stats.norm, scale, wide=wide)
 
 

@@ -64,6 +64,29 @@ def test_a_scale_below_one_takes_gradients_beyond_float32(dtypes: list[str]) -> 
 
 
 @pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(("exponent", "fits"), [(512, True), (1022, True), (1023, False)])
+def test_only_the_squares_are_beyond_float64(exponent: int, fits: bool, fused: bool) -> None:
+    """A scale below 1 makes finite gradients count as overflowed, because the norm sums their squares."""
+    (change,), scaler, skipped = step([torch.tensor([2.0**exponent], dtype=torch.float64)], 0.5, 1.0, fused)
+    assert (skipped, scaler.get_scale()) == (not fits, 0.5 if fits else 0.25)
+    assert float(change) == pytest.approx(1.0 if fits else 0.0)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("max_norm", [0.0, 2.0**-60, 1.5, 2.0**900, math.inf])
+@pytest.mark.parametrize("count", [1, 64])
+def test_any_norm_may_be_asked_for(count: int, max_norm: float, fused: bool) -> None:
+    """The quotient of two norms leaves float64: the step is silently 0, or divides by 0."""
+    gradient = torch.full((count,), 2.0**1022, dtype=torch.float64)
+    (change,), _, skipped = step([gradient], 1.0, max_norm, fused)
+    assert not skipped
+    if math.isinf(max_norm):
+        assert torch.equal(change, gradient)
+    else:
+        assert float(change[0]) * math.sqrt(count) == pytest.approx(max_norm, rel=1e-6, abs=0)
+
+
+@pytest.mark.parametrize("fused", [False, True])
 def test_a_norm_that_float64_holds_leaves_float32_gradients_beside_it(fused: bool) -> None:
     """Gradients are divided until their norm is small, float32 ones to 0, though nothing is clipped."""
     grads = [torch.ones(3, dtype=torch.float64) * 1e100, torch.ones(3) * 0.25]
