@@ -57,6 +57,7 @@ def overloads(name: object) -> list[Overload]:
     return _castable(packet)
 
 
+_OP = re.compile(r"[!-9;-~]+::[A-Za-z_]\w*(\.\w+)?", re.ASCII)  # what torch can parse
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 
@@ -74,14 +75,32 @@ def full_names(name: object) -> list[str]:
         _check_function(name.strip())
         return [name.strip()]
     if _is_function_class(name):
-        return [f"{name.__module__}:{name.__qualname__}"]
+        return [_name_of_class(name)]
     text = _text(name)
     namespace, base, _ = split(text)
     # The list of all ops takes torch 10 ms, so ask for it only if the op is not there.
     known = not namespace or _packet(namespace, base) is not None
     if not known and not any(n.startswith(f"{namespace}::") for n in all_op_names()):
+        _check_form(text)
         return [in_full(text)]
     return [full_name(o) for o in overloads(name)]
+
+
+def _check_form(name: str) -> None:
+    if _OP.fullmatch(name) is None:
+        raise PolicyError(
+            f"{name!r} cannot be the name of an op, so a rule would have no effect. Write namespace::name or "
+            f"namespace::name.overload for one overload; package.module:Class names an autograd function."
+        )
+
+
+def _name_of_class(cls: type[torch.autograd.Function]) -> str:
+    if "<locals>" in cls.__qualname__:
+        raise PolicyError(
+            f"{cls.__module__}:{cls.__qualname__} is defined inside a function, and rules find an autograd "
+            f"function by its name. Define it at the top level of a module, or in a class there."
+        )
+    return f"{cls.__module__}:{cls.__qualname__}"
 
 
 def is_function(name: str) -> bool:

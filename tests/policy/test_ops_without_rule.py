@@ -136,6 +136,13 @@ def test_a_misspelt_op_of_a_defined_namespace_is_refused(later: tuple[str, Calla
         DEFAULT.override({name + "s": "fp32"})
 
 
+@pytest.mark.parametrize("name", ["a::b::c", "a::b.c.d", "a::b(", "a::1b", "a b::c", "a::ß", "ß::a"])
+def test_what_no_op_can_be_called_is_refused(name: str) -> None:
+    """The first region with the policy ends in an error of torch's parser, which names neither."""
+    with pytest.raises(PolicyError, match=r"cannot be the name of an op.*Write namespace::name"):
+        DEFAULT.override({name: "fp32"})
+
+
 # Autograd functions by name.
 
 SQUARE = """
@@ -205,6 +212,16 @@ def test_a_function_with_a_rule_compiles(module: tuple[str, Callable[[], types.M
     with autocast("cpu", policy=DEFAULT.override({f"{name}:Square": "lower_precision_fp"})):
         assert compiled(x).dtype is LOW
     assert compiled(x).dtype is HIGH
+
+
+def test_a_class_that_no_name_leads_to_is_refused() -> None:
+    """The rule is taken, and the first region with the policy ends in an error of torch's parser."""
+
+    class Local(torch.autograd.Function):
+        pass
+
+    with pytest.raises(PolicyError, match=r"<locals>\.Local is defined inside a function.*top level"):
+        DEFAULT.override({Local: "fp32"})
 
 
 def test_a_function_can_be_given_as_a_class(module: tuple[str, Callable[[], types.ModuleType]]) -> None:
