@@ -16,6 +16,7 @@ from torch.optim.optimizer import Optimizer
 
 from amp_core._torch.tensors import is_wrapper, part_of, version_of
 from amp_core._torch.tracing import calls_are_captured, outside_graphs
+from amp_core.common.generators import kept_generators
 from amp_core.common.optimizers import exact_states, watch_steps
 from amp_core.errors import AmpError
 
@@ -244,10 +245,7 @@ def _accelerator() -> Any:
 def seeded(seed: int, device_type: str) -> Iterator[None]:
     """Seed torch and `random` for a block, and restore their state afterwards."""
     state = random.getstate()
-    accelerator = torch.accelerator.current_accelerator()
-    on_accelerator = accelerator is not None and accelerator.type == device_type
-    devices = [torch.accelerator.current_device_index()] if on_accelerator else []
-    with torch.random.fork_rng(devices, device_type=device_type if on_accelerator else "cpu"):
+    with kept_generators(device_type):
         torch.manual_seed(seed)
         random.seed(seed)
         try:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from amp_core._torch.op_kernels import has_kernel, key_set, native_kernel
 from amp_core._torch.tracing import checks_dtype, to_copy
 from amp_core.common.arguments import check_dtype, check_module
 from amp_core.common.containers import tensors_in
+from amp_core.common.generators import kept_generators
 from amp_core.dispatch.activate import default_policy
 from amp_core.errors import AmpWarning, MaterializeError, PolicyError
 from amp_core.plugin import get_backend
@@ -54,8 +56,9 @@ def materialize(
         dtype: the dtype of low-precision ops; defaults to the device's own.
         device_type: the region's device type; defaults to that of the first parameter.
         dynamic_shapes: as for ``torch.export.export``.
-        check: run both models on the example arguments and compare the results bit for bit. Switch it off for
-            models with random results or on devices whose kernels are not deterministic.
+        check: run both models on the example arguments and compare the results bit for bit. Buffers and
+            random generators are restored afterwards. Switch it off for models with random results or on
+            devices whose kernels are not deterministic.
 
     Returns:
         The model as a ``torch.fx.GraphModule``, with frozen weights.
@@ -117,11 +120,29 @@ def materialize(
     graph_module.eval()
     if check:
         with torch.no_grad():
-            result = graph_module(*args, **(kwargs or {}))
-            with region:
+            with _left_as_it_is(graph_module), kept_generators(region.device):
+                result = graph_module(*args, **(kwargs or {}))
+            with _left_as_it_is(model), kept_generators(region.device), region:
                 wanted = model(*args, **(kwargs or {}))
         _compare(result, wanted, model, ops, in_force)
     return graph_module  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _left_as_it_is(model: nn.Module) -> Iterator[None]:
+    """Undo what the block does to the buffers of `model`, such as running statistics."""
+    modules = [(module, dict(module._buffers)) for module in model.modules()]
+    buffers = [b for _, named in modules for b in named.values() if b is not None and not b.is_inference()]
+    values = [(b, b.clone()) for b in buffers if b.layout is torch.strided]
+    try:
+        yield
+    finally:
+        for module, named in modules:
+            module._buffers.clear()
+            module._buffers.update(named)
+        for buffer, value in values:
+            if not torch.equal(buffer, value):  # batch norms leave the version counter
+                buffer.copy_(value)
 
 
 def _compare(result: Any, wanted: Any, model: nn.Module, ops: set[str], policy: OpPolicy) -> None:

@@ -435,6 +435,31 @@ def test_an_op_whose_inner_ops_are_cast_is_named() -> None:
     assert torch.equal(low(x, x), in_region(model, x, x, policy=policy))
 
 
+class Counting(nn.Module):
+    """Replaces a buffer and writes to one, in the mode of training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm, self.drop = nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(0.5)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = self.calls + 1
+        return self.drop(self.norm(self.linear(x))) * self.calls
+
+
+def test_the_check_leaves_buffers_and_generators_as_they_are() -> None:
+    """The example arguments enter running statistics, and a seeded training goes on with other numbers."""
+    model = Counting()
+    before, generator = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    buffers = dict(model.named_buffers())
+    low = materialize(model, (torch.randn(5, 6, generator=torch.Generator().manual_seed(0)),))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(buffers[name] is buffer for name, buffer in model.named_buffers())
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert all(torch.equal(b, before[name]) for name, b in low.named_buffers() if name in before)
+
+
 def test_the_fused_path_of_torch_is_named() -> None:
     """Torch's own encoder runs as one kernel without gradients: without a word, nobody finds why."""
     torch.manual_seed(0)
