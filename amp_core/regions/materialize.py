@@ -97,7 +97,10 @@ def materialize(
                 model, tuple(args), dict(kwargs or {}), dynamic_shapes=dynamic_shapes, strict=False
             )
             _decompose_unruled(program, in_force)
-            graph_module: Any = program.run_decompositions({}).module()
+            traced = program.run_decompositions({})
+            while _decompose_unruled(traced, in_force):  # parts may be composed of others themselves
+                traced = traced.run_decompositions({})
+            graph_module: Any = traced.module()
     except PolicyError:
         raise
     except Exception as error:
@@ -174,15 +177,21 @@ def _same(a: Tensor, b: Tensor) -> bool:
     return a.dtype is b.dtype and a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
 
 
-def _decompose_unruled(program: torch.export.ExportedProgram, policy: OpPolicy) -> None:
-    """Have each op without a rule that torch composes of others run its parts above autocast."""
+def _decompose_unruled(program: torch.export.ExportedProgram, policy: OpPolicy) -> bool:
+    """Have each op without a rule that torch composes of others run its parts above autocast.
+
+    Returns:
+        Whether there are any.
+    """
+    found = False
     for part in program.graph_module.modules():
         for node in part.graph.nodes if isinstance(part, fx.GraphModule) else ():
             if isinstance(node.target, Overload) and not is_view(node.target):
                 name = dispatcher_name(node.target)
                 ruled = policy.rules.get(names.full_name(node.target), UNCHANGED) != UNCHANGED
                 if not ruled and has_kernel(name, "CompositeImplicitAutograd"):
-                    node.target = _parts(name, autograd_key(policy.device_type))
+                    node.target, found = _parts(name, autograd_key(policy.device_type)), True
+    return found
 
 
 def _parts(name: str, key: str) -> Callable[..., Any]:

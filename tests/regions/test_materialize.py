@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import operator
 import pickle
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -157,6 +158,21 @@ def test_ops_without_a_rule_that_torch_composes_of_others(policy: OpPolicy | Non
     model, x = Model(), torch.randn(3, 3, 8)
     wanted = in_region(model, x, policy=policy)
     assert torch.equal(materialize(model, (x,), policy=policy, dtype=LOW)(x), wanted)
+
+
+def test_parts_that_are_composed_themselves() -> None:
+    """`inner` calls `tensordot`, which calls `mm`: the graph keeps `tensordot`, in float32.
+
+    In a process of its own: a policy that was in force before may have put kernels in place that hide it.
+    """
+    code = (
+        "import torch, amp_core\n"
+        "class Model(torch.nn.Module):\n"
+        "    def forward(self, x): return torch.inner(x, x)\n"
+        "x = torch.randn(3, 3, 8)\n"
+        "assert amp_core.materialize(Model(), (x,), dtype=torch.bfloat16)(x).dtype is torch.bfloat16\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 @pytest.mark.filterwarnings("ignore:The tensor attributes")  # by torch.export, on every RNN
