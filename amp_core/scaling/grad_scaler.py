@@ -737,7 +737,8 @@ class GradScaler(TorchNames):
         """
         if loss_scale is not None and loss_scale is not self._scales.own:
             return False
-        return getattr(getattr(self, name), "__func__", None) is not getattr(GradScaler, name)
+        # Not by `__func__`: under Dynamo that of a bound method is never the function of the class.
+        return name in vars(self) or getattr(type(self), name) is not getattr(GradScaler, name)
 
     # -- saving ----------------------------------------------------------------------------------
 
