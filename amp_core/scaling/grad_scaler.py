@@ -317,7 +317,7 @@ class GradScaler(TorchNames):
 
         Raises:
             RuntimeError: a step was taken since the last `update`; torch's text. Or a subclass overrides
-                `_maybe_opt_step`, which decides before the closure has run.
+                `_maybe_opt_step`, which decides before the closure has run, and not this method.
             AssertionError: the closure scaled no loss, or left no gradient.
 
         Example::
@@ -341,7 +341,7 @@ class GradScaler(TorchNames):
 
             return optimizer.step(clipped)
         check_closure(optimizer, closure)
-        if self._overrides("_maybe_opt_step"):
+        if self._overrides("_maybe_opt_step") and not self._overrides("step_closure"):
             raise RuntimeError(_OWN_DECISION.format(name=type(self).__name__))
         loss_scale = self._scales.for_loss(key)
         state = loss_scale.optimizer_states.of(optimizer)
@@ -434,9 +434,15 @@ class GradScaler(TorchNames):
     def _clip(
         self, entry: Entry, max_norm: float, norm_type: float, *, error_if_nonfinite: bool = False
     ) -> Tensor:
-        ready = all([state.stage is OptState.READY for state in entry.states])  # noqa: C419
+        ready = all([s.stage is OptState.READY and not s.delegated for s in entry.states])  # noqa: C419
         if ready and (self._overrides("unscale_", entry.loss_scale) or self._overrides("_unscale_grads_")):
-            self._unscale_as_overridden(entry)
+            for state in entry.states:
+                state.delegated = True  # the subclass may clip in turn
+            try:
+                self._unscale_as_overridden(entry)
+            finally:
+                for state in entry.states:
+                    state.delegated = False
         return self._unscaler.clip(entry, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
     def _check_as_overridden(self, entry: Entry) -> bool:

@@ -70,6 +70,7 @@ class OptimizerState:
         owner: the optimizer; None while Dynamo traces.
         unscaled: what the gradients were when they were unscaled last, for `refuse_mixed`.
         undo: what `StepLog.withdraw` needs, after a record.
+        delegated: whether a method of a subclass unscales the gradients now.
     """
 
     stage: OptState = OptState.READY
@@ -81,6 +82,7 @@ class OptimizerState:
     owner: Callable[[], torch.optim.Optimizer | None] | None = None
     unscaled: Unscaled | None = None
     undo: Undo | None = None
+    delegated: bool = False
 
     def __getitem__(self, name: str) -> Any:
         if name not in _TORCH_NAMES:

@@ -220,6 +220,36 @@ def test_overridden_methods_are_called_however_it_steps(how: str, name: str) -> 
     assert param.tolist() == ([0.0, 0.0] if name == "unscale_" else [1.0, 1.0])
 
 
+@pytest.mark.parametrize("name", ["unscale_", "_unscale_grads_"])
+@pytest.mark.parametrize("how", STEPS)
+def test_overridden_methods_that_clip(how: str, name: str) -> None:
+    """The method and the clipping call each other without end."""
+
+    class Scaler(GradScaler):
+        def unscale_(self, optimizer: Any, *_: Any) -> None:
+            self.clip_grad_norm_(optimizer, 0.5)
+
+        def _unscale_grads_(self, optimizer: Any, *_: Any) -> Any:
+            self.clip_grad_norm_(optimizer, 0.5)
+            return self._found_inf_per_device(optimizer)
+
+    for other in {"unscale_", "_unscale_grads_"} - {name}:
+        delattr(Scaler, other)
+    scaler, param = Scaler("cpu", 4.0), nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([param], lr=1.0)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        scaler.scale(param.sum()).backward()
+        return param.sum()
+
+    STEPS[how](scaler, optimizer, closure)
+    if how == "clipping":
+        scaler.step(optimizer)
+    scaler.update()
+    assert param.item() == pytest.approx(-0.5, rel=1e-4)
+
+
 @pytest.mark.parametrize("key", [None, "a"])
 @pytest.mark.parametrize("max_norm", [None, 9.0])
 def test_an_overridden_unscaling_decides_on_keyed_and_clipped_fused_steps(
@@ -267,6 +297,21 @@ def test_an_overridden_decision_and_a_closure() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=1.0)
     with pytest.raises(RuntimeError, match="Scaler overrides _maybe_opt_step, which decides on a step"):
         Scaler("cpu").step_closure(optimizer, lambda: None)
+
+
+def test_a_subclass_that_decides_on_closures_too() -> None:
+    """A subclass that overrides step_closure, as the error advises, cannot call the method of its base."""
+
+    class Scaler(GradScaler):
+        def _maybe_opt_step(self, *args: Any, **kwargs: Any) -> Any:
+            return super()._maybe_opt_step(*args, **kwargs)
+
+        def step_closure(self, *args: Any, **kwargs: Any) -> Any:
+            return super().step_closure(*args, **kwargs)
+
+    scaler, param = Scaler("cpu", 4.0), nn.Parameter(torch.ones(2))
+    scaler.step_closure(torch.optim.SGD([param], lr=1.0), lambda: scaler.scale(param.sum()).backward())
+    assert param.tolist() == [0.0, 0.0]
 
 
 class Stage(enum.Enum):
