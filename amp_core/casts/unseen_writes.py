@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from amp_core.common.optimizers import StepArguments
@@ -35,15 +34,22 @@ def before_closure(call: Callable[[], None], args: tuple[Any, ...], kwargs: dict
     """Return the arguments of a step, with `call` called before each call of the closure among them."""
 
     def wrapped(closure: Any) -> Any:
-        if not callable(closure):
-            return closure
-
-        @functools.wraps(closure)
-        def evaluate(*args: Any, **kwargs: Any) -> Any:
-            call()
-            return closure(*args, **kwargs)
-
-        return evaluate
+        is_other = isinstance(closure, (nn.Module, type))  # such as the model of a second-order optimizer
+        return _Closure(call, closure) if callable(closure) and not is_other else closure
 
     named = {"closure": wrapped(kwargs["closure"])} if "closure" in kwargs else {}
     return (*args[:1], *map(wrapped, args[1:2]), *args[2:]), {**kwargs, **named}
+
+
+class _Closure:
+    """A closure that calls something first; for the rest it is the same object, which may have methods."""
+
+    def __init__(self, call: Callable[[], None], closure: Callable[..., Any]) -> None:
+        self._call, self.__wrapped__ = call, closure
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._call()
+        return self.__wrapped__(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__wrapped__, name)

@@ -295,3 +295,33 @@ def test_closures_of_an_optimizer_that_torch_cannot_follow(scope: Any, keyword: 
     with scope(layer):
         optimizer.step(closure=closure) if keyword else optimizer.step(closure)
     assert seen == [1, 2]
+
+
+class Loss:
+    """A closure with a method."""
+
+    def __call__(self) -> float:
+        return 1.0
+
+    def doubled(self) -> float:
+        return 2 * self()
+
+
+@pytest.mark.parametrize("given", [Loss(), nn.Linear(1, 1), Loss], ids=["closure", "model", "class"])
+@pytest.mark.parametrize("keyword", [False, True])
+def test_what_else_a_step_takes(given: Any, keyword: bool) -> None:
+    """An optimizer gets a function in place of a closure with methods, or of the model."""
+    got: list[Any] = []
+
+    class Taking(Unseen):
+        def step(self, closure: Any = None) -> None:
+            got.append(closure)
+
+    layer = nn.Linear(1, 1)
+    optimizer = Taking(layer.parameters())
+    with cached_casts(layer):
+        optimizer.step(closure=given) if keyword else optimizer.step(given)
+    if isinstance(given, Loss):
+        assert (got[0](), got[0].doubled()) == (1.0, 2.0)
+    else:
+        assert got == [given]
