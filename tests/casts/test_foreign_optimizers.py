@@ -325,3 +325,19 @@ def test_what_else_a_step_takes(given: Any, keyword: bool) -> None:
         assert (got[0](), got[0].doubled()) == (1.0, 2.0)
     else:
         assert got == [given]
+
+
+@pytest.mark.parametrize("scope", [cached_casts, master_weights])
+@pytest.mark.parametrize("flag", [1.0, 2.0])
+def test_a_flag_that_torchs_scaler_sums_over_devices(scope: Any, flag: float) -> None:
+    """The casts of a fused step that is taken, as torch's kernels skip at 1.0 alone, stay for good."""
+    layer, x = nn.Linear(1, 1, bias=False), torch.ones(1, 1)
+    nn.init.ones_(layer.weight)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0, fused=True)
+    with scope(layer):
+        with autocast("cpu"):
+            layer(x).backward()
+        optimizer.found_inf = torch.tensor(flag)  # type: ignore[attr-defined]
+        optimizer.step()
+        with autocast("cpu"):
+            assert layer(x).item() == layer.weight.item() == (1.0 if flag == 1.0 else 0.0)

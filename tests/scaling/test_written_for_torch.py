@@ -267,6 +267,19 @@ def test_an_overridden_unscaling_decides_on_keyed_and_clipped_fused_steps(
     assert param.tolist() == [1.0, 1.0]
 
 
+def test_flags_that_are_summed_over_ranks() -> None:
+    """A fused kernel skips at 1.0 alone: it takes a step with inf that the record says was skipped."""
+    scaler, param = GradScaler("cpu", 4.0), nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([param], lr=1.0, fused=True)
+    scaler.scale(param.sum() * math.inf).backward()
+    scaler.unscale_(optimizer)
+    for flag in scaler._found_inf_per_device(optimizer).values():
+        flag.mul_(2.0)  # as all_reduce does where two ranks have inf
+    scaler.step(optimizer)
+    assert scaler.history[-1].skipped
+    assert param.tolist() == [1.0, 1.0]
+
+
 def test_several_optimizers_and_an_overridden_unscaling() -> None:
     """Optimizers that step as one go past the method: one of them steps although it says no."""
     asked: list[Any] = []
