@@ -21,7 +21,7 @@ from amp_core.debugging.agreement import Ranks
 from amp_core.debugging.capture import Capture
 from amp_core.debugging.places import Places
 from amp_core.debugging.state_keeper import StateKeeper, seeded
-from amp_core.debugging.step import Step
+from amp_core.debugging.step import Step, is_of_freed_graph
 from amp_core.debugging.tap import eager
 from amp_core.dispatch.engine import engine
 from amp_core.dispatch.work import work
@@ -129,7 +129,7 @@ class SpeedSearch:
         try:
             self._backward(result)
         except RuntimeError as error:
-            if not capture.run.ran_backward or isinstance(error, AmpError):
+            if not capture.run.ran_backward or not is_of_freed_graph(error):
                 raise
             self._runs_backward = False  # fn ran it, and has cleared the gradients
 

@@ -175,6 +175,11 @@ def quantising(
     return quantised, dtype or format_dtype(backend)
 
 
+def is_of_freed_graph(error: RuntimeError) -> bool:
+    """Return whether a backward pass raised `error` because one through the same graph had run before."""
+    return "backward through the graph a second time" in str(error)
+
+
 def _run_backward(result: Any, scale: float, capture: Capture, keeper: StateKeeper) -> bool:
     """Run the backward pass from the scaled loss unless `fn` ran it; return whether it ran here."""
     if not isinstance(result, Tensor) or not result.requires_grad:
@@ -192,9 +197,9 @@ def _run_backward(result: Any, scale: float, capture: Capture, keeper: StateKeep
     try:
         loss.backward()  # type: ignore[no-untyped-call]
     except RuntimeError as error:
-        if not may_have_run or isinstance(error, AmpError):
+        if not may_have_run or not is_of_freed_graph(error):
             raise
-        keeper.clear_gradients()  # the graph is gone: fn ran the pass, and cleared what it gave
+        keeper.clear_gradients()  # fn ran the pass, and cleared what it gave
         return False
     return True
 

@@ -367,3 +367,30 @@ def test_a_step_that_clears_its_gradients():
 
     assert amp_core.compare(step, "cpu").ran_backward
     assert all(p.grad is None for p in model.parameters())
+
+
+class Faulty(torch.autograd.Function):
+    """Raises in the backward pass."""
+
+    @staticmethod
+    def forward(_ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(_ctx, _gradient):
+        raise RuntimeError("a fault of the step")
+
+
+@pytest.mark.parametrize("goal", [None, "speed"])
+def test_a_fault_after_another_backward_pass(goal):
+    """The error is taken for that of a freed graph: the step is judged without its backward pass."""
+    model = nn.Linear(16, 1)
+    x = torch.randn(8, 16, requires_grad=True)
+
+    def step():
+        loss = model(x).mean()
+        torch.autograd.grad(loss, x, retain_graph=True)
+        return Faulty.apply(loss)
+
+    with pytest.raises(RuntimeError, match="a fault of the step"):
+        amp_core.advise(step, "cpu", goal=goal) if goal else amp_core.compare(step, "cpu")
