@@ -743,8 +743,9 @@ class GradScaler(TorchNames):
         """
         if loss_scale is not None and loss_scale is not self._scales.own:
             return False
-        # Not by `__func__`: under Dynamo that of a bound method is never the function of the class.
-        return name in vars(self) or getattr(type(self), name) is not getattr(GradScaler, name)
+        # Under Dynamo, `__func__` of a bound method is never the function of the class.
+        method = getattr(type(self), name) if is_tracing() else getattr(getattr(self, name), "__func__", None)
+        return method is not getattr(GradScaler, name)
 
     # -- saving ----------------------------------------------------------------------------------
 
