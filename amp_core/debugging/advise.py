@@ -139,7 +139,8 @@ def advise(
         An `Advice` to print, save or apply.
 
     Raises:
-        AmpError: as for `compare`; or, for speed, several ranks share the model, or `fn` enters a region.
+        AmpError: as for `compare`; or, for speed, several ranks share the model, or all ops of `fn` are in
+            regions of its own.
         PolicyError: as for `compare`, or no matrix product of the step takes the format.
         ValueError: `goal` is unknown, or `optimizer` is given for speed; or `format` is given with either; or
             `tolerance` or `rounds` is below 0; or as for `compare`.

@@ -38,8 +38,9 @@ _RANKS = (
     "on one rank before the model is wrapped or sharded, and apply it on all."
 )
 _REGION = (
-    'advise(goal="speed") runs the step in regions of its own, one after the other, but fn enters a region '
-    "itself, which would make them all alike. Leave the `with autocast(...)` out of fn."
+    'advise(goal="speed") runs the step in regions of its own, one after the other, but all ops of fn that a '
+    "region casts are in a region of fn's, which would make them all alike. Leave the `with autocast(...)` "
+    "out of fn."
 )
 _GAIN = 0.98  # a module's rule must save 2 % of the step
 
@@ -73,6 +74,8 @@ class SpeedSearch:
         self._calls: dict[Any, tuple[OpTime, tuple[Any, ...], dict[str, Any]]] = {}
         self._keeper = StateKeeper()
         self._runs_backward = False
+        self._calls_in_regions = 0
+        self._calls_in_regions = 0
 
     def run(self, rounds: int) -> SpeedAdvice:
         """Return the fastest setting, after trying at most `rounds` modules in float32."""
@@ -120,7 +123,7 @@ class SpeedSearch:
         places = capture.tap.places
         places.on_call = keeper.keep
         region = autocast(step.device_type, dtype=step.dtype, enabled=False)
-        with capture.tap, self._watched(lambda *_: _refuse_region()), region:
+        with capture.tap, self._watched(self._count_in_region), region:
             result = step.fn()
         step.roots = [step.model] if step.model is not None else places.roots
         self._runs_backward = not keeper.has_gradients()
@@ -133,12 +136,15 @@ class SpeedSearch:
                 raise
             self._runs_backward = False  # fn ran it, and has cleared the gradients
 
+    def _count_in_region(self, *_: Any) -> None:
+        self._calls_in_regions += _is_of_forward()
+
     def _observe(self) -> None:
         """Run the step once, and keep the arguments of each op that may run in low precision."""
         places = Places(self._step.model)
 
         def note(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if current_autograd_node() is None and not calls_are_captured():
+            if _is_of_forward():
                 self._note(op, args, kwargs, str(places.here))
 
         places.attach()
@@ -147,6 +153,8 @@ class SpeedSearch:
                 self._run(_Setting("autocast", self._step.policy))
         finally:
             places.detach()
+        if 0 < sum(entry.calls for entry, _, _ in self._calls.values()) <= self._calls_in_regions:
+            raise AmpError(_REGION)
 
     @contextlib.contextmanager
     def _watched(self, note: Callable[[str, tuple[Any, ...], dict[str, Any]], None]) -> Iterator[None]:
@@ -270,8 +278,8 @@ class SpeedSearch:
             torch.zeros((), device=self._step.device_type).item()
 
 
-def _refuse_region() -> None:
-    raise AmpError(_REGION)
+def _is_of_forward() -> bool:
+    return current_autograd_node() is None and not calls_are_captured()
 
 
 def _detached(tensor: Tensor) -> Tensor:

@@ -170,17 +170,21 @@ class Swapping:
         self.own = [*self.model.parameters(), *self.model.buffers()]
         self.state = copy.deepcopy((self.model.state_dict(), self.average.state_dict()))
 
-    def with_average(self) -> Tensor:
+    def _averaged(self) -> Tensor:
         other = {**dict(self.average.named_parameters()), **dict(self.average.named_buffers())}
         with autocast("cpu"):
             return functional_call(self.model, other, (X,)).float()
+
+    def with_average(self) -> Tensor:
+        result = self._averaged()
+        return result @ torch.ones(result.shape[-1])  # an op outside of the region
 
     def with_results(self) -> Tensor:
         other = {name: weight * 2 for name, weight in self.model.named_parameters()}
         return functional_call(self.model, other, (X,)).float()
 
     def with_both(self) -> Tensor:
-        return (self.model(X) - self.with_average()).square()
+        return (self.model(X) - self._averaged()).square()
 
     def transformed(self) -> Tensor:
         return self.model(X).float() + sum(g.square().sum() for g in per_sample_gradients(self.model[:3]))
