@@ -75,7 +75,6 @@ class SpeedSearch:
         self._keeper = StateKeeper()
         self._runs_backward = False
         self._calls_in_regions = 0
-        self._calls_in_regions = 0
 
     def run(self, rounds: int) -> SpeedAdvice:
         """Return the fastest setting, after trying at most `rounds` modules in float32."""

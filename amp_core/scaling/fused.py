@@ -43,14 +43,13 @@ def step_on_device(
     Args:
         optimizer: steps, or skips where `found_inf` is set.
         divisor: the gradients are to be divided by it; None if they are unscaled already.
-        found_inf: 0-dim; above 0 if a gradient is not finite, else 0.0.
+        found_inf: 0-dim; 1.0 if a gradient is not finite, else 0.0.
         args: passed on to ``optimizer.step``.
         kwargs: passed on to ``optimizer.step``.
     """
     preset = getattr(optimizer, "grad_scale", None)
     if divisor is not None and preset is not None:
         divisor = divisor * preset
-    found_inf = found_inf.sign()  # torch's kernels skip at 1.0 alone; a sum over ranks is above
     values = {"grad_scale": preset if divisor is None else divisor, "found_inf": found_inf}
     # Set for this step alone: a retry after an error must not find them.
     before = {name: optimizer.__dict__[name] for name in values if name in optimizer.__dict__}

@@ -278,14 +278,16 @@ class GradScaler(TorchNames):
         if fused.takes_scaler(optimizer):
             warnings.warn(fused.PASSES_ITSELF, FutureWarning, stacklevel=level_outside())
             return optimizer.step(*args, **{**kwargs, "grad_scaler": self})
-        divisor, ready = None, state.stage is not OptState.UNSCALED
-        if ready and self._check_as_overridden(entry):
-            divisor = scale
-        if max_norm is not None or (ready and divisor is None):
+        ready = state.stage is not OptState.UNSCALED
+        overridden = ready and self._check_as_overridden(entry)
+        divisor = scale if overridden else None
+        if max_norm is not None or (ready and not overridden):
             divisor = self._unscaler.find_divisor(entry, max_norm, norm_type)
         if not is_tracing():  # a growing history would recompile every step
             self._log.record(optimizer, loss_scale, state)
         found_inf = combine(state.flags(), scale.device)
+        if overridden or not ready:  # other code may have summed flags of ranks: torch's kernels skip at 1.0
+            found_inf = found_inf.sign()
         return fused.step_on_device(optimizer, divisor, found_inf, args, kwargs)
 
     def step_closure(
@@ -451,8 +453,7 @@ class GradScaler(TorchNames):
         if self._overrides("_check_inf_per_device", loss_scale):
             self._check_inf_per_device(optimizer)
         elif self._overrides("_unscale_grads_"):
-            one, found_inf = torch.ones_like(scale), torch.zeros_like(scale)
-            state.found_inf_per_device = self._unscale_grads_(optimizer, one, found_inf, True)
+            self._check_by_unscaling(optimizer, scale, state)
         else:
             return False
         return True

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from amp_core.scaling.loss_scales import LossScales
-from amp_core.scaling.optimizer_state import as_states
+from amp_core.scaling.optimizer_state import OptimizerState, as_states
 from amp_core.scaling.step_log import StepLog
 from amp_core.scaling.unscaler import Unscaler
 
@@ -73,10 +73,12 @@ class TorchNames(torch.amp.GradScaler):
     def _check_inf_per_device(self, optimizer: Optimizer) -> dict[str, Any]:
         scale = self._scales.own.check("_check_inf_per_device")
         state = self._scales.own.optimizer_states.of(optimizer)
-        state.found_inf_per_device = self._unscale_grads_(
-            optimizer, torch.ones_like(scale), torch.zeros_like(scale), True
-        )
+        self._check_by_unscaling(optimizer, scale, state)
         return cast("dict[str, Any]", state.found_inf_per_device)  # torch's annotation; keys are devices
+
+    def _check_by_unscaling(self, optimizer: Optimizer, scale: Tensor, state: OptimizerState) -> None:
+        one, found_inf = torch.ones_like(scale), torch.zeros_like(scale)
+        state.found_inf_per_device = self._unscale_grads_(optimizer, one, found_inf, True)
 
     def _found_inf_per_device(self, optimizer: Optimizer) -> dict[str, Any]:
         return cast("dict[str, Any]", self._scales.own.optimizer_states.of(optimizer).found_inf_per_device)

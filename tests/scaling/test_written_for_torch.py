@@ -186,6 +186,17 @@ STEPS: dict[str, Callable[[GradScaler, Any, Callable[[], Any]], Any]] = {
 }
 
 
+def take(how: str, scaler: GradScaler, optimizer: Any, param: nn.Parameter) -> None:
+    """Take one of `STEPS` with the gradient 1 for each element of `param`."""
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        scaler.scale(param.sum()).backward()
+        return param.sum()
+
+    STEPS[how](scaler, optimizer, closure)
+
+
 @pytest.mark.parametrize("name", ["unscale_", "_unscale_grads_"])
 @pytest.mark.parametrize("how", STEPS)
 def test_overridden_methods_are_called_however_it_steps(how: str, name: str) -> None:
@@ -206,12 +217,7 @@ def test_overridden_methods_are_called_however_it_steps(how: str, name: str) -> 
     scaler, param = Scaler("cpu", 4.0), nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([param], lr=1.0)
 
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        scaler.scale(param.sum()).backward()
-        return param.sum()
-
-    STEPS[how](scaler, optimizer, closure)
+    take(how, scaler, optimizer, param)
     if how == "clipping":
         assert torch.equal(param.grad, torch.ones(2))  # type: ignore[arg-type]
         scaler.step(optimizer)
@@ -238,12 +244,7 @@ def test_overridden_methods_that_clip(how: str, name: str) -> None:
     scaler, param = Scaler("cpu", 4.0), nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([param], lr=1.0)
 
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        scaler.scale(param.sum()).backward()
-        return param.sum()
-
-    STEPS[how](scaler, optimizer, closure)
+    take(how, scaler, optimizer, param)
     if how == "clipping":
         scaler.step(optimizer)
     scaler.update()
