@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import amp_core
+from amp_core.common.environment import CPU_CAPABILITY
 from amp_core.common.files import why_unwritable
 from benchmarks import machine
 from benchmarks.ab import Ratio
@@ -46,7 +47,7 @@ def main() -> None:
     parser.add_argument(
         "--capability",
         choices=(*machine.CAPABILITIES, "all"),
-        help="the instruction set of both sides, or all of them in turn (default: the CPU's best)",
+        help="the instruction set of both sides, or all that the CPU has in turn (default: the CPU's best)",
     )
     parser.add_argument(
         "--keep", action="store_true", help="write the figures to benchmarks/results, by CPU and capability"
@@ -109,12 +110,12 @@ def _run_with(capability: str) -> int:
     for i, option in reversed(list(enumerate(options))):
         if option.startswith("--capability"):
             del options[i : i + (1 if "=" in option else 2)]
-    chosen = machine.CAPABILITIES if capability == "all" else (capability,)
+    present = machine.capabilities()
+    chosen = present if capability == "all" else (capability,)
+    if not set(chosen) <= set(present):
+        raise SystemExit(f"This CPU has no {capability}; it has {', '.join(present)}.")
     command = [sys.executable, "-m", "benchmarks", *options]
-    runs = [
-        subprocess.run(command, env={**os.environ, "ATEN_CPU_CAPABILITY": name}, check=False)
-        for name in chosen
-    ]
+    runs = [subprocess.run(command, env={**os.environ, CPU_CAPABILITY: name}, check=False) for name in chosen]
     return int(any(run.returncode for run in runs))  # below 0 where a signal ended it
 
 

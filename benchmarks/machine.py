@@ -6,11 +6,14 @@ import importlib.util
 import os
 import platform
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import torch
 
 import amp_core
+from amp_core.common.environment import CPU_CAPABILITY
 
 ROOT = Path(__file__).parents[1]
 CAPABILITIES = ("default", "avx2", "avx512")
@@ -37,6 +40,14 @@ def _place(package: str) -> Path:
     if spec is None or spec.origin is None:
         raise SystemExit(f"{package} is not installed: run `pip install -e .` in the source tree.")
     return Path(spec.origin).resolve()
+
+
+def capabilities() -> tuple[str, ...]:
+    """Return the instruction sets that the CPU has. torch crashes under one that it lacks."""
+    command = [sys.executable, "-c", "import torch; print(torch.backends.cpu.get_cpu_capability())"]
+    unforced = {name: value for name, value in os.environ.items() if name != CPU_CAPABILITY}
+    best = subprocess.check_output(command, env=unforced, text=True).strip().lower()
+    return CAPABILITIES[: CAPABILITIES.index(best) + 1] if best in CAPABILITIES else ("default",)
 
 
 def model() -> str:

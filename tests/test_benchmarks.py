@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[1]
 
@@ -32,3 +33,11 @@ def test_what_cannot_be_measured(options: list[str], message: str) -> None:
     assert done.returncode != 0
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.skipif("AVX512" in torch.backends.cpu.get_cpu_capability(), reason="this processor has AVX-512")
+def test_an_instruction_set_that_the_cpu_lacks() -> None:
+    """Torch believes the variable and crashes, and the figures end in the middle."""
+    done = run("regions", "--capability", "avx512")
+    assert done.returncode == 1
+    assert done.stderr.startswith("This CPU has no avx512; it has default")

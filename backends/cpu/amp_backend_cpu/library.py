@@ -25,6 +25,7 @@ pack_add = struct.Struct(_TENSORS + "P").pack
 
 _LIMITS = {"NO AVX": 0, "DEFAULT": 0, "AVX2": 1}
 _AVX512 = 2
+_NAMES = {"avx2": "AVX2", "avx512": "AVX-512"}
 
 _NOT_BUILT = "the compiled kernels were not built: no C compiler at install time"
 
@@ -111,9 +112,12 @@ def instruction_set(library: ctypes.CDLL) -> str:
     forced = _env.cpu_capability()
     if not forced:
         return name
-    # torch reads it once, and ignores what it does not know.
-    obeyed = forced == torch.backends.cpu.get_cpu_capability().lower()
-    return f"{name} ({_env.CPU_CAPABILITY}={forced}{'' if obeyed else ' has no effect'})"
+    effect = ""
+    if forced != torch.backends.cpu.get_cpu_capability().lower():
+        effect = " has no effect"  # torch reads it once, and ignores what it does not know
+    elif _NAMES.get(forced, name) != name:
+        effect = ": this CPU lacks it, and torch's kernels crash"  # torch does not ask the CPU
+    return f"{name} ({_env.CPU_CAPABILITY}={forced}{effect})"
 
 
 def threads_for(elements: int) -> int:
