@@ -149,15 +149,40 @@ INLINE pair IN(split_bf16)(const uint16_t *from) {
     return (pair){IN(as_floats)(bits << 16), IN(as_floats)(bits & 0xffff0000u)};
 }
 
-INLINE halves IN(join_bf16)(pair v) {
-    words low = IN(round_number)(v.a) >> 16, high = IN(round_number)(v.b);
-#if SET == AVX2
+/* The lower half of each word of `low` with the upper half of `high`. */
+INLINE halves IN(mix)(words low, words high) {
+#if SET == AVX512
+    return (halves)_mm512_mask_blend_epi16(0xaaaaaaaa, (__m512i)low, (__m512i)high);
+#elif SET == AVX2
     return (halves)_mm256_blend_epi16((__m256i)low, (__m256i)high, 0xaa);
 #elif SET == F16C /* which includes SSE4.1 */
     return (halves)_mm_blend_epi16((__m128i)low, (__m128i)high, 0xaa);
 #else
-    return (halves)(low | (high & 0xffff0000u));
+    return (halves)((low & 0xffffu) | (high & 0xffff0000u));
 #endif
+}
+
+/* a - b, or 0 where b is larger. */
+INLINE halves IN(difference)(halves a, halves b) {
+#if SET == AVX512
+    return (halves)_mm512_subs_epu16((__m512i)a, (__m512i)b);
+#elif SET == AVX2
+    return (halves)_mm256_subs_epu16((__m256i)a, (__m256i)b);
+#elif SET == SSE2 || SET == F16C
+    return (halves)_mm_subs_epu16((__m128i)a, (__m128i)b);
+#elif defined(NEON)
+    return (halves)vqsubq_u16((uint16x8_t)a, (uint16x8_t)b);
+#else
+    return (a - b) & (halves)(a > b);
+#endif
+}
+
+/* Round to nearest even, both floats of a word at once: `rest`, less 1 where `kept` is even, has its highest
+ * bit set where `kept` goes up. A NaN stays one, as in `round_number`. */
+INLINE halves IN(join_bf16)(pair v) {
+    words a = IN(as_words)(v.a), b = IN(as_words)(v.b);
+    halves kept = IN(mix)(a >> 16, b), rest = IN(mix)(a, b << 16);
+    return kept + (IN(difference)(rest, ~kept & 1) >> 15);
 }
 
 /* The larger of each two elements, which are below 0x8000. */
