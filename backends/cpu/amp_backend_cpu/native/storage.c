@@ -8,7 +8,7 @@
 #include <stdint.h>
 #include <string.h>
 
-#define PART 32768 /* elements that one thread takes at once; even, as two neighbours share a hash */
+#define SPAN 32768 /* elements that one thread takes at once; even, as two neighbours share a hash */
 
 INLINE uint32_t bits_of(float value) {
     uint32_t bits;
@@ -150,14 +150,14 @@ static void each_part(int kind, struct part whole, int64_t n, int threads) {
     int64_t start;
     (void)threads;
     OMP(parallel for schedule(static) num_threads(threads) if (threads > 1 && amp_may_thread()))
-    for (start = 0; start < n; start += PART) {
+    for (start = 0; start < n; start += SPAN) {
         struct part p = whole;
         p.wide += start;
         p.low += start;
         p.kept = p.kept ? p.kept + start : NULL;
         p.numbers = p.numbers ? p.numbers + start : NULL;
         p.start = (size_t)start;
-        p.n = (size_t)(n - start < PART ? n - start : PART);
+        p.n = (size_t)(n - start < SPAN ? n - start : SPAN);
         loop(p);
     }
 }

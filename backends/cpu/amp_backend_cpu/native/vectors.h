@@ -150,7 +150,7 @@ INLINE pair IN(split_bf16)(const uint16_t *from) {
 }
 
 /* The lower half of each word of `low` with the upper half of `high`. */
-INLINE halves IN(mix)(words low, words high) {
+INLINE halves IN(blend)(words low, words high) {
 #if SET == AVX512
     return (halves)_mm512_mask_blend_epi16(0xaaaaaaaa, (__m512i)low, (__m512i)high);
 #elif SET == AVX2
@@ -181,7 +181,7 @@ INLINE halves IN(difference)(halves a, halves b) {
  * bit set where `kept` goes up. A NaN stays one, as in `round_number`. */
 INLINE halves IN(join_bf16)(pair v) {
     words a = IN(as_words)(v.a), b = IN(as_words)(v.b);
-    halves kept = IN(mix)(a >> 16, b), rest = IN(mix)(a, b << 16);
+    halves kept = IN(blend)(a >> 16, b), rest = IN(blend)(a, b << 16);
     return kept + (IN(difference)(rest, ~kept & 1) >> 15);
 }
 
