@@ -93,7 +93,7 @@ def _below(op: Overload, device_type: str) -> Callable[..., Any]:
         try:
             set_excluded(key, True)
             return run(*args, **kwargs)
-        except RuntimeError:
+        except (RuntimeError, TypeError):
             return run_with_numbers(op, args, kwargs)
         finally:
             set_excluded(key, before)
