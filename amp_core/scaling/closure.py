@@ -12,7 +12,11 @@ from torch import Tensor
 from amp_core.common.arguments import check_optimizer
 from amp_core.common.optimizers import copied_group, inner_optimizers, parameters_of
 from amp_core.scaling.arithmetic import combine
+from amp_core.scaling.grad_passes import Flags
 from amp_core.scaling.optimizer_state import OptimizerState
+from amp_core.scaling.step_log import StepLog
+from amp_core.scaling.step_record import BadParameter
+from amp_core.states.loss_scale import OptState
 
 Closure = Callable[[], Any]
 
@@ -60,11 +64,62 @@ def evaluate(closure: Closure) -> Any:
         return closure()
 
 
-def raise_if_overflowed(optimizer: torch.optim.Optimizer, state: OptimizerState) -> None:
+def step_whole(
+    optimizer: torch.optim.Optimizer, closure: Closure, state: OptimizerState, log: StepLog
+) -> tuple[Any, tuple[BadParameter, ...] | None]:
+    """Step, or restore `optimizer` if an evaluation overflows, or with any error.
+
+    Args:
+        optimizer: steps.
+        closure: leaves unscaled gradients, and notes in `state` what it found.
+        state: that of `optimizer`.
+        log: names parameters.
+
+    Returns:
+        The result of the step, and None; or None, and the parameters that were bad in the first evaluation
+        that overflowed.
+
+    Raises:
+        AssertionError: the closure left no gradient, or was not called.
+    """
+    before, known = Snapshot(optimizer), state.found_inf_per_device
+    overflows: list[tuple[Flags, tuple[BadParameter, ...]]] = []
+
+    def check() -> None:
+        if _has_overflowed(optimizer, state):
+            overflows.append((state.found_inf_per_device, log.bad_parameters(optimizer)))
+            raise OverflowedError
+
+    def checked() -> Any:
+        state.restart()
+        loss = closure()
+        check()
+        return loss
+
+    try:
+        if state.stage is OptState.UNSCALED:
+            check()
+        result = optimizer.step(checked)
+        if state.stage is OptState.READY and not overflows:
+            raise AssertionError(_NOT_EVALUATED.format(optimizer=type(optimizer).__name__))
+    except OverflowedError:
+        pass
+    except BaseException:
+        before.restore()
+        if state.found_inf_per_device is not known:  # the closure was called
+            state.restart()
+        raise
+    if not overflows:  # the optimizer may have caught the error and gone on
+        return result, None
+    before.restore()
+    state.found_inf_per_device, bad = overflows[0]
+    return None, bad
+
+
+def _has_overflowed(optimizer: torch.optim.Optimizer, state: OptimizerState) -> bool:
     """Look at the flags of the last evaluation; waits for the device.
 
     Raises:
-        OverflowedError: a gradient is not finite.
         AssertionError: the closure left no gradient.
     """
     flags = state.flags()
@@ -73,5 +128,11 @@ def raise_if_overflowed(optimizer: torch.optim.Optimizer, state: OptimizerState)
             f"No inf checks were recorded for this optimizer. The closure given to this "
             f"{type(optimizer).__name__} left no gradient: it must call scaler.scale(loss).backward()."
         )
-    if combine(flags, flags[0].device).item():
-        raise OverflowedError
+    return bool(combine(flags, flags[0].device).item())
+
+
+_NOT_EVALUATED = (
+    "This {optimizer} has stepped on gradients that were not unscaled: it did not call its closure, or "
+    "caught the error of the last call. Its parameters and state are as before. If it starts from gradients "
+    "that exist already, call unscale_(optimizer) before step_closure."
+)

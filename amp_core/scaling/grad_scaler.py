@@ -24,14 +24,7 @@ from amp_core.plugin.default_manager import get_backend
 from amp_core.plugin.results import Refusal
 from amp_core.scaling import fused
 from amp_core.scaling.arithmetic import combine, is_tracing, reciprocal
-from amp_core.scaling.closure import (
-    Closure,
-    OverflowedError,
-    Snapshot,
-    check_closure,
-    evaluate,
-    raise_if_overflowed,
-)
+from amp_core.scaling.closure import Closure, check_closure, evaluate, step_whole
 from amp_core.scaling.grad_passes import by_device
 from amp_core.scaling.hooks import ScaleHook, StepHook, add_hook
 from amp_core.scaling.loss_scale import LossScale
@@ -319,8 +312,9 @@ class GradScaler(TorchNames):
 
         Raises:
             RuntimeError: a step was taken since the last `update`; torch's text. Or a subclass overrides
-                `_maybe_opt_step`, which decides before the closure has run, and not this method.
-            AssertionError: the closure scaled no loss, or left no gradient.
+                `_maybe_opt_step`, which decides before the closure has run, and not this method. Or an
+                `AccumulationWindow` of the optimizer is open.
+            AssertionError: the closure scaled no loss, left no gradient, or was not called.
 
         Example::
 
@@ -345,33 +339,21 @@ class GradScaler(TorchNames):
         check_closure(optimizer, closure)
         if self._overrides("_maybe_opt_step") and not self._overrides("step_closure"):
             raise RuntimeError(_OWN_DECISION.format(name=type(self).__name__))
+        self._scales.refuse_in_window([optimizer], "step_closure")
         loss_scale = self._scales.for_loss(key)
         state = loss_scale.optimizer_states.of(optimizer)
         stage = next_stage(state.stage, "step")
 
         def unscaled() -> Any:
-            state.stage, state.found_inf_per_device = OptState.READY, {}
             loss = evaluate(closure)
             entry = Entry([optimizer], loss_scale, loss_scale.check("step_closure"), [state])
-            self._prepare(entry, max_norm, norm_type)
-            raise_if_overflowed(optimizer, state)
+            if max_norm is not None or state.stage is OptState.READY:
+                self._prepare(entry, max_norm, norm_type)
             return loss
 
-        before, result = Snapshot(optimizer), None
-        try:
-            if state.stage is OptState.UNSCALED:
-                raise_if_overflowed(optimizer, state)
-            result = optimizer.step(unscaled)
-        except OverflowedError:
-            bad = self._log.bad_parameters(optimizer)
-            before.restore()
-            self._log.record(optimizer, loss_scale, state)._bad = bad
-        except BaseException:
-            before.restore()
-            state.stage, state.found_inf_per_device = OptState.READY, {}
-            raise
-        else:
-            self._log.record(optimizer, loss_scale, state)
+        self._unscaler.watch(optimizer)
+        result, bad = step_whole(optimizer, unscaled, state, self._log)
+        self._log.record(optimizer, loss_scale, state)._bad = bad
         state.stage = stage
         return result
 

@@ -108,9 +108,7 @@ class LossScales:
             check_optimizer(each, call)
         if not optimizers:
             raise ValueError(_NOT_ONE.format(call=call, count=0))
-        for each, _ in self.in_window:
-            if any(each is optimizer for optimizer in optimizers):
-                raise RuntimeError(_IN_WINDOW.format(call=call, of=f" of this {type(each).__name__}"))
+        self.refuse_in_window(optimizers, call)
         loss_scale = self.own
         if key is not None or self.keyed:
             loss_scale, *others = [self._in_use(optimizer, key, call) for optimizer in optimizers]
@@ -119,6 +117,12 @@ class LossScales:
         scale = loss_scale.check(call)
         states = [loss_scale.optimizer_states.of(each) for each in optimizers]
         return Entry(optimizers, loss_scale, scale, states)
+
+    def refuse_in_window(self, optimizers: Sequence[Optimizer], call: str) -> None:
+        """Raise RuntimeError if one of `optimizers` has an open `AccumulationWindow`."""
+        for each, _ in self.in_window:
+            if any(each is optimizer for optimizer in optimizers):
+                raise RuntimeError(_IN_WINDOW.format(call=call, of=f" of this {type(each).__name__}"))
 
     def _in_use(self, optimizer: Optimizer, key: str | None, call: str) -> LossScale:
         wanted = self.of(key)

@@ -101,6 +101,11 @@ class OptimizerState:
 
     __hash__ = object.__hash__
 
+    def restart(self) -> None:
+        """Forget what was found: the gradients will be others."""
+        self.stage, self.found_inf_per_device = OptState.READY, {}
+        self.total_norm = self.nonfinite = None
+
     def flags(self) -> list[Tensor]:
         """Return the flags of all devices."""
         return list(self.found_inf_per_device.values())

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from amp_core import GradScaler
+from amp_core import AccumulationWindow, GradScaler
 
 
 class Sam(torch.optim.Optimizer):
@@ -194,3 +194,100 @@ def test_an_error_in_the_closure_leaves_all_as_it_was() -> None:
     assert all(map(torch.equal, run.values(), before))
     run.step()
     assert not run.scaler.last_step[run.optimizer].skipped
+
+
+class Careless(torch.optim.SGD):
+    """Calls the closure so often, and goes on after an error in it."""
+
+    def __init__(self, params: Any, calls: int) -> None:
+        super().__init__(params, lr=0.1)
+        self.calls = calls
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for _ in range(self.calls):
+            try:
+                closure()
+            except Exception:
+                continue
+        return super().step()
+
+
+@pytest.mark.parametrize("spoil", [0, 1, 2])
+def test_an_optimizer_that_catches_the_overflow(spoil: int) -> None:
+    """Inf is stepped into the parameters, or the scale stays although an evaluation overflowed."""
+    scaler = GradScaler("cpu", 2.0**10)
+    run = Problem(lambda params: Careless(params, 3), scaler)
+    before = run.values()
+    assert run.step(spoil) is None
+    assert all(map(torch.equal, run.values(), before))
+    record = scaler.last_step[run.optimizer]
+    assert (record.skipped, len(record.bad_parameters), scaler.get_scale()) == (True, 1, 2.0**9)
+
+
+@pytest.mark.parametrize("calls", [0, 1])
+def test_an_optimizer_that_steps_on_scaled_gradients(calls: int) -> None:
+    """The closure was not called, or its error was caught: the step is larger by the scale, in silence."""
+    run = Problem(lambda params: Careless(params, calls), GradScaler("cpu", 2.0**10))
+    before = run.values()
+
+    def closure() -> torch.Tensor:
+        run.closure()
+        raise MemoryError
+
+    run.closure()
+    with pytest.raises(AssertionError, match=r"This Careless has stepped on gradients that were not uns"):
+        run.scaler.step_closure(run.optimizer, closure)
+    assert all(map(torch.equal, run.values(), before))
+    assert run.optimizer not in run.scaler.last_step
+    run.optimizer.calls = 1
+    run.step()
+    assert not run.scaler.last_step[run.optimizer].skipped
+
+
+def test_a_closure_that_unscales() -> None:
+    """A closure cannot clip by value, as a step without one can."""
+    plain, scaled = Problem(KINDS["sam"], None), Problem(KINDS["sam"], GradScaler("cpu", 2.0**10))
+
+    def clipped(run: Problem) -> torch.Tensor:
+        loss = run.closure()
+        if run.scaler is not None:
+            run.scaler.unscale_(run.optimizer)
+        torch.nn.utils.clip_grad_value_(run.model.parameters(), 0.05)
+        return loss
+
+    plain.optimizer.step(lambda: clipped(plain))
+    scaled.scaler.step_closure(scaled.optimizer, lambda: clipped(scaled))
+    assert all(map(torch.equal, plain.values(), scaled.values()))
+
+
+def test_after_an_error() -> None:
+    """Unscaled gradients are unscaled again; a record has the norm of an evaluation before the error."""
+    run = Problem(KINDS["sam"], GradScaler("cpu", 2.0**10))
+    run.closure()
+    run.scaler.unscale_(run.optimizer)
+    run.optimizer.step = lambda _: 1 / 0  # type: ignore[method-assign]
+    with pytest.raises(ZeroDivisionError):
+        run.scaler.step_closure(run.optimizer, run.closure)
+    with pytest.raises(RuntimeError, match=r"unscale_\(\) has already been called"):
+        run.scaler.unscale_(run.optimizer)
+
+    def fails(closure: Any) -> None:
+        closure()
+        raise MemoryError
+
+    run.optimizer.step = fails  # type: ignore[method-assign]
+    with pytest.raises(MemoryError):
+        run.scaler.step_closure(run.optimizer, run.closure, max_norm=1.0)
+    del run.optimizer.step
+    run.scaler.step_closure(run.optimizer, run.closure)
+    assert run.scaler.last_step[run.optimizer].total_norm is None
+
+
+def test_not_inside_a_window() -> None:
+    """The window's parts are stepped on one by one, and it then adds up what is left of them."""
+    run = Problem(KINDS["sam"], GradScaler("cpu"))
+    window = AccumulationWindow(run.scaler, run.optimizer)
+    with window, pytest.raises(RuntimeError, match=r"step_closure\(\) of this Sam was called inside"):
+        run.scaler.step_closure(run.optimizer, run.closure)
+    assert run.evaluations == 0
