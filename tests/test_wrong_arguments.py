@@ -126,13 +126,19 @@ def test_orders_that_give_no_norm(arguments: dict[str, Any], fused: bool) -> Non
         made.step(stepped, max_norm=math.nan)
 
 
+def test_a_negative_norm_without_scaling() -> None:
+    """With enabled=False, every step climbs instead of descending, in silence."""
+    with pytest.raises(ValueError, match=r"max_norm= must be at least 0, not -1.0"):
+        GradScaler("cpu", enabled=False).step(optimizer(), max_norm=-1.0)
+
+
 def test_norms_as_torch_takes_them() -> None:
-    """Torch's clipping takes text such as "inf" from a configuration file."""
+    """Torch's clipping takes text such as "inf" from a configuration file, and large ints."""
     found = []
-    for norm_type in (float("inf"), "inf"):
+    for norm_type in (float("inf"), "inf", 10**400):
         made, stepped = scaler(), optimizer()
         found.append(made.clip_grad_norm_(stepped, "0.5", norm_type))  # type: ignore[arg-type]
-    assert found[0] == found[1]
+    assert found == found[:1] * 3
 
 
 @pytest.mark.parametrize(

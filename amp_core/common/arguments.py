@@ -37,9 +37,11 @@ def as_number(value: Any, name: str) -> Any:
         raise TypeError(f"{name}= must be a number, not a tensor of {value.numel()} elements.")
     if _is_bool(value):
         raise TypeError(f"{name}= must be a number, not {value!r}.")
-    if not isinstance(value, (float, int, Tensor)):
+    if not isinstance(value, (float, Tensor)):
         try:
             value = float(value)
+        except OverflowError:  # an int beyond floats
+            value = math.inf if value > 0 else -math.inf
         except (TypeError, ValueError):
             raise TypeError(f"{name}= must be a number, not {value!r}.") from None
     if not isinstance(value, Tensor) and math.isnan(value):
