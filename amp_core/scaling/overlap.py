@@ -46,7 +46,8 @@ class Overlap:
 
     def __init__(self) -> None:
         self._hooked: dict[int, RemovableHandle] = {}
-        self._pending: dict[int, Tensor] = {}
+        self._pending: dict[int, weakref.ref[Tensor]] = {}  # on one device
+        self._device: torch.device | None = None
         self._bytes = 0
         self._reads: dict[int, _Read] = {}
         self._orders: dict[tuple[torch.device, tuple[int, ...]], Tensor] = {}
@@ -77,17 +78,19 @@ class Overlap:
         grad = param.grad
         if grad is None or type(grad) is not Tensor or grad.is_sparse:
             return
-        if any(other.device != grad.device for other in self._pending.values()):
+        if grad.device != self._device:
             self._read_pending()
-        self._pending[id(param)] = grad
+            self._device = grad.device
+        self._pending[id(param)] = weakref.ref(grad)
         self._bytes += grad.numel() * grad.element_size()
         if self._bytes >= _bucket_nbytes(grad.device):
             self._read_pending()
 
     def _read_pending(self) -> None:
         pending, self._pending, self._bytes = self._pending, {}, 0
-        if pending:
-            self._read(list(pending), list(pending.values()))
+        alive = {key: grad for key, ref in pending.items() if (grad := ref()) is not None}
+        if alive:
+            self._read(list(alive), list(alive.values()))
 
     def _read(self, keys: Sequence[int], grads: Sequence[Tensor]) -> None:
         versions = [*map(version_of, grads)]  # first: another thread's backward may write to them

@@ -158,6 +158,22 @@ def test_copies_and_ends() -> None:
     assert watched[1]() is None
 
 
+def test_gradients_that_were_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bucket of gradients stays in memory after zero_grad(), that of a model that is gone for good."""
+    monkeypatch.setattr(overlap, "_bucket_nbytes", lambda _: 10**9)
+    net, scaler = Net(), amp_core.GradScaler("cpu", overlap=True)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    for _ in range(2):
+        optimizer.zero_grad()
+        scaler.scale(net(torch.ones(2, 8)).sum()).backward()
+        scaler.step(optimizer, max_norm=1.0)
+        scaler.update()
+    net(torch.ones(2, 8)).sum().backward()
+    gradient = weakref.ref(net.first.weight.grad)
+    optimizer.zero_grad()
+    assert gradient() is None
+
+
 class Places(TorchDispatchMode):
     """Notes each operation that is given tensors of two devices: a GPU's host waits to bring one over."""
 
