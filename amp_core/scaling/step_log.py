@@ -93,8 +93,13 @@ class StepLog:
             _device=scale.device,
         )
         if state.window is not None:
-            record._micro_batches, record._params, record._nonfinite, record._left_out = state.window
+            record._micro_batches, names, bad, record._left_out = state.window
             state.window = None
+            if state.nonfinite is not None:  # of a skipped step, only what is bad in the sum is told
+                rest, now = state.nonfinite
+                landed = record.landed.to(bad.device, non_blocking=True)
+                names, bad = names + rest, torch.cat([bad * landed, now.to(bad.device, non_blocking=True)])
+            record._params, record._nonfinite = names, bad
         elif state.nonfinite is not None:
             record._params, record._nonfinite = state.nonfinite
         state.nonfinite, state.recorded = None, state.found_inf_per_device
@@ -232,8 +237,8 @@ class StepLog:
         return bool(flag)
 
     def _explain(self, record: StepRecord, owner: Optimizer, row: int) -> None:
-        if record._bad is None:
-            record._bad = self.bad_parameters(owner) or None
+        if not record._bad:
+            record._bad = self.bad_parameters(owner) or record._bad
         if row == self.warn_after:
             warnings.warn(_endless(row, record), SkippedStepsWarning, stacklevel=level_outside())
 

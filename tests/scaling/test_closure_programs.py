@@ -11,6 +11,7 @@ from random import Random
 from typing import Any
 
 import torch
+import torch._dynamo  # the first optimizer would load it, for seconds
 from torch import Tensor, nn
 
 from amp_core import GradScaler, autocast, cached_casts, master_weights
