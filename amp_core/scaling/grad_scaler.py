@@ -353,7 +353,7 @@ class GradScaler(TorchNames):
 
         self._unscaler.watch(optimizer)
         result, bad = step_whole(optimizer, unscaled, state, self._log)
-        self._log.record(optimizer, loss_scale, state)._bad = bad
+        _record_eagerly(self._log, optimizer, loss_scale, state)._bad = bad
         state.stage = stage
         return result
 
@@ -795,6 +795,7 @@ class GradScaler(TorchNames):
 
 _step_eagerly = outside_graphs(GradScaler._step)
 _update_eagerly = outside_graphs(GradScaler._update)
+_record_eagerly = outside_graphs(StepLog.record)
 
 _OWN_DECISION = (
     "{name} overrides _maybe_opt_step, which decides on a step before it starts; step_closure decides after "

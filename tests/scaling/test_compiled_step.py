@@ -150,3 +150,26 @@ def test_a_window_in_a_compiled_step_is_compiled_once() -> None:
     compiled_frames.clear()
     torch.testing.assert_close(trained(True), expected)
     assert compiled_frames[-1] == compiled_frames[-3] > 0
+
+
+def test_a_closure_is_not_compiled_again() -> None:
+    """Each step is compiled anew, as the history grows, until Dynamo gives up with a warning."""
+    model, scaler = nn.Linear(8, 4), amp_core.GradScaler("cpu")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 8)).square().mean()
+        scaler.scale(loss).backward()
+        return loss
+
+    @torch.compile(backend="eager")
+    def step() -> None:
+        scaler.step_closure(optimizer, closure)
+        scaler.update()
+
+    with torch._dynamo.config.patch(trace_autograd_ops=False):
+        for number in range(6):
+            with torch._dynamo.config.patch(error_on_recompile=number > 2):
+                step()
+    assert [record.skipped for record in scaler.history] == [False] * 6
