@@ -28,6 +28,8 @@ class OverflowedError(Exception):
 class Snapshot:
     """A copy of the parameters and the state of an optimizer, and of those that it steps itself."""
 
+    @torch.inference_mode(False)  # otherwise the optimizer could not write to the copies afterwards
+    @torch.no_grad()
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._params: list[tuple[Tensor, Tensor]] = [
             (p, p.detach().clone()) for p in parameters_of(optimizer)

@@ -313,7 +313,8 @@ class GradScaler(TorchNames):
         Raises:
             RuntimeError: a step was taken since the last `update`; torch's text. Or a subclass overrides
                 `_maybe_opt_step`, which decides before the closure has run, and not this method. Or an
-                `AccumulationWindow` of the optimizer is open.
+                `AccumulationWindow` of the optimizer is open, or its gradients were unscaled under another
+                key.
             AssertionError: the closure scaled no loss, left no gradient, or was not called.
 
         Example::
@@ -340,7 +341,7 @@ class GradScaler(TorchNames):
         if self._overrides("_maybe_opt_step") and not self._overrides("step_closure"):
             raise RuntimeError(_OWN_DECISION.format(name=type(self).__name__))
         self._scales.refuse_in_window([optimizer], "step_closure")
-        loss_scale = self._scales.for_loss(key)
+        loss_scale = self._scales.in_use(optimizer, key, "step_closure", self._scales.for_loss(key))
         state = loss_scale.optimizer_states.of(optimizer)
         stage = next_stage(state.stage, "step")
 

@@ -291,3 +291,26 @@ def test_not_inside_a_window() -> None:
     with window, pytest.raises(RuntimeError, match=r"step_closure\(\) of this Sam was called inside"):
         run.scaler.step_closure(run.optimizer, run.closure)
     assert run.evaluations == 0
+
+
+def test_the_key_under_which_gradients_were_unscaled() -> None:
+    """The flags of SAM's first gradients are under another key than the step, and do not count."""
+    run = Problem(lambda params: Sam(params, 0.1, first_from_closure=False), GradScaler("cpu"))
+    run.scaler.scale(run.model(run.inputs).square().mean(), key="g").backward()
+    run.model[0].bias.grad[0] = math.inf
+    run.scaler.unscale_(run.optimizer, key="g")
+    with pytest.raises(RuntimeError, match=r"step_closure\(\) was called with the key 'other' for this Sam"):
+        run.scaler.step_closure(run.optimizer, run.closure, key="other")
+    assert run.scaler.step_closure(run.optimizer, run.closure) is None
+    assert run.scaler.last_step[run.optimizer].key == "g"
+    assert run.evaluations == 0
+
+
+def test_an_error_in_inference_mode() -> None:
+    """A copy that was made there and restored takes no more writes, so all later steps fail."""
+    run = Problem(lambda params: torch.optim.Adam(params), GradScaler("cpu"))
+    run.step()
+    with torch.inference_mode(), pytest.raises(RuntimeError, match="does not require grad"):
+        run.step()
+    run.step()
+    assert len(run.scaler.history) == 2
