@@ -179,7 +179,10 @@ def one_step(chance: Random, scaler: GradScaler, owners: list[Owner], said: list
 def test_record_programs() -> None:
     """A record blames a parameter or a micro-batch that was good, or leaves out a bad one."""
     for chance in programs(4.0):
-        scaler, key = GradScaler("cpu", 4.0, warn_after=0), chance.choice([None, None, "k"])
+        scaler, key = (
+            GradScaler("cpu", 4.0, warn_after=0, overlap=chance.random() < 0.3),
+            chance.choice([None, None, "k"]),
+        )
         owners = [drawn_owner(chance, name, key, scaler) for name in "abc"[: chance.choice([1, 2, 2, 3])]]
         said: list[Any] = []
         try:
