@@ -33,8 +33,11 @@ class ContextManager(NamedTuple):
         steps: those constants to what entering does, asked each time it is entered.
         rebuild: a function of those constants that returns an equal instance; named by its module, so that
             code after a graph break can enter it again.
+        around_generator: an instance and a generator function to what the instance decorates it to; Dynamo
+            must be able to trace it.
     """
 
     describe: Callable[[Any], Constants]
     steps: Callable[..., Sequence[Step]]
     rebuild: Callable[..., Any]
+    around_generator: Callable[..., Any] | None = None

@@ -33,9 +33,11 @@ _GRAPHS = Feature(
     "torch._dynamo.output_graph.OutputGraph.call_user_compiler",
     "torch._dynamo.variables.builder.VariableBuilder._type_dispatch",
     "torch._dynamo.variables.builder.VariableBuilder._id_dispatch",
+    "torch._dynamo.bytecode_transformation.is_generator",
     "torch._dynamo.variables.base.VariableTracker",
     "torch._dynamo.variables.constant.ConstantVariable",
     "torch._dynamo.variables.ctx_manager.ContextWrappingVariable._nonvar_fields",
+    "torch._dynamo.variables.functions.UserFunctionVariable",
     "torch._dynamo.variables.user_defined.UserDefinedClassVariable",
     "torch._dynamo.variables.user_defined.UserDefinedObjectVariable",
 )

@@ -6,10 +6,12 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from torch._dynamo.bytecode_transformation import is_generator
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.ctx_manager import ContextWrappingVariable
+from torch._dynamo.variables.functions import UserFunctionVariable
 from torch._dynamo.variables.user_defined import UserDefinedClassVariable, UserDefinedObjectVariable
 
 from amp_core._torch.context_manager import Constants, ContextManager
@@ -46,6 +48,13 @@ class InstanceVariable(ContextWrappingVariable):
             leave()
             tx.output.create_node("call_function", function, arguments, {})
         return ConstantVariable.create(None)
+
+    def call_function(self, tx: Any, args: Any, kwargs: Any) -> Any:
+        # torch would enter the region for the call alone, which runs nothing of a generator's body.
+        around = self.how.around_generator
+        if around is not None and hasattr(args[0], "get_code") and is_generator(args[0].get_code()):
+            return UserFunctionVariable(around).call_function(tx, [self, *args], kwargs)
+        return super().call_function(tx, args, kwargs)
 
     def call_method(self, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
         # A region entered by hand is no block that Dynamo could enter again after a graph break: there

@@ -52,7 +52,7 @@ def autocast_decorator(autocast_instance: Region, func: Callable[P, R]) -> Calla
     elif inspect.iscoroutinefunction(func):
         wrapped = _coroutine(autocast_instance, func)
     elif inspect.isgeneratorfunction(func):
-        wrapped = _generator(autocast_instance, func)
+        wrapped = around_generator(autocast_instance, func)
     else:
         wrapped = _function(autocast_instance, func)
     copy_marks(_refused_by_script(), wrapped)
@@ -77,7 +77,9 @@ def _function(region: Region, func: Callable[..., R]) -> Callable[..., R]:
     return decorate_autocast
 
 
-def _generator(region: Region, func: Callable[..., Generator[Any, Any, Any]]) -> Callable[..., Any]:
+def around_generator(region: Region, func: Callable[..., Generator[Any, Any, Any]]) -> Callable[..., Any]:
+    """Return the generator function `func` with its body run inside `region`; Dynamo can trace it."""
+
     @functools.wraps(func)
     def decorate_autocast(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
         with region:
@@ -133,11 +135,11 @@ def _resumed_inside(region: Region, body: Any) -> Generator[Any, Any, Any]:
     """Drive `body`, entering `region` for each step; forward values, errors and ``close``."""
     resume: Callable[[], Any] = functools.partial(next, body)
     while True:
-        try:
-            with region:
+        with region:
+            try:  # in the block: Dynamo loses a StopIteration that leaves one
                 item = resume()
-        except StopIteration as stop:
-            return stop.value
+            except StopIteration as stop:
+                return stop.value
         try:
             sent = yield item
         except GeneratorExit:

@@ -12,7 +12,7 @@ from typing_extensions import ParamSpec
 from amp_core._torch.autocast import autocast_devices_enabled
 from amp_core._torch.context_manager import ContextManager, Step
 from amp_core._torch.dynamo import autocast_step, trace_as_context_manager, when_loaded
-from amp_core.regions.decorator import autocast_decorator
+from amp_core.regions.decorator import around_generator, autocast_decorator
 from amp_core.regions.region import autocast
 
 P = ParamSpec("P")
@@ -88,5 +88,7 @@ def _steps() -> list[Step]:
 
 
 when_loaded(
-    lambda: trace_as_context_manager([disable], ContextManager(lambda _instance: (), _steps, disable))
+    lambda: trace_as_context_manager(
+        [disable], ContextManager(lambda _instance: (), _steps, disable, around_generator)
+    )
 )

@@ -31,6 +31,7 @@ from amp_core.dispatch.activate import (
 from amp_core.dispatch.engine import policies_in_force
 from amp_core.errors import AmpWarning, PolicyError
 from amp_core.plugin.default_manager import get_backend
+from amp_core.regions.decorator import around_generator
 from amp_core.regions.region import autocast
 from amp_core.states.region_stack import thread
 
@@ -141,7 +142,7 @@ def _warn_of_regions() -> None:
         )
 
 
-_how = ContextManager(_describe, _steps, region_of_constants)
+_how = ContextManager(_describe, _steps, region_of_constants, around_generator)
 autocast._traced_as = _how  # for subclasses
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -44,6 +45,29 @@ def test_compile_in_one_graph(backend: str, function: Any) -> None:
     compiled = torch.compile(function, backend=backend, fullgraph=True)
     dtypes = torch.utils._pytree.tree_map(lambda t: t.dtype, compiled(X))
     assert dtypes == torch.utils._pytree.tree_map(lambda t: t.dtype, function(X))
+
+
+def products(a: torch.Tensor) -> Iterator[torch.Tensor]:
+    for _ in range(2):
+        yield torch.mm(a, a)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize(
+    "region", [amp_core.autocast("cpu", torch.float16), amp_core.disable()], ids=["float16", "disable"]
+)
+def test_decorated_generators_compile_in_one_graph(region: Any, inside: bool) -> None:
+    """The body of a compiled generator runs without its region, or fullgraph=True refuses it."""
+    outside = region(products)
+
+    def function(a: torch.Tensor) -> list[torch.dtype]:
+        with amp_core.autocast("cpu"):
+            generator = (region(products) if inside else outside)(a)
+            return [t.dtype for product in generator for t in (product, torch.mm(a, a))]
+
+    torch._dynamo.reset()
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    assert compiled(X) == function(X)
 
 
 def test_compile_again_only_for_another_state() -> None:
