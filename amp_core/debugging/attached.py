@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from amp_core._torch.autograd import current_autograd_node
+from amp_core._torch.dynamo import never_compile
 from amp_core._torch.tracing import calls_are_captured, is_exporting, outside_graphs
 from amp_core.common.handle import Handle
 from amp_core.common.optimizers import parameters_of, watch_steps
@@ -114,6 +115,10 @@ class Hook:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Hook, (_do_nothing,)
+
+
+# Else Dynamo, which stops at the hook, compiles it by itself: for each module anew, up to its limit.
+never_compile(Hook.__call__)
 
 
 def _do_nothing(*_: Any) -> None:

@@ -194,6 +194,16 @@ def test_bad_arguments():
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # Dynamo's, after a graph break
+@pytest.mark.parametrize("attach", [amp_core.watch, amp_core.guard])
+def test_hooks_are_not_compiled_for_each_module(attach):
+    """Dynamo compiles a hook anew for each module, and warns that it hit its limit."""
+    torch.compiler.reset()
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    with attach(model), torch._dynamo.config.patch(error_on_recompile=True):
+        torch.compile(model, backend="eager")(torch.ones(2, 4, requires_grad=True)).sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # Dynamo's, after a graph break
 @pytest.mark.parametrize("earlier", [0, 1], ids=["new", "compiled before"])
 def test_a_model_that_is_compiled_later(earlier):
     """Dynamo traces the hooks (it takes minutes), misses some, or has them in steps that are not watched."""
