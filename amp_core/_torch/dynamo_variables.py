@@ -51,7 +51,7 @@ class InstanceVariable(ContextWrappingVariable):
 
     def call_function(self, tx: Any, args: Any, kwargs: Any) -> Any:
         # torch would enter the region for the call alone, which runs nothing of a generator's body.
-        around = self.how.around_generator
+        around: Any = self.how.around_generator
         if around is not None and hasattr(args[0], "get_code") and is_generator(args[0].get_code()):
             return UserFunctionVariable(around).call_function(tx, [self, *args], kwargs)
         return super().call_function(tx, args, kwargs)
