@@ -8,8 +8,6 @@ do when they end, if it has to free a cast that Python has seen.
 
 from __future__ import annotations
 
-import os
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -17,18 +15,9 @@ from typing import Any
 import torch
 
 from amp_core._torch.dynamo import never_compile
+from amp_core.common.locks import new_lock
 
-
-class _Shared:
-    lock = threading.RLock()
-
-
-def _renew() -> None:
-    _Shared.lock = threading.RLock()  # a thread that the fork has left behind may have held it
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_renew)
+_lock = new_lock()
 
 
 def one_at_a_time(kernel: Callable[..., Any]) -> Callable[..., Any]:
@@ -36,7 +25,7 @@ def one_at_a_time(kernel: Callable[..., Any]) -> Callable[..., Any]:
     _replace_clear()
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        with _Shared.lock:
+        with _lock:
             return kernel(*args, **kwargs)
 
     return call
@@ -78,7 +67,7 @@ def _clear_alone() -> None:
     if torch.compiler.is_dynamo_compiling():  # a graph has torch's function
         _torchs_clear()
         return
-    with _Shared.lock:
+    with _lock:
         _torchs_clear()
     for callback in _when_cleared:
         callback()

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from amp_core.common.locks import new_lock
 from amp_core.errors import TorchFeatureError, TorchFeatureWarning
 
 _MISSING: Any = object()
@@ -55,7 +56,7 @@ class Feature:
         self._fault: str | None = None
         self._checked = False
         self._warned = False
-        self._lock = threading.RLock()
+        self._lock = new_lock()
         FEATURES.append(self)
 
     def probe(self, function: Callable[[], None]) -> Callable[[], None]:

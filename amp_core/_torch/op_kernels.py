@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import re
-import threading
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -13,6 +12,7 @@ from typing import Any, cast
 import torch
 
 from amp_core._torch.features import Feature
+from amp_core.common.locks import new_lock
 
 POLICIES = Feature(
     "policies",
@@ -132,7 +132,7 @@ def is_python_kernel(op_name: str, key: str) -> bool:
     return found is not None and found[1].endswith(".py")
 
 
-_installing = threading.RLock()
+_installing = new_lock()
 """Held while `install` changes the warning filters, which all threads share."""
 _warned_of_override = False
 _added: set[tuple[str, str]] = set()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence, Set
 from typing import Any
 
@@ -13,6 +12,7 @@ from amp_core._torch.autograd import gradient_is_accumulated, has_gradient_hooks
 from amp_core._torch.tensors import WeakStorage, identity_of
 from amp_core.casts.bulk import allocate, buckets, cast_weights, is_small_on_host, run_backward_early
 from amp_core.casts.memory import KeptMemory
+from amp_core.common.locks import new_lock
 from amp_core.dispatch.fingerprints import Fingerprint, fingerprint
 from amp_core.kernels import Kernels
 
@@ -39,7 +39,7 @@ class AccumulatingCasts:
         self._kept: dict[tuple[int, torch.dtype], Tensor] = {}
         self._written: dict[tuple[int, torch.dtype], Fingerprint] = {}
         self._reduced, self._weights, self._invalidations = reduced, weights, invalidations
-        self._lock = threading.RLock()  # signal handlers may use the model, too
+        self._lock = new_lock()  # signal handlers may use the model, too
 
     def cast(
         self, weights: Sequence[Tensor], dtype: torch.dtype, kernels: Kernels, memory: KeptMemory
@@ -118,7 +118,7 @@ class _Accumulate(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.weight, ctx.kernels, ctx.memory = weight, kernels, memory
         ctx.leaf = _leaf(weight)
-        ctx.lock = threading.RLock()  # torch allows backward passes of several threads
+        ctx.lock = new_lock()  # torch allows backward passes of several threads
         return cast[0]
 
     @staticmethod

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from torch.nn import Module, Parameter
 from amp_core._torch.tensors import WeakStorage, identity_of, is_dtensor, is_freed, part_of
 from amp_core.casts.bulk import cast_alone, cast_weights, is_small_on_host, looks_for_hooks
 from amp_core.casts.memory import KeptMemory
+from amp_core.common.locks import new_lock
 from amp_core.dispatch import kept_operands
 from amp_core.dispatch.fingerprints import CachedCast, Fingerprint, cached, fingerprint, is_cacheable
 from amp_core.dispatch.weight_casts import CASTS
@@ -60,7 +60,7 @@ class WeightCache:
         self._slots: dict[int, _Slot] = {}
         # Parameters of other models. A weak reference to a tensor would forbid torch.utils.swap_tensors.
         self._foreign: dict[int, tuple[int, WeakStorage]] = {}
-        self._lock = threading.RLock()  # a signal handler may use the model, too
+        self._lock = new_lock()  # a signal handler may use the model, too
         # In debug mode, bypass the table that ops read directly, so that every use is checked.
         self._casts = defaultdict(dict) if debug else CASTS
         self.debug = debug

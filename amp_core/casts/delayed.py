@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections import deque
 from collections.abc import Mapping, MutableMapping, Sequence
@@ -16,6 +15,7 @@ from amp_core.common.arguments import check_group, check_module, check_optimizer
 from amp_core.common.call_site import level_outside
 from amp_core.common.handle import Local
 from amp_core.common.identity import WeakIdentityMapping
+from amp_core.common.locks import new_lock
 from amp_core.common.optimizers import parameters_of
 from amp_core.dispatch.sources import history_sources
 from amp_core.errors import AmpWarning
@@ -46,7 +46,7 @@ class DelayedScales(Local):
         self._agreed: MutableMapping[torch.optim.Optimizer, Tensor] = WeakIdentityMapping()
         self._past = deque[tuple[tuple[str, ...], Tensor]](maxlen=Delayed.history)
         self._release: Any = None
-        self._lock = threading.RLock()
+        self._lock = new_lock()
 
     def __enter__(self) -> DelayedScales:
         if self._release is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -30,6 +29,7 @@ from amp_core.common.arguments import check_module
 from amp_core.common.call_site import level_outside
 from amp_core.common.fsdp import is_sharded
 from amp_core.common.handle import LocalHandle
+from amp_core.common.locks import new_lock
 from amp_core.common.once import once
 from amp_core.common.optimizers import StepArguments, after_every_step, before_every_step, parameters_of
 from amp_core.dispatch import kept_operands
@@ -67,7 +67,7 @@ class CachedCasts(LocalHandle):
         weights = functools.partial(_weights, model, self._COVERS_DTENSORS, self._modules)
         self._cache = WeightCache(weights, make, is_small, debug=debug)
         self._reuse = Reuse()
-        self._lock = threading.RLock()  # a signal handler may use the model, too
+        self._lock = new_lock()  # a signal handler may use the model, too
         self._is_active = False
         self._end_serving: Callable[[], None] | None = None
 

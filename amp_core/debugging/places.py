@@ -15,6 +15,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from amp_core._torch.autograd import current_autograd_node, next_sequence_number, sequence_number
 from amp_core.common.call_site import place_outside
+from amp_core.common.locks import new_lock
 from amp_core.errors import AmpError
 from amp_core.regions.modules import runs_in_float32
 
@@ -37,7 +38,7 @@ class Place(NamedTuple):
 NOWHERE = Place("", "")
 _HOOKS_FIRE_TWICE = r"Using `torch.compile\(module\)` when there are global hooks"  # our hooks allow for that
 _ACCUMULATE = "torch::autograd::AccumulateGrad"
-_hooking = threading.RLock()
+_hooking = new_lock()
 """Recordings in several threads change the same hooks and warning filters."""
 
 

@@ -17,6 +17,7 @@ from amp_core._torch.autocast import autocast_devices_enabled
 from amp_core._torch.autograd import current_autograd_node, in_backward
 from amp_core._torch.dispatcher import Overload
 from amp_core.common.containers import tensors_in
+from amp_core.common.locks import new_lock
 from amp_core.debugging.collectives import Collectives, given, kind_of
 from amp_core.debugging.op_kinds import copied, dtypes_of, floats_in, only_moves
 from amp_core.debugging.op_modes import observe_ops
@@ -56,7 +57,7 @@ class _Eager:
     """Compiled functions run eagerly, in all threads, while any tap is on: taps may end in any order."""
 
     def __init__(self) -> None:
-        self._lock, self._taps = threading.RLock(), 0
+        self._lock, self._taps = new_lock(), 0
         self._stance: Any = None
 
     def enter(self) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from amp_core._torch.op_kernels import POLICIES
 from amp_core.common import environment as _env
+from amp_core.common.locks import new_lock
 from amp_core.dispatch import functions
 from amp_core.dispatch.engine import Prepared, Table, ThreadState, engine, policies_in_force
 from amp_core.dispatch.runners import table_of
@@ -133,7 +134,7 @@ class RuleOverrides:
         self.origin = origin
         # Keyed by identity: equal policies can differ in their origins. Each entry keeps its policy alive.
         self._activations: dict[int, tuple[OpPolicy | None, Activation]] = {}
-        self._lock = threading.RLock()
+        self._lock = new_lock()
 
     def on(self, policy: OpPolicy) -> OpPolicy:
         """Return `policy` with the changes applied."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from amp_core._torch.tensors import base_of
 from amp_core._torch.tracing import calls_are_captured, is_fake
+from amp_core.common.locks import new_lock
 from amp_core.dispatch.sources import history_sources
 from amp_core.errors import PolicyError
 from amp_core.formats import AmaxHistory, Delayed, Quantization, Quantized, Recipe, quantize
@@ -92,7 +93,7 @@ def record(history: AmaxHistory, amax: Tensor) -> None:
         history.record(amax)
 
 
-_recording = threading.RLock()
+_recording = new_lock()
 _ALGORITHMS: dict[str, Literal["max", "most_recent"]] = {"max": "max", "most_recent": "most_recent"}
 
 

@@ -30,6 +30,7 @@ from amp_core._torch.op_kernels import (
     is_python_kernel,
     native_kernel,
 )
+from amp_core.common.locks import new_lock
 from amp_core.dispatch import weight_casts
 from amp_core.dispatch.casting import Runner, make_runner, once_defined
 from amp_core.policy import OpPolicy, names
@@ -72,7 +73,7 @@ class Engine:
         self.device_type = device_type
         self.key = autocast_key(device_type)
         self.local = ThreadState()
-        self._lock = threading.RLock()
+        self._lock = new_lock()
         self._users: Counter[str] = Counter()
         self._installed: dict[str, Callable[[], None]] = {}
         self._kernels: dict[str, tuple[str, Callable[..., Any]]] = {}
@@ -236,7 +237,7 @@ def _both(earlier: Observer, observer: Observer) -> Observer:
 
 
 _engines: dict[str, Engine] = {}
-_engines_lock = threading.RLock()
+_engines_lock = new_lock()
 
 
 def engine(device_type: str) -> Engine:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -17,13 +16,14 @@ import torch
 from torch.autograd import Function
 
 from amp_core._torch.autocast import autocast_off
+from amp_core.common.locks import new_lock
 from amp_core.dispatch.casting import cast_to
 from amp_core.policy import rules as r
 
 Rule = Callable[[str], "tuple[str, str] | None"]
 """Maps the name of a function to the device type and rule in force; None if no policy has one."""
 
-_lock = threading.RLock()
+_lock = new_lock()
 _rules: dict[str, Rule] = {}
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+
+from amp_core.common.locks import new_lock
 
 if TYPE_CHECKING:
     import torch
@@ -25,7 +26,7 @@ class Sources(Generic[T]):
     def __init__(self) -> None:
         self.active: tuple[T, ...] = ()
         self._registered: dict[object, T] = {}
-        self._lock = threading.RLock()
+        self._lock = new_lock()
 
     def register(self, source: T) -> Callable[[], None]:
         """Serve from `source` from now on; return a function that ends this."""

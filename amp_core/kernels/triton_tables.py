@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from amp_core.common import environment as _env
+from amp_core.common.locks import new_lock
 from amp_core.errors import KernelLaunchError
 from amp_core.kernels import triton_programs as programs
 
@@ -114,7 +114,7 @@ def _groups(kinds: Sequence[Hashable], cuts: Sequence[int]) -> Iterator[Group]:
 
 
 _rows_cache: dict[Hashable, Rows] = {}
-_lock = threading.RLock()
+_lock = new_lock()
 
 
 def rows_of(kinds: tuple[Hashable, ...], sizes: tuple[int, ...], device: torch.device) -> Rows:

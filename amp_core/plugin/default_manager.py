@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from amp_core.common.locks import new_lock
 from amp_core.errors import BackendError
 from amp_core.plugin.interface import Backend
 from amp_core.plugin.manager import Manager
 from amp_core.plugin.status import BackendStatus
 
 _manager: Manager | None = None
-_manager_lock = threading.RLock()
+_manager_lock = new_lock()
 
 
 def manager() -> Manager:

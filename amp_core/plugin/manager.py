@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import replace
@@ -15,6 +14,7 @@ from amp_core._torch.autocast import autocast_known, is_device_type, privateuse1
 from amp_core._torch.dispatcher import autocast_device_types
 from amp_core.common import environment as _env
 from amp_core.common.call_site import level_outside
+from amp_core.common.locks import new_lock
 from amp_core.errors import (
     BackendConflictError,
     BackendDisabledError,
@@ -39,7 +39,7 @@ class Manager:
     def __init__(self) -> None:
         self.registry = Registry()
         self.listens = False
-        self._lock = threading.RLock()
+        self._lock = new_lock()
         self._generic: dict[str, Backend] = {}
         self._loaded: dict[str, Failure | None] = {}
         """Entry points tried so far, as ``name=value``, each with its failure or None."""

@@ -13,6 +13,7 @@ from torch.autograd.function import FunctionCtx
 
 from amp_core.common.arguments import check_dtype, device_type_of
 from amp_core.common.containers import map_tensors
+from amp_core.common.locks import new_lock
 from amp_core.dispatch.activate import default_policy
 from amp_core.dispatch.engine import engine
 from amp_core.plugin.default_manager import get_backend
@@ -186,7 +187,7 @@ class _Pending(threading.local):
 
 
 _pending = _Pending()
-_wrapping = threading.RLock()
+_wrapping = new_lock()
 
 
 def _pass_to_setup_context(decorated: Fn, state: _ForwardState) -> None:

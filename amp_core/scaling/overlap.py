@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from amp_core._torch.list_writes import see_list_writes
 from amp_core._torch.tensors import version_of
+from amp_core.common.locks import new_lock
 from amp_core.common.optimizers import parameters_of
 from amp_core.kernels import GradStats
 from amp_core.plugin.default_manager import get_backend
@@ -51,7 +51,7 @@ class Overlap:
         self._bytes = 0
         self._reads: dict[int, _Read] = {}
         self._orders: dict[tuple[torch.device, tuple[int, ...]], Tensor] = {}
-        self._lock = threading.RLock()  # several threads may run backward passes
+        self._lock = new_lock()  # several threads may run backward passes
 
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
         """From now on, read the gradients of `optimizer` during each backward."""

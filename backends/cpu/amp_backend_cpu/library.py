@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import os
 import struct
 import sys
-import threading
 from pathlib import Path
 
 import torch
 
 from amp_core.common import environment as _env
+from amp_core.common.locks import new_lock
 
 _ABI = 10
 """The ABI version in `native/kernels.c`; a library with another version must not be called."""
@@ -78,13 +77,7 @@ class Tuning:
         self._library = library
         self._pinned = _env.cpu_streaming()
         self.settled = False
-        self._renew_lock()
-        if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=self._renew_lock)
-
-    def _renew_lock(self) -> None:
-        # In a forked child, the thread that holds the parent's does not exist.
-        self._lock = threading.RLock()
+        self._lock = new_lock()
 
     def settle(self) -> None:
         """Choose the setting, once."""
