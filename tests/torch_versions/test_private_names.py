@@ -94,8 +94,10 @@ FOREIGN = {
     "_after_closure": "Lightning's",
     "_asdict": "of named tuples",
     "_fields": "of named tuples",
+    "_at_fork_reinit": "CPython's",
     "_current_frames": "CPython's",
     "_getframe": "CPython's",
+    "_is_owned": "CPython's",
     # A pickled module has these names in its state, so torch cannot change them.
     "_buffers": "of modules",
     "_parameters": "of modules",
