@@ -30,7 +30,7 @@ _library = POLICIES.function("torch._C._dispatch_library")
 _has_fallback = POLICIES.function("torch._C._dispatch_has_backend_fallback")
 _get_kernel = POLICIES.function("torch.library.get_kernel")
 _dump = POLICIES.function("torch._C._dispatch_dump")
-_without_modes = POLICIES.function("torch.utils._python_dispatch._disable_current_modes")
+without_modes = POLICIES.function("torch.utils._python_dispatch._disable_current_modes")
 
 
 def has_dispatch_key(name: str) -> bool:
@@ -116,7 +116,7 @@ def native_kernel(op_name: str, key: str) -> Callable[..., Any]:
         return kernel
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        with _without_modes():
+        with without_modes():
             return kernel(*args, **kwargs)
 
     return call
@@ -196,7 +196,7 @@ def _check_policies() -> None:
         raise RuntimeError("the dispatcher does not say which kernels are Python functions")
     key = _key_of_name("AutocastCPU")
     set_excluded(key, is_excluded(key))
-    with _without_modes(), excluded(_keys(key)):
+    with without_modes(), excluded(_keys(key)):
         _get_kernel("aten::mm", "AutocastCPU")
     if not (_registrations("AutocastCPU") and _all_names() and _has_fallback(_key_of_name("AutocastCPU"))):
         raise RuntimeError("the dispatcher does not list its ops")

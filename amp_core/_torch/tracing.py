@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -11,7 +12,7 @@ import torch
 from amp_core._torch.autocast import privateuse1_name
 from amp_core._torch.dispatcher import Overload, dispatcher_name
 from amp_core._torch.features import Feature, resolve
-from amp_core._torch.op_kernels import has_kernel
+from amp_core._torch.op_kernels import has_kernel, without_modes
 from amp_core.errors import TorchFeatureError
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -114,6 +115,11 @@ def calls_are_compared() -> bool:
     """Whether selective checkpointing numbers the ops that run now, to find them again when it recomputes."""
     count = _count_modes()
     return bool(count) and any(isinstance(_mode_at(index), _COMPARING) for index in range(count))
+
+
+def uncompared() -> AbstractContextManager[None]:
+    """Keep ops that are not the program's, and that write or run once, from selective checkpointing."""
+    return without_modes() if calls_are_compared() else nullcontext()
 
 
 _FAKE = Feature(

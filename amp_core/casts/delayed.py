@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from amp_core._torch.tracing import uncompared
 from amp_core.casts.history_steps import follow_optimizers
 from amp_core.common.arguments import check_group, check_module, check_optimizer
 from amp_core.common.call_site import level_outside
@@ -74,7 +75,7 @@ class DelayedScales(Local):
             return None
         history = self._histories.get(name, {}).get(role)
         if history is None:
-            with self._lock:
+            with self._lock, uncompared():
                 roles = self._histories.setdefault(name, {})
                 if role not in roles:
                     roles.setdefault(role, self._new(name, role, delayed, weight.device))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from amp_core._torch.tensors import base_of
-from amp_core._torch.tracing import calls_are_captured, is_fake
+from amp_core._torch.tracing import calls_are_captured, is_fake, uncompared
 from amp_core.common.locks import new_lock
 from amp_core.dispatch.sources import history_sources
 from amp_core.errors import PolicyError
@@ -89,7 +89,7 @@ def _exchange(weight: Tensor, amax: Tensor, role: str, history: int, margin: int
 
 def record(history: AmaxHistory, amax: Tensor) -> None:
     """Note a magnitude in `history`. Several threads may run products of one weight."""
-    with _recording:
+    with _recording, uncompared():
         history.record(amax)
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -89,6 +90,39 @@ def test_selective_checkpointing_within_a_policy(scope: Any) -> None:
     with scope(model):
         first, second = gradients(), gradients()
     assert all(map(torch.equal, first, second))
+
+
+def test_selective_checkpointing_of_delayed_scales() -> None:
+    """The record of a magnitude counts as an op of the block: "has been mutated", or zeros of a history."""
+    policy = amp_core.OpPolicy.default("cpu").override({"linear": amp_core.Recipe.fp8_delayed(history=6)})
+    region = functools.partial(autocast, "cpu", policy=policy)
+    layer = nn.Linear(6, 6)
+
+    @contextlib.contextmanager
+    def again(compared: Any) -> Iterator[None]:
+        with region(), compared:
+            yield
+
+    def contexts() -> tuple[Any, Any]:
+        first, second = create_selective_checkpoint_contexts(save_all)
+        return first, again(second)
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        return layer(x) * (torch.zeros(6) + 1)
+
+    def gradients(run: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
+        layer.zero_grad()
+        x = X.clone().requires_grad_()
+        with amp_core.delayed_scales(layer):
+            for _ in range(2):
+                with region():
+                    out = run(x)
+                out.square().sum().backward()
+        return [x.grad, *(p.grad.clone() for p in layer.parameters())]
+
+    expected = gradients(block)
+    got = gradients(lambda x: checkpoint(block, x, use_reentrant=False, context_fn=contexts))
+    assert all(map(torch.equal, got, expected))
 
 
 def test_selective_checkpointing_of_a_shared_weight() -> None:
