@@ -25,20 +25,19 @@ class Sources(Generic[T]):
 
     def __init__(self) -> None:
         self.active: tuple[T, ...] = ()
-        self._registered: dict[object, T] = {}
+        self._registered: dict[int, T] = {}
         self._lock = new_lock()
 
     def register(self, source: T) -> Callable[[], None]:
         """Serve from `source` from now on; return a function that ends this."""
-        key = object()
 
         def unregister() -> None:
             with self._lock:
-                self._registered.pop(key, None)
+                self._registered.pop(id(source), None)
                 self._publish()
 
         with self._lock:
-            self._registered[key] = source
+            self._registered[id(source)] = source  # once, also if an interrupt lost an earlier `unregister`
             self._publish()
         return unregister
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from amp_core._torch.autocast import autocast_off
 from amp_core._torch.modules import tree_map_only
@@ -129,7 +130,15 @@ class AppliedPolicy(Handle):
         self._rules = rules
         self._regions = regions
         self._device_type = device_type
-        self._wrapped = [_Wrapped(model.get_submodule(name), region) for name, region in regions.items()]
+        self._wrapped: list[_Wrapped] = []
+        try:
+            for name, region in regions.items():
+                self._wrapped.append(_Wrapped(model.get_submodule(name), region))
+                self._wrapped[-1].attach()
+        except BaseException:  # an interrupt: nobody gets the handle that removes the rules
+            for wrapped in reversed(self._wrapped):
+                wrapped.remove()
+            raise
 
     def remove(self) -> None:
         """Remove the rules. Calling it again has no effect.
@@ -226,15 +235,17 @@ class _Wrapped:
     def __init__(self, module: nn.Module, region: _Region) -> None:
         self._module = module
         self._earlier = {key: module.__dict__[key] for key in _KEYS if key in module.__dict__}
-        self._hook = module.register_forward_pre_hook(_nothing)
+        self._hook: RemovableHandle | None = None
         wrapped = self._earlier.get("forward")
         if isinstance(wrapped, functools.partial) and wrapped.func is forward:  # rules applied earlier
             _, below, wrapped = wrapped.args
             region = region.on_top_of(below)
-        self._forward = functools.partial(forward, module, region, wrapped)
-        module.__dict__[_REGION] = region
-        module.__dict__["forward"] = self._forward
-        module.__dict__[_SCRIPTED] = functools.partial(_refuse_script, module)
+        self._region, self._forward = region, functools.partial(forward, module, region, wrapped)
+
+    def attach(self) -> None:
+        self._hook = self._module.register_forward_pre_hook(_nothing)
+        refuse = functools.partial(_refuse_script, self._module)
+        self._module.__dict__.update({_REGION: self._region, "forward": self._forward, _SCRIPTED: refuse})
 
     def check_removable(self) -> None:
         if self._module.__dict__.get("forward") is not self._forward:
@@ -244,10 +255,11 @@ class _Wrapped:
             )
 
     def remove(self) -> None:
-        self._hook.remove()
+        if self._hook is not None:
+            self._hook.remove()
         self._module.__dict__.update(self._earlier)  # first: another thread may call the module
         for key in _KEYS - self._earlier.keys():
-            del self._module.__dict__[key]
+            self._module.__dict__.pop(key, None)
 
 
 def forward(self: nn.Module, region: _Region, wrapped: Any, /, *args: Any, **kwargs: Any) -> Any:

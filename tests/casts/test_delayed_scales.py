@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 import amp_core
 from amp_core import OpPolicy, PolicyError, Recipe, autocast, delayed_scales, quantize
+from amp_core.dispatch.sources import history_sources
 from amp_core.formats import AmaxHistory, from_transformer_engine
 
 RECIPE = Recipe.fp8_delayed(history=3)
@@ -298,3 +299,14 @@ def test_products_without_histories_are_refused() -> None:
     wrong.load_state_dict({"0.weight": {"input": AmaxHistory(RECIPE.input.found, "cpu").state_dict()}})
     with wrong, region(longer), pytest.raises(ValueError, match="The saved history has 3 steps"):
         model(x)
+
+
+def test_a_scope_that_an_interrupt_has_entered_by_half() -> None:
+    """The histories are registered twice from then on, and move two steps at each step of an optimizer."""
+    model = torch.nn.Linear(8, 8)
+    scales = amp_core.delayed_scales(model)
+    lost = history_sources.register(scales)  # what an interrupt after it leaves behind
+    with scales:
+        assert history_sources.active.count(scales) == 1
+    assert scales not in history_sources.active
+    lost()

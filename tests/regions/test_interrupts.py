@@ -20,7 +20,7 @@ import torch
 
 import amp_core
 from amp_core.dispatch import activate, engine
-from amp_core.regions import autocast_state, base, disabling, region
+from amp_core.regions import autocast_state, base, disabling, modules, region
 from amp_core.states import region_stack
 
 FILES = {
@@ -139,6 +139,29 @@ def test_an_interrupt_in_a_quantised_product() -> None:
         number += 1
         assert not torch.is_autocast_enabled("cpu"), number
     assert number > 20
+
+
+def test_an_interrupt_while_rules_of_modules_are_applied() -> None:
+    """Some modules keep rules that nobody has the handle of, and compute in another precision for good."""
+    model = torch.nn.Sequential(*[torch.nn.Linear(2, 2) for _ in range(3)])
+    handles: list[modules.AppliedPolicy] = []
+
+    def apply() -> None:
+        handles.append(modules.apply_policy(model, {"*": "fp32"}))
+
+    number, lasting = 1, 0
+    while interrupted_at(number, apply, files={modules.__file__}):
+        number += 1
+        left = sum("forward" in module.__dict__ for module in model)
+        assert left in (0, 3), number
+        lasting += bool(left)
+        for module in model if left else ():  # the interrupt came when the handle was on its way
+            for key in modules._KEYS:
+                del module.__dict__[key]
+    assert number > 300
+    assert lasting < 5
+    handles[0].remove()
+    assert not any("forward" in module.__dict__ for module in model)
 
 
 def test_threads_share_a_disabling_decorator() -> None:
