@@ -111,6 +111,11 @@ def calls_are_captured() -> bool:
     )
 
 
+def calls_are_exported() -> bool:
+    """Whether ``torch.export`` traces what runs now: its own flag is set for all threads."""
+    return torch.compiler.is_exporting() and calls_are_captured()
+
+
 def calls_are_compared() -> bool:
     """Whether selective checkpointing numbers the ops that run now, to find them again when it recomputes."""
     count = _count_modes()

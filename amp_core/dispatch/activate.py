@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from amp_core._torch.op_kernels import POLICIES
+from amp_core._torch.tracing import calls_are_exported
 from amp_core.common import environment as _env
 from amp_core.common.locks import new_lock
 from amp_core.dispatch import functions
@@ -58,7 +59,7 @@ class Activation:
         Raises:
             PolicyError: `torch.export` is tracing; the exported program could not keep the policy.
         """
-        if torch.compiler.is_exporting():
+        if calls_are_exported():
             raise PolicyError(_NO_EXPORT.format(policy=self.policy))
         if not self._installed:
             self._engine.keep(self.table)

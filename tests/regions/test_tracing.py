@@ -128,6 +128,25 @@ def test_make_fx_records_the_casts() -> None:
     assert not torch.is_autocast_enabled("cpu")
 
 
+def test_other_threads_go_on_while_one_exports(in_threads: Any) -> None:
+    """A server that exports a model in one thread gets "torch.export cannot keep" in all others."""
+    policy = amp_core.OpPolicy.default("cpu").override({"mm": "fp32"})
+    found: list[torch.dtype] = []
+
+    def serve() -> None:
+        with amp_core.autocast("cpu", policy=policy):
+            found.append(torch.mm(X, X).dtype)
+
+    class Model(torch.nn.Module):
+        def forward(self, a: torch.Tensor) -> torch.Tensor:
+            assert torch.compiler.is_exporting()
+            in_threads(serve)
+            return torch.relu(a)
+
+    torch.export.export(Model(), (X,), strict=False)
+    assert set(found) == {torch.float32}
+
+
 def test_an_export_that_is_refused_leaves_no_region_on():
     """Everything after a refused export would run in mixed precision, unasked."""
 
