@@ -15,7 +15,7 @@ from amp_core._torch.tracing import calls_are_exported
 from amp_core.common import environment as _env
 from amp_core.common.locks import new_lock
 from amp_core.dispatch import functions
-from amp_core.dispatch.engine import Prepared, Table, ThreadState, engine, policies_in_force
+from amp_core.dispatch.engine import Prepared, Table, ThreadState, engine
 from amp_core.dispatch.runners import table_of
 from amp_core.errors import AmpWarning, PolicyError
 from amp_core.plugin import get_backend
@@ -45,10 +45,10 @@ class Activation:
     def __init__(self, policy: OpPolicy, table: Table, *, by_default: bool) -> None:
         self.policy = policy
         self.table = table
-        self.has_functions = False
-        for name in filter(names.is_function, policy.rules):
-            self.has_functions = True
-            functions.wrap(name, rule_in_force)
+        wrapped = [*filter(names.is_function, policy.rules)]
+        for name in wrapped:
+            functions.wrap(name)
+        self.has_functions = bool(wrapped)
         self.by_default = by_default
         self._engine = engine(policy.device_type)
         self._installed = False
@@ -109,15 +109,6 @@ def take_out(depth: int) -> None:
             hidden[index] = local, before
             return
     local.in_force = before
-
-
-def rule_in_force(function: str) -> tuple[str, str] | None:
-    """Return the device type and the rule of an autograd function in this thread, if it has one now."""
-    for device_type, active in policies_in_force():
-        rule = active.policy.rules.get(function, r.UNCHANGED)
-        if rule != r.UNCHANGED and torch.is_autocast_enabled(device_type):
-            return device_type, rule
-    return None
 
 
 class RuleOverrides:

@@ -18,25 +18,32 @@ from torch.autograd import Function
 from amp_core._torch.autocast import autocast_off
 from amp_core.common.locks import new_lock
 from amp_core.dispatch.casting import cast_to
+from amp_core.dispatch.engine import policies_in_force
 from amp_core.policy import rules as r
 
-Rule = Callable[[str], "tuple[str, str] | None"]
-"""Maps the name of a function to the device type and rule in force; None if no policy has one."""
-
 _lock = new_lock()
-_rules: dict[str, Rule] = {}
+_wrapped: set[str] = set()
 
 
-def wrap(name: str, rule: Rule) -> None:
-    """Let `rule` decide how the function ``package.module:Class`` runs, from its definition on."""
+def wrap(name: str) -> None:
+    """Let policies decide how the function ``package.module:Class`` runs, from its definition on."""
     with _lock:
-        if name in _rules:
+        if name in _wrapped:
             return
-        _rules[name] = rule
+        _wrapped.add(name)
         _watch_definitions()  # also of a class that is there: a module that is reloaded defines it again
         cls = _imported(name)
         if cls is not None:
-            _wrap_class(cls, name, rule)
+            _wrap_class(cls, name)
+
+
+def rule_in_force(name: str) -> tuple[str, str] | None:
+    """Return the device type and the rule of the function `name` in this thread, if it has one now."""
+    for device_type, active in policies_in_force():
+        rule = active.policy.rules.get(name, r.UNCHANGED)
+        if rule != r.UNCHANGED and torch.is_autocast_enabled(device_type):
+            return device_type, rule
+    return None
 
 
 def _imported(name: str) -> Any:
@@ -54,21 +61,20 @@ def _watch_definitions() -> None:
     def defined(cls: Any, /, **kwargs: Any) -> None:
         super(Function, cls).__init_subclass__(**kwargs)
         name = f"{cls.__module__}:{cls.__qualname__}"
-        rule = _rules.get(name)
-        if rule is not None:
-            _wrap_class(cls, name, rule)
+        if name in _wrapped:
+            _wrap_class(cls, name)
 
     Function.__init_subclass__ = classmethod(defined)  # type: ignore[assignment]
 
 
-def _wrap_class(cls: Any, name: str, rule: Rule) -> None:
-    cls.forward = staticmethod(_casting(cls.forward, name, rule))
+def _wrap_class(cls: Any, name: str) -> None:
+    cls.forward = staticmethod(_casting(cls.forward, name))
 
 
-def _casting(forward: Callable[..., Any], name: str, rule: Rule) -> Callable[..., Any]:
+def _casting(forward: Callable[..., Any], name: str) -> Callable[..., Any]:
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
-        ruled = rule(name)
+        ruled = rule_in_force(name)
         if ruled is None:
             return forward(*args, **kwargs)
         device_type, how = ruled

@@ -22,14 +22,9 @@ from amp_core._torch.dynamo import (
 from amp_core._torch.tracing import calls_are_exported
 from amp_core.common.call_site import level_outside
 from amp_core.common.versions import installed_version
-from amp_core.dispatch.activate import (
-    Activation,
-    RuleOverrides,
-    pushed,
-    restore,
-    rule_in_force,
-)
+from amp_core.dispatch.activate import Activation, RuleOverrides, pushed, restore
 from amp_core.dispatch.engine import policies_in_force
+from amp_core.dispatch.functions import rule_in_force
 from amp_core.errors import AmpWarning, PolicyError
 from amp_core.plugin.default_manager import get_backend
 from amp_core.regions.decorator import around_generator
