@@ -69,11 +69,10 @@ def make_runner(op: Overload, rule: str, device_type: str) -> Runner:
         return _unchanged(op, device_type)
     call = _below(op, device_type)
     if isinstance(rule, RecipeRule):
-        from amp_core.dispatch.scaled_products import scaled, with_weight
+        from amp_core.dispatch.scaled_products import scaled
 
         low = target_dtype(r.LOWER_PRECISION_FP, op, device_type)
-        run = _casting(op, scaled(op, rule, call, device_type), low, device_type)
-        return with_weight(op, rule, run)
+        return scaled(op, rule, call, _casting(op, _arguments, low, device_type), device_type)
     if rule in _SPECIAL:
         return _SPECIAL[rule](op, call, device_type)
     target = target_dtype(rule, op, device_type)
@@ -99,6 +98,10 @@ def _below(op: Overload, device_type: str) -> Callable[..., Any]:
             set_excluded(key, before)
 
     return call
+
+
+def _arguments(*args: Any, **kwargs: Any) -> tuple[Args, Kwargs]:
+    return args, kwargs
 
 
 def _banned(op: Overload) -> Runner:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,38 +16,6 @@ from amp_core.dispatch.sources import history_sources
 from amp_core.errors import PolicyError
 from amp_core.formats import AmaxHistory, Delayed, Quantization, Quantized, Recipe, quantize
 from amp_core.policy.recipes import ROLES
-
-
-class _Thread(threading.local):
-    weight: Tensor | None = None
-    """The second factor of the op that runs, before it was cast."""
-
-
-_thread = _Thread()
-
-
-def is_delayed(recipe: Recipe) -> bool:
-    """Return whether a role of `recipe` has a delayed scale."""
-    return any(_delayed(recipe, role) is not None for role in ROLES)
-
-
-def _delayed(recipe: Recipe, role: str) -> Delayed | None:
-    how: Quantization | None = getattr(recipe, role)
-    return how.found if how is not None and isinstance(how.found, Delayed) else None
-
-
-def remembering(run: Callable[..., Any], position: int) -> Callable[..., Any]:
-    """Return a runner like `run` that knows the weight at `position` of its arguments before it is cast."""
-
-    def remember(keyset: Any, args: Any, kwargs: Any) -> Any:
-        weight = args[position]
-        before, _thread.weight = _thread.weight, base_of(weight)
-        try:
-            return run(keyset, args, kwargs)
-        finally:
-            _thread.weight = before
-
-    return remember
 
 
 class GraphHistory(NamedTuple):
@@ -109,29 +76,29 @@ def _(
     return amax.new_empty((), dtype=torch.float32)
 
 
-def histories(recipe: Recipe) -> dict[str, AmaxHistory | GraphHistory]:
-    """Return, by role, the histories for the products of the op that runs in this thread.
+def histories(recipe: Recipe, factor: Tensor) -> dict[str, AmaxHistory | GraphHistory]:
+    """Return, by role, the histories of the delayed scales for one call of an op with `recipe`.
+
+    Args:
+        recipe: the recipe.
+        factor: the second factor of the op before it was cast: a weight, or a view of one.
 
     Raises:
         PolicyError: no scope keeps them. A graph raises it when it runs.
     """
-    if not is_delayed(recipe):
+    found = {role: how.found for role in ROLES if (how := getattr(recipe, role)) is not None}
+    delayed = {role: each for role, each in found.items() if isinstance(each, Delayed)}
+    if not delayed:
         return {}
-    weight, found = _thread.weight, dict[str, AmaxHistory | GraphHistory]()
-    for role in ROLES:
-        delayed = _delayed(recipe, role)
-        if delayed is None:
-            continue
-        if weight is not None and (calls_are_captured() or is_fake(weight)):
-            found[role] = GraphHistory(weight, role)
-        else:
-            found[role] = _require(weight, role, delayed)
-    return found
+    weight = base_of(factor)
+    if calls_are_captured() or is_fake(weight):
+        return {role: GraphHistory(weight, role) for role in delayed}
+    return {role: _require(weight, role, each) for role, each in delayed.items()}
 
 
-def _require(weight: Tensor | None, role: str, delayed: Delayed) -> AmaxHistory:
-    history = None if weight is None else _history(weight, role, delayed)
-    if history is None and weight is not None:
+def _require(weight: Tensor, role: str, delayed: Delayed) -> AmaxHistory:
+    history = _history(weight, role, delayed)
+    if history is None:
         for source in history_sources.active:
             source.look_again()
         history = _history(weight, role, delayed)

@@ -48,13 +48,16 @@ _TWO_FACTORS = _Op(products.matmul)
 """The places of the factors in ops that `bilinear` takes apart."""
 
 
-def scaled(op: Overload, rule: RecipeRule, call: Callable[..., Any], device_type: str) -> Callable[..., Any]:
-    """Return how to run `op` on operands that autocast has cast to the region's dtype.
+def scaled(
+    op: Overload, rule: RecipeRule, call: Callable[..., Any], cast: Callable[..., Any], device_type: str
+) -> Callable[..., Any]:
+    """Return the runner of `op` under `rule`.
 
     Args:
         op: one of `OPS` or `BILINEAR` in `amp_core.policy.recipes`.
         rule: the recipe, perhaps with a threshold.
         call: runs the op itself: small calls, float32 regions, and arguments that it has to refuse.
+        cast: a runner that returns the arguments and keyword arguments, cast to the region's dtype.
         device_type: the region's device type.
     """
     keys, limit = key_set(autocast_key(device_type)), r.threshold(rule)
@@ -63,7 +66,8 @@ def scaled(op: Overload, rule: RecipeRule, call: Callable[..., Any], device_type
     shape: _Op = _OPS.get(name, _TWO_FACTORS)
     first = shape.first
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(keyset: Any, given: Any, kwargs: Any) -> Any:
+        args, kwargs = cast(keyset, given, kwargs)
         low = torch.get_autocast_dtype(device_type)
         small = limit is not None and work(op, args, kwargs) <= limit
         factors = args[first], args[first + 1]
@@ -71,7 +75,7 @@ def scaled(op: Overload, rule: RecipeRule, call: Callable[..., Any], device_type
         if small or not (fit and _are_low(args, low)):
             return call(*args, **kwargs)
         _check(name, rule, args)
-        histories = delayed_scales.histories(rule.recipe)
+        histories = delayed_scales.histories(rule.recipe, given[first + 1])
         shared = Call(rule, keys, watching(), _kept(*factors), histories)
         if takes_apart:
             return _bilinear(shared, factors, bilinear(op, call, args, kwargs), low)
@@ -93,13 +97,6 @@ def _kept(a: Tensor, b: Tensor) -> dict[str, kept_operands.Forms]:
         return {}
     forms = {"input": kept_operands.forms_of(a), "weight": kept_operands.forms_of(b)}
     return {role: kept for role, kept in forms.items() if kept is not None}
-
-
-def with_weight(op: Overload, rule: RecipeRule, run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a runner like `run` that knows the weight for delayed scales, if `rule` has some."""
-    if not delayed_scales.is_delayed(rule.recipe):
-        return run
-    return delayed_scales.remembering(run, _OPS.get(dispatcher_name(op), _TWO_FACTORS).first + 1)
 
 
 def _are_low(args: Any, low: torch.dtype) -> bool:
