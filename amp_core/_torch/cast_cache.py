@@ -16,6 +16,7 @@ import torch
 
 from amp_core._torch.dynamo import never_compile
 from amp_core.common.locks import new_lock
+from amp_core.common.once import once
 
 _lock = new_lock()
 
@@ -31,14 +32,16 @@ def one_at_a_time(kernel: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+@once
 def when_cleared(callback: Callable[[], None]) -> None:
-    """From now on, call `callback` in each thread that clears torch's cache, as regions do when they end."""
+    """From the first request on, call `callback` in each thread that clears torch's cache, as regions do."""
     _when_cleared.append(callback)
     _replace_clear()
 
 
+@once
 def when_regions_end(callback: Callable[[], None]) -> None:
-    """From now on, call `callback` in each thread whose outermost region has ended."""
+    """From the first request on, call `callback` in each thread whose outermost region has ended."""
     _when_regions_end.append(callback)
     _replace_clear()
 

@@ -85,7 +85,7 @@ class CachedCasts(LocalHandle):
         after_every_step(_drop_stepped)
         see_list_writes()
         _see_new_parts()
-        _see_regions()
+        cast_cache.when_regions_end(_after_region)
         _scopes.add(self)
         return self
 
@@ -213,12 +213,6 @@ def _after_step(optimizer: Optimizer) -> None:
     skipped = is_skipped(optimizer)
     for scope in list(_scopes):
         scope._after_step(parameters_of(optimizer), skipped=skipped)
-
-
-@once
-def _see_regions() -> None:
-    """Call `_after_region` from now on and for good."""
-    cast_cache.when_regions_end(_after_region)
 
 
 def _after_region() -> None:

@@ -13,18 +13,17 @@ from torch import Tensor
 
 from amp_core._torch import cast_cache
 from amp_core.common.cast import to_dtype
-from amp_core.common.once import once
 from amp_core.dispatch.fingerprints import CachedCast, cached, fingerprint
 
 
-class _Region(threading.local):
+class _Thread(threading.local):
     """The casts of one thread, by dtype and by the weight's ``id``."""
 
     def __init__(self) -> None:
         self.casts: dict[torch.dtype, dict[int, tuple[Tensor, CachedCast]]] = defaultdict(dict)
 
 
-_region = _Region()
+_thread = _Thread()
 
 
 def region_caches() -> bool:
@@ -34,11 +33,11 @@ def region_caches() -> bool:
 
 def cast_for_rule(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the cast of `weight` to `dtype`, one for all rules."""
-    casts = _region.casts[dtype]
+    casts = _thread.casts[dtype]
     entry = casts.get(id(weight))
     if entry is not None and entry[0] is weight and entry[1].is_fresh(weight):
         return entry[1].cast
-    _clear_with_regions()
+    cast_cache.when_cleared(_clear)
     state = fingerprint(weight)
     with torch.enable_grad():  # a first use under no_grad must not detach later uses from the graph
         cast = to_dtype(weight, dtype)
@@ -46,12 +45,6 @@ def cast_for_rule(weight: Tensor, dtype: torch.dtype) -> Tensor:
     return cast
 
 
-@once
-def _clear_with_regions() -> None:
-    """Drop a thread's casts from now on when its outermost region ends."""
-    cast_cache.when_cleared(_clear)
-
-
 def _clear() -> None:
-    for casts in list(_region.casts.values()):  # a finalizer may add one
+    for casts in list(_thread.casts.values()):  # a finalizer may add one
         casts.clear()
