@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from amp_core._torch.tensors import is_in_use
+from amp_core.kernels.memory import without_gaps
 from amp_core.plugin.default_manager import get_backend
 
 _SMALL = 2**16
@@ -35,7 +36,8 @@ class KeptMemory:
 
     def empty_like(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """Return an uninitialized tensor with the shape of `tensor`, and its strides if it is dense."""
-        if not _is_kept(tensor.numel() * dtype.itemsize, tensor.device) or not _is_dense(tensor):
+        is_kept = _is_kept(tensor.numel() * dtype.itemsize, tensor.device)
+        if not is_kept or not (tensor.is_contiguous() or without_gaps(tensor)):
             return torch.empty_like(tensor, dtype=dtype)
         return self._take(dtype, tensor.device, tensor.shape, tensor.stride())
 
@@ -80,14 +82,3 @@ class KeptMemory:
 
 def _is_kept(nbytes: int, device: torch.device) -> bool:
     return nbytes > _SMALL and not get_backend(device.type).caches_memory
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    if tensor.is_contiguous():
-        return True
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True

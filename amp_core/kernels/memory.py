@@ -65,6 +65,9 @@ def are_plain(tensors: Sequence[Tensor], device: torch.device, dtypes: AbstractS
 
 def without_gaps(tensor: Tensor) -> bool:
     """Return whether `tensor` is a permuted contiguous tensor, such as one in channels_last."""
-    strides = tensor.stride()
-    order = sorted(range(tensor.dim()), key=strides.__getitem__, reverse=True)
-    return tensor.permute(order).is_contiguous()
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
