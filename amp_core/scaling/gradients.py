@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from amp_core._torch.steps import same_layout
+from amp_core._torch.tensors import part_of
 from amp_core.common.identity import WeakIdentityMapping
 from amp_core.common.optimizers import parameters_of
 from amp_core.kernels import PORTABLE, GradStats, Kernels
@@ -173,7 +174,7 @@ def _by_place(params: list[Tensor], grads: list[Tensor]) -> list[Gradients]:
     for param, dense, sharding in zip(params, all_dense, shardings_of(params, all_dense), strict=True):
         of, pieces = places.setdefault((dense.device, sharding), ([], []))
         of.append(param)
-        pieces.append(dense if sharding.mesh is None else _piece(dense))
+        pieces.append(dense if sharding.mesh is None else part_of(dense))
     parts = []
     for (device, sharding), (of, pieces) in places.items():
         kernels = kernels_of(device)
@@ -188,12 +189,6 @@ def _prepared(
     if ready is None or len(ready) != len(grads):
         raise wrong_kernel(kernels, "prepare", device.type, ready, f"{len(grads)} tensors")
     return ready
-
-
-def _piece(gradient: Any) -> Tensor:
-    """Return this rank's piece of a DTensor."""
-    with torch.no_grad():
-        return cast(Tensor, gradient.to_local())
 
 
 def _values(param: Tensor) -> Tensor:
