@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from amp_core._torch.tensors import part_of
+from amp_core.common.optimizers import is_torchs
 from amp_core.plugin import get_backend
 
 Bucket = list[tuple[dict[str, Any], list[tuple[int, Tensor]]]]
@@ -41,7 +42,7 @@ def buckets(optimizer: Optimizer) -> Iterator[Bucket]:
     An optimizer of another package gets all in one, those without a gradient too: it may count its calls, or
     what it has.
     """
-    splits = type(optimizer).__module__.startswith("torch.optim")
+    splits = is_torchs(optimizer)
     index, size = 0, 0
     bucket: Bucket = []
     for group in optimizer.param_groups:

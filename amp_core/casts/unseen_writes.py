@@ -8,13 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from amp_core.common.optimizers import StepArguments
+from amp_core.common.optimizers import StepArguments, is_torchs
 from amp_core.kernels.memory import on_host, read
-
-
-def is_torchs(optimizer: Optimizer) -> bool:
-    """Return whether `optimizer` is one of torch's own."""
-    return type(optimizer).__module__.startswith("torch.optim")
 
 
 def may_write_unseen(optimizer: Optimizer) -> bool:

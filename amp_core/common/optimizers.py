@@ -31,6 +31,11 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     return [param for group in groups for param in group["params"]]
 
 
+def is_torchs(optimizer: Optimizer) -> bool:
+    """Return whether `optimizer` is one of torch's own."""
+    return type(optimizer).__module__.startswith("torch.optim")
+
+
 def exact_states(optimizer: Optimizer, saved: dict[str, Any]) -> Iterator[tuple[Tensor, dict[str, Any]]]:
     """Yield each parameter with a copy of its saved state: torch loads it in the dtype of the parameter."""
     if "param_groups" not in saved:  # the state of a wrapper, in a format of its own

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from amp_core._torch.steps import is_fused
+from amp_core.common.optimizers import is_torchs
 from amp_core.scaling.arithmetic import is_tracing
 
 PASSES_ITSELF = (
@@ -27,8 +28,7 @@ def is_traceable(optimizer: torch.optim.Optimizer) -> bool:
     It must decide on the device. torch's own optimizers break the graph
     (``torch.optim.optimizer._use_grad``), and Dynamo cannot continue after a break this deep.
     """
-    own = type(optimizer).__module__.startswith("torch.optim")
-    return not own and is_fused(optimizer)
+    return not is_torchs(optimizer) and is_fused(optimizer)
 
 
 def step_on_device(
