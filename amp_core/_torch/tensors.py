@@ -166,3 +166,8 @@ if TYPE_CHECKING:
 else:
     WeakStorage = _weak_storage if _WEAK.complete else _WEAK.fallback(StrongStorage)
 is_freed: Callable[[Any], bool] = _is_expired if _WEAK.complete else lambda _storage: False
+
+
+def weak_memory(tensor: torch.Tensor) -> WeakStorage:
+    """Return a weak reference to the memory of `tensor`; of a DTensor's part on this rank."""
+    return WeakStorage(part_of(tensor).untyped_storage())  # type: ignore[no-untyped-call]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from amp_core._torch.autograd import gradient_is_accumulated, has_gradient_hooks, inside_ddp, is_compiled
-from amp_core._torch.tensors import WeakStorage, identity_of
+from amp_core._torch.tensors import WeakStorage, identity_of, weak_memory
 from amp_core.casts.bulk import allocate, buckets, cast_weights, is_small_on_host, run_backward_early
 from amp_core.casts.memory import KeptMemory
 from amp_core.common.locks import new_lock
@@ -145,7 +145,7 @@ def _leaf(weight: Tensor) -> tuple[int, WeakStorage]:
 
     It does for another dtype (`.double().float()`), and it poisons the node of a swapped tensor.
     """
-    return identity_of(weight), WeakStorage(weight.untyped_storage())  # type: ignore[no-untyped-call]
+    return identity_of(weight), weak_memory(weight)
 
 
 def _goes_to_grad(node: Any, grad: Tensor) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from amp_core._torch.tensors import WeakStorage, identity_of, is_dtensor, is_freed, part_of
+from amp_core._torch.tensors import WeakStorage, identity_of, is_dtensor, is_freed, part_of, weak_memory
 from amp_core.casts.bulk import cast_alone, cast_weights, is_small_on_host, looks_for_hooks
 from amp_core.casts.memory import KeptMemory
 from amp_core.common.locks import new_lock
@@ -152,8 +152,7 @@ class WeightCache:
             self._update_slots()
             slot = self._slots.get(id(weight))
             if slot is None:
-                memory = WeakStorage(part_of(weight).untyped_storage())  # type: ignore[no-untyped-call]
-                self._foreign[id(weight)] = identity_of(weight), memory
+                self._foreign[id(weight)] = identity_of(weight), weak_memory(weight)
             return slot
 
     def look_again(self, part: Tensor | Module, *, of_model: bool) -> None:

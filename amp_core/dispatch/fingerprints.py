@@ -17,6 +17,7 @@ from amp_core._torch.tensors import (
     is_tensor_view,
     part_of,
     version_of,
+    weak_memory,
 )
 
 Fingerprint = tuple[object, ...]
@@ -76,5 +77,4 @@ class CachedCast(NamedTuple):
 
 def cached(weight: Tensor, state: Fingerprint, cast: Tensor) -> CachedCast:
     """Return the cache entry for a cast of `weight` made when its fingerprint was `state`."""
-    memory = WeakStorage(part_of(weight).untyped_storage())  # type: ignore[no-untyped-call]
-    return CachedCast(state, memory, cast)
+    return CachedCast(state, weak_memory(weight), cast)
