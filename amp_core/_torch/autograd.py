@@ -79,7 +79,7 @@ def is_compiled(node: Any) -> bool:
 _DDP = Feature(
     "ddp_forward", "master_weights treats every model as part of a DistributedDataParallel, which is slower"
 )
-_ddp_class = _DDP.value("torch.nn.parallel.DistributedDataParallel._active_ddp_module", None)
+_DDP.value("torch.nn.parallel.DistributedDataParallel._active_ddp_module", None)
 
 
 def inside_ddp() -> bool:

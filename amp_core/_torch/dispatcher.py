@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from amp_core._torch.autocast import autocast_known
+from amp_core._torch.autocast import autocast_known, privateuse1_name
 from amp_core._torch.features import Feature
 from amp_core._torch.op_kernels import POLICIES, excluded, is_defined, key_set, takes_dimension_names
 
@@ -84,7 +84,7 @@ def overloads_of(packet: Packet) -> dict[str, Overload]:
 
 def autocast_key(device_type: str) -> str:
     """Return the dispatch key on which `device_type` has its autocast kernels."""
-    if device_type == torch.device("privateuseone").type:
+    if device_type == privateuse1_name():
         return "AutocastPrivateUse1"
     return f"Autocast{device_type.upper()}"
 

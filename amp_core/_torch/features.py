@@ -124,10 +124,9 @@ class Feature:
         """Whether the feature can be used; the first call runs its probe. Never warns."""
         if not self._checked:
             with self._lock:
-                if not self._checked:
-                    if self._fault is None:
-                        self._check()
-                    self._checked = True
+                if not self._checked and self._fault is None:
+                    self._check()
+                self._checked = True
         return self._fault is None
 
     def works_or_warn(self) -> bool:

@@ -13,7 +13,7 @@ from amp_core.formats.elements import ElementFormat
 from amp_core.formats.elementwise import count_nonfinite, round_and_count
 from amp_core.formats.groups import Groups
 from amp_core.formats.packing import pack, pack_scale
-from amp_core.formats.scales import GroupScales, find_scales
+from amp_core.formats.scales import GroupScales, find_scales, nan_unless_finite
 
 
 class Rounding(NamedTuple):
@@ -71,7 +71,7 @@ class Passes(ABC):
             packed: return `GroupScales.scale` in the dtype of its format.
         """
         scales = find_scales(found, element, kind, tensor_amax)
-        scale = torch.where(own.isfinite(), scales.scale, torch.nan)
+        scale = nan_unless_finite(scales.scale, own)
         return scales._replace(scale=pack_scale(scale, kind) if packed else scale)
 
     @abstractmethod
