@@ -14,7 +14,6 @@ from torch import Tensor, fx, nn
 
 from amp_core._torch.dispatcher import Overload, autograd_key, dispatcher_name, is_view
 from amp_core._torch.op_kernels import has_kernel, key_set, native_kernel
-from amp_core._torch.tracing import checks_dtype, to_copy
 from amp_core.common.arguments import check_dtype, check_module
 from amp_core.common.containers import tensors_in
 from amp_core.common.generators import kept_generators
@@ -25,6 +24,7 @@ from amp_core.policy import OpPolicy, names
 from amp_core.policy.coverage import REDUCTION, missing
 from amp_core.policy.rules import UNCHANGED
 from amp_core.regions.direct_calls import call_directly
+from amp_core.regions.graph_casts import store_casts
 from amp_core.regions.region import autocast
 
 
@@ -88,19 +88,7 @@ def materialize(
     region = autocast(device_type, dtype, cache_enabled=False, policy=policy)
     in_force = policy or default_policy(get_backend(region.device))
     try:
-        with torch.no_grad(), region, warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)  # torch's own use of it
-            warnings.filterwarnings("ignore", "torch.export does not keep", AmpWarning)  # this region it does
-            # The first trace keeps the ops above autocast, with the dtypes of the region; the second one
-            # runs them through it, and so records its casts.
-            program = torch.export.export(
-                model, tuple(args), dict(kwargs or {}), dynamic_shapes=dynamic_shapes, strict=False
-            )
-            _decompose_unruled(program, in_force)
-            traced = program.run_decompositions({})
-            while _decompose_unruled(traced, in_force):  # parts may be composed of others themselves
-                traced = traced.run_decompositions({})
-            graph_module: Any = traced.module()
+        graph_module, in_spec = _traced(model, args, dict(kwargs or {}), dynamic_shapes, region, in_force)
     except PolicyError:
         raise
     except Exception as error:
@@ -110,14 +98,9 @@ def materialize(
             f"Arguments and results must be tensors in plain containers: pass use_cache=False to a language "
             f"model of transformers."
         ) from error
-    _join_tied(graph_module)
-    for name, weight in list(graph_module.named_parameters()):
-        _replace(graph_module, name, weight.detach())  # the model keeps its own, which may train
-    _cast_before_moves(graph_module.graph)
-    _share_casts(graph_module.graph)
-    _store_low(graph_module)
+    store_casts(graph_module)
     ops = {names.full_name(n.target) for n in graph_module.graph.nodes if isinstance(n.target, Overload)}
-    graph_module = call_directly(graph_module, program.call_spec.in_spec)
+    graph_module = call_directly(graph_module, in_spec)
     for name in ("train", "eval"):  # torch.export forbids both; this graph has one mode
         graph_module.__dict__.pop(name, None)
     graph_module.eval()
@@ -128,7 +111,30 @@ def materialize(
             with _left_as_it_is(model), kept_generators(region.device), region:
                 wanted = model(*args, **(kwargs or {}))
         _compare(result, wanted, model, ops, in_force)
-    return graph_module  # type: ignore[no-any-return]
+    return graph_module
+
+
+def _traced(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    dynamic_shapes: Any,
+    region: autocast,
+    policy: OpPolicy,
+) -> tuple[fx.GraphModule, Any]:
+    """Return the graph of `model` with the casts of `region`, and the structure of its arguments."""
+    with torch.no_grad(), region, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)  # torch's own use of it
+        warnings.filterwarnings("ignore", "torch.export does not keep", AmpWarning)  # this region it does
+        # The first trace keeps the ops above autocast, with the dtypes of the region; the second one runs
+        # them through it, and so records its casts.
+        program = torch.export.export(model, tuple(args), kwargs, dynamic_shapes=dynamic_shapes, strict=False)
+        _decompose_unruled(program, policy)
+        traced = program.run_decompositions({})
+        while _decompose_unruled(traced, policy):  # parts may be composed of others themselves
+            traced = traced.run_decompositions({})
+        module: Any = traced.module()
+    return module, program.call_spec.in_spec
 
 
 @contextmanager
@@ -202,100 +208,6 @@ def _parts(name: str, key: str) -> Callable[..., Any]:
 
     parts.__name__ = f"parts_of_{name.replace('::', '_').replace('.', '_')}"
     return parts
-
-
-def _join_tied(module: fx.GraphModule) -> None:
-    """Give a weight with several names the first of them, so that it is stored once."""
-    first: dict[int, fx.Node] = {}
-    for node in list(module.graph.find_nodes(op="get_attr")):
-        owner, _, name = node.target.rpartition(".")
-        parent = module.get_submodule(owner)
-        weight = getattr(parent, name)
-        earlier = first.setdefault(id(weight), node)
-        if isinstance(weight, nn.Parameter) and earlier is not node:
-            node.replace_all_uses_with(earlier)
-            module.graph.erase_node(node)
-            if node.target != earlier.target:
-                delattr(parent, name)
-
-
-def _share_casts(graph: fx.Graph) -> None:
-    """Cast each value to each dtype once, and drop the checks of dtypes that tracing added."""
-    casts: dict[tuple[fx.Node, Any], fx.Node] = {}
-    for node in list(graph.nodes):
-        if checks_dtype(node.target):
-            graph.erase_node(node)
-        elif _is_cast(node):
-            earlier = casts.setdefault((node.args[0], node.kwargs["dtype"]), node)
-            if earlier is not node:
-                node.replace_all_uses_with(earlier)
-                graph.erase_node(node)
-
-
-def _is_cast(node: fx.Node) -> bool:
-    return node.target is to_copy and set(node.kwargs) == {"dtype"}
-
-
-_aten = torch.ops.aten
-_MOVES = {
-    _aten.embedding.default,
-    _aten.expand.default,
-    _aten.index_select.default,
-    _aten.permute.default,
-    _aten.reshape.default,
-    _aten.select.int,
-    _aten.slice.Tensor,
-    _aten.t.default,
-    _aten.transpose.int,
-    _aten.unsqueeze.default,
-    _aten.view.default,
-}
-"""Ops whose result consists of elements of their first argument: a cast before them gives the same bits."""
-
-
-def _cast_before_moves(graph: fx.Graph) -> None:
-    """Cast a weight itself where it is used in one low dtype only, also after views or a choice of rows."""
-    for weight in graph.find_nodes(op="get_attr"):
-        paths = [_path_to_cast(weight, user) for user in weight.users]
-        dtypes = {path[-1].kwargs["dtype"] if path else None for path in paths}
-        if len(dtypes) != 1 or None in dtypes:
-            continue
-        for *moves, old in (path for path in paths if path and len(path) > 1):
-            with graph.inserting_after(weight):
-                cast = graph.call_function(to_copy, (weight,), old.kwargs)
-            moves[0].replace_input_with(weight, cast)
-            old.replace_all_uses_with(moves[-1])
-            graph.erase_node(old)
-
-
-def _path_to_cast(weight: fx.Node, user: fx.Node) -> list[fx.Node] | None:
-    """Return the moves from `weight` to a cast, and the cast; None if it is used without one."""
-    path, source = [user], weight
-    while not _is_cast(user):
-        if user.target not in _MOVES or user.args[0] is not source or len(user.users) != 1:
-            return None
-        source, user = user, next(iter(user.users))
-        path.append(user)
-    return path
-
-
-def _store_low(module: fx.GraphModule) -> None:
-    """Store each weight whose only use is one cast in the dtype of that cast."""
-    for node in list(module.graph.find_nodes(op="get_attr")):
-        owner, _, name = node.target.rpartition(".")
-        weight, users = getattr(module.get_submodule(owner), name), list(node.users)
-        if isinstance(weight, Tensor) and len(users) == 1 and _is_cast(users[0]):
-            _replace(module, node.target, weight.detach().to(users[0].kwargs["dtype"]))
-            node.meta = users[0].meta
-            users[0].replace_all_uses_with(node)
-            module.graph.erase_node(users[0])
-
-
-def _replace(module: nn.Module, path: str, weight: Tensor) -> None:
-    owner, _, name = path.rpartition(".")
-    parent = module.get_submodule(owner)
-    delattr(parent, name)
-    parent.register_parameter(name, nn.Parameter(weight, requires_grad=False))
 
 
 def _place(error: BaseException, model: nn.Module) -> str:
