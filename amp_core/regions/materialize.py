@@ -86,7 +86,7 @@ def materialize(
         device_type = "cpu" if first is None else first.device.type
     # The cast cache would hand tensors of one trace to the next.
     region = autocast(device_type, dtype, cache_enabled=False, policy=policy)
-    in_force = policy or default_policy(get_backend(region.device))
+    in_force = default_policy(get_backend(region.device)) if policy is None else policy
     try:
         graph_module, in_spec = _traced(model, args, dict(kwargs or {}), dynamic_shapes, region, in_force)
     except PolicyError:
