@@ -15,10 +15,10 @@ from amp_core._torch.torchscript import copy_marks
 
 P = ParamSpec("P")
 R = TypeVar("R")
-Region = AbstractContextManager[Any]
+Context = AbstractContextManager[Any]
 
 
-def autocast_decorator(autocast_instance: Region, func: Callable[P, R]) -> Callable[P, R]:
+def autocast_decorator(autocast_instance: Context, func: Callable[P, R]) -> Callable[P, R]:
     """Return `func` with its body run inside `autocast_instance`.
 
     The body of a generator, coroutine or async generator runs inside the region too. The region is left
@@ -68,7 +68,7 @@ def _refused_by_script() -> Callable[..., Any]:
 def _no_op() -> None: ...
 
 
-def _function(region: Region, func: Callable[..., R]) -> Callable[..., R]:
+def _function(region: Context, func: Callable[..., R]) -> Callable[..., R]:
     @functools.wraps(func)
     def decorate_autocast(*args: Any, **kwargs: Any) -> R:
         with region:
@@ -77,7 +77,7 @@ def _function(region: Region, func: Callable[..., R]) -> Callable[..., R]:
     return decorate_autocast
 
 
-def around_generator(region: Region, func: Callable[..., Generator[Any, Any, Any]]) -> Callable[..., Any]:
+def around_generator(region: Context, func: Callable[..., Generator[Any, Any, Any]]) -> Callable[..., Any]:
     """Return the generator function `func` with its body run inside `region`; Dynamo can trace it."""
 
     @functools.wraps(func)
@@ -89,7 +89,7 @@ def around_generator(region: Region, func: Callable[..., Generator[Any, Any, Any
     return decorate_autocast
 
 
-def _coroutine(region: Region, func: Callable[..., Awaitable[Any]]) -> Callable[..., Any]:
+def _coroutine(region: Context, func: Callable[..., Awaitable[Any]]) -> Callable[..., Any]:
     @functools.wraps(func)
     async def decorate_autocast(*args: Any, **kwargs: Any) -> Any:
         return await _Inside(region, func(*args, **kwargs))
@@ -97,7 +97,7 @@ def _coroutine(region: Region, func: Callable[..., Awaitable[Any]]) -> Callable[
     return decorate_autocast
 
 
-def _async_generator(region: Region, func: Callable[..., AsyncGenerator[Any, Any]]) -> Callable[..., Any]:
+def _async_generator(region: Context, func: Callable[..., AsyncGenerator[Any, Any]]) -> Callable[..., Any]:
     @functools.wraps(func)
     async def decorate_autocast(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:
         body = func(*args, **kwargs)
@@ -123,7 +123,7 @@ def _async_generator(region: Region, func: Callable[..., AsyncGenerator[Any, Any
 class _Inside:
     """An awaitable that runs each of its steps inside a region."""
 
-    def __init__(self, region: Region, awaitable: Awaitable[Any]) -> None:
+    def __init__(self, region: Context, awaitable: Awaitable[Any]) -> None:
         self._region = region
         self._awaitable = awaitable
 
@@ -131,7 +131,7 @@ class _Inside:
         return (yield from _resumed_inside(self._region, self._awaitable.__await__()))
 
 
-def _resumed_inside(region: Region, body: Any) -> Generator[Any, Any, Any]:
+def _resumed_inside(region: Context, body: Any) -> Generator[Any, Any, Any]:
     """Drive `body`, entering `region` for each step; forward values, errors and ``close``."""
     resume: Callable[[], Any] = functools.partial(next, body)
     while True:

@@ -83,12 +83,12 @@ def apply_policy(
         rules, places = read_modules(rules)
     if not isinstance(rules, Mapping):
         raise TypeError(_no_rules(rules))
-    planned: dict[str, _Region] = {}
+    planned: dict[str, _ModuleRegion] = {}
     written: dict[str, Rules] = {}
     for selector, what in rules.items():
         try:
             names, text = select(model, selector)
-            region = _region(device_type, text, what)
+            region = _module_region(device_type, text, what)
             for name in names:
                 planned[name] = region.on_top_of(planned.get(name))
         except PolicyError as error:
@@ -123,7 +123,7 @@ class AppliedPolicy(Handle):
         self,
         model: nn.Module,
         device_type: str,
-        regions: Mapping[str, _Region],
+        regions: Mapping[str, _ModuleRegion],
         rules: Mapping[str, Rules],
     ) -> None:
         self.modules = tuple(regions)
@@ -179,18 +179,18 @@ class AppliedPolicy(Handle):
         return f"<AppliedPolicy on {len(self.modules)} modules: {', '.join(map(repr, self.modules))}>"
 
 
-class _Region:
+class _ModuleRegion:
     """The context in which one module's forward runs: changed op rules, or no autocast."""
 
     def __init__(self, device_type: str, changes: RuleOverrides | None) -> None:
         self.device_type = device_type
         self.changes = changes
 
-    def on_top_of(self, other: _Region | None) -> _Region:
+    def on_top_of(self, other: _ModuleRegion | None) -> _ModuleRegion:
         if other is None or other.changes is None or self.changes is None:
             return self
         origin = f"{other.changes.origin}, {self.changes.origin}"
-        return _Region(
+        return _ModuleRegion(
             self.device_type,
             RuleOverrides(self.device_type, {**other.changes.rules, **self.changes.rules}, origin),
         )
@@ -232,7 +232,7 @@ class _Wrapped:
     module's weights without calling the module.
     """
 
-    def __init__(self, module: nn.Module, region: _Region) -> None:
+    def __init__(self, module: nn.Module, region: _ModuleRegion) -> None:
         self._module = module
         self._earlier = {key: module.__dict__[key] for key in _KEYS if key in module.__dict__}
         self._hook: RemovableHandle | None = None
@@ -262,7 +262,7 @@ class _Wrapped:
             self._module.__dict__.pop(key, None)
 
 
-def forward(self: nn.Module, region: _Region, wrapped: Any, /, *args: Any, **kwargs: Any) -> Any:
+def forward(self: nn.Module, region: _ModuleRegion, wrapped: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Run what was the module's forward, its class's if `wrapped` is None, in the region of its rules."""
     if wrapped is None:
         return region.run(type(self).forward, (self, *args), kwargs)
@@ -273,17 +273,17 @@ def _nothing(_module: nn.Module, _args: object) -> None:
     return None
 
 
-def _region(device_type: str, selector: str, what: Rules) -> _Region:
+def _module_region(device_type: str, selector: str, what: Rules) -> _ModuleRegion:
     if isinstance(what, str):
         if what != FP32:
             raise PolicyError(f"{selector!r}: {what!r} is not a rule for a module; use 'fp32' or op rules.")
-        return _Region(device_type, None)
+        return _ModuleRegion(device_type, None)
     try:
         rules = OpPolicy(device_type, what).rules
     except PolicyError as error:
         raise PolicyError(f"{selector!r}: {error}") from error
     kind = "class" if CLASS_PATH.fullmatch(selector) else "glob"
-    return _Region(device_type, RuleOverrides(device_type, rules, f"module {kind} {selector!r}"))
+    return _ModuleRegion(device_type, RuleOverrides(device_type, rules, f"module {kind} {selector!r}"))
 
 
 def _named(rules: Mapping[OpName, str]) -> dict[str, str]:
