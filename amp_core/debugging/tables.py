@@ -155,9 +155,9 @@ def as_text(content: Content) -> str:
     return "\n".join([*lines, *[""] * bool(content.notes), *itertools.chain(*notes)])
 
 
-def _wrapped(text: str, indent: int = 0, width: int = _WIDTH) -> list[str]:
+def _wrapped(text: str, indent: int = 0) -> list[str]:
     return textwrap.wrap(
-        text, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
+        text, _WIDTH, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
     )
 
 

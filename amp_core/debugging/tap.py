@@ -54,36 +54,24 @@ def muted() -> Iterator[None]:
 
 
 class _Eager:
-    """Compiled functions run eagerly, in all threads, while any tap is on: taps may end in any order."""
-
-    def __init__(self) -> None:
-        self._lock, self._taps = new_lock(), 0
-        self._stance: Any = None
-
-    def enter(self) -> None:
-        with self._lock:
-            if not self._taps:
-                self._stance = torch.compiler.set_stance("force_eager")
-            self._taps += 1
-
-    def leave(self) -> None:
-        with self._lock:
-            self._taps -= 1
-            if not self._taps:
-                self._stance.__exit__(None, None, None)
-
-
-_EAGER = _Eager()
+    lock, blocks = new_lock(), 0
+    stance: Any = None
 
 
 @contextlib.contextmanager
 def eager() -> Iterator[None]:
-    """Run compiled functions eagerly in a block, as a tap does."""
-    _EAGER.enter()
+    """Run compiled functions eagerly in a block, in all threads. Blocks may end in any order."""
+    with _Eager.lock:
+        if not _Eager.blocks:
+            _Eager.stance = torch.compiler.set_stance("force_eager")
+        _Eager.blocks += 1
     try:
         yield
     finally:
-        _EAGER.leave()
+        with _Eager.lock:
+            _Eager.blocks -= 1
+            if not _Eager.blocks:
+                _Eager.stance.__exit__(None, None, None)
 
 
 class Tap:
@@ -115,8 +103,7 @@ class Tap:
                 tap._leave_thread()
         with ExitStack() as shared, ExitStack() as of_thread:
             # Dynamo permanently skips every frame that it encounters under one of our modes.
-            _EAGER.enter()
-            shared.callback(_EAGER.leave)
+            shared.enter_context(eager())
             self.places.attach()
             shared.callback(self.places.detach)
             for device_type in _device_types():
