@@ -10,9 +10,6 @@ from torch import Tensor
 if TYPE_CHECKING:  # few programs have recipes
     from amp_core.formats import Quantization, Quantized, Recipe
 
-PRODUCTS = ("output", "grad_input", "grad_weight")
-"""The products of a layer, as `Recipe.operands` names them."""
-
 
 class ScaledProducts:
     """Products of quantised matrices. This class emulates all of them; override what the device has.
@@ -77,8 +74,10 @@ def why_emulated(
 
 def emulated(products: ScaledProducts, recipe: Recipe, *, batched: bool = False) -> dict[str, str]:
     """Return the products of a layer with `recipe` that are emulated, each with the reason."""
+    from amp_core.formats.recipe import OPERANDS
+
     reasons = {
         name: why_emulated(products, *recipe.operands(name), recipe.accumulate, batched=batched)  # type: ignore[arg-type]
-        for name in PRODUCTS
+        for name in OPERANDS
     }
     return {name: reason for name, reason in reasons.items() if reason}

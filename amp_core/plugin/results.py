@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from amp_core.common.arguments import is_count
-from amp_core.common.environment import SettingError
+from amp_core.common.environment import DISABLE_BACKENDS, SettingError
 from amp_core.errors import BackendError
 from amp_core.kernels import Kernels, ScaledProducts
 from amp_core.policy.op_policy import OpPolicy
@@ -159,20 +159,16 @@ def _checked(name: str, method: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 def wrong_kernel(kernels: Kernels, name: str, device: str, result: object, expected: str) -> BackendError:
     """Return the error of a kernel that returned something else than `expected`."""
-    return BackendError(
-        f"{type(kernels).__name__}.{name}(), a kernel of {device!r}, returned {result!r}, but must return "
-        f"{expected}.\nThis is a bug in that plugin: report it to its authors, or disable it with "
-        f"AMP_DISABLE_BACKENDS={device}."
-    )
+    what = f"{type(kernels).__name__}.{name}(), a kernel of {device!r}, returned {result!r}"
+    return BackendError(f"{what}, but must return {expected}.\n{_BUG}{device}.")
 
 
 def _text(backend: Any, method: str, fault: str) -> str:
     owner = backend.origin or type(backend).__module__
-    return (
-        f"{type(backend).__name__}.{method}() of {owner} {fault}\n"
-        f"This is a bug in that plugin: report it to its authors, or disable it with "
-        f"AMP_DISABLE_BACKENDS={backend.device_type}."
-    )
+    return f"{type(backend).__name__}.{method}() of {owner} {fault}\n{_BUG}{backend.device_type}."
+
+
+_BUG = f"This is a bug in that plugin: report it to its authors, or disable it with {DISABLE_BACKENDS}="
 
 
 # Attributes.
