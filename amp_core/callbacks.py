@@ -16,6 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from amp_core.common.extras import needing
 from amp_core.common.files import as_path
 from amp_core.common.text import json_value
 from amp_core.plugin import hookimpl
@@ -255,9 +256,5 @@ class MLflow(_Tracker):
 
 
 def _imported(module: str, extra: str) -> Any:
-    try:
+    with needing(extra, f"amp-core[{extra}]"):
         return importlib.import_module(module)
-    except ImportError as error:
-        raise ImportError(
-            f"this callback needs {extra}; install it with: pip install 'amp-core[{extra}]'"
-        ) from error

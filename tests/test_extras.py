@@ -14,6 +14,14 @@ FEATURES = [
     ("accelerate", "import amp_core.integrations.accelerate", "amp-core[accelerate]"),
     ("transformers", "import amp_core.integrations.transformers", "amp-core[transformers]"),
     ("torchtitan", "import amp_core.integrations.torchtitan", "torchtitan==0.3.*"),
+    (
+        "tensorboard",
+        "from amp_core.callbacks import TensorBoard; TensorBoard('.')",
+        "amp-core[tensorboard]",
+    ),
+    ("wandb", "from amp_core.callbacks import WandB; WandB()", "amp-core[wandb]"),
+    ("mlflow", "from amp_core.callbacks import MLflow; MLflow()", "amp-core[mlflow]"),
+    ("matplotlib", "from amp_core.scaling.plot import new_figure; new_figure(8, 3)", "amp-core[demo]"),
     ("pytest", "from amp_core.testing import BackendConformance", "amp-core[testing]"),
     ("pytest", "import amp_core.testing; amp_core.testing.check('cpu')", "amp-core[testing]"),
 ]

@@ -6,6 +6,8 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from amp_core.common.extras import needing
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -19,13 +21,9 @@ def new_figure(width: float, height: float) -> Figure:
     Raises:
         ImportError: matplotlib is not installed; says how to get it.
     """
-    try:
+    with needing("matplotlib", "amp-core[demo]"):
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(
-            "a picture needs matplotlib; install it with: pip install 'amp-core[demo]'"
-        ) from error
     figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     return figure

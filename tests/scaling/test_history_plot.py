@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import math
 from pathlib import Path
 from typing import Any
@@ -62,18 +61,3 @@ def test_an_empty_history_is_refused() -> None:
     with pytest.raises(ValueError, match="history is empty"):
         GradScaler("cpu").history.plot("never.png")
     assert not Path("never.png").exists()
-
-
-def test_without_matplotlib_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bare ImportError does not tell which extra has it."""
-    real = builtins.__import__
-
-    def refuse(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name.startswith("matplotlib"):
-            raise ImportError(name)
-        return real(name, *args, **kwargs)
-
-    scaler = train(())
-    monkeypatch.setattr(builtins, "__import__", refuse)
-    with pytest.raises(ImportError, match=r"amp-core\[demo\]"):
-        scaler.history.plot("never.png")
