@@ -15,8 +15,9 @@ from amp_core.debugging.capture import Key
 from amp_core.debugging.collectives import CollectiveCount, CollectiveKey
 from amp_core.debugging.difference import Difference
 from amp_core.debugging.fits import Fit
-from amp_core.debugging.guard import Guard, OpFault
+from amp_core.debugging.guard import Guard
 from amp_core.debugging.op_counts import CastCount, CastKey, OpKey
+from amp_core.debugging.op_faults import OpFault
 from amp_core.debugging.quantized_counts import QuantizedCount, QuantizedKey
 from amp_core.debugging.ranges import Entry, Extent, Format
 from amp_core.debugging.stored_dtypes import TensorKey

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Container, MutableMapping
-from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
@@ -14,67 +12,20 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 
 from amp_core._torch.autograd import current_autograd_node
-from amp_core._torch.dispatcher import Overload, dispatcher_name, short_name
-from amp_core._torch.tensors import part_of
 from amp_core.common.arguments import as_whole, check_module
 from amp_core.common.fsdp import is_sharded
 from amp_core.common.identity import WeakIdentityMapping
 from amp_core.common.optimizers import parameters_of
-from amp_core.common.text import dtype_name
 from amp_core.debugging.attached import Attached
+from amp_core.debugging.op_faults import FaultFinder, OpFault, have_nan, in_reals, readable
 from amp_core.debugging.op_kinds import numbers_in
-from amp_core.debugging.places import Lines, Place
-from amp_core.debugging.ranges import Extent
-from amp_core.debugging.sink import BACKWARD, Sink, Where
 from amp_core.debugging.state_keeper import generator_states, with_generators, with_own_buffers
 from amp_core.debugging.tap import Tap, muted
-from amp_core.debugging.values import extent, in_parts, is_readable, wide
 from amp_core.errors import NonFiniteError
 from amp_core.plugin import get_backend, hookimpl, register, unregister
-from amp_core.policy.names import short
-
-_FILLS = {"masked_fill", "masked_fill_", "where", "masked_scatter", "index_fill", "index_fill_"}
 
 
-@dataclass(frozen=True)
-class OpFault:
-    """The op at which `guard` stopped.
-
-    Attributes:
-        step: the training step, from 0.
-        phase: ``forward`` or ``backward``.
-        place: the model and module.
-        op: the op as autocast received it, or the cast.
-        kernel: the op that ran.
-        line: ``file:line`` of the program that called the op; of a backward op, the line of its forward op.
-        rule: the policy rule that decided its dtype, with its origin; empty if none did.
-        inputs: the ranges of its inputs; of a complex one, the range of its real and imaginary parts.
-        result: the range of its result.
-    """
-
-    step: int
-    phase: str
-    place: Place
-    op: str
-    kernel: str
-    line: str
-    rule: str
-    inputs: tuple[Extent, ...]
-    result: Extent
-
-    def __str__(self) -> str:
-        return "\n".join(
-            [
-                f"{short(self.op)} in {self.place} makes inf or NaN ({self.phase} pass of step {self.step}).",
-                f"  line    {self.line or 'unknown'}",
-                f"  rule    {self.rule or 'none: the op ran in the dtypes that it was given'}",
-                *(f"  input   {tensor}" for tensor in self.inputs),
-                f"  result  {self.result}",
-            ]
-        )
-
-
-class Guard(Attached, Sink):
+class Guard(Attached):
     """Watches a model until `remove`; see `guard`.
 
     Attributes:
@@ -94,22 +45,23 @@ class Guard(Attached, Sink):
         self._skips: MutableMapping[Optimizer, int] = WeakIdentityMapping()
         self._scaled: MutableMapping[Optimizer, object] = WeakIdentityMapping()
         self._tap: Tap | None = None
-        self._masked = self._masks_result = False
+        self._finder: FaultFinder | None = None
+        self._masks_result = False
         self._generators = generator_states()  # of the start of a step
         super().__init__(model)  # last: an interrupt must leave no hook that lacks one of these
         register(self)
         self._removers += [lambda: unregister(self), self._stop]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_scaled": None, "_skips": None, "_tap": None}
-
-    # Steps that are only watched.
+        return {**super().__getstate__(), **dict.fromkeys(["_scaled", "_skips", "_tap", "_finder"])}
 
     def _before(self) -> None:
         self._stop()
         in_backward = current_autograd_node() is not None  # a tap that starts there would end with it
         if not in_backward and (self._chosen(self.step) or self._has_no_patience()):
-            self._observe().places.enter(self.model)
+            self._finder = FaultFinder(self.step, self._found)
+            self._tap = Tap(self._finder, self.model)
+            self._tap.__enter__().places.enter(self.model)
         else:
             self._generators = generator_states()
 
@@ -118,22 +70,22 @@ class Guard(Attached, Sink):
 
     def _after(self, args: Any, kwargs: Any, result: Any) -> None:
         results = numbers_in(result)
-        if self._all_finite(results) or (self._masks_result and not _have_nan(results)):
+        if self._all_finite(results) or (self._masks_result and not have_nan(results)):
             return
-        if self._tap is None:
-            self._replay(args, kwargs)
+        finder = self._finder or self._replay(args, kwargs)
         names = [n for n, p in self.model.named_parameters() if not self._all_finite([p])]
         reason = "perhaps another tensor that it reads has"
         if names:
             reason = f"these parameters have them: {', '.join(names)}"
         elif not self._all_finite(numbers_in((args, kwargs))):
             reason = "its arguments have them"
-        elif self._masked and not _have_nan(results):
+        elif finder.masked and not have_nan(results):
             self._masks_result = True
             return
         raise NonFiniteError(f"The result of step {self.step} has inf or NaN, but no op made them: {reason}.")
 
-    def _replay(self, args: Any, kwargs: Any) -> None:
+    def _replay(self, args: Any, kwargs: Any) -> FaultFinder:
+        """Run the forward pass again and look at each op."""
         model = self.model
         if isinstance(model, DistributedDataParallel):  # it would wait for ranks whose results are finite
             model = model.module
@@ -142,12 +94,15 @@ class Guard(Attached, Sink):
                 f"The result of step {self.step} has inf or NaN. Modules are sharded, so ranks must look for "
                 f"the op together: run the program again with amp_core.guard(model, steps=[{self.step}])."
             )
-        self._observe()
-        try:
-            with torch.no_grad(), with_generators(self._generators), with_own_buffers(model):
-                model(*args, **kwargs)
-        finally:
-            self._stop()
+        finder = FaultFinder(self.step, self._found)
+        with (
+            Tap(finder, self.model),
+            torch.no_grad(),
+            with_generators(self._generators),
+            with_own_buffers(model),
+        ):
+            model(*args, **kwargs)
+        return finder
 
     def _optimize(self, optimizer: Optimizer, parameters: list[Tensor]) -> None:
         if optimizer in self._scaled or getattr(optimizer, "found_inf", None) is not None:
@@ -163,8 +118,8 @@ class Guard(Attached, Sink):
 
     def _all_finite(self, tensors: list[Tensor]) -> bool:
         by_device: dict[torch.device, list[Tensor]] = {}
-        for tensor in _readable(tensors):
-            by_device.setdefault(tensor.device, []).append(_in_reals(tensor))
+        for tensor in readable(tensors):
+            by_device.setdefault(tensor.device, []).append(in_reals(tensor))
         with muted():
             kernels = ((get_backend(device.type).kernels(), group) for device, group in by_device.items())
             return not any(bool(k.grad_stats(group).found_inf) for k, group in kernels)
@@ -178,86 +133,13 @@ class Guard(Attached, Sink):
             if last is record and any(id(p) in mine for p in parameters_of(optimizer)):
                 self._skips[optimizer] = self._skips.get(optimizer, 0) + 1 if record.skipped else 0
 
-    # Steps in which every op is observed.
-
-    @staticmethod
-    def seen_in(value: Any) -> list[Tensor]:
-        """Return the tensors that may have inf or NaN."""
-        return numbers_in(value)
-
-    def _observe(self) -> Tap:
-        self._tap = Tap(self, self.model)
-        self._not_finite: dict[int, weakref.ref[Any]] = {}
-        self._lines, self._masked = Lines(), False
-        return self._tap.__enter__()
+    def _found(self, fault: OpFault) -> None:
+        self.fault = fault
 
     def _stop(self) -> None:
-        tap, self._tap = self._tap, None
+        tap, self._tap, self._finder = self._tap, None, None
         if tap is not None:
             tap.__exit__(None, None, None)
-
-    def cast(self, source: Tensor, result: Tensor, where: Where) -> None:
-        """Check a cast."""
-        line = self._lines.of_op(where.phase == BACKWARD)
-        op = f"the cast to {dtype_name(result.dtype)}"
-        self._check(op, "aten::_to_copy", [source], [result], where, line)
-
-    def moved(self, inputs: list[Tensor], outputs: list[Tensor]) -> None:  # noqa: ARG002
-        """Note which copies and fills have inf or NaN."""
-        self._note(outputs)
-
-    def ran(self, op: Overload, inputs: list[Tensor], outputs: list[Tensor], where: Where) -> None:
-        """Check an op."""
-        line = self._lines.of_op(where.phase == BACKWARD)
-        if short_name(op) in _FILLS:  # a mask of -inf is meant
-            self._masked |= bool(self._note(outputs))
-            return
-        kernel = dispatcher_name(op)
-        self._check(where.frames[0].op if where.frames else kernel, kernel, inputs, outputs, where, line)
-
-    def _note(self, tensors: list[Tensor]) -> list[Tensor]:
-        with muted():
-            bad = [t for t in _readable(tensors) if extent(_in_reals(t).reshape(-1))[1]]
-        for tensor in bad:
-            storage = tensor.untyped_storage()
-            self._not_finite[id(storage)] = weakref.ref(storage)
-        return bad
-
-    def _is_noted(self, tensor: Tensor) -> bool:
-        storage = tensor.untyped_storage()
-        known = self._not_finite.get(id(storage))
-        return known is not None and known() is storage
-
-    def _check(
-        self, op: str, kernel: str, inputs: list[Tensor], outputs: list[Tensor], where: Where, line: str
-    ) -> None:
-        with muted():
-            inputs, outputs = _readable(inputs), _readable(outputs[:1])
-            written = [t for t in inputs if any(t is output for output in outputs)]
-            given = any(map(self._is_noted, written))
-            bad = self._note(outputs)
-            if not bad or given or not self._is_new(inputs, written, bad[0]):
-                return
-            rule, origin = where.cause or ("", "")
-            self.fault = OpFault(
-                self.step,
-                where.phase,
-                where.place,
-                op,
-                kernel,
-                line,
-                f"{rule} ({origin})" if rule else "",
-                tuple(map(Extent.of, inputs)),
-                Extent.of(bad[0]),
-            )
-        raise NonFiniteError(str(self.fault), self.fault)
-
-    @staticmethod
-    def _is_new(inputs: list[Tensor], written: list[Tensor], result: Tensor) -> bool:
-        """Return whether the op made inf of finite numbers, or NaN of numbers."""
-        others = [_in_reals(t) for t in inputs if not any(t is one for one in written)]
-        nan = bool(_in_reals(result).isnan().any())
-        return not any(bool(t.isnan().any()) if nan else not bool(t.isfinite().all()) for t in others)
 
 
 def _are_numbers(steps: object) -> bool:
@@ -265,20 +147,6 @@ def _are_numbers(steps: object) -> bool:
         return False
     listed = steps if isinstance(steps, (list, tuple, set, frozenset, dict)) else ()
     return all(isinstance(step, Integral) for step in listed)
-
-
-def _readable(tensors: list[Tensor]) -> list[Tensor]:
-    """Return the tensors that can be read: of a DTensor, this rank's part."""
-    return [*filter(is_readable, map(part_of, tensors))]
-
-
-def _in_reals(tensor: Tensor) -> Tensor:
-    return wide(in_parts(tensor.detach()))
-
-
-def _have_nan(tensors: list[Tensor]) -> bool:
-    with muted():
-        return any(bool(_in_reals(t).isnan().any()) for t in _readable(tensors))
 
 
 def guard(

@@ -1,0 +1,165 @@
+"""Find the op that makes inf or NaN."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from amp_core._torch.dispatcher import Overload, dispatcher_name, short_name
+from amp_core._torch.tensors import part_of
+from amp_core.common.text import dtype_name
+from amp_core.debugging.op_kinds import numbers_in
+from amp_core.debugging.places import Lines, Place
+from amp_core.debugging.ranges import Extent
+from amp_core.debugging.sink import BACKWARD, Sink, Where
+from amp_core.debugging.tap import muted
+from amp_core.debugging.values import extent, in_parts, is_readable, wide
+from amp_core.errors import NonFiniteError
+from amp_core.policy.names import short
+
+_FILLS = {"masked_fill", "masked_fill_", "where", "masked_scatter", "index_fill", "index_fill_"}
+
+
+@dataclass(frozen=True)
+class OpFault:
+    """The op at which `guard` stopped.
+
+    Attributes:
+        step: the training step, from 0.
+        phase: ``forward`` or ``backward``.
+        place: the model and module.
+        op: the op as autocast received it, or the cast.
+        kernel: the op that ran.
+        line: ``file:line`` of the program that called the op; of a backward op, the line of its forward op.
+        rule: the policy rule that decided its dtype, with its origin; empty if none did.
+        inputs: the ranges of its inputs; of a complex one, the range of its real and imaginary parts.
+        result: the range of its result.
+    """
+
+    step: int
+    phase: str
+    place: Place
+    op: str
+    kernel: str
+    line: str
+    rule: str
+    inputs: tuple[Extent, ...]
+    result: Extent
+
+    def __str__(self) -> str:
+        return "\n".join(
+            [
+                f"{short(self.op)} in {self.place} makes inf or NaN ({self.phase} pass of step {self.step}).",
+                f"  line    {self.line or 'unknown'}",
+                f"  rule    {self.rule or 'none: the op ran in the dtypes that it was given'}",
+                *(f"  input   {tensor}" for tensor in self.inputs),
+                f"  result  {self.result}",
+            ]
+        )
+
+
+class FaultFinder(Sink):
+    """Raises at the first op that makes inf or NaN.
+
+    Args:
+        step: the training step that it observes.
+        found: called with the fault before the error is raised.
+
+    Attributes:
+        masked: whether an op has filled in inf or NaN where a mask says so.
+    """
+
+    def __init__(self, step: int, found: Callable[[OpFault], None]) -> None:
+        self._step, self._found = step, found
+        self._not_finite: dict[int, weakref.ref[Any]] = {}
+        self._lines = Lines()
+        self.masked = False
+
+    @staticmethod
+    def seen_in(value: Any) -> list[Tensor]:
+        """Return the tensors that may have inf or NaN."""
+        return numbers_in(value)
+
+    def cast(self, source: Tensor, result: Tensor, where: Where) -> None:
+        """Check a cast."""
+        line = self._lines.of_op(where.phase == BACKWARD)
+        op = f"the cast to {dtype_name(result.dtype)}"
+        self._check(op, "aten::_to_copy", [source], [result], where, line)
+
+    def moved(self, inputs: list[Tensor], outputs: list[Tensor]) -> None:  # noqa: ARG002
+        """Note which copies and fills have inf or NaN."""
+        self._note(outputs)
+
+    def ran(self, op: Overload, inputs: list[Tensor], outputs: list[Tensor], where: Where) -> None:
+        """Check an op."""
+        line = self._lines.of_op(where.phase == BACKWARD)
+        if short_name(op) in _FILLS:  # a mask of -inf is meant
+            self.masked |= bool(self._note(outputs))
+            return
+        kernel = dispatcher_name(op)
+        self._check(where.frames[0].op if where.frames else kernel, kernel, inputs, outputs, where, line)
+
+    def _note(self, tensors: list[Tensor]) -> list[Tensor]:
+        with muted():
+            bad = [t for t in readable(tensors) if extent(in_reals(t).reshape(-1))[1]]
+        for tensor in bad:
+            storage = tensor.untyped_storage()
+            self._not_finite[id(storage)] = weakref.ref(storage)
+        return bad
+
+    def _is_noted(self, tensor: Tensor) -> bool:
+        storage = tensor.untyped_storage()
+        known = self._not_finite.get(id(storage))
+        return known is not None and known() is storage
+
+    def _check(
+        self, op: str, kernel: str, inputs: list[Tensor], outputs: list[Tensor], where: Where, line: str
+    ) -> None:
+        with muted():
+            inputs, outputs = readable(inputs), readable(outputs[:1])
+            written = [t for t in inputs if any(t is output for output in outputs)]
+            given = any(map(self._is_noted, written))
+            bad = self._note(outputs)
+            if not bad or given or not self._is_new(inputs, written, bad[0]):
+                return
+            rule, origin = where.cause or ("", "")
+            fault = OpFault(
+                step=self._step,
+                phase=where.phase,
+                place=where.place,
+                op=op,
+                kernel=kernel,
+                line=line,
+                rule=f"{rule} ({origin})" if rule else "",
+                inputs=tuple(map(Extent.of, inputs)),
+                result=Extent.of(bad[0]),
+            )
+        self._found(fault)
+        raise NonFiniteError(str(fault), fault)
+
+    @staticmethod
+    def _is_new(inputs: list[Tensor], written: list[Tensor], result: Tensor) -> bool:
+        """Return whether the op made inf of finite numbers, or NaN of numbers."""
+        others = [in_reals(t) for t in inputs if not any(t is one for one in written)]
+        nan = bool(in_reals(result).isnan().any())
+        return not any(bool(t.isnan().any()) if nan else not bool(t.isfinite().all()) for t in others)
+
+
+def readable(tensors: list[Tensor]) -> list[Tensor]:
+    """Return the tensors that can be read: of a DTensor, this rank's part."""
+    return [*filter(is_readable, map(part_of, tensors))]
+
+
+def in_reals(tensor: Tensor) -> Tensor:
+    """Return the values, of a complex tensor those of its parts, in a dtype that can be checked."""
+    return wide(in_parts(tensor.detach()))
+
+
+def have_nan(tensors: list[Tensor]) -> bool:
+    """Return whether one of the tensors that can be read has a NaN."""
+    with muted():
+        return any(bool(in_reals(t).isnan().any()) for t in readable(tensors))
