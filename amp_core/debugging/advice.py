@@ -16,6 +16,8 @@ from amp_core.policy import OpPolicy
 from amp_core.policy.toml import ModuleRules, parsed, read_modules, write
 from amp_core.regions.modules import AppliedPolicy, apply_policy
 
+ORIGIN = "amp_core.advise"  # of the rules that a search sets
+
 
 @dataclass(frozen=True)
 class Finding:

@@ -6,14 +6,13 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 
-from amp_core.debugging.advice import FormatAdvice, LayerInFormat
+from amp_core.debugging.advice import ORIGIN, FormatAdvice, LayerInFormat
 from amp_core.debugging.comparison import Comparison, compared, tolerances
 from amp_core.debugging.places import Place
 from amp_core.debugging.step import Step
 from amp_core.errors import PolicyError
 from amp_core.policy import OpPolicy
 
-_ORIGIN = "amp_core.advise"
 _LESS = 0.8  # of the room for errors, if the estimate was too low
 _PARTS = 1000  # in which that room is divided
 
@@ -139,7 +138,7 @@ class FormatSearch:
             here = {module for module, name in self._work if name == op}
             without = {module for module, name in out if name == op}
             if here == without:
-                policy = policy.override({op: plain}, origin=_ORIGIN)
+                policy = policy.override({op: plain}, origin=ORIGIN)
                 continue
             for module in sorted(without, key=str):
                 modules[str(module)][op] = plain

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from amp_core.casts.lost_updates import lost_to_rounding
 from amp_core.common.optimizers import parameters_of
-from amp_core.debugging.advice import Advice, Finding
+from amp_core.debugging.advice import ORIGIN, Advice, Finding
 from amp_core.debugging.agreement import Ranks
 from amp_core.debugging.capture import OP, PARAMETER, Key
 from amp_core.debugging.comparison import Comparison, compared, tolerances
@@ -166,7 +166,7 @@ class Search:
         place = fault.key.place
         if place.module not in self._step.named_modules() or not place.model:
             op = in_full(fault.key.name)
-            policy = proposal.policy.override({op: r.FP32}, origin="amp_core.advise")
+            policy = proposal.policy.override({op: r.FP32}, origin=ORIGIN)
             yield _words([op], ""), replace(proposal, policy=policy)
             return
         if fault.key.phase == "forward":

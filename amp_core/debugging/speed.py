@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,13 +15,14 @@ from torch import Tensor, nn
 from amp_core._torch.autograd import current_autograd_node
 from amp_core._torch.tracing import calls_are_captured
 from amp_core.common.containers import map_tensors, tensors_in
-from amp_core.debugging.advice import OpTime, SpeedAdvice
+from amp_core.debugging.advice import ORIGIN, OpTime, SpeedAdvice
 from amp_core.debugging.agreement import Ranks
 from amp_core.debugging.capture import Capture
 from amp_core.debugging.places import Places
 from amp_core.debugging.state_keeper import StateKeeper, seeded
 from amp_core.debugging.step import Step, is_of_freed_graph
 from amp_core.debugging.tap import eager
+from amp_core.debugging.timing import interleaved
 from amp_core.dispatch.engine import engine
 from amp_core.dispatch.work import work
 from amp_core.errors import AmpError
@@ -31,7 +31,6 @@ from amp_core.policy import rules as r
 from amp_core.policy.recipes import recipe_of
 from amp_core.regions.region import autocast
 
-_ORIGIN = "amp_core.advise"
 _RANKS = (
     'advise(goal="speed") cannot time a model that several ranks share (DDP, FSDP2, tensor parallelism): '
     "each rank would measure other times, choose other rules, and wait in other collectives. Ask for advice "
@@ -101,7 +100,7 @@ class SpeedSearch:
 
     def _advice(self, chosen: _Setting, seconds: dict[str, float]) -> SpeedAdvice:
         start = self._step.policy
-        unchanged = start.override(dict.fromkeys(start.rules, r.UNCHANGED), origin=_ORIGIN)
+        unchanged = start.override(dict.fromkeys(start.rules, r.UNCHANGED), origin=ORIGIN)
         policy = (chosen.policy or start) if chosen.enabled else unchanged
         seconds["advice"] = seconds[chosen.name]
         ops = sorted((entry for entry, *_ in self._calls.values()), key=lambda e: -e.calls * e.float32)
@@ -208,7 +207,7 @@ class SpeedSearch:
             return run
 
         runs = [prepared(torch.float32, False), prepared(torch.float32, True), prepared(step.dtype, True)]
-        entry.float32, entry.low, entry.chained = self._interleaved(runs, seconds=0.02)
+        entry.float32, entry.low, entry.chained = interleaved(runs, 0.02, step.device_type)
 
     def _by_size(self, cost: str) -> OpPolicy:
         """Return the policy with the threshold for each op that costs the least by its timed calls."""
@@ -216,13 +215,14 @@ class SpeedSearch:
         for op in dict.fromkeys(entry.op for entry, *_ in self._calls.values()):
             entries = sorted((e for e, *_ in self._calls.values() if e.op == op), key=lambda e: e.work)
             changes[op] = _threshold(entries, cost)
-        return self._step.policy.override(changes, origin=_ORIGIN)
+        return self._step.policy.override(changes, origin=ORIGIN)
 
     # The whole step.
 
     def _measure(self, settings: Sequence[_Setting], words: str) -> list[float]:
         self._progress(words)
-        return self._interleaved([functools.partial(self._run, s) for s in settings], seconds=1.5)
+        runs = [functools.partial(self._run, setting) for setting in settings]
+        return interleaved(runs, 1.5, self._step.device_type)
 
     def _with_modules(self, best: _Setting, rounds: int) -> _Setting:
         """Run children of the model in float32, one after the other, where the step becomes faster."""
@@ -249,32 +249,6 @@ class SpeedSearch:
     def _backward(self, result: Any) -> None:
         if self._runs_backward and isinstance(result, Tensor) and result.requires_grad:
             result.float().sum().backward()  # type: ignore[no-untyped-call]
-
-    def _interleaved(self, runs: Sequence[Callable[[], None]], seconds: float) -> list[float]:
-        """Return the shortest time of each function, all run in turn."""
-        best = [math.inf] * len(runs)
-        end = time.perf_counter() + seconds * len(runs)
-        for count in range(30):
-            for index, run in enumerate(runs):
-                took = self._time(run)
-                if count:  # the first run is slower
-                    best[index] = min(best[index], took)
-            if count >= 5 and time.perf_counter() > end:
-                break
-        return best
-
-    def _time(self, run: Callable[[], None]) -> float:
-        self._wait()
-        start = time.perf_counter()
-        run()
-        self._wait()
-        return time.perf_counter() - start
-
-    def _wait(self) -> None:
-        accelerator = torch.accelerator.current_accelerator()
-        if accelerator is not None and accelerator.type == self._step.device_type:
-            # Every device can be read, which waits; not every one has streams to synchronize.
-            torch.zeros((), device=self._step.device_type).item()
 
 
 def _is_of_forward() -> bool:

@@ -14,8 +14,9 @@ from torch.nn import functional as F
 
 import amp_core
 from amp_core import OpPolicy
+from amp_core.debugging import speed
 from amp_core.debugging.advice import FormatAdvice, OpTime, SpeedAdvice
-from amp_core.debugging.speed import SpeedSearch, _threshold
+from amp_core.debugging.speed import _threshold
 from amp_core.policy import rules
 
 
@@ -110,8 +111,8 @@ def test_a_step_that_runs_its_own_backward(net):
 @pytest.fixture
 def quick(monkeypatch):
     """What the steps take does not matter: measure each a few times only."""
-    measure = SpeedSearch._interleaved
-    monkeypatch.setattr(SpeedSearch, "_interleaved", lambda self, runs, seconds: measure(self, runs, 0.0))
+    measure = speed.interleaved
+    monkeypatch.setattr(speed, "interleaved", lambda runs, _seconds, device: measure(runs, 0.0, device))
 
 
 def clearing(net, x):
@@ -207,9 +208,7 @@ def test_a_step_that_takes_a_batch_each_time(net, quick):
 def test_no_gain_over_itself(monkeypatch, net):
     """A proposal that is plain autocast, or float32, gains what two measurements of it differ by."""
     clock = itertools.count()
-    monkeypatch.setattr(
-        SpeedSearch, "_interleaved", lambda self, runs, seconds: [1 / (2 + next(clock)) for _ in runs]
-    )
+    monkeypatch.setattr(speed, "interleaved", lambda runs, *_: [1 / (2 + next(clock)) for _ in runs])
     advice = amp_core.advise(lambda: net(torch.randn(8, 1, 8, 8)).sum(), "cpu", goal="speed", rounds=0)
     assert advice.policy == OpPolicy.default("cpu")  # each op is the fastest in low precision
     assert advice.seconds["advice"] == advice.seconds["autocast"]
