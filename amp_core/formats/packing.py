@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from amp_core.formats.elements import E2M1, ElementFormat
+from amp_core.formats.scales import exponent_field
 
 
 def pack(values: Tensor, element: ElementFormat) -> Tensor:
@@ -71,6 +72,5 @@ def pack_scale(scale: Tensor, kind: str) -> Tensor:
     if kind == "e4m3":
         return scale.to(torch.float8_e4m3fn)
     if kind.startswith("e8m0"):
-        stored = (scale.view(torch.int32) >> 23) & 0xFF
-        return stored.to(torch.uint8).view(torch.float8_e8m0fnu)
+        return exponent_field(scale).to(torch.uint8).view(torch.float8_e8m0fnu)
     return scale

@@ -59,7 +59,7 @@ def find_scales(amax: Tensor, element: ElementFormat, scale: str, tensor_amax: T
         return _e8m0(amax, element, up=scale == "e8m0_up")
     encode = (_filled(amax, element.max) / amax).clamp(max=_MAX_ENCODE)
     if scale == "power_of_two":
-        encode = _exponent_field(encode).bitwise_left_shift(23).view(torch.float32)
+        encode = _power_of_two(exponent_field(encode))
     encode = torch.where(amax == 0, 1.0, encode)
     encode = nan_unless_finite(encode, amax)
     return GroupScales(encode, 1.0 / encode)
@@ -85,11 +85,10 @@ def outer_scale(tensor_amax: Tensor, element: ElementFormat) -> Tensor:
 
 def _e8m0(amax: Tensor, element: ElementFormat, *, up: bool) -> GroupScales:
     """Find the stored exponent of an e8m0 scale, ``2 ** (stored - 127)``, on the bits of float32."""
-    power, emax = _exponent_field(_filled(amax, element.max) / amax if up else amax), element.max_exponent
+    power, emax = exponent_field(_filled(amax, element.max) / amax if up else amax), element.max_exponent
     stored = (254 - power if up else power - emax).clamp(0, 254)
-    encode = (254 - stored).bitwise_left_shift(23).view(torch.float32)
-    # 2**-127 is subnormal in float32.
-    scale = stored.bitwise_left_shift(23).view(torch.float32).clamp(min=2.0**-127)
+    encode = _power_of_two(254 - stored)
+    scale = _power_of_two(stored).clamp(min=2.0**-127)  # which is subnormal in float32
     return GroupScales(nan_unless_finite(encode, amax), nan_unless_finite(scale, amax))
 
 
@@ -98,9 +97,14 @@ def _filled(like: Tensor, value: float) -> Tensor:
     return torch.full_like(like, value)
 
 
-def _exponent_field(x: Tensor) -> Tensor:
+def exponent_field(x: Tensor) -> Tensor:
     """Return the stored exponents, 0 to 255, of float32 values that are not negative, in int32."""
     return (x.view(torch.int32) >> 23) & 0xFF
+
+
+def _power_of_two(field: Tensor) -> Tensor:
+    """Return the float32 values with the stored exponents `field` and a mantissa of 0."""
+    return field.bitwise_left_shift(23).view(torch.float32)
 
 
 def nan_unless_finite(x: Tensor, amax: Tensor) -> Tensor:
