@@ -158,10 +158,7 @@ class Engine:
                 for op in ops:
                     self._users[op] += 1  # first: a finalizer may install and uninstall it on the next lines
                     done.append(op)
-                    if op not in self._installed:
-                        remove = self._install_kernel(op)
-                        if self._installed.setdefault(op, remove) is not remove:
-                            remove()
+                    self._install_kernel(op)
             except BaseException:
                 self._uninstall_locked(done)
                 raise
@@ -178,11 +175,15 @@ class Engine:
             if not self._users[op] and op in self._installed:
                 self._installed.pop(op)()
 
-    def _install_kernel(self, name: str) -> Callable[[], None]:
+    def _install_kernel(self, name: str) -> None:
+        if name in self._installed:
+            return
         if name not in self._kernels:
             self._kernels[name] = self._make_kernel(name)
         dispatcher_name, kernel = self._kernels[name]
-        return install(dispatcher_name, self.key, kernel)
+        remove = install(dispatcher_name, self.key, kernel)
+        if self._installed.setdefault(name, remove) is not remove:
+            remove()
 
     # Kernels.
 

@@ -146,17 +146,20 @@ class Manager:
         for candidate in wanted:
             key = f"{candidate.name}={candidate.entry_point.value}"
             if key not in self._loaded:
-                self._loaded[key] = None
-                try:
-                    with restored() as changed:
-                        self._loaded[key] = self._failure_of(candidate)
-                except BaseException:  # interrupted, so allow another attempt
-                    del self._loaded[key]
-                    raise
-                _warn(self._loaded[key], set(self.registry))
-                if changed:
-                    _warn_of_changes(candidate.owner(), changed)
+                self._load_once(candidate, key)
             _raise_if_strict(self._loaded[key])
+
+    def _load_once(self, candidate: Candidate, key: str) -> None:
+        self._loaded[key] = None
+        try:
+            with restored() as changed:
+                self._loaded[key] = self._failure_of(candidate)
+        except BaseException:  # interrupted, so allow another attempt
+            del self._loaded[key]
+            raise
+        _warn(self._loaded[key], set(self.registry))
+        if changed:
+            _warn_of_changes(candidate.owner(), changed)
 
     def _failure_of(self, candidate: Candidate) -> Failure | None:
         """Load `candidate`; if that fails, undo it and return the failure."""
