@@ -178,12 +178,12 @@ _BACKWARD = Feature(
 def compile_under(tag: Callable[[], str]) -> None:
     """Compile graphs for what `tag()` names: for it alone, and with a backward pass outside of regions.
 
-    It is added to the keys of torch's caches of compiled code. By itself, torch compiles the backward pass as
-    if it ran in the region of the forward pass, where the rule of ``mm`` would change what the policy has
-    ``linear`` compute in float32; a choice that the user made in torch's configuration is kept.
+    The tag is added to the keys of torch's caches of compiled code. Otherwise a program would load code that
+    another one, traced alike, compiled under another policy.
 
-    Otherwise a program would load code that another one, traced alike, compiled under another policy.
-    Dynamo must be loaded.
+    By itself, torch compiles the backward pass as if it ran in the region of the forward pass. There, the
+    rule of ``mm`` would change what the policy has ``linear`` compute in float32. A choice that the user made
+    in torch's configuration is kept. Dynamo must be loaded.
     """
     from torch._dynamo.output_graph import OutputGraph
     from torch.compiler import config as torch_config

@@ -93,10 +93,10 @@ def advise(
 ) -> Advice:
     """Propose rules that make a step accurate or fast in mixed precision, or find the layers for a format.
 
-    `advise` runs the step in float32 and in mixed precision, and for float16 once more with a loss scale
-    that fits its gradients. If the loss and gradients are then within the tolerance, it proposes no rules.
+    `advise` runs the step in float32 and in mixed precision, and for float16 once more with a loss scale that
+    fits its gradients. If the loss and gradients are then within the tolerance, it proposes no rules.
     Otherwise it changes the ops whose error reaches them, the most harmful first. It tests each change by
-    running the step, starting with the narrowest: float32 for the op in its module, then for the ops that
+    running the step. It starts with the narrowest, float32 for the op in its module; then follow the ops that
     lead to it in this module, the whole module, and the enclosing modules. It keeps the first change that
     fixes the op and makes nothing else worse. The model is left unchanged; see `compare` for what else is
     restored.
@@ -108,11 +108,10 @@ def advise(
 
     Under DDP, FSDP2 and tensor parallelism all ranks must call it, and get the same advice, as for `compare`.
 
-    With `format` it finds the largest share of the work of matrix products that can be in a format of 8, 6
-    or 4 bits while loss and gradients stay within the tolerance, on any machine: it runs the step with each
-    layer alone in the format, then with sets of layers. The result is a `FormatAdvice`: the policy, the
-    layers that have to be left out, and what the format does to each. The step runs once for each layer, and
-    a few times more.
+    With `format` it finds how much of the work of matrix products can be in a format of 8, 6 or 4 bits while
+    loss and gradients stay within the tolerance. It runs the step with each layer alone in the format, then
+    with sets of layers, on any machine. The result is a `FormatAdvice`: the policy, the layers that have to
+    be left out, and what the format does to each. The step runs once for each layer, and a few times more.
 
     Args:
         fn: as for `compare`; it must leave the backward pass to `advise` to get a loss scale.

@@ -219,8 +219,8 @@ def compare(
     rather than advance an iterator, and no `GradScaler`. Gradients that it clears before it calls the model
     are restored only if `model` is passed.
 
-    Under DDP, FSDP2 and tensor parallelism all ranks must call it, and get the same result: values of
-    DTensors are compared whole, and where each rank has its own, such as activations, the worst counts.
+    Under DDP, FSDP2 and tensor parallelism all ranks must call it; all get the same result. Values of
+    DTensors are compared whole. Where each rank has values of its own, such as activations, the worst counts.
     FSDP2 casts weights in both runs if it has an ``mp_policy``: shard without one, and let autocast cast.
 
     Args:

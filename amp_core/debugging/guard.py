@@ -157,8 +157,9 @@ def guard(
     The guard stays on the model until ``remove()``, or to the end of a ``with`` block. In most steps it only
     checks the model's result and, before an optimizer without a scaler steps, the gradients: one pass over
     each. If the result is not finite, it runs the forward pass again, with the same random numbers and on
-    copies of the buffers, and stops at the op; a model that FSDP shards it asks to run again. In the chosen
-    steps it checks every op, forward and backward; they take several times as long.
+    copies of the buffers, and stops at the op. If FSDP shards the model, it stops, and asks you to run the
+    program again. In the chosen steps it checks every op, forward and backward; they take several times as
+    long.
 
     amp-core's `GradScaler` may skip steps: the guard stops only after `patience` of them in a row, at the op
     of the next backward pass; each ``update`` of the scaler then waits for the device. Values that a mask

@@ -248,9 +248,9 @@ class Recording(Report, Sink):
 def record(model: nn.Module | None = None, *, plan: PrecisionPlan | None = None) -> Recording:
     """Record which op runs in which precision in a ``with amp_core.record() as r:`` block.
 
-    For each op, dtypes and module, it counts calls; casts, their bytes and repeats (casts of an unchanged
-    tensor to the same dtype); the policy rule behind each; and ops that ran in float32 although they
-    received low precision. Ops of the backward pass count towards the modules that created its nodes.
+    For each op, dtypes and module, it counts calls and casts, with the policy rule behind each; the bytes of
+    casts, and repeats (casts of an unchanged tensor to the same dtype); and ops that ran in float32 although
+    they received low precision. Ops of the backward pass count towards the modules that created its nodes.
     Views, copies and ops without floating-point tensors are not counted. It also counts what ranks exchange,
     by dtype, and notes the dtypes of parameters, buffers, gradients and optimizer state.
 

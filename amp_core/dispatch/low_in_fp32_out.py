@@ -1,8 +1,8 @@
 """The rule ``low_in_fp32_out``: round the inputs to the region's dtype, return float32.
 
-Portable form: the rounded inputs are widened to float32 and the op runs in float32. A product of two
-bfloat16 or float16 numbers is exact in float32, so this is the op with float32 accumulation, bit for bit the
-float32 op on rounded inputs, and its gradients are rounded to the region's dtype once, on their way back.
+Portable form: the rounded inputs are widened to float32 and the op runs in float32. A product of two bfloat16
+or float16 numbers is exact in float32, so this is the op with float32 accumulation: bit for bit the float32
+op on rounded inputs. Its gradients are rounded to the region's dtype once, on their way back.
 
 Devices whose matrix products take an ``out_dtype`` (``mm.dtype``, ``bmm.dtype``) multiply the rounded inputs
 themselves: the same products, summed in the order of that kernel. torch has no derivative for those ops;

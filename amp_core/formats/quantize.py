@@ -112,8 +112,9 @@ def quantize(
 ) -> Quantized:
     """Quantise `tensor`, rounded to float32, computing in float32. Not differentiable.
 
-    Zeros stay zeros. A group, that is what shares a scale, with inf or NaN has the scale NaN, also where
-    `amax` is given: everything that is computed from it is NaN, and a loss scaler skips the step.
+    Zeros stay zeros. The elements that share a scale are a group. With inf or NaN among them, the scale is
+    NaN, also where `amax` is given: everything that is computed from it is NaN, and a loss scaler skips the
+    step.
 
     Args:
         tensor: floating-point; of any shape, memory layout and number of elements.
