@@ -144,9 +144,7 @@ class Comparison(Report):
             pending += parents
         ops = [wrong[key] for key in reaching if key.level == OP and not wrong[key].random]
         causes = [d for d in ops if d.added > limit]
-        return sorted(
-            causes, key=lambda d: (d.added < math.inf, d.key.phase == "backward", -d.added, d.order)
-        )
+        return sorted(causes, key=lambda d: (d.added < math.inf, d.key.phase == BACKWARD, -d.added, d.order))
 
     def _results(self) -> list[Key]:
         if self._loss_producer is None and not self.ran_backward:

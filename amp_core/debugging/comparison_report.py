@@ -14,10 +14,11 @@ from amp_core.debugging.comparison import Comparison, tolerances
 from amp_core.debugging.difference import Difference
 from amp_core.debugging.format_tables import format_tables
 from amp_core.debugging.report import content_of
+from amp_core.debugging.sink import BACKWARD, FORWARD
 from amp_core.debugging.tables import Content, Table, Value, as_count, as_share, columns, written
 from amp_core.policy.names import short
 
-_PASS = {"forward": "activation", "backward": "gradient"}
+_PASS = {FORWARD: "activation", BACKWARD: "gradient"}
 _FIGURES = (
     "error=relative error, added=added here, dtype, overflow=inf or NaN, underflow, "
     "largest=largest (reference), order"
@@ -69,7 +70,7 @@ def number(value: float | None) -> str:
 def where(difference: Difference) -> str:
     """Describe the location of a value: ``matmul in blocks.2.attn``."""
     key = difference.key
-    part = "" if key.phase == "forward" else ", backward"
+    part = "" if key.phase == FORWARD else ", backward"
     return f"{short(key.name)} in {key.place}{part}"
 
 
@@ -153,7 +154,7 @@ _RANDOM = (
 
 
 def _figures(d: Difference) -> tuple[Value, ...]:
-    added = d.added if d.key.level == OP or d.key.phase == "forward" else None  # gradients come from outside
+    added = d.added if d.key.level == OP or d.key.phase == FORWARD else None  # gradients come from outside
     return d.error, added, dtype_name(d.dtype), d.overflow, d.underflow, d.largest, d.order
 
 

@@ -13,6 +13,7 @@ from amp_core.debugging.op_counts import CastCount, CastKey, OpKey
 from amp_core.debugging.places import Place
 from amp_core.debugging.recording import Recording, RecordingDiff
 from amp_core.debugging.report import content_of
+from amp_core.debugging.sink import BACKWARD, FORWARD
 from amp_core.debugging.stored_dtypes import TensorKey
 from amp_core.debugging.tables import Content, Table, Value, as_bytes, as_count, as_share, columns
 from amp_core.debugging.violations import Violation
@@ -89,7 +90,7 @@ def _by_op(ops: Counter[OpKey]) -> Table:
         group = called(key.op, key.kernel), key.dtypes, key.result
         counts[group] += calls
         passes[group][key.phase] += calls
-    rows = [(*g, n, passes[g]["forward"], passes[g]["backward"]) for g, n in counts.most_common()]
+    rows = [(*g, n, passes[g][FORWARD], passes[g][BACKWARD]) for g, n in counts.most_common()]
     about = "Calls of each op by the dtypes it ran in. Brackets show the kernel if its name differs."
     spec = columns("op, dtypes=ran in, result, calls, forward, backward")
     return Table("ops", "Ops by dtype", spec, rows, about, shown=30)
@@ -131,7 +132,7 @@ def _unruled(ops: Counter[OpKey]) -> Table:
 def _casts(casts: dict[CastKey, CastCount]) -> Table:
     def group(key: CastKey) -> tuple[str, ...]:
         cause = short(key.cause) or ("the module" if key.rule else _own_cast(key))
-        kind = "weight" if key.weight else "activation" if key.phase == "forward" else "gradient"
+        kind = "weight" if key.weight else "activation" if key.phase == FORWARD else "gradient"
         return str(key.place), key.phase, kind, cause, f"{key.source} to {key.result}", key.rule, key.origin
 
     spec = columns("module, pass, of, cause=made for, dtypes, rule, origin=from, " + _COUNTS)
@@ -140,7 +141,7 @@ def _casts(casts: dict[CastKey, CastCount]) -> Table:
 
 
 def _own_cast(key: CastKey) -> str:
-    return "the gradient of a cast" if key.phase == "backward" else "the program's own code"
+    return "the gradient of a cast" if key.phase == BACKWARD else "the program's own code"
 
 
 _COUNTS = "calls, bytes, repeats, repeated_bytes=repeated bytes"

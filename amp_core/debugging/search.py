@@ -18,6 +18,7 @@ from amp_core.debugging.capture import OP, PARAMETER, Key
 from amp_core.debugging.comparison import Comparison, compared, tolerances
 from amp_core.debugging.comparison_report import where
 from amp_core.debugging.difference import Difference
+from amp_core.debugging.sink import BACKWARD, FORWARD
 from amp_core.debugging.step import Step
 from amp_core.errors import PolicyError
 from amp_core.policy import OpPolicy
@@ -169,7 +170,7 @@ class Search:
             policy = proposal.policy.override({op: r.FP32}, origin=ORIGIN)
             yield _words([op], ""), replace(proposal, policy=policy)
             return
-        if fault.key.phase == "forward":
+        if fault.key.phase == FORWARD:
             for ops in ([in_full(fault.key.name)], self._leading_to(now, fault)):
                 if ops:
                     yield _words(ops, place.module), _with_ops(proposal, place.module, ops)
@@ -223,7 +224,7 @@ def _is_narrow(dtype: torch.dtype) -> bool:
 
 def _fitting_scale(plain: Comparison) -> float:
     """Return the largest power of two that keeps low-precision gradients well below the dtype's maximum."""
-    gradients = (d for d in plain.differences if d.key.phase == "backward" and d.dtype == plain.dtype)
+    gradients = (d for d in plain.differences if d.key.phase == BACKWARD and d.dtype == plain.dtype)
     largest = max((d.largest / plain.scale for d in gradients), default=0.0)
     room = torch.finfo(plain.dtype).max / _HEADROOM / max(largest, 1 / _LARGEST_SCALE)
     return float(2.0 ** math.floor(math.log2(min(max(room, 1.0), _LARGEST_SCALE))))
@@ -231,6 +232,6 @@ def _fitting_scale(plain: Comparison) -> float:
 
 def _most_restored(now: Comparison, better: Comparison) -> tuple[Difference | None, float]:
     """Return the backward op whose underflow `better` reduces the most, and what remains of it there."""
-    left = {d.key: d.underflow for d in better.at(OP, "backward")}
-    lost = max(now.at(OP, "backward"), key=lambda d: d.underflow - left.get(d.key, d.underflow), default=None)
+    left = {d.key: d.underflow for d in better.at(OP, BACKWARD)}
+    lost = max(now.at(OP, BACKWARD), key=lambda d: d.underflow - left.get(d.key, d.underflow), default=None)
     return lost, 0.0 if lost is None else left.get(lost.key, lost.underflow)

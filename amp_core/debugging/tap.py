@@ -25,7 +25,7 @@ from amp_core.debugging.places import NOWHERE, Places
 from amp_core.debugging.sink import BACKWARD, FORWARD, Frame, Sink, Where
 from amp_core.dispatch.activate import default_policy
 from amp_core.dispatch.engine import Engine, engine
-from amp_core.dispatch.quantized_products import Observer, ScaledProduct, observe
+from amp_core.dispatch.quantized_products import ProductObserver, ScaledProduct, observe
 from amp_core.dispatch.work import work
 from amp_core.errors import AmpError
 from amp_core.plugin import get_backend
@@ -110,7 +110,7 @@ class Tap:
                 end = self._watch(engine(device_type))
                 of_thread.callback(end)
                 shared.callback(end)
-            of_thread.callback(observe(Observer(muted, self._multiplied)))
+            of_thread.callback(observe(ProductObserver(muted, self._multiplied)))
             of_thread.callback(observe_ops(self._observe))
             self._shared, self._of_thread = shared.pop_all(), of_thread.pop_all()
         _ENTERED.taps.append(self)

@@ -63,7 +63,7 @@ class ThreadState(threading.local):
     def observe_with(self, *observers: Observer) -> None:
         """Replace the observers."""
         self.observers = observers
-        self.observer = functools.reduce(_both, observers) if observers else None
+        self.observer = functools.reduce(_around, observers) if observers else None
 
 
 class Engine:
@@ -230,7 +230,9 @@ def _with_weight_casts(native: Callable[..., Any], device_type: str) -> Callable
     return run
 
 
-def _both(earlier: Observer, observer: Observer) -> Observer:
+def _around(earlier: Observer, observer: Observer) -> Observer:
+    """Return an observer that has `observer` run what `earlier` runs."""
+
     def observe(name: str, call: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return observer(name, lambda: earlier(name, call, args, kwargs), args, kwargs)
 

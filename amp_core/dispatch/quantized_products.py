@@ -51,7 +51,7 @@ class ScaledProduct(NamedTuple):
     result: Tensor
 
 
-class Observer(NamedTuple):
+class ProductObserver(NamedTuple):
     """What watches products.
 
     Attributes:
@@ -64,18 +64,18 @@ class Observer(NamedTuple):
 
 
 class _Thread(threading.local):
-    observers: tuple[Observer, ...] = ()
+    observers: tuple[ProductObserver, ...] = ()
 
 
 _thread = _Thread()
 
 
-def watching() -> tuple[Observer, ...]:
+def watching() -> tuple[ProductObserver, ...]:
     """Return the observers of this thread."""
     return _thread.observers
 
 
-def observe(observer: Observer) -> Callable[[], None]:
+def observe(observer: ProductObserver) -> Callable[[], None]:
     """Let `observer` watch the products that this thread starts, and their backward ones, in any thread.
 
     Returns:
@@ -102,7 +102,7 @@ class Call(NamedTuple):
 
     rule: RecipeRule
     keys: Any
-    observers: tuple[Observer, ...]
+    observers: tuple[ProductObserver, ...]
     kept: Mapping[str, kept_operands.Forms]
     histories: Mapping[str, AmaxHistory | delayed_scales.GraphHistory]
 

@@ -190,13 +190,14 @@ def _decompose_unruled(program: torch.export.ExportedProgram, policy: OpPolicy) 
         Whether there are any.
     """
     found = False
-    for part in program.graph_module.modules():
-        for node in part.graph.nodes if isinstance(part, fx.GraphModule) else ():
-            if isinstance(node.target, Overload) and not is_view(node.target):
-                name = dispatcher_name(node.target)
-                ruled = policy.rules.get(names.full_name(node.target), UNCHANGED) != UNCHANGED
-                if not ruled and has_kernel(name, "CompositeImplicitAutograd"):
-                    node.target, found = _parts(name, autograd_key(policy.device_type)), True
+    graphs = [part.graph for part in program.graph_module.modules() if isinstance(part, fx.GraphModule)]
+    for node in (node for graph in graphs for node in graph.nodes):
+        if not isinstance(node.target, Overload) or is_view(node.target):
+            continue
+        name = dispatcher_name(node.target)
+        ruled = policy.rules.get(names.full_name(node.target), UNCHANGED) != UNCHANGED
+        if not ruled and has_kernel(name, "CompositeImplicitAutograd"):
+            node.target, found = _parts(name, autograd_key(policy.device_type)), True
     return found
 
 
