@@ -98,7 +98,7 @@ def test_handles_of_weights_refuse_copies_in_words(attach: str, duplicate: str) 
     model, handle, _ = make(attach)
     model.handle = handle
     try:
-        with pytest.raises(TypeError, match="keep it outside of the model"):
+        with pytest.raises(TypeError, match="Keep it outside of the model"):
             COPY[duplicate](model)
         del model.handle
         COPY[duplicate](model)

@@ -242,9 +242,9 @@ def _is_covered(weight: Tensor, dtensors: bool) -> bool:
 
 
 _UNCACHED = (
-    "{count} weights, starting with {name!r}, are cast at each use, as without this scope: FSDP shards them, "
-    "and gathers other values into the same memory unnoticed, or they are of a tensor type that this scope "
-    "does not cover. FSDP itself can cast once per all-gather, with "
+    "{count} weights, starting with {name!r}, are cast at each use, as without this scope. Either FSDP "
+    "shards them, and gathers other values into the same memory unnoticed, or this scope does not cover "
+    "their tensor type. FSDP itself can cast once per all-gather, with "
     "fully_shard(..., mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))."
 )
 

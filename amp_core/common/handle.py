@@ -30,8 +30,8 @@ class Local:
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise TypeError(
-            f"{type(self).__name__} belongs to one model in this process, so it cannot be copied or pickled, "
-            f"nor can a model that has it as an attribute: keep it outside of the model, or delete the "
+            f"{type(self).__name__} belongs to one model in this process. Neither it, nor a model that has "
+            f"it as an attribute, can be copied or pickled. Keep it outside of the model, or delete the "
             f"attribute before you copy or save the model.{self._INSTEAD}"
         )
 

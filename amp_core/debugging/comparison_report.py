@@ -133,7 +133,7 @@ def _notes(comparison: Comparison) -> list[str]:
 _MANY = 0.1
 _CROWDED = (
     "More than a tenth of the values of these parameters saturate if a format is given to all ops and not "
-    "to matrix products alone, which biases gradients until training diverges (arXiv 2506.20752): {names}. "
+    "to matrix products alone: {names}. This biases gradients until training diverges (arXiv 2506.20752). "
     "Leave them out, or round the scale up (e8m0_up)."
 )
 _UNMATCHED = (
@@ -144,8 +144,8 @@ _NARROW = (
     "enters a region with its own policy, or runs under an mp_policy of FSDP2."
 )
 _CANCELS = (
-    "Where larger numbers cancel and leave only float32 rounding noise (such as the gradient of a bias "
-    "before a normalization), a large relative error is meaningless and not counted as added."
+    "Where larger numbers cancel, only float32 rounding noise is left, as in the gradient of a bias before a "
+    "normalization. A large relative error means nothing there and is not counted as added."
 )
 _RANDOM = (
     "Random ops (dropout) drew different numbers in the two dtypes, so values that depend on them differ. "

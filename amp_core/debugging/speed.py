@@ -37,8 +37,8 @@ _RANKS = (
     "on one rank before the model is wrapped or sharded, and apply it on all."
 )
 _REGION = (
-    'advise(goal="speed") runs the step in regions of its own, one after the other, but all ops of fn that a '
-    "region casts are in a region of fn's, which would make them all alike. Leave the `with autocast(...)` "
+    'advise(goal="speed") runs the step in regions of its own, one after the other. But all ops of fn that a '
+    "region casts are in a region of fn's, which would make these runs alike. Leave the `with autocast(...)` "
     "out of fn."
 )
 _GAIN = 0.98  # a module's rule must save 2 % of the step

@@ -30,12 +30,12 @@ PROMISES: Mapping[str, str] = MappingProxyType(
     {
         "threads": "Any thread may call at any time, also in the middle of another thread's call. The "
         "result is that of a call alone.",
-        "state": "torch's state (grad and inference mode, autocast and its cache, default dtype and device, "
-        "current device, number of threads, its backends' flags), the generators of torch, of NumPy and of "
-        "Python's `random`, the warnings filters, the environment and Python's own settings (logging, "
-        "collector, search path, signal handlers) are as before; what other threads see of it does not "
-        "change in between either. Nothing is printed, no warning is repeated.",
-        "context": "The result depends on the arguments alone: it is the same in a region, in any grad mode, "
+        "state": "The state of the process is as before: of torch (grad and inference mode, autocast and its "
+        "cache, default dtype and device, current device, number of threads, its backends' flags), the "
+        "generators of torch, of NumPy and of Python's `random`, the warnings filters, the environment and "
+        "Python's own settings (logging, collector, search path, signal handlers). Other threads see no "
+        "change of it in between either. Nothing is printed, no warning is repeated.",
+        "context": "The result depends on the arguments alone. It is the same in a region, in any grad mode, "
         "in inference mode (where new tensors are inference tensors), under any default dtype or device, and "
         "under a `TorchDispatchMode` that only looks. Numbers in the text of a reason or refusal may change "
         "from call to call.",
@@ -147,8 +147,8 @@ SCALED_PRODUCTS: Mapping[str, Promise] = MappingProxyType(
         ),
         "multiply": Promise(
             "a new tensor in `accumulate`. Each element is within rounding of the exact product of what the "
-            "operands stand for: `(2 k + 4) 2^-24` of the sum of the magnitudes of its `k` terms, for "
-            "float32; NaN where a row or column of the operands has a scale of NaN",
+            "operands stand for. For float32, that is `(2 k + 4) 2^-24` of the sum of the magnitudes of its "
+            "`k` terms. An element is NaN where a row or column of the operands has a scale of NaN",
         ),
     }
 )
