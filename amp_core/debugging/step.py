@@ -16,7 +16,7 @@ from amp_core.debugging.fits import fits_of_parameters
 from amp_core.debugging.places import Place, Places
 from amp_core.debugging.state_keeper import StateKeeper, seeded
 from amp_core.debugging.tap import muted
-from amp_core.dispatch.activate import activation, check_policy, default_policy, with_recipe
+from amp_core.dispatch.activate import activation, check_policy, default_policy, pop, with_recipe
 from amp_core.errors import AmpError
 from amp_core.formats import Recipe
 from amp_core.plugin import get_backend
@@ -131,7 +131,7 @@ class Step:
             with contextlib.ExitStack() as stack:
                 stack.enter_context(capture.tap)
                 active.push()  # also for the backward pass, where checkpoints rerun their forward pass
-                stack.callback(active.pop)
+                stack.callback(pop)
                 with autocast(self.device_type, dtype=dtype, policy=policy):
                     result = self.fn()
                 self.leaves_backward = _run_backward(result, scale, capture, keeper)

@@ -40,7 +40,7 @@ _thread = _Thread()
 
 
 class Activation:
-    """A policy prepared for one device type. Each thread pushes and pops it in pairs."""
+    """A policy prepared for one device type. Each thread calls `push` and `pop` in pairs."""
 
     def __init__(self, policy: OpPolicy, table: Table, *, by_default: bool) -> None:
         self.policy = policy
@@ -70,10 +70,6 @@ class Activation:
         if local.in_force is None or not self.by_default:
             local.in_force = self
 
-    def pop(self) -> None:
-        """Undo the last push of this thread; never raises."""
-        restore(len(_thread.hidden) - 1)
-
     @cached_property
     def identity(self) -> Hashable:
         """Equal for activations that do the same."""
@@ -98,6 +94,11 @@ def restore(depth: int) -> None:
         local, before = hidden[-1]
         local.in_force = before
         hidden.pop()
+
+
+def pop() -> None:
+    """Undo the last push of this thread; never raises."""
+    restore(pushed() - 1)
 
 
 def take_out(depth: int) -> None:
@@ -152,7 +153,7 @@ class RuleOverrides:
         self.push()
 
     def __exit__(self, *_: object) -> None:
-        restore(pushed() - 1)
+        pop()
 
     @cached_property
     def identity(self) -> Hashable:

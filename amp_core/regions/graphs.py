@@ -22,7 +22,7 @@ from amp_core._torch.dynamo import (
 from amp_core._torch.tracing import calls_are_exported
 from amp_core.common.call_site import level_outside
 from amp_core.common.versions import installed_version
-from amp_core.dispatch.activate import Activation, RuleOverrides, pushed, restore
+from amp_core.dispatch.activate import Activation, RuleOverrides, pop
 from amp_core.dispatch.engine import policies_in_force
 from amp_core.dispatch.functions import rule_in_force
 from amp_core.errors import AmpWarning, PolicyError
@@ -58,7 +58,7 @@ def item_of_number(number: int) -> Activation | RuleOverrides:
 @has_side_effect
 def pop_number(_number: int) -> None:
     """Undo the last push of this thread; graphs contain this call."""
-    restore(pushed() - 1)
+    pop()
 
 
 @has_side_effect

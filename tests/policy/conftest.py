@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from amp_core import OpPolicy, get_backend
 from amp_core._torch.op_kernels import registered
-from amp_core.dispatch.activate import activation, pushed
+from amp_core.dispatch.activate import activation, pop, pushed
 from amp_core.dispatch.engine import engine, policies_in_force
 from amp_core.testing.observe import consistent
 
@@ -59,7 +59,7 @@ def region() -> Callable[..., Any]:
                 yield
             finally:
                 if active is not None:
-                    active.pop()
+                    pop()
 
     return enter
 

@@ -8,7 +8,7 @@ from torch.testing._internal.autocast_test_lists import AutocastCPUTestLists
 
 from amp_core import OpPolicy
 from amp_core._torch.op_kernels import registered
-from amp_core.dispatch.activate import Activation, pushed
+from amp_core.dispatch.activate import Activation, pop, pushed
 from amp_core.dispatch.casting import make_runner, once_defined
 
 torch.manual_seed(0)
@@ -42,7 +42,7 @@ def run_routed(active, f, *args, dtype=torch.bfloat16, **kwargs):
         try:
             return f(*args, **kwargs)
         finally:
-            active.pop()
+            pop()
 
 
 def same(one, other) -> bool:

@@ -10,7 +10,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 from amp_core import OpPolicy, get_backend
 from amp_core._torch.op_kernels import registered
-from amp_core.dispatch.activate import activation
+from amp_core.dispatch.activate import activation, pop
 
 _setup_privateuseone_for_python_backend("npu")
 torch.npu.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
@@ -56,7 +56,7 @@ def region(active):
             active.push()
 
         def __exit__(self, *exc):
-            active.pop()
+            pop()
             self.region.__exit__(*exc)
 
     return Both()
