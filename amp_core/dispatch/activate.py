@@ -8,8 +8,6 @@ from collections.abc import Hashable, Mapping
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
-import torch
-
 from amp_core._torch.op_kernels import POLICIES
 from amp_core._torch.tracing import calls_are_exported
 from amp_core.common import environment as _env
