@@ -348,7 +348,7 @@ class GradScaler(TorchNames):
         def unscaled() -> Any:
             loss = evaluate(closure)
             entry = Entry([optimizer], loss_scale, loss_scale.check("step_closure"), [state])
-            if max_norm is not None or state.stage is OptState.READY:
+            if max_norm is not None or state.stage is not OptState.UNSCALED:
                 self._prepare(entry, max_norm, norm_type)
             return loss
 

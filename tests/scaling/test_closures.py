@@ -261,6 +261,22 @@ def test_a_closure_that_unscales() -> None:
     assert all(map(torch.equal, plain.values(), scaled.values()))
 
 
+def test_a_closure_that_steps() -> None:
+    """The optimizer steps twice on the gradients of one evaluation, in silence."""
+    scaler = GradScaler("cpu", 2.0**10)
+    run = Problem(lambda params: torch.optim.SGD(params, lr=0.1), scaler)
+    before = run.values()
+
+    def closure() -> torch.Tensor:
+        loss = run.closure()
+        scaler.step(run.optimizer)
+        return loss
+
+    with pytest.raises(RuntimeError, match=r"unscale_\(\) is being called after step\(\)"):
+        scaler.step_closure(run.optimizer, closure)
+    assert all(map(torch.equal, run.values(), before))
+
+
 def test_after_an_error() -> None:
     """Unscaled gradients are unscaled again; a record has the norm of an evaluation before the error."""
     run = Problem(KINDS["sam"], GradScaler("cpu", 2.0**10))
