@@ -60,7 +60,8 @@ def _binding(op: Overload) -> Callable[..., Any] | None:
     if private or any(a.name == "reduction" for a in arguments(op)):
         return None
     found = [vars(module).get(name) for module in (torch, torch.nn.functional)]
-    builtin = [f for f in found if isinstance(f, BuiltinFunctionType) and f.__name__ == name]
+    own = {("torch", name), ("torch._C._nn", name)}  # a program may have put another function there
+    builtin = [f for f in found if isinstance(f, BuiltinFunctionType) and (f.__module__, f.__name__) in own]
     least, most = _positional(op)
     others = [other for other in overloads_of(op.overloadpacket).values() if other is not op]
     spans = [_positional(other) for other in others if not any(a.is_out for a in arguments(other))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -70,3 +71,9 @@ def test_each_gives_what_the_overload_gives() -> None:
                     info.op(sample.input, *sample.args, **sample.kwargs)
     assert not differ
     assert len(calls) > 200
+
+
+def test_a_function_that_a_program_has_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A policy's op runs what a program has put in its place in ``torch``, an extension's kernel for one."""
+    monkeypatch.setattr(torch, "exp", math.exp)
+    assert entry_of(torch.ops.aten.exp.default)(torch.zeros(3)).tolist() == [1.0] * 3
