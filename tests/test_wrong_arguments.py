@@ -132,12 +132,20 @@ def test_a_negative_norm_without_scaling() -> None:
         GradScaler("cpu", enabled=False).step(optimizer(), max_norm=-1.0)
 
 
-def test_norms_as_torch_takes_them() -> None:
+def test_an_order_of_nan_without_scaling() -> None:
+    """With enabled=False, all gradients become NaN, in silence."""
+    with pytest.raises(ValueError, match=r"norm_type= is NaN"):
+        GradScaler("cpu", enabled=False).step(optimizer(), max_norm=1.0, norm_type=math.nan)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_norms_as_torch_takes_them(enabled: bool) -> None:
     """Torch's clipping takes text such as "inf" from a configuration file, and large ints."""
     found = []
     for norm_type in (float("inf"), "inf", 10**400):
-        made, stepped = scaler(), optimizer()
-        found.append(made.clip_grad_norm_(stepped, "0.5", norm_type))  # type: ignore[arg-type]
+        scaled = scaler()
+        made = scaled if enabled else GradScaler("cpu", enabled=False)
+        found.append(made.clip_grad_norm_(optimizer(), "0.5", norm_type))  # type: ignore[arg-type]
     assert found == found[:1] * 3
 
 

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from amp_core._torch.steps import is_fused
 from amp_core._torch.tracing import frames_are_compiled, outside_graphs
-from amp_core.common.arguments import as_max_norm, device_type_of, named_tensors
+from amp_core.common.arguments import as_max_norm, as_number, device_type_of, named_tensors
 from amp_core.common.call_site import level_outside
 from amp_core.common.containers import map_tensors
 from amp_core.common.optimizers import parameters_of
@@ -480,6 +480,7 @@ class GradScaler(TorchNames):
         optimizers = _as_list(optimizer)
         if not self._enabled:
             params = [param for each in optimizers for param in parameters_of(each)]
+            norm_type = as_number(norm_type, "norm_type")
             return torch.nn.utils.clip_grad_norm_(
                 params, as_max_norm(max_norm), norm_type, error_if_nonfinite
             )
