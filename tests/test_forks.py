@@ -13,7 +13,8 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this
 PROGRAM = """
 import contextlib, os, signal, sys, threading, time
 import torch
-import amp_core
+import amp_compat, amp_core
+from amp_compat import _deprecated, _install
 from amp_core import GradScaler, OpPolicy, autocast, cached_casts, master_weights
 from amp_core.common import locks
 
@@ -65,7 +66,7 @@ casts = cached_casts(model, persistent=True)
 def hold():
     with contextlib.ExitStack() as held:
         assert len(locks._locks) > 10
-        for lock in list(locks._locks):
+        for lock in [*locks._locks, _deprecated._lock, _install._lock]:
             held.enter_context(lock)
         ready.set()
         done.wait()
@@ -80,6 +81,9 @@ def everything():
         infer()
     casts.remove()
     amp_core.backends()
+    amp_compat.install()
+    torch.cuda.amp.autocast(enabled=False)
+    amp_compat.uninstall()
 
 
 train()
@@ -118,7 +122,8 @@ os._exit(0)
 def test_a_forked_child_waits_for_no_thread_of_its_parent() -> None:
     """A lock that another thread of the parent held stays locked, and a DataLoader worker hangs at a cast."""
     command = [sys.executable, "-W", "ignore", "-c", PROGRAM]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    environment = {**os.environ, "AMP_DEPRECATION": "once"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     lines = done.stdout.splitlines()
     assert len(lines) == 17, done.stderr
     assert {line.rpartition(" ")[2] for line in lines} == {"0"}, done.stdout

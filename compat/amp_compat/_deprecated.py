@@ -5,7 +5,6 @@
 import functools
 import inspect
 import sys
-import threading
 import warnings
 from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
@@ -15,12 +14,13 @@ import torch
 from amp_core import GradScaler
 from amp_core import autocast as core_autocast
 from amp_core.common import environment as _env
+from amp_core.common.locks import new_lock
 from amp_core.scaling.step_record import rank
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 _warned: set[tuple[str, str, int]] = set()
-_lock = threading.RLock()
+_lock = new_lock()
 
 
 def warn(message: str, stacklevel: int) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib
 import sys
-import threading
 from collections.abc import Iterator, Mapping
 from types import ModuleType
 from typing import Any
+
+from amp_core.common.locks import new_lock
 
 # torch's module -> ours.
 _DEPRECATED = {
@@ -26,7 +27,7 @@ _CURRENT = {
 }
 _NAMES = ("GradScaler", "OptState", "_cast", "autocast", "custom_bwd", "custom_fwd", "is_autocast_available")
 
-_lock = threading.RLock()  # a module that `install` imports may call it
+_lock = new_lock()  # a module that `install` imports may call it
 # id of torch's object -> (torch's object, ours). Keeping both objects alive keeps the ids valid.
 _installed: dict[int, tuple[Any, Any]] = {}
 # The globals replaced by install.
