@@ -85,11 +85,12 @@ def step_whole(
         AssertionError: the closure left no gradient, or was not called.
     """
     before, known = Snapshot(optimizer), state.found_inf_per_device
-    overflows: list[tuple[Flags, tuple[BadParameter, ...]]] = []
+    overflows: list[tuple[Flags, Tensor | None, tuple[BadParameter, ...]]] = []
 
     def check() -> None:
         if _has_overflowed(optimizer, state):
-            overflows.append((state.found_inf_per_device, log.bad_parameters(optimizer)))
+            bad = log.bad_parameters(optimizer)
+            overflows.append((state.found_inf_per_device, state.total_norm, bad))
             raise OverflowedError
 
     def checked() -> Any:
@@ -114,7 +115,7 @@ def step_whole(
     if not overflows:  # the optimizer may have caught the error and gone on
         return result, None
     before.restore()
-    state.found_inf_per_device, bad = overflows[0]
+    state.found_inf_per_device, state.total_norm, bad = overflows[0]
     return None, bad
 
 
