@@ -341,7 +341,7 @@ class GradScaler(TorchNames):
         if self._overrides("_maybe_opt_step") and not self._overrides("step_closure"):
             raise RuntimeError(_OWN_DECISION.format(name=type(self).__name__))
         self._scales.refuse_in_window([optimizer], "step_closure")
-        loss_scale = self._scales.in_use(optimizer, key, "step_closure", self._scales.for_loss(key))
+        loss_scale = self._scales.in_use(optimizer, key, "step_closure") or self._scales.for_loss(key)
         state = loss_scale.optimizer_states.of(optimizer)
         stage = next_stage(state.stage, "step")
 

@@ -125,7 +125,8 @@ class LossScales:
                 raise RuntimeError(_IN_WINDOW.format(call=call, of=f" of this {type(each).__name__}"))
 
     def _in_use(self, optimizer: Optimizer, key: str | None, call: str) -> LossScale:
-        wanted = self.in_use(optimizer, key, call, self.of(key))
+        of_key = self.of(key)
+        wanted = self.in_use(optimizer, key, call) or of_key
         if wanted is self.own and wanted.scale is None:
             raise ValueError(
                 f"{call}() needs a key: losses were scaled under the keys "
@@ -134,19 +135,20 @@ class LossScales:
             )
         return wanted
 
-    def in_use(self, optimizer: Optimizer, key: str | None, call: str, wanted: LossScale) -> LossScale:
-        """Return the scale of the gradients of `optimizer` since the last update; `wanted` if none is known.
+    def in_use(self, optimizer: Optimizer, key: str | None, call: str) -> LossScale | None:
+        """Return the scale of the gradients of `optimizer` since the last update; None if none is known.
 
         Raises:
             RuntimeError: another key was given for them.
         """
+        found = None
         for loss_scale in (self.own, *self.keyed.values()):
             state = loss_scale.optimizer_states.known(optimizer)
             if state is not None and state.stage is not OptState.READY:
-                if key is not None and loss_scale is not wanted:
+                if key is not None and loss_scale.key != key:
                     raise RuntimeError(_two_keys(call, key, loss_scale.key, optimizer))
-                wanted = loss_scale
-        return wanted
+                found = loss_scale
+        return found
 
     def to_update(self, new_scale: float | Tensor | None, key: str | None) -> list[LossScale]:
         """Return the scales that `GradScaler.update` moves.

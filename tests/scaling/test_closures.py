@@ -215,14 +215,15 @@ class Careless(torch.optim.SGD):
 
 @pytest.mark.parametrize("spoil", [0, 1, 2])
 def test_an_optimizer_that_catches_the_overflow(spoil: int) -> None:
-    """Inf is stepped into the parameters, or the scale stays although an evaluation overflowed."""
+    """Inf is stepped into the parameters, the scale stays, or the record has another norm."""
     scaler = GradScaler("cpu", 2.0**10)
     run = Problem(lambda params: Careless(params, 3), scaler)
     before = run.values()
-    assert run.step(spoil) is None
+    assert run.step(spoil, max_norm=1.0) is None
     assert all(map(torch.equal, run.values(), before))
     record = scaler.last_step[run.optimizer]
     assert (record.skipped, len(record.bad_parameters), scaler.get_scale()) == (True, 1, 2.0**9)
+    assert not math.isfinite(record.total_norm)
 
 
 @pytest.mark.parametrize("calls", [0, 1])
@@ -317,6 +318,7 @@ def test_the_key_under_which_gradients_were_unscaled() -> None:
     run.scaler.unscale_(run.optimizer, key="g")
     with pytest.raises(RuntimeError, match=r"step_closure\(\) was called with the key 'other' for this Sam"):
         run.scaler.step_closure(run.optimizer, run.closure, key="other")
+    assert set(run.scaler.state_dict()["_keys"]) == {"g"}
     assert run.scaler.step_closure(run.optimizer, run.closure) is None
     assert run.scaler.last_step[run.optimizer].key == "g"
     assert run.evaluations == 0
