@@ -30,11 +30,11 @@ PROMISES: Mapping[str, str] = MappingProxyType(
     {
         "threads": "Any thread may call at any time, also in the middle of another thread's call. The "
         "result is that of a call alone.",
-        "state": "The state of the process is as before: of torch (grad and inference mode, autocast and its "
-        "cache, default dtype and device, current device, number of threads, its backends' flags), the "
-        "generators of torch, of NumPy and of Python's `random`, the warnings filters, the environment and "
-        "Python's own settings (logging, collector, search path, signal handlers). Other threads see no "
-        "change of it in between either. Nothing is printed, no warning is repeated.",
+        "state": "The state of the process is as before: that of torch (grad and inference mode, autocast "
+        "and its cache, default dtype and device, current device, number of threads, its backends' flags), "
+        "the generators of torch, of NumPy and of Python's `random`, the warnings filters, the environment "
+        "and Python's own settings (logging, collector, search path, signal handlers). Other threads see it "
+        "unchanged in between, too. Nothing is printed, no warning is repeated.",
         "context": "The result depends on the arguments alone. It is the same in a region, in any grad mode, "
         "in inference mode (where new tensors are inference tensors), under any default dtype or device, and "
         "under a `TorchDispatchMode` that only looks. Numbers in the text of a reason or refusal may change "
