@@ -337,6 +337,18 @@ class GradScaler(TorchNames):
                 return loss
 
             return optimizer.step(clipped)
+        if is_tracing() or frames_are_compiled() is not None:
+            return _step_closure_eagerly(self, optimizer, closure, key, max_norm, norm_type)
+        return self._step_closure(optimizer, closure, key, max_norm, norm_type)
+
+    def _step_closure(
+        self,
+        optimizer: Optimizer,
+        closure: Closure,
+        key: str | None,
+        max_norm: float | None,
+        norm_type: float,
+    ) -> Any:
         check_closure(optimizer, closure)
         if self._overrides("_maybe_opt_step") and not self._overrides("step_closure"):
             raise RuntimeError(_OWN_DECISION.format(name=type(self).__name__))
@@ -354,7 +366,7 @@ class GradScaler(TorchNames):
 
         self._unscaler.watch(optimizer)
         result, bad = step_whole(optimizer, unscaled, state, self._log)
-        _record_eagerly(self._log, optimizer, loss_scale, state)._bad = bad
+        self._log.record(optimizer, loss_scale, state)._bad = bad
         state.stage = stage
         return result
 
@@ -796,8 +808,8 @@ class GradScaler(TorchNames):
 
 
 _step_eagerly = outside_graphs(GradScaler._step)
+_step_closure_eagerly = outside_graphs(GradScaler._step_closure)
 _update_eagerly = outside_graphs(GradScaler._update)
-_record_eagerly = outside_graphs(StepLog.record)
 
 _OWN_DECISION = (
     "{name} overrides _maybe_opt_step, which decides on a step before it starts; step_closure decides after "
