@@ -139,7 +139,7 @@ def _resumed_inside(region: Context, body: Any) -> Generator[Any, Any, Any]:
             try:  # in the block: Dynamo loses a StopIteration that leaves one
                 item = resume()
             except StopIteration as stop:
-                return stop.value
+                return stop.args[0] if stop.args else None  # Dynamo of torch 2.11 knows no `stop.value`
         try:
             sent = yield item
         except GeneratorExit:
