@@ -138,7 +138,8 @@ class Run:
         if step.unscales:
             if self.scaler is not None:
                 self.scaler.unscale_(self.optimizer, key=self.key)
-            nn.utils.clip_grad_value_(self.model.parameters(), 0.01)
+            largest = 1000.0 if self.settings["kind"] in CHAOTIC else 0.01
+            nn.utils.clip_grad_value_(self.model.parameters(), largest)
         if self.scaler is None and step.max_norm is not None:
             self.norm = nn.utils.clip_grad_norm_(self.model.parameters(), step.max_norm).item()
         return loss
