@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from amp_core import GradScaler, autocast, cached_casts, master_weights
 
 from ..drawn import programs
+from .test_closures import Wrapping
 
 
 class Evaluating(torch.optim.Optimizer):
@@ -48,17 +49,6 @@ class Evaluating(torch.optim.Optimizer):
                 state.setdefault("momentum", torch.zeros_like(param)).mul_(0.5).add_(param.grad)
                 param.sub_(state["momentum"], alpha=group["lr"])
                 group["rates"][0].mul_(0.9)
-
-
-class Wrapping(torch.optim.Optimizer):
-    """Lets another optimizer step, which keeps its state to itself."""
-
-    def __init__(self, inner: torch.optim.Optimizer) -> None:
-        super().__init__(inner.param_groups, {})
-        self.inner = inner
-
-    def step(self, closure: Any = None) -> Any:
-        return self.inner.step(closure)
 
 
 def lbfgs(params: Any, search: str | None = None) -> torch.optim.Optimizer:

@@ -135,8 +135,8 @@ def test_after_the_backward_only_the_last_bucket_is_read() -> None:
             read.clear()
 
 
-def test_copies_and_ends() -> None:
-    """Hooks keep a scaler or its gradients alive, or go along with a copy of the model or a pickle."""
+def after_two_steps() -> tuple[Net, amp_core.GradScaler, torch.optim.Optimizer]:
+    """Return what has taken two steps: the second one overlaps."""
     net, scaler = Net(), amp_core.GradScaler("cpu", overlap=True)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     for _ in range(2):
@@ -144,6 +144,12 @@ def test_copies_and_ends() -> None:
         scaler.scale(net(torch.ones(2, 8)).sum()).backward()
         scaler.step(optimizer, max_norm=1.0)
         scaler.update()
+    return net, scaler, optimizer
+
+
+def test_copies_and_ends() -> None:
+    """Hooks keep a scaler or its gradients alive, or go along with a copy of the model or a pickle."""
+    net, scaler, optimizer = after_two_steps()
     restored = pickle.loads(pickle.dumps(scaler))
     assert restored.get_scale() == scaler.get_scale()
     copy.deepcopy(net)(torch.ones(2, 8)).sum().backward()
@@ -161,13 +167,7 @@ def test_copies_and_ends() -> None:
 def test_gradients_that_were_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
     """A bucket of gradients stays in memory after zero_grad(), that of a model that is gone for good."""
     monkeypatch.setattr(overlap, "_bucket_nbytes", lambda _: 10**9)
-    net, scaler = Net(), amp_core.GradScaler("cpu", overlap=True)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    for _ in range(2):
-        optimizer.zero_grad()
-        scaler.scale(net(torch.ones(2, 8)).sum()).backward()
-        scaler.step(optimizer, max_norm=1.0)
-        scaler.update()
+    net, _scaler, optimizer = after_two_steps()
     net(torch.ones(2, 8)).sum().backward()
     gradient = weakref.ref(net.first.weight.grad)
     optimizer.zero_grad()

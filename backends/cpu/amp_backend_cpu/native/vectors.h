@@ -67,15 +67,12 @@ INLINE void IN(store_f32)(float *to, pair v, int stream) {
     STORE(to + LANES, v.b, stream);
 }
 
-/* Round to nearest even: the result is in the upper 16 bits, what is left in the lower ones is noise. A NaN
- * stays one if its lower 16 bits are zero, as in what was widened from bfloat16. */
-INLINE words IN(round_number)(floats v) {
+/* Round to nearest even: the result is in the upper 16 bits, what is left in the lower ones is noise. Without
+ * the mask some NaN would be rounded into an inf or a zero. */
+INLINE words IN(round_bf16)(floats v) {
     words bits = IN(as_words)(v);
-    return bits + 0x7fffu + ((bits >> 16) & 1u);
+    return (bits + 0x7fffu + ((bits >> 16) & 1u)) | (MASK(v != v) & 0x7fc00000u);
 }
-
-/* The same for any NaN: without the mask some would be rounded into an inf or a zero. */
-INLINE words IN(round_bf16)(floats v) { return IN(round_number)(v) | (MASK(v != v) & 0x7fc00000u); }
 
 /* The elements of a float16 as words, and back: without hardware for it. Exponent and mantissa are shifted
  * into place and the bias is set. Subnormals are normalised by a subtraction of normal numbers: a product
@@ -178,7 +175,7 @@ INLINE halves IN(difference)(halves a, halves b) {
 }
 
 /* Round to nearest even, both floats of a word at once: `rest`, less 1 where `kept` is even, has its highest
- * bit set where `kept` goes up. A NaN stays one, as in `round_number`. */
+ * bit set where `kept` goes up. A NaN stays one: neither those of bfloat16 nor the factor's have a `rest`. */
 INLINE halves IN(join_bf16)(pair v) {
     words a = IN(as_words)(v.a), b = IN(as_words)(v.b);
     halves kept = IN(blend)(a >> 16, b), rest = IN(blend)(a, b << 16);
