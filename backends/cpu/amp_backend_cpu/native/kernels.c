@@ -228,31 +228,35 @@ static size_t tensor_of(const size_t *chunks, size_t count, size_t chunk) {
     return low;
 }
 
-#define CHUNKS(...)                                                                                \
-    for (c = 0; c < (int64_t)chunks[count]; c++) {                                                 \
+/* BACKWARD starts with the memory that a pass before has read last, which is still in the caches. */
+enum order { FORWARD, BACKWARD };
+
+#define CHUNKS(first, end, order, ...)                                                             \
+    for (size_t i_ = (first), t = count; i_ < (end); i_++) {                                       \
+        size_t c = (order) == BACKWARD ? (first) + (end) - 1 - i_ : i_;                            \
         if (t == count)                                                                            \
-            t = tensor_of(chunks, count, (size_t)c);                                               \
-        while (chunks[t + 1] <= (size_t)c)                                                         \
+            t = tensor_of(chunks, count, c);                                                       \
+        while (chunks[t + 1] <= c)                                                                 \
             t++;                                                                                   \
-        size_t chunk = chunk_of(dtypes[t]), start = ((size_t)c - chunks[t]) * chunk;               \
+        while (chunks[t] > c)                                                                      \
+            t--;                                                                                   \
+        size_t chunk = chunk_of(dtypes[t]), start = (c - chunks[t]) * chunk;                       \
         size_t n = (size_t)sizes[t] - start < chunk ? (size_t)sizes[t] - start : chunk;            \
         __VA_ARGS__                                                                                \
     }
 
 /* A thread takes consecutive chunks, so it only searches for the tensor of the first. OpenMP takes a
  * microsecond to start one thread, as long as processing many small tensors: without need, it is not asked. */
-#define FOR_EACH_CHUNK(...)                                                                        \
+#define FOR_EACH_CHUNK(order, ...)                                                                 \
     if (threads > 1 && !forked) {                                                                  \
-        OMP(parallel num_threads(threads)) {                                                       \
-            size_t t = count;                                                                      \
-            int64_t c;                                                                             \
-            OMP(for schedule(static))                                                              \
-            CHUNKS(__VA_ARGS__)                                                                    \
+        OMP(parallel for schedule(static) num_threads(threads))                                    \
+        for (int share = 0; share < threads; share++) {                                            \
+            size_t first = chunks[count] * (size_t)share / (size_t)threads;                        \
+            size_t end = chunks[count] * ((size_t)share + 1) / (size_t)threads;                    \
+            CHUNKS(first, end, order, __VA_ARGS__)                                                 \
         }                                                                                          \
     } else {                                                                                       \
-        size_t t = 0;                                                                              \
-        int64_t c;                                                                                 \
-        CHUNKS(__VA_ARGS__)                                                                        \
+        CHUNKS(0, chunks[count], order, __VA_ARGS__)                                               \
     }
 
 /* ---- the kernels ----
@@ -304,7 +308,7 @@ EXPORT int amp_grad_stats(const struct grad_stats *args) {
     uint32_t *flag = chunks ? calloc(chunks[count] + 1, sizeof *flag) : NULL;
     int ok = part != NULL && flag != NULL;
     if (ok) {
-        FOR_EACH_CHUNK(loops->stats[dtypes[t]](
+        FOR_EACH_CHUNK(FORWARD, loops->stats[dtypes[t]](
             (const char *)data[t] + start * width_of[dtypes[t]], n, &part[c], &flag[c]);)
         *found = 0.0f;
         for (size_t t = 0; t < count; t++) {
@@ -339,7 +343,7 @@ EXPORT int amp_multiply(const struct multiply *args) {
     float by = isnan(*args->factor) ? NAN : *args->factor; /* one NaN, whose lower bits are zero */
     if (chunks == NULL)
         return -1;
-    FOR_EACH_CHUNK(uint32_t bad = 0;
+    FOR_EACH_CHUNK(BACKWARD, uint32_t bad = 0;
         loops->multiply[dtypes[t]]((char *)data[t] + start * width_of[dtypes[t]], n, by, &bad);
         if (bad) {
             OMP(atomic)
@@ -369,7 +373,7 @@ EXPORT int amp_cast(const struct cast *args) {
         return -1;
     for (size_t t = 0; t < count; t++)
         bytes += (size_t)sizes[t] * width_of[to_dtypes[t]];
-    FOR_EACH_CHUNK(int32_t source = dtypes[t]; int32_t result = to_dtypes[t];
+    FOR_EACH_CHUNK(FORWARD, int32_t source = dtypes[t]; int32_t result = to_dtypes[t];
         char *target = (char *)to[t] + start * width_of[result];
         int stream = streaming && bytes > STREAMED && (uintptr_t)target % 64 == 0;
         loops->cast[source][result]((const char *)data[t] + start * width_of[source], target, n, stream);)
@@ -388,7 +392,7 @@ EXPORT int amp_add(const struct add *args) {
     float *const *totals = args->totals;
     if (chunks == NULL)
         return -1;
-    FOR_EACH_CHUNK(
+    FOR_EACH_CHUNK(FORWARD,
         loops->add[dtypes[t]]((const char *)data[t] + start * width_of[dtypes[t]], totals[t] + start, n);)
     free(chunks);
     return 0;
