@@ -52,8 +52,8 @@ def entry_of(op: Overload) -> Callable[..., Any]:
 def _binding(op: Overload) -> Callable[..., Any] | None:
     """Return torch's own Python function for `op`, which parses arguments in half the time.
 
-    It chooses an overload by the arguments, so there must be no other that takes as many. Of the losses, some
-    have another default for `reduction` than the schema.
+    It chooses an overload by the arguments, so it must know `op` by them. Of the losses, some have another
+    default for `reduction` than the schema.
     """
     name = short_name(op)
     private = name.startswith("_") or not dispatcher_name(op).startswith("aten::")
@@ -62,17 +62,30 @@ def _binding(op: Overload) -> Callable[..., Any] | None:
     found = [vars(module).get(name) for module in (torch, torch.nn.functional)]
     own = {("torch", name), ("torch._C._nn", name)}  # a program may have put another function there
     builtin = [f for f in found if isinstance(f, BuiltinFunctionType) and (f.__module__, f.__name__) in own]
-    least, most = _positional(op)
     others = [other for other in overloads_of(op.overloadpacket).values() if other is not op]
-    spans = [_positional(other) for other in others if not any(a.is_out for a in arguments(other))]
-    unique = all(most < fewest or least > largest for fewest, largest in spans)
-    return builtin[0] if builtin and unique else None
+    known = all(_differ(op, other) for other in others)
+    return builtin[0] if builtin and known else None
 
 
-def _positional(op: Overload) -> tuple[int, int]:
-    """Return the least and the largest number of positional arguments that `op` takes."""
-    positional = [a for a in arguments(op) if not a.kwarg_only]
-    return sum(not a.has_default_value() for a in positional), len(positional)
+def _differ(op: Overload, other: Overload) -> bool:
+    """Return whether torch's own Python functions know a call of `op` from one of `other`.
+
+    They do by the number of arguments and by keywords that `other` requires, and they try tensors before
+    numbers.
+    """
+    own = {a.name for a in arguments(op)}
+    if any(a.kwarg_only and not a.has_default_value() and a.name not in own for a in arguments(other)):
+        return True
+    mine, theirs = _positional(op), _positional(other)
+    least, fewest = (sum(not a.has_default_value() for a in each) for each in (mine, theirs))
+    if len(mine) < fewest or least > len(theirs):
+        return True
+    kinds = [(str(a.real_type), str(b.real_type)) for a, b in zip(mine[:least], theirs, strict=False)]
+    return ("Tensor", "number") in kinds
+
+
+def _positional(op: Overload) -> list[Any]:
+    return [a for a in arguments(op) if not a.kwarg_only]
 
 
 def overloads_of(packet: Packet) -> dict[str, Overload]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -97,9 +98,12 @@ def _promote_types(op: Overload, device_type: str) -> TargetDtype:
     return choose
 
 
+_promotion = functools.cache(torch.promote_types)
+
+
 def _promoted(op: Overload, one: torch.dtype, other: torch.dtype) -> torch.dtype:
     try:
-        return torch.promote_types(one, other)
+        return _promotion(one, other)
     except RuntimeError as error:
         raise PolicyError(
             f"{dispatcher_name(op)} got {one} and {other}, which torch cannot promote: cast one of them, or "
