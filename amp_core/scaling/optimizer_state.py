@@ -43,14 +43,34 @@ class Unscaled(NamedTuple):
     first: tuple[int, int] | None
 
 
+ParameterNames = tuple[tuple[str, int], ...]
+"""(name, number of elements) of parameters."""
+
+
+class Window(NamedTuple):
+    """What the `AccumulationWindow` of a step found.
+
+    Attributes:
+        micro_batches: for each, 1.0 if it is bad, else 0.0.
+        params: the parameters of the optimizer.
+        nonfinite: for each of them, 1.0 if a gradient was not finite, else 0.0.
+        left_out: whether bad micro-batches were left out of the sum.
+    """
+
+    micro_batches: Tensor
+    params: ParameterNames
+    nonfinite: Tensor
+    left_out: bool
+
+
 class Undo(NamedTuple):
     """The record of a step, the one before of the same optimizer, and what the record took from the state."""
 
     record: StepRecord
     before: StepRecord | None
-    window: tuple[Tensor, tuple[tuple[str, int], ...], Tensor, bool] | None
+    window: Window | None
     total_norm: Tensor | None
-    nonfinite: tuple[tuple[tuple[str, int], ...], Tensor] | None
+    nonfinite: tuple[ParameterNames, Tensor] | None
 
 
 @dataclass(eq=False, slots=True)
@@ -63,10 +83,9 @@ class OptimizerState:
         stage: see `amp_core.states.loss_scale.next_stage`.
         found_inf_per_device: 1.0 where a gradient is not finite, else 0.0; one 0-dim flag per device.
         total_norm: the norm of the unscaled gradients before clipping, if it was computed.
-        nonfinite: (name, number of elements) of each parameter, and a flag for each, if they were computed.
+        nonfinite: the parameters, and a flag for each, if they were computed.
         recorded: the `found_inf_per_device` of the last record.
-        window: flags of the micro-batches, parameters, their flags, and whether the window left bad
-            micro-batches out, from an `AccumulationWindow`.
+        window: what `AccumulationWindow` found, if there was one since the last step.
         owner: the optimizer; None while Dynamo traces.
         unscaled: what the gradients were when they were unscaled last, for `refuse_mixed`.
         undo: what `StepLog.withdraw` needs, after a record.
@@ -76,9 +95,9 @@ class OptimizerState:
     stage: OptState = OptState.READY
     found_inf_per_device: dict[torch.device, Tensor] = field(default_factory=dict)
     total_norm: Tensor | None = None
-    nonfinite: tuple[tuple[tuple[str, int], ...], Tensor] | None = None
+    nonfinite: tuple[ParameterNames, Tensor] | None = None
     recorded: dict[torch.device, Tensor] | None = None
-    window: tuple[Tensor, tuple[tuple[str, int], ...], Tensor, bool] | None = None
+    window: Window | None = None
     owner: Callable[[], torch.optim.Optimizer | None] | None = None
     unscaled: Unscaled | None = None
     undo: Undo | None = None

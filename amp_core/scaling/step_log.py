@@ -21,21 +21,18 @@ from amp_core.scaling.arithmetic import combine, snapshot
 from amp_core.scaling.gradients import Gradients, group_by_device
 from amp_core.scaling.hooks import Hooks, ScaleChange
 from amp_core.scaling.loss_scale import LossScale
-from amp_core.scaling.optimizer_state import OptimizerState, Undo
+from amp_core.scaling.optimizer_state import OptimizerState, ParameterNames, Undo, Window
 from amp_core.scaling.step_record import (
     BadParameter,
     History,
     StepRecord,
-    bad_parameters,
+    count_nonfinite,
     fetch,
     name_of,
     rank,
     worst,
 )
 from amp_core.states.loss_scale import AtFloor, OptState, float32
-
-ParameterNames = tuple[tuple[str, int], ...]
-"""(name, number of elements) of parameters."""
 
 
 class StepLog:
@@ -79,9 +76,7 @@ class StepLog:
     def record(self, optimizer: Optimizer, loss_scale: LossScale, state: OptimizerState) -> StepRecord:
         """Record a step of `optimizer`; does not wait for the device."""
         scale = loss_scale.check("step")
-        # A fused step that raised has clipped nothing, so the next attempt finds norm and flags itself.
-        found = (state.total_norm, state.nonfinite) if state.stage is OptState.UNSCALED else (None, None)
-        window, (norm, state.total_norm) = state.window, (state.total_norm, None)
+        window, norm, nonfinite = state.window, state.total_norm, state.nonfinite
         record = StepRecord(
             self.updates,
             type(optimizer).__name__,
@@ -92,19 +87,13 @@ class StepLog:
             _lost=getattr(optimizer, "_amp_core_lost_updates", None),  # the step fills it
             _device=scale.device,
         )
-        if state.window is not None:
-            record._micro_batches, names, bad, record._left_out = state.window
-            state.window = None
-            if state.nonfinite is not None:  # of a skipped step, only what is bad in the sum is told
-                rest, now = state.nonfinite
-                landed = record.landed.to(bad.device, non_blocking=True)
-                names, bad = names + rest, torch.cat([bad * landed, now.to(bad.device, non_blocking=True)])
-            record._params, record._nonfinite = names, bad
-        elif state.nonfinite is not None:
-            record._params, record._nonfinite = state.nonfinite
-        state.nonfinite, state.recorded = None, state.found_inf_per_device
+        _note_bad(record, window, nonfinite)
+        state.window = state.total_norm = state.nonfinite = None
+        state.recorded = state.found_inf_per_device
         self.history.append(record)
         before = self.last_step.get(optimizer)
+        # A fused step that raised has clipped nothing, so the next attempt finds norm and flags itself.
+        found = (norm, nonfinite) if state.stage is OptState.UNSCALED else (None, None)
         state.undo = Undo(record, before, window, *found)
         pending = self._pending.setdefault(loss_scale.key, {})
         other = pending.pop(id(optimizer), None)
@@ -155,7 +144,7 @@ class StepLog:
     def bad_parameters(self, optimizer: Optimizer) -> tuple[BadParameter, ...]:
         """Return the parameters whose gradients are not finite; waits for the device."""
         parts = group_by_device(optimizer, allow_fp16=True)
-        return tuple(b for p in parts for b in bad_parameters(p.params, p.grads, self.names))
+        return tuple(b for p in parts for b in count_nonfinite(p.params, p.grads, self.names))
 
     def describe(
         self, optimizer: Optimizer, parts: Sequence[Gradients], stats: Sequence[GradStats]
@@ -273,6 +262,21 @@ class StepLog:
         if action is AtFloor.STOP or not was_there:
             warnings.warn(text, ScaleFloorWarning, stacklevel=level_outside())
         return None
+
+
+def _note_bad(
+    record: StepRecord, window: Window | None, nonfinite: tuple[ParameterNames, Tensor] | None
+) -> None:
+    """Note which micro-batches are bad, and which parameters."""
+    if window is not None:
+        record._micro_batches, names, bad, record._left_out = window
+        if nonfinite is not None:  # of a skipped step, only what is bad in the sum is told
+            rest, now = nonfinite
+            landed = record.landed.to(bad.device, non_blocking=True)
+            names, bad = names + rest, torch.cat([bad * landed, now.to(bad.device, non_blocking=True)])
+        nonfinite = names, bad
+    if nonfinite is not None:
+        record._params, record._nonfinite = nonfinite
 
 
 _NO_STEP = (

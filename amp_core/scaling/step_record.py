@@ -204,9 +204,7 @@ def fetch(records: Sequence[StepRecord]) -> None:
 
 
 def _values(flags: Tensor | list[float] | None) -> list[float]:
-    if isinstance(flags, Tensor):
-        return [float(value) for value in flags.tolist()]
-    return flags or []
+    return flags.tolist() if isinstance(flags, Tensor) else flags or []
 
 
 def rank() -> int | None:
@@ -294,7 +292,7 @@ class History(Sequence[StepRecord]):
         save_scales(scales, skipped, as_path(path))
 
 
-def bad_parameters(
+def count_nonfinite(
     params: Sequence[Tensor], grads: Sequence[Tensor], names: Mapping[int, str]
 ) -> tuple[BadParameter, ...]:
     """Count the non-finite elements of each gradient; waits for the device."""

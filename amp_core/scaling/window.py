@@ -8,6 +8,7 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from amp_core._torch.tensors import is_tensor_view
 from amp_core._torch.tracing import outside_graphs
@@ -19,6 +20,7 @@ from amp_core.scaling.grad_scaler import GradScaler
 from amp_core.scaling.gradients import Gradients, group_by_device
 from amp_core.scaling.loss_scale import LossScale
 from amp_core.scaling.loss_scales import check_key
+from amp_core.scaling.optimizer_state import Window
 from amp_core.scaling.step_record import name_of
 from amp_core.states.loss_scale import OptState
 
@@ -224,9 +226,8 @@ class AccumulationWindow:
         count, device = len(self._params), nonfinite.device
         if self._nonfinite is None:
             self._nonfinite = torch.zeros(count, dtype=torch.float32, device=device)
-        if len(self._nonfinite) < count:
-            more = torch.zeros(count - len(self._nonfinite), dtype=torch.float32, device=device)
-            self._nonfinite = torch.cat([self._nonfinite.to(device), more])
+        elif len(self._nonfinite) < count:
+            self._nonfinite = pad(self._nonfinite.to(device), (0, count - len(self._nonfinite)))
         ids = tuple(map(id, part.params))
         if ids == self._ids:
             self._nonfinite.add_(nonfinite)
@@ -262,26 +263,16 @@ class AccumulationWindow:
             return
         flags = torch.stack([flag.to(self._flags[-1].device, non_blocking=True) for flag in self._flags])
         names = tuple((name_of(p, self._scaler._log.names), p.numel()) for p in self._params)
-        bad = self._nonfinite.clamp(max=1.0)
-        missing = len(names) - len(bad)
-        if missing:
-            bad = torch.cat([bad, torch.zeros(missing, dtype=bad.dtype, device=bad.device)])
+        bad = pad(self._nonfinite.clamp(max=1.0), (0, len(names) - len(self._nonfinite)))
         if self._leave_out:
             loss_scale.optimizer_states.orphans += (flags.amax(0),)  # the next update lowers the scale
             self._weigh(flags, bad)
         else:
             # A bad sum stays bad: only the first bad micro-batch is known.
             flags = flags.diff(prepend=torch.zeros_like(flags[:1])).clamp_(min=0)
-        state, left_out = loss_scale.optimizer_states.of(self._optimizer), self._leave_out
-        if state.window is not None:  # of an earlier window of this step
-            earlier, known, bad_then, left_out_then = state.window
-            left_out = left_out and left_out_then
-            flags = torch.cat([earlier.to(flags.device), flags])
-            if known == names[: len(known)]:  # parameters may have been added
-                bad[: len(known)] = torch.maximum(bad[: len(known)], bad_then.to(bad.device))
-            else:
-                names, bad = known + names, torch.cat([bad_then.to(bad.device), bad])
-        state.window = flags, names, bad, left_out
+        state = loss_scale.optimizer_states.of(self._optimizer)
+        found = Window(flags, names, bad, self._leave_out)
+        state.window = found if state.window is None else _joined(state.window, found)
 
     def _weigh(self, flags: Tensor, bad: Tensor) -> None:
         """Multiply the sum of the good micro-batches; if nothing is good, let the step be skipped.
@@ -302,6 +293,18 @@ class AccumulationWindow:
         for param, own in zip(self._params, factors.unbind(), strict=True):
             if param.grad is not None:
                 param.grad.mul_(own.to(param.grad.device, non_blocking=True))
+
+
+def _joined(earlier: Window, now: Window) -> Window:
+    """Return what two windows of one step found."""
+    flags, names, bad, left_out = now
+    known, bad_then = earlier.params, earlier.nonfinite.to(bad.device)
+    if known == names[: len(known)]:  # parameters may have been added
+        bad = torch.maximum(bad, pad(bad_then, (0, len(bad) - len(bad_then))))
+    else:
+        names, bad = known + names, torch.cat([bad_then, bad])
+    flags = torch.cat([earlier.micro_batches.to(flags.device), flags])
+    return Window(flags, names, bad, earlier.left_out and left_out)
 
 
 def _own_memory(gradient: Tensor | None) -> Tensor | None:
