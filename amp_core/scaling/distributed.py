@@ -59,9 +59,32 @@ class Deciders(NamedTuple):
     step: int | None = None
 
     def ranks(self, shardings: Sequence[Sharding]) -> Ranks | None:
-        """Return the ranks that decide; see `ranks_of`."""
-        ranks = ranks_of(shardings, self.process_group)
-        return None if ranks is None else ranks._replace(optimizers=self.optimizers, step=self.step)
+        """Return the ranks that share the parameters, or None if this process is alone.
+
+        These are the ranks of `process_group`, or by default those of the DTensors' meshes.
+
+        Raises:
+            ValueError: `process_group` is too small, or it is missing and the gradients do not tell which
+                ranks have to agree.
+        """
+        meshes = list(dict.fromkeys(s.mesh for s in shardings if s.mesh is not None))
+        if self.process_group is not None:
+            size = self.process_group.size()
+            for sharding in shardings:
+                if sharding.mesh is not None and sharding.mesh.size() * sharding.over > size:
+                    raise ValueError(_TOO_FEW.format(mesh=sharding.mesh, size=size))
+            return Ranks((self.process_group,), size, self.optimizers, self.step)
+        if any(s.over > 1 for s in shardings):
+            raise ValueError(_ALONE)
+        if any(s.shards is None for s in shardings):
+            raise ValueError(_NO_GROUP)
+        if not meshes:
+            return None
+        if len(meshes) > 1:
+            meshes = _widest(meshes)
+        groups = tuple(group for mesh in meshes for group in _groups_of(mesh))
+        size = math.prod(mesh.size() for mesh in meshes)
+        return Ranks(groups, size, self.optimizers, self.step)
 
 
 _over: dict[int, int] = {}
@@ -120,34 +143,6 @@ _ALONE = (
 )
 
 
-def ranks_of(shardings: Sequence[Sharding], process_group: ProcessGroup | None) -> Ranks | None:
-    """Return the ranks that share the parameters, or None if this process is alone.
-
-    These are the ranks of `process_group`, or by default those of the DTensors' meshes.
-
-    Raises:
-        ValueError: `process_group` is too small, or it is missing and the gradients do not tell which ranks
-            have to agree.
-    """
-    meshes = list(dict.fromkeys(s.mesh for s in shardings if s.mesh is not None))
-    if process_group is not None:
-        size = process_group.size()
-        for sharding in shardings:
-            if sharding.mesh is not None and sharding.mesh.size() * sharding.over > size:
-                raise ValueError(_TOO_FEW.format(mesh=sharding.mesh, size=size))
-        return Ranks((process_group,), size)
-    if any(s.over > 1 for s in shardings):
-        raise ValueError(_ALONE)
-    if any(s.shards is None for s in shardings):
-        raise ValueError(_NO_GROUP)
-    if len(meshes) > 1:
-        meshes = _widest(meshes)
-    if not meshes:
-        return None
-    ranks = [_of_mesh(mesh) for mesh in meshes]
-    return Ranks(tuple(g for r in ranks for g in r.groups), math.prod(r.size for r in ranks))
-
-
 def _widest(meshes: Sequence[DeviceMesh]) -> list[DeviceMesh]:
     """Return the meshes that no other contains, in an order that is the same on all ranks.
 
@@ -182,13 +177,14 @@ _NO_GROUP = (
 )
 
 
-def _of_mesh(mesh: DeviceMesh) -> Ranks:
+def _groups_of(mesh: DeviceMesh) -> list[ProcessGroup]:
+    """Return groups of ranks that together reach the whole mesh; one if torch has one of all its ranks."""
     from torch import distributed
 
     if mesh.ndim > 1 and mesh.size() == distributed.get_world_size():
         world: Any = distributed.group.WORLD
-        return Ranks((world,), mesh.size())
-    return Ranks(tuple(mesh.get_all_groups()), mesh.size())
+        return [world]
+    return mesh.get_all_groups()
 
 
 def shardings_of(params: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Sharding]:
