@@ -21,8 +21,8 @@ _COMPILE = Feature(
     "compile", "steps inside torch.compile always run outside the graph, and policies need fullgraph=False"
 )
 
-# What Dynamo does with the next function that is called; None where nothing is being compiled.
-frames_are_compiled: Callable[[], Any] = _COMPILE.function(
+# What Dynamo does with the next function that is called; None for nothing.
+dynamo_callback: Callable[[], Any] = _COMPILE.function(
     "torch._C._dynamo.eval_frame.get_eval_frame_callback", lambda: "unknown", check=lambda f: f()
 )
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from amp_core._torch.steps import is_fused
-from amp_core._torch.tracing import frames_are_compiled, outside_graphs
+from amp_core._torch.tracing import dynamo_callback, outside_graphs
 from amp_core.common.arguments import as_max_norm, as_number, device_type_of, named_tensors
 from amp_core.common.call_site import level_outside
 from amp_core.common.containers import map_tensors
@@ -211,7 +211,8 @@ class GradScaler(TorchNames):
             return cast("float | None", optimizer.step(*args, **kwargs))
         if "closure" in kwargs or (args and callable(args[0])):
             raise RuntimeError(_CLOSURE)
-        if not fused.is_traceable(optimizer) if is_tracing() else frames_are_compiled() is not None:
+        eagerly = not fused.is_traceable(optimizer) if is_tracing() else dynamo_callback() is not None
+        if eagerly:
             return _step_eagerly(self, optimizer, key, max_norm, norm_type, args, kwargs)
         return self._step(optimizer, key, max_norm, norm_type, args, kwargs)
 
@@ -337,7 +338,7 @@ class GradScaler(TorchNames):
                 return loss
 
             return optimizer.step(clipped)
-        if is_tracing() or frames_are_compiled() is not None:
+        if is_tracing() or dynamo_callback() is not None:
             return _step_closure_eagerly(self, optimizer, closure, key, max_norm, norm_type)
         return self._step_closure(optimizer, closure, key, max_norm, norm_type)
 
@@ -529,8 +530,9 @@ class GradScaler(TorchNames):
         """
         if not self._enabled:
             return
-        if self._log.has_pending() if is_tracing() else frames_are_compiled() is not None:
-            _update_eagerly(self, new_scale, key)  # records are made outside of graphs
+        eagerly = self._log.has_pending() if is_tracing() else dynamo_callback() is not None
+        if eagerly:  # records are made outside of graphs
+            _update_eagerly(self, new_scale, key)
         else:
             self._update(new_scale, key)
 
@@ -836,9 +838,7 @@ _UNKNOWN_DEVICE = (
 )
 
 
-def _as_list(
-    optimizer: Optimizer | Sequence[Optimizer],
-) -> Sequence[Optimizer]:
+def _as_list(optimizer: Optimizer | Sequence[Optimizer]) -> Sequence[Optimizer]:
     return optimizer if isinstance(optimizer, (list, tuple)) else [cast("Optimizer", optimizer)]
 
 

@@ -172,13 +172,13 @@ def _by_place(params: list[Tensor], grads: list[Tensor]) -> list[Gradients]:
     places: dict[tuple[torch.device, Sharding], tuple[list[Tensor], list[Tensor]]] = {}
     all_dense = [_values(p) if grad.is_sparse else grad for p, grad in zip(params, grads, strict=True)]
     for param, dense, sharding in zip(params, all_dense, shardings_of(params, all_dense), strict=True):
-        of, pieces = places.setdefault((dense.device, sharding), ([], []))
-        of.append(param)
+        owners, pieces = places.setdefault((dense.device, sharding), ([], []))
+        owners.append(param)
         pieces.append(dense if sharding.mesh is None else part_of(dense))
     parts = []
-    for (device, sharding), (of, pieces) in places.items():
+    for (device, sharding), (owners, pieces) in places.items():
         kernels = kernels_of(device)
-        parts.append(Gradients(device, of, _prepared(kernels, pieces, device), kernels, sharding))
+        parts.append(Gradients(device, owners, _prepared(kernels, pieces, device), kernels, sharding))
     return parts
 
 
@@ -200,11 +200,9 @@ def _values(param: Tensor) -> Tensor:
 
 
 def _fp16_refused(optimizer: torch.optim.Optimizer) -> str:
-    for index, group in enumerate(optimizer.param_groups):
-        for param in group["params"]:
-            if param.grad is not None and param.grad.dtype is torch.float16:
-                return _FP16.format(shape=tuple(param.shape), index=index)
-    raise AssertionError("no gradient is float16")
+    of_group = ((index, p) for index, group in enumerate(optimizer.param_groups) for p in group["params"])
+    index, param = next((i, p) for i, p in of_group if p.grad is not None and p.grad.dtype is torch.float16)
+    return _FP16.format(shape=tuple(param.shape), index=index)
 
 
 _FP16 = (

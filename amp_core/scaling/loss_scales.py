@@ -111,7 +111,7 @@ class LossScales:
         self.refuse_in_window(optimizers, call)
         loss_scale = self.own
         if key is not None or self.keyed:
-            loss_scale, *others = [self._in_use(optimizer, key, call) for optimizer in optimizers]
+            loss_scale, *others = [self._chosen(optimizer, key, call) for optimizer in optimizers]
             if any(other is not loss_scale for other in others):
                 raise ValueError(_NOT_ONE.format(call=call, count=len(optimizers)))
         scale = loss_scale.check(call)
@@ -124,7 +124,7 @@ class LossScales:
             if any(each is optimizer for optimizer in optimizers):
                 raise RuntimeError(_IN_WINDOW.format(call=call, of=f" of this {type(each).__name__}"))
 
-    def _in_use(self, optimizer: Optimizer, key: str | None, call: str) -> LossScale:
+    def _chosen(self, optimizer: Optimizer, key: str | None, call: str) -> LossScale:
         of_key = self.of(key)
         wanted = self.in_use(optimizer, key, call) or of_key
         if wanted is self.own and wanted.scale is None:

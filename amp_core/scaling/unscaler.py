@@ -41,12 +41,7 @@ if TYPE_CHECKING:
 class Unscaler:
     """Reads and writes the gradients, and notes in the states of their optimizers what it found.
 
-    Args:
-        log: names parameters, and counts the updates.
-        allow_fp16: see `GradScaler`, as for all that follow.
-        process_group: is not pickled.
-        sharded_over: see above.
-        overlap: see above.
+    `log` names the parameters and counts the updates; the other arguments are those of `GradScaler`.
     """
 
     def __init__(
