@@ -86,16 +86,8 @@ class PrecisionPlan:
             raise PolicyError(
                 f"modules must map modules to rules, as for apply_policy, not {self.modules!r}."
             )
-        for name in _GLOBS:
-            globs = getattr(self, name)
-            if not isinstance(globs, (tuple, list)) or not all(isinstance(glob, str) for glob in globs):
-                raise PolicyError(f"{name} must be a tuple of globs, such as ('**.norm.*',), not {globs!r}.")
-        for each in dataclasses.fields(self):
-            if not each.name.endswith("_dtype"):
-                continue
-            value = getattr(self, each.name)
-            if value is not None and not any(value is dtype for dtype in _DTYPES.values()):
-                raise PolicyError(f"{each.name} must be one of {', '.join(_DTYPES)}, not {value!r}.")
+        for name in _settings():
+            _check(name, getattr(self, name))
 
     @classmethod
     def from_toml(cls, source: str | PathLike[str], device_type: str | None = None) -> PrecisionPlan:
@@ -104,9 +96,6 @@ class PrecisionPlan:
         Args:
             source: a path, or the TOML text itself (any string that contains a line break).
             device_type: the device type to use if the file does not name one.
-
-        Returns:
-            The plan.
 
         Raises:
             PolicyError: the text is not TOML, or has unknown keys, ops, rules or dtypes; the message gives
@@ -132,9 +121,6 @@ class PrecisionPlan:
                 plan without either needs none.
             unit: the module that will be sharded, of `model`; by default `model` itself. Shard inner units
                 first: their parameters are then not the outer unit's.
-
-        Returns:
-            torch's ``MixedPrecisionPolicy``.
 
         Raises:
             PolicyError: the plan needs `model`; a glob matches nothing; `unit` is not a module of `model`; a
@@ -256,22 +242,31 @@ def _value(key: str, value: Any, place: str) -> Any:
     Raises:
         PolicyError: there is no such key, or the value has another type.
     """
-    keys = [each.name for each in dataclasses.fields(PrecisionPlan)][2:]
-    if key not in keys:
-        raise PolicyError(f"{place}: unknown key {key!r} in [{_TABLE}]; the keys are {', '.join(keys)}.")
-    if key == "cast_forward_inputs":
-        if not isinstance(value, bool):
-            raise PolicyError(f"{place}: {key} must be true or false, not {value!r}.")
-        return value
-    if key in _GLOBS:
-        if not isinstance(value, list) or not all(isinstance(glob, str) for glob in value):
-            raise PolicyError(
-                f'{place}: {key} must be a list of globs, such as ["**.norm.*"], not {value!r}.'
-            )
-        return tuple(value)
-    if value not in [*_DTYPES]:
-        raise PolicyError(f"{place}: {key} must be one of {', '.join(_DTYPES)}, not {value!r}.")
-    return _DTYPES[value]
+    if key not in _settings():
+        keys = ", ".join(_settings())
+        raise PolicyError(f"{place}: unknown key {key!r} in [{_TABLE}]; the keys are {keys}.")
+    if key.endswith("_dtype") and isinstance(value, str):
+        value = _DTYPES.get(value, value)
+    _check(key, value, f"{place}: ")
+    return tuple(value) if key in _GLOBS else value
+
+
+def _settings() -> list[str]:
+    """Return the attributes of a plan besides its rules, which are the keys of the table ``distributed``."""
+    return [each.name for each in dataclasses.fields(PrecisionPlan)][2:]
+
+
+def _check(name: str, value: Any, place: str = "") -> None:
+    if name == "cast_forward_inputs":
+        right, wanted = isinstance(value, bool), "true or false"
+    elif name in _GLOBS:
+        right = isinstance(value, (tuple, list)) and all(isinstance(glob, str) for glob in value)
+        wanted = 'a list of globs, such as ["**.norm.*"]'
+    else:
+        right = value is None or any(value is dtype for dtype in _DTYPES.values())
+        wanted = f"one of {', '.join(_DTYPES)}"
+    if not right:
+        raise PolicyError(f"{place}{name} must be {wanted}, not {value!r}.")
 
 
 def _owned(model: nn.Module, unit: nn.Module) -> dict[str, nn.Parameter]:

@@ -105,10 +105,20 @@ def test_the_table_must_be_one() -> None:
     """A plain value ends in an AttributeError."""
     with pytest.raises(PolicyError, match=r":1: distributed must be a table, \[distributed\]"):
         PrecisionPlan.from_toml('distributed = 3\ndevice_type = "cpu"\n')
-    with pytest.raises(
-        PolicyError, match=r"param_dtype must be one of float32, bfloat16, float16, not torch\.int8"
-    ):
-        PrecisionPlan(OpPolicy.default("cpu"), param_dtype=torch.int8)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("param_dtype", torch.int8, r"must be one of float32, bfloat16, float16, not torch\.int8"),
+        ("cast_forward_inputs", "no", "must be true or false, not 'no'"),
+        ("float32_buffers", "rotary", "must be a list of globs, .*, not 'rotary'"),
+    ],
+)
+def test_attributes_are_checked(name: str, value: object, message: str) -> None:
+    """``cast_forward_inputs="no"`` casts, and a wrong dtype fails inside FSDP2."""
+    with pytest.raises(PolicyError, match=f"{name} {message}"):
+        PrecisionPlan(OpPolicy.default("cpu"), **{name: value})
 
 
 def test_a_unit_of_float32_weights_computes_in_float32(mesh: object) -> None:
