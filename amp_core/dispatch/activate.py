@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from amp_core._torch.op_kernels import POLICIES
 from amp_core._torch.tracing import calls_are_exported
 from amp_core.common import environment as _env
+from amp_core.common.call_site import level_outside
 from amp_core.common.locks import new_lock
 from amp_core.dispatch import functions
 from amp_core.dispatch.engine import Prepared, Table, ThreadState, engine
@@ -255,7 +256,7 @@ def _warn_no_rules(device_type: str) -> None:
         f"effect on this device. Pass policy=OpPolicy.uniform({device_type!r}), or return a policy from the "
         f"backend's op_policy().",
         AmpWarning,
-        stacklevel=7,  # the line that builds the region
+        stacklevel=level_outside(),  # the line that builds the region
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -46,8 +46,7 @@ def _exchange(weight: Tensor, amax: Tensor, role: str, history: int, margin: int
     It may be left out, repeated and moved within a step like an op without effect: a second record of a
     magnitude changes nothing, and what is returned changes with the step alone.
     """
-    delayed = Delayed(history, margin, _ALGORITHMS[algorithm])
-    found = _require(weight, role, delayed)
+    found = _require(weight, role, Delayed(history, margin, cast("Any", algorithm)))
     before = found.amax
     record(found, amax)
     return before
@@ -60,7 +59,6 @@ def record(history: AmaxHistory, amax: Tensor) -> None:
 
 
 _recording = new_lock()
-_ALGORITHMS: dict[str, Literal["max", "most_recent"]] = {"max": "max", "most_recent": "most_recent"}
 
 
 @_exchange.register_fake

@@ -151,10 +151,8 @@ def _with_hint(op: Overload, _device_type: str) -> TargetDtype:
 
 
 def _hint(name: str) -> str:
-    better = {"aten::binary_cross_entropy": "binary_cross_entropy_with_logits (nn.BCEWithLogitsLoss)"}.get(
-        name
-    )
-    advice = f"; {better} is stable in low precision" if better else ""
+    better = "binary_cross_entropy_with_logits (nn.BCEWithLogitsLoss) is stable in low precision"
+    advice = f"; {better}" if name == "aten::binary_cross_entropy" else ""
     return f"{name} runs in float32 under this op policy{advice}."
 
 

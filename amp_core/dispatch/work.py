@@ -22,6 +22,14 @@ _FACTORS = (
     ("mat", "vec"),
 )
 
+_PRODUCTS = ("mm", "bmm", "matmul", "mv", "dot", "vdot", "addmm", "baddbmm", "addbmm", "addmv")
+_KINDS = {
+    **dict.fromkeys(_PRODUCTS, "product"),
+    "linear": "linear",
+    "_grouped_mm": "grouped",
+    "scaled_dot_product_attention": "attention",
+}
+
 
 def work(op: Overload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
     """Return the floating-point operations of a call, estimated from its shapes.
@@ -62,15 +70,12 @@ def _tensors(given: Mapping[str, Any], *names: str) -> list[Tensor]:
 
 @functools.cache
 def _kind(op: Overload) -> tuple[str, tuple[str, ...]]:
+    """Return how the work of `op` is counted, and the names of its arguments."""
     name = short_name(op)
     names = tuple(argument.name for argument in arguments(op))
-    if name in {"mm", "bmm", "matmul", "mv", "dot", "vdot", "addmm", "baddbmm", "addbmm", "addmv"}:
-        return "product", names
     if "conv" in name and {"input", "weight"} <= {*names} and name != "conv_tbc":
         return "convolution", names
-    return {"linear": "linear", "_grouped_mm": "grouped", "scaled_dot_product_attention": "attention"}.get(
-        name, ""
-    ), names
+    return _KINDS.get(name, ""), names
 
 
 def _product(left: Tensor, right: Tensor) -> int:

@@ -26,8 +26,6 @@ from amp_core.errors import PolicyError
 # Python names of ops whose schemas have another name.
 _ALIASES = {
     "cross_entropy": "cross_entropy_loss",
-    "ctc_loss": "ctc_loss",
-    "nn.functional.cross_entropy": "cross_entropy_loss",
     "pad": "constant_pad_nd",
 }
 

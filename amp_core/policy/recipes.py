@@ -136,8 +136,8 @@ def refusal(op: str, recipe: Recipe) -> str | None:
         wrong = next(filter(None, (_finer(getattr(recipe, role), role) for role in ROLES)), None)
         return wrong and f"it takes one scale per tensor, as fp8_tensorwise has; {wrong}. {_why_tensors(op)}"
     if op not in OPS:
-        short = (name.removeprefix("aten::").rpartition(".")[0] for name in (*OPS, *BILINEAR))
-        return f"only these ops take a recipe: {', '.join(dict.fromkeys(short))}"
+        ops = (name.removeprefix("aten::").rpartition(".")[0] for name in (*OPS, *BILINEAR))
+        return f"only these ops take a recipe: {', '.join(dict.fromkeys(ops))}"
     return None
 
 
