@@ -123,9 +123,6 @@ class OpPolicy:
         Args:
             device_type: a device type, such as ``"cuda"``.
             lists: rule to op names, separated by whitespace.
-
-        Returns:
-            The policy.
         """
         check_device_type(device_type)
         if not isinstance(lists, Mapping):
@@ -146,9 +143,6 @@ class OpPolicy:
 
         Args:
             device_type: a device type, such as ``"cuda"``.
-
-        Returns:
-            The policy.
         """
         check_device_type(device_type)
         return _uniform(device_type)
@@ -159,9 +153,6 @@ class OpPolicy:
 
         Args:
             device_type: a device type, such as ``"cuda"``.
-
-        Returns:
-            The policy.
 
         Example:
             >>> import amp_core
@@ -180,9 +171,6 @@ class OpPolicy:
         Args:
             source: a path, or the TOML text itself (any string that contains a line break).
             device_type: the device type to use if the file does not name one.
-
-        Returns:
-            The policy.
 
         Raises:
             PolicyError: the text is not TOML, or has unknown keys, ops or rules; the message gives file and

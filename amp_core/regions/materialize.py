@@ -81,6 +81,7 @@ def materialize(
         check_dtype(dtype, "dtype")
     if not isinstance(kwargs, Mapping | None):
         raise TypeError(f"kwargs= must map names to arguments, not {kwargs!r}.")
+    kwargs = dict(kwargs or {})
     if device_type is None:
         first = next(model.parameters(), None)
         device_type = "cpu" if first is None else first.device.type
@@ -88,7 +89,7 @@ def materialize(
     region = autocast(device_type, dtype, cache_enabled=False, policy=policy)
     in_force = default_policy(get_backend(region.device)) if policy is None else policy
     try:
-        graph_module, in_spec = _traced(model, args, dict(kwargs or {}), dynamic_shapes, region, in_force)
+        graph_module, in_spec = _traced(model, args, kwargs, dynamic_shapes, region, in_force)
     except PolicyError:
         raise
     except Exception as error:
@@ -107,9 +108,9 @@ def materialize(
     if check:
         with torch.no_grad():
             with _left_as_it_is(graph_module), kept_generators(region.device):
-                result = graph_module(*args, **(kwargs or {}))
+                result = graph_module(*args, **kwargs)
             with _left_as_it_is(model), kept_generators(region.device), region:
-                wanted = model(*args, **(kwargs or {}))
+                wanted = model(*args, **kwargs)
         _compare(result, wanted, model, ops, in_force)
     return graph_module
 

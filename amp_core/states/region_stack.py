@@ -10,11 +10,13 @@ class Frame:
     """One entered region.
 
     Attributes:
-        region: the `autocast` instance. before: the previous autocast state of its device: enabled, dtype,
-        cache enabled. nesting: the depth of the region, 1 for the outermost; 0 while it is being entered.
+        region: the `autocast` instance.
+        before: the previous autocast state of its device: enabled, dtype, cache enabled.
+        nesting: the depth of the region, 1 for the outermost; 0 while it is being entered.
         policies: the number of policies that the thread had pushed before, if the region pushes one; else
-        None. superseded: whether a region entered later restores `before` instead. leaving: whether the
-        region is being left. If an interrupt stops that, the next region completes it.
+            None.
+        superseded: whether a region entered later restores `before` instead.
+        leaving: whether the region is being left. If an interrupt stops that, the next region completes it.
     """
 
     __slots__ = ("before", "leaving", "nesting", "policies", "region", "superseded")
