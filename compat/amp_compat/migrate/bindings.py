@@ -112,7 +112,7 @@ class Resolver:
             fallback = any(not _is_none(self._value(b)) for b, _ in meanings if (b, _) not in certain)
             alias = meaning.alias or not isinstance(certain[0][0], ImportAssignment)
             imports = tuple(b for b, _ in certain)
-            return Resolved(meaning.dotted, imports, alias, fallback, meaning.shared, meaning.conflict)
+            return replace(meaning, bindings=imports, alias=alias, fallback=fallback)
         return self._unclear(node.value, certain)
 
     def _star_below(self, name: str, bindings: list[BaseAssignment]) -> str | None:
@@ -234,10 +234,7 @@ def _imported(node: cst.CSTNode, name: str) -> str | None:
 
 
 def _join(base: Resolved | None, word: str) -> Resolved | None:
-    if base is None:
-        return None
-    dotted = f"{base.dotted}.{word}"
-    return Resolved(dotted, base.bindings, base.alias, base.fallback, base.shared, base.conflict)
+    return None if base is None else replace(base, dotted=f"{base.dotted}.{word}")
 
 
 def _unless_missing(found: Resolved | None) -> Resolved | None:

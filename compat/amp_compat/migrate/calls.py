@@ -115,7 +115,7 @@ def _custom(args: Sequence[cst.Arg], device: str, opening: str) -> list[cst.Arg]
 def _cast_args(args: Sequence[cst.Arg], device: str) -> list[cst.Arg]:
     if len(args) != 2 or any(a.star for a in args):
         raise CannotConvertError("`_cast` takes (value, device_type, dtype) now")
-    if has_positional(args) and args[1].keyword is None:
+    if args[1].keyword is None:
         return [args[0], *prepend(args[1:], cst.Arg(cst.SimpleString(device)))]
     new = _named(cst.Arg(cst.SimpleString(device)), "device_type")
     return [args[0], *prepend(args[1:], new)]

@@ -235,9 +235,9 @@ class Reader:
         reads = [read for read in found if node not in self.around(read)]
         if not reads:
             return None
-        block, end = self.block_of(steps[0]), self.place_in(self.block_of(steps[0]), steps[0])
+        block = self.block_of(steps[0])
+        end, backward = self.place_in(block, steps[0]), self.place_in(block, node)
         places = [self.place_in(block, read) for read in reads]
-        backward = self.place_in(block, node)
         known = [p for p in places if p is not None and end is not None and (backward or 0) <= p < end]
         if len(steps) > 1 or len(known) != len(reads):
             reason = "gradients are read outside the statements between the backward pass and the only step"
