@@ -15,8 +15,7 @@ from amp_core.debugging.tables import Content, Table, as_seconds, as_share, colu
 from amp_core.policy.names import short
 
 _FILE = "The proposal: autocast(policy=advice.policy), advice.apply(model), GradScaler(init_scale=...)"
-
-
+_TESTED = "The proposal was tested on this one step. Nothing has been changed."
 _READ = "Read from a file, which has the proposal alone. Nothing has been changed."
 
 
@@ -46,7 +45,7 @@ def _notes(advice: Advice) -> list[str]:
         return [_READ]
     unfixed = [f.fault for f in advice.findings if not f.fix]
     notes = ["No attempt fixed these: " + "; ".join(unfixed) + "."] if unfixed else []
-    return [*notes, "The proposal was tested on this one step. Nothing has been changed."]
+    return [*notes, _TESTED]
 
 
 def _findings(advice: Advice) -> Table:
@@ -118,10 +117,8 @@ def _speed_facts(advice: SpeedAdvice) -> dict[str, str]:
 
 @content_of.register
 def _(advice: FormatAdvice) -> Content:
-    notes = ["The proposal was tested on this one step. Nothing has been changed."]
-    if advice.after is None:
-        notes = [_READ]
-    elif not advice.is_tolerable:
+    notes = [_READ if advice.after is None else _TESTED]
+    if advice.after is not None and not advice.is_tolerable:
         notes.insert(0, f"Without the format, the error is {number(advice.after.result_error)} already.")
     tables = [] if advice.after is None else [_layers(advice), _gain(advice, _BESIDE)]
     tables += [] if advice.before is None else format_tables(advice.before)

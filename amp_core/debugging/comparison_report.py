@@ -75,15 +75,15 @@ def where(difference: Difference) -> str:
 
 
 def _facts(comparison: Comparison) -> dict[str, str]:
-    leads = comparison.leads()
+    cause = "none: the result is within the tolerance"
+    if leads := comparison.leads():
+        cause = f"{_with_line(leads[0])}, adds {number(leads[0].added)}"
     loss = f"{number(comparison.loss)}, reference {number(comparison.reference_loss)}"
     facts = {
         "loss": f"{loss}: relative error {number(comparison.loss_error)}",
         "gradients": f"largest relative error of a parameter's {number(comparison.gradient_error)}",
         "first inf or NaN": _first_not_finite(comparison),
-        "cause": _with_line(leads[0]) + f", adds {number(leads[0].added)}"
-        if leads
-        else "none: the result is within the tolerance",
+        "cause": cause,
         "worst underflow": _worst_underflow(comparison),
         "loss scale": number(comparison.scale),
         "values compared": as_count(len(comparison.differences)),

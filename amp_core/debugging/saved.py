@@ -7,7 +7,6 @@ import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
-from importlib.metadata import version
 from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from amp_core.common.files import as_path
+from amp_core.common.versions import installed_version
 from amp_core.debugging.places import Place
 from amp_core.errors import AmpError
 
@@ -26,7 +26,7 @@ def environment() -> dict[str, str]:
     """Return the versions and devices that can make two runs differ."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return {
-        "amp-core": version("amp-core"),
+        "amp-core": installed_version("amp-core"),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "machine": platform.machine(),

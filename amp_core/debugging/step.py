@@ -33,9 +33,9 @@ class Step:
     Args:
         fn: runs the forward pass and returns the loss; may also run the backward pass.
         device: the device type, as for `autocast`.
-        dtype: the low-precision dtype; by default the device's.
-        policy: the policy of mixed-precision runs; by default the device's.
-        model: the model that names the modules; by default, the outermost module that `fn` calls.
+        dtype: the low-precision dtype; None for the device's.
+        policy: the policy of mixed-precision runs; None for the device's.
+        model: the model that names the modules; None for the outermost module that `fn` calls.
         seed: seed of the random generators before each run.
         limit: the maximum number of elements to keep per tensor.
 
@@ -48,11 +48,11 @@ class Step:
         self,
         fn: Callable[[], Any],
         device: str | torch.device | Tensor,
-        dtype: torch.dtype | None = None,
-        policy: OpPolicy | None = None,
-        model: nn.Module | None = None,
-        seed: int = 0,
-        limit: int = 16384,
+        dtype: torch.dtype | None,
+        policy: OpPolicy | None,
+        model: nn.Module | None,
+        seed: int,
+        limit: int,
     ) -> None:
         if not callable(fn):
             raise TypeError(f"fn must be a function without arguments, not {type(fn).__name__}.")
