@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from amp_core._torch.tensors import WeakStorage, identity_of, is_dtensor, is_freed, part_of, weak_memory
-from amp_core.casts.bulk import cast_alone, cast_weights, is_small_on_host, looks_for_hooks
+from amp_core.casts.bulk import cast_alone, looks_for_hooks
 from amp_core.casts.memory import KeptMemory
 from amp_core.common.locks import new_lock
 from amp_core.dispatch import kept_operands
-from amp_core.dispatch.fingerprints import CachedCast, Fingerprint, cached, fingerprint, is_cacheable
+from amp_core.dispatch.fingerprints import CachedCast, cached, fingerprint, is_cacheable
 from amp_core.dispatch.weight_casts import CASTS
 from amp_core.errors import StaleCastError
 from amp_core.kernels import Kernels
@@ -46,10 +46,10 @@ class WeightCache:
     def __init__(
         self,
         named_weights: Callable[[], Iterable[tuple[str, Tensor]]],
-        make: MakeCasts = cast_weights,
-        is_small: Callable[[Tensor], bool] = is_small_on_host,
+        make: MakeCasts,
+        is_small: Callable[[Tensor], bool],
         *,
-        debug: bool = False,
+        debug: bool,
     ) -> None:
         self._named_weights = named_weights
         self._make, self._is_small = make, is_small
@@ -124,7 +124,8 @@ class WeightCache:
             states = list(map(fingerprint, weights))
             casts = self._make(weights, dtype, kernels, self.memory)
             for weight, state, cast in zip(weights, states, casts, strict=True):
-                new_entries[id(weight)] = _entry(weight, state, cast)
+                kept_operands.end(cast)  # it may be an earlier one, rewritten
+                new_entries[id(weight)] = cached(weight, state, cast)
         return new_entries
 
     def invalidate(self, weights: Iterable[Tensor] | None = None) -> None:
@@ -205,11 +206,6 @@ def _has_no_memory(weight: Tensor) -> bool:
     """Return whether `weight` is on the meta device, or its memory is freed for now."""
     part = part_of(weight)
     return part.data_ptr() == 0 and part.numel() > 0
-
-
-def _entry(weight: Tensor, state: Fingerprint, cast: Tensor) -> CachedCast:
-    kept_operands.end(cast)  # it may be an earlier one, rewritten
-    return cached(weight, state, cast)
 
 
 def _check(slot: _Slot, cast: Tensor) -> None:

@@ -41,10 +41,7 @@ class Counts:
             )
         self._optimizer = optimizer
         self.last: dict[str, Tensor] = {}
-        self._expect()
-
-    def _expect(self) -> None:
-        self._optimizer._amp_core_lost_updates = {}  # type: ignore[attr-defined]
+        self.end()
 
     def begin(self) -> None:
         """Begin a step."""
@@ -52,7 +49,7 @@ class Counts:
 
     def end(self) -> None:
         """End a step: the next one has counts of its own."""
-        self._expect()
+        self._optimizer._amp_core_lost_updates = {}  # type: ignore[attr-defined]
 
     def count(self, name: str, lost: Tensor) -> None:
         """Note which elements of a parameter lost their update."""

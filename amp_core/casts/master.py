@@ -153,10 +153,9 @@ def master_weights(
     if storage == "fp32":
         if optimizer is not None:
             check_optimizer(optimizer, "master_weights")
-        low, some = state_dtype is not torch.float32, not isinstance(keep, (tuple, list)) or bool(keep)
         given = {
-            "keep": some,
-            "state_dtype": low,
+            "keep": not isinstance(keep, (tuple, list)) or bool(keep),
+            "state_dtype": state_dtype is not torch.float32,
             "lost_updates": lost_updates,
             "seed": as_whole(seed, "seed") != 0,
         }

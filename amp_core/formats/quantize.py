@@ -149,10 +149,10 @@ def quantize_by(
     passes: Passes,
     tensor: Tensor,
     quantization: Quantization,
-    dim: int = -1,
+    dim: int,
     *,
-    seed: int | Tensor | None = None,
-    amax: Tensor | None = None,
+    seed: int | Tensor | None,
+    amax: Tensor | None,
     packed: bool = False,
 ) -> Quantized:
     """Quantise as `quantize` does, with other passes over the elements.

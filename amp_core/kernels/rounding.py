@@ -40,7 +40,7 @@ def _round_(bits: Tensor, low: Tensor) -> None:
     low.view(torch.int16).copy_(bits)
 
 
-def stochastic_(wide: Tensor, low: Tensor, key: int, numbers: Tensor | None = None) -> None:
+def stochastic_(wide: Tensor, low: Tensor, key: int, numbers: Tensor | None) -> None:
     """Round up or down at random, by the bits of each element's number; see `Kernels.round_`."""
     if numbers is not None:
         bits = _bits_(wide)
