@@ -41,18 +41,10 @@ class Policy(Protocol):
 
 P = TypeVar("P", bound=Policy)
 
-_KEYS = (
-    "device_type",
-    "base",
-    "init_scale",
-    "rules",
-    "modules",
-    "recipes",
-    "distributed",
-)  # only `amp_core.Advice` uses init_scale, and `amp_core.PrecisionPlan` distributed
+# Only `amp_core.Advice` uses init_scale, and only `amp_core.PrecisionPlan` distributed.
+_KEYS = ("device_type", "base", "init_scale", "rules", "modules", "recipes", "distributed")
 _TABLES = {"rules": ", of op = rule", "modules": ", of glob = rules", "distributed": ""}
 _BASES = ("default", "uniform", "float32", "none")
-
 
 ModuleRules = Mapping[str, "Mapping[str, str] | str"]
 """Maps globs over module names to op rules or ``"fp32"``; see `amp_core.apply_policy`."""

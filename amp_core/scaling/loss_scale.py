@@ -116,7 +116,7 @@ class LossScale:
         assert tracker is not None
         assert left is not None
         flags = self.optimizer_states.found_infs()
-        if not flags:  # nor here: Dynamo would make an operation of it
+        if not flags:  # no assert statement: Dynamo would make an operation of it
             raise AssertionError("No inf checks were recorded prior to update.")
         found_inf = combine(flags, scale.device)
         if on_host(found_inf, scale, tracker, left):
@@ -175,15 +175,13 @@ class LossScale:
         """Take over what was saved."""
         self.schedule = saved.schedule
         self.init_scale, self.init_growth_tracker, self.init_hysteresis_left = saved.state
-        for tensor, value in zip(
-            (self.scale, self.growth_tracker, self.hysteresis_left), saved.state, strict=True
-        ):
+        tensors = (self.scale, self.growth_tracker, self.hysteresis_left)
+        for tensor, value in zip(tensors, saved.state, strict=True):
             if tensor is not None:
                 tensor.fill_(value)
 
     def __getstate__(self) -> dict[str, Any]:
-        recorded = self.optimizer_states or self.optimizer_states.orphans
-        if recorded:
+        if self.optimizer_states or self.optimizer_states.orphans:
             raise AssertionError(
                 "A GradScaler instance may only be pickled at the beginning "
                 "of an iteration, or at the end after scaler.update()."
