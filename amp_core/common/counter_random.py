@@ -71,7 +71,7 @@ def random_bits(numbers: Tensor, key: int | Tensor, count: int) -> Tensor:
         key: 64 bits; in a graph, a 0-dim int64 tensor.
         count: how many bits.
     """
-    first, second = (_word(key), _word(key >> 32))
+    first, second = _word(key), _word(key >> 32)
     x = _mix(numbers + first)
     x ^= second
     return _mix(x) & ((1 << count) - 1)
@@ -104,6 +104,6 @@ def random_16_bits(numbers: Tensor, key: int) -> Tensor:
 
 
 def random_16_bits_from(start: int, like: Tensor, key: int) -> Tensor:
-    """The same for the elements from an even number on, in the shape of `like`."""
+    """Return `random_16_bits` of the elements from an even number on, in the shape of `like`."""
     pairs = torch.arange(start // 2, (start + like.numel() + 1) // 2, dtype=torch.int32, device=like.device)
     return _hash_(pairs, key).view(torch.int16)[: like.numel()].view(like.shape)

@@ -178,11 +178,8 @@ def _grad_stats(table: _Table, norm_type: float) -> GradStats:
     count = len(table.addresses)
     dtype = torch.float64 if table.layout.wide else torch.float32
     norms, norm = torch.empty(count, dtype=dtype, device=device), torch.empty((), dtype=dtype, device=device)
-    flag = torch.float32
-    nonfinite, found_inf = (
-        torch.empty(count, dtype=flag, device=device),
-        torch.empty((), dtype=flag, device=device),
-    )
+    nonfinite = torch.empty(count, dtype=torch.float32, device=device)
+    found_inf = torch.empty((), dtype=torch.float32, device=device)
     parts = (rows.count + count + 3) // 4 * 4  # so that the second also starts at a multiple of 16 bytes
     units, sums = torch.empty((2, parts), dtype=dtype, device=device).unbind()
     order = _ORDERS.get(norm_type, _GENERAL)

@@ -56,11 +56,11 @@ class Manager:
 
     def get(self, device_type: str) -> Backend:
         """Return the backend of `device_type`, loading its plugin on the first request."""
-        # torch still accepts "privateuseone" after the device has been renamed.
         if not isinstance(device_type, str):
             raise TypeError(
                 f"A backend is found by the type of its device, such as 'cuda', not by {device_type!r}."
             )
+        # torch still accepts "privateuseone" after the device has been renamed.
         name = privateuse1_name() if device_type == _UNNAMED else device_type
         backend = self.registry.get(name) or self._generic.get(name)
         if backend is None:

@@ -24,8 +24,10 @@ if TYPE_CHECKING:  # few programs have recipes
 _CODES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 _CPU = torch.device("cpu")
 _LARGE = 1 << 22  # elements: above this, streaming stores matter
-_FEW = 24  # tensors: torch's kernel unscales fewer in less time, having no arguments to pack
-_AS_LONG_AS_ONE = 192 if torch.backends.cpu.get_cpu_capability() == "DEFAULT" else 1024  # elements, in that
+# torch's kernel, which has no arguments to pack, unscales fewer small tensors than this in less time.
+_FEW = 24
+# It takes as long for this many elements as for one tensor more.
+_AS_LONG_AS_ONE = 192 if torch.backends.cpu.get_cpu_capability() == "DEFAULT" else 1024
 _ADDRESS = "L" if array("L").itemsize == 8 else "Q"  # filling "L" takes half the time
 
 
