@@ -67,10 +67,8 @@ class ListJudge(Judge):
         return casts
 
     def _judge_casts_and_sums(self, values: list[Tensor], target: torch.dtype) -> None:
-        into, copies = (
-            [torch.zeros_like(v, dtype=target) for v in values],
-            list(map(torch.zeros_like, values)),
-        )
+        into = [torch.zeros_like(v, dtype=target) for v in values]
+        copies = list(map(torch.zeros_like, values))
         sums = [v.clone() for v in values]
         wide, wider = (
             [v.to(torch.promote_types(v.dtype, torch.float32), copy=True) for v in values] for _ in range(2)

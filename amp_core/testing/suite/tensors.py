@@ -177,10 +177,8 @@ def _base(spec: Spec) -> tuple[Tensor, list[int], int]:
     """Return the storage of a tensor, NaN where it has no element, with its strides and offset."""
     # What is no matter of strides comes with any: a weight may be channels_last, a gradient transposed.
     turned = ("contiguous", "channels_last", "contiguous", "reversed")[spec.seed % 4]
-    values, strides = (
-        _numbers(spec),
-        _strides(spec.shape, turned if spec.layout in _ANY_STRIDES else spec.layout),
-    )
+    values = _numbers(spec)
+    strides = _strides(spec.shape, turned if spec.layout in _ANY_STRIDES else spec.layout)
     extent = sum((n - 1) * s for n, s in zip(spec.shape, strides, strict=True)) + 1 if values.numel() else 0
     offset = GUARD + (1 if spec.layout == "odd offset" else 0)
     base = torch.full((extent + offset + GUARD,), math.nan, dtype=values.dtype)
