@@ -264,7 +264,7 @@ def _check(name: str, value: Any, place: str = "") -> None:
         wanted = 'a list of globs, such as ["**.norm.*"]'
     else:
         right = value is None or any(value is dtype for dtype in _DTYPES.values())
-        wanted = f"one of {', '.join(_DTYPES)}"
+        wanted = "one of " + ", ".join(each if place else f"torch.{each}" for each in _DTYPES)
     if not right:
         raise PolicyError(f"{place}{name} must be {wanted}, not {value!r}.")
 
