@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import io
+import signal
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
@@ -64,6 +65,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         except UsageError as error:
             print(f"amp: {error}", file=sys.stderr)
             return 2
+        except KeyboardInterrupt:
+            print("amp: interrupted", file=sys.stderr)
+            return 128 + signal.SIGINT
 
 
 class _Output(io.FileIO):

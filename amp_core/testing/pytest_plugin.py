@@ -57,7 +57,7 @@ _KIT = pytest.StashKey[Any]()
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     """Write the reports and say whether the backend passes."""
     collector = config.stash.get(_KIT, None)
-    if collector is None or not collector.results:
+    if collector is None or collector.error or not collector.results:
         return
     report = collector.report()
     for path in config.getoption("--amp-report"):

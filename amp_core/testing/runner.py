@@ -49,6 +49,7 @@ def check(
     Raises:
         BackendNotFoundError: no backend exists for `device_type`.
         ValueError: an area is unknown, `keyword` is no expression, or `fixtures` no `BackendFixtures`.
+        KeyboardInterrupt: the run was interrupted.
     """
     with needing("pytest", "amp-core[testing]"):
         import pytest
@@ -210,6 +211,13 @@ class Collector:
         """Name the check that starts."""
         if self._progress is not None:
             self._progress(f"{len(self.results) + 1}/{self._count} {_name(nodeid)}")
+
+    def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
+        """Keep what stopped the run, so that the checks before it are not taken for all."""
+        import pytest
+
+        if not isinstance(excinfo.value, pytest.Session.Interrupted):  # by a failed collection
+            self.error = excinfo.value
 
     def pytest_internalerror(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
         """Keep what ended pytest itself, such as a module that cannot be imported."""

@@ -121,6 +121,26 @@ def test_what_ends_pytest_is_raised(monkeypatch):
         check("cpu", areas=["update"])
 
 
+class Stopped(BackendFixtures):
+    """What a maker presses Ctrl-C in, while the kit runs."""
+
+    @property
+    def keeps_subnormals(self):
+        raise KeyboardInterrupt
+
+
+def test_an_interrupted_run_is_no_verdict(tmp_path, capsys):
+    """The checks before Ctrl-C pass, and a report says that the backend passes the kit."""
+    report = tmp_path / "report.md"
+    fixtures = f"{__name__}:Stopped"
+    with pytest.raises(KeyboardInterrupt):
+        check("cpu", areas=["cast"], fixtures=Stopped)
+    words = ["check", "cpu", "--area", "cast", "--fixtures", fixtures, "--markdown", str(report)]
+    assert main(words) == 130
+    assert capsys.readouterr() == ("", "amp: interrupted\n")
+    assert not report.exists()
+
+
 def test_a_known_failure_is_excused_by_name_and_only_while_it_fails():
     """A mended fault would stay on the list of known ones."""
 
@@ -273,6 +293,16 @@ def test_the_plugin_refuses_what_it_cannot_do_before_it_runs(tmp_path, option, t
     assert done.returncode == 4
     assert text in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_an_interrupted_run_of_the_plugin_writes_no_report(tmp_path):
+    """The badge of a run that Ctrl-C ended after some checks says that the backend passes."""
+    (tmp_path / "stop.py").write_text("def pytest_runtest_logfinish():\n    raise KeyboardInterrupt\n")
+    options = ["-p", "stop", "-k", "update", "--amp-device=cpu", "--amp-report=badge.svg"]
+    done = run_pytest(tmp_path, *options)
+    assert done.returncode == pytest.ExitCode.INTERRUPTED
+    assert "passes" not in done.stdout
+    assert not (tmp_path / "badge.svg").exists()
 
 
 def test_the_plugin_needs_a_device(tmp_path):
