@@ -294,7 +294,14 @@ HUMAN = {
         "from torch.cuda.amp import autocast\n@autocast\ndef f(): ...\n",
         "without parentheses passes the function as `enabled`",
     ),
-    "handed to a function": ("import torch\nregister(torch.cuda.amp.GradScaler)\n", "is used as a value"),
+    "handed to a function": (
+        "import torch\nregister(torch.cuda.amp.GradScaler)\n",
+        "is used as a value here; pass functools.partial(..., 'cuda')",
+    ),
+    "decorator handed to a function": (
+        "import torch\nregister(torch.cuda.amp.custom_fwd)\n",
+        "pass functools.partial(..., device_type='cuda')",
+    ),
     "computed attribute": ("import torch\ngetattr(torch.cuda.amp, name)()\n", "used as an object"),
     "name in a string": ("import torch\nS = eval('torch.cuda.amp.GradScaler()')\n", "string contains"),
     "inherited constructor": (

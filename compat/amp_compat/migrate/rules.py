@@ -29,8 +29,10 @@ def classify(use: Use, parents: Parents, resolver: Resolver) -> None:
         use.kind = "value"
         use.review = _PARTIAL_NOTE
         return
+    keyword = "device_type=" if use.legacy.name.startswith("custom_") else ""
     use.manual = (
-        f"`{use.legacy.dotted}` is used as a value here; pass functools.partial(..., '{use.legacy.device}')"
+        f"`{use.legacy.dotted}` is used as a value here; "
+        f"pass functools.partial(..., {keyword}'{use.legacy.device}')"
     )
 
 
