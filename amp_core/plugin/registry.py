@@ -152,10 +152,11 @@ def _check(backend: Backend, owner: Owner) -> None:
         raise TypeError(f"{owner} added {what}, which is no amp_core.plugin.Backend instance; {fix}.")
     name = type(backend).__name__
     device_type = getattr(backend, "device_type", None)
-    if not isinstance(device_type, str) or not device_type.isidentifier():
+    if not isinstance(device_type, str) or not device_type.isidentifier() or not device_type.islower():
+        found = "a method" if callable(device_type) else repr(device_type)
         raise TypeError(
-            f"{name} of {owner} must set device_type to the `type` of a torch.device, such as 'npu' without "
-            f"an index; it is {'a method' if callable(device_type) else repr(device_type)}."
+            f"{name} of {owner} must set device_type to the `type` of a torch.device, such as 'npu', in "
+            f"lower case and without an index; it is {found}."
         )
     version = getattr(backend, "api_version", None)
     if not isinstance(version, int):

@@ -49,7 +49,8 @@ def _is_availability(value: object) -> bool:
 
 
 def _are_kernels(value: object) -> bool:
-    return isinstance(value, Kernels) and isinstance(value.name, str) and isinstance(value.reason, str)
+    named = isinstance(getattr(value, "name", None), str)
+    return isinstance(value, Kernels) and named and isinstance(value.reason, str)
 
 
 def _is_dtype(value: object) -> bool:

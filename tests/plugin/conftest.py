@@ -76,6 +76,7 @@ BROKEN = {
     "silent": "",
     "nameless": GOOD.format(device=""),
     "indexed": GOOD.format(device="indexed:0"),
+    "capital": GOOD.format(device="Capital"),
     # As pytest.importorskip does, whose exception is no Exception either.
     "base": "raise type('Skipped', (BaseException,), {})('no device')",
     "abstract": GOOD.format(device="abstract").replace("def default_dtype", "def default_type"),

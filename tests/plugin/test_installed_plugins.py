@@ -74,6 +74,7 @@ def test_each_broken_one_is_named_once(listed: Any, broken: list[str]) -> None:
         ("silent", "register", "registered no backend"),
         ("nameless", "register", "must set device_type"),
         ("indexed", "register", "without an index; it is 'indexed:0'"),
+        ("capital", "register", "in lower case and without an index; it is 'Capital'"),
         ("base", "import", "Skipped: no device. The plugin was skipped"),
         ("abstract", "register", "default_dtype"),
         ("exits", "import", "SystemExit: no licence"),

@@ -11,7 +11,7 @@ import torch
 import amp_core
 from amp_core import OpPolicy
 from amp_core.cli import main
-from amp_core.kernels import Portable
+from amp_core.kernels import Kernels, Portable
 from amp_core.plugin import Availability, Backend, replace_backend
 from amp_core.plugin.default_manager import manager
 from amp_core.plugin.registry import Owner, Registry
@@ -60,6 +60,13 @@ def _nameless(_: Backend) -> Portable:
     return kernels
 
 
+def _unnamed(_: Backend) -> Kernels:
+    class Unnamed(Kernels):
+        cast = grad_stats = multiply_ = update_scale_ = _raising
+
+    return Unnamed()
+
+
 WRONG = {
     "availability is a bool": ("availability", lambda _: True, "returned True, but must return an amp_core"),
     "availability without words": (
@@ -67,6 +74,7 @@ WRONG = {
         "must return an amp_core.plugin.Availability of",
     ),
     "availability exits": ("availability", _exiting, "raised SystemExit: no licence"),
+    "kernels whose class sets no name": ("kernels", _unnamed, "whose name and reason are strings"),
     "kernels without a name": ("kernels", _nameless, "whose name and reason are strings"),
     "a cached method": ("default_dtype", functools.cache(lambda _: "bf16"), "returned 'bf16', but must"),
     "a class method": ("default_dtype", classmethod(lambda _: "bf16"), "returned 'bf16', but must"),
