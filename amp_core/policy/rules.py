@@ -36,7 +36,7 @@ RULES = {
     PROMOTE: "cast eligible arguments to float32 if one of them is float32, else to the dtype of the region; "
     "any third dtype is an error",
     BANNED: "raise an error",
-    UNCHANGED: "no rule: the op runs in the dtypes that it is given, the ops that it is made of by theirs",
+    UNCHANGED: "keep the dtypes of the arguments; the ops that it is made of have their own rules",
     NATIVE: "whatever kernel torch or the device's own C++ has",
     PROMOTE_TYPES: "cast eligible arguments to the dtype that torch.promote_types gives for all of them",
     MATCH_DESTINATION: "cast the other eligible arguments to the dtype of the first one, which is left alone",
