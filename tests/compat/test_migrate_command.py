@@ -75,6 +75,7 @@ def test_broken_files_are_reported_and_the_rest_goes_on(tree: Path, capsys) -> N
     assert "does not parse: line 3" in errors["python2.py"]
     assert errors["latin.py"] == "not UTF-8: byte 5 is 0xe9"
     assert "read-only" in errors["locked.py"]
+    assert data["summary"]["changed"] == 1  # of the file that is written
     assert errors["train.py"] is None
     assert (tree / "train.py").read_text() == NEW
     assert (tree / "locked.py").read_text() == OLD

@@ -138,7 +138,12 @@ def _progress(total: int) -> Iterator[Callable[[], None]]:
 
 
 def _summary(discovered: Discovered, reports: list[FileReport]) -> dict[str, int]:
-    levels = Counter(finding.level for report in reports for finding in report.findings)
+    levels = Counter(
+        finding.level
+        for report in reports
+        for finding in report.findings
+        if finding.level == "manual" or not report.error  # else nothing was rewritten
+    )
     return {
         "files": len(discovered.files),
         "files_changed": sum(report.changed and not report.error for report in reports),
