@@ -95,7 +95,7 @@ def _show(report: Report, keyword: str) -> None:
 
 def _verdict(report: Report, keyword: str) -> str:
     if report.ok:
-        return "passes"
+        return report.summary()
     if not report.results:
         return f"does not pass: no check ran; -k {keyword!r} matches none of the chosen areas' checks"
     if not report.failed:

@@ -54,6 +54,8 @@ class Report:
     results: tuple[CheckResult, ...]
     capabilities: dict[str, str] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=_versions)
+    partial: bool = False
+    """Whether checks of the kit were left out, by area or by name."""
 
     @property
     def ok(self) -> bool:
@@ -79,7 +81,10 @@ class Report:
     def summary(self) -> str:
         """Return the verdict with the number of checks."""
         counts = [f"{self.count(o)} {o}" for o in ("passed", "failed", "known", "skipped") if self.count(o)]
-        return f"{'passes' if self.ok else 'does not pass'}: {', '.join(counts)}"
+        return f"{self._verdict()}{' a part' if self.partial else ''}: {', '.join(counts)}"
+
+    def _verdict(self) -> str:
+        return "passes" if self.ok else "does not pass"
 
     def write(self, path: str | PathLike[str]) -> None:
         """Write the report: JSON, a page in Markdown or a badge in SVG, by the suffix of `path`.
@@ -112,8 +117,8 @@ class Report:
 
     def to_markdown(self) -> str:
         """Return the report as a page that a vendor can publish."""
-        verdict = "passes" if self.ok else "does not pass"
-        lines = [f"# {self.device_type}: {verdict} the amp-core conformance kit", ""]
+        kit = f"{'a part of ' if self.partial else ''}the amp-core conformance kit"
+        lines = [f"# {self.device_type}: {self._verdict()} {kit}", ""]
         lines += [f"Backend: {self.backend}. {self.availability}.", ""]
         lines += [", ".join(f"{name} {number}" for name, number in self.versions.items()), ""]
         lines += ["| area | passed | failed | known failures | skipped |", "|---|---|---|---|---|"]
