@@ -74,7 +74,8 @@ class GradScaler(TorchNames):
             parameter under several groups is cut over all of them. The norm then counts each element once.
             It needs `process_group`.
         overlap: compute norm and overflow during the backward, soon after each gradient is written, so
-            that only the step itself remains. Takes effect with the second step of an optimizer.
+            that only the step itself remains. Takes effect after the first step that clips, or of a fused
+            optimizer: others need neither.
 
     Raises:
         BackendLoadError: the backend of the device type failed to load.
@@ -228,7 +229,6 @@ class GradScaler(TorchNames):
         entry = self._scales.enter([optimizer], key, "step")
         (state,) = entry.states
         stage = next_stage(state.stage, "step")
-        self._unscaler.watch(optimizer)
         step = self._step_fused if is_fused(optimizer) else self._step_plain
         state.undo = None
         try:
@@ -365,7 +365,6 @@ class GradScaler(TorchNames):
                 self._prepare(entry, max_norm, norm_type)
             return loss
 
-        self._unscaler.watch(optimizer)
         result, bad = step_whole(optimizer, unscaled, state, self._log)
         self._log.record(optimizer, loss_scale, state)._bad = bad
         state.stage = stage

@@ -12,7 +12,6 @@ from torch import Tensor
 from amp_core._torch.list_writes import see_list_writes
 from amp_core._torch.tensors import version_of
 from amp_core.common.locks import new_lock
-from amp_core.common.optimizers import parameters_of
 from amp_core.kernels import GradStats
 from amp_core.plugin.default_manager import get_backend
 from amp_core.scaling.distributed import WHOLE
@@ -53,10 +52,10 @@ class Overlap:
         self._orders: dict[tuple[torch.device, tuple[int, ...]], Tensor] = {}
         self._lock = new_lock()  # several threads may run backward passes
 
-    def watch(self, optimizer: torch.optim.Optimizer) -> None:
-        """From now on, read the gradients of `optimizer` during each backward."""
+    def _watch(self, params: Sequence[Tensor]) -> None:
+        """From now on, read the gradients of `params` during each backward."""
         see_list_writes()
-        for param in parameters_of(optimizer):
+        for param in params:
             if id(param) not in self._hooked and param.requires_grad:
                 self._hooked[id(param)] = self._hook(param)
 
@@ -102,6 +101,7 @@ class Overlap:
         """Return the same as `Gradients.grad_stats`, but read only what changed since it was last read."""
         if norm_type != 2.0 or part.sharding is not WHOLE:
             return part.grad_stats(norm_type)
+        self._watch(part.params)
         keys = [id(p) for p in part.params]
         late = [i for i, key in enumerate(keys) if not self._is_read(key, part.grads[i])]
         for key in keys:

@@ -66,11 +66,6 @@ class Unscaler:
         """Return who decides whether `optimizers` step."""
         return Deciders(self._process_group, optimizers, None if is_tracing() else self._log.updates)
 
-    def watch(self, optimizer: Optimizer) -> None:
-        """Read the gradients of `optimizer` during the backward from now on, if the scaler overlaps."""
-        if self._overlap is not None and not is_tracing():
-            self._overlap.watch(optimizer)
-
     def unscale(
         self, optimizers: Sequence[Optimizer], inverse: Tensor, found_inf: Tensor, *, allow_fp16: bool
     ) -> Flags:

@@ -135,6 +135,20 @@ def test_after_the_backward_only_the_last_bucket_is_read() -> None:
             read.clear()
 
 
+@pytest.mark.parametrize("norm_type", [None, 1.0])
+def test_steps_that_need_no_norm(norm_type: float | None) -> None:
+    """Each backward pass reads all gradients, and no step uses what it found."""
+    net, scaler = Net(), amp_core.GradScaler("cpu", overlap=True)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    clipping = {} if norm_type is None else {"max_norm": 1.0, "norm_type": norm_type}
+    for _ in range(3):
+        net.zero_grad()
+        with mock.patch.object(overlap, "kernels_of", side_effect=AssertionError):
+            scaler.scale(net(torch.ones(2, 8)).sum()).backward()
+        scaler.step(optimizer, **clipping)
+        scaler.update()
+
+
 def after_two_steps() -> tuple[Net, amp_core.GradScaler, torch.optim.Optimizer]:
     """Return what has taken two steps: the second one overlaps."""
     net, scaler = Net(), amp_core.GradScaler("cpu", overlap=True)
@@ -223,7 +237,7 @@ def test_backward_passes_of_several_threads(in_threads: Callable[..., None]) -> 
             scaler.scale(net(torch.ones(1, 8)).sum()).backward()
 
         backward()
-        scaler.step(optimizer)  # from here on it reads during the backward
+        scaler.step(optimizer, max_norm=1.0)  # from here on it reads during the backward
         scaler.update()
         in_threads(*[backward] * 4)
         norm = torch.nn.utils.get_total_norm([p.grad for p in net.parameters()])
