@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -225,7 +226,7 @@ class History(Sequence[StepRecord]):
     """
 
     def __init__(self, size: int | None) -> None:
-        self._records: deque[StepRecord] = deque(maxlen=size)
+        self._records: deque[StepRecord] = deque(maxlen=None if size is None else min(size, sys.maxsize))
 
     @property
     def size(self) -> int | None:

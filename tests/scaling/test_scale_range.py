@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
 from typing import Any
 
 import hypothesis.strategies as st
@@ -125,3 +126,9 @@ def test_repr_says_what_the_scaler_does() -> None:
     scaler.scale(torch.ones(()), key="g")
     assert repr(scaler) == "GradScaler('cpu', scale=8, scale['g']=8, 0 steps in history)"
     assert repr(GradScaler("cpu", enabled=False)) == "GradScaler('cpu', enabled=False)"
+
+
+def test_a_history_longer_than_memory() -> None:
+    """A number of steps that stands for "all" ends in an OverflowError of Python's deque."""
+    scaler = GradScaler("cpu", history=2**70)
+    assert pickle.loads(pickle.dumps(scaler)).history.size == scaler.history.size
