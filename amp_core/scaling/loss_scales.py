@@ -140,7 +140,10 @@ class LossScales:
 
         Raises:
             RuntimeError: another key was given for them.
+            TypeError: `key` is not a string.
         """
+        if key is not None:
+            check_key(key)
         found = None
         for loss_scale in (self.own, *self.keyed.values()):
             state = loss_scale.optimizer_states.known(optimizer)

@@ -318,6 +318,8 @@ def test_the_key_under_which_gradients_were_unscaled() -> None:
     run.scaler.unscale_(run.optimizer, key="g")
     with pytest.raises(RuntimeError, match=r"step_closure\(\) was called with the key 'other' for this Sam"):
         run.scaler.step_closure(run.optimizer, run.closure, key="other")
+    with pytest.raises(TypeError, match="must be a string, got 3"):
+        run.scaler.step_closure(run.optimizer, run.closure, key=3)
     assert set(run.scaler.state_dict()["_keys"]) == {"g"}
     assert run.scaler.step_closure(run.optimizer, run.closure) is None
     assert run.scaler.last_step[run.optimizer].key == "g"
