@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 
 from torch.amp.grad_scaler import OptState
 
+from amp_core.common.arguments import is_bool
+
 __all__ = [
     "AtFloor",
     "Hysteresis",
@@ -245,7 +247,8 @@ def valid_scale(value: Any, name: str = "The scale") -> float:
         TypeError: it is not a number.
         ValueError: it is not positive and finite, or float32 rounds it to 0 or inf.
     """
-    _check(not isinstance(value, (str, bytes, bool)), f"{name} must be a number, got {value!r}.", TypeError)
+    is_number = not isinstance(value, (str, bytes)) and not is_bool(value)
+    _check(is_number, f"{name} must be a number, got {value!r}.", TypeError)
     try:
         number = _as_float(value)
     except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: a tensor of several elements
