@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from amp_core._torch.steps import is_fused
 from amp_core._torch.tracing import dynamo_callback, outside_graphs
-from amp_core.common.arguments import as_max_norm, as_number, device_type_of, named_tensors
+from amp_core.common.arguments import as_max_norm, as_number, as_order, device_type_of, named_tensors
 from amp_core.common.call_site import level_outside
 from amp_core.common.containers import map_tensors
 from amp_core.common.optimizers import parameters_of
@@ -351,6 +351,8 @@ class GradScaler(TorchNames):
         norm_type: float,
     ) -> Any:
         check_closure(optimizer, closure)
+        if max_norm is not None:
+            max_norm, norm_type = as_max_norm(max_norm), as_order(norm_type)
         if self._overrides("_maybe_opt_step") and not self._overrides("step_closure"):
             raise RuntimeError(_OWN_DECISION.format(name=type(self).__name__))
         self._scales.refuse_in_window([optimizer], "step_closure")
