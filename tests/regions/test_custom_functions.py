@@ -251,3 +251,33 @@ def test_cast_lets_gradients_flow() -> None:
     x, y = torch.ones(2, requires_grad=True), torch.ones(2)
     cast([x, y])[0].sum().backward()
     assert torch.equal(x.grad, torch.ones(2))
+
+
+class HalfProduct(torch.autograd.Function):
+    """A function with two inputs to cast."""
+
+    @staticmethod
+    @amp_core.custom_fwd(device_type="cpu", cast_inputs=torch.float16)
+    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, w)
+        return x @ w
+
+    backward = staticmethod(Product.backward)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does it
+def test_a_function_that_casts_several_inputs_compiles() -> None:
+    """Dynamo looks into the kernel that casts them in one call, and refuses what it finds there."""
+
+    def results(call: Callable[..., torch.Tensor]) -> list[Any]:
+        torch.manual_seed(0)
+        x, w = (torch.randn(3, 3, requires_grad=True) for _ in range(2))
+        with amp_core.autocast("cpu"):
+            out = call(x, w)
+        out.sum().backward()
+        return [out.detach(), x.grad, w.grad]
+
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x, w: HalfProduct.apply(x, w) * 2, backend="aot_eager", fullgraph=True)
+    expected = results(lambda x, w: HalfProduct.apply(x, w) * 2)
+    torch.testing.assert_close(results(compiled), expected, rtol=0, atol=0)
