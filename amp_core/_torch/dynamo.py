@@ -151,14 +151,17 @@ def guard_on(read: Callable[[], object], name: str) -> None:
     @functools.wraps(init_ambient_guards)
     def with_ours(self: Any) -> None:
         init_ambient_guards(self)
-        expected = read()
-
-        def install(builder: Any, guard: Any) -> None:
-            _add_guard(builder.guard_manager.root, lambda _frame: read() == expected, name, guard)
-
-        self.guards.add(GlobalStateSource().make_guard(install))
+        guard = functools.partial(_add_reading_guard, read=read, name=name, expected=read())
+        self.guards.add(GlobalStateSource().make_guard(guard))
 
     OutputGraph.init_ambient_guards = with_ours  # type: ignore[method-assign]
+
+
+def _add_reading_guard(
+    builder: Any, guard: Any, *, read: Callable[[], object], name: str, expected: object
+) -> None:
+    # No closure: torch 2.15 saves none with the guards of a compiled function.
+    _add_guard(builder.guard_manager.root, lambda _frame: read() == expected, name, guard)
 
 
 def _add_guard(manager: Any, holds: Callable[[Any], bool], name: str, guard: Any) -> None:

@@ -9,11 +9,13 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 from torch._functorch import config as functorch_config
 
 from amp_core import OpPolicy, apply_policy, autocast
@@ -152,7 +154,7 @@ def test_equal_regions_share_a_graph(policy: OpPolicy | None) -> None:
             return torch.mm(x, x)
 
     torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounter()
+    counter = CompileCounter()
     compiled = torch.compile(function, backend=counter, fullgraph=True)
     for _ in range(3):
         compiled(autocast("cpu", policy=policy), X)
@@ -208,3 +210,17 @@ def test_rules_of_functions(inside: bool) -> None:
         )
         found, wanted = call(X), region(Product.apply)(X)
         assert (found.dtype, found.tolist()) == (wanted.dtype, wanted.tolist())
+
+
+@pytest.mark.skipif(not hasattr(torch.compiler, "load_compiled_function"), reason="not in every torch")
+def test_a_saved_function_runs_after_it_is_loaded(tmp_path: Path) -> None:
+    """The guard on policies fails wherever it is loaded, also in programs that have no policy."""
+    path = tmp_path / "compiled"
+    torch._dynamo.reset()
+    compiled: Any = torch.compile(ops, backend="aot_eager", fullgraph=True)
+    compiled.aot_compile(((X,), {})).save_compiled_function(str(path))
+    with path.open("rb") as file:
+        loaded = torch.compiler.load_compiled_function(file)
+    assert all(map(torch.equal, loaded(X), ops(X)))
+    with autocast("cpu", policy=POLICIES[1]), pytest.raises(RuntimeError, match="policy changed"):
+        loaded(X)
