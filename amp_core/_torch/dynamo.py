@@ -258,45 +258,50 @@ def trace_as_context_manager(classes: Sequence[type], how: ContextManager) -> No
         except AttributeError:  # its constructor is still running
             return builder.wrap_user_defined(value)
         kind = type(value)
-
-        def install(guards: Any, guard: Any) -> None:
-            def equal(other: Any) -> bool:
-                return type(other) is kind and how.describe(other) == constants
-
-            _add_guard(guards.get_guard_manager(guard), equal, kind.__name__, guard)
-
-        install.__name__ = _reusable(kind, how)
-        builder.install_guards(install)
+        guard = functools.partial(_add_instance_guard, kind=kind, constants=constants)
+        builder.install_guards(guard)
         return InstanceVariable(how, kind, constants, source=builder.source)
 
     def wrap_builder(builder: Any, value: Any) -> Any:
         builder.install_guards(GuardBuilder.ID_MATCH)
         return BuilderVariable(how, value, source=builder.source)
 
+    _let_guards_be_reused()
     rebuild = [how.rebuild] if hasattr(how.rebuild, "__code__") else []
     run_uncompiled([*rebuild, *(f for cls in classes for f in _methods(cls))])
     by_type, by_id = VariableBuilder._type_dispatch(), VariableBuilder._id_dispatch()
     by_id[id(how.rebuild)] = wrap_builder
     for cls in classes:
+        _traced[cls] = how
         by_type[cls] = wrap_instance
         by_id[id(cls)] = wrap_builder
 
 
-def _reusable(kind: type, how: ContextManager) -> str:
-    """Return a name for guards by which ``torch.compiler.nested_compile_region`` can check them.
+_traced: dict[type, ContextManager] = {}
 
-    It reuses graphs, and refuses functions with guards that its table does not name. Not every torch has one.
+
+def _is_as(value: Any, kind: type, constants: object) -> bool:
+    return type(value) is kind and _traced[kind].describe(value) == constants
+
+
+def _add_instance_guard(guards: Any, guard: Any, *, kind: type, constants: object) -> None:
+    manager = guards.get_guard_manager(guard)
+    _add_guard(manager, lambda value: _is_as(value, kind, constants), kind.__name__, guard)
+
+
+def _let_guards_be_reused() -> None:
+    """Tell ``torch.compiler.nested_compile_region``, which reuses graphs, how to check these guards.
+
+    It refuses functions with guards that its table does not name. Not every torch has one.
     """
     from torch._dynamo import guards
 
-    name = f"{kind.__module__}.{kind.__qualname__}"
     known = getattr(guards, "GUARD_VALUE_DISPATCH", None)
-    if known is not None and name not in known:
-        known[name] = guards.GuardCheckSpec(
-            lambda _guard, value: how.describe(value),
-            lambda value, constants: type(value) is kind and how.describe(value) == constants,
+    if known is not None:
+        known[_add_instance_guard.__name__] = guards.GuardCheckSpec(
+            lambda _guard, value: (type(value), _traced[type(value)].describe(value)),
+            lambda value, expected: _is_as(value, *expected),
         )
-    return name
 
 
 def _methods(cls: type) -> list[Callable[..., Any]]:

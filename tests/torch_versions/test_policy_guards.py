@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 from torch._functorch import config as functorch_config
 
-from amp_core import OpPolicy, apply_policy, autocast
+from amp_core import OpPolicy, apply_policy, autocast, disable
 
 X = torch.linspace(-1, 1, 16).reshape(4, 4)
 DEFAULT = OpPolicy.default("cpu")
@@ -212,15 +212,27 @@ def test_rules_of_functions(inside: bool) -> None:
         assert (found.dtype, found.tolist()) == (wanted.dtype, wanted.tolist())
 
 
+def in_given(x: Tensor, region: Any) -> tuple[Tensor, Tensor, Tensor]:
+    with region:
+        return ops(x)
+
+
 @pytest.mark.skipif(not hasattr(torch.compiler, "load_compiled_function"), reason="not in every torch")
-def test_a_saved_function_runs_after_it_is_loaded(tmp_path: Path) -> None:
-    """The guard on policies fails wherever it is loaded, also in programs that have no policy."""
+@pytest.mark.parametrize(
+    "region", [None, autocast("cpu", policy=POLICIES[1]), disable()], ids=["none", "policy", "disable"]
+)
+def test_a_saved_function_runs_after_it_is_loaded(region: Any, tmp_path: Path) -> None:
+    """A guard on policies or regions fails wherever it is loaded, also in programs that have no policy."""
+    function, given = (ops, (X,)) if region is None else (in_given, (X, region))
     path = tmp_path / "compiled"
     torch._dynamo.reset()
-    compiled: Any = torch.compile(ops, backend="aot_eager", fullgraph=True)
-    compiled.aot_compile(((X,), {})).save_compiled_function(str(path))
+    compiled: Any = torch.compile(function, backend="aot_eager", fullgraph=True)
+    compiled.aot_compile((given, {})).save_compiled_function(str(path))
     with path.open("rb") as file:
-        loaded = torch.compiler.load_compiled_function(file)
-    assert all(map(torch.equal, loaded(X), ops(X)))
+        loaded: Any = torch.compiler.load_compiled_function(file)
+    assert all(map(torch.equal, loaded(*given), function(*given)))
     with autocast("cpu", policy=POLICIES[1]), pytest.raises(RuntimeError, match="policy changed"):
-        loaded(X)
+        loaded(*given)
+    if region is not None:
+        with pytest.raises(RuntimeError, match="check failed"):
+            loaded(X, autocast("cpu", policy=POLICIES[2]))
