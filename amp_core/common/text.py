@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from typing import Any
 
@@ -14,3 +15,8 @@ def dtype_name(dtype: object) -> str:
 def json_value(value: Any) -> Any:
     """Return `value`; inf and NaN, which JSON lacks, as strings."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def digest(value: object) -> str:
+    """Return hexadecimal digits that stand for ``repr(value)``, the same in every process."""
+    return hashlib.sha256(repr(value).encode()).hexdigest()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
@@ -13,6 +13,7 @@ from amp_core._torch.tracing import calls_are_exported
 from amp_core.common import environment as _env
 from amp_core.common.call_site import level_outside
 from amp_core.common.locks import new_lock
+from amp_core.common.text import digest
 from amp_core.dispatch import functions
 from amp_core.dispatch.engine import Prepared, Table, ThreadState, engine
 from amp_core.dispatch.runners import table_of
@@ -70,9 +71,11 @@ class Activation:
             local.in_force = self
 
     @cached_property
-    def identity(self) -> Hashable:
-        """Equal for activations that do the same."""
-        return self.policy, self.policy._origins, self.by_default, frozenset(self.table)
+    def number(self) -> int:
+        """Equal for activations that do the same, in every process; stands for them in compiled code."""
+        policy = self.policy
+        rules, origins = sorted(policy.rules.items()), sorted(policy.origins.items())
+        return _number(policy.device_type, rules, origins, self.by_default, sorted(self.table))
 
     def __reduce__(self) -> tuple[object, ...]:
         return _prepared, (self.policy, self.by_default)
@@ -155,15 +158,19 @@ class RuleOverrides:
         pop()
 
     @cached_property
-    def identity(self) -> Hashable:
-        """Equal for overrides that do the same."""
-        return self.device_type, frozenset(self.rules.items()), self.origin
+    def number(self) -> int:
+        """Equal for overrides that do the same, in every process; stands for them in compiled code."""
+        return _number(self.device_type, sorted(self.rules.items()), self.origin)
 
     def __reduce__(self) -> tuple[object, ...]:
         return RuleOverrides, (self.device_type, dict(self.rules), self.origin)
 
 
 _POLICIES_PER_CHANGE = 16
+
+
+def _number(*content: object) -> int:
+    return int(digest(content)[:15], 16)
 
 
 _NO_EXPORT = (

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from amp_core.common import toml
+from amp_core.common.text import digest
 from amp_core.errors import PolicyError
 
 if TYPE_CHECKING:  # the import takes 10 ms, and few programs have recipes
@@ -64,7 +64,7 @@ def _name(recipe: Recipe) -> str:
     if recipe.name in Recipe.names() and Recipe.named(recipe.name) == recipe:
         return recipe.name
     words = re.sub(r"[^\w.-]+", "-", recipe.name) or "own"
-    return f"{words}:{hashlib.sha256(repr(recipe).encode()).hexdigest()[:8]}"
+    return f"{words}:{digest(recipe)[:8]}"
 
 
 def as_rule(rule: Any, own: Mapping[str, Recipe] | None = None) -> Any:

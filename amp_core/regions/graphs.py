@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
-import itertools
 import warnings
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch.fx.node import has_side_effect
@@ -21,6 +19,7 @@ from amp_core._torch.dynamo import (
 )
 from amp_core._torch.tracing import calls_are_exported
 from amp_core.common.call_site import level_outside
+from amp_core.common.text import digest
 from amp_core.common.versions import installed_version
 from amp_core.dispatch.activate import Activation, RuleOverrides, pop
 from amp_core.dispatch.engine import policies_in_force
@@ -33,15 +32,12 @@ from amp_core.states.region_stack import thread
 
 # Graphs refer to what they push by its number here, which keeps it alive.
 _in_graphs: dict[int, Activation | RuleOverrides] = {}
-_numbers: dict[Hashable, int] = {}
-_next = itertools.count()
 
 
 def number_in_graphs(item: Activation | RuleOverrides) -> int:
     """Return the number that graphs use for `item` and its equals, and keep the first of them alive."""
-    number = _numbers.setdefault(item.identity, next(_next))
-    _in_graphs.setdefault(number, item)
-    return number
+    _in_graphs.setdefault(item.number, item)
+    return item.number
 
 
 @has_side_effect  # else backends that clean the graph drop the call: nothing uses its result
@@ -93,7 +89,7 @@ def cache_tag() -> str:
     if not in_force:
         return ""
     parts = [(each.device_type, each.origin, type(each), sorted(rules.items())) for each, rules in in_force]
-    return f"amp_core-{hashlib.sha256(repr((installed_version('amp-core'), parts)).encode()).hexdigest()}"
+    return f"amp_core-{digest((installed_version('amp-core'), parts))}"
 
 
 def region_of_constants(

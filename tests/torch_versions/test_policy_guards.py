@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import itertools
 import random
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -236,3 +238,17 @@ def test_a_saved_function_runs_after_it_is_loaded(region: Any, tmp_path: Path) -
     if region is not None:
         with pytest.raises(RuntimeError, match="check failed"):
             loaded(X, autocast("cpu", policy=POLICIES[2]))
+
+
+@pytest.mark.skipif(torch.__version__ < (2, 13), reason="torch 2.11 saves compiled functions by a setting")
+def test_a_saved_function_in_another_process(tmp_path: Path) -> None:
+    """It runs under whichever policy was the first there, or refuses its own."""
+    script = Path(__file__).parent / "data" / "saved_function.py"
+
+    def run(mode: str, op: str) -> str:
+        command = [sys.executable, str(script), mode, str(tmp_path / "compiled"), op]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    run("save", "matmul")
+    assert run("load", "matmul") == "torch.float32\n"
+    assert run("load", "softmax") == "True\n"
