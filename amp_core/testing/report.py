@@ -55,7 +55,7 @@ class Report:
     capabilities: dict[str, str] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=_versions)
     partial: bool = False
-    """Whether checks of the kit were left out, by area or by name."""
+    """Whether checks of the kit were left out: by area, by name, or because the run was stopped."""
 
     @property
     def ok(self) -> bool:

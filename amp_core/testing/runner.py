@@ -148,21 +148,21 @@ class Collector:
         self._progress, self._count = progress, 0
         self._backend, self._chosen, self._fixtures, self._thorough = backend, areas, fixtures, thorough
         self._areas: dict[str, str] = {}
-        self._partial = bool(areas)
         self._subject: type = object
 
     def report(self) -> Report:
         """Return the results so far."""
+        from amp_core.testing.suite import AREAS
+
         kind = type(self._backend)
         name, reason = f"{kind.__module__}.{kind.__qualname__}", _reason(self._backend)
-        capabilities = _capabilities(self._subject())
         return Report(
             self._backend.device_type,
             name,
             reason,
             tuple(self.results),
-            capabilities,
-            partial=self._partial,
+            _capabilities(self._subject()),
+            partial=len(self.results) < len(self._areas) or not {*AREAS} <= {*(self._chosen or AREAS)},
         )
 
     def pytest_configure(self) -> None:
@@ -210,10 +210,6 @@ class Collector:
         chosen = {*(self._chosen or AREAS), "own"}  # the fixtures may be a test class, with every area
         mine = [item for item in mine if self._areas[item.nodeid] in chosen]
         items[:] = [item for item in items if item.nodeid not in self._areas] + mine
-
-    def pytest_deselected(self, items: Sequence[pytest.Item]) -> None:
-        """Note whether `-k` leaves out checks of the kit."""
-        self._partial |= any(getattr(item, "cls", None) is self._subject for item in items)
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Count the checks that `-k` has left."""

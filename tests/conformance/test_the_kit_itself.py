@@ -222,9 +222,12 @@ def test_growth_by_chance_is_no_leak(monkeypatch):
 
 @pytest.mark.slow
 def test_the_whole_command_passes_for_the_cpu(capsys):
-    """The first thing that anybody runs."""
-    assert main(["check", "cpu"]) == 0
-    assert "passes" in capsys.readouterr().out
+    """The first thing that anybody runs; or with the name of every area, which leaves out nothing."""
+    from amp_core.testing.suite import AREAS
+
+    for areas in ([], AREAS):
+        assert main(["check", "cpu", *(f"--area={name}" for name in areas)]) == 0
+        assert "\npasses: " in capsys.readouterr().out
 
 
 SHOWN = """
@@ -304,6 +307,15 @@ def test_an_interrupted_run_of_the_plugin_writes_no_report(tmp_path):
     assert done.returncode == pytest.ExitCode.INTERRUPTED
     assert "passes" not in done.stdout
     assert not (tmp_path / "badge.svg").exists()
+
+
+def test_a_run_of_the_plugin_that_another_plugin_stops_is_a_part(tmp_path):
+    """A limit on the time of a session ends it after some checks, and the report says that all passed."""
+    stop = "def pytest_runtest_setup(item):\n    item.session.shouldfail = 'the time is over'\n"
+    (tmp_path / "stop.py").write_text(stop)
+    done = run_pytest(tmp_path, "-p", "stop", "--amp-device=cpu")
+    assert done.returncode == pytest.ExitCode.TESTS_FAILED
+    assert "amp-core conformance kit: cpu passes a part: 1 passed" in done.stdout
 
 
 def test_the_plugin_needs_a_device(tmp_path):
