@@ -330,6 +330,8 @@ class GradScaler(TorchNames):
             scaler.update()
         """
         if not self._enabled:
+            if max_norm is not None:
+                max_norm, norm_type = as_max_norm(max_norm), as_number(norm_type, "norm_type")
 
             def clipped() -> Any:
                 loss = evaluate(closure)

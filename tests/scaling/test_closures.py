@@ -326,13 +326,23 @@ def test_the_key_under_which_gradients_were_unscaled() -> None:
     assert run.evaluations == 0
 
 
-@pytest.mark.parametrize("clipping", [{"max_norm": -1.0}, {"max_norm": 1.0, "norm_type": 0}])
-def test_wrong_clipping(clipping: dict[str, float]) -> None:
+@pytest.mark.parametrize(
+    ("enabled", "clipping"),
+    [
+        (True, {"max_norm": -1.0}),
+        (True, {"max_norm": 1.0, "norm_type": 0}),
+        (False, {"max_norm": -1.0}),
+        (False, {"max_norm": 1.0, "norm_type": math.nan}),
+    ],
+)
+def test_wrong_clipping(enabled: bool, clipping: dict[str, float]) -> None:
     """The closure runs before the error, and its gradients take the place of those that SAM starts from."""
-    run = Problem(lambda params: Sam(params, 0.1, first_from_closure=False), GradScaler("cpu"))
+    run = Problem(
+        lambda params: Sam(params, 0.1, first_from_closure=False), GradScaler("cpu", enabled=enabled)
+    )
     run.scaler.scale(run.model(run.inputs).square().mean()).backward()
     run.scaler.unscale_(run.optimizer)
-    with pytest.raises(ValueError, match=r"max_norm= must be at least 0|norm_type= must be above 0"):
+    with pytest.raises(ValueError, match=r"max_norm= must be at least 0|norm_type= (must be above 0|is NaN)"):
         run.scaler.step_closure(run.optimizer, run.closure, **clipping)
     assert run.evaluations == 0
 
