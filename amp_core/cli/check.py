@@ -35,8 +35,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the kit; return 0 if no check failed and some passed, else 1."""
-    report = _check(args)
-    _show_progress("")
+    try:
+        report = _check(args)
+    finally:
+        _show_progress("")
     if args.markdown:
         Path(args.markdown).write_text(report.to_markdown(), encoding="utf-8")
     if args.badge:

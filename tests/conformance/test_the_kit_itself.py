@@ -129,15 +129,18 @@ class Stopped(BackendFixtures):
         raise KeyboardInterrupt
 
 
-def test_an_interrupted_run_is_no_verdict(tmp_path, capsys):
+def test_an_interrupted_run_is_no_verdict(tmp_path, monkeypatch, capsys):
     """The checks before Ctrl-C pass, and a report says that the backend passes the kit."""
     report = tmp_path / "report.md"
     fixtures = f"{__name__}:Stopped"
     with pytest.raises(KeyboardInterrupt):
         check("cpu", areas=["cast"], fixtures=Stopped)
     words = ["check", "cpu", "--area", "cast", "--fixtures", fixtures, "--markdown", str(report)]
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     assert main(words) == 130
-    assert capsys.readouterr() == ("", "amp: interrupted\n")
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.endswith("\r\x1b[Kamp: interrupted\n")  # not behind the name of a check
     assert not report.exists()
 
 
