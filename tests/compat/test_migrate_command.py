@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import resource
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from amp_compat.migrate.cli import _mapper
 from amp_compat.migrate.files import write_whole
 from amp_core.cli import main
 
@@ -253,6 +255,12 @@ def test_worker_processes(tree: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "21 files: 21 changed" in done.stdout
     assert all(file.read_text() == NEW for file in tree.glob("*.py"))
+
+
+def test_worker_processes_leave_ctrl_c_to_the_command() -> None:
+    """Each that is just starting prints a traceback of its own."""
+    with _mapper(8, 2) as mapper:
+        assert {*mapper(signal.getsignal, [signal.SIGINT] * 8)} == {signal.SIG_IGN}
 
 
 def test_replaced_whole_or_not_at_all(tree: Path) -> None:

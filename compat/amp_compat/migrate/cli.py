@@ -6,6 +6,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import signal
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
@@ -117,7 +118,8 @@ def _mapper(count: int, jobs: int) -> Iterator[Callable[..., Any]]:
         return
     # spawn: torch has started threads in the parent, so a forked child can hang.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+    ignored = signal.SIGINT, signal.SIG_IGN  # Ctrl-C reaches every process; one message is enough
+    with ProcessPoolExecutor(workers, context, signal.signal, ignored) as pool:
         yield lambda function, items: pool.map(function, items, chunksize=4)
 
 
