@@ -250,6 +250,7 @@ def _eligible(tensor: Tensor, device_type: str, dtype: torch.dtype) -> bool:
 
 def _cast_all(tensors: list[Tensor], device_type: str, dtype: torch.dtype) -> list[Tensor]:
     flows = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    # Dynamo cannot trace how kernels are loaded.
     one_call = len(tensors) > 1 and not (flows or torch.compiler.is_compiling())
     if one_call and all(type(t) is Tensor and t.layout is torch.strided for t in tensors):
         return get_backend(device_type).kernels().cast(tensors, dtype)

@@ -162,7 +162,7 @@ class Collector:
             reason,
             tuple(self.results),
             _capabilities(self._subject()),
-            partial=len(self.results) < len(self._areas) or not {*AREAS} <= {*(self._chosen or AREAS)},
+            partial=len(self.results) < len(self._areas) or {*(self._chosen or AREAS)} != {*AREAS},
         )
 
     def pytest_configure(self) -> None:
