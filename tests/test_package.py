@@ -28,7 +28,7 @@ def run(code: str) -> object:
 
 
 def test_import_is_quick_and_loads_no_backend() -> None:
-    """Importing the main names takes more than 3.6 % of torch's import, or imports a backend or a plugin."""
+    """Importing the main names takes more than 5 % of torch's import, or imports a backend or a plugin."""
     code = """
 import json, sys, time
 begin = time.process_time()
@@ -40,11 +40,11 @@ took = (time.process_time() - start) / (start - begin)
 new = {m.split(".")[0] for m in set(sys.modules) - before}
 print(json.dumps([took, sorted(new)]))
 """
-    for _ in range(8):  # until one run is undisturbed; a CPU's speed cancels out
+    for _ in range(8):  # until one run is undisturbed, of about 3.3 %; a CPU's speed cancels out
         took, loaded = run(code)
-        if took < 0.036:
+        if took < 0.05:
             break
-    assert took < 0.036
+    assert took < 0.05
     assert set(loaded) <= {"amp_core", "pluggy", "importlib_metadata", "typing_extensions"} | set(
         sys.stdlib_module_names
     )
