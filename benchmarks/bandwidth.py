@@ -8,40 +8,62 @@ import torch
 
 import amp_core
 from benchmarks.ab import Ratio, compare
-from benchmarks.shapes import gpt2_small, tensors
+from benchmarks.shapes import gpt2_small, many, tensors
+
+_CHUNK = 2**18
+"""Bytes that a thread processes at a time."""
 
 
 def run() -> Iterator[Ratio]:
     """Compare the read pass with a dot product, and the pass that multiplies in place with mul_.
 
-    The limit is what multiplying as many numbers takes where they stay in the second-level caches: the
-    arithmetic, which no memory can hide.
+    The first gradients of each dtype stay in the caches. The limit is what multiplying as many numbers takes
+    where they stay in the second-level caches: the arithmetic, which no memory can hide.
     """
-    kernels = amp_core.get_backend("cpu").kernels()
-    one = torch.ones(())
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        yield from _passes(tensors(many(100, 30_000), dtype), calls=10)
         grads = tensors(gpt2_small(), dtype)
-        size = sum(g.numel() * g.element_size() for g in grads)
-        plain = torch.randn(size // 4)  # float32: as many bytes
-        short = str(dtype).removeprefix("torch.")
-        yield compare(
-            f"{short}, {size / 1e6:.0f} MB: read pass against torch.dot",
-            lambda plain=plain: torch.dot(plain, plain),  # type: ignore[misc]
-            lambda grads=grads: kernels.grad_stats(grads),  # type: ignore[misc]
-        )
-        yield compare(
-            f"{short}, {size / 1e6:.0f} MB: multiply_ against mul_",
-            lambda plain=plain: plain.mul_(one),  # type: ignore[misc]
-            lambda grads=grads: kernels.multiply_(grads, one),  # type: ignore[misc]
-        )
-        halves = [grads[0].new_ones(_CHUNK // dtype.itemsize) for _ in range(2)]  # one for each thread
-        cached = [half for half in halves for _ in range(size // _CHUNK // 2)]
-        yield compare(
-            f"{short}, {size / 1e6:.0f} MB: multiply_ against mul_: limit",
-            lambda plain=plain: plain.mul_(one),  # type: ignore[misc]
-            lambda cached=cached: kernels.multiply_(cached, one),  # type: ignore[misc]
-        )
+        yield from _passes(grads, calls=1)
+        yield _limit(grads)
 
 
-_CHUNK = 2**18
-"""Bytes that a thread processes at a time."""
+def _passes(grads: list[torch.Tensor], *, calls: int) -> Iterator[Ratio]:
+    kernels, one = amp_core.get_backend("cpu").kernels(), torch.ones(())
+    plain = _as_large(grads)
+    name = _named(grads)
+    yield compare(
+        f"{name}: read pass against torch.dot",
+        lambda: torch.dot(plain, plain),
+        lambda: kernels.grad_stats(grads),
+        calls=calls,
+    )
+    yield compare(
+        f"{name}: multiply_ against mul_",
+        lambda: plain.mul_(one),
+        lambda: kernels.multiply_(grads, one),
+        calls=calls,
+    )
+
+
+def _limit(grads: list[torch.Tensor]) -> Ratio:
+    kernels, one = amp_core.get_backend("cpu").kernels(), torch.ones(())
+    plain = _as_large(grads)
+    halves = [grads[0].new_ones(_CHUNK // grads[0].itemsize) for _ in range(2)]  # one for each thread
+    cached = [half for half in halves for _ in range(_size(grads) // _CHUNK // 2)]
+    return compare(
+        f"{_named(grads)}: multiply_ against mul_: limit",
+        lambda: plain.mul_(one),
+        lambda: kernels.multiply_(cached, one),
+    )
+
+
+def _as_large(grads: list[torch.Tensor]) -> torch.Tensor:
+    return torch.randn(_size(grads) // 4)  # float32: as many bytes
+
+
+def _named(grads: list[torch.Tensor]) -> str:
+    return f"{str(grads[0].dtype).removeprefix('torch.')}, {_size(grads) / 1e6:.0f} MB"
+
+
+def _size(grads: list[torch.Tensor]) -> int:
+    return sum(g.numel() * g.element_size() for g in grads)

@@ -55,6 +55,7 @@ def run() -> Iterator[Ratio]:
         "10 tensors of 1k": many(10),
         "200 tensors of 1k": many(200),
         "2000 tensors of 1k": many(2000),
+        "100 tensors of 30k": many(100, 30_000),
         "GPT-2 small": gpt2_small(),
     }
     for name, shapes in models.items():

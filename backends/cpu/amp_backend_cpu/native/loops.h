@@ -11,6 +11,13 @@
 #define LEAST 1e-26          /* a block's sum below this may have lost squares that left float32 */
 #define MOST 1e38
 
+/* The distance of the parts, in elements of `width` bytes, for loops that also store. It is no multiple of
+ * 4 KiB: a load waits for the stores before it that have the same lower 12 bits of the address. */
+INLINE size_t IN(distance)(size_t n, size_t width) {
+    size_t apart = n / GROUP * PAIR, bytes = apart * width;
+    return bytes > 0 && bytes % 4096 == 0 ? apart - 512 / width : apart;
+}
+
 INLINE double IN(total)(floats v) {
     double sum = 0.0;
     for (int k = 0; k < LANES; k++)
@@ -135,27 +142,39 @@ static void IN(stats_f64)(const void *data, size_t n, double *sum, uint32_t *bad
  * What was inf or NaN before is so afterwards, whatever the factor: only products are tested. A number times
  * zero is a zero, but inf and NaN make a NaN, which stays in a sum. */
 
+INLINE pair IN(product_f32)(float *x, float factor) {
+    pair v = IN(load_f32)(x);
+    v.a *= factor;
+    v.b *= factor;
+    IN(store_f32)(x, v, 0);
+    return v;
+}
+
 static void IN(multiply_f32)(void *data, size_t n, float factor, uint32_t *bad) {
     float *x = data;
-    floats z0 = {0}, z1 = {0};
+    floats z0 = {0}, z1 = {0}, z2 = {0}, z3 = {0}; /* with two, each addition waits for the one before */
     double zeros = 0.0;
-    size_t i = 0, apart = n / GROUP * PAIR;
+    size_t i = 0, apart = IN(distance)(n, sizeof *x);
     for (; i < apart; i += PAIR) {
-        for (size_t part = 0; part < PARTS; part++) {
-            float *y = x + part * apart + i;
-            pair v = IN(load_f32)(y);
-            v.a *= factor;
-            v.b *= factor;
+        for (size_t part = 0; part < PARTS; part += 2) {
+            pair v = IN(product_f32)(x + part * apart + i, factor);
+            pair w = IN(product_f32)(x + (part + 1) * apart + i, factor);
             z0 += v.a * 0.0f;
             z1 += v.b * 0.0f;
-            IN(store_f32)(y, v, 0);
+            z2 += w.a * 0.0f;
+            z3 += w.b * 0.0f;
         }
     }
-    for (i = PARTS * apart; i < n; i++) {
+    for (i = PARTS * apart; i + PAIR <= n; i += PAIR) {
+        pair v = IN(product_f32)(x + i, factor);
+        z0 += v.a * 0.0f;
+        z1 += v.b * 0.0f;
+    }
+    for (; i < n; i++) {
         x[i] *= factor;
         zeros += (double)(x[i] * 0.0f);
     }
-    zeros += IN(total)(z0 + z1);
+    zeros += IN(total)((z0 + z1) + (z2 + z3));
     *bad |= zeros != zeros;
 }
 
@@ -219,7 +238,7 @@ static void IN(multiply_f64)(void *data, size_t n, float factor, uint32_t *bad) 
     static void IN(NAME)(void *data, size_t n, float factor, uint32_t *bad) {                          \
         uint16_t *x = data;                                                                            \
         halves largest = {0};                                                                          \
-        size_t i = 0, apart = n / GROUP * PAIR;                                                        \
+        size_t i = 0, apart = IN(distance)(n, sizeof *x);                                              \
         for (; i < apart; i += PAIR)                                                                   \
             for (size_t part = 0; part < PARTS; part++)                                                \
                 largest = IN(larger)(largest, IN(NAME##_pair)(x + part * apart + i, factor));          \
@@ -245,7 +264,7 @@ MULTIPLY(multiply_f16, IN(load_f16), IN(join_f16), IN(store_f16), 0x7c00)
 
 #define CAST(NAME, FROM, LOAD, TO, STORE_PAIR)                                                         \
     INLINE void IN(NAME##_body)(const FROM *from, TO *to, size_t n, int stream) {                      \
-        size_t i = 0, apart = n / GROUP * PAIR;                                                        \
+        size_t i = 0, apart = IN(distance)(n, sizeof(uint16_t));                                       \
         for (; i < apart; i += PAIR)                                                                   \
             for (size_t part = 0; part < PARTS; part++)                                                \
                 STORE_PAIR(to + part * apart + i, LOAD(from + part * apart + i), stream);              \
