@@ -55,7 +55,7 @@ def run() -> Iterator[Ratio]:
         "10 tensors of 1k": many(10),
         "200 tensors of 1k": many(200),
         "2000 tensors of 1k": many(2000),
-        "100 tensors of 30k": many(100, 30_000),
+        "24 tensors of 250k": many(24, 250_000),
         "GPT-2 small": gpt2_small(),
     }
     for name, shapes in models.items():
@@ -64,8 +64,9 @@ def run() -> Iterator[Ratio]:
     yield _steps("10 tensors of 1k, no-op, no clip: limit", many(10), NoStep, {}, clip=False, ours=Recorded)
     yield _two_passes("GPT-2 small, no-op, clip: limit", models["GPT-2 small"])
     adamw = torch.optim.AdamW
-    for name in ("200 tensors of 1k", "GPT-2 small"):
+    for name in ("200 tensors of 1k", "24 tensors of 250k", "GPT-2 small"):
         yield _steps(f"{name}, AdamW fused, clip", models[name], adamw, {"fused": True}, clip=True)
+        yield _steps(f"{name}, AdamW fused, no clip", models[name], adamw, {"fused": True}, clip=False)
     yield _read_and_step("GPT-2 small, AdamW fused, clip: limit", models["GPT-2 small"])
     yield _steps("200 tensors of 1k, AdamW foreach, clip", models["200 tensors of 1k"], adamw, {}, clip=True)
     yield _float16_steps()

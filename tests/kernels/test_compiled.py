@@ -205,6 +205,27 @@ def test_number_of_threads_changes_nothing() -> None:
 
 
 @needs_library
+@examples(30)
+@given(
+    st.lists(st.sampled_from([0, 1, 900, 65_537, 70_000, 200_000]), max_size=8),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.integers(1, 9),
+)
+def test_threads_divide_the_work(sizes: list[int], dtype: torch.dtype, threads: int) -> None:
+    """An element belongs to the shares of two threads, or of none; or a norm depends on who has it."""
+    grads = [numbers(n, dtype) for n in [*sizes, 1_100_000]]
+    expected, alone = [grad * 2 for grad in grads], COMPILED.grad_stats(grads).norm
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        assert torch.equal(COMPILED.grad_stats(grads).norm, alone)
+        COMPILED.multiply_(grads, torch.tensor(2.0))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(*pair) for pair in zip(grads, expected, strict=True))
+
+
+@needs_library
 def test_what_the_library_does_not_take() -> None:
     """A strided, complex or empty list is read as if it were plain memory."""
     strided = torch.arange(20.0).reshape(4, 5).t()

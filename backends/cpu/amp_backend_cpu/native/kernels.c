@@ -203,60 +203,58 @@ int amp_may_thread(void) { return !forked; }
 
 static const size_t width_of[4] = {4, 8, 2, 2}; /* bytes, by dtype code */
 
-static size_t chunk_of(int32_t dtype) { return CHUNK / width_of[dtype]; }
-
 /* chunks[i] is the number of the first chunk of tensor i; chunks[count] the number of all. */
 static size_t *first_chunks(size_t count, const int64_t *sizes, const int32_t *dtypes) {
     size_t *chunks = malloc((count + 1) * sizeof *chunks);
     if (chunks == NULL)
         return NULL;
     chunks[0] = 0;
-    for (size_t i = 0; i < count; i++)
-        chunks[i + 1] = chunks[i] + ((size_t)sizes[i] + chunk_of(dtypes[i]) - 1) / chunk_of(dtypes[i]);
+    for (size_t i = 0; i < count; i++) {
+        size_t most = CHUNK / width_of[dtypes[i]];
+        chunks[i + 1] = chunks[i] + ((size_t)sizes[i] + most - 1) / most;
+    }
     return chunks;
 }
 
-static size_t tensor_of(const size_t *chunks, size_t count, size_t chunk) {
-    size_t low = 0, high = count;
-    while (high - low > 1) {
-        size_t middle = (low + high) / 2;
-        if (chunks[middle] <= chunk)
-            low = middle;
-        else
-            high = middle;
-    }
-    return low;
+/* The first element of chunk k, the chunks being equal but for a cache line. */
+static size_t first_element(size_t size, size_t k, size_t chunks) {
+    return k == chunks ? size : size * k / chunks / 64 * 64;
+}
+
+/* The first chunk of a thread's share of tensor t. As in torch's kernels, each thread has a share of each
+ * tensor, so it finds in its own caches what the kernel before or after has there: on CPUs with several
+ * third-level caches, another core's take several times as long. Where a tensor cannot be divided equally, the
+ * shares of later tensors begin earlier, so that the threads have as much to do. */
+static size_t first_of_share(size_t share, size_t threads, size_t t, size_t count, size_t chunks) {
+    size_t at = share * chunks * 2 * count, earlier = threads * (2 * t + 1), unit = threads * 2 * count;
+    return at > earlier ? (at - earlier + unit - 1) / unit : 0;
 }
 
 /* BACKWARD starts with the memory that a pass before has read last, which is still in the caches. */
 enum order { FORWARD, BACKWARD };
 
-#define CHUNKS(first, end, order, ...)                                                             \
-    for (size_t i_ = (first), t = count; i_ < (end); i_++) {                                       \
-        size_t c = (order) == BACKWARD ? (first) + (end) - 1 - i_ : i_;                            \
-        if (t == count)                                                                            \
-            t = tensor_of(chunks, count, c);                                                       \
-        while (chunks[t + 1] <= c)                                                                 \
-            t++;                                                                                   \
-        while (chunks[t] > c)                                                                      \
-            t--;                                                                                   \
-        size_t chunk = chunk_of(dtypes[t]), start = (c - chunks[t]) * chunk;                       \
-        size_t n = (size_t)sizes[t] - start < chunk ? (size_t)sizes[t] - start : chunk;            \
-        __VA_ARGS__                                                                                \
+#define SHARE(share, threads, order, ...)                                                          \
+    for (size_t i_ = 0; i_ < count; i_++) {                                                        \
+        size_t t = (order) == BACKWARD ? count - 1 - i_ : i_, own = chunks[t + 1] - chunks[t];     \
+        size_t first = first_of_share((size_t)(share), (size_t)(threads), t, count, own);          \
+        size_t end = first_of_share((size_t)(share) + 1, (size_t)(threads), t, count, own);        \
+        for (size_t k_ = first; k_ < end; k_++) {                                                  \
+            size_t k = (order) == BACKWARD ? first + end - 1 - k_ : k_;                            \
+            size_t start = first_element((size_t)sizes[t], k, own);                                \
+            size_t n = first_element((size_t)sizes[t], k + 1, own) - start;                        \
+            __VA_ARGS__                                                                            \
+        }                                                                                          \
     }
 
-/* A thread takes consecutive chunks, so it only searches for the tensor of the first. OpenMP takes a
- * microsecond to start one thread, as long as processing many small tensors: without need, it is not asked. */
+/* OpenMP takes a microsecond to start one thread, as long as processing many small tensors: without need, it
+ * is not asked. */
 #define FOR_EACH_CHUNK(order, ...)                                                                 \
     if (threads > 1 && !forked) {                                                                  \
         OMP(parallel for schedule(static) num_threads(threads))                                    \
-        for (int share = 0; share < threads; share++) {                                            \
-            size_t first = chunks[count] * (size_t)share / (size_t)threads;                        \
-            size_t end = chunks[count] * ((size_t)share + 1) / (size_t)threads;                    \
-            CHUNKS(first, end, order, __VA_ARGS__)                                                 \
-        }                                                                                          \
+        for (int share = 0; share < threads; share++)                                              \
+            SHARE(share, threads, order, __VA_ARGS__)                                              \
     } else {                                                                                       \
-        CHUNKS(0, chunks[count], order, __VA_ARGS__)                                               \
+        SHARE(0, 1, order, __VA_ARGS__)                                                            \
     }
 
 /* ---- the kernels ----
@@ -309,7 +307,7 @@ EXPORT int amp_grad_stats(const struct grad_stats *args) {
     int ok = part != NULL && flag != NULL;
     if (ok) {
         FOR_EACH_CHUNK(FORWARD, loops->stats[dtypes[t]](
-            (const char *)data[t] + start * width_of[dtypes[t]], n, &part[c], &flag[c]);)
+            (const char *)data[t] + start * width_of[dtypes[t]], n, &part[chunks[t] + k], &flag[chunks[t] + k]);)
         *found = 0.0f;
         for (size_t t = 0; t < count; t++) {
             double sum = 0.0;
