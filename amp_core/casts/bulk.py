@@ -45,7 +45,8 @@ def cast_weights(
     with torch.inference_mode(mode=False), torch.enable_grad():  # see cast_alone
         parts = list(buckets(weights))
         storage = [allocate(part, dtype, memory) for part in parts]
-        casts = kernels.cast(weights, dtype, out=[cast for some in storage for cast in some])
+        casts = [cast for some in storage for cast in some]
+        kernels.cast(weights, dtype, out=casts)
         if not weights[0].requires_grad:
             return casts
         linked = [

@@ -22,7 +22,8 @@ from amp_core.debugging.op_kinds import numbers_in
 from amp_core.debugging.state_keeper import generator_states, with_generators, with_own_buffers
 from amp_core.debugging.tap import Tap, muted
 from amp_core.errors import NonFiniteError
-from amp_core.plugin import get_backend, hookimpl, register, unregister
+from amp_core.plugin import hookimpl, register, unregister
+from amp_core.scaling.gradients import kernels_of, read_once
 
 
 class Guard(Attached):
@@ -121,8 +122,8 @@ class Guard(Attached):
         for tensor in readable(tensors):
             by_device.setdefault(tensor.device, []).append(in_reals(tensor))
         with muted():
-            kernels = ((get_backend(device.type).kernels(), group) for device, group in by_device.items())
-            return not any(bool(k.grad_stats(group).found_inf) for k, group in kernels)
+            read = (read_once(kernels_of(device), group, 2.0, device) for device, group in by_device.items())
+            return not any(bool(stats.found_inf) for stats in read)
 
     @hookimpl
     def amp_step(self, scaler: Any, record: Any) -> None:

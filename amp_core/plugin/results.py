@@ -127,7 +127,11 @@ def described(error: BaseException) -> str:
         text = str(error)
     except Exception as failure:
         text = f"(its text cannot be had: {type(failure).__name__})"
-    return f"{type(error).__name__}: {text if len(text) <= _LONGEST else text[:_LONGEST] + '...'}"
+    return f"{type(error).__name__}: {_shortened(text)}"
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _LONGEST else text[:_LONGEST] + "..."
 
 
 _LONGEST = 1000
@@ -160,7 +164,8 @@ def _checked(name: str, method: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 def wrong_kernel(kernels: Kernels, name: str, device: str, result: object, expected: str) -> BackendError:
     """Return the error of a kernel that returned something else than `expected`."""
-    what = f"{type(kernels).__name__}.{name}(), a kernel of {device!r}, returned {result!r}"
+    found = _shortened(repr(result))
+    what = f"{type(kernels).__name__}.{name}(), a kernel of {device!r}, returned {found}"
     return BackendError(f"{what}, but must return {expected}.\n{_BUG}{device}.")
 
 

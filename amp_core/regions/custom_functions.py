@@ -17,6 +17,7 @@ from amp_core.common.locks import new_lock
 from amp_core.dispatch.activate import default_policy
 from amp_core.dispatch.engine import engine
 from amp_core.plugin.default_manager import get_backend
+from amp_core.plugin.results import wrong_kernel
 from amp_core.policy import OpPolicy
 from amp_core.regions.region import autocast
 
@@ -253,5 +254,9 @@ def _cast_all(tensors: list[Tensor], device_type: str, dtype: torch.dtype) -> li
     # Dynamo cannot trace how kernels are loaded.
     one_call = len(tensors) > 1 and not (flows or torch.compiler.is_compiling())
     if one_call and all(type(t) is Tensor and t.layout is torch.strided for t in tensors):
-        return get_backend(device_type).kernels().cast(tensors, dtype)
+        kernels = get_backend(device_type).kernels()
+        casts = kernels.cast(tensors, dtype)
+        if casts is None or len(casts) != len(tensors):
+            raise wrong_kernel(kernels, "cast", device_type, casts, f"{len(tensors)} tensors")
+        return casts
     return [t.to(dtype) for t in tensors]

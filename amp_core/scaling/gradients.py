@@ -28,6 +28,26 @@ def kernels_of(device: torch.device) -> Kernels:
     return PORTABLE if is_tracing() else get_backend(device.type).kernels()
 
 
+def read_once(kernels: Kernels, grads: Sequence[Tensor], norm_type: float, device: torch.device) -> GradStats:
+    """Return what `kernels` find in `grads`.
+
+    Raises:
+        BackendError: they return something else than the statistics of these gradients.
+    """
+    stats, count = kernels.grad_stats(grads, norm_type), len(grads)
+    if not isinstance(stats, GradStats) or not _are_of(stats, count):
+        expected = f"a GradStats of tensors: `norms` and `nonfinite` of shape ({count},), the others 0-dim"
+        raise wrong_kernel(kernels, "grad_stats", device.type, stats, expected)
+    return stats
+
+
+def _are_of(stats: GradStats, count: int) -> bool:
+    for value in (stats.norm, stats.norms, stats.nonfinite, stats.found_inf):
+        if not isinstance(value, Tensor):
+            return False
+    return stats.norms.numel() == stats.nonfinite.numel() == count
+
+
 class Gradients(NamedTuple):
     """Gradients of one device and sharding, each with its parameter.
 
@@ -48,11 +68,7 @@ class Gradients(NamedTuple):
 
     def grad_stats(self, norm_type: float) -> GradStats:
         """Read the gradients once: norms, and which are not finite."""
-        stats = self.kernels.grad_stats(self.grads, norm_type)
-        if not isinstance(stats, GradStats) or stats.norms.numel() != len(self.params):
-            expected = f"a GradStats of {len(self.params)} gradients"
-            raise wrong_kernel(self.kernels, "grad_stats", self.device.type, stats, expected)
-        return stats
+        return read_once(self.kernels, self.grads, norm_type, self.device)
 
     def multiply_(self, factor: Tensor, found_inf: Tensor | None) -> None:
         """Multiply the gradients; set `found_inf` to 1 if one is not finite before or after."""

@@ -15,7 +15,7 @@ from amp_core.common.locks import new_lock
 from amp_core.kernels import GradStats
 from amp_core.plugin.default_manager import get_backend
 from amp_core.scaling.distributed import WHOLE
-from amp_core.scaling.gradients import Gradients, kernels_of
+from amp_core.scaling.gradients import Gradients, kernels_of, read_once
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -93,7 +93,8 @@ class Overlap:
 
     def _read(self, keys: Sequence[int], grads: Sequence[Tensor]) -> None:
         versions = [*map(version_of, grads)]  # first: another thread's backward may write to them
-        stats = kernels_of(grads[0].device).grad_stats(grads, 2.0)
+        device = grads[0].device
+        stats = read_once(kernels_of(device), grads, 2.0, device)
         for place, (key, grad, version) in enumerate(zip(keys, grads, versions, strict=True)):
             self._reads[key] = _Read(weakref.ref(grad), version, stats, place)
 

@@ -11,7 +11,7 @@ import torch
 import amp_core
 from amp_core import OpPolicy
 from amp_core.cli import main
-from amp_core.kernels import Kernels, Portable
+from amp_core.kernels import GradStats, Kernels, Portable
 from amp_core.plugin import Availability, Backend, replace_backend
 from amp_core.plugin.default_manager import manager
 from amp_core.plugin.registry import Owner, Registry
@@ -230,13 +230,52 @@ def _quantised(model: torch.nn.Module) -> None:
         model(torch.ones(1, 2))
 
 
+def _guarded_step(model: torch.nn.Module) -> None:
+    optimizer = torch.optim.SGD(model.parameters())
+    with amp_core.guard(model):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+
+
+def _overlapping_step(model: torch.nn.Module) -> None:
+    scaler, optimizer = amp_core.GradScaler("cpu", overlap=True), torch.optim.SGD(model.parameters())
+    for _ in range(2):  # the second backward reads
+        scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+        scaler.step(optimizer, max_norm=1.0)
+
+
+def _cast_inputs(_: torch.nn.Module) -> None:
+    forward = amp_core.custom_fwd(lambda *_: None, device_type="cpu", cast_inputs=torch.bfloat16)
+    with amp_core.autocast("cpu"):
+        forward(torch.ones(2), torch.ones(2))
+
+
+_ONE, _TWO = torch.tensor(1.0), torch.zeros(2)
+_STATS = [
+    GradStats(_ONE, _TWO.tolist(), _TWO, _ONE),  # type: ignore[arg-type]
+    GradStats(_ONE, _TWO, _TWO.tolist(), _ONE),  # type: ignore[arg-type]
+    GradStats(1.0, _TWO, _TWO, _ONE),  # type: ignore[arg-type]
+    GradStats(_ONE, _TWO, _TWO, None),  # type: ignore[arg-type]
+    GradStats(_ONE, _TWO, _TWO[:1], _ONE),
+]
+
+
 @pytest.mark.parametrize(
     ("kernel", "result", "step"),
-    [("grad_stats", None, _scaled_step), ("prepare", [], _scaled_step), ("quantize", None, _quantised)],
+    [
+        ("grad_stats", None, _scaled_step),
+        *[("grad_stats", stats, _scaled_step) for stats in _STATS],
+        ("grad_stats", _STATS[0], _guarded_step),
+        ("grad_stats", _STATS[0], _overlapping_step),
+        ("prepare", [], _scaled_step),
+        ("quantize", None, _quantised),
+        ("cast", None, _cast_inputs),
+        ("cast", [_ONE], _cast_inputs),
+    ],
 )
 @pytest.mark.filterwarnings("ignore::amp_core.errors.EmulationWarning")
 def test_results_of_kernels_are_checked(kernel: str, result: object, step: Any) -> None:
-    """A kernel that returns nothing ends in an AttributeError of amp-core's, or no gradient is unscaled."""
+    """A kernel that returns nothing, or lists, ends in an AttributeError of amp-core's, or is not noticed."""
     kernels = type("Wrong", (Portable,), {kernel: lambda *_, **__: result})()
     backend = type("WrongKernels", (Right,), {"kernels": lambda _: kernels})()
     named = pytest.raises(amp_core.BackendError, match=rf"Wrong\.{kernel}\(\), a kernel of 'cpu'")
