@@ -15,6 +15,7 @@ from amp_core.errors import PolicyError
 from amp_core.policy import OpPolicy
 from amp_core.policy.toml import ModuleRules, parsed, read_modules, write
 from amp_core.regions.modules import AppliedPolicy, apply_policy
+from amp_core.states.loss_scale import valid_scale
 
 ORIGIN = "amp_core.advise"  # of the rules that a search sets
 
@@ -90,11 +91,12 @@ class Advice(Report):
         modules, _ = read_modules(source, required=False)
         data, file = parsed(source)
         scale = data.get("init_scale")
-        if scale is not None and (not isinstance(scale, (int, float)) or not 0 < scale < float("inf")):
-            raise PolicyError(
-                f"{file.place('init_scale')}: init_scale must be a finite number above 0, not {scale!r}."
-            )
-        return cls(OpPolicy.from_toml(source), modules, None if scale is None else float(scale))
+        if scale is not None:
+            try:
+                scale = valid_scale(scale, f"{file.place('init_scale')}: init_scale")
+            except (TypeError, ValueError) as error:
+                raise PolicyError(str(error)) from None
+        return cls(OpPolicy.from_toml(source), modules, scale)
 
     def __repr__(self) -> str:
         return f"<Advice: {len(self.findings)} findings, init_scale={self.init_scale}>"

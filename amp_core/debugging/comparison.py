@@ -20,6 +20,7 @@ from amp_core.debugging.sink import BACKWARD, FORWARD
 from amp_core.debugging.step import Step, quantising
 from amp_core.formats import Recipe
 from amp_core.policy import OpPolicy
+from amp_core.states.loss_scale import valid_scale
 
 
 def _check_one_of(name: str, given: object, known: tuple[str, ...]) -> None:
@@ -250,9 +251,7 @@ def compare(
 
         print(compare(lambda: loss_fn(model(inputs), targets), "cpu", dtype=torch.bfloat16))
     """
-    check_real(scale, "scale")
-    if not 0 < scale < math.inf:
-        raise ValueError(f"scale= must be a finite number above 0, not {scale!r}.")
+    scale = valid_scale(scale, "scale=")
     check_dtype(reference, "reference")
     if not reference.is_floating_point:
         raise ValueError(f"reference= must be a floating-point dtype, not {reference}.")

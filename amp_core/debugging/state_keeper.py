@@ -246,7 +246,7 @@ def seeded(seed: int, device_type: str) -> Iterator[None]:
     """Seed torch and `random` for a block, and restore their state afterwards."""
     state = random.getstate()
     with kept_generators(device_type):
-        torch.manual_seed(seed)
+        torch.manual_seed(seed % 2**64)  # more is an error
         random.seed(seed)
         try:
             yield

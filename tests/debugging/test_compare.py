@@ -248,7 +248,7 @@ def test_what_is_no_step_is_refused():
         amp_core.compare(model, "cpu", model="model")
     with pytest.raises(TypeError, match="not tuple"):
         amp_core.record((model,))
-    with pytest.raises(ValueError, match="above 0"):
+    with pytest.raises(ValueError, match="must be positive and finite"):
         amp_core.compare(model, "cpu", scale=0.0)
     with pytest.raises(ValueError, match="at least 1"):
         amp_core.compare(model, "cpu", limit=0)
