@@ -8,6 +8,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -146,6 +147,11 @@ ACCEPTED = {
     "weights": "none list tuple dict",
 }
 """Argument, or call and argument -> the odd values that mean something there."""
+OF_NUMPY = {"true": np.True_, "3": np.int64(3), "1.5": np.float32(1.5), "nan": np.float32(math.nan)}
+"""Numbers that mean what those of Python do."""
+ONLY_INT = {"margin", "Quantization.granularity", "Delayed.history", "Recipe.fp8_delayed.history"}
+"""Arguments, or calls and arguments, that are refused as NumPy's integers."""
+HUGE = 10**400
 WARNED = {("GradScaler", "device")}
 """Arguments that may be anything, with a warning, as in torch."""
 FLAGS_AND_REST = {("autocast", "cache_enabled"), ("advise", "progress"), ("OpPolicy", "kwargs")}
@@ -192,6 +198,32 @@ def test_an_odd_value_is_taken_or_refused_where_it_is_passed(
             taken = [label for label, value in ODD.items() if is_taken(name, argument, value)]
             expected = ACCEPTED.get(f"{name}.{argument}", ACCEPTED.get(argument, ""))
             assert taken == expected.split(), f"{name}({argument}=...)"
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", CALLS)
+def test_a_number_of_numpy_is_taken_where_one_of_python_is(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """True is refused as a loss scale, and NumPy's True is taken."""
+    monkeypatch.chdir(tmp_path)
+    for argument in CALLS[name]()[1]:
+        if (name, argument) not in WARNED and not ONLY_INT & {argument, f"{name}.{argument}"}:
+            for label, value in OF_NUMPY.items():
+                assert is_taken(name, argument, value) is is_taken(name, argument, ODD[label]), argument
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", CALLS)
+def test_an_int_beyond_floats_is_taken_or_refused_where_it_is_passed(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`int too large to convert to float`, from inside."""
+    monkeypatch.chdir(tmp_path)
+    for argument in CALLS[name]()[1]:
+        if (name, argument) not in WARNED:
+            is_taken(name, argument, HUGE)
+            is_taken(name, argument, -HUGE)
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -171,8 +171,8 @@ def home_of(weight: Tensor) -> str:
 
 
 def is_bool(value: object) -> bool:
-    """Whether `value` is a truth value, which Python and torch take for a number."""
-    return isinstance(value, bool) or (isinstance(value, Tensor) and value.dtype is torch.bool)
+    """Whether `value` is a truth value of Python, torch or NumPy, which all take for a number."""
+    return isinstance(value, bool) or getattr(value, "dtype", None) in (torch.bool, bool)
 
 
 def _named(value: object) -> str:
