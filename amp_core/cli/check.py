@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``amp check``."""
-    parser.add_argument("device", metavar="DEVICE", help="a device type with a backend, such as cpu")
+    parser.add_argument("device", metavar="DEVICE", help="a device type with a backend, such as cpu, or auto")
     parser.add_argument("--area", action="append", default=[], help="run only this area; may be repeated")
     parser.add_argument(
         "-k", dest="keyword", default="", help="a pytest expression that selects checks by name"
@@ -55,6 +55,7 @@ def _check(args: argparse.Namespace) -> Report:
         import pytest  # noqa: F401  # check before anything runs
     except ImportError as error:
         raise UsageError("the kit needs pytest: pip install 'amp-core[testing]'") from error
+    from amp_core.common.arguments import device_type_of
     from amp_core.errors import BackendError
     from amp_core.plugin import get_backend
     from amp_core.testing.report import require_writable
@@ -64,9 +65,10 @@ def _check(args: argparse.Namespace) -> Report:
         from amp_core.testing import check
 
         require_writable(path for path in (args.markdown, args.badge, args.junit) if path is not None)
-        require_present(get_backend(args.device))
+        device = device_type_of("auto") if args.device == "auto" else args.device
+        require_present(get_backend(device))
         return check(
-            args.device,
+            device,
             areas=args.area,
             keyword=args.keyword,
             fixtures=load_fixtures(args.fixtures),

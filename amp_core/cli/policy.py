@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("policy", nargs="?", help="a device type, or a policy file (.toml); default: cpu")
+    parser.add_argument(
+        "policy", nargs="?", help="a device type, auto, or a policy file (.toml); default: cpu"
+    )
     show = parser.add_mutually_exclusive_group()
     show.add_argument("--op", metavar="OP", help="show only this op: its rule and the rule's origin")
     show.add_argument(
@@ -80,11 +82,12 @@ def _answer(args: argparse.Namespace) -> str:
 def _policy(name: str, uniform: bool) -> OpPolicy:
     """Return the policy of a file, or of a device's backend with AMP_POLICY applied."""
     from amp_core import OpPolicy, get_backend
+    from amp_core.common.arguments import device_type_of
     from amp_core.dispatch.activate import default_policy
 
     if name.endswith(".toml"):
         return OpPolicy.from_toml(name)
-    backend = get_backend(name)
+    backend = get_backend(device_type_of(name))
     return OpPolicy.uniform(backend.device_type) if uniform else default_policy(backend)
 
 

@@ -246,7 +246,11 @@ def _default_policy(backend: Backend, path: str | None) -> OpPolicy:
         return policy
     try:
         return read_changes(path, policy)
-    except (OSError, PolicyError) as error:
+    except OSError as error:
+        raise PolicyError(
+            f"{_env.POLICY} names {path}, which cannot be read: {error.strerror}. Correct it, or unset it."
+        ) from error
+    except PolicyError as error:
         raise PolicyError(f"{_env.POLICY}: {error}") from error
 
 

@@ -86,9 +86,11 @@ def unknown_text(device_type: str, known: Iterable[str], aliases: Mapping[str, s
         iter(difflib.get_close_matches(device_type.lower(), names, n=1)), None
     )
     hint = f" Did you mean {near!r}?" if near else ""
+    known_ones = f"No backend serves device type {device_type!r}.{hint} Installed: {', '.join(names)}. "
+    if device_type == "auto" or not device_type.isidentifier():  # no package can add it
+        return f"{known_ones}A backend is found by the type of its device, such as 'cuda', without an index."
     off = "" if _env.plugin_autoload() else f" {_env.PLUGIN_AUTOLOAD} is off, so no such package is loaded."
     return (
-        f"No backend serves device type {device_type!r}.{hint} Installed: {', '.join(names)}. "
-        f"To add a device, install a package that declares the entry point "
+        f"{known_ones}To add a device, install a package that declares the entry point "
         f"'{ENTRY_POINT_GROUP}' under the name {device_type!r}; `amp backends` lists the installed ones.{off}"
     )

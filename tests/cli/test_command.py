@@ -66,7 +66,7 @@ def test_completion_knows_every_subcommand(shell: str, capsys: pytest.CaptureFix
 
 def test_a_check_that_runs_nothing_says_why(capsys: pytest.CaptureFixture[str]) -> None:
     """A mistyped name ends in "does not pass", as if the backend were wrong."""
-    assert main(["check", "cpu", "--area", "scaler", "-k", "nosuch"]) == 1
+    assert main(["check", "auto", "--area", "scaler", "-k", "nosuch"]) == 1
     out = capsys.readouterr().out
     assert "no check ran; -k 'nosuch' matches none of the chosen areas' checks" in out
 

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from amp_core import OpPolicy
 from amp_core.cli import main
@@ -70,6 +71,24 @@ def test_a_file_and_the_variable(
     assert f"{path}:3" in output(capsys, "cpu", "--op", "mm")
 
 
+def test_a_variable_that_names_no_file(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`[Errno 2]`, which does not say what to do."""
+    monkeypatch.setenv("AMP_POLICY", "nowhere.toml")
+    assert main(["policy", "cpu"]) == 2
+    text = (
+        "AMP_POLICY names nowhere.toml, which cannot be read: No such file or directory. Correct it, or unset"
+    )
+    assert text in capsys.readouterr().err
+
+
+def test_auto_is_the_device_that_is_present(capsys: pytest.CaptureFixture[str]) -> None:
+    """A package that adds the device 'auto' is asked for."""
+    present = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    assert output(capsys, "auto") == output(capsys, present.type)
+
+
 def test_uniform_is_the_same_everywhere(capsys: pytest.CaptureFixture[str]) -> None:
     """``--uniform`` shows the device's own rules."""
     assert "0 ops differ" in output(capsys, "--diff", "cpu", "cuda", "--uniform")
@@ -82,7 +101,7 @@ def test_uniform_is_the_same_everywhere(capsys: pytest.CaptureFixture[str]) -> N
         (["npu9"], "npu9"),
         (["./nowhere.toml"], "nowhere.toml cannot be read: No such file or directory."),
         (["cpu", "--diff", "cpu", "cuda"], "cannot be combined with another policy"),
-        ([""], "No backend serves device type ''"),
+        ([""], "by the type of its device, such as 'cuda', without an index."),
         (["cpu", "--op", "mm", "--like", "cuda"], "--like OTHER needs --missing"),
     ],
 )

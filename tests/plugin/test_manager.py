@@ -60,6 +60,9 @@ def test_unknown_devices_get_near_names() -> None:
             amp_core.get_backend(name)
     with pytest.raises(amp_core.BackendNotFoundError, match="To add a device, install a package"):
         amp_core.get_backend("meta")
+    for name in ("auto", "cuda:0", ""):  # no package can add these
+        with pytest.raises(amp_core.BackendNotFoundError, match="'cuda', without an index"):
+            amp_core.get_backend(name)
 
 
 def test_an_unknown_device_says_that_packages_are_off(monkeypatch: pytest.MonkeyPatch) -> None:
