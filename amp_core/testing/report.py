@@ -81,7 +81,7 @@ class Report:
     def summary(self) -> str:
         """Return the verdict with the number of checks."""
         counts = [f"{self.count(o)} {o}" for o in ("passed", "failed", "known", "skipped") if self.count(o)]
-        return f"{self._verdict()}{' a part' if self.partial else ''}: {', '.join(counts)}"
+        return f"{self._verdict()}{' a part' if self.partial else ''}: {', '.join(counts) or 'no check ran'}"
 
     def _verdict(self) -> str:
         return "passes" if self.ok else "does not pass"
@@ -124,6 +124,8 @@ class Report:
         lines += ["| area | passed | failed | known failures | skipped |", "|---|---|---|---|---|"]
         for area, c in self.by_area().items():
             lines.append(f"| {area} | {c['passed']} | {c['failed']} | {c['known']} | {c['skipped']} |")
+        if not self.results:
+            lines += ["", "No check ran."]
         if self.capabilities:
             lines += ["", "| capability | |", "|---|---|"]
             lines += [f"| {name} | {_cell(text)} |" for name, text in self.capabilities.items()]

@@ -33,6 +33,14 @@ def test_the_command_checks_the_cpu_and_writes_every_report(tmp_path, capsys):
     assert "| update | 6 | 0 | 0 | 0 |" in page.read_text()
 
 
+def test_a_report_without_results_says_so():
+    """The verdict ends in a colon, and its reader looks for the rest."""
+    report = check("cpu", areas=["update"], keyword="nosuch")
+    assert report.summary() == "does not pass a part: no check ran"
+    assert "does not pass a part: no check ran" in report.to_svg()
+    assert "No check ran." in report.to_markdown()
+
+
 def test_no_two_areas_define_the_same_name():
     """One area's helper would take the place of another's in the class that has them all."""
     from amp_core.testing.suite import AREAS
