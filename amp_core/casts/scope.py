@@ -32,6 +32,7 @@ from amp_core.common.handle import LocalHandle
 from amp_core.common.locks import new_lock
 from amp_core.common.once import once
 from amp_core.common.optimizers import StepArguments, after_every_step, before_every_step, parameters_of
+from amp_core.common.text import counted
 from amp_core.dispatch import kept_operands
 from amp_core.dispatch.engine import serve_casts
 from amp_core.errors import AmpWarning
@@ -60,7 +61,7 @@ class CachedCasts(LocalHandle):
         uncached = _uncached(model, self._COVERS_DTENSORS)
         if uncached:
             name = next(name for name, weight in model.named_parameters() if id(weight) in uncached)
-            text = _UNCACHED.format(count=len(uncached), name=name)
+            text = _UNCACHED.format(weights=counted(len(uncached), "weight"), name=name)
             warnings.warn(text, AmpWarning, stacklevel=level_outside())
         self._model = model
         self._modules: set[int] = set()  # ids, as of when the cache looked last
@@ -242,7 +243,7 @@ def _is_covered(weight: Tensor, dtensors: bool) -> bool:
 
 
 _UNCACHED = (
-    "{count} weights, starting with {name!r}, are cast at each use, as without this scope. Either FSDP "
+    "This scope leaves {weights}, starting with {name!r}, to be cast at each use, as without it. Either FSDP "
     "shards them, and gathers other values into the same memory unnoticed, or this scope does not cover "
     "their tensor type. FSDP itself can cast once per all-gather, with "
     "fully_shard(..., mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))."

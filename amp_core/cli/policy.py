@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from amp_core.cli import UsageError
 from amp_core.cli.tables import terminal_width, wrapped
+from amp_core.common.text import counted
 
 if TYPE_CHECKING:
     from amp_core.policy import Explanation, OpPolicy
@@ -76,7 +77,9 @@ def _answer(args: argparse.Namespace) -> str:
     if args.json:
         return _dump(map(_entry, lines))
     rows = _long(lines) if args.long else _by_rule(lines)
-    return "\n".join([*rows, f"{len(lines)} rules; an op without a rule runs in the dtypes that it is given"])
+    return "\n".join(
+        [*rows, f"{counted(len(lines), 'rule')}; an op without a rule runs in the dtypes that it is given"]
+    )
 
 
 def _policy(name: str, uniform: bool) -> OpPolicy:
@@ -120,11 +123,12 @@ def _missing(policy: OpPolicy, other: OpPolicy | None, *, as_json: bool) -> str:
 
     if other is None:
         kinds = missing(policy)
-        summary = f"{len(kinds)} heavy ops have no rule for {policy.device_type} in torch {torch.__version__}"
+        heavy = counted(len(kinds), "heavy op has", "heavy ops have")
+        summary = f"{heavy} no rule for {policy.device_type} in torch {torch.__version__}"
         return _grouped(kinds, summary, as_json=as_json)
     rules = {op: rule for op, rule in sorted(other) if policy.rule(op) == UNCHANGED}
     mine, theirs = policy.device_type, other.device_type
-    summary = f"{len(rules)} ops have a rule on {theirs} and none on {mine}"
+    summary = f"{counted(len(rules), 'op has', 'ops have')} a rule on {theirs} and none on {mine}"
     if rules:
         whole = f'OpPolicy("{mine}", OpPolicy.default("{theirs}").rules)'
         summary += f"\nop_policy() with all rules of {theirs}: {whole}"
@@ -149,7 +153,9 @@ def _diff(a: str, b: str, *, uniform: bool, as_json: bool) -> str:
         return _dump({"op": op, a: mine, b: theirs} for op, (mine, theirs) in differences.items())
     width = max((len(op) for op in differences), default=0)
     rows = [f"{op:{width}}  {mine:20}  {theirs}" for op, (mine, theirs) in differences.items()]
-    return "\n".join([f"{'op':{width}}  {a:20}  {b}", *rows, f"{len(rows)} ops differ"])
+    return "\n".join(
+        [f"{'op':{width}}  {a:20}  {b}", *rows, f"{counted(len(rows), 'op differs', 'ops differ')}"]
+    )
 
 
 def _entry(line: Explanation) -> dict[str, str]:

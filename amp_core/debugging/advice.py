@@ -9,6 +9,7 @@ from os import PathLike
 
 from torch import nn
 
+from amp_core.common.text import counted
 from amp_core.debugging.comparison import Comparison
 from amp_core.debugging.report import Report
 from amp_core.errors import PolicyError
@@ -99,7 +100,7 @@ class Advice(Report):
         return cls(OpPolicy.from_toml(source), modules, scale)
 
     def __repr__(self) -> str:
-        return f"<Advice: {len(self.findings)} findings, init_scale={self.init_scale}>"
+        return f"<Advice: {counted(len(self.findings), 'finding')}, init_scale={self.init_scale}>"
 
 
 @dataclass

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
+from amp_core.common.text import counted
 from amp_core.debugging.advice import Advice, FormatAdvice, LayerInFormat, SpeedAdvice
 from amp_core.debugging.capture import OP
 from amp_core.debugging.comparison import Comparison
@@ -128,9 +129,9 @@ def _(advice: FormatAdvice) -> Content:
 def _format_facts(advice: FormatAdvice) -> dict[str, str]:
     if advice.after is None:
         return {}
-    kept = sum(layer.kept for layer in advice.layers)
+    kept, layers = sum(layer.kept for layer in advice.layers), counted(len(advice.layers), "layer")
     return {
-        "in the format": f"{as_share(advice.share)} of the work, {kept} of {len(advice.layers)} layers",
+        "in the format": f"{as_share(advice.share)} of the work, {kept} of {layers}",
         "left out": ", ".join(_name(layer) for layer in advice.layers if not layer.kept) or "none",
         "tolerance": f"{number(advice.tolerance)} in loss and gradients",
     }

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_core.common.arguments import check_dtype, check_real
+from amp_core.common.text import counted
 from amp_core.debugging.agreement import Ranks
 from amp_core.debugging.capture import MODULE, OP, PARAMETER, Key, Run
 from amp_core.debugging.difference import Difference, Found, scalar_error
@@ -177,7 +178,7 @@ class Comparison(Report):
         return max(self.loss_error, *errors, 0.0)
 
     def __repr__(self) -> str:
-        return f"<Comparison of {len(self.differences)} values in {self.dtype}>"
+        return f"<Comparison of {counted(len(self.differences), 'value')} in {self.dtype}>"
 
 
 def compared(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from amp_core.common.text import dtype_name
+from amp_core.common.text import counted, dtype_name
 from amp_core.debugging.capture import MODULE, OP, PARAMETER
 from amp_core.debugging.chart import Chart, Point
 from amp_core.debugging.comparison import Comparison, tolerances
@@ -117,9 +117,9 @@ def _worst_underflow(comparison: Comparison) -> str:
 def _notes(comparison: Comparison) -> list[str]:
     notes = []
     if comparison.unmatched:
-        notes.append(_UNMATCHED.format(count=comparison.unmatched))
+        notes.append(_UNMATCHED.format(values=counted(comparison.unmatched, "value occurs", "values occur")))
     if comparison.narrow_references:
-        notes.append(_NARROW.format(count=comparison.narrow_references))
+        notes.append(_NARROW.format(values=counted(comparison.narrow_references, "value is", "values are")))
     if any(d.noise and d.error > 0.5 for d in comparison.differences):
         notes.append(_CANCELS)
     if any(d.random and d.error > 0.5 for d in comparison.differences):
@@ -136,12 +136,10 @@ _CROWDED = (
     "to matrix products alone: {names}. This biases gradients until training diverges (arXiv 2506.20752). "
     "Leave them out, or round the scale up (e8m0_up)."
 )
-_UNMATCHED = (
-    "{count} values occur in only one run, because an op uses different kernels there; they are not compared."
-)
+_UNMATCHED = "{values} in only one run, because an op uses different kernels there, and cannot be compared."
 _NARROW = (
-    "{count} values of the reference run are still in low precision: the step casts them itself, "
-    "enters a region with its own policy, or runs under an mp_policy of FSDP2."
+    "In the reference run, {values} still in low precision: the step casts them itself, enters a region with "
+    "its own policy, or runs under an mp_policy of FSDP2."
 )
 _CANCELS = (
     "Where larger numbers cancel, only float32 rounding noise is left, as in the gradient of a bias before a "

@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 
+from amp_core.common.text import counted
 from amp_core.debugging.advice import ORIGIN, FormatAdvice, LayerInFormat
 from amp_core.debugging.comparison import Comparison, compared, tolerances
 from amp_core.debugging.places import Place
@@ -92,7 +93,7 @@ class FormatSearch:
         """Return the comparison of the step with `layers` in the format."""
         out = frozenset(self._work.keys() - {*layers})
         if out not in self._tried:
-            words = f"{len(self._work) - len(out)} of {len(self._work)} layers in the format"
+            words = f"{len(self._work) - len(out)} of {counted(len(self._work), 'layer')} in the format"
             self._tried[out] = self._measure(*self._rules(out), words)
         return self._tried[out]
 

@@ -16,7 +16,7 @@ from amp_core._torch.list_writes import see_list_writes
 from amp_core._torch.tensors import identity_of, version_of
 from amp_core._torch.tracing import outside_graphs
 from amp_core.common.optimizers import watch_steps
-from amp_core.common.text import dtype_name
+from amp_core.common.text import counted, dtype_name
 from amp_core.debugging import saved, stored_dtypes
 from amp_core.debugging.collectives import CollectiveCount, CollectiveKey
 from amp_core.debugging.op_counts import CastCount, CastKey, OpKey
@@ -174,7 +174,7 @@ class Recording(Report, Sink):
 
     def __repr__(self) -> str:
         casts = sum(c.calls for c in self.casts.values())
-        return f"<Recording of {sum(self.ops.values())} ops and {casts} casts>"
+        return f"<Recording of {counted(sum(self.ops.values()), 'op')} and {counted(casts, 'cast')}>"
 
     # Callbacks of the tap.
 

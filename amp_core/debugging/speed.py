@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from amp_core._torch.autograd import current_autograd_node
 from amp_core._torch.tracing import calls_are_captured
 from amp_core.common.containers import map_tensors, tensors_in
+from amp_core.common.text import counted
 from amp_core.debugging.advice import ORIGIN, OpTime, SpeedAdvice
 from amp_core.debugging.agreement import Ranks
 from amp_core.debugging.capture import Capture
@@ -82,7 +83,7 @@ class SpeedSearch:
             if Ranks(self._step.roots).are_several:
                 raise AmpError(_RANKS)
             self._observe()
-            self._progress(f"{len(self._calls)} ops in two precisions")
+            self._progress(f"{counted(len(self._calls), 'op')} in two precisions")
             for entry, args, kwargs in self._calls.values():
                 self._time_op(entry, args, kwargs)
             plain = [_Setting("float32", enabled=False), _Setting("autocast", self._policy)]

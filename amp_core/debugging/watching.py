@@ -15,7 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from amp_core._torch.tensors import part_of
 from amp_core._torch.tracing import outside_graphs
 from amp_core.common.arguments import as_whole, check_module, home_of
-from amp_core.common.text import dtype_name
+from amp_core.common.text import counted, dtype_name
 from amp_core.debugging import saved
 from amp_core.debugging.attached import Attached, Hook, repeats_forward
 from amp_core.debugging.op_kinds import floats_in
@@ -114,7 +114,8 @@ class Watch(Attached, Report):
         )
 
     def __repr__(self) -> str:
-        return f"<Watch of {len({e.step for e in self.entries})} steps, {len(self.entries)} ranges>"
+        steps = counted(len({e.step for e in self.entries}), "step")
+        return f"<Watch of {steps}, {counted(len(self.entries), 'range')}>"
 
     def measured_in(self, format: torch.dtype | tuple[int, int]) -> Watch:  # noqa: A002
         """Return the same ranges, measured against another format.
@@ -263,6 +264,6 @@ def watch(
         >>> with amp_core.watch(model, every=1, format=torch.float16) as ranges:
         ...     model(torch.ones(1, 2)).sum().backward()
         >>> ranges
-        <Watch of 1 steps, 6 ranges>
+        <Watch of 1 step, 6 ranges>
     """
     return Watch(model, every, format, limit)

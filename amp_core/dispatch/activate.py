@@ -13,7 +13,7 @@ from amp_core._torch.tracing import calls_are_exported
 from amp_core.common import environment as _env
 from amp_core.common.call_site import level_outside
 from amp_core.common.locks import new_lock
-from amp_core.common.text import digest
+from amp_core.common.text import counted, digest
 from amp_core.dispatch import functions
 from amp_core.dispatch.engine import Prepared, Table, ThreadState, engine
 from amp_core.dispatch.runners import table_of
@@ -81,7 +81,8 @@ class Activation:
         return _prepared, (self.policy, self.by_default)
 
     def __repr__(self) -> str:
-        return f"<Activation of {self.policy!r}, {len(self.table)} ops differ from native>"
+        ops = counted(len(self.table), "op differs", "ops differ")
+        return f"<Activation of {self.policy!r}, {ops} from native>"
 
 
 def pushed() -> int:

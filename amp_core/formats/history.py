@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from amp_core.common.text import counted
 from amp_core.formats.quantization import Delayed
 
 
@@ -106,8 +107,8 @@ class AmaxHistory:
         steps = state["seen"].numel()
         if steps != self.delayed.history:
             raise ValueError(
-                f"The saved history has {steps} steps, this one {self.delayed.history}: create it with "
-                f"Delayed(history={steps})."
+                f"The saved history has {counted(steps, 'step')}, this one {self.delayed.history}: create it "
+                f"with Delayed(history={steps})."
             )
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from amp_core.common.arguments import as_whole, check_dtype
+from amp_core.common.text import counted
 from amp_core.formats.elementwise import count_nonfinite
 from amp_core.formats.groups import Groups
 from amp_core.formats.hadamard import rotate, rotate_back
@@ -236,7 +237,7 @@ def _check(tensor: Tensor, quantization: Quantization, dim: int, seed: int | Ten
             f"use the granularity 'tensor' or a tensor with dimensions."
         )
     if not -max(tensor.dim(), 1) <= dim < max(tensor.dim(), 1):
-        raise IndexError(f"The tensor has {tensor.dim()} dimensions; dim={dim} is none of them.")
+        raise IndexError(f"The tensor has {counted(tensor.dim(), 'dimension')}; dim={dim} is none of them.")
 
 
 def _found(own: Tensor, amax: Tensor | None, groups: Groups, quantization: Quantization) -> Tensor:
@@ -245,7 +246,9 @@ def _found(own: Tensor, amax: Tensor | None, groups: Groups, quantization: Quant
         return own
     shape = groups.outward(own).shape
     if amax.numel() != shape.numel():
-        raise ValueError(f"amax has {amax.numel()} elements; the scales are of shape {tuple(shape)}.")
+        raise ValueError(
+            f"amax has {counted(amax.numel(), 'element')}; the scales are of shape {tuple(shape)}."
+        )
     given = groups.inward(amax.to(torch.float32).view(shape))
     return torch.where(given > 0, given, own)
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from amp_core.common.text import counted
 from amp_core.formats.elements import ElementFormat
 from amp_core.formats.quantization import Delayed
 from amp_core.formats.recipe import Recipe
@@ -61,8 +62,8 @@ def _convert(state: Mapping[str, Tensor], recipe: Recipe, role: str, number: int
     history = state[f"amax_history_{suffix}"][:, column].float()
     if len(history) != quantization.found.history:
         raise ValueError(
-            f"TransformerEngine's history has {len(history)} steps, the recipe {quantization.found.history}: "
-            f"use Recipe.fp8_delayed(history={len(history)})."
+            f"TransformerEngine's history has {counted(len(history), 'step')}, the recipe "
+            f"{quantization.found.history}: use Recipe.fp8_delayed(history={len(history)})."
         )
     # The first row collects the step that runs; the others follow from the oldest to the newest.
     seen = history.clone()

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from amp_core.common.text import counted
 from amp_core.kernels import rounding
 from amp_core.states.loss_scale import LossScaleSchedule
 
@@ -235,7 +236,9 @@ class Kernels(ABC):
 def check_shapes(sources: Sequence[Tensor], targets: Sequence[Tensor], written: str, read: str) -> None:
     """Raise ValueError unless both lists have the same shapes; call it before the first write."""
     if len(sources) != len(targets):
-        raise ValueError(f"`{read}` has {len(sources)} tensors, but `{written}` has {len(targets)}.")
+        raise ValueError(
+            f"`{read}` has {counted(len(sources), 'tensor')}, but `{written}` has {len(targets)}."
+        )
     for i, (source, target) in enumerate(zip(sources, targets, strict=True)):
         if source.shape != target.shape:
             raise ValueError(

@@ -13,6 +13,7 @@ import torch
 from amp_core._torch.dispatcher import value_for_dynamo
 from amp_core.common.call_site import place_outside
 from amp_core.common.op_lists import op_lists
+from amp_core.common.text import counted
 from amp_core.errors import PolicyError
 from amp_core.policy import names, tables, toml
 from amp_core.policy import rules as r
@@ -330,7 +331,7 @@ class OpPolicy:
         return {op: rule for op, rule in self.rules.items() if rule != r.UNCHANGED}
 
     def __repr__(self) -> str:
-        return f"<OpPolicy for {self.device_type!r}: {len(self.rules)} rules>"
+        return f"<OpPolicy for {self.device_type!r}: {counted(len(self.rules), 'rule')}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
         return OpPolicy, (self.device_type, dict(self.rules), dict(self.origins))

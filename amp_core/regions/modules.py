@@ -15,6 +15,7 @@ from amp_core._torch.autocast import autocast_off
 from amp_core._torch.modules import tree_map_only
 from amp_core.common.arguments import check_module, home_of
 from amp_core.common.handle import Handle
+from amp_core.common.text import counted
 from amp_core.dispatch.activate import RuleOverrides
 from amp_core.dispatch.target_dtype import eligible
 from amp_core.errors import PolicyError
@@ -176,7 +177,9 @@ class AppliedPolicy(Handle):
         return self._regions[module].on(OpPolicy.default(self._device_type)).explain(op)
 
     def __repr__(self) -> str:
-        return f"<AppliedPolicy on {len(self.modules)} modules: {', '.join(map(repr, self.modules))}>"
+        return (
+            f"<AppliedPolicy on {counted(len(self.modules), 'module')}: {', '.join(map(repr, self.modules))}>"
+        )
 
 
 class _ModuleRegion:

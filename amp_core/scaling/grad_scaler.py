@@ -18,6 +18,7 @@ from amp_core.common.arguments import as_max_norm, as_number, as_order, device_t
 from amp_core.common.call_site import level_outside
 from amp_core.common.containers import map_tensors
 from amp_core.common.optimizers import parameters_of
+from amp_core.common.text import counted
 from amp_core.errors import AmpWarning, BackendNotFoundError
 from amp_core.kernels.memory import on_host, read
 from amp_core.plugin.default_manager import get_backend
@@ -808,7 +809,7 @@ class GradScaler(TorchNames):
             return f"{name}({self._device!r}, enabled=False)"
         parts = [repr(self._device), f"scale={_shown(self._scales.own)}"]
         parts += [f"scale[{key!r}]={_shown(scale)}" for key, scale in self._scales.keyed.items()]
-        parts += [f"{len(self.history)} steps in history"]
+        parts += [f"{counted(len(self.history), 'step')} in history"]
         return f"{name}({', '.join(parts)})"
 
 
@@ -860,7 +861,7 @@ def _refuse_output(value: Any) -> Any:  # noqa: ARG001
 def _no_gradients(optimizer: Optimizer) -> str:
     count = len(parameters_of(optimizer))
     return (
-        f"No inf checks were recorded for this optimizer. None of the {count} parameters of this "
-        f"{type(optimizer).__name__} has a gradient: either no backward pass reached them, or they were set "
-        f"to None by zero_grad() before step()."
+        f"No inf checks were recorded for this optimizer. This {type(optimizer).__name__} has "
+        f"{counted(count, 'parameter')}, none with a gradient: either no backward pass reached them, or they "
+        f"were set to None by zero_grad() before step()."
     )

@@ -13,6 +13,7 @@ from amp_core._torch.steps import same_layout
 from amp_core._torch.tensors import part_of
 from amp_core.common.identity import WeakIdentityMapping
 from amp_core.common.optimizers import parameters_of
+from amp_core.common.text import counted
 from amp_core.kernels import PORTABLE, GradStats, Kernels
 from amp_core.plugin.default_manager import get_backend
 from amp_core.plugin.results import wrong_kernel
@@ -203,7 +204,7 @@ def _prepared(
 ) -> Sequence[Tensor]:
     ready = kernels.prepare(grads, layout)
     if ready is None or len(ready) != len(grads):
-        raise wrong_kernel(kernels, "prepare", device.type, ready, f"{len(grads)} tensors")
+        raise wrong_kernel(kernels, "prepare", device.type, ready, f"{counted(len(grads), 'tensor')}")
     return ready
 
 

@@ -14,6 +14,7 @@ from amp_core._torch.tracing import is_fake
 from amp_core.common.arguments import as_whole, named_tensors
 from amp_core.common.call_site import level_outside
 from amp_core.common.identity import WeakIdentityMapping
+from amp_core.common.text import counted
 from amp_core.errors import ScaleFloorError, ScaleFloorWarning, SkippedStepsWarning
 from amp_core.kernels import GradStats
 from amp_core.kernels.memory import on_host, read
@@ -287,10 +288,10 @@ _NO_STEP = (
 
 def _endless(count: int, record: StepRecord) -> str:
     return (
-        f"{count} steps in a row were skipped: the gradients hold inf or NaN at a scale of "
-        f"{record.scale_before:g}. In the last one: {worst(record)}. Lowering the scale does not help "
-        f"against a NaN in the model or a loss that overflows by itself. To find the first operation that "
-        f"is not finite, run the step under amp_core.compare."
+        f"{counted(count, 'step was', 'steps in a row were')} skipped: the gradients hold inf or NaN at a "
+        f"scale of {record.scale_before:g}. In the last one: {worst(record)}. Lowering the scale does not "
+        f"help against a NaN in the model or a loss that overflows by itself. To find the first operation "
+        f"that is not finite, run the step under amp_core.compare."
     )
 
 

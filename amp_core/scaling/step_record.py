@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from amp_core.common.files import as_path
+from amp_core.common.text import counted
 
 
 @dataclass(frozen=True)
@@ -254,12 +255,12 @@ class History(Sequence[StepRecord]):
         return list(self._records)[index] if isinstance(index, slice) else self._records[index]
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} of {len(self)} steps>"
+        return f"<{type(self).__name__} of {counted(len(self), 'step')}>"
 
     def __str__(self) -> str:
         skipped = self.skipped
         told = [r for r in self if r.skipped or r.bad_micro_batches]
-        return "\n".join([f"{len(self)} steps, {len(skipped)} skipped", *map(str, told)])
+        return "\n".join([f"{counted(len(self), 'step')}, {len(skipped)} skipped", *map(str, told)])
 
     @property
     def skipped(self) -> list[StepRecord]:

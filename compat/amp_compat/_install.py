@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from amp_core.common.locks import new_lock
+from amp_core.common.text import counted
 
 # torch's module -> ours.
 _DEPRECATED = {
@@ -82,7 +83,7 @@ def _summary() -> str:
     packages = sorted(modules & {"torch.amp", "torch.cpu.amp", "torch.cuda.amp"})
     others = sorted(name for name in modules if not _is_ours(name))
     users = f", imported by {', '.join(others)}" if others else ""
-    return f"amp_compat: amp-core replaces {', '.join(packages)} ({len(_replaced)} names{users})"
+    return f"amp_compat: amp-core replaces {', '.join(packages)} ({counted(len(_replaced), 'name')}{users})"
 
 
 def _pairs(modules: Mapping[str, str]) -> dict[int, tuple[Any, Any]]:

@@ -187,7 +187,7 @@ def test_state_round_trip_and_apex_checkpoints() -> None:
     saved = {f"loss_scaler{i}": {"loss_scale": 2.0**i, "unskipped": i} for i in (0, 1)}
     amp.load_state_dict(saved)
     assert amp.state_dict() == saved
-    with pytest.raises(RuntimeError, match="The state has 1 loss scales"):
+    with pytest.raises(RuntimeError, match="The state has 1 loss scale"):
         amp.load_state_dict({"loss_scaler0": {"loss_scale": 8.0, "unskipped": 0}})
     assert amp.state_dict() == saved
 

@@ -158,7 +158,7 @@ def test_a_reference_in_low_precision_is_said(attention, step):
 
     c = amp_core.compare(fn, "cpu")
     assert c.narrow_references > 0
-    assert "reference run are still in low precision" in str(c)
+    assert "are still in low precision" in str(c)
 
 
 def test_dropout_draws_the_same(step):

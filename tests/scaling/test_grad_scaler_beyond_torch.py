@@ -6,6 +6,7 @@ import contextlib
 import gc
 import math
 import pickle
+import re
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -240,7 +241,7 @@ def test_a_step_without_any_gradient_says_whose() -> None:
     """The error names neither the optimizer nor the reason."""
     parameter, scaler = weight(), OURS("cpu")
     scaler.scale(torch.ones(1))
-    with pytest.raises(AssertionError, match=r"None of the 1 parameters of this SGD has a gradient"):
+    with pytest.raises(AssertionError, match=r"This SGD has 1 parameter, none with a gradient"):
         scaler.step(torch.optim.SGD([parameter], lr=1.0))
 
 
@@ -411,6 +412,22 @@ def test_records_print_as_lines() -> None:
     assert repr(taken) == "<StepRecord: SGD took step 1 at scale 4, norm 1.414>"
     assert str(scaler.history) == f"2 steps, 1 skipped\n{skipped}"
     assert repr(scaler.history) == "<History of 2 steps>"
+
+
+def test_one_is_written_without_a_plural() -> None:
+    """`1 steps, 1 skipped`: what is printed every day reads as if no one had read it."""
+    model = torch.nn.Linear(2, 2)
+    optimizer, scaler = torch.optim.SGD(model.parameters()), OURS("cpu")
+    scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+    scaler.step(optimizer)
+    with amp_core.record() as recording, amp_core.autocast("cpu"):
+        model(torch.ones(1, 2))
+    with amp_core.watch(model, every=1) as watch:
+        model(torch.ones(1, 2)).sum().backward()
+    applied = amp_core.apply_policy(model, {"": "fp32"})
+    shown = (scaler, scaler.history, recording, watch, applied, amp_core.OpPolicy("cpu", {"mm": "fp32"}))
+    assert not [text for text in map(repr, shown) if re.search(r"(?<!\d)1 \w+s\b", text)]
+    assert str(scaler.history).startswith("1 step, 0 skipped")
 
 
 def test_skipped_steps_leave_a_record() -> None:

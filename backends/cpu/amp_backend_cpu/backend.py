@@ -6,6 +6,7 @@ import torch
 
 from amp_backend_cpu.kernels import load
 from amp_backend_cpu.op_policy import LISTS
+from amp_core.common.text import counted
 from amp_core.kernels import Kernels, ScaledProducts
 from amp_core.plugin import Availability, Backend
 
@@ -21,7 +22,7 @@ class CpuBackend(Backend):
 
     def availability(self) -> Availability:
         return Availability(
-            True, f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
+            True, f"{torch.backends.cpu.get_cpu_capability()}, {counted(torch.get_num_threads(), 'thread')}"
         )
 
     def default_dtype(self) -> torch.dtype:

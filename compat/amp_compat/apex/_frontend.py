@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 import amp_core
 from amp_compat.apex import _models
 from amp_compat.apex._levels import LossScale, Properties, properties
+from amp_core.common.text import counted
 from amp_core.states.loss_scale import LossScaleSchedule, ScaleState, next_scale
 
 master_params = _models.master_params
@@ -234,8 +235,9 @@ def load_state_dict(state: dict[str, Any]) -> None:
     names = [name for name in state if name.startswith("loss_scaler")]
     if len(names) != len(_state.scalers):
         raise RuntimeError(
-            f"The state has {len(names)} loss scales, but initialize(num_losses={len(_state.scalers)}) "
-            f"created {len(_state.scalers)}; pass the num_losses that the state was saved with."
+            f"The state has {counted(len(names), 'loss scale')}, but "
+            f"initialize(num_losses={len(_state.scalers)}) created {len(_state.scalers)}; pass the "
+            f"num_losses that the state was saved with."
         )
     for index, scaler in enumerate(_state.scalers):
         entry = state[f"loss_scaler{index}"]

@@ -18,6 +18,7 @@ from typing import Any
 from amp_compat.migrate.files import Discovered, discover, is_candidate, module_stem, names_taken, words_for
 from amp_compat.migrate.model import FileReport
 from amp_core.cli import UsageError
+from amp_core.common.text import counted
 
 _INLINE = 8  # starting processes costs more than migrating this many files
 
@@ -183,19 +184,15 @@ def _closing_line(count: dict[str, int], args: argparse.Namespace) -> str:
     changed = count["files_written" if args.write else "files_changed"]
     rewritten, manual = count["changed"] + count["review"], count["manual"]
     parts = [
-        f"{_counted(count['files'], 'file')}: {changed} {verb}",
-        f"{_counted(rewritten, 'place')} rewritten, {count['review']} of them to review",
+        f"{counted(count['files'], 'file')}: {changed} {verb}",
+        f"{counted(rewritten, 'place')} rewritten, {count['review']} of them to review",
         f"{manual} {'needs' if manual == 1 else 'need'} a human",
     ]
     if count["files_failed"]:
         parts.append(f"{count['files_failed']} failed")
     if count["symlinks_skipped"]:
-        parts.append(f"{_counted(count['symlinks_skipped'], 'symlink')} skipped")
+        parts.append(f"{counted(count['symlinks_skipped'], 'symlink')} skipped")
     if count["untracked_skipped"]:
         parts.append(f"{count['untracked_skipped']} untracked skipped")
     hint = "" if args.write or args.check or not count["files_changed"] else " (nothing written; use --write)"
     return ", ".join(parts) + hint
-
-
-def _counted(number: int, thing: str) -> str:
-    return f"{number} {thing}{'' if number == 1 else 's'}"
