@@ -102,14 +102,16 @@ class AccumulationWindow:
     def __enter__(self) -> AccumulationWindow:
         if self._is_open:
             raise RuntimeError("This AccumulationWindow is already open. Enter it once for each step.")
-        open_windows = self._scaler._scales.in_window if self._scaler.is_enabled() else []
-        if any(optimizer is self._optimizer for optimizer, _ in open_windows):
+        scales, is_enabled = self._scaler._scales, self._scaler.is_enabled()
+        if is_enabled and any(optimizer is self._optimizer for optimizer, _ in scales.in_window):
             raise RuntimeError(
                 f"Another AccumulationWindow of this {type(self._optimizer).__name__} is open. Leave it "
                 f"first."
             )
-        open_windows.append((self._optimizer, self._key))
-        self._flags, self._nonfinite = [], None
+        self._flags, self._nonfinite, self._earlier = [], None, None
+        # Interrupts come after calls, of which there are none from here on: __exit__ would not run.
+        if is_enabled:
+            scales.in_window = [*scales.in_window, (self._optimizer, self._key)]
         self._is_open = True
         return self
 

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -54,6 +55,55 @@ def test_an_interrupt_before_a_fused_step_leaves_no_factor_behind() -> None:
         got, met = trained(line)
         if met:
             assert torch.equal(got, expected), line
+
+
+def test_an_interrupt_while_a_window_is_entered_leaves_it_closed() -> None:
+    """No step can be taken any more, and the window can neither be entered nor left."""
+    optimizer, scaler = torch.optim.SGD([torch.ones(2, requires_grad=True)]), GradScaler("cpu")
+    window, code, calls = AccumulationWindow(scaler, optimizer), AccumulationWindow.__enter__.__code__, 0
+
+    def after_call(frame: FrameType, event: str, _arg: object) -> None:
+        nonlocal calls
+        of_python = event == "return" and frame.f_back is not None and frame.f_back.f_code is code
+        if of_python or (event == "c_return" and frame.f_code is code):
+            calls += 1
+            if calls == number:
+                raise KeyboardInterrupt
+
+    for number in range(1, 10):
+        calls = 0
+        sys.setprofile(after_call)
+        try:
+            with window:
+                sys.setprofile(None)
+        except KeyboardInterrupt:
+            assert not scaler._scales.in_window
+        finally:
+            sys.setprofile(None)
+        if calls < number:
+            break
+        with window:
+            pass
+    assert 1 < number < 9
+
+
+@pytest.mark.parametrize("name", ["_close", "_weigh", "_sums"])
+def test_a_window_that_was_broken_off_while_it_closed(name: str) -> None:
+    """Gradients from before that window are added to those of the next one."""
+    weight = torch.ones(2, requires_grad=True)
+    optimizer, scaler = torch.optim.SGD([weight]), GradScaler("cpu", init_scale=1.0)
+    window = AccumulationWindow(scaler, optimizer)
+    weight.grad = torch.full((2,), 100.0)
+
+    def run() -> None:
+        with window, window.micro_batch():
+            scaler.scale(weight.sum()).backward()
+
+    with mock.patch.object(window, name, side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        run()
+    optimizer.zero_grad(set_to_none=False)
+    run()
+    assert weight.grad.tolist() == [1.0, 1.0]
 
 
 class Failing(torch.optim.SGD):
