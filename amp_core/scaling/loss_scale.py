@@ -95,7 +95,8 @@ class LossScale:
             AssertionError: no loss was scaled yet; torch's text.
         """
         if self.scale is None:  # no assert statement: `python -O` leaves those out
-            raise AssertionError(f"Attempted {call} but _scale is None.  {_NO_SCALE}")
+            whose = "" if self.key is None else f" No loss was scaled under the key {self.key!r}."
+            raise AssertionError(f"Attempted {call} but _scale is None.  {_NO_SCALE}{whose}")
         if self.growth_tracker is None:
             raise AssertionError(f"Attempted {call} but _growth_tracker is None.  {_NO_SCALE}")
         return self.scale

@@ -158,6 +158,9 @@ def test_stages_keys_and_errors() -> None:
     run = Problem(lbfgs, GradScaler("cpu"))
     with pytest.raises(AssertionError, match="Attempted step_closure but _scale is None"):
         run.scaler.step_closure(run.optimizer, lambda: torch.zeros(()))
+    with pytest.raises(AssertionError, match=r"_scale is None.* No loss was scaled under the key 'typo'"):
+        run.scaler.step_closure(run.optimizer, run.closure, key="typo")
+    run.optimizer.zero_grad()
     run.scaler.scale(torch.ones(1))
     with pytest.raises(AssertionError, match=r"given to this LBFGS left no gradient: it must call scaler\."):
         run.scaler.step_closure(run.optimizer, lambda: torch.zeros(()))
