@@ -41,6 +41,7 @@ ODD: dict[str, Any] = {
     "tensor": torch.tensor([1, 2]),
     "nan_tensor": torch.tensor(math.nan),
     "bool_tensor": torch.tensor(True),
+    "complex_tensor": torch.tensor(1j),
     "dtype": torch.float32,
     "integers": torch.int32,
     "object": object(),
@@ -70,7 +71,7 @@ ACCEPTED = {
     "advise.optimizer": "none",
     "amax": "none",
     "apply_policy.device_type": "none text",
-    "autocast.device_type": "tensor nan_tensor bool_tensor",
+    "autocast.device_type": "tensor nan_tensor bool_tensor complex_tensor",
     "bwd": "none",
     "cast_inputs": "none dtype integers",
     "changes": "dict",
@@ -78,9 +79,9 @@ ACCEPTED = {
     "compare.model": "none",
     "compare.scale": "3 1.5",
     "convert_scaler_state.schedule": "",
-    "custom_bwd.device_type": "blank text tensor nan_tensor bool_tensor",
-    "custom_fwd.device_type": "blank text tensor nan_tensor bool_tensor",
-    "device": "tensor nan_tensor bool_tensor",
+    "custom_bwd.device_type": "blank text tensor nan_tensor bool_tensor complex_tensor",
+    "custom_fwd.device_type": "blank text tensor nan_tensor bool_tensor complex_tensor",
+    "device": "tensor nan_tensor bool_tensor complex_tensor",
     "dim": "-1",
     "dtype": "none dtype integers",
     "dynamic_shapes": "none blank list tuple dict nones",
@@ -107,7 +108,7 @@ ACCEPTED = {
     "master_weights in bfloat16.keep": "list tuple dict",
     "master_weights.optimizer": "none",
     "master_weights.seed": "0",
-    "materialize.device_type": "none tensor nan_tensor bool_tensor",
+    "materialize.device_type": "none tensor nan_tensor bool_tensor complex_tensor",
     "max_norm": "none 0 3 1.5 inf nan_tensor",
     "max_scale": "3 1.5 inf",
     "min_scale": "3 1.5",
@@ -120,7 +121,7 @@ ACCEPTED = {
     "origin": "none blank text",
     "origins": "dict numbers",
     "output_dtype": "none dtype",
-    "outputs": "list tuple dict tensor nan_tensor bool_tensor",
+    "outputs": "list tuple dict tensor nan_tensor bool_tensor complex_tensor",
     "param_dtype": "none dtype",
     "path": "text",
     "patience": "3",
@@ -139,7 +140,7 @@ ACCEPTED = {
     "seed": "-1 0 3",
     "sharded_over": "none dict",
     "state_dtype": "dtype",
-    "steps": "none list tuple dict tensor nan_tensor bool_tensor",
+    "steps": "none list tuple dict tensor nan_tensor bool_tensor complex_tensor",
     "tolerance": "none 0 3 1.5 inf",
     "unit": "none",
     "warn_after": "0 3",
@@ -172,14 +173,35 @@ def require_words(error: Exception, call: str) -> None:
     assert (last.line or "").startswith("raise"), f"{call}: {error!r}"
 
 
+def state(function: Any, arguments: dict[str, Any]) -> list[Any]:
+    """Return what a refused call must leave as it is."""
+    found: list[Any] = [
+        torch.is_autocast_enabled("cpu"),
+        torch.get_autocast_dtype("cpu"),
+        torch.initial_seed(),
+    ]
+    for value in (getattr(function, "__self__", None), *arguments.values()):
+        if isinstance(value, torch.nn.Module):
+            found += [sorted(vars(value)), len(value._forward_pre_hooks), len(value._forward_hooks)]
+            found += [(p.dtype, p.tolist(), p.grad is None) for p in value.parameters()]
+        elif isinstance(value, torch.optim.Optimizer):
+            found += [value.state_dict(), [[*map(id, group["params"])] for group in value.param_groups]]
+        elif isinstance(value, amp_core.GradScaler):  # its keys begin with their first use
+            found += [{k: v for k, v in value.state_dict().items() if k != "_keys"}, len(value.history)]
+    return found
+
+
 def is_taken(name: str, argument: str, value: Any) -> bool:
     function, arguments = CALLS[name]()
+    others = {key: other for key, other in arguments.items() if key != argument}
+    before = state(function, others)
     try:
         result = function(**{**arguments, argument: value})
     except FileNotFoundError:  # a path is right
         return False
     except Exception as error:
         require_words(error, f"{name}({argument}={value!r})")
+        assert state(function, others) == before, f"{name}({argument}={value!r})"
         return False
     if hasattr(result, "remove") and not isinstance(result, list):
         result.remove()
@@ -191,7 +213,7 @@ def is_taken(name: str, argument: str, value: Any) -> bool:
 def test_an_odd_value_is_taken_or_refused_where_it_is_passed(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`'int' object has no attribute 'rules'` from inside, or the value is taken and means nothing."""
+    """`'int' object has no attribute 'rules'` from inside, a value that means nothing, or half a call."""
     monkeypatch.chdir(tmp_path)
     for argument in CALLS[name]()[1]:
         if (name, argument) not in WARNED:

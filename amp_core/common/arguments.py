@@ -35,7 +35,7 @@ def as_number(value: Any, name: str) -> Any:
     """
     if isinstance(value, Tensor) and value.numel() != 1:
         raise TypeError(f"{name}= must be a number, not a tensor of {value.numel()} elements.")
-    if is_bool(value):
+    if is_no_real(value):
         raise TypeError(f"{name}= must be a number, not {value!r}.")
     if not isinstance(value, (float, Tensor)):
         try:
@@ -67,7 +67,7 @@ def as_max_norm(value: Any) -> Any:
 def check_real(value: object, name: str) -> None:
     """Raise TypeError unless `value` is a real number, or a tensor of one."""
     is_one = isinstance(value, Real) or (isinstance(value, Tensor) and value.numel() == 1)
-    if not is_one or is_bool(value):
+    if not is_one or is_no_real(value):
         raise TypeError(f"{name}= must be a number, not {value!r}.")
 
 
@@ -170,9 +170,10 @@ def home_of(weight: Tensor) -> str:
     return device_type_of("auto" if weight.is_meta else weight)
 
 
-def is_bool(value: object) -> bool:
-    """Whether `value` is a truth value of Python, torch or NumPy, which all take for a number."""
-    return isinstance(value, bool) or getattr(value, "dtype", None) in (torch.bool, bool)
+def is_no_real(value: object) -> bool:
+    """Whether `value` is a truth value or complex: `float` takes those of torch and NumPy for numbers."""
+    is_complex = isinstance(value, Tensor) and value.is_complex()
+    return is_complex or isinstance(value, bool) or getattr(value, "dtype", None) in (torch.bool, bool)
 
 
 def _named(value: object) -> str:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from torch.amp.grad_scaler import OptState
 
-from amp_core.common.arguments import is_bool
+from amp_core.common.arguments import is_no_real
 
 __all__ = [
     "AtFloor",
@@ -247,7 +247,7 @@ def valid_scale(value: Any, name: str = "The scale") -> float:
         TypeError: it is not a number.
         ValueError: it is not positive and finite, or float32 rounds it to 0 or inf.
     """
-    is_number = not isinstance(value, (str, bytes)) and not is_bool(value)
+    is_number = not isinstance(value, (str, bytes)) and not is_no_real(value)
     _check(is_number, f"{name} must be a number, got {value!r}.", TypeError)
     try:
         number = _as_float(value)
