@@ -173,10 +173,13 @@ class TensorBoard(_Tracker):
 
     Raises:
         ImportError: TensorBoard is not installed.
+        TypeError: `writer` is neither a writer nor a path.
     """
 
     def __init__(self, writer: SummaryWriter | str | Path, tag: str = "amp") -> None:
         super().__init__(tag)
+        if not (isinstance(writer, (str, Path)) or hasattr(writer, "add_scalar")):
+            raise TypeError(f"writer= must be a SummaryWriter, or a directory for a new one, not {writer!r}.")
         self.writer: SummaryWriter = (
             _imported("torch.utils.tensorboard", "tensorboard").SummaryWriter(str(writer))
             if isinstance(writer, (str, Path))
@@ -207,13 +210,16 @@ class WandB(_Tracker):
     Raises:
         ImportError: `run` is not given and wandb is not installed.
         RuntimeError: `run` is not given and no run is active.
+        TypeError: `run` is no run.
     """
 
     def __init__(self, run: Any = None, tag: str = "amp") -> None:
         super().__init__(tag)
-        self.run = run or _imported("wandb", "wandb").run
+        self.run = _imported("wandb", "wandb").run if run is None else run
         if self.run is None:
             raise RuntimeError("no wandb run is active: call wandb.init() first, or pass its result as run=.")
+        if not hasattr(self.run, "define_metric"):
+            raise TypeError(f"run= must be what wandb.init() returned, not {run!r}.")
         self.run.define_metric(f"{tag}/step", hidden=True)
         self.run.define_metric(f"{tag}/*", step_metric=f"{tag}/step")
 

@@ -15,7 +15,7 @@ import torch
 from torch.optim.swa_utils import AveragedModel
 
 from amp_core import GradScaler, plugin
-from amp_core.callbacks import JsonLines, Logging, SkipAwareAverage, SkipAwareScheduler, TensorBoard
+from amp_core.callbacks import JsonLines, Logging, SkipAwareAverage, SkipAwareScheduler, TensorBoard, WandB
 
 
 def train(scaler: GradScaler, model: torch.nn.Linear, optimizer: Any, bad: set[int], steps: int = 3) -> None:
@@ -76,6 +76,20 @@ def test_logging(parts: Any, caplog: pytest.LogCaptureFixture) -> None:
         ("INFO", "loss scale: 8 -> 4 after step 1"),
     ]
     assert caplog.records[0].amp_record["skipped"] is True
+
+
+@pytest.mark.parametrize("value", [None, 3, object(), print])
+def test_what_is_no_writer_is_refused(value: Any) -> None:
+    """The first step ends in an AttributeError, in the middle of the training."""
+    with pytest.raises(TypeError, match="writer= must be a SummaryWriter, or a directory for a new one"):
+        TensorBoard(value)
+
+
+@pytest.mark.parametrize("value", ["my-run", "", 0])
+def test_what_is_no_run_is_refused(value: Any) -> None:
+    """`'str' object has no attribute 'define_metric'`; or the active run is written to instead."""
+    with pytest.raises(TypeError, match=r"run= must be what wandb\.init\(\) returned, not "):
+        WandB(value)
 
 
 def test_tensorboard(parts: Any, tmp_path: Path) -> None:

@@ -216,6 +216,8 @@ class Manager:
         with self._lock:
             if self._pluggy.is_registered(plugin):
                 raise ValueError(f"{plugin!r} is already registered with amp-core.")
+            if name is not None and self._pluggy.has_plugin(name):
+                raise ValueError(f"Another plugin is registered as {name!r}. Pass another name.")
             try:
                 self._pluggy.register(plugin, name)
                 self._pluggy.check_pending()

@@ -48,6 +48,7 @@ def check(
 
     Raises:
         BackendNotFoundError: no backend exists for `device_type`.
+        TypeError: `device_type` is no backend, or `areas` one string.
         ValueError: an area is unknown, `keyword` is no expression, or `fixtures` no `BackendFixtures`.
         KeyboardInterrupt: the run was interrupted.
     """
@@ -55,6 +56,10 @@ def check(
         import pytest
 
     backend = get_backend(device_type) if isinstance(device_type, str) else device_type
+    if not isinstance(backend, Backend):
+        raise TypeError(f"check() needs a device type or an instance of a Backend, not {backend!r}.")
+    if isinstance(areas, str):
+        raise TypeError(f"areas= must be a collection of areas, not {areas!r}; pass [{areas!r}].")
     collector = Collector(backend, areas, fixtures, thorough=thorough, progress=progress)
     arguments = [*_ARGUMENTS, str(COLLECTED)]
     arguments += ["-k", keyword] if keyword else []

@@ -41,6 +41,20 @@ def test_a_report_without_results_says_so():
     assert "No check ran." in report.to_markdown()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"device_type": Loopback}, "needs a device type or an instance of a Backend"),
+        ({"device_type": None}, "needs a device type or an instance of a Backend"),
+        ({"device_type": "cpu", "areas": "update"}, r"pass \['update'\]"),
+    ],
+)
+def test_what_is_no_backend_or_area_is_refused(arguments, text):
+    """Pytest's internal error, or areas of one letter."""
+    with pytest.raises(TypeError, match=text):
+        check(**arguments)
+
+
 def test_no_two_areas_define_the_same_name():
     """One area's helper would take the place of another's in the class that has them all."""
     from amp_core.testing.suite import AREAS

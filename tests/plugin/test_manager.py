@@ -146,3 +146,16 @@ def test_a_name_that_is_no_text() -> None:
     """The error says that a list has no hash."""
     with pytest.raises(TypeError, match=r"name= of a plugin must be a text, not \[\]"):
         amp_core.plugin.register(object(), [])  # type: ignore[arg-type]
+
+
+def test_a_name_that_another_plugin_has() -> None:
+    """Pluggy's own error, with a list of all that is registered."""
+    first, second = amp_core.callbacks.Logging(), amp_core.callbacks.Logging()
+    amp_core.plugin.register(first, "log")
+    try:
+        with pytest.raises(ValueError, match=r"^Another plugin is registered as 'log'"):
+            amp_core.plugin.register(second, "log")
+        amp_core.plugin.register(second, "other")
+        amp_core.plugin.unregister(second)
+    finally:
+        amp_core.plugin.unregister(first)
