@@ -74,13 +74,16 @@ def _two_levels(amax: Tensor, element: ElementFormat, tensor_amax: Tensor) -> Gr
     inner = E4M3.round(amax / _filled(amax, element.max) / outer).clamp(min=E4M3.smallest_subnormal)
     inner = nan_unless_finite(inner, amax)
     encode = ((1.0 / outer) / inner).clamp(max=torch.finfo(torch.float32).max)
-    return GroupScales(encode, inner, nan_unless_finite(outer, tensor_amax))
+    return GroupScales(encode, inner, outer)
 
 
 def outer_scale(tensor_amax: Tensor, element: ElementFormat) -> Tensor:
-    """Return the second scale of ``"e4m3"``, of a tensor with the largest magnitude `tensor_amax`."""
+    """Return the second scale of ``"e4m3"``, of a tensor with the largest magnitude `tensor_amax`.
+
+    NaN if that is inf or NaN, so that the whole tensor is NaN: no element of it counts as one that became 0.
+    """
     outer = tensor_amax / _filled(tensor_amax, E4M3.max * element.max)
-    return torch.where(outer == 0, 1.0, outer)
+    return nan_unless_finite(torch.where(outer == 0, 1.0, outer), tensor_amax)
 
 
 def _e8m0(amax: Tensor, element: ElementFormat, *, up: bool) -> GroupScales:

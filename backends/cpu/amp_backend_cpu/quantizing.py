@@ -17,7 +17,7 @@ from amp_core.formats.elements import E2M1, ElementFormat
 from amp_core.formats.groups import Groups
 from amp_core.formats.packing import pack_codes
 from amp_core.formats.passes import Passes, Rounding
-from amp_core.formats.scales import SCALES, GroupScales, nan_unless_finite, outer_scale
+from amp_core.formats.scales import SCALES, GroupScales, outer_scale
 from amp_core.kernels.memory import are_real
 
 _CODES = {torch.float32: 0, torch.bfloat16: 2, torch.float16: 3}
@@ -84,8 +84,7 @@ class CompiledPasses(Passes):
             *(outer.data_ptr() if outer is not None else None, encode.data_ptr(), scale.data_ptr()),
             *(dtype is not None, threads_for(own.numel())),
         )
-        second = None if outer is None else nan_unless_finite(outer, tensor_amax)
-        return GroupScales(encode, scale, second)
+        return GroupScales(encode, scale, outer)
 
     def round(self, x: Tensor, groups: Groups, encode: Tensor, rounding: Rounding) -> tuple[Tensor, Tensor]:
         single = groups.granularity == "tensor"
