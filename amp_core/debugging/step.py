@@ -64,9 +64,14 @@ class Step:
         backend = get_backend(self.device_type)
         self.dtype = backend.default_dtype() if dtype is None else dtype
         if self.dtype is not torch.float8_e4m3fn and backend.autocast_refusal(self.dtype) is not None:
+            supported = backend.supported_dtypes()
+            if self.dtype in supported:  # the device itself is missing
+                raise ValueError(
+                    f"There are no regions on {self.device_type!r} here: {backend.availability().reason}."
+                )
             raise ValueError(
                 f"dtype={self.dtype}: {backend.dtype_reason(self.dtype)}. Regions on "
-                f"{self.device_type!r} take {', '.join(map(str, backend.supported_dtypes()))}."
+                f"{self.device_type!r} take {', '.join(map(str, supported))}."
             )
         self.policy = default_policy(backend) if policy is None else policy
         self._float32 = OpPolicy.float32(self.device_type)

@@ -16,6 +16,7 @@ import amp_core
 from amp_core import OpPolicy, autocast
 from amp_core.debugging.capture import MODULE, OP, PARAMETER
 from amp_core.dispatch.engine import engine
+from amp_core.plugin import Availability, Refusal
 from amp_core.testing import Loopback
 from amp_core.testing.fixtures import serving
 
@@ -335,6 +336,23 @@ def test_a_dtype_that_the_device_has_no_regions_of(rehearse, dtype):
     model = nn.Linear(2, 2)
     with serving(Float16Alone()), pytest.raises(ValueError, match=r"Regions on 'cpu' take torch\.float16\."):
         rehearse(lambda: model(torch.ones(1, 2)).sum(), "cpu", dtype=dtype)
+
+
+class Absent(Float16Alone):
+    """A device that is not there, as CUDA is without a GPU."""
+
+    def availability(self):
+        return Availability(False, "no such chip")
+
+    def autocast_refusal(self, dtype):
+        return Refusal("Disabling autocast.")
+
+
+@pytest.mark.parametrize("rehearse", [amp_core.compare, amp_core.advise])
+def test_a_device_that_is_absent(rehearse):
+    """The error calls float16 none of the dtypes that it then lists, float16 among them."""
+    with serving(Absent()), pytest.raises(ValueError, match="no regions on 'cpu' here: no such chip"):
+        rehearse(lambda: torch.ones(()), "cpu")
 
 
 def test_a_penalty_on_gradients():
