@@ -15,6 +15,7 @@ from amp_core._torch.dynamo import never_compile
 from amp_core._torch.tracing import calls_are_captured, is_exporting, outside_graphs
 from amp_core.common.handle import Handle
 from amp_core.common.optimizers import parameters_of, watch_steps
+from amp_core.debugging.state_keeper import is_rehearsing
 
 
 class Attached(Handle):
@@ -24,7 +25,8 @@ class Attached(Handle):
 
     Attributes:
         step: the number of the model's current training step, from 0: its calls with gradients enabled. Calls
-            that are traced, that ``torch.func`` transforms or that a checkpoint repeats do not count.
+            that are traced, that ``torch.func`` transforms, that a checkpoint repeats or that `compare` and
+            `advise` make do not count.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -70,11 +72,14 @@ class Attached(Handle):
         return (
             bool(self._removers)  # compiled code keeps hooks that were removed
             and torch.is_grad_enabled()
+            and not is_rehearsing()
             and not repeats_forward()
             and not calls_are_captured()
         )
 
     def _step(self, optimizer: Optimizer) -> None:
+        if is_rehearsing():
+            return
         mine = {id(parameter) for parameter in self.model.parameters()}
         parameters = [p for p in parameters_of(optimizer) if p.grad is not None and id(p) in mine]
         if parameters:

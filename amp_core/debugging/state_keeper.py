@@ -7,6 +7,7 @@ import copy
 import inspect
 import random
 import sys
+import threading
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -25,6 +26,18 @@ _FSDP1 = (
     "compare() and advise() cannot restore them after each run. Shard with "
     "torch.distributed.fsdp.fully_shard, or compare the model before you shard it; record() works with both."
 )
+
+
+class _Rehearsing(threading.local):
+    on = False
+
+
+_REHEARSING = _Rehearsing()
+
+
+def is_rehearsing() -> bool:
+    """Whether this thread runs a step of which nothing remains: it is no step of a training."""
+    return _REHEARSING.on
 
 
 class _Module(NamedTuple):
@@ -129,10 +142,12 @@ class StateKeeper:
 
         Other threads may train meanwhile, with optimizers of other parameters.
         """
+        outer, _REHEARSING.on = _REHEARSING.on, True
         end = watch_steps(self._keep_optimizer, after=False, is_ours=lambda p: id(p) in self._tensors)
         try:
             yield
         finally:
+            _REHEARSING.on = outer
             end()
             self._restore()
 

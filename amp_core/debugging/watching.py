@@ -22,6 +22,7 @@ from amp_core.debugging.op_kinds import floats_in
 from amp_core.debugging.places import uncompiled
 from amp_core.debugging.ranges import KINDS, Entry, Format
 from amp_core.debugging.report import Report
+from amp_core.debugging.state_keeper import is_rehearsing
 from amp_core.debugging.tap import muted
 from amp_core.debugging.values import extent, in_parts, is_readable
 from amp_core.plugin import get_backend
@@ -74,7 +75,7 @@ class Watch(Attached, Report):
     def _of_module(self, name: str) -> Callable[..., None]:
         @outside_graphs
         def hook(_module: nn.Module, _args: Any, result: Any) -> None:
-            if not self._hooks or repeats_forward():  # removed, but compiled code keeps its hooks
+            if not self._hooks or is_rehearsing() or repeats_forward():  # compiled code keeps removed hooks
                 return
             tensors = floats_in(result)[:1]
             for tensor in tensors:
@@ -88,7 +89,7 @@ class Watch(Attached, Report):
 
     def _hook_gradient(self, name: str, parameter: Tensor) -> Any:
         def add(gradient: Tensor | None) -> None:
-            if gradient is not None:
+            if gradient is not None and not is_rehearsing():
                 self._add("weight gradient", name, gradient)
 
         if parameter.is_leaf:

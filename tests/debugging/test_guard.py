@@ -293,3 +293,26 @@ def test_steps_of_several_threads(seed):
         for thread in threads:
             assert torch.equal(thread.submit(torch.compile(step, backend="eager"), False).result(), expected)
             assert not thread.submit(modes_after_a_recording).result()
+
+
+@pytest.mark.parametrize("steps", [None, range(9)], ids=["watched", "chosen"])
+def test_a_rehearsal_is_no_training_step(steps):
+    """The guard stops `compare` at the op that it looks for, or its runs count as steps."""
+    model = nn.Linear(4, 4)
+    nn.init.constant_(model.weight, 6e4)
+
+    def step():
+        return model(torch.ones(2, 4)).sum()
+
+    with amp_core.guard(model, steps=steps) as guard, amp_core.watch(model, every=1) as ranges:
+        loss = step()
+        assert amp_core.compare(step, "cpu", dtype=FP16).first_not_finite is not None
+        assert amp_core.advise(step, "cpu", dtype=FP16).modules
+        amp_core.advise(step, "cpu", dtype=FP16, goal="speed")
+        loss.backward()
+        assert guard.step == ranges.step == 0
+        assert sorted(e.kind for e in ranges.entries) == sorted(
+            ["weight", "weight", "activation", "gradient", "weight gradient", "weight gradient"]
+        )
+        with autocast("cpu", dtype=FP16), pytest.raises(NonFiniteError):
+            step()
