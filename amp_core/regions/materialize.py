@@ -22,6 +22,7 @@ from amp_core.errors import AmpWarning, MaterializeError, PolicyError
 from amp_core.plugin import get_backend
 from amp_core.policy import OpPolicy, names
 from amp_core.policy.coverage import REDUCTION, missing
+from amp_core.policy.recipes import RecipeRule
 from amp_core.policy.rules import UNCHANGED
 from amp_core.regions.direct_calls import call_directly
 from amp_core.regions.graph_casts import store_casts
@@ -66,8 +67,9 @@ def materialize(
     Raises:
         MaterializeError: the model cannot be written as one graph (the message names the line), or the check
             failed.
-        PolicyError: `policy` is for another device, or a region inside the model has a policy of its own.
-        TypeError: `model` is not a module, or `dtype` not a dtype.
+        PolicyError: `policy` is for another device or has recipes, or a region inside the model has a policy
+            of its own.
+        TypeError: `model` is not a module, `dtype` not a dtype, `args` no sequence or `kwargs` no mapping.
 
     Example:
         >>> import torch, amp_core
@@ -79,6 +81,8 @@ def materialize(
     check_module(model, "materialize")
     if dtype is not None:
         check_dtype(dtype, "dtype")
+    if not isinstance(args, Sequence):  # a tensor would be taken apart into its rows
+        raise TypeError(f"args= must be a tuple of arguments, such as (x,), not {type(args).__name__}.")
     if not isinstance(kwargs, Mapping | None):
         raise TypeError(f"kwargs= must map names to arguments, not {kwargs!r}.")
     kwargs = dict(kwargs or {})
@@ -87,7 +91,14 @@ def materialize(
         device_type = "cpu" if first is None else first.device.type
     # The cast cache would hand tensors of one trace to the next.
     region = autocast(device_type, dtype, cache_enabled=False, policy=policy)
-    in_force = default_policy(get_backend(region.device)) if policy is None else policy
+    in_force = region._policy or default_policy(get_backend(region.device))
+    quantised = sorted({rule for rule in in_force.rules.values() if isinstance(rule, RecipeRule)})
+    if quantised:
+        raise PolicyError(
+            f"materialize writes casts down, and no recipes, such as {quantised[0]!r} of {in_force!r}. Give "
+            f"the ops another rule, such as 'lower_precision_fp', or run the model in a region, with "
+            f"cached_casts(model, persistent=True)."
+        )
     try:
         graph_module, in_spec = _traced(model, args, kwargs, dynamic_shapes, region, in_force)
     except PolicyError:

@@ -502,6 +502,19 @@ def test_a_policy_inside_the_model_is_refused() -> None:
         materialize(Inner(), (torch.randn(3),))
 
 
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"policy": OpPolicy.default("cpu").override({"linear": "recipe mxfp8"})},
+        {"dtype": torch.float8_e4m3fn},
+    ],
+)
+def test_recipes_are_refused(asked: Any) -> None:
+    """The product of quantised operands is rounded to bfloat16, or its parts are taken apart without end."""
+    with pytest.raises(PolicyError, match="no recipes, such as 'recipe"):
+        materialize(nn.Linear(16, 4), (torch.randn(3, 16),), check=False, **asked)
+
+
 def test_op_rules_of_a_module_are_refused_by_their_name() -> None:
     """The error advises materialize, which raised it, and does not name the rules of the module."""
     model = nn.Sequential(nn.Linear(3, 3))
