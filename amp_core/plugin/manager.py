@@ -193,6 +193,11 @@ class Manager:
                 f"amp_register_backends(registry), marked with amp_core.plugin.hookimpl, that calls "
                 f"registry.add()"
             )
+        if candidate.name not in added and is_device_type(candidate.name):  # torch's rules would serve it
+            raise BackendLoadError(
+                f"its entry point is named {candidate.name!r}, but it registered a backend for "
+                f"{', '.join(map(repr, added))} only; correct device_type, or the name of the entry point"
+            )
         for device_type in self.built_in.keys() & set(added):  # free only because it is disabled
             raise BackendConflictError(
                 f"{owner} wants to serve device type {device_type!r}, which is amp-core's own. "

@@ -81,6 +81,7 @@ BROKEN = {
     "base": "raise type('Skipped', (BaseException,), {})('no device')",
     "abstract": GOOD.format(device="abstract").replace("def default_dtype", "def default_type"),
     "twin": GOOD.format(device="good"),
+    "hpu": GOOD.format(device="hqu"),
     "exits": "import sys; sys.exit('no licence')",
     "later": GOOD.format(device="later"),
 }

@@ -80,6 +80,7 @@ def test_each_broken_one_is_named_once(listed: Any, broken: list[str]) -> None:
         ("exits", "import", "SystemExit: no licence"),
         ("later", "requirements", "it requires 'amp-core>=2', but amp-core 0.1.0 is installed"),
         ("twin", "register", "which plugin 'good' (amp-backend-good 3.1) already serves"),
+        ("hpu", "register", "is named 'hpu', but it registered a backend for 'hqu' only"),
     ],
 )
 def test_stage_and_cause(listed: Any, name: str, stage: str, cause: str) -> None:
