@@ -19,7 +19,7 @@ import torch
 from amp_core._torch.autocast import privateuse1_name
 from amp_core._torch.dispatcher import autograd_key
 from amp_core._torch.op_kernels import has_dispatch_key
-from amp_core.errors import BackendError
+from amp_core.errors import AmpError, BackendError
 from amp_core.kernels import Kernels
 from amp_core.plugin import Backend, get_backend
 from amp_core.plugin.default_manager import manager
@@ -77,7 +77,11 @@ class BackendFixtures:
     @property
     def device(self) -> torch.device:
         """Where tensors are created. Default: the current device of `device_type`."""
-        return torch.device(self.device_type)
+        try:
+            return torch.device(self.device_type)
+        except RuntimeError as error:
+            reason = self.backend.availability().reason
+            raise AmpError(f"torch knows no device type {self.device_type!r}: {reason}.") from error
 
     @property
     def kernels(self) -> Kernels:

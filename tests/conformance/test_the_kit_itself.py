@@ -10,6 +10,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
+from amp_core import AmpError
 from amp_core.cli import main
 from amp_core.kernels import Portable
 from amp_core.testing import BackendConformance, BackendFixtures, Loopback, check
@@ -348,3 +349,13 @@ def test_the_plugin_needs_a_device(tmp_path):
     done = run_pytest(tmp_path, "--amp-report=r.md")
     assert done.returncode == 4
     assert "need --amp-device=DEVICE" in done.stderr
+
+
+def test_a_device_that_torch_does_not_know_is_named_with_the_reason():
+    """A maker whose package is not imported reads torch's list of devices, once for each check."""
+
+    class Missing(BackendFixtures):
+        device_type, backend = "npx", Loopback()
+
+    with pytest.raises(AmpError, match=rf"no device type 'npx': {Loopback().availability().reason}"):
+        _ = Missing().device
