@@ -127,7 +127,7 @@ def read(kind: type[P], source: str | PathLike[str], device_type: str | None) ->
     data, file = parsed(source)
     named = data.get("device_type", device_type)
     if named is None:
-        raise PolicyError(f'{file.name}: names no device; add device_type = "cuda", or pass device_type=.')
+        raise PolicyError(f'{file.name}: names no device; add device_type = "cuda", or pass it in Python.')
     if not (isinstance(named, str) and named.isidentifier()):
         place = file.place("device_type")
         raise PolicyError(
