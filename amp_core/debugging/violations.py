@@ -37,6 +37,8 @@ class Violation:
     calls: int = 1
 
     def __str__(self) -> str:
+        if self.entry.startswith("float32_"):  # a list of names
+            return f"{self.what} {self.where}: {self.dtype}, but {self.entry} names it"
         phase = f" in the {self.phase} pass" if self.phase else ""
         times = f", {self.calls} times" if self.calls > 1 else ""
         return f"{self.what} of {self.where}{phase}: {self.dtype}, but {self.entry} is {self.wanted}{times}"

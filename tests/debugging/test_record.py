@@ -191,6 +191,8 @@ def test_what_a_plan_forbids(net, x):
     text = "gradient of first.weight: float16, but grad_dtype is float32"
     with pytest.raises(amp_core.AmpError, match=f"did not keep to its plan:(.|\n)*{text}"):
         r.check()
+    with pytest.raises(amp_core.AmpError, match=r"first\.bias: float16, but float32_parameters names"):
+        r.check()
     rows = json.loads(r.to_json())
     assert len(rows["violations"]) == len(found)
     assert rows["facts"]["forbidden by the plan"] == str(len(found))
