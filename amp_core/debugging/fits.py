@@ -96,6 +96,8 @@ def fits_of_parameters(
         without: the names of modules whose weights were quantised.
     """
     how = recipe.weight or recipe.input
+    if how is not None:
+        how = replace(how, found="current")  # these parameters have no history
     named = (pair for root in roots for pair in root.named_parameters())
     return {
         name: _fit(whole(parameter.detach()), how)

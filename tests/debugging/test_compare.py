@@ -329,6 +329,17 @@ def test_formats_on_a_device_without_bfloat16():
             assert model(x).dtype is torch.float16
 
 
+def test_a_recipe_with_delayed_scales():
+    """The weight of a norm, which is in no product, has no history: an error about `quantize`."""
+    model, x = nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32)), torch.randn(4, 32)
+    delayed = OpPolicy.default("cpu").override({"linear": "recipe fp8_delayed"})
+    with amp_core.delayed_scales(model) as scales:
+        found = amp_core.compare(lambda: model(x).square().mean(), "cpu", policy=delayed)
+        assert amp_core.compare(lambda: model(x).square().mean(), "cpu", format="fp8_delayed").fits
+    assert {"1.weight", "1.bias"} <= found.parameters.keys()
+    assert scales.state_dict().keys() == {"0.weight"}
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
 @pytest.mark.parametrize("rehearse", [amp_core.compare, amp_core.advise])
 def test_a_dtype_that_the_device_has_no_regions_of(rehearse, dtype):
