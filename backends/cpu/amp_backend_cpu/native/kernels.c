@@ -19,6 +19,7 @@
 #define ABI 10 /* increases when a function's arguments change; library.py checks it */
 
 #define CHUNK (1u << 18) /* bytes: two or more chunks of a large weight stay in the second-level cache */
+#define GRAIN 32768      /* elements of a tensor from which torch divides it among threads */
 #define EXPONENT 0x7f800000u
 
 /* Squares of small numbers are subnormal, which takes x86 a hundred times as long as what is normal. */
@@ -210,8 +211,8 @@ static size_t *first_chunks(size_t count, const int64_t *sizes, const int32_t *d
         return NULL;
     chunks[0] = 0;
     for (size_t i = 0; i < count; i++) {
-        size_t most = CHUNK / width_of[dtypes[i]];
-        chunks[i + 1] = chunks[i] + ((size_t)sizes[i] + most - 1) / most;
+        size_t size = (size_t)sizes[i], most = CHUNK / width_of[dtypes[i]], least = (size + most - 1) / most;
+        chunks[i + 1] = chunks[i] + (size > GRAIN ? (least + 1) / 2 * 2 : least); /* two threads share equally */
     }
     return chunks;
 }
