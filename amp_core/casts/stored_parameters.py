@@ -69,6 +69,11 @@ def _refuse(name: str, param: Tensor, in_ddp: set[int]) -> None:
         )
     if param.dtype is not torch.float32:
         return
+    if nn.parameter.is_lazy(param) or param.is_meta:
+        raise ValueError(
+            f"{name} has no memory yet. Call the model once, if it is of a lazy module, or move it to its "
+            f"device; call master_weights then."
+        )
     if part is not param:
         raise ValueError(f"{name} is a float32 shard: call model.to(torch.bfloat16) before fully_shard.")
     if id(param) in in_ddp:

@@ -365,3 +365,13 @@ def test_a_step_that_runs_out_of_memory_changes_nothing(how: str, begun: bool) -
     torch.testing.assert_close(kept(), before, rtol=0, atol=0)
     set_grads(model, 1)
     optimizer.step()
+
+
+@pytest.mark.parametrize("last", [nn.LazyLinear(2), nn.Linear(4, 2, device="meta")], ids=["lazy", "meta"])
+def test_weights_without_memory_are_refused_before_others_are_rounded(last: nn.Module) -> None:
+    """The error comes when the first layers are in bfloat16 already."""
+    model = nn.Sequential(nn.Linear(4, 4), last)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(ValueError, match=r"1\.weight has no memory yet"):
+        master_weights(model, optimizer, "remainder")
+    assert {p.dtype for p in model.parameters()} == {WIDE}
