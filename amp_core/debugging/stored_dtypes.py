@@ -49,5 +49,6 @@ def of_step(optimizer: Optimizer, name_of: Callable[[Tensor], str]) -> Iterator[
 
 
 def _entry(kind: str, name: str, state: str, tensor: Any) -> Iterator[tuple[TensorKey, int]]:
-    if isinstance(tensor, Tensor) and tensor.is_floating_point():
+    is_tensor = isinstance(tensor, Tensor) and not nn.parameter.is_lazy(tensor)  # which has no size yet
+    if is_tensor and tensor.is_floating_point():
         yield TensorKey(kind, name, state, dtype_name(tensor.dtype)), tensor.numel()

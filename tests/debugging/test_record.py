@@ -530,3 +530,10 @@ def test_chunks_in_inference_mode(tensor):
         parts = [*tensor.chunk(3), tensor.narrow(0, 2, 2)]
     assert [part.shape for part in parts] == [(2, 3)] * 4
     assert all(part._base is tensor for part in parts)
+
+
+def test_a_lazy_layer_that_no_op_has_used():
+    """A size is asked of a parameter that has none yet, and the recording is lost."""
+    with amp_core.record(torch.nn.ModuleList([torch.nn.LazyLinear(2), torch.nn.Linear(2, 2)])) as r:
+        pass
+    assert {key.name for key in r.tensors} == {"1.weight", "1.bias"}
