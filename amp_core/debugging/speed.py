@@ -238,13 +238,11 @@ class SpeedSearch:
         return best
 
     def _run(self, setting: _Setting) -> None:
-        device_type = self._step.device_type
+        step = self._step
         self._keeper.clear_gradients()
-        with self._step.applied(setting.modules):
-            with autocast(
-                device_type, dtype=self._step.dtype, enabled=setting.enabled, policy=setting.policy
-            ):
-                result = self._step.fn()
+        with step.applied(setting.modules), step.in_force(setting.policy):
+            with autocast(step.device_type, step.dtype, setting.enabled, policy=setting.policy):
+                result = step.fn()
             self._backward(result)
 
     def _backward(self, result: Any) -> None:

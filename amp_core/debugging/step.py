@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -120,12 +120,23 @@ class Step:
             return contextlib.nullcontext()
         return apply_policy(self.roots[0], modules, device_type=self.device_type)
 
+    @contextlib.contextmanager
+    def in_force(self, policy: OpPolicy | None) -> Iterator[None]:
+        """Keep `policy` in force in a block, also where checkpoints rerun a forward pass after its region."""
+        active = activation(get_backend(self.device_type), policy)
+        if active is None:
+            yield
+            return
+        active.push()
+        try:
+            yield
+        finally:
+            pop()
+
     def _run(
         self, dtype: torch.dtype, policy: OpPolicy, scale: float, at_end: Callable[[], None] = lambda: None
     ) -> Run:
         ops = {*self._float32.rules, *self.policy.rules}
-        active = activation(get_backend(self.device_type), policy)
-        assert active is not None, "an explicit policy always has an activation"
         keeper = StateKeeper()
         capture = Capture(self._limit, ops, self.model, keeper.keep_tensor)
         capture.tap.places.on_call = keeper.keep
@@ -135,8 +146,7 @@ class Step:
                 keeper.keep(self.model)
             with contextlib.ExitStack() as stack:
                 stack.enter_context(capture.tap)
-                active.push()  # also for the backward pass, where checkpoints rerun their forward pass
-                stack.callback(pop)
+                stack.enter_context(self.in_force(policy))
                 with autocast(self.device_type, dtype=dtype, policy=policy):
                     result = self.fn()
                 self.leaves_backward = _run_backward(result, scale, capture, keeper)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import amp_core
 from amp_core import OpPolicy
@@ -140,6 +141,16 @@ def test_a_step_that_keeps_no_gradients(net, quick, step):
     """A step whose backward pass leaves no gradients behind runs another one, which raises."""
     x = torch.randn(8, 1, 8, 8)
     assert amp_core.advise(lambda: step(net, x), "cpu", goal="speed", rounds=0).ops
+
+
+def test_checkpoints_run_again_under_the_same_policy(monkeypatch, quick):
+    """The forward pass that a checkpoint repeats would run in other dtypes, and fail."""
+    monkeypatch.setattr(speed, "_threshold", lambda *_: rules.FP32)
+    layer, x = nn.Linear(16, 16), torch.randn(2, 16)
+    advice = amp_core.advise(
+        lambda: checkpoint(layer, x, use_reentrant=False).square().mean(), "cpu", goal="speed"
+    )
+    assert advice.seconds
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
