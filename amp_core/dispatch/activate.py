@@ -164,7 +164,13 @@ class RuleOverrides:
         return _number(self.device_type, sorted(self.rules.items()), self.origin)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return RuleOverrides, (self.device_type, dict(self.rules), self.origin)
+        return _unpickled, (self.device_type, dict(self.rules), self.origin)
+
+
+def _unpickled(device_type: str, rules: Mapping[str, str], origin: str) -> RuleOverrides:
+    # Another torch may have written the rules, as those of an `OpPolicy`.
+    present = {op: rule for op, rule in rules.items() if not names.is_lost(op)}
+    return RuleOverrides(device_type, present, origin)
 
 
 _POLICIES_PER_CHANGE = 16

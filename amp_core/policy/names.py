@@ -138,6 +138,11 @@ def find(name: str) -> Overload | None:
     return None if packet is None else overloads_of(packet).get(overload or "default")
 
 
+def is_lost(name: str) -> bool:
+    """Return whether `name` is the full name of an op of another torch that this one lacks."""
+    return name.startswith("aten::") and find(name) is None
+
+
 def full_name(overload: Overload) -> str:
     """Return ``namespace::name.overload``, as in ``torch.ops``: ``aten::mm.default``, ``aten::softmax.int``.
 

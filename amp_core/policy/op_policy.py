@@ -334,7 +334,12 @@ class OpPolicy:
         return f"<OpPolicy for {self.device_type!r}: {counted(len(self.rules), 'rule')}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return OpPolicy, (self.device_type, dict(self.rules), dict(self.origins))
+        return _unpickled, (self.device_type, dict(self.rules), dict(self.origins))
+
+
+def _unpickled(device_type: str, rules: Mapping[str, str], origins: Mapping[str, str]) -> OpPolicy:
+    # Another torch may have written the rules; no op can use those of ops that this one lacks.
+    return OpPolicy(device_type, {op: rule for op, rule in rules.items() if not names.is_lost(op)}, origins)
 
 
 @lru_cache(maxsize=32)

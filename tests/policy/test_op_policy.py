@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from amp_core import OpPolicy, PolicyError
+from amp_core import OpPolicy, PolicyError, apply_policy, autocast
 from amp_core.policy import RULES, names, rules
 
 from ..drawn import examples
@@ -117,6 +117,18 @@ def test_copies(duplicate: object) -> None:
     """A policy travels to worker processes."""
     changed = CPU.override({"softmax": "fp32"})
     assert duplicate(changed) == changed  # type: ignore[operator]
+
+
+def test_a_pickle_of_another_torch() -> None:
+    """A policy, or a model with rules, has one for an op that this torch lacks, and cannot be loaded."""
+    policy = CPU.override({"erfinv": "fp32", "softmax": "fp32"})
+    saved = pickle.dumps(policy).replace(b"aten::erfinv.", b"aten::erfold.")
+    assert pickle.loads(saved) == CPU.override({"erfinv": "unchanged", "softmax": "fp32"})
+    model = torch.nn.Sequential(torch.nn.Softmax(-1))
+    apply_policy(model, {"0": {"erfinv": "fp32", "softmax": "fp32"}}, device_type="cpu")
+    read = pickle.loads(pickle.dumps(model).replace(b"aten::erfinv.", b"aten::erfold."))
+    with autocast("cpu"):
+        assert read(torch.ones(2, dtype=torch.bfloat16)).dtype is torch.float32
 
 
 OPS = ["softmax", "mm", "linear", "aten::sum.dim_IntList", "layer_norm", "cat", "index_put", "exp"]
