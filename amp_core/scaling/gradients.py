@@ -204,7 +204,7 @@ def _prepared(
 ) -> Sequence[Tensor]:
     ready = kernels.prepare(grads, layout)
     if ready is None or len(ready) != len(grads):
-        raise wrong_kernel(kernels, "prepare", device.type, ready, f"{counted(len(grads), 'tensor')}")
+        raise wrong_kernel(kernels, "prepare", device.type, ready, counted(len(grads), "tensor"))
     return ready
 
 

@@ -146,7 +146,7 @@ class Tagged(Tensor):
 
 
 @SCOPES
-@pytest.mark.filterwarnings("ignore:.*are cast at each use")
+@pytest.mark.filterwarnings("ignore:This scope leaves")
 def test_a_subclass_as_weight(scope: Scope) -> None:
     """Its ops see another type of weight in the scope than in a plain region."""
     model = make()

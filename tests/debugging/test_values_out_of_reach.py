@@ -146,7 +146,7 @@ def test_a_model_in_a_checkpoint(tool: str, reentrant: bool) -> None:
         checkpoint(model, x + 5, use_reentrant=reentrant).sum().backward()
 
 
-@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature", "ignore:.*are cast at each use")
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature", "ignore:This scope leaves")
 @pytest.mark.parametrize("tool", TOOLS)
 def test_parameters_that_have_no_size_yet(tool: str) -> None:
     """A lazy model fails in its first step, or is not watched in its second."""
