@@ -35,7 +35,7 @@ class ScaledSumsInBfloat16(Multiplier):
 
 
 class ScaledForgetsTheSecondScale(Multiplier):
-    fails = SPECIAL
+    fails = EVERY
 
     def product(self, multiply, a, b, accumulate):
         return multiply(replace(a, tensor_scale=None), b, accumulate)
