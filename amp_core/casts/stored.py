@@ -66,8 +66,9 @@ class StoredWeights(LocalHandle):
         self._versions: dict[int, int] = {}  # of each parameter, after the last step
         self._first: dict[int, Tensor] = {}  # what is kept until the first step: a state shows that it began
         optimizer._amp_core_first = self._first  # type: ignore[attr-defined]  # for copies of its state
-        for param in [*self._params()]:
-            self._convert(param)
+        for param in parameters_of(optimizer):
+            if id(param) in self._names:
+                self._convert(param)
         for group in optimizer.param_groups:
             group.setdefault(STEPS, 0)
         self._inner = unhooked_step(optimizer)
@@ -82,7 +83,10 @@ class StoredWeights(LocalHandle):
         ]
 
     def _params(self) -> Iterator[Tensor]:
-        return (p for p in parameters_of(self.optimizer) if id(p) in self._names)
+        return filter(self._is_stored, parameters_of(self.optimizer))
+
+    def _is_stored(self, param: Tensor) -> bool:
+        return id(param) in self._names and param.dtype is torch.bfloat16  # float32 if it joined later
 
     def _convert(self, param: Tensor) -> None:
         """Store a float32 parameter, rounded to nearest; no random bits are drawn."""
@@ -122,7 +126,7 @@ class StoredWeights(LocalHandle):
         return loss
 
     def _step_bucket(self, bucket: Bucket) -> None:
-        params = [p for _, pairs in bucket for _, p in pairs if id(p) in self._names and p.grad is not None]
+        params = [p for _, pairs in bucket for _, p in pairs if self._is_stored(p) and p.grad is not None]
         wide: dict[int, Tensor] = {}
         try:
             for param in params:  # each step of it takes memory, so it may fail
@@ -222,7 +226,7 @@ class StoredWeights(LocalHandle):
         for param, state in exact_states(optimizer, loaded):
             if id(param) in self._names and plain and param not in optimizer.state and KEPT in state:
                 self._first[id(param)] = state[KEPT]
-            elif id(param) in self._names and state:
+            elif self._is_stored(param) and state:
                 optimizer.state[param].update(state)
 
     def float32_weights(self) -> dict[str, Tensor]:

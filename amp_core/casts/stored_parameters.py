@@ -37,24 +37,30 @@ def checked_optimizer(optimizer: object, storage: str, state_dtype: torch.dtype)
 
 
 def parameters_to_store(model: nn.Module, optimizer: Optimizer, keep: Iterable[str]) -> dict[str, Tensor]:
-    """Return, by name, the float32 and bfloat16 parameters that `optimizer` steps and ``keep=`` leaves.
+    """Return, by name, the float32 and bfloat16 parameters of `model` that ``keep=`` leaves.
+
+    Those that `optimizer` does not step may join it later, as when layers are unfrozen.
 
     Raises:
         TypeError: `keep` is not a list of globs.
-        ValueError: there are none, a glob matches no parameter, or one of them cannot be stored.
+        ValueError: the optimizer steps none, a glob matches no parameter, or one that it steps cannot be
+            stored.
     """
     kept, held = _kept(model, keep), set(map(id, parameters_of(optimizer)))
     found: dict[str, Tensor] = {
         name: p
         for name, p in model.named_parameters()
-        if id(p) in held and p.dtype in (torch.float32, torch.bfloat16) and id(p) not in kept
+        if p.dtype in (torch.float32, torch.bfloat16)
+        and id(p) not in kept
+        and (id(p) in held or not is_wrapper(part_of(p)))
     }
-    if not found:
+    stepped = {name: param for name, param in found.items() if id(param) in held}
+    if not stepped:
         raise ValueError(
             "No float32 or bfloat16 parameter of the model, but for keep=, is stepped by the optimizer."
         )
     in_ddp = _in_ddp(model)
-    for name, param in found.items():
+    for name, param in stepped.items():
         _refuse(name, param, in_ddp)
     return found
 

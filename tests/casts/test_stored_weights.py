@@ -76,6 +76,26 @@ def test_remainder_follows_float32_bit_for_bit(
     assert bits(masters.float32_weights()) == bits(dict(exact.named_parameters()))
 
 
+@pytest.mark.parametrize("dtype", [LOW, WIDE])
+def test_parameters_that_join_the_optimizer_later(dtype: torch.dtype) -> None:
+    """Layers that are unfrozen later lose their updates, or the first layers' state."""
+    exact, model = make().to(LOW).float(), make().to(LOW).to(dtype)
+    reference, optimizer = (torch.optim.AdamW(m[3].parameters(), lr=1e-4) for m in (exact, model))
+    masters = master_weights(model, optimizer, "remainder", keep=["1.bias"])
+    for step in range(40):
+        if step == 5:
+            reference.add_param_group({"params": [*exact[:3].parameters()], "lr": 1e-4})
+            optimizer.add_param_group({"params": [*model[:3].parameters()], "lr": 1e-4})
+        set_grads(exact, step)
+        set_grads(model, step)
+        reference.step()
+        optimizer.step()
+    wide = {key: param.detach() for key, param in model.named_parameters()} | masters.float32_weights()
+    assert [key for key, weight in wide.items() if weight.dtype is LOW] == ["1.bias"] * (dtype is LOW)
+    wide.pop("1.bias")
+    assert bits(wide) == bits({key: p for key, p in exact.named_parameters() if key in wide})
+
+
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("how", STORAGES)
 @pytest.mark.parametrize("state_dtype", [WIDE, LOW])
