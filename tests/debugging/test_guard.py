@@ -316,3 +316,17 @@ def test_a_rehearsal_is_no_training_step(steps):
         )
         with autocast("cpu", dtype=FP16), pytest.raises(NonFiniteError):
             step()
+
+
+def test_what_compare_computes_of_its_values_is_not_the_program_s():
+    """The guard stops `compare` at the difference of two NaN, and a recording counts such ops."""
+    model = nn.Linear(4, 4)
+
+    def step():
+        zero = model(torch.ones(2, 4)) * 0
+        return (zero / zero).nan_to_num().sum()
+
+    with amp_core.guard(model, steps=range(9)), amp_core.record() as r:
+        model(torch.ones(2, 4))
+        amp_core.compare(step, "cpu")
+    assert not [op for op in r.ops if "float64" in op.dtypes]
