@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -31,6 +32,7 @@ class Attached(Handle):
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.step = model, -1
+        self._thread = threading.get_ident()  # of the current step
         if "torch._dynamo" in sys.modules:  # compiled code does not look for new hooks
             torch.compiler.reset()
         self._removers: list[Callable[[], None]] = []  # an interrupt below leaves hooks that are off
@@ -61,6 +63,7 @@ class Attached(Handle):
     def _enter(self, _module: nn.Module, _args: Any, _kwargs: Any) -> None:
         if self._is_on():
             self.step += 1
+            self._thread = threading.get_ident()
             self._before()
 
     @outside_graphs
@@ -78,7 +81,7 @@ class Attached(Handle):
         )
 
     def _step(self, optimizer: Optimizer) -> None:
-        if is_rehearsing():
+        if is_rehearsing(self._thread):
             return
         mine = {id(parameter) for parameter in self.model.parameters()}
         parameters = [p for p in parameters_of(optimizer) if p.grad is not None and id(p) in mine]

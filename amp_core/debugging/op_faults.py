@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -76,6 +77,7 @@ class FaultFinder(Sink):
 
     def __init__(self, step: int, found: Callable[[OpFault], None]) -> None:
         self._step, self._found = step, found
+        self._thread = threading.get_ident()
         self._not_finite: dict[int, weakref.ref[Any]] = {}
         self._lines = Lines()
         self.masked = False
@@ -125,7 +127,7 @@ class FaultFinder(Sink):
             written = [t for t in inputs if any(t is output for output in outputs)]
             given = any(map(self._is_noted, written))
             bad = self._note(outputs)
-            if not bad or given or is_rehearsing() or not self._is_new(inputs, written, bad[0]):
+            if not bad or given or is_rehearsing(self._thread) or not self._is_new(inputs, written, bad[0]):
                 return
             rule, origin = where.cause or ("", "")
             fault = OpFault(

@@ -28,16 +28,16 @@ _FSDP1 = (
 )
 
 
-class _Rehearsing(threading.local):
-    on = False
+_REHEARSING: set[int] = set()  # threads
 
 
-_REHEARSING = _Rehearsing()
+def is_rehearsing(starter: int | None = None) -> bool:
+    """Whether this thread or `starter` runs a step of which nothing remains: it is no step of a training.
 
-
-def is_rehearsing() -> bool:
-    """Whether this thread runs a step of which nothing remains: it is no step of a training."""
-    return _REHEARSING.on
+    Args:
+        starter: the thread that may have started this one: backward passes on a GPU run in autograd's own.
+    """
+    return threading.get_ident() in _REHEARSING or starter in _REHEARSING
 
 
 class _Module(NamedTuple):
@@ -142,12 +142,13 @@ class StateKeeper:
 
         Other threads may train meanwhile, with optimizers of other parameters.
         """
-        outer, _REHEARSING.on = _REHEARSING.on, True
+        mine = {threading.get_ident()} - _REHEARSING  # none in a step that is rehearsed already
+        _REHEARSING.update(mine)
         end = watch_steps(self._keep_optimizer, after=False, is_ours=lambda p: id(p) in self._tensors)
         try:
             yield
         finally:
-            _REHEARSING.on = outer
+            _REHEARSING.difference_update(mine)
             end()
             self._restore()
 

@@ -89,7 +89,7 @@ class Watch(Attached, Report):
 
     def _hook_gradient(self, name: str, parameter: Tensor) -> Any:
         def add(gradient: Tensor | None) -> None:
-            if gradient is not None and not is_rehearsing():
+            if gradient is not None and not is_rehearsing(self._thread):
                 self._add("weight gradient", name, gradient)
 
         if parameter.is_leaf:

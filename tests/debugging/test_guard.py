@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -330,3 +331,46 @@ def test_what_compare_computes_of_its_values_is_not_the_program_s():
         model(torch.ones(2, 4))
         amp_core.compare(step, "cpu")
     assert not [op for op in r.ops if "float64" in op.dtypes]
+
+
+class InAutogradThread(torch.autograd.Function):
+    """Calls a function in a thread of autograd's, as on a GPU; on the CPU, nesting so deep takes one."""
+
+    @staticmethod
+    def forward(ctx, x, call, depth=70):
+        ctx.call, ctx.depth = call, depth
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, _grad):
+        if ctx.depth == 0:
+            ctx.call()
+            return None, None, None
+        with torch.enable_grad():
+            InAutogradThread.apply(torch.ones((), requires_grad=True), ctx.call, ctx.depth - 1).backward()
+        return None, None, None
+
+
+def test_a_rehearsal_whose_backward_pass_runs_in_another_thread():
+    """On a GPU, the guard stops `compare` at a gradient, or its gradients count as those of the training."""
+    model, threads = nn.Linear(4, 4), {threading.get_ident()}
+    optimizer = torch.optim.SGD(model.parameters())
+
+    def step():
+        loss = Root.apply(model(torch.ones(2, 4))).sum()
+
+        def train():
+            threads.add(threading.get_ident())
+            loss.backward()
+            optimizer.step()
+
+        InAutogradThread.apply(torch.ones((), requires_grad=True), train).backward()
+
+    with amp_core.guard(model, steps=range(9)) as guard, amp_core.watch(model, every=1) as ranges:
+        model(torch.ones(2, 4))
+        entries = [*ranges.entries]
+        amp_core.compare(step, "cpu", model=model)
+        assert (guard.step, ranges.entries) == (0, entries)
+        with pytest.raises(NonFiniteError):
+            step()
+    assert len(threads) > 1
