@@ -148,7 +148,13 @@ ACCEPTED = {
     "weights": "none list tuple dict",
 }
 """Argument, or call and argument -> the odd values that mean something there."""
-OF_NUMPY = {"true": np.True_, "3": np.int64(3), "1.5": np.float32(1.5), "nan": np.float32(math.nan)}
+OF_NUMPY = {
+    "true": np.True_,
+    "3": np.int64(3),
+    "1.5": np.float32(1.5),
+    "nan": np.float32(math.nan),
+    "complex": np.complex64(3 + 1j),
+}
 """Numbers that mean what those of Python do."""
 ONLY_INT = {"margin", "Quantization.granularity", "Delayed.history", "Recipe.fp8_delayed.history"}
 """Arguments, or calls and arguments, that are refused as NumPy's integers."""
@@ -227,7 +233,7 @@ def test_an_odd_value_is_taken_or_refused_where_it_is_passed(
 def test_a_number_of_numpy_is_taken_where_one_of_python_is(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """True is refused as a loss scale, and NumPy's True is taken."""
+    """True is refused as a loss scale, and NumPy's True is taken, or the real part of a complex number."""
     monkeypatch.chdir(tmp_path)
     for argument in CALLS[name]()[1]:
         if (name, argument) not in WARNED and not ONLY_INT & {argument, f"{name}.{argument}"}:

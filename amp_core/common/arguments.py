@@ -172,8 +172,10 @@ def home_of(weight: Tensor) -> str:
 
 def is_no_real(value: object) -> bool:
     """Whether `value` is a truth value or complex: `float` takes those of torch and NumPy for numbers."""
-    is_complex = isinstance(value, Tensor) and value.is_complex()
-    return is_complex or isinstance(value, bool) or getattr(value, "dtype", None) in (torch.bool, bool)
+    if isinstance(value, Tensor):
+        return value.dtype is torch.bool or value.is_complex()
+    of_numpy = getattr(getattr(value, "dtype", None), "kind", None)
+    return isinstance(value, bool) or of_numpy in ("b", "c")
 
 
 def _named(value: object) -> str:
