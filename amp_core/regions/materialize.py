@@ -91,7 +91,8 @@ def materialize(
         device_type = "cpu" if first is None else first.device.type
     # The cast cache would hand tensors of one trace to the next.
     region = autocast(device_type, dtype, cache_enabled=False, policy=policy)
-    in_force = region._policy or default_policy(get_backend(region.device))
+    asked = region._policy  # may be empty, and false
+    in_force = default_policy(get_backend(region.device)) if asked is None else asked
     quantised = sorted({rule for rule in in_force.rules.values() if isinstance(rule, RecipeRule)})
     if quantised:
         raise PolicyError(

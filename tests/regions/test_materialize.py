@@ -515,6 +515,17 @@ def test_recipes_are_refused(asked: Any) -> None:
         materialize(nn.Linear(16, 4), (torch.randn(3, 16),), check=False, **asked)
 
 
+def test_a_policy_without_rules_is_not_the_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The recipes of AMP_POLICY are refused, which this policy does not have."""
+    path = tmp_path / "policy.toml"
+    path.write_text('device_type = "cpu"\n[rules]\nlinear = "recipe mxfp8"\n')
+    monkeypatch.setenv("AMP_POLICY", str(path))
+    x = torch.randn(3, 16)
+    with pytest.raises(PolicyError, match="no recipes"):
+        materialize(nn.Linear(16, 4), (x,))
+    assert materialize(nn.Linear(16, 4), (x,), policy=OpPolicy("cpu", {}))(x).dtype is torch.float32
+
+
 def test_op_rules_of_a_module_are_refused_by_their_name() -> None:
     """The error advises materialize, which raised it, and does not name the rules of the module."""
     model = nn.Sequential(nn.Linear(3, 3))
