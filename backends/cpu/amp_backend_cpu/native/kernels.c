@@ -1,6 +1,6 @@
 /* The CPU's gradient and cast kernels: plain C on raw pointers, independent of torch and Python
- * versions. Work is divided into chunks of fixed size, reduced separately and in order, so no result depends
- * on the number of threads.
+ * versions. Each tensor is divided into chunks by its size alone, reduced separately and in order, so no result
+ * depends on the number of threads.
  *
  * dtype codes: 0 float32, 1 float64, 2 bfloat16, 3 float16.
  */
@@ -19,7 +19,7 @@
 #define ABI 10 /* increases when a function's arguments change; library.py checks it */
 
 #define CHUNK (1u << 18) /* bytes: two or more chunks of a large weight stay in the second-level cache */
-#define GRAIN 32768      /* elements of a tensor from which torch divides it among threads */
+#define GRAIN 32768      /* elements of a tensor above which torch divides it among threads */
 #define EXPONENT 0x7f800000u
 
 /* Squares of small numbers are subnormal, which takes x86 a hundred times as long as what is normal. */
@@ -217,7 +217,7 @@ static size_t *first_chunks(size_t count, const int64_t *sizes, const int32_t *d
     return chunks;
 }
 
-/* The first element of chunk k, the chunks being equal but for a cache line. */
+/* The first element of chunk k: a multiple of 64, so that chunks begin at cache lines; else they are equal. */
 static size_t first_element(size_t size, size_t k, size_t chunks) {
     return k == chunks ? size : size * k / chunks / 64 * 64;
 }
