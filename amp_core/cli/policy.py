@@ -153,9 +153,7 @@ def _diff(a: str, b: str, *, uniform: bool, as_json: bool) -> str:
         return _dump({"op": op, a: mine, b: theirs} for op, (mine, theirs) in differences.items())
     width = max((len(op) for op in differences), default=0)
     rows = [f"{op:{width}}  {mine:20}  {theirs}" for op, (mine, theirs) in differences.items()]
-    return "\n".join(
-        [f"{'op':{width}}  {a:20}  {b}", *rows, f"{counted(len(rows), 'op differs', 'ops differ')}"]
-    )
+    return "\n".join([f"{'op':{width}}  {a:20}  {b}", *rows, counted(len(rows), "op differs", "ops differ")])
 
 
 def _entry(line: Explanation) -> dict[str, str]:
