@@ -95,7 +95,7 @@ class Manager:
     def _torch_backend(self, device_type: str) -> Backend:
         """Return the generic backend for a device type that torch can autocast but no plugin serves."""
         self._load_built_in()
-        if not is_device_type(device_type) or not autocast_known(device_type):
+        if not _torch_serves(device_type):
             known = {*self.registry, *autocast_device_types()} - _env.disabled_backends()
             raise BackendNotFoundError(unknown_text(device_type, known, self.registry.aliases()))
         backend = self.registry.fallback(device_type) or TorchBackend(device_type)
@@ -193,7 +193,7 @@ class Manager:
                 f"amp_register_backends(registry), marked with amp_core.plugin.hookimpl, that calls "
                 f"registry.add()"
             )
-        if candidate.name not in added and is_device_type(candidate.name):  # torch's rules would serve it
+        if candidate.name not in added and _torch_serves(candidate.name):
             raise BackendLoadError(
                 f"its entry point is named {candidate.name!r}, but it registered a backend for "
                 f"{', '.join(map(repr, added))} only; correct device_type, or the name of the entry point"
@@ -256,6 +256,11 @@ class Manager:
 
     def _update_listens(self) -> None:
         self.listens = any(getattr(self._pluggy.hook, hook).get_hookimpls() for hook in hookspecs.EVENTS)
+
+
+def _torch_serves(device_type: str) -> bool:
+    """Whether a device type gets the generic backend, with torch's rules, if no plugin serves it."""
+    return is_device_type(device_type) and autocast_known(device_type)
 
 
 def _raise_if_strict(failure: Failure | None) -> None:

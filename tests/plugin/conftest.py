@@ -36,8 +36,8 @@ def amp_register_backends(registry):
 
 KNOWN = '\ntorch.utils.rename_privateuse1_backend("good")  # a process has room for one such device\n'
 
-# Serves two device types, which torch does not know, from one module, and names one that the other entry
-# point does not.
+# Serves two device types, which torch does not know, from one module, and one of its entry points has another
+# name: a device type of torch's, which torch cannot autocast.
 PAIR = (
     GOOD.format(device="pair")
     + """    other = GoodBackend()
@@ -151,7 +151,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     # addsitedir, so that an editable amp-core is found as well
     (site / "shared.pth").write_text(f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n")
     packages = [write_source(root, "good", GOOD.format(device="good") + KNOWN)]
-    packages += [write_wheel(root, "pair", PAIR, "pair-too")]
+    packages += [write_wheel(root, "pair", PAIR, "opencl")]
     packages += [write_wheel(root, name, source) for name, source in BROKEN.items()]
     python = str(scripts / "python")
     subprocess.run(
