@@ -197,6 +197,15 @@ def state(function: Any, arguments: dict[str, Any]) -> list[Any]:
     return found
 
 
+@pytest.fixture
+def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def arguments_of(name: str) -> list[str]:
+    return [argument for argument in CALLS[name]()[1] if (name, argument) not in WARNED]
+
+
 def is_taken(name: str, argument: str, value: Any) -> bool:
     function, arguments = CALLS[name]()
     others = {key: other for key, other in arguments.items() if key != argument}
@@ -215,43 +224,35 @@ def is_taken(name: str, argument: str, value: Any) -> bool:
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("in_a_folder")
 @pytest.mark.parametrize("name", CALLS)
-def test_an_odd_value_is_taken_or_refused_where_it_is_passed(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_odd_value_is_taken_or_refused_where_it_is_passed(name: str) -> None:
     """`'int' object has no attribute 'rules'` from inside, a value that means nothing, or half a call."""
-    monkeypatch.chdir(tmp_path)
-    for argument in CALLS[name]()[1]:
-        if (name, argument) not in WARNED:
-            taken = [label for label, value in ODD.items() if is_taken(name, argument, value)]
-            expected = ACCEPTED.get(f"{name}.{argument}", ACCEPTED.get(argument, ""))
-            assert taken == expected.split(), f"{name}({argument}=...)"
+    for argument in arguments_of(name):
+        taken = [label for label, value in ODD.items() if is_taken(name, argument, value)]
+        expected = ACCEPTED.get(f"{name}.{argument}", ACCEPTED.get(argument, ""))
+        assert taken == expected.split(), f"{name}({argument}=...)"
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("in_a_folder")
 @pytest.mark.parametrize("name", CALLS)
-def test_a_number_of_numpy_is_taken_where_one_of_python_is(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_number_of_numpy_is_taken_where_one_of_python_is(name: str) -> None:
     """True is refused as a loss scale, and NumPy's True is taken, or the real part of a complex number."""
-    monkeypatch.chdir(tmp_path)
-    for argument in CALLS[name]()[1]:
-        if (name, argument) not in WARNED and not ONLY_INT & {argument, f"{name}.{argument}"}:
+    for argument in arguments_of(name):
+        if not ONLY_INT & {argument, f"{name}.{argument}"}:
             for label, value in OF_NUMPY.items():
                 assert is_taken(name, argument, value) is is_taken(name, argument, ODD[label]), argument
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("in_a_folder")
 @pytest.mark.parametrize("name", CALLS)
-def test_an_int_beyond_floats_is_taken_or_refused_where_it_is_passed(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_int_beyond_floats_is_taken_or_refused_where_it_is_passed(name: str) -> None:
     """`int too large to convert to float`, from inside."""
-    monkeypatch.chdir(tmp_path)
-    for argument in CALLS[name]()[1]:
-        if (name, argument) not in WARNED:
-            is_taken(name, argument, HUGE)
-            is_taken(name, argument, -HUGE)
+    for argument in arguments_of(name):
+        is_taken(name, argument, HUGE)
+        is_taken(name, argument, -HUGE)
 
 
 @pytest.mark.parametrize("name", CALLS)

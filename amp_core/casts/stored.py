@@ -224,9 +224,11 @@ class StoredWeights(LocalHandle):
         # A class that loads in its own way may look for each entry afterwards.
         plain = type(optimizer).load_state_dict is Optimizer.load_state_dict
         for param, state in exact_states(optimizer, loaded):
-            if id(param) in self._names and plain and param not in optimizer.state and KEPT in state:
+            if not self._is_stored(param):
+                continue
+            if plain and param not in optimizer.state and KEPT in state:
                 self._first[id(param)] = state[KEPT]
-            elif self._is_stored(param) and state:
+            elif state:
                 optimizer.state[param].update(state)
 
     def float32_weights(self) -> dict[str, Tensor]:

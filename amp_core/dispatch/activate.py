@@ -168,9 +168,7 @@ class RuleOverrides:
 
 
 def _unpickled(device_type: str, rules: Mapping[str, str], origin: str) -> RuleOverrides:
-    # Another torch may have written the rules, as those of an `OpPolicy`.
-    present = {op: rule for op, rule in rules.items() if not names.is_lost(op)}
-    return RuleOverrides(device_type, present, origin)
+    return RuleOverrides(device_type, names.without_lost(rules), origin)
 
 
 _POLICIES_PER_CHANGE = 16

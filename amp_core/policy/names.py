@@ -7,6 +7,7 @@ import fnmatch
 import functools
 import re
 import sys
+from collections.abc import Mapping
 from typing import TypeGuard
 
 import torch
@@ -138,9 +139,9 @@ def find(name: str) -> Overload | None:
     return None if packet is None else overloads_of(packet).get(overload or "default")
 
 
-def is_lost(name: str) -> bool:
-    """Return whether `name` is the full name of an op of another torch that this one lacks."""
-    return name.startswith("aten::") and find(name) is None
+def without_lost(rules: Mapping[str, str]) -> dict[str, str]:
+    """Return `rules`, which another torch may have written, but for ops that this one lacks."""
+    return {op: rule for op, rule in rules.items() if not op.startswith("aten::") or find(op) is not None}
 
 
 def full_name(overload: Overload) -> str:

@@ -338,8 +338,7 @@ class OpPolicy:
 
 
 def _unpickled(device_type: str, rules: Mapping[str, str], origins: Mapping[str, str]) -> OpPolicy:
-    # Another torch may have written the rules; no op can use those of ops that this one lacks.
-    return OpPolicy(device_type, {op: rule for op, rule in rules.items() if not names.is_lost(op)}, origins)
+    return OpPolicy(device_type, names.without_lost(rules), origins)
 
 
 @lru_cache(maxsize=32)

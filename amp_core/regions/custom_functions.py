@@ -14,6 +14,7 @@ from torch.autograd.function import FunctionCtx
 from amp_core.common.arguments import check_dtype, device_type_of
 from amp_core.common.containers import map_tensors
 from amp_core.common.locks import new_lock
+from amp_core.common.text import counted
 from amp_core.dispatch.activate import default_policy
 from amp_core.dispatch.engine import engine
 from amp_core.plugin.default_manager import get_backend
@@ -257,6 +258,6 @@ def _cast_all(tensors: list[Tensor], device_type: str, dtype: torch.dtype) -> li
         kernels = get_backend(device_type).kernels()
         casts = kernels.cast(tensors, dtype)
         if casts is None or len(casts) != len(tensors):
-            raise wrong_kernel(kernels, "cast", device_type, casts, f"{len(tensors)} tensors")
+            raise wrong_kernel(kernels, "cast", device_type, casts, counted(len(tensors), "tensor"))
         return casts
     return [t.to(dtype) for t in tensors]
