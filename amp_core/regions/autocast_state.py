@@ -51,7 +51,7 @@ def enter(
     Raises:
         PolicyError: `torch.export` is tracing, and the exported program could not keep the region.
     """
-    if frames and (frames[-1].leaving or not frames[-1].nesting):
+    if frames and (frames[-1].leaving or frames[-1].nesting is None):
         _repair(frames)
     device, enabled, dtype, cached = settings
     before = was_enabled, was_dtype, was_cached = _is_enabled(device), _get_dtype(device), _is_cached()
@@ -105,7 +105,7 @@ def leave(frames: RegionStack, region: Any, settings: tuple[str, bool, torch.dty
     if not frames or (frame := frames[-1]).region is not region:
         _leave_out_of_order(frames, region)
         return
-    if not frame.nesting:  # an interrupt stopped its entry
+    if frame.nesting is None:  # an interrupt stopped its entry
         _undo(frames, frame)
         return
     frame.leaving = True
@@ -121,7 +121,7 @@ def leave(frames: RegionStack, region: Any, settings: tuple[str, bool, torch.dty
             _set_enabled(device, was_enabled)
             _set_dtype(device, was_dtype)
             _set_cached(was_cached)
-        if depth == 0:
+        if depth <= 0:  # below 0 after an exit of torch's without an entry
             cast_cache.clear()
         elif settings[2] is not was_dtype:
             cast_cache.clear_within_region()
@@ -162,7 +162,7 @@ def _undo(frames: RegionStack, frame: Frame) -> None:
         _set_enabled(device, enabled)
         _set_dtype(device, dtype)
         _set_cached(cached)
-    if frame.nesting:
+    if frame.nesting is not None:
         _lower_nesting(frame.nesting)
     cast_cache.clear()
     if frame in frames:
@@ -171,7 +171,7 @@ def _undo(frames: RegionStack, frame: Frame) -> None:
 
 def _repair(frames: RegionStack) -> None:
     """Undo the top frames that an interrupt left half entered or half exited."""
-    while frames and (frames[-1].leaving or not frames[-1].nesting) and not _is_at_work(frames[-1]):
+    while frames and (frames[-1].leaving or frames[-1].nesting is None) and not _is_at_work(frames[-1]):
         _undo(frames, frames[-1])
 
 

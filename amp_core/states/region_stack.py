@@ -12,7 +12,8 @@ class Frame:
     Attributes:
         region: the `autocast` instance.
         before: the previous autocast state of its device: enabled, dtype, cache enabled.
-        nesting: the depth of the region, 1 for the outermost; 0 while it is being entered.
+        nesting: the depth of the region, 1 for the outermost; None while it is being entered. It can be 0 or
+            less: torch also counts exits without an entry.
         policies: the number of policies that the thread had pushed before, if the region pushes one; else
             None.
         superseded: whether a region entered later restores `before` instead.
@@ -24,7 +25,7 @@ class Frame:
     def __init__(self, region: Any, before: tuple[bool, Any, bool]) -> None:
         self.region = region
         self.before = before
-        self.nesting = 0
+        self.nesting: int | None = None
         self.policies: int | None = None
         self.superseded = False
         self.leaving = False
@@ -54,7 +55,8 @@ class RegionStack(list[Frame]):
         frame = self.pop(index)
         later = self[index:]
         for heir in later:
-            heir.nesting -= heir.nesting > 0
+            if heir.nesting is not None:
+                heir.nesting -= 1
             if heir.policies is not None and frame.policies is not None:
                 heir.policies -= 1
         for heir in later:
@@ -63,7 +65,8 @@ class RegionStack(list[Frame]):
                 frame.superseded = True
                 break
         # The nesting counter is per thread: it must drop below that of the outermost remaining region.
-        frame.nesting += len(later)
+        if frame.nesting is not None:
+            frame.nesting += len(later)
         return frame
 
 
