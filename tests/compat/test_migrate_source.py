@@ -246,6 +246,19 @@ UNTOUCHED = {
 }
 
 HUMAN = {
+    "star import between two of the same name": (
+        "from torch.cpu.amp import autocast\nfrom torch.cuda.amp import *\nfrom torch.cpu.amp import autocast\n"
+        "autocast(False)\n",
+        "`autocast` is bound to torch.cpu.amp.autocast and to torch.cuda.amp.autocast",
+    ),
+    "star import below a name that it has too": (
+        "from torch.cuda.amp import autocast\nfrom torch.cuda.amp import *\nautocast(*args)\nautocast()\n",
+        "twice, by name and by a star import",
+    ),
+    "a name of two meanings, by another name": (
+        "import torch\na = torch.cpu.amp.autocast\nif gpu:\n    a = torch.cuda.amp.autocast\nb = a\nb(False)\n",
+        "`a` is used as a class or passed on",
+    ),
     "version switch": (
         "import torch\nif hasattr(torch.amp, 'custom_fwd'):\n    from torch.amp import custom_fwd\nelse:\n"
         "    from torch.cuda.amp import custom_fwd\n@custom_fwd\ndef f(ctx): ...\n",

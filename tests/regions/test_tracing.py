@@ -102,6 +102,22 @@ def test_export_keeps_the_region(strict: bool, function: Any) -> None:
     assert dtypes == torch.utils._pytree.tree_map(lambda t: t.dtype, function(X))
 
 
+@pytest.mark.parametrize("strict", [True, False])
+def test_exported_region_keeps_its_dtype(strict: bool) -> None:
+    """The default dtype of the process that runs an exported program changes what it computes."""
+
+    class Model(torch.nn.Module):
+        def forward(self, a: torch.Tensor) -> Any:
+            return inside(a)
+
+    program = torch.export.export(Model(), (X,), strict=strict).module()
+    torch.set_autocast_dtype("cpu", torch.float16)
+    try:
+        assert program(X).dtype is torch.bfloat16
+    finally:
+        torch.set_autocast_dtype("cpu", torch.bfloat16)
+
+
 def test_scripted_function() -> None:
     """torch.jit.script does not give the region its autocast pass."""
     assert torch.jit.script(inside)(X).dtype is torch.bfloat16

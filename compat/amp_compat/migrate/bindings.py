@@ -106,7 +106,7 @@ class Resolver:
         names = {m.dotted if m else None for _, m in certain}
         star = self._star_below(node.value, bindings)
         if star is not None:
-            return Resolved(star, conflict="" if names == {star} else _conflict(node.value, {star, *names}))
+            return Resolved(star, tuple(bindings), conflict=_conflict(node.value, {star, *names}))
         if len(names) == 1 and certain[0][1] is not None:
             meaning = certain[0][1]
             fallback = any(not _is_none(self._value(b)) for b, _ in meanings if (b, _) not in certain)
@@ -257,4 +257,6 @@ def successors(name: str) -> set[str | None]:
 
 def _conflict(name: str, meanings: set[str | None]) -> str:
     known = sorted(m for m in meanings if m) + ["something else"] * (None in meanings)
+    if len(known) == 1:
+        return f"`{name}` is bound to {known[0]} twice, by name and by a star import: remove one of them"
     return f"`{name}` is bound to {' and to '.join(known)}; the choice is made at run time"

@@ -208,12 +208,13 @@ def settle_aliases(plan: Plan, resolver: Resolver) -> None:
 def _stays(use: Use, plan: Plan, resolver: Resolver) -> bool:
     """Settle one alias and its uses; return whether it must be rewritten by hand."""
     assert isinstance(use.site, cst.Name)
-    uses = [u for u in plan.uses if _uses_alias(u, use.site.value) and u is not use]
-    uses += _unclear_uses(use, use.site, plan, resolver)
+    unclear = _unclear_uses(use, use.site, plan, resolver)
+    uses = [u for u in plan.uses if _uses_alias(u, use.site.value) and u is not use] + unclear
     calls = [
         u.site for u in uses if isinstance(u.site, cst.Call) and u.kind == "call" and not u.resolved.bindings
     ]
-    if any(u.kind in _CLASS_KINDS or u.manual for u in uses):
+    passed_on = any(u.kind == "alias" for u in unclear)  # to a name whose uses are unknown
+    if passed_on or any(u.kind in _CLASS_KINDS or u.manual for u in uses):
         use.manual = use.manual or f"`{use.site.value}` is used as a class or passed on; replace it by hand"
     elif not use.manual and any(has_positional(call.args) for call in calls):
         use.manual = f"`{use.site.value}(...)` may also mean something else and has positional arguments"
