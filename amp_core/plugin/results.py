@@ -130,6 +130,13 @@ def described(error: BaseException) -> str:
     return f"{type(error).__name__}: {_shortened(text)}"
 
 
+def _written(value: object) -> str:
+    try:
+        return _shortened(repr(value))
+    except Exception as failure:  # torch cannot print a tensor of a device that lacks an op or a dtype
+        return f"a {type(value).__name__} (its repr raises {type(failure).__name__})"
+
+
 def _shortened(text: str) -> str:
     return text if len(text) <= _LONGEST else text[:_LONGEST] + "..."
 
@@ -152,7 +159,7 @@ def _checked(name: str, method: Callable[[Any], Any]) -> Callable[[Any], Any]:
         if result is last:
             return result
         if not accepts(result):
-            raise BackendError(_text(self, name, f"returned {result!r}, but must return {expected}."))
+            raise BackendError(_text(self, name, f"returned {_written(result)}, but must return {expected}."))
         if name == "op_policy" and result.device_type != self.device_type:
             fix = f"return OpPolicy({self.device_type!r}, OpPolicy.default({result.device_type!r}).rules)."
             raise BackendError(_text(self, name, f"returned the policy of {result.device_type!r}; {fix}"))
@@ -164,8 +171,7 @@ def _checked(name: str, method: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 def wrong_kernel(kernels: Kernels, name: str, device: str, result: object, expected: str) -> BackendError:
     """Return the error of a kernel that returned something else than `expected`."""
-    found = _shortened(repr(result))
-    what = f"{type(kernels).__name__}.{name}(), a kernel of {device!r}, returned {found}"
+    what = f"{type(kernels).__name__}.{name}(), a kernel of {device!r}, returned {_written(result)}"
     return BackendError(f"{what}, but must return {expected}.\n{_BUG}{device}.")
 
 
@@ -228,4 +234,4 @@ def wrong_attribute(backend: object, *, read: bool = False) -> str:
 def _described(value: object) -> str:
     if isinstance(value, COMPUTED):
         return "a property"
-    return "a method" if inspect.isroutine(value) else repr(value)
+    return "a method" if inspect.isroutine(value) else _written(value)

@@ -60,6 +60,13 @@ def _nameless(_: Backend) -> Portable:
     return kernels
 
 
+class Unprintable:
+    """Like a tensor of a device without float64, in which torch prints."""
+
+    def __repr__(self) -> str:
+        raise TypeError("npu devices have no float64")
+
+
 def _unnamed(_: Backend) -> Kernels:
     class Unnamed(Kernels):
         cast = grad_stats = multiply_ = update_scale_ = _raising
@@ -93,6 +100,7 @@ WRONG = {
     "dtypes as a list": ("supported_dtypes", lambda _: [torch.float16], "must return a tuple"),
     "dtypes raise": ("supported_dtypes", _raising, "raised OSError"),
     "a refusal as a string": ("autocast_refusal", lambda *_: "no", "must return None or an amp_core.plugin"),
+    "what cannot be printed": ("kernels", lambda _: (Unprintable(),), "a tuple (its repr raises TypeError)"),
     "an unknown op": ("op_policy", _unknown_op, "has no op 'no_such_op'"),
 }  # fmt: skip
 
