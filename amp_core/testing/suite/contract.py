@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import warnings
 
 import pytest
 import torch
 
+from amp_core.kernels import Portable
 from amp_core.plugin import API_VERSION, Availability, Refusal
 from amp_core.plugin.default_manager import backends
 from amp_core.plugin.results import wrong_attribute
@@ -64,11 +66,21 @@ class AvailabilityConformance(BackendFixtures):
             assert status.status == "absent", f"amp backends lists the device as {status.status}"
 
     def test_backend_names_its_device_and_contract(self) -> None:
-        """The registry files it under these. An attribute of the wrong kind, such as "no", counts as yes."""
+        """The registry files it under these. The word "no" counts as yes; a misspelt name as none at all."""
         assert self.backend.device_type == self.device_type == self.device.type
         assert self.backend.api_version == API_VERSION
         wrong = wrong_attribute(self.backend, read=True)
         assert not wrong, wrong
+        for made in (self.backend, self.kernels, self.backend.scaled_products(), self):
+            for name, near in _near_names(made).items():
+                raise AssertionError(
+                    f"{type(made).__name__}.{name} overrides nothing. Did you mean {near}? If not, begin the "
+                    f"name with an underscore"
+                )
+        if not self.supports_float64:
+            assert not self.backend.has_float64, "the device lacks float64: set has_float64 = False"
+            wide = isinstance(self.kernels, Portable) and self.kernels._has_float64
+            assert not wide, "the device lacks float64: build the kernels with has_float64=False"
 
     def test_questions_do_no_work_on_the_device(self) -> None:
         """Regions ask when they are built; a device context must not come from asking."""
@@ -81,6 +93,14 @@ class AvailabilityConformance(BackendFixtures):
         """A mistyped name would excuse no check, or one day the wrong one."""
         names = {name.removeprefix("test_") for name in dir(self) if name.startswith("test_")}
         assert set(self.known_failures) <= names, f"no such checks: {set(self.known_failures) - names}"
+
+
+def _near_names(made: object) -> dict[str, str]:
+    """Return the names of `made` that are not amp-core's but nearly, each with the one that it resembles."""
+    own = [cls for cls in type(made).__mro__ if cls.__module__.startswith("amp_core.")]
+    known = {name for cls in own for name in vars(cls) if not name.startswith(("_", "test_"))}
+    others = [name for name in dir(made) if name not in known and not name.startswith(("_", "test_"))]
+    return {name: near for name in others for near in difflib.get_close_matches(name, known, 1, 0.85)}
 
 
 class DtypeConformance(BackendFixtures):

@@ -12,7 +12,7 @@ import torch
 from amp_core.kernels import Portable
 from amp_core.plugin import Availability, Refusal
 from amp_core.policy import OpPolicy
-from amp_core.testing import Loopback
+from amp_core.testing import BackendFixtures, Loopback
 
 
 class DefaultIsNotSupported(Loopback):
@@ -63,6 +63,47 @@ class AnswersNoInWords(Loopback):
     @property
     def has_float64(self):
         return "no"
+
+
+class MisspellsAHook(Loopback):
+    fails = ("backend_names_its_device_and_contract",)
+
+    def op_polcy(self):
+        return OpPolicy.default("cuda")
+
+
+class MisspellsAnAttribute(Loopback):
+    fails = ("backend_names_its_device_and_contract",)
+    grad_bucket_bytes = 1 << 20
+
+
+class MisspellsAKernel(Portable):
+    fails = ("backend_names_its_device_and_contract",)
+
+    def grad_stat(self, grads, norm_type=2.0):
+        return super().grad_stats(grads, norm_type)
+
+
+class _MisspelledFixtures(BackendFixtures):
+    norm_rtoll = 1e-4
+
+
+class MisspellsAFixture(Loopback):
+    fails = ("backend_names_its_device_and_contract",)
+    fixtures = _MisspelledFixtures
+
+
+class _WithoutFloat64(BackendFixtures):
+    supports_float64 = False
+
+
+class HasFloat64ItDoesNotHave(Loopback):
+    fails = ("backend_names_its_device_and_contract",)
+    fixtures = _WithoutFloat64
+
+
+class BuildsKernelsForFloat64ItDoesNotHave(HasFloat64ItDoesNotHave):
+    has_float64 = False
 
 
 class HasNoReason(Loopback):
