@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-k", dest="keyword", default="", help="a pytest expression that selects checks by name"
     )
     parser.add_argument("--json", action="store_true", help="print the report as JSON instead of a table")
-    parser.add_argument("--junit", metavar="FILE", help="write a JUnit XML file")
+    parser.add_argument("--junit", metavar="FILE", help="write a JUnit XML file, with tracebacks")
     parser.add_argument("--markdown", metavar="FILE", help="write a report for publication, with versions")
     parser.add_argument(
         "--fixtures", metavar="MODULE:CLASS", help="the BackendFixtures that describe the device"
