@@ -107,8 +107,9 @@ def test_exported_region_keeps_its_dtype(strict: bool) -> None:
     """The default dtype of the process that runs an exported program changes what it computes."""
 
     class Model(torch.nn.Module):
-        def forward(self, a: torch.Tensor) -> Any:
-            return inside(a)
+        def forward(self, a: torch.Tensor) -> torch.Tensor:
+            with amp_core.autocast("cpu"):
+                return torch.mm(a, a)
 
     program = torch.export.export(Model(), (X,), strict=strict).module()
     torch.set_autocast_dtype("cpu", torch.float16)
