@@ -33,6 +33,9 @@ USES = (
     "f{n} = {a}\nwith f{n}(False): pass",
     "f{n} = {a}\nargs = (False,)\nwith f{n}(*args): pass",
     "f{n} = g{n} = {a}\nf{n}(enabled=False), g{n}()",
+    "f{n} = {a}\ng{n} = f{n}\nargs = (False,)\nwith g{n}(*args): pass",
+    "f{n} = {a} if True else None\nf{n}(enabled=False)",
+    "f{n}, g{n} = {a}, {g}\nf{n}(False), g{n}(4.0)",
     "def f{n}(make={g}): return make(4.0)\nf{n}()",
     "s = {g}(2.0, growth_interval=7)",
     "for make in ({a}, {g}): make()",
@@ -47,8 +50,9 @@ USES = (
 
 def program(pick: random.Random) -> str:
     lines, prefixes = [], []
-    for _ in range(pick.randint(1, 2)):
-        device, (line, prefix) = pick.choice(("cuda", "cpu")), pick.choice(IMPORTS)
+    imports = pick.choice((IMPORTS, IMPORTS[3:]))  # the latter bind the same names, to either device's
+    for _ in range(pick.randint(1, 3)):
+        device, (line, prefix) = pick.choice(("cuda", "cpu")), pick.choice(imports)
         lines.append(line.format(d=device))
         prefixes.append(prefix.format(d=device))
     lines += ["import functools, torch", "dtype = torch.bfloat16"]
