@@ -196,6 +196,22 @@ def test_the_kit_knows_a_device_that_torch_has_no_rules_for(example):
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+def test_the_kit_finds_op_lists_of_a_device_without_kernels_of_its_own(example):
+    """The maker's rules would be ignored without a word."""
+    script = (
+        "from amp_core import get_backend\n"
+        "from amp_core.testing import check\n"
+        "class Listed(type(get_backend('npy'))):\n"
+        "    op_lists = {'lower_precision_fp': 'mm addmm bmm linear'}\n"
+        "report = check(Listed(), areas=['policy'])\n"
+        "(failed,) = [result for result in report.results if result.outcome == 'failed']\n"
+        "assert failed.check == 'policy_is_for_the_device', failed\n"
+        "assert 'override op_policy' in failed.message, failed\n"
+    )
+    done = example.run("-c", script)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
 @pytest.mark.parametrize("hooks", [ABSENT_HOOKS, BROKEN_HOOKS], ids=["absent", "broken"])
 def test_another_backend_beside_it_does_not_touch_it(tmp_path, hooks):
     """One vendor's fault would take the other vendor's device away."""

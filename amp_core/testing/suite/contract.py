@@ -13,6 +13,7 @@ from amp_core.plugin import API_VERSION, Availability, Refusal
 from amp_core.plugin.default_manager import backends
 from amp_core.plugin.results import wrong_attribute
 from amp_core.policy import OpPolicy
+from amp_core.policy.native_rules import native_rules
 from amp_core.regions.region import autocast
 from amp_core.testing.fixtures import BackendFixtures
 from amp_core.testing.suite import data
@@ -178,6 +179,10 @@ class PolicyConformance(BackendFixtures):
         assert isinstance(policy, OpPolicy)
         assert policy.device_type == self.device_type
         assert len(policy), "the op policy is empty: autocast would do nothing"
+        if self.backend.op_lists:
+            assert native_rules(self.device_type), (
+                f"op_lists has no effect: {self.device_type} has no C++ autocast kernels; override op_policy"
+            )
 
     def test_policy_is_stable(self) -> None:
         """Two regions must not compute differently."""
