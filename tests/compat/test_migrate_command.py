@@ -150,6 +150,13 @@ def test_names_of_the_package_itself_stay(tmp_path: Path, capsys) -> None:
     assert report(capsys, str(tmp_path))["summary"]["manual"] == 1
 
 
+def test_an_ellipsis_that_reads_like_an_import(tmp_path: Path, capsys) -> None:
+    """A text with more dots than the file has parent folders ends the run for all files."""
+    (tmp_path / "old.py").write_text("from torch.cuda.amp import autocast\n")
+    (tmp_path / "text.py").write_text(f'"""Was:\n\nfrom {"." * 200} import autocast\n"""\n')
+    assert report(capsys, str(tmp_path))["summary"]["changed"] == 1
+
+
 def test_notebook(tree: Path, capsys) -> None:
     """Code cells are rewritten as one program; magics, outputs and layout stay."""
     cells = [

@@ -121,7 +121,8 @@ def names_taken(path: Path, data: bytes, words: re.Pattern[bytes]) -> set[tuple[
         if module.partition(b".")[0] in _FOREIGN:
             continue
         if module:
-            stem = module.rpartition(b".")[2].decode() or path.absolute().parents[len(module) - 1].name
+            above = path.absolute().parents[len(module) - 1 :]  # none if these are an ellipsis in a text
+            stem = module.rpartition(b".")[2].decode() or "".join(folder.name for folder in above[:1])
             found = words.findall(text if names.strip() == b"*" else names)
             taken.update((stem, word.decode()) for word in found)
         for dotted, alias in _ITEM.findall(names):
