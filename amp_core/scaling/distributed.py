@@ -111,7 +111,7 @@ def describe(sharded_over: Mapping[Any, Iterable[Tensor]], process_group: Proces
     found: dict[int, tuple[Tensor, int]] = {}
     for group, params in sharded_over.items():
         size = _members(group)
-        for param in params:
+        for param in {id(param): param for param in params}.values():
             if not isinstance(param, Tensor):
                 raise TypeError(f"sharded_over must map each group to its parameters, got {param!r} in one.")
             found[id(param)] = param, size * found.get(id(param), (param, 1))[1]

@@ -331,7 +331,8 @@ class Stages:
             torch.optim.AdamW([self.expert], lr=0.1, fused=fused),
         ]
         pipeline, data = grid.get_group("pp"), grid.get_group("dp")
-        over = {grid["pp"]: [self.own, self.sharded], pipeline: [self.expert], data: [self.expert]}
+        shared = [self.expert, self.expert]  # by two layers, each of which names it
+        over = {grid["pp"]: [self.own, self.sharded], pipeline: shared, data: [self.expert]}
         self.scaler = amp_core.GradScaler("cpu", 8.0, process_group=dist.group.WORLD, sharded_over=over)
 
     def cut(self, value: torch.Tensor) -> DTensor:
