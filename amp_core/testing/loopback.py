@@ -48,7 +48,7 @@ class Loopback(Backend):
 
     def op_policy(self) -> OpPolicy:
         """Return the argument, or torch's."""
-        return self._policy or super().op_policy()
+        return super().op_policy() if self._policy is None else self._policy
 
     def kernels(self) -> Kernels:
         """Return the argument."""

@@ -13,6 +13,7 @@ import pytest
 from amp_core import AmpError
 from amp_core.cli import main
 from amp_core.kernels import Portable
+from amp_core.policy import OpPolicy
 from amp_core.testing import BackendConformance, BackendFixtures, Loopback, check
 
 
@@ -201,6 +202,13 @@ def test_the_kit_puts_the_installed_backend_back():
     before = get_backend("cpu")
     check(Loopback(), areas=["update"])
     assert get_backend("cpu") is before
+
+
+def test_a_loopback_has_the_policy_it_is_given():
+    """A policy without rules counts as none, and the kit checks torch's."""
+    policy = OpPolicy("cpu")
+    assert Loopback(policy=policy).op_policy() is policy
+    assert len(Loopback().op_policy()) > 0
 
 
 def test_a_failure_shows_values(tmp_path):
