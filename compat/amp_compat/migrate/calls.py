@@ -9,40 +9,38 @@ import libcst as cst
 from amp_compat.migrate.names import Legacy
 
 AUTOCAST_ORDER = ("enabled", "dtype", "cache_enabled")
-_ORDERS = {"autocast": AUTOCAST_ORDER, "custom_fwd": ("fwd",), "custom_bwd": ("bwd",)}
 
 
 class CannotConvertError(Exception):
     """The call cannot be rewritten safely; the message says why and what to write instead."""
 
 
-def convert_args(legacy: Legacy, args: Sequence[cst.Arg], quote: str, opening: str = "") -> list[cst.Arg]:
+def convert_args(legacy: Legacy, args: Sequence[cst.Arg], quote: str) -> list[cst.Arg]:
     """Return the arguments for a call to `legacy`'s successor.
 
     Args:
         legacy: the deprecated object that is called.
         args: its arguments.
         quote: the quotation mark that the file uses.
-        opening: the line break and indentation between ``(`` and the first argument, if any.
 
     Raises:
         CannotConvertError: the meaning of the arguments is known only at run time.
     """
     device = f"{quote}{legacy.device}{quote}"
     if legacy.name in {"custom_fwd", "custom_bwd"}:
-        return _custom(args, device, opening)
+        return _custom(args, device)
     if passes_device(args):
         return _with_device(legacy, args)
     if legacy.name == "GradScaler":
-        return prepend(args, cst.Arg(cst.SimpleString(device)), opening)
+        return prepend(args, cst.Arg(cst.SimpleString(device)))
     if legacy.name == "_cast":
         return _cast_args(args, device)
     if legacy.name == "autocast":
-        return prepend(name_positional(legacy, args), cst.Arg(cst.SimpleString(device)), opening)
+        return prepend(name_positional(args), cst.Arg(cst.SimpleString(device)))
     raise CannotConvertError(f"{legacy.name} is not called with a device")
 
 
-def name_positional(legacy: Legacy, args: Sequence[cst.Arg]) -> list[cst.Arg]:
+def name_positional(args: Sequence[cst.Arg]) -> list[cst.Arg]:
     """Turn positional arguments of `autocast` into keywords: its successor orders them differently."""
     named: list[cst.Arg] = []
     for position, arg in enumerate(args):
@@ -54,10 +52,9 @@ def name_positional(legacy: Legacy, args: Sequence[cst.Arg]) -> list[cst.Arg]:
         if arg.keyword is not None or arg.star:
             named.append(arg)
             continue
-        order = _ORDERS.get(legacy.name, ())
-        if position >= len(order):
+        if position >= len(AUTOCAST_ORDER):
             raise CannotConvertError("more positional arguments than the deprecated signature has")
-        named.append(_named(arg, order[position]))
+        named.append(_named(arg, AUTOCAST_ORDER[position]))
     return named
 
 
@@ -76,7 +73,7 @@ def keyword_of(args: Sequence[cst.Arg], name: str) -> cst.BaseExpression | None:
     return next((a.value for a in args if a.keyword is not None and a.keyword.value == name), None)
 
 
-def prepend(args: Sequence[cst.Arg], first: cst.Arg, opening: str = "") -> list[cst.Arg]:
+def prepend(args: Sequence[cst.Arg], first: cst.Arg) -> list[cst.Arg]:
     """Put `first` before `args`, on a separate line if the call has one argument per line."""
     if not args:
         return [first]
@@ -84,8 +81,6 @@ def prepend(args: Sequence[cst.Arg], first: cst.Arg, opening: str = "") -> list[
     separators = [a.comma for a in args[:-1] if isinstance(a.comma, cst.Comma)]
     if separators:
         gap = _without_comments(separators[0].whitespace_after)
-    elif opening:
-        gap = cst.SimpleWhitespace(" ")
     return [first.with_changes(comma=cst.Comma(whitespace_after=gap)), *args]
 
 
@@ -96,14 +91,14 @@ def _without_comments(gap: cst.BaseParenthesizableWhitespace) -> cst.BaseParenth
     return gap
 
 
-def _custom(args: Sequence[cst.Arg], device: str, opening: str) -> list[cst.Arg]:
+def _custom(args: Sequence[cst.Arg], device: str) -> list[cst.Arg]:
     if keyword_of(args, "device_type") is not None:
         return list(args)
     new = _named(cst.Arg(cst.SimpleString(device)), "device_type")
     count = sum(1 for a in args if a.keyword is None and a.star != "**")
     head, tail = list(args[:count]), list(args[count:])
     if not head:
-        return prepend(tail, new, opening)
+        return prepend(tail, new)
     if tail:
         return head + prepend(tail, new)
     last = head[-1]

@@ -237,12 +237,11 @@ class ModuleRewriter:
         if bare:
             if legacy.name != "autocast" or not has_positional(call.args):
                 return None
-            name_positional(legacy, call.args)
-            return lambda new: new.with_changes(args=name_positional(legacy, args_of(new)))
+            name_positional(call.args)
+            return lambda new: new.with_changes(args=name_positional(args_of(new)))
         quote = self._quote_at(call)
-        opening = "\n" if isinstance(call.whitespace_before_args, cst.ParenthesizedWhitespace) else ""
-        convert_args(legacy, call.args, quote, opening)
-        return lambda new: new.with_changes(args=convert_args(legacy, args_of(new), quote, opening))
+        convert_args(legacy, call.args, quote)
+        return lambda new: new.with_changes(args=convert_args(legacy, args_of(new), quote))
 
     def _partial_edit(self, legacy: Legacy, call: cst.Call) -> Edit:
         convert_args(legacy, call.args[1:], self.quote)
