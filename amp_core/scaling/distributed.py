@@ -18,6 +18,7 @@ from torch import Tensor
 from amp_core._torch.tensors import fsdp_shards, is_dtensor
 from amp_core.common.arguments import check_group
 from amp_core.kernels.memory import on_host, read
+from amp_core.scaling.arithmetic import combine
 from amp_core.scaling.collective import Ranks, agreed
 
 if TYPE_CHECKING:
@@ -242,11 +243,10 @@ def agree(
     if norm_type == 2.0 and device.type == "cpu" and on_host(*norms, *flags):
         both = _summands_on_host(norms, flags, shardings, ranks)
     elif largest:
-        both = torch.stack(
-            _largest([norm.to(device).double() for norm in norms], _any(flags, device).double())
-        )
+        flag = combine(flags, device).double()
+        both = torch.stack(_largest([norm.to(device).double() for norm in norms], flag))
     else:
-        flag = _any(flags, device).double()
+        flag = combine(flags, device).double()
         shares = [
             norm.to(device).double() ** norm_type * _share(sharding, shardings, ranks)
             for norm, sharding in zip(norms, shardings, strict=True)
@@ -290,9 +290,4 @@ def _share(sharding: Sharding, shardings: Sequence[Sharding], ranks: Ranks) -> f
 
 def agree_on_flag(flags: Sequence[Tensor], ranks: Ranks, device: torch.device) -> Tensor:
     """Return 1.0 if any flag of any rank is, else 0.0."""
-    return agreed(_any(flags, device).view(1), ranks, largest=True).view(())
-
-
-def _any(flags: Sequence[Tensor], device: torch.device) -> Tensor:
-    here = [flag.to(device).float().reshape(()) for flag in flags]
-    return torch.stack(here).amax() if here else torch.zeros((), device=device)
+    return agreed(combine(flags, device).clone().view(1), ranks, largest=True).view(())
