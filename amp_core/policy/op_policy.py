@@ -68,12 +68,11 @@ class OpPolicy:
         if not isinstance(origins, Mapping):
             raise PolicyError(f"Origins must be a mapping from op to text, not {type(origins).__name__}.")
         where = place_outside()
-        resolved = {} if isinstance(rules, Mapping) and not rules else resolve(rules)
-        resolved_origins = {op: origins.get(op, where) for op in resolved}
+        resolved = resolve(rules)
         vars(self).update(
             device_type=device_type,
             rules=MappingProxyType(resolved),
-            origins=MappingProxyType(resolved_origins),
+            origins=MappingProxyType({op: origins.get(op, where) for op in resolved}),
         )
 
     def __setattr__(self, name: str, value: object) -> None:

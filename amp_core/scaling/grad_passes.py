@@ -90,7 +90,7 @@ def _total_norm(stats: Sequence[GradStats], norm_type: float, device: torch.devi
     if len(stats) == 1:
         return stats[0].norm.to(device, non_blocking=True)
     norms = torch.stack([s.norm.to(device, non_blocking=True) for s in stats])
-    total: Tensor = torch.linalg.vector_norm(norms, math.inf if math.isinf(norm_type) else norm_type)
+    total: Tensor = torch.linalg.vector_norm(norms, norm_type)
     return total
 
 

@@ -98,8 +98,7 @@ class RegionConformance(BackendFixtures):
 
     def test_region_follows_every_rule(self) -> None:
         """An op that the policy names runs in another dtype than it says, or not at all."""
-        if not self.observes_rules:
-            pytest.skip(f"the fixtures of {self.device_type} declare observes_rules = False")
+        self.requires("observes_rules")
         low = self.backend.default_dtype()
 
         def make(dtype: torch.dtype) -> torch.Tensor:
