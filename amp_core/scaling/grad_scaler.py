@@ -198,7 +198,8 @@ class GradScaler(TorchNames):
                 (see `step_closure`). Or `max_norm` is given, and a backward pass has added scaled gradients
                 to unscaled ones.
             RankLostError: ranks that must agree did not arrive.
-            AssertionError: no loss was scaled yet, or no parameter has a gradient.
+            AssertionError: no loss was scaled yet; or no parameter has a gradient, or had one when the
+                gradients were unscaled.
             ValueError: a gradient is float16 and ``allow_fp16_gradients`` is not set; no loss was scaled
                 under `key`.
 
@@ -248,7 +249,7 @@ class GradScaler(TorchNames):
         if max_norm is not None or state.stage is OptState.READY:
             self._prepare(entry, max_norm, norm_type)
         if not state.found_inf_per_device:
-            raise AssertionError(_no_gradients(optimizer))
+            raise AssertionError(_no_checks(optimizer))
         self._log.record(optimizer, loss_scale, state)
         return self._maybe_opt_step(optimizer, state, *args, **kwargs)  # type: ignore[arg-type]
 
@@ -274,6 +275,9 @@ class GradScaler(TorchNames):
             warnings.warn(fused.PASSES_ITSELF, FutureWarning, stacklevel=level_outside())
             return optimizer.step(*args, **{**kwargs, "grad_scaler": self})
         ready = state.stage is not OptState.UNSCALED
+        unchecked = not (ready or state.found_inf_per_device) and max_norm is None
+        if unchecked and _has_gradients(optimizer):
+            raise AssertionError(_no_checks(optimizer))
         overridden = ready and self._check_as_overridden(entry)
         divisor = scale if overridden else None
         if max_norm is not None or (ready and not overridden):
@@ -858,10 +862,19 @@ def _refuse_output(value: Any) -> Any:  # noqa: ARG001
     raise ValueError("outputs must be a Tensor or an iterable of Tensors")
 
 
-def _no_gradients(optimizer: Optimizer) -> str:
+def _has_gradients(optimizer: Optimizer) -> bool:
+    return any(param.grad is not None for param in parameters_of(optimizer))
+
+
+def _no_checks(optimizer: Optimizer) -> str:
+    text, name = "No inf checks were recorded for this optimizer.", type(optimizer).__name__
+    if _has_gradients(optimizer):
+        return (
+            f"{text} The gradients of this {name} were computed after it was unscaled, when it had none, so "
+            f"they are scaled and unchecked: call unscale_() or clip_grad_norm_() after backward()."
+        )
     count = len(parameters_of(optimizer))
     return (
-        f"No inf checks were recorded for this optimizer. This {type(optimizer).__name__} has "
-        f"{counted(count, 'parameter')}, none with a gradient: either no backward pass reached them, or they "
-        f"were set to None by zero_grad() before step()."
+        f"{text} This {name} has {counted(count, 'parameter')}, none with a gradient: either no backward "
+        f"pass reached them, or they were set to None by zero_grad() before step()."
     )

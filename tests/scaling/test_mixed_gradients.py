@@ -66,6 +66,28 @@ def test_they_are_refused(before: str, after: str, fused: bool, cleared: bool) -
     AFTER[after](run.scaler, run.optimizer)  # as the message says
 
 
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("before", BEFORE)
+def test_a_step_on_gradients_that_came_later_is_refused(before: str, fused: bool) -> None:
+    """A call of unscale_ that stands before backward() lets a fused step take scaled, unchecked gradients."""
+    run = Training(fused=fused)
+    run.scaler.scale(torch.ones(()))
+    BEFORE[before](run.scaler, run.optimizer)
+    run.backward()
+    gradients, weights = run.gradients(), copy.deepcopy(run.net.state_dict())
+    with pytest.raises(AssertionError, match=r"No inf checks.*SGD.*scaled and unchecked.*after backward"):
+        run.scaler.step(run.optimizer)
+    assert all(map(torch.equal, run.gradients(), gradients))
+    assert all(torch.equal(weights[name], tensor) for name, tensor in run.net.state_dict().items())
+    theirs, optimizer = torch.amp.GradScaler("cpu"), run.optimizer
+    theirs.scale(torch.ones(()))
+    optimizer.zero_grad()
+    theirs.unscale_(optimizer)
+    run.net(X).sum().backward()
+    with pytest.raises((AssertionError, AttributeError)):
+        theirs.step(optimizer)
+
+
 @pytest.mark.parametrize("after", AFTER)
 @pytest.mark.parametrize("before", BEFORE)
 def test_what_is_no_sum_is_allowed(before: str, after: str) -> None:
