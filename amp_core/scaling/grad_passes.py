@@ -38,7 +38,7 @@ class GlobalGradStats(NamedTuple):
         stats: for each part.
         norm: 0-dim, of all gradients as they are now.
         flags: one per device.
-        agreed: whether norm and flags are those of all ranks, each of which has a part.
+        agreed: whether norm and flags are those of all ranks, some of which may have no gradient.
         dtype: the dtype in which a norm of these gradients is returned.
     """
 
@@ -238,7 +238,13 @@ def _flag(stats: GlobalGradStats, found: Tensor) -> GlobalGradStats:
 
 
 def multiply_and_flag_(
-    parts: Sequence[Gradients], factor: Tensor, stats: GlobalGradStats, flags: Flags
+    parts: Sequence[Gradients],
+    factor: Tensor,
+    stats: GlobalGradStats,
+    flags: Flags,
+    deciders: Deciders,
+    *,
+    allow_fp16: bool,
 ) -> Flags:
     """Multiply gradients that were read; return the flags, with those of products that overflow.
 
@@ -247,16 +253,21 @@ def multiply_and_flag_(
         factor: 0-dim float32.
         stats: what was read.
         flags: the flags recorded so far; returned in addition.
+        deciders: as for `read_gradients`.
+        allow_fp16: whether gradients of some ranks may be float16.
     """
     if len(parts) == 1 and not (flags or stats.agreed) and parts[0].device == factor.device:
         parts[0].multiply_(factor, stats.flags[factor.device])  # the usual case, without bookkeeping
         return stats.flags
-    factors, unread = _MultiDeviceReplicator(factor), dict(stats.flags)
-    if stats.agreed:
-        # This rank must not flag overflow of its own products: the other ranks would not know.
-        beyond = _may_overflow(parts, stats.norm * factor)
-        unread = {device: torch.maximum(flag, beyond) for device, flag in unread.items()}
     every = list(flags.items())
+    if stats.agreed and on_host(factor) and read(factor) > 1.0:  # rare: products may overflow on some ranks
+        found = multiply_all_(parts, factor, zero(factor.device), deciders)
+        return by_device([*every, *stats.flags.items(), *found.items()])
+    factors, unread = _MultiDeviceReplicator(factor), dict(stats.flags)
+    if stats.agreed and not on_host(factor):
+        # This rank must not flag overflow of its own products: the other ranks would not know.
+        beyond = _may_overflow(stats.norm, factor, allow_fp16=allow_fp16)
+        unread = {device: torch.maximum(flag, beyond) for device, flag in unread.items()}
     for part in parts:
         if stats.agreed:
             part.multiply_(factors.get(part.device), None)
@@ -268,8 +279,7 @@ def multiply_and_flag_(
     return by_device([*every, *unread.items()])
 
 
-def _may_overflow(parts: Sequence[Gradients], norm: Tensor) -> Tensor:
-    """Return 1.0 if gradients of this norm can have elements that one of their dtypes cannot hold."""
-    dtypes = {gradient.dtype for part in parts for gradient in part.grads}
-    largest = min((torch.finfo(dtype).max for dtype in dtypes), default=torch.inf)
-    return (norm <= largest).logical_not().float()
+def _may_overflow(norm: Tensor, factor: Tensor, *, allow_fp16: bool) -> Tensor:
+    """Return 1.0 if gradients of this norm, times `factor`, can be beyond the dtype of a rank, else 0.0."""
+    largest = torch.finfo(torch.float16 if allow_fp16 else torch.bfloat16).max
+    return ((norm * factor <= largest).logical_not() & (factor > 1.0)).float()

@@ -102,7 +102,7 @@ class Unscaler:
         before = states[0].found_inf_per_device
         if len(states) > 1:
             before = by_device([flag for state in states for flag in state.found_inf_per_device.items()])
-        found = multiply_and_flag_(parts, factor, stats, before)
+        found = multiply_and_flag_(parts, factor, stats, before, deciders, allow_fp16=self.allow_fp16)
         for state in states:
             state.stage, state.found_inf_per_device, state.total_norm = OptState.UNSCALED, found, norm
         self._describe(entry, groups, stats)
@@ -135,7 +135,8 @@ class Unscaler:
         unscaled = state.stage is OptState.UNSCALED
         divisor = torch.ones_like(scale) if unscaled else scale
         clips = max_norm is not None
-        beyond = None if unscaled or not parts else _overflows_unscaled(parts, stats, scale, clips=clips)
+        known = unscaled or not (parts or stats.agreed)
+        beyond = None if known else _overflows_unscaled(parts, stats, scale, clips=clips)
         if max_norm is not None:
             state.total_norm, divisor, stats = clip_factor(
                 parts, stats, divisor, max_norm, norm_type, deciders, as_divisor=True

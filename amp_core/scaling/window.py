@@ -120,7 +120,9 @@ class AccumulationWindow:
         if self._scaler.is_enabled():
             scales = self._scaler._scales
             scales.in_window = [each for each in scales.in_window if each[0] is not self._optimizer]
-        if self._earlier is None:
+        if self._earlier is None:  # no gradient here, but other ranks may have found something
+            if kind is None:
+                self._close()
             return
         if kind is None:
             self._forget_cleared()
@@ -221,6 +223,8 @@ class AccumulationWindow:
         # All ranks leave out the same micro-batches.
         ranks = self._scaler._unscaler.deciders().ranks([part.sharding for part in parts])
         self._flags.append(combine(flags, device) if ranks is None else agree_on_flag(flags, ranks, device))
+        if ranks is not None and self._nonfinite is None:
+            self._nonfinite = torch.zeros(len(self._params), dtype=torch.float32, device=device)
         for part, stat in zip(parts, stats, strict=True):
             self._add_nonfinite(part, stat.nonfinite.to(device, non_blocking=True))
 
@@ -268,7 +272,8 @@ class AccumulationWindow:
         bad = pad(self._nonfinite.clamp(max=1.0), (0, len(names) - len(self._nonfinite)))
         if self._leave_out:
             loss_scale.optimizer_states.orphans += (flags.amax(0),)  # the next update lowers the scale
-            self._weigh(flags, bad)
+            if self._earlier is not None:
+                self._weigh(flags, bad)
         else:
             # A bad sum stays bad: only the first bad micro-batch is known.
             flags = flags.diff(prepend=torch.zeros_like(flags[:1])).clamp_(min=0)

@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 from torch.utils._python_dispatch import TorchDispatchMode
+from uneven import uneven  # noqa: F401
 
 import amp_core
 from amp_core.callbacks import SkipAwareAverage
