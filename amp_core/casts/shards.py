@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from amp_core._torch.tensors import is_dtensor, part_of
@@ -16,18 +17,24 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def like(tensor: Tensor, part: Tensor) -> Tensor:
-    """Return `part` as the part on this rank of a tensor that is distributed as `tensor` is."""
+    """Return `part` as the part on this rank of a tensor that is distributed as `tensor` is.
+
+    It may have one dimension more, the last one, which is whole.
+    """
     if not is_dtensor(tensor):
         return part
     from torch.distributed.tensor import DTensor
 
+    shape, stride, last = tensor.shape, tensor.stride(), part.shape[tensor.dim() :]
+    if last:
+        shape, stride = torch.Size([*shape, *last]), (*(last[0] * each for each in stride), 1)
     whole: Tensor = DTensor.from_local(
         part,
         tensor.device_mesh,  # type: ignore[attr-defined]
         tensor.placements,  # type: ignore[attr-defined]
         run_check=False,
-        shape=tensor.shape,
-        stride=tensor.stride(),
+        shape=shape,
+        stride=stride,
     )
     return whole
 

@@ -74,6 +74,19 @@ def _kernels(tensor: Tensor) -> Kernels:
     return get_backend(tensor.device.type).kernels()
 
 
+def packed(kept: Tensor) -> Tensor:
+    """Return `kept` as the optimizer's state has it: remainders as pairs of bytes, in the same memory.
+
+    Ranks exchange states for full checkpoints, and neither gloo nor NCCL takes int16.
+    """
+    return kept.unsqueeze(-1).view(torch.uint8) if kept.dtype is torch.int16 else kept
+
+
+def unpacked(kept: Tensor) -> Tensor:
+    """Return what the storage keeps, of the part on this rank of what the optimizer's state has."""
+    return kept.view(torch.int16).squeeze(-1) if kept.dtype is torch.uint8 else kept
+
+
 def drop_foreign(kept: Tensor, low: Tensor) -> Tensor:
     """Return `kept` with 0 where it cannot belong to `low`, which someone has overwritten.
 

@@ -21,7 +21,7 @@ from amp_core.casts.lost_updates import Counts
 from amp_core.casts.memory import KeptMemory
 from amp_core.casts.shards import like
 from amp_core.casts.stand_ins import Bucket, buckets, in_place_of, unhooked_step
-from amp_core.casts.storage import STORAGES, Draw, drop_foreign, narrow_state, widen_state
+from amp_core.casts.storage import STORAGES, Draw, drop_foreign, narrow_state, packed, unpacked, widen_state
 from amp_core.casts.stored_parameters import checked_optimizer, parameters_to_store
 from amp_core.common.arguments import as_whole, check_module
 from amp_core.common.containers import map_tensors
@@ -91,6 +91,8 @@ class StoredWeights(LocalHandle):
     def _convert(self, param: Tensor) -> None:
         """Store a float32 parameter, rounded to nearest; no random bits are drawn."""
         state = self.optimizer.state.get(param, {})
+        if state and self._state_dtype is torch.float32:  # DCP loads into them, in the dtype that they have
+            state.update({key: widen_state(value) for key, value in state.items() if key != KEPT})
         if param.dtype is torch.float32:
             wide = param.detach().clone()
             param.grad = None
@@ -101,7 +103,7 @@ class StoredWeights(LocalHandle):
             return
         kept = self._how.narrow(wide, param)
         if kept is not None:
-            self._first[id(param)] = like(param, kept)
+            self._first[id(param)] = like(param, packed(kept))
 
     # One step.
 
@@ -157,7 +159,7 @@ class StoredWeights(LocalHandle):
         kept = self.optimizer.state.get(param, {}).get(KEPT, self._first.get(id(param)))
         low = part_of(param).detach()
         wide = self._memory.empty_like(low, torch.float32)
-        kept = None if kept is None else part_of(kept)
+        kept = None if kept is None else unpacked(part_of(kept))
         if kept is not None and self._versions.get(id(param)) != version_of(param):
             kept = drop_foreign(kept, low)  # doing this at each step would take twice the time
         self._how.widen_(wide, low, kept)
@@ -176,13 +178,14 @@ class StoredWeights(LocalHandle):
         self.optimizer.state[param] = state
         before = None if self._lost is None else self._wide(param)
         changed = None if before is None else wide != before  # `wide` is overwritten
-        kept = self._how.narrow(wide, param, draw, None if kept is None else part_of(kept))
+        kept = None if kept is None else unpacked(part_of(kept))
+        kept = self._how.narrow(wide, param, draw, kept)
         self._versions[id(param)] = version_of(param)
         if self._state_dtype is not torch.float32:
             for i, name in enumerate(sorted(state.keys() - {KEPT})):
                 state[name] = narrow_state(state[name], param, draw.key(1 + i))
         if kept is not None:
-            state[KEPT] = like(param, kept)
+            state[KEPT] = like(param, packed(kept))
         if self._lost is not None and changed is not None:
             self._lost.count(self._names[id(param)], changed & (self._wide(param) == before))
 

@@ -33,10 +33,13 @@ def check(run: Run, expected: Run) -> None:
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 @pytest.mark.parametrize("storage", ["remainder", "stochastic", "kahan"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("states", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adagrad])
-def test_every_part_of_a_run_goes_on(storage: str, dtype: torch.dtype, kind: type, tmp_path: Path) -> None:
+def test_every_part_of_a_run_goes_on(
+    storage: str, dtype: torch.dtype, states: torch.dtype, kind: type, tmp_path: Path
+) -> None:
     """A new optimizer, which has no moments yet or only its own, takes what it has from the checkpoint."""
-    run, again = (Run(storage=storage, dtype=dtype, kind=kind) for _ in range(2))
+    run, again = (Run(storage=storage, dtype=dtype, states=states, kind=kind) for _ in range(2))
     for _ in range(4):
         run.step()
     dcp.save(run.parts(), checkpoint_id=tmp_path)
@@ -105,7 +108,10 @@ def test_a_run_that_has_not_begun(kind: type, tmp_path: Path) -> None:
 def test_a_checkpoint_of_one_process_goes_on_sharded_and_back(
     on_ranks: Callable[..., str], tmp_path: Path
 ) -> None:
-    """Moments, low bits of weights, scales of keys or histories start anew, or belong to one rank's shard."""
+    """Moments, low bits of weights, scales of keys or histories start anew, or belong to one rank's shard.
+
+    Or the ranks cannot exchange them for full states.
+    """
     run = Run()
     for _ in range(4):
         run.step()

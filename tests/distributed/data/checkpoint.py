@@ -11,7 +11,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -28,15 +34,14 @@ class Run:
         storage: str = "remainder",
         dtype: torch.dtype = torch.bfloat16,
         kind: type = torch.optim.AdamW,
+        states: torch.dtype = torch.bfloat16,
     ) -> None:
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3)).to(dtype)
         if dist.is_initialized():
             fully_shard(self.model)
         self.optimizer = kind(self.model.parameters(), lr=1e-2)
-        self.masters = amp_core.master_weights(
-            self.model, self.optimizer, storage, state_dtype=torch.bfloat16
-        )
+        self.masters = amp_core.master_weights(self.model, self.optimizer, storage, state_dtype=states)
         self.scaler = amp_core.GradScaler("cpu", 64.0, schedule=RULE, schedules={"g": RULE})
         self.history = AmaxHistory(Delayed(4), "cpu")
         self.steps = 0
@@ -77,6 +82,21 @@ class Run:
         return {"exact": exact, "optim": optimizer, "groups": groups, "scaler": scaler, "history": history}
 
 
+def check_full_states(run: Run) -> None:
+    """Fail unless another run takes the full states, which the first rank has, and is then as `run`."""
+    model, optimizer = get_state_dict(
+        run.model, run.optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+    )
+    if dist.get_rank():
+        model, optimizer = {}, {}
+    again, told = Run(), StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(again.model, model, options=told)
+    set_optimizer_state_dict(again.model, again.optimizer, optimizer, options=told)
+    ours, theirs = again.everything(), run.everything()
+    for part in ("exact", "optim"):
+        assert ours[part] == theirs[part], part
+
+
 def whole(value: Any) -> Any:
     value = value.full_tensor() if isinstance(value, DTensor) else value
     return value.tolist() if isinstance(value, torch.Tensor) else value
@@ -88,6 +108,7 @@ if __name__ == "__main__":
     run = Run()
     run.load(before)
     run.steps = 4
+    check_full_states(run)
     run.step()
     own = dist.new_group()  # a thread saves, and its collectives must not mix with those of the step
     saving = dcp.async_save(run.parts(), checkpoint_id=after, process_group=own)
