@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from amp_core._torch.dispatcher import Overload, arguments, dispatcher_name, short_name
@@ -41,6 +43,20 @@ def work(op: Overload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
         return _work(op, args, kwargs)
     except (IndexError, ValueError, ZeroDivisionError):
         return 0
+    except RuntimeError:  # strided nested tensors have no sizes
+        if not any(t.is_nested for t in tensors_in((args, kwargs))):
+            raise
+        return _of_nested(op, args, kwargs)
+
+
+@torch.no_grad()
+def _of_nested(op: Overload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """Sum the work of the calls that one on nested tensors stands for."""
+    given = [*args, *kwargs.values()]
+    each = [v.unbind() if isinstance(v, Tensor) and v.is_nested else itertools.repeat(v) for v in given]
+    count = len(args)
+    calls = zip(*each, strict=False)
+    return sum(work(op, call[:count], dict(zip(kwargs, call[count:], strict=True))) for call in calls)
 
 
 def _work(op: Overload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
@@ -80,9 +96,15 @@ def _kind(op: Overload) -> tuple[str, tuple[str, ...]]:
 
 def _product(left: Tensor, right: Tensor) -> int:
     """Count ``left @ right``, whose batch dimensions may broadcast."""
-    columns = right.shape[-1] if right.dim() > 1 else 1
-    rows = left.shape[-2] if left.dim() > 1 else 1
+    columns = _size(right, -1) if right.dim() > 1 else 1
+    rows = _size(left, -2) if left.dim() > 1 else 1
     return 2 * max(left.numel() * columns, right.numel() * rows)
+
+
+def _size(tensor: Tensor, dim: int) -> int:
+    """Return a size; 0 for the ragged one of a jagged tensor, as the other factor then tells the work."""
+    size = tensor.shape[dim]
+    return size if isinstance(size, int) or not tensor.is_nested else 0
 
 
 def _convolution(

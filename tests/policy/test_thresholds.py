@@ -53,6 +53,55 @@ def test_other_ops_count_elements():
     assert work(aten.cat.default, ([R(2), R(3)],), {}) == 3
 
 
+def nested(*shapes, layout=torch.strided):
+    """Return a nested tensor of tensors of these shapes."""
+    return torch.nested.as_nested_tensor([R(*shape) for shape in shapes], layout=layout)
+
+
+def heads():
+    return nested((2, 3, 4), (2, 5, 4))
+
+
+def jagged():
+    return nested((3, 4), (5, 4), layout=torch.jagged)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize(
+    ("op", "call", "flop"),
+    [
+        ("linear", lambda: F.linear(nested((3, 4), (5, 4)), R(6, 4)), 2 * 8 * 4 * 6),
+        ("matmul", lambda: torch.matmul(nested((3, 4), (5, 2)), nested((4, 6), (2, 7))), 2 * (72 + 70)),
+        ("bmm", lambda: torch.bmm(nested((3, 4), (5, 2)), nested((4, 6), (2, 7))), 2 * (72 + 70)),
+        (
+            "scaled_dot_product_attention",
+            lambda: F.scaled_dot_product_attention(x := heads(), x, x),
+            2 * 2 * 8 * 34,
+        ),
+        ("linear", lambda: F.linear(jagged(), R(6, 4)), 2 * 8 * 4 * 6),
+        ("matmul", lambda: jagged() @ R(4, 6), 2 * 8 * 4 * 6),
+        ("matmul", lambda: (x := jagged()).transpose(1, 2) @ x, 2 * 8 * 4 * 4),
+    ],
+)
+def test_nested_tensors_count_what_they_consist_of(op, call, flop):
+    """A product of nested tensors ends in an internal error of torch, or no amount of work is enough."""
+    for more, dtype in ((0, torch.float32), (-1, torch.bfloat16)):
+        policy = OpPolicy("cpu", {op: f"lower_precision_fp above {flop + more} FLOP"})
+        with autocast("cpu", policy=policy), torch.no_grad():
+            assert call().dtype is dtype
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_jagged_attention_has_a_threshold():
+    """Torch computes it with products of nested tensors inside, which have no sizes."""
+    rows = nested((3, 2, 4), (5, 2, 4), layout=torch.jagged).transpose(1, 2)
+    policy = OpPolicy.default("cpu").override({"matmul": "lower_precision_fp above 1 FLOP"})
+    with autocast("cpu", policy=policy):
+        got = F.scaled_dot_product_attention(rows, rows, rows)
+    with autocast("cpu"):
+        assert torch.equal(got.values(), F.scaled_dot_product_attention(rows, rows, rows).values())
+
+
 def test_products_of_vectors_have_a_threshold():
     """torch.dot under a threshold ends in a bare StopIteration, as its argument has a name of its own."""
     assert work(aten.dot.default, (R(4), R(4)), {}) == work(aten.vdot.default, (R(4), R(4)), {}) == 8
