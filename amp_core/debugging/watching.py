@@ -24,7 +24,7 @@ from amp_core.debugging.ranges import KINDS, Entry, Format
 from amp_core.debugging.report import Report
 from amp_core.debugging.state_keeper import is_rehearsing
 from amp_core.debugging.tap import muted
-from amp_core.debugging.values import extent, in_parts, is_readable
+from amp_core.debugging.values import extent, in_parts, is_readable, numbers
 from amp_core.plugin import get_backend
 from amp_core.regions.selecting import listed, matches
 from amp_core.scaling.plot import new_figure, plain
@@ -108,7 +108,7 @@ class Watch(Attached, Report):
         values = values if values.dtype is torch.float64 else values.float()
         finite = values[values.isfinite()]
         exponents, counts = torch.unique(torch.frexp(finite[finite != 0])[1], return_counts=True)
-        pairs = zip((exponents - 1).tolist(), counts.tolist(), strict=True)
+        pairs = zip(numbers(exponents - 1), numbers(counts), strict=True)
         zeros, not_finite = int((values == 0).sum()), values.numel() - finite.numel()
         self.entries.append(
             Entry(self.step, kind, name, dtype_name(tensor.dtype), dict(pairs), zeros, not_finite, largest)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 import amp_core
@@ -283,6 +284,26 @@ def test_weights_that_can_only_multiply(tool: str) -> None:
         result.sum().backward()
     assert torch.equal(result, expected)
     assert torch.equal(model[2].weight.grad, plain[2].weight.grad)
+
+
+@pytest.mark.filterwarnings("ignore:This scope leaves")
+@pytest.mark.parametrize("tool", TOOLS)
+def test_wrappers_that_compute(tool: str) -> None:
+    """Torch refuses to list the values of a wrapper, in the middle of a training step."""
+
+    def train(tool: Callable[[nn.Module], Any]) -> tuple[list[Tensor], Any]:
+        model = make()
+        model[0].weight = nn.Parameter(TwoTensor(*[model[0].weight.detach().clone() for _ in range(2)]))
+        with tool(model) as handle:
+            (result := low(model, X)).sum().backward()
+        return [result, *(p.grad for p in model.parameters())], handle
+
+    (expected, _), (got, handle) = train(nullcontext), train(TOOLS[tool])
+    for wanted, given in zip(expected, got, strict=True):
+        assert torch.equal(wanted.a, given.a)  # type: ignore[attr-defined]
+    if tool == "watch":
+        entry = next(e for e in handle.entries if (e.kind, e.name) == ("weight", "0.weight"))
+        assert sum(entry.exponents.values()) == 30
 
 
 def test_weights_made_in_inference_mode_are_compared() -> None:
