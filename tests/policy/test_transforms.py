@@ -79,3 +79,23 @@ def test_what_vmap_takes_apart_as_under_torch() -> None:
         got = batched(images)
     assert (got.dtype, wanted.dtype) == (torch.float32, torch.float32)
     assert torch.equal(got, wanted)
+
+
+class Attention(nn.Module):
+    """Attention of what it is given."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(x, x, x)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_jagged_attention_of_a_module_in_float32() -> None:
+    """Torch computes it in Python from other ops, and a module's rule does not hold for these either."""
+    heads = torch.nested.nested_tensor_from_jagged(X, torch.tensor([0, 1, 4])).unflatten(-1, [2, 4])
+    low = heads.transpose(1, 2).bfloat16()
+    model = nn.Sequential(Attention())
+    with apply_policy(model, {"0": "fp32"}, device_type="cpu"), autocast("cpu", torch.bfloat16):
+        got = model(low)
+    wanted = model(low.float())
+    assert got.dtype is torch.float32
+    assert torch.equal(got.values(), wanted.values())
