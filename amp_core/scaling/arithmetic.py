@@ -101,11 +101,16 @@ def any_of(flags: Sequence[Tensor]) -> Tensor:
     return torch.stack([flag.reshape(()) for flag in flags]).amax(0)
 
 
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return `tensor` on `device`; the host waits only for what it is about to read in its own memory."""
+    return tensor.to(device, non_blocking=device.type != "cpu")
+
+
 def combine(flags: Sequence[Tensor], device: torch.device) -> Tensor:
     """Return, on `device`, `any_of` flags from several devices; 0.0 if there are none."""
     if len(flags) == 1 and flags[0].device == device:
         return flags[0]
-    here = [flag.to(device, non_blocking=True) for flag in flags]
+    here = [moved(flag, device) for flag in flags]
     return any_of(here) if here else zero(device)
 
 

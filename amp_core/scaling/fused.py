@@ -12,7 +12,7 @@ from torch import Tensor
 
 from amp_core._torch.steps import is_fused
 from amp_core.common.optimizers import is_torchs
-from amp_core.scaling.arithmetic import is_tracing
+from amp_core.scaling.arithmetic import is_tracing, moved
 
 PASSES_ITSELF = (
     "GradScaler is going to stop passing itself as a keyword argument to the passed "
@@ -120,7 +120,7 @@ def _clear_momentum(
         if not group["dampening"]:
             for state in states:
                 buffer = state["momentum_buffer"]
-                buffer.masked_fill_(found_inf.to(buffer.device, non_blocking=True) > 0, 0)
+                buffer.masked_fill_(moved(found_inf, buffer.device) > 0, 0)
         elif found_inf.item():
             for state in states:
                 state["momentum_buffer"] = None

@@ -18,6 +18,7 @@ from amp_core.scaling.arithmetic import (
     clip_on_host,
     inverse_of,
     is_tracing,
+    moved,
     unscale_and_clip,
     zero,
 )
@@ -71,7 +72,7 @@ def read_gradients(
         stats = [overlap.grad_stats(part, norm_type) for part in parts]
     if deciders.process_group is None and len(parts) == 1 and parts[0].sharding is WHOLE:  # the usual case
         (only,), flags = stats, {parts[0].device: stats[0].found_inf}
-        norm = only.norm if only.norm.device == device else only.norm.to(device, non_blocking=True)
+        norm = only.norm if only.norm.device == device else moved(only.norm, device)
         return GlobalGradStats(stats, norm, flags, dtype=only.norm.dtype)
     dtype = torch.float64 if any([s.norm.dtype is torch.float64 for s in stats]) else torch.float32  # noqa: C419
     shardings = [part.sharding for part in parts]
@@ -88,8 +89,8 @@ def _total_norm(stats: Sequence[GradStats], norm_type: float, device: torch.devi
     if not stats:
         return torch.zeros((), dtype=torch.float32, device=device)
     if len(stats) == 1:
-        return stats[0].norm.to(device, non_blocking=True)
-    norms = torch.stack([s.norm.to(device, non_blocking=True) for s in stats])
+        return moved(stats[0].norm, device)
+    norms = torch.stack([moved(s.norm, device) for s in stats])
     total: Tensor = torch.linalg.vector_norm(norms, norm_type)
     return total
 

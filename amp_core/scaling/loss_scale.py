@@ -12,7 +12,7 @@ from torch import Tensor
 from amp_core.kernels import ScaleTensors
 from amp_core.kernels.interface import as_int32
 from amp_core.kernels.memory import on_host, read
-from amp_core.scaling.arithmetic import combine, is_tracing
+from amp_core.scaling.arithmetic import combine, is_tracing, moved
 from amp_core.scaling.gradients import kernels_of
 from amp_core.scaling.optimizer_state import OptimizerStates
 from amp_core.states.loss_scale import (
@@ -86,7 +86,7 @@ class LossScale:
         if not is_tracing():  # a count would recompile the graph at every step
             self.losses += 1
         wide = tensor.float() if tensor.dtype is torch.float16 else tensor
-        return wide * cast(Tensor, self.scale).to(tensor.device, non_blocking=True)
+        return wide * moved(cast(Tensor, self.scale), tensor.device)
 
     def check(self, call: str) -> Tensor:
         """Return the scale.

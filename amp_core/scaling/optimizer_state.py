@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from amp_core.common.identity import weak
-from amp_core.scaling.arithmetic import is_tracing
+from amp_core.scaling.arithmetic import is_tracing, moved
 from amp_core.scaling.step_record import StepRecord
 from amp_core.states.loss_scale import OptState
 
@@ -26,7 +26,7 @@ class _MultiDeviceReplicator:
         """Return the copy on `device`."""
         copy = self._per_device_tensors.get(device)
         if copy is None:
-            copy = self.master.to(device=device, non_blocking=True)
+            copy = moved(self.master, device)
             self._per_device_tensors[device] = copy
         return copy
 

@@ -18,7 +18,7 @@ from amp_core.common.text import counted
 from amp_core.errors import ScaleFloorError, ScaleFloorWarning, SkippedStepsWarning
 from amp_core.kernels import GradStats
 from amp_core.kernels.memory import on_host, read
-from amp_core.scaling.arithmetic import combine, snapshot
+from amp_core.scaling.arithmetic import combine, moved, snapshot
 from amp_core.scaling.gradients import Gradients, group_by_device
 from amp_core.scaling.hooks import Hooks, ScaleChange
 from amp_core.scaling.loss_scale import LossScale
@@ -140,7 +140,7 @@ class StepLog:
             whose = "" if optimizer is None else f" of this {type(optimizer).__name__}"
             raise RuntimeError(_NO_STEP.format(whose=whose))
         landed = [record.landed for record in records]
-        return torch.stack([each.to(landed[0].device, non_blocking=True) for each in landed]).all()
+        return torch.stack([moved(each, landed[0].device) for each in landed]).all()
 
     def bad_parameters(self, optimizer: Optimizer) -> tuple[BadParameter, ...]:
         """Return the parameters whose gradients are not finite; waits for the device."""
@@ -161,7 +161,7 @@ class StepLog:
             self._described[optimizer] = known
         if len(stats) == 1:
             return known[1], stats[0].nonfinite
-        flags = [s.nonfinite.to(stats[0].nonfinite.device, non_blocking=True) for s in stats]
+        flags = [moved(s.nonfinite, stats[0].nonfinite.device) for s in stats]
         return known[1], torch.cat(flags)
 
     # -- at an update ----------------------------------------------------------------------------
@@ -273,8 +273,8 @@ def _note_bad(
         record._micro_batches, names, bad, record._left_out = window
         if nonfinite is not None:  # of a skipped step, only what is bad in the sum is told
             rest, now = nonfinite
-            landed = record.landed.to(bad.device, non_blocking=True)
-            names, bad = names + rest, torch.cat([bad * landed, now.to(bad.device, non_blocking=True)])
+            landed = moved(record.landed, bad.device)
+            names, bad = names + rest, torch.cat([bad * landed, moved(now, bad.device)])
         nonfinite = names, bad
     if nonfinite is not None:
         record._params, record._nonfinite = nonfinite

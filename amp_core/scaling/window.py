@@ -14,7 +14,7 @@ from amp_core._torch.tensors import is_tensor_view
 from amp_core._torch.tracing import outside_graphs
 from amp_core.common.arguments import check_optimizer
 from amp_core.common.optimizers import parameters_of
-from amp_core.scaling.arithmetic import combine
+from amp_core.scaling.arithmetic import combine, moved
 from amp_core.scaling.distributed import agree_on_flag
 from amp_core.scaling.grad_scaler import GradScaler
 from amp_core.scaling.gradients import Gradients, group_by_device
@@ -226,7 +226,7 @@ class AccumulationWindow:
         if ranks is not None and self._nonfinite is None:
             self._nonfinite = torch.zeros(len(self._params), dtype=torch.float32, device=device)
         for part, stat in zip(parts, stats, strict=True):
-            self._add_nonfinite(part, stat.nonfinite.to(device, non_blocking=True))
+            self._add_nonfinite(part, moved(stat.nonfinite, device))
 
     def _add_nonfinite(self, part: Gradients, nonfinite: Tensor) -> None:
         count, device = len(self._params), nonfinite.device
@@ -251,7 +251,7 @@ class AccumulationWindow:
             if param.grad is not None:
                 device = param.grad.device
                 if device not in bad:
-                    bad[device] = self._flags[-1].to(device, non_blocking=True)
+                    bad[device] = moved(self._flags[-1], device)
                 param.grad.masked_fill_(bad[device] > 0, 0)
 
     @torch.no_grad()
@@ -267,7 +267,7 @@ class AccumulationWindow:
         loss_scale = self._loss_scale()
         if loss_scale is None or self._nonfinite is None:
             return
-        flags = torch.stack([flag.to(self._flags[-1].device, non_blocking=True) for flag in self._flags])
+        flags = torch.stack([moved(flag, self._flags[-1].device) for flag in self._flags])
         names = tuple((name_of(p, self._scaler._log.names), p.numel()) for p in self._params)
         bad = pad(self._nonfinite.clamp(max=1.0), (0, len(names) - len(self._nonfinite)))
         if self._leave_out:
@@ -299,7 +299,7 @@ class AccumulationWindow:
         factors = torch.where(good > 0, factor, of_bad)
         for param, own in zip(self._params, factors.unbind(), strict=True):
             if param.grad is not None:
-                param.grad.mul_(own.to(param.grad.device, non_blocking=True))
+                param.grad.mul_(moved(own, param.grad.device))
 
 
 def _joined(earlier: Window, now: Window) -> Window:

@@ -250,6 +250,24 @@ def test_a_whole_step_without_waiting(overlap: bool, monkeypatch: pytest.MonkeyP
     assert not any(record.skipped for record in training.scaler.history)
 
 
+def test_losses_and_weights_on_the_cpu() -> None:
+    """The host would read the scale, or an overflow, before the GPU has written it."""
+    near, far = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3, device=DEVICE))
+    optimizer = torch.optim.SGD([near, far], lr=1.0)
+    scaler = amp_core.GradScaler(DEVICE, 8.0)
+    scaler.scale(far.sum()).backward()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(1_000_000_000)  # cycles, about half a second
+    scaler.update(torch.full((), 4.0, device=DEVICE))
+    assert scaler.scale(torch.ones(())).item() == 4.0
+    near.grad = torch.full_like(near, math.inf)
+    torch.cuda._sleep(1_000_000_000)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0
+    assert near.tolist() == far.tolist() == [1.0] * 3
+
+
 def test_clipping_without_waiting() -> None:
     """clip_grad_norm_ or unscale_ by themselves make the host wait."""
     training = Training()
