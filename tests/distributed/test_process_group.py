@@ -26,6 +26,12 @@ def test_all_ranks_take_the_same_step(on_ranks: Callable[..., str], scenes: str,
     assert on_ranks(SCRIPT, *scenes.split(), ranks=count).count("all is well") == count
 
 
+@pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_ranks_decide_as_one_process_with_all_gradients(on_ranks: Callable[..., str], count: int) -> None:
+    """A rank without gradients, or with others than the rest, takes another step or keeps its scale."""
+    assert on_ranks(SCRIPT.with_name("decisions.py"), ranks=count).count("all is well") == count
+
+
 @pytest.mark.parametrize("wrong", ["world", 2, object()])
 def test_what_is_no_process_group_is_refused_at_once(wrong: object) -> None:
     """The first step fails with an AttributeError, hours into a job."""
