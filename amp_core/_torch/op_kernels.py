@@ -144,8 +144,9 @@ _idle: dict[str, list[Any]] = {}
 def install(op_name: str, key: str, kernel: Callable[..., Any]) -> Callable[[], None]:
     """Put `kernel` on `op_name` at `key`; return a function that removes it and restores the earlier one.
 
-    ``torch.library.Library`` does the same at a higher cost per op. The dispatcher warns once per process
-    that a kernel is overridden; here that is the point, so that warning is swallowed.
+    ``torch.library.Library`` does the same at a higher cost per op. The dispatcher warns once per process,
+    or always after ``torch.set_warn_always(True)``, that a kernel is overridden; here that is the point, so
+    that warning is swallowed.
 
     Raises:
         TorchFeatureError: torch no longer supports it.
@@ -164,7 +165,7 @@ def _install(op_name: str, key: str, kernel: Callable[..., Any]) -> Callable[[],
     overrides = has_kernel(op_name, key)
     if not overrides:
         _added.add((op_name, key))
-    if not overrides or _warned_of_override:
+    if not overrides or (_warned_of_override and not torch.is_warn_always_enabled()):
         library.impl(name, key, kernel, True)
         return remove
     with warnings.catch_warnings():

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from amp_core import OpPolicy, autocast
+from amp_core import OpPolicy, autocast, record
 from amp_core._torch import op_kernels
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -47,6 +47,19 @@ def test_a_policy_is_installed_once(region, monkeypatch: pytest.MonkeyPatch) -> 
     with region(policy):
         assert torch.softmax(X.bfloat16(), -1).dtype is torch.float32
     assert torch.softmax(X.bfloat16(), -1).dtype is torch.bfloat16
+
+
+def test_a_recording_where_torch_always_warns() -> None:
+    """After ``torch.set_warn_always(True)`` a recording shows a hundred warnings of torch."""
+    before = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with record(), autocast("cpu", policy=OpPolicy.default("cpu").override({"lerp.Scalar": "fp32"})):
+                torch.mm(X.diag(), X.diag())
+    finally:
+        torch.set_warn_always(before)
 
 
 def test_threads_that_know_only_torch() -> None:
