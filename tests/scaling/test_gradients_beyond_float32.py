@@ -95,6 +95,19 @@ def test_a_norm_that_float64_holds_leaves_float32_gradients_beside_it(fused: boo
     torch.testing.assert_close(changes, [grad / 8 for grad in grads])
 
 
+def test_a_norm_that_float32_holds_leaves_float16_gradients_of_another_optimizer() -> None:
+    """The squares of norms are beyond float32, so gradients are divided, float16 ones to 0."""
+    grads = [torch.full((2,), 2e38), torch.full((2,), 3.0, dtype=torch.float16), torch.ones(2)]
+    params = [torch.nn.Parameter(torch.zeros_like(grad)) for grad in grads]
+    for param, grad in zip(params, grads, strict=True):
+        param.grad = grad.clone()
+    optimizers = [torch.optim.SGD(params[:1]), torch.optim.SGD(params[1:])]
+    scaler = GradScaler("cpu", 1.0, allow_fp16_gradients=True)
+    scaler.scale(torch.ones(()))
+    assert float(scaler.clip_grad_norm_(optimizers, math.inf)) == pytest.approx(2e38 * math.sqrt(2))
+    assert all(torch.equal(param.grad, grad) for param, grad in zip(params, grads, strict=True))
+
+
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("value", [math.inf, math.nan])
 def test_an_overflow_among_large_gradients_is_skipped(value: float, fused: bool) -> None:
