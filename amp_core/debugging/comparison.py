@@ -125,7 +125,8 @@ class Comparison(Report):
                 but at least 16 times the dtype's ``eps``.
 
         Raises:
-            ValueError: `tolerance` is no number, or below 0.
+            TypeError: `tolerance` is no real number.
+            ValueError: `tolerance` is NaN or below 0.
         """
         check_tolerance(tolerance)
         limit, of_results = tolerances(self.dtype, tolerance)
