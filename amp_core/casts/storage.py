@@ -75,16 +75,16 @@ def _kernels(tensor: Tensor) -> Kernels:
 
 
 def packed(kept: Tensor) -> Tensor:
-    """Return `kept` as the optimizer's state has it: remainders as pairs of bytes, in the same memory.
+    """Return `kept` as checkpoints have it: remainders as pairs of bytes, in the same memory.
 
     Ranks exchange states for full checkpoints, and neither gloo nor NCCL takes int16.
     """
-    return kept.unsqueeze(-1).view(torch.uint8) if kept.dtype is torch.int16 else kept
+    return like(kept, part_of(kept).unsqueeze(-1).view(torch.uint8)) if kept.dtype is torch.int16 else kept
 
 
-def unpacked(kept: Tensor) -> Tensor:
-    """Return what the storage keeps, of the part on this rank of what the optimizer's state has."""
-    return kept.view(torch.int16).squeeze(-1) if kept.dtype is torch.uint8 else kept
+def unpacked(kept: Tensor, param: Tensor) -> Tensor:
+    """Return what a checkpoint has of `param` as the storage keeps it."""
+    return like(param, part_of(kept).view(torch.int16).squeeze(-1)) if kept.dtype is torch.uint8 else kept
 
 
 def drop_foreign(kept: Tensor, low: Tensor) -> Tensor:

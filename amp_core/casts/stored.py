@@ -80,6 +80,7 @@ class StoredWeights(LocalHandle):
             optimizer.register_load_state_dict_post_hook(self._load_exactly),
             optimizer.register_state_dict_pre_hook(self._show_first),
             optimizer.register_state_dict_post_hook(self._hide_first),
+            optimizer.register_state_dict_post_hook(_pack),
         ]
 
     def _params(self) -> Iterator[Tensor]:
@@ -103,7 +104,7 @@ class StoredWeights(LocalHandle):
             return
         kept = self._how.narrow(wide, param)
         if kept is not None:
-            self._first[id(param)] = like(param, packed(kept))
+            self._first[id(param)] = like(param, kept)
 
     # One step.
 
@@ -159,7 +160,7 @@ class StoredWeights(LocalHandle):
         kept = self.optimizer.state.get(param, {}).get(KEPT, self._first.get(id(param)))
         low = part_of(param).detach()
         wide = self._memory.empty_like(low, torch.float32)
-        kept = None if kept is None else unpacked(part_of(kept))
+        kept = None if kept is None else part_of(kept)
         if kept is not None and self._versions.get(id(param)) != version_of(param):
             kept = drop_foreign(kept, low)  # doing this at each step would take twice the time
         self._how.widen_(wide, low, kept)
@@ -178,14 +179,13 @@ class StoredWeights(LocalHandle):
         self.optimizer.state[param] = state
         before = None if self._lost is None else self._wide(param)
         changed = None if before is None else wide != before  # `wide` is overwritten
-        kept = None if kept is None else unpacked(part_of(kept))
-        kept = self._how.narrow(wide, param, draw, kept)
+        kept = self._how.narrow(wide, param, draw, None if kept is None else part_of(kept))
         self._versions[id(param)] = version_of(param)
         if self._state_dtype is not torch.float32:
             for i, name in enumerate(sorted(state.keys() - {KEPT})):
                 state[name] = narrow_state(state[name], param, draw.key(1 + i))
         if kept is not None:
-            state[KEPT] = like(param, packed(kept))
+            state[KEPT] = like(param, kept)
         if self._lost is not None and changed is not None:
             self._lost.count(self._names[id(param)], changed & (self._wide(param) == before))
 
@@ -229,6 +229,8 @@ class StoredWeights(LocalHandle):
         for param, state in exact_states(optimizer, loaded):
             if not self._is_stored(param):
                 continue
+            if KEPT in state:
+                state[KEPT] = unpacked(state[KEPT], param)
             if plain and param not in optimizer.state and KEPT in state:
                 self._first[id(param)] = state[KEPT]
             elif state:
@@ -267,3 +269,11 @@ class StoredWeights(LocalHandle):
             self._lost.remove()
             self._lost = None
         self._names = {}  # a learning-rate scheduler may go on calling this step
+
+
+def _pack(_optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    """Let `state_dict` have what is kept as checkpoints do; the optimizer's own states stay as they are."""
+    states = state_dict.get("state", {})
+    for key, state in states.items():
+        if isinstance(state, dict) and KEPT in state:
+            states[key] = {**state, KEPT: packed(state[KEPT])}

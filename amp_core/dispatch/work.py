@@ -44,7 +44,7 @@ def work(op: Overload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
     except (IndexError, ValueError, ZeroDivisionError):
         return 0
     except RuntimeError:  # strided nested tensors have no sizes
-        if not any(t.is_nested for t in tensors_in((args, kwargs))):
+        if not any(isinstance(v, Tensor) and v.is_nested for v in (*args, *kwargs.values())):
             raise
         return _of_nested(op, args, kwargs)
 

@@ -81,6 +81,11 @@ class Environment:
             return self.run("-m", "amp_core", *words[1:])
         return self.run(*words[1:], PYTEST_ADDOPTS="-k update")  # `amp check` has run the whole kit
 
+    def passes(self, script: str) -> None:
+        """Fail unless a script of Python runs to its end."""
+        done = self.run("-c", script)
+        assert done.returncode == 0, done.stderr[-3000:]
+
     def run(self, *args: str, **variables: str) -> subprocess.CompletedProcess[str]:
         env = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
         return subprocess.run(
@@ -173,8 +178,7 @@ def test_module_rules_ask_a_device_for_no_more_than_regions_do(example):
         "    found = model[0](x).dtype, model(x).dtype, torch.is_autocast_enabled('npy')\n"
         "assert found == (torch.float32, torch.bfloat16, True), found\n"
     )
-    done = example.run("-c", script)
-    assert done.returncode == 0, done.stderr[-3000:]
+    example.passes(script)
 
 
 def test_the_kit_knows_a_device_that_torch_has_no_rules_for(example):
@@ -192,8 +196,7 @@ def test_the_kit_knows_a_device_that_torch_has_no_rules_for(example):
         "report = check(LikeCuda(), keyword='region_of_torch')\n"
         "assert report.failed == ['region_of_torch_can_be_built'], report.to_markdown()\n"
     )
-    done = example.run("-c", script)
-    assert done.returncode == 0, done.stderr[-3000:]
+    example.passes(script)
 
 
 def test_the_kit_finds_op_lists_of_a_device_without_kernels_of_its_own(example):
@@ -208,8 +211,7 @@ def test_the_kit_finds_op_lists_of_a_device_without_kernels_of_its_own(example):
         "assert failed.check == 'policy_is_for_the_device', failed\n"
         "assert 'override op_policy' in failed.message, failed\n"
     )
-    done = example.run("-c", script)
-    assert done.returncode == 0, done.stderr[-3000:]
+    example.passes(script)
 
 
 @pytest.mark.parametrize("hooks", [ABSENT_HOOKS, BROKEN_HOOKS], ids=["absent", "broken"])

@@ -258,7 +258,7 @@ FEATURES: dict[str, Callable[[nn.Module], Any]] = {
 
 
 def outcome(number: int, kind: Any, transform: Any, region: Region, feature: Any) -> list[Any] | str:
-    """Return what a program computes, or its error."""
+    """Return what a program computes, or torch's error, which must then be the same with amp-core."""
     torch.manual_seed(number)
     m = kind(random.Random(number))
     with warnings.catch_warnings():
@@ -266,7 +266,7 @@ def outcome(number: int, kind: Any, transform: Any, region: Region, feature: Any
         try:
             with feature(m):
                 return transform(region, m, X)  # type: ignore[no-any-return]
-        except (RuntimeError, NotImplementedError) as error:
+        except RuntimeError as error:  # such as vmap's, of ops that draw random numbers
             return str(error)[:60]
 
 

@@ -73,9 +73,8 @@ class Run:
     def everything(self) -> dict[str, Any]:
         """Return the state as numbers, nothing of it sharded."""
         exact = {name: whole(value) for name, value in self.masters.float32_weights().items()}
-        optimizer = [
-            {k: whole(v) for k, v in self.optimizer.state[p].items()} for p in self.model.parameters()
-        ]
+        states = self.optimizer.state_dict()["state"]
+        optimizer = {number: {k: whole(v) for k, v in states[number].items()} for number in sorted(states)}
         groups = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
         history = {name: whole(value) for name, value in self.history.state_dict().items()}
         scaler = self.scaler.state_dict()
