@@ -139,6 +139,11 @@ def is_view(op: Overload) -> bool:
     return bool(op.is_view)
 
 
+def returns_tensors(op: Overload) -> bool:
+    """Whether the op returns tensors, by its schema; ``sym_size`` and its like return numbers."""
+    return any("Tensor" in str(result.type) for result in op._schema.returns)
+
+
 def op_text(op: object) -> str | None:
     """Return the qualified name of an overload, a packet, or what `torch.library.custom_op` returns."""
     if isinstance(op, Overload):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from amp_core._torch.dispatcher import Overload, autograd_key, dispatcher_name, is_view
+from amp_core._torch.dispatcher import Overload, autograd_key, dispatcher_name, is_view, returns_tensors
 from amp_core._torch.op_kernels import has_kernel, key_set, native_kernel
 from amp_core.common.arguments import check_dtype, check_module
 from amp_core.common.containers import tensors_in
@@ -206,6 +206,8 @@ def _decompose_unruled(program: torch.export.ExportedProgram, policy: OpPolicy) 
     graphs = [part.graph for part in program.graph_module.modules() if isinstance(part, fx.GraphModule)]
     for node in (node for graph in graphs for node in graph.nodes):
         if not isinstance(node.target, Overload) or is_view(node.target):
+            continue
+        if not returns_tensors(node.target):  # a size that the model reads: each trace has it again
             continue
         name = dispatcher_name(node.target)
         ruled = policy.rules.get(names.full_name(node.target), UNCHANGED) != UNCHANGED

@@ -288,6 +288,28 @@ def test_pickled_and_copied_with_its_conditions(shapes: Any) -> None:
             other(x, x)
 
 
+def test_sizes_that_a_model_reads() -> None:
+    """With dynamic shapes, a model that reads its batch size would be traced again without end."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, int]:
+            rows = self.linear(x).view(x.shape[0], -1)
+            return rows * x.shape[0] + torch.zeros(x.shape[0], 1), x.numel()
+
+    model, batch = Model().eval(), ({0: torch.export.Dim("batch")},)
+    for policy in (None, OpPolicy.uniform("cpu")):
+        low = materialize(model, (torch.randn(3, 2, 4),), dtype=LOW, policy=policy, dynamic_shapes=batch)
+        x = torch.randn(5, 2, 4)
+        with torch.no_grad(), autocast("cpu", LOW, policy=policy):
+            wanted = model(x)
+        assert torch.equal(low(x)[0], wanted[0])
+        assert low(x)[1] == wanted[1] == 40
+
+
 def test_structures_of_arguments_are_compared() -> None:
     """A dict with another key would be computed from the wrong values."""
 
