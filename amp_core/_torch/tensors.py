@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,35 @@ def part_of(tensor: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():  # otherwise it is a new view
         part: torch.Tensor = tensor.to_local()  # type: ignore[attr-defined]
     return part
+
+
+def beside(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Return `tensor`, which every rank has whole, as one that ops take together with `other`."""
+    if not is_dtensor(other):
+        return tensor
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh: Any = other.device_mesh  # type: ignore[attr-defined]
+    copies: torch.Tensor = DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return copies
+
+
+def uncut(tensor: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+    """Return a DTensor whose shards hold whole blocks of `size` along `dim`; another tensor as it is."""
+    if not is_dtensor(tensor):
+        return tensor
+    from torch.distributed.tensor import Replicate, Shard
+
+    mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
+    placements = tensor.placements  # type: ignore[attr-defined]
+    cut = [getattr(each, "dim", None) == dim % tensor.dim() for each in placements]
+    parts = math.prod(itertools.compress(mesh.shape, cut))
+    in_order = all(type(each) is Shard for each in itertools.compress(placements, cut))
+    if in_order and tensor.shape[dim] % (size * parts) == 0:
+        return tensor
+    whole = [Replicate() if here else each for here, each in zip(cut, placements, strict=True)]
+    gathered: torch.Tensor = tensor.redistribute(placements=whole)  # type: ignore[attr-defined]
+    return gathered
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:

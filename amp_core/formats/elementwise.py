@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from amp_core._torch.tensors import is_dtensor
 from amp_core.formats.elements import ElementFormat
 
 _CHUNK = 2**15
@@ -69,7 +70,8 @@ def _chunks(
     x: Tensor, encode: Tensor, random: Tensor | None
 ) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
     """Yield the tensors in parts along a first dimension: one part, unless the CPU gains from more."""
-    if x.device.type != "cpu" or x.numel() <= _CHUNK or is_compiling():
+    # The ranks would gather all of a DTensor for each part of it.
+    if x.device.type != "cpu" or x.numel() <= _CHUNK or is_compiling() or is_dtensor(x):
         yield x, encode, random
         return
     if encode.dim() == 0:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from amp_core._torch.tensors import uncut
 from amp_core.formats.quantization import Granularity
 
 
@@ -35,7 +36,8 @@ class Groups:
         x = x.movedim(self._dim, -1)
         if isinstance(self.granularity, int):
             return _blocks(x, -1, self.granularity)
-        return _blocks(_blocks(x, -1, self.granularity[1]), -3, self.granularity[0])
+        rows, columns = self.granularity
+        return _blocks(_blocks(uncut(x, -2, rows), -1, columns), -3, rows)
 
     def join(self, x: Tensor) -> Tensor:
         """Undo `split`."""
@@ -95,6 +97,7 @@ def _largest(x: Tensor, dim: int | None = None) -> Tensor:
 
 def _blocks(x: Tensor, dim: int, size: int) -> Tensor:
     """Split one dimension, given from the end, into blocks of `size`, the last one padded with zeros."""
+    x = uncut(x, dim, size)
     count = -(-x.shape[dim] // size)
     missing = count * size - x.shape[dim]
     if missing:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from amp_core._torch.tensors import beside, uncut
 from amp_core.common.counter_random import key_of, random_bits
 
 _KEY = key_of(0x4841)
@@ -25,25 +26,25 @@ def rotate(x: Tensor, size: int, dim: int) -> Tensor:
         size: a power of two.
         dim: the dimension of the blocks.
     """
-    x = x.movedim(dim, -1)
+    x = uncut(x.movedim(dim, -1), -1, size)
     missing = -x.shape[-1] % size
     if missing:
         x = pad(x, [0, missing])
     blocks = torch.unflatten(x, -1, (x.shape[-1] // size, size))
-    return _walsh_hadamard(blocks * _signs(size, x.device)).flatten(-2).movedim(-1, dim)
+    return _walsh_hadamard(blocks * _signs(size, x)).flatten(-2).movedim(-1, dim)
 
 
 def rotate_back(x: Tensor, size: int, dim: int, length: int) -> Tensor:
     """Undo `rotate` of a tensor with `length` elements along `dim`."""
     x = x.movedim(dim, -1)
     blocks = torch.unflatten(x, -1, (x.shape[-1] // size, size))
-    blocks = _walsh_hadamard(blocks) * _signs(size, x.device)
+    blocks = _walsh_hadamard(blocks) * _signs(size, x)
     return blocks.flatten(-2)[..., :length].movedim(-1, dim)
 
 
-def _signs(size: int, device: torch.device) -> Tensor:
-    numbers = torch.arange(size, dtype=torch.int32, device=device)
-    return (random_bits(numbers, _KEY, 1) * -2 + 1).to(torch.float32)
+def _signs(size: int, x: Tensor) -> Tensor:
+    numbers = torch.arange(size, dtype=torch.int32, device=x.device)
+    return beside((random_bits(numbers, _KEY, 1) * -2 + 1).to(torch.float32), x)
 
 
 def _walsh_hadamard(x: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ def pack_codes(codes: Tensor, element: ElementFormat) -> Tensor:
         return codes
     if codes.shape[-1] % 2:
         codes = pad(codes, [0, 1])
-    return codes[..., ::2] | codes[..., 1::2] << 4
+    return codes[..., ::2] | codes[..., 1::2].bitwise_left_shift(4)
 
 
 def unpack(packed: Tensor, element: ElementFormat, length: int) -> Tensor:
@@ -39,7 +39,7 @@ def unpack(packed: Tensor, element: ElementFormat, length: int) -> Tensor:
     if element.bits == 8:
         return packed.to(torch.float32)
     if element is E2M1 and packed.dim():
-        packed = torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(-2)[..., :length]
+        packed = torch.stack((packed & 0xF, packed.bitwise_right_shift(4)), dim=-1).flatten(-2)[..., :length]
     return _decode(packed, element)
 
 
@@ -47,19 +47,20 @@ def _encode(values: Tensor, element: ElementFormat) -> Tensor:
     """Return the codes of values that `element` represents, in uint8; NaN becomes 0."""
     values = values.nan_to_num(0.0)
     magnitude = values.abs()
-    normal = (magnitude.view(torch.int32) >> 23 - element.mantissa_bits) - _rebias(element)
+    normal = magnitude.view(torch.int32).bitwise_right_shift(23 - element.mantissa_bits) - _rebias(element)
     subnormal = (magnitude / element.smallest_subnormal).to(torch.int32)
     code = torch.where(magnitude < element.smallest_normal, subnormal, normal)
-    return (code | values.signbit().to(torch.int32) << element.bits - 1).to(torch.uint8)
+    return (code | values.signbit().to(torch.int32).bitwise_left_shift(element.bits - 1)).to(torch.uint8)
 
 
 def _decode(codes: Tensor, element: ElementFormat) -> Tensor:
     code = codes.to(torch.int32)
     magnitude = code & ((1 << element.bits - 1) - 1)
-    normal = ((magnitude + _rebias(element)) << 23 - element.mantissa_bits).view(torch.float32)
+    shifted = (magnitude + _rebias(element)).bitwise_left_shift(23 - element.mantissa_bits)
+    normal = shifted.view(torch.float32)
     subnormal = magnitude.to(torch.float32) * element.smallest_subnormal
     value = torch.where(normal < element.smallest_normal, subnormal, normal)
-    return torch.where((code >> element.bits - 1) == 1, -value, value)
+    return torch.where(code.bitwise_right_shift(element.bits - 1) == 1, -value, value)
 
 
 def _rebias(element: ElementFormat) -> int:

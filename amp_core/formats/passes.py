@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from amp_core._torch.tensors import beside
 from amp_core.common.counter_random import element_numbers, key_of, random_bits
 from amp_core.formats.elements import ElementFormat
 from amp_core.formats.elementwise import count_nonfinite, round_and_count
@@ -107,4 +108,5 @@ def _random(x: Tensor, groups: Groups, seed: int | Tensor | None) -> Tensor | No
     if seed is None:
         return None
     numbers = element_numbers(x.shape, [0] * x.dim(), x.shape, x.device)
-    return groups.split(random_bits(numbers, seed if isinstance(seed, Tensor) else key_of(seed), 24))
+    bits = random_bits(numbers, seed if isinstance(seed, Tensor) else key_of(seed), 24)
+    return groups.split(beside(bits, x))

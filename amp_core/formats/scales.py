@@ -102,7 +102,8 @@ def _filled(like: Tensor, value: float) -> Tensor:
 
 def exponent_field(x: Tensor) -> Tensor:
     """Return the stored exponents, 0 to 255, of float32 values that are not negative, in int32."""
-    return (x.view(torch.int32) >> 23) & 0xFF
+    # `>>` leaves a DTensor as it is: torch takes the op `__rshift__` for one in place, by its last letter.
+    return x.view(torch.int32).bitwise_right_shift(23) & 0xFF
 
 
 def _power_of_two(field: Tensor) -> Tensor:

@@ -32,6 +32,12 @@ def test_ranks_decide_as_one_process_with_all_gradients(on_ranks: Callable[..., 
     assert on_ranks(SCRIPT.with_name("decisions.py"), ranks=count).count("all is well") == count
 
 
+@pytest.mark.slow
+def test_products_of_shards_are_those_of_the_whole(on_ranks: Callable[..., str]) -> None:
+    """Under tensor parallelism a recipe gives NaN, scales of a part, or torch's error of a cut block."""
+    assert on_ranks(SCRIPT.with_name("products.py"), ranks=2).count("all is well") == 2
+
+
 @pytest.mark.parametrize("wrong", ["world", 2, object()])
 def test_what_is_no_process_group_is_refused_at_once(wrong: object) -> None:
     """The first step fails with an AttributeError, hours into a job."""
