@@ -32,6 +32,18 @@ def part_of(tensor: torch.Tensor) -> torch.Tensor:
     return part
 
 
+def summed(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the sum of a DTensor of which each rank has a summand, replicated; another one as it is."""
+    from torch.distributed.tensor import Partial, Replicate
+
+    placements = tensor.placements  # type: ignore[attr-defined]
+    if not any(isinstance(each, Partial) for each in placements):
+        return tensor
+    whole = [Replicate() if isinstance(each, Partial) else each for each in placements]
+    result: torch.Tensor = tensor.redistribute(placements=whole)  # type: ignore[attr-defined]
+    return result
+
+
 def beside(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """Return `tensor`, which every rank has whole, as one that ops take together with `other`."""
     if not is_dtensor(other):

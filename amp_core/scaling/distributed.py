@@ -189,7 +189,7 @@ def _groups_of(mesh: DeviceMesh) -> list[ProcessGroup]:
 
 
 def shardings_of(params: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Sharding]:
-    """Return how each gradient is spread over ranks; raise ValueError if their pieces are summands."""
+    """Return how each gradient is spread over ranks; none is a DTensor of summands."""
     shards = fsdp_shards(params)
     return [_sharding_of(p, grad, id(p) in shards) for p, grad in zip(params, grads, strict=True)]
 
@@ -204,13 +204,8 @@ def _sharding_of(param: Tensor, gradient: Any, is_fsdp_shard: bool) -> Sharding:
 
 
 def _shards_of(gradient: Any) -> int:
-    from torch.distributed.tensor import Partial, Replicate
+    from torch.distributed.tensor import Replicate
 
-    if any(isinstance(placement, Partial) for placement in gradient.placements):
-        raise ValueError(
-            f"A gradient of shape {tuple(gradient.shape)} is placed {gradient.placements}: its ranks hold "
-            f"summands, so its elements are not known yet. Redistribute it before the scaler reads it."
-        )
     pairs = zip(gradient.device_mesh.shape, gradient.placements, strict=True)
     return math.prod(size for size, placement in pairs if not isinstance(placement, Replicate))
 

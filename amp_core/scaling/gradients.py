@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from amp_core._torch.steps import same_layout
-from amp_core._torch.tensors import part_of
+from amp_core._torch.tensors import is_dtensor, part_of, summed
 from amp_core.common.identity import WeakIdentityMapping
 from amp_core.common.optimizers import parameters_of
 from amp_core.common.text import counted
@@ -79,8 +79,8 @@ class Gradients(NamedTuple):
 def group_by_device(optimizer: torch.optim.Optimizer, *, allow_fp16: bool) -> list[Gradients]:
     """Return the gradients of `optimizer`, grouped by device and sharding.
 
-    Uncoalesced sparse gradients are first replaced by coalesced ones: the optimizer uses the sum of
-    duplicates.
+    Uncoalesced sparse gradients are first replaced by coalesced ones, and DTensors of which each rank has a
+    summand by their sum: the optimizer uses the sum.
 
     Raises:
         AssertionError: a parameter is not a tensor; torch's text.
@@ -187,7 +187,7 @@ _groupings: MutableMapping[torch.optim.Optimizer, _Grouping] = WeakIdentityMappi
 
 def _by_place(params: list[Tensor], grads: list[Tensor]) -> list[Gradients]:
     places: dict[tuple[torch.device, Sharding], tuple[list[Tensor], list[Tensor]]] = {}
-    all_dense = [_values(p) if grad.is_sparse else grad for p, grad in zip(params, grads, strict=True)]
+    all_dense = [_known(p, grad) for p, grad in zip(params, grads, strict=True)]
     for param, dense, sharding in zip(params, all_dense, shardings_of(params, all_dense), strict=True):
         owners, pieces = places.setdefault((dense.device, sharding), ([], []))
         owners.append(param)
@@ -208,12 +208,17 @@ def _prepared(
     return ready
 
 
-def _values(param: Tensor) -> Tensor:
-    grad = param.grad
-    assert grad is not None
-    if not grad.is_coalesced():
-        grad = param.grad = grad.coalesce()
-    return grad.detach().values()  # a view
+def _known(param: Tensor, grad: Tensor) -> Tensor:
+    """Return the elements of the gradient; where it has summands of them, it gets their sums first."""
+    if grad.is_sparse:
+        if not grad.is_coalesced():
+            grad = param.grad = grad.coalesce()
+        return grad.detach().values()  # a view
+    if is_dtensor(grad):
+        whole = summed(grad)
+        if whole is not grad:
+            grad = param.grad = whole
+    return grad
 
 
 def _fp16_refused(optimizer: torch.optim.Optimizer) -> str:
