@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import Self
 
 from amp_core._torch.dispatcher import Overload, dispatcher_name
 from amp_core._torch.list_writes import see_list_writes
-from amp_core._torch.tensors import identity_of, version_of
+from amp_core._torch.tensors import identity_of, part_of, version_of
 from amp_core._torch.tracing import outside_graphs
+from amp_core.common.identity import WeakIdentityMapping
 from amp_core.common.optimizers import watch_steps
 from amp_core.common.text import counted, dtype_name
 from amp_core.debugging import saved, stored_dtypes
@@ -63,8 +63,9 @@ class Recording(Report, Sink):
         self.tensors: dict[TensorKey, int] = {}
         self._quantized = QuantizedCounts()
         self._model = model
-        self._cast_versions: Any = WeakIdKeyDictionary()
-        self._weight_versions: dict[Tensor, Any] = {}  # weak references would forbid torch.utils.swap_tensors
+        # Weak references to weights and gradients would forbid torch.utils.swap_tensors.
+        self._cast_versions: WeakIdentityMapping[torch.UntypedStorage, Any] = WeakIdentityMapping()
+        self._weight_versions: dict[Tensor, Any] = {}
         self._tap: Tap | None = None
         self.met_compiled = False
 
@@ -228,12 +229,19 @@ class Recording(Report, Sink):
             count.nbytes += sum(t.numel() * t.element_size() for t in inputs if t.dtype is dtype)
 
     def _is_repeat(self, source: Tensor, dtype: torch.dtype) -> bool:
-        version = 0 if source.is_inference() else (identity_of(source), version_of(source))
-        versions = self._weight_versions if isinstance(source, nn.Parameter) else self._cast_versions
-        known = versions.setdefault(source, {})
-        repeat = known.get(dtype) == version
-        known[dtype] = version
-        return bool(repeat)
+        known: dict[Any, int]
+        if isinstance(source, nn.Parameter):
+            known, key = self._weight_versions.setdefault(source, {}), (identity_of(source), dtype)
+        elif source.layout in (torch.strided, torch.jagged):
+            part = source.values() if source.layout is torch.jagged else part_of(source)
+            known = self._cast_versions.setdefault(part.untyped_storage(), {})
+            key = (part.dtype, dtype, *_extent(part))
+        else:
+            return False
+        version = 0 if source.is_inference() else version_of(source)
+        repeat = known.get(key) == version
+        known[key] = version
+        return repeat
 
     @outside_graphs
     def _after_step(self, optimizer: Any, places: Places) -> None:
@@ -282,6 +290,10 @@ def record(model: nn.Module | None = None, *, plan: PrecisionPlan | None = None)
 
 def _name_in(places: Places, tensor: Tensor) -> str:
     return places.of_parameter(tensor)[1] or ("(a parameter)" if isinstance(tensor, nn.Parameter) else "")
+
+
+def _extent(tensor: Tensor) -> tuple[Any, ...]:
+    return () if tensor.is_nested else (tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def _joined(dtypes: tuple[torch.dtype, ...]) -> str:

@@ -97,6 +97,20 @@ def test_a_swapped_weight_is_a_new_weight(change: str, observer: str, stepped: b
         assert torch.equal(found, wanted)
 
 
+@pytest.mark.parametrize("observer", OBSERVERS)
+def test_a_swapped_gradient_is_a_new_gradient(observer: str) -> None:
+    """A weak reference to a gradient forbids the swap: `.to()` swaps those of the weights, too."""
+    expected = None
+    for each in ("none", observer):
+        model = make()
+        with OBSERVERS[each](model):
+            run(model).backward()
+            model.bfloat16().float()
+        found = [copy.copy(weight.grad) for weight in model.parameters()]
+        expected = found if expected is None else expected
+        assert all(map(torch.equal, found, expected))
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_scaler_steps_swapped_weights(overlap: bool) -> None:
     """The hooks of `overlap=True` stay with the tensor that was swapped away, or forbid the swap."""

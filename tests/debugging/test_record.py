@@ -227,6 +227,39 @@ def test_casts_bytes_and_repeats_of_weights(net, x):
     assert sum(c.repeats for k, c in r.casts.items() if k.weight) == 2
 
 
+def test_repeats_go_by_memory() -> None:
+    """Each call makes a new tensor of the same part, or reuses the address of one of another part."""
+    x = torch.randn(4, 4)
+    jagged = torch.nested.nested_tensor([torch.randn(2, 3), torch.randn(4, 3)], layout=torch.jagged)
+
+    def other_parts() -> None:
+        x[0].half()
+        x[1].half()
+
+    def same_part() -> None:
+        x[0].half()
+        x[0].half()
+
+    def written() -> None:
+        x[0].half()
+        x.add_(1)
+        x[0].half()
+
+    def inference() -> None:
+        with torch.inference_mode():
+            same_part()
+
+    def nested() -> None:
+        jagged.half()
+        jagged.half()
+
+    for run, repeats in ((other_parts, 0), (same_part, 1), (written, 0), (inference, 1), (nested, 1)):
+        with amp_core.record() as r:
+            run()
+        (count,) = r.casts.values()
+        assert (run, count.calls, count.repeats) == (run, 2, repeats)
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_cast_after_a_step_is_no_repeat(net, x, fused):
     """Fused optimizers move no version counter, so every cast of theirs would pass for a waste."""
