@@ -8,7 +8,7 @@ from typing import Any
 
 from amp_core._torch.dispatcher import Overload
 from amp_core._torch.tensors import is_dtensor_type
-from amp_core._torch.tracing import TorchDispatchMode, consists_of_others, run_in_parts
+from amp_core._torch.tracing import TorchDispatchMode, calls_are_captured, consists_of_others, run_in_parts
 from amp_core.common.containers import tensors_in
 from amp_core.debugging.collectives import kind_of
 from amp_core.dispatch.engine import engine
@@ -29,10 +29,21 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 result = func(*args, **(kwargs or {}))
         elif consists_of_others(func) and not _has_rule(func, (args, kwargs)):
             return run_in_parts(self, func, args, kwargs or {})
+        elif not isinstance(func, Overload) and not calls_are_captured():  # as torch.cond, with its branches
+            return func(*map(self._observed, args), **(kwargs or {}))
         else:
             result = func(*args, **(kwargs or {}))
         self.tell(func, args, kwargs or {}, result)
         return result
+
+    def _observed(self, given: Any) -> Any:
+        """Return a function that calls `given` under this mode; what is no function as it is."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return given(*args, **kwargs)
+
+        return run if callable(given) else given
 
     def tell(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Report an op to all observers."""
