@@ -47,7 +47,8 @@ def materialize(
     own ops: ``torch.compile``, ``torch.export``, AOTInductor and ONNX need no amp-core.
 
     Results are bit-equal to ``model(*args, **kwargs)`` in ``autocast(device_type, dtype, policy=policy)``
-    under ``torch.no_grad()``. Regions inside the model keep their effect.
+    under ``torch.no_grad()``, with weights that require no gradients: for others, torch may choose kernels
+    that round elsewhere. Regions inside the model keep their effect.
 
     Args:
         model: the model, in the mode (``eval()``) to be written down.
@@ -101,7 +102,8 @@ def materialize(
             f"cached_casts(model, persistent=True)."
         )
     try:
-        graph_module, in_spec = _traced(model, args, kwargs, dynamic_shapes, region, in_force)
+        with _frozen(model):
+            graph_module, in_spec = _traced(model, args, kwargs, dynamic_shapes, region, in_force)
     except PolicyError:
         raise
     except Exception as error:
@@ -121,7 +123,7 @@ def materialize(
         with torch.no_grad():
             with _left_as_it_is(graph_module), kept_generators(region.device):
                 result = graph_module(*args, **kwargs)
-            with _left_as_it_is(model), kept_generators(region.device), region:
+            with _left_as_it_is(model), kept_generators(region.device), _frozen(model), region:
                 wanted = model(*args, **kwargs)
         _compare(result, wanted, model, ops, in_force)
     return graph_module
@@ -148,6 +150,19 @@ def _traced(
             traced = traced.run_decompositions({})
         module: Any = traced.module()
     return module, program.call_spec.in_spec
+
+
+@contextmanager
+def _frozen(model: nn.Module) -> Iterator[None]:
+    """Let torch choose its kernels as for the graph, whose weights require no gradients."""
+    trained = [p for p in model.parameters() if p.requires_grad and not p.is_inference()]
+    try:
+        for parameter in trained:
+            parameter.requires_grad_(False)
+        yield
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_(True)
 
 
 @contextmanager

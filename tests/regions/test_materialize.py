@@ -418,12 +418,14 @@ def test_control_flow_on_values_is_refused_with_its_place() -> None:
                 return x
             return -x
 
+    model = nn.Sequential(Gated(), nn.Linear(3, 3))
     with pytest.raises(
         MaterializeError, match=r'test_materialize\.py:\d+ in forward: "if x\.sum\(\) > 0:'
     ) as caught:
-        materialize(nn.Sequential(Gated()), (torch.randn(3),))
+        materialize(model, (torch.randn(3),))
     assert "torch.cond" in str(caught.value)
     assert not torch.is_autocast_enabled("cpu")
+    assert all(p.requires_grad for p in model.parameters())
 
 
 def test_a_custom_op_that_only_the_trace_has_is_named() -> None:

@@ -1,0 +1,67 @@
+"""materialize: kinds of modules and weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from amp_core import OpPolicy, autocast, materialize
+
+LOW = torch.bfloat16
+
+
+def in_region(model: nn.Module, *args: Any, policy: OpPolicy | None = None) -> Any:
+    with torch.no_grad(), autocast("cpu", LOW, policy=policy):
+        return model(*args)
+
+
+class Masked(nn.Module):
+    """Attention with a mask that is trained, and a float32 product of rows that lie apart in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mask, self.linear = nn.Parameter(torch.randn(5, 5)), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.linear(x.transpose(0, 1)).transpose(0, 1).unsqueeze(1)
+        with torch.autocast("cpu", enabled=False):
+            y = self.linear(x.transpose(0, 1)).transpose(0, 1)
+        return F.scaled_dot_product_attention(heads, heads, heads, self.mask).squeeze(1) + y
+
+
+class Attending(nn.Module):
+    def __init__(self, layer: nn.Module, arguments: int) -> None:
+        super().__init__()
+        self.layer, self.arguments = layer, arguments
+
+    def forward(self, x: Tensor) -> Any:
+        return self.layer(*[x] * self.arguments)
+
+
+ATTENTION = {
+    "mask": Masked,
+    "attention": lambda: Attending(nn.MultiheadAttention(16, 2, batch_first=True), 3),
+    "encoder": lambda: Attending(nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True), 1),
+    "decoder": lambda: Attending(nn.TransformerDecoderLayer(16, 2, 32, 0.0, batch_first=True), 2),
+}
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+@pytest.mark.parametrize("policy", [None, OpPolicy.float32("cpu")], ids=["default", "float32"])
+def test_weights_that_require_gradients(name: str, policy: OpPolicy | None) -> None:
+    """Torch gives them other kernels than the frozen ones of the graph, and the check would refuse that."""
+    torch.manual_seed(0)
+    model, x = ATTENTION[name]().eval(), torch.randn(3, 5, 16)
+    frozen = list(model.parameters())[-1].requires_grad_(False)
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        low = materialize(model, (x,), policy=policy, dtype=LOW)
+        assert [p.requires_grad for p in model.parameters()] == [p is not frozen for p in model.parameters()]
+        wanted = in_region(model.requires_grad_(False), x, policy=policy)
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)
+    torch.testing.assert_close(low(x), wanted, rtol=0, atol=0)
