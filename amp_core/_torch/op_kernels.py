@@ -30,6 +30,8 @@ _library = POLICIES.function("torch._C._dispatch_library")
 _has_fallback = POLICIES.function("torch._C._dispatch_has_backend_fallback")
 _get_kernel = POLICIES.function("torch.library.get_kernel")
 _dump = POLICIES.function("torch._C._dispatch_dump")
+_key_for_device = POLICIES.function("torch._C._dispatch_key_for_device")
+_definitions = POLICIES.value("torch._library.custom_ops.OPDEFS", {})
 without_modes = POLICIES.function("torch.utils._python_dispatch._disable_current_modes")
 
 
@@ -114,6 +116,9 @@ def native_kernel(op_name: str, key: str) -> Callable[..., Any]:
     kernel = cast("Callable[..., Any]", _get_kernel(op_name, key).call_boxed)
     if not is_python_kernel(op_name, key):
         return kernel
+    rule = _rule_by_torch_library(op_name, key)
+    if rule is not None:
+        return rule
 
     def call(*args: Any, **kwargs: Any) -> Any:
         with without_modes():
@@ -122,11 +127,28 @@ def native_kernel(op_name: str, key: str) -> Callable[..., Any]:
     return call
 
 
+def _rule_by_torch_library(op_name: str, key: str) -> Callable[..., Any] | None:
+    """Return the Python function behind a rule by ``torch.library.register_autocast``, if it can be found."""
+    definition = _definitions.get(op_name)
+    dtypes = getattr(definition, "_autocast_dtype", None)
+    if dtypes is None:  # torch 2.12 and before
+        dtypes = {name: getattr(definition, f"_autocast_{name}_dtype", None) for name in ("cpu", "cuda")}
+    for device_type, dtype in dtypes.items():
+        if dtype is not None and f"Autocast{_key_for_device(device_type)}" == key:
+            # Registered already, so this only returns the function.
+            return cast("Callable[..., Any]", definition.register_autocast(device_type, dtype))
+    namespace, _, name = op_name.partition("::")
+    name, _, overload = name.partition(".")
+    op = getattr(getattr(getattr(torch.ops, namespace), name), overload or "default")
+    rule = op.py_kernels.get(_key_of_name(key))
+    return None if rule is None else lambda _keyset, *args, **kwargs: rule(*args, **kwargs)
+
+
 def is_python_kernel(op_name: str, key: str) -> bool:
     """Whether the kernel of `op_name` on `key` is a Python function, as those of ``torch.library`` are.
 
-    Under a `TorchDispatchMode`, the dispatcher calls the Python function that was registered last, even if it
-    has been removed since.
+    Under a `TorchDispatchMode`, or for tensors with a ``__torch_dispatch__``, such as fake ones, the
+    dispatcher calls the Python function that was registered last, even if it has been removed since.
     """
     found = re.search(rf"^{key}: registered at (.*):\d+ ::", _dump(op_name), re.MULTILINE)
     return found is not None and found[1].endswith(".py")

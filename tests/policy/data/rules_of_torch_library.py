@@ -1,8 +1,10 @@
-"""An op with a rule by ``torch.library.register_autocast``, under modes, recordings and a policy."""
+"""Ops with a rule by ``torch.library.register_autocast``, under modes, recordings, traces and a policy."""
 
 from __future__ import annotations
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
 from amp_core import OpPolicy, autocast, record
@@ -16,22 +18,40 @@ def double(x: torch.Tensor) -> torch.Tensor:
 
 double.register_fake(lambda x: x * 2)
 torch.library.register_autocast("amp_core_rules::double", "cpu", torch.bfloat16)
+torch.library.define("amp_core_rules::triple", "(Tensor x) -> Tensor")
+torch.library.impl("amp_core_rules::triple", "CompositeExplicitAutograd", lambda x: x * 3)
+torch.library.register_autocast("amp_core_rules::triple", "cpu", torch.bfloat16)
+triple = torch.ops.amp_core_rules.triple.default
 X = torch.ones(4)
 
 
+class Both(torch.nn.Module):
+    """Calls both ops."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return twice and three times `x`."""
+        return double(x), triple(x)
+
+
 def check() -> None:
-    """Run the op in regions: alone, under a mode, recorded."""
+    """Run the ops in regions: alone, under modes, recorded, traced."""
+    model = Both()
     for region in (torch.autocast("cpu"), autocast("cpu")):
         with region:
-            assert double(X).dtype is torch.bfloat16
+            assert {y.dtype for y in model(X)} == {torch.bfloat16}
         with region, FlopCounterMode(display=False):
-            assert double(X).dtype is torch.bfloat16
+            assert {y.dtype for y in model(X)} == {torch.bfloat16}
+        with region:
+            graph = make_fx(model, tracing_mode="fake")(X)
+        assert len(graph.graph.find_nodes(op="call_function", target=triple)) == 1
         with record(), region:
-            assert double(X).dtype is torch.bfloat16
+            assert {y.dtype for y in model(X)} == {torch.bfloat16}
+        with FakeTensorMode(allow_non_fake_inputs=True), region:
+            assert {y.dtype for y in model(X)} == {torch.bfloat16}
 
 
 check()
-override = OpPolicy.default("cpu").override({double: "fp32"})
+override = OpPolicy.default("cpu").override({double: "fp32", triple: "fp32"})
 with autocast("cpu", policy=override), FlopCounterMode(display=False):
-    assert double(X.bfloat16()).dtype is torch.float32
+    assert {y.dtype for y in Both()(X.bfloat16())} == {torch.float32}
 check()
