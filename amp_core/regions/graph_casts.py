@@ -82,6 +82,9 @@ def _cast_before_moves(graph: fx.Graph) -> None:
         for *moves, old in (path for path in paths if path and len(path) > 1):
             with graph.inserting_after(weight):
                 cast = graph.call_function(to_copy, (weight,), old.kwargs)
+            cast.meta["val"] = weight.meta["val"]
+            for node in (cast, *moves):  # later casts are bound by the dtypes that these say
+                node.meta["val"] = node.meta["val"].to(**old.kwargs)
             moves[0].replace_input_with(weight, cast)
             old.replace_all_uses_with(moves[-1])
             graph.erase_node(old)

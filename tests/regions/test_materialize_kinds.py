@@ -65,3 +65,23 @@ def test_weights_that_require_gradients(name: str, policy: OpPolicy | None) -> N
     finally:
         torch.backends.mha.set_fastpath_enabled(True)
     torch.testing.assert_close(low(x), wanted, rtol=0, atol=0)
+
+
+def test_a_tied_table_that_is_rounded_and_widened() -> None:
+    """The cast that joins both uses of the table was made anew, and said no dtype: a KeyError."""
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.head = nn.Embedding(10, 8), nn.Linear(8, 10, bias=False)
+            self.head.weight = self.table.weight
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.head(torch.relu(self.head(self.table(ids)) @ self.table.weight))
+
+    policy = OpPolicy.default("cpu").override({"linear": "low_in_fp32_out"})
+    model, batch = Tied().eval(), ({0: torch.export.Dim.AUTO},)
+    low = materialize(model, (torch.arange(6).view(2, 3),), policy=policy, dtype=LOW, dynamic_shapes=batch)
+    ids = torch.arange(9).view(3, 3)
+    assert torch.equal(low(ids), in_region(model, ids, policy=policy))
+    assert low.get_parameter("table.weight").dtype is LOW
