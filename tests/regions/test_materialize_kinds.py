@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from amp_core import OpPolicy, autocast, materialize
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch copies its own graphs
 
 LOW = torch.bfloat16
 
@@ -85,3 +89,25 @@ def test_a_tied_table_that_is_rounded_and_widened() -> None:
     ids = torch.arange(9).view(3, 3)
     assert torch.equal(low(ids), in_region(model, ids, policy=policy))
     assert low.get_parameter("table.weight").dtype is LOW
+
+
+def test_what_pickle_cannot_load_is_stored_as_a_program(tmp_path: Path) -> None:
+    """Fx runs the code of a pickled model on stand-ins, which neither containers nor `cond` accept."""
+
+    class Branching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, inputs: dict[str, Tensor]) -> Tensor:
+            x = inputs["x"]
+            return torch.cond(x.sum() > 0, self.linear, lambda x: self.linear(x) * 2, (x,))
+
+    model, x = Branching().eval(), torch.rand(2, 8)
+    low = materialize(model, ({"x": x},), dtype=LOW)
+    torch.export.save(torch.export.export(low, ({"x": x},)), tmp_path / "model.pt2")
+    loaded = torch.export.load(tmp_path / "model.pt2").module()
+    for inputs in ({"x": x}, {"x": -x}):
+        wanted = in_region(model, inputs)
+        for copied in (copy.deepcopy(low), loaded):
+            assert torch.equal(copied(inputs), wanted)
