@@ -30,9 +30,16 @@ _library = POLICIES.function("torch._C._dispatch_library")
 _has_fallback = POLICIES.function("torch._C._dispatch_has_backend_fallback")
 _get_kernel = POLICIES.function("torch.library.get_kernel")
 _dump = POLICIES.function("torch._C._dispatch_dump")
-_key_for_device = POLICIES.function("torch._C._dispatch_key_for_device")
-_definitions = POLICIES.value("torch._library.custom_ops.OPDEFS", {})
 without_modes = POLICIES.function("torch.utils._python_dispatch._disable_current_modes")
+
+_RULES = Feature(
+    "library_rules",
+    "an op with a rule by torch.library.register_autocast cannot be traced after a policy has changed it",
+    "torch.ops.aten.mm.default.py_kernels",
+    probed=("CustomOpDef._autocast_dtype",),
+)
+_key_for_device = _RULES.function("torch._C._dispatch_key_for_device")
+_definition = _RULES.function("torch.library._maybe_get_opdef")
 
 
 def has_dispatch_key(name: str) -> bool:
@@ -116,7 +123,7 @@ def native_kernel(op_name: str, key: str) -> Callable[..., Any]:
     kernel = cast("Callable[..., Any]", _get_kernel(op_name, key).call_boxed)
     if not is_python_kernel(op_name, key):
         return kernel
-    rule = _rule_by_torch_library(op_name, key)
+    rule = _rule_by_torch_library(op_name, key) if _RULES.works_or_warn() else None
     if rule is not None:
         return rule
 
@@ -127,9 +134,16 @@ def native_kernel(op_name: str, key: str) -> Callable[..., Any]:
     return call
 
 
+@_RULES.probe
+def _check_definitions() -> None:
+    names = torch.library.CustomOpDef.__init__.__code__.co_names
+    if not {"_autocast_dtype", "_autocast_cpu_dtype"} & {*names}:
+        raise RuntimeError("a definition keeps the dtypes of its rules elsewhere")
+
+
 def _rule_by_torch_library(op_name: str, key: str) -> Callable[..., Any] | None:
     """Return the Python function behind a rule by ``torch.library.register_autocast``, if it can be found."""
-    definition = _definitions.get(op_name)
+    definition = _definition(op_name)
     dtypes = getattr(definition, "_autocast_dtype", None)
     if dtypes is None:  # torch 2.12 and before
         dtypes = {name: getattr(definition, f"_autocast_{name}_dtype", None) for name in ("cpu", "cuda")}
