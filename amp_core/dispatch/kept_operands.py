@@ -88,7 +88,5 @@ def _unpacked(form: _Form) -> Quantized:
     packed = form.packed
     values = unpack(packed.values, packed.quantization.element, (1, *packed.shape)[-1])
     if values.stride() != form.strides:
-        values = torch.empty_strided(
-            values.shape, form.strides, dtype=values.dtype, device=values.device
-        ).copy_(values)
+        values = values.new_empty_strided(values.shape, form.strides).copy_(values)
     return replace(packed, values=values, scale=packed.scale.to(torch.float32), is_packed=False)

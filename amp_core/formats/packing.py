@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from amp_core._torch.tensors import uncut
 from amp_core.formats.elements import E2M1, ElementFormat
 from amp_core.formats.scales import exponent_field
 
@@ -31,7 +32,8 @@ def pack_codes(codes: Tensor, element: ElementFormat) -> Tensor:
         return codes
     if codes.shape[-1] % 2:
         codes = pad(codes, [0, 1])
-    return codes[..., ::2] | codes[..., 1::2].bitwise_left_shift(4)
+    low, high = torch.unflatten(uncut(codes, -1, 2), -1, (-1, 2)).unbind(-1)  # DTensors stay shards
+    return low | high.bitwise_left_shift(4)
 
 
 def unpack(packed: Tensor, element: ElementFormat, length: int) -> Tensor:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from amp_core._torch.tensors import part_of
 from amp_core.common.arguments import as_whole, check_dtype
 from amp_core.common.text import counted
 from amp_core.formats.elementwise import count_nonfinite
@@ -90,9 +91,9 @@ class Quantized:
         )
 
     def nbytes(self) -> int:
-        """Return the bytes of values and scales."""
+        """Return the bytes of values and scales; of DTensors, of this rank's parts."""
         tensors = (self.values, self.scale, self.tensor_scale)
-        return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+        return sum(part_of(t).nbytes for t in tensors if t is not None)
 
     @property
     def _rotated_shape(self) -> torch.Size:

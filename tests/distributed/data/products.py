@@ -1,4 +1,4 @@
-"""Random products of DTensors under recipes, against those of the whole tensors."""
+"""Random products of DTensors under recipes, with kept weights, against those of the whole tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from drawn import programs
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from amp_core import OpPolicy, Recipe, autocast
+from amp_core import OpPolicy, Recipe, autocast, cached_casts
 
 dist.init_process_group("gloo")
 MESH = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -23,8 +23,18 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def results(factors: list[torch.Tensor], recipe: Recipe) -> list[torch.Tensor]:
-    """Return the product and the gradients of its factors."""
-    leaves = [each.clone().requires_grad_() for each in factors]
+    """Return the product and the gradients of its factors, the same at each use of a kept weight."""
+    layer = torch.nn.Linear(1, 1, bias=False)
+    layer.weight = torch.nn.Parameter(factors[1].clone())
+    with cached_casts(layer):
+        first, second = (used(factors[0], layer, recipe) for _ in range(2))
+    assert all(map(torch.equal, first, second)), recipe
+    return first
+
+
+def used(factor: torch.Tensor, layer: torch.nn.Linear, recipe: Recipe) -> list[torch.Tensor]:
+    leaves = [factor.clone().requires_grad_(), layer.weight]
+    layer.zero_grad()
     torch.manual_seed(7)  # of stochastic rounding
     policy = OpPolicy.default("cpu").override({"linear": recipe})
     with autocast("cpu", dtype=torch.bfloat16, policy=policy):
