@@ -37,7 +37,7 @@ class Groups:
         if isinstance(self.granularity, int):
             return _blocks(x, -1, self.granularity)
         rows, columns = self.granularity
-        return _blocks(_blocks(uncut(x, -2, rows), -1, columns), -3, rows)
+        return _blocks(_blocks(x, -1, columns), -3, rows)
 
     def join(self, x: Tensor) -> Tensor:
         """Undo `split`."""
