@@ -144,9 +144,14 @@ def fsdp_shards(params: Sequence[torch.Tensor]) -> set[int]:
     # Dynamo cannot trace the probe, which takes a lock.
     if not (torch.compiler.is_dynamo_compiling() or _SHARDS.works_or_warn()):
         return set()
-    flattened = [p for p in params if getattr(p, "_fsdp_flattened", False)]
+    flattened = [p for p in params if is_flattened(p)]
     whole = {_address(p) for p in flattened if p.dim() > 1}  # a vector beside a matrix is whole, too
     return {id(p) for p in flattened if _is_shard(p) and _address(p) not in whole}
+
+
+def is_flattened(param: torch.Tensor) -> bool:
+    """Whether `param` is of a ``FullyShardedDataParallel`` (FSDP1) model, and so one vector on each rank."""
+    return bool(getattr(param, "_fsdp_flattened", False))
 
 
 def _is_shard(param: torch.Tensor) -> bool:

@@ -74,17 +74,22 @@ def _kernels(tensor: Tensor) -> Kernels:
     return get_backend(tensor.device.type).kernels()
 
 
-def packed(kept: Tensor) -> Tensor:
+def packed(kept: Tensor, *, widened: bool = False) -> Tensor:
     """Return `kept` as checkpoints have it: remainders as pairs of bytes, in the same memory.
 
-    Ranks exchange states for full checkpoints, and neither gloo nor NCCL takes int16.
+    Ranks exchange states for full checkpoints, and neither gloo nor NCCL takes int16. FSDP1 takes states of
+    the parameter's shape alone, and perhaps of one dtype: it gets them `widened`, to float32, which is exact.
     """
+    if widened:
+        return kept.float()
     return like(kept, part_of(kept).unsqueeze(-1).view(torch.uint8)) if kept.dtype is torch.int16 else kept
 
 
-def unpacked(kept: Tensor, param: Tensor) -> Tensor:
+def unpacked(kept: Tensor, param: Tensor, how: Storage) -> Tensor:
     """Return what a checkpoint has of `param` as the storage keeps it."""
-    return like(param, part_of(kept).view(torch.int16).squeeze(-1)) if kept.dtype is torch.uint8 else kept
+    if kept.dtype is torch.uint8:
+        return like(param, part_of(kept).view(torch.int16).squeeze(-1))
+    return kept if how.kept is None else kept.to(how.kept)
 
 
 def drop_foreign(kept: Tensor, low: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from amp_core._torch.tensors import part_of, version_of
+from amp_core._torch.tensors import is_flattened, part_of, version_of
 from amp_core._torch.tracing import outside_graphs
 from amp_core.casts.lost_updates import Counts
 from amp_core.casts.memory import KeptMemory
@@ -26,7 +26,7 @@ from amp_core.casts.stored_parameters import checked_optimizer, parameters_to_st
 from amp_core.common.arguments import as_whole, check_module
 from amp_core.common.containers import map_tensors
 from amp_core.common.handle import LocalHandle
-from amp_core.common.optimizers import exact_states, parameters_of
+from amp_core.common.optimizers import exact_states, numbered, parameters_of
 
 KEPT = "amp_core_kept"
 """The entry of the optimizer's state, per parameter, that holds what its weight lacks."""
@@ -80,7 +80,7 @@ class StoredWeights(LocalHandle):
             optimizer.register_load_state_dict_post_hook(self._load_exactly),
             optimizer.register_state_dict_pre_hook(self._show_first),
             optimizer.register_state_dict_post_hook(self._hide_first),
-            optimizer.register_state_dict_post_hook(_pack),
+            optimizer.register_state_dict_post_hook(self._pack),
         ]
 
     def _params(self) -> Iterator[Tensor]:
@@ -214,6 +214,16 @@ class StoredWeights(LocalHandle):
             if id(param) in self._first:
                 del optimizer.state[param]
 
+    def _pack(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        """Let `state_dict` have what is kept as checkpoints do; the optimizer's own states stay as is."""
+        states = state_dict.get("state", {})
+        flattened = {number for number, param in numbered(optimizer, state_dict) if is_flattened(param)}
+        for key, state in states.items():
+            if isinstance(state, dict) and KEPT in state:
+                kept = state[KEPT]
+                widened = key in flattened and kept.dtype is not self._state_dtype
+                states[key] = {**state, KEPT: packed(kept, widened=widened)}
+
     def _remember(self, _optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         self._loaded = state_dict
         states = state_dict["state"].items()  # Adam takes any state of a parameter for one that has begun
@@ -230,7 +240,7 @@ class StoredWeights(LocalHandle):
             if not self._is_stored(param):
                 continue
             if KEPT in state:
-                state[KEPT] = unpacked(state[KEPT], param)
+                state[KEPT] = unpacked(state[KEPT], param, self._how)
             if plain and param not in optimizer.state and KEPT in state:
                 self._first[id(param)] = state[KEPT]
             elif state:
@@ -269,11 +279,3 @@ class StoredWeights(LocalHandle):
             self._lost.remove()
             self._lost = None
         self._names = {}  # a learning-rate scheduler may go on calling this step
-
-
-def _pack(_optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-    """Let `state_dict` have what is kept as checkpoints do; the optimizer's own states stay as they are."""
-    states = state_dict.get("state", {})
-    for key, state in states.items():
-        if isinstance(state, dict) and KEPT in state:
-            states[key] = {**state, KEPT: packed(state[KEPT])}

@@ -36,12 +36,16 @@ def is_torchs(optimizer: Optimizer) -> bool:
     return type(optimizer).__module__.startswith("torch.optim")
 
 
+def numbered(optimizer: Optimizer, saved: dict[str, Any]) -> Iterator[tuple[Any, Tensor]]:
+    """Yield each parameter after its number in `saved`; none if a wrapper saved it in a format of its own."""
+    if "param_groups" in saved:
+        numbers = chain.from_iterable(group["params"] for group in saved["param_groups"])
+        yield from zip(numbers, parameters_of(optimizer), strict=True)
+
+
 def exact_states(optimizer: Optimizer, saved: dict[str, Any]) -> Iterator[tuple[Tensor, dict[str, Any]]]:
     """Yield each parameter with a copy of its saved state: torch loads it in the dtype of the parameter."""
-    if "param_groups" not in saved:  # the state of a wrapper, in a format of its own
-        return
-    numbers = chain.from_iterable(group["params"] for group in saved["param_groups"])
-    for number, param in zip(numbers, parameters_of(optimizer), strict=True):
+    for number, param in numbered(optimizer, saved):
         state = {key: value for key, value in saved["state"].get(number, {}).items() if key != "step"}
         yield param, map_tensors(state, functools.partial(torch.Tensor.to, device=param.device, copy=True))
 

@@ -31,3 +31,9 @@ def test_stored_weights_do_not_depend_on_the_number_of_ranks(on_ranks: Callable[
     whole, shards = (on_ranks(DATA / "stored.py", ranks=ranks) for ranks in (1, 2))
     assert whole == shards
     assert len({*whole.splitlines()}) == 6
+
+
+@pytest.mark.slow
+def test_checkpoints_of_fsdp1_hold_stored_weights(on_ranks: Callable[..., str]) -> None:
+    """States of several dtypes or shapes are refused by torch, or what is kept comes back rounded."""
+    assert on_ranks(DATA / "flattened.py").count("same") == 2
