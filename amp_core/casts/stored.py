@@ -186,6 +186,8 @@ class StoredWeights(LocalHandle):
                 state[name] = narrow_state(state[name], param, draw.key(1 + i))
         if kept is not None:
             state[KEPT] = like(param, kept)
+        if not state:  # FSDP1 refuses an empty one, which torch's SGD never has
+            del self.optimizer.state[param]
         if self._lost is not None and changed is not None:
             self._lost.count(self._names[id(param)], changed & (self._wide(param) == before))
 

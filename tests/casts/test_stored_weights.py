@@ -306,6 +306,16 @@ def test_remove_returns_to_the_plain_optimizer() -> None:
     assert bits(dict(model.named_parameters())) == bits(dict(plain.named_parameters()))
 
 
+def test_an_optimizer_without_states_has_none() -> None:
+    """FSDP1 refuses the state of a parameter that is there and empty."""
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    master_weights(model, optimizer, "stochastic")
+    set_grads(model, 0)
+    optimizer.step()
+    assert not optimizer.state
+
+
 def test_a_compiled_model_trains() -> None:
     """A graph must read the bfloat16 weights that the last step wrote."""
     model, eager = make(), make()
