@@ -18,12 +18,13 @@ from amp_core.common.arguments import check_dtype, check_module
 from amp_core.common.containers import tensors_in
 from amp_core.common.generators import kept_generators
 from amp_core.dispatch.activate import default_policy
+from amp_core.dispatch.casting import Runner, make_runner
 from amp_core.errors import AmpWarning, MaterializeError, PolicyError
 from amp_core.plugin import get_backend
 from amp_core.policy import OpPolicy, names
 from amp_core.policy.coverage import REDUCTION, missing
 from amp_core.policy.recipes import RecipeRule
-from amp_core.policy.rules import UNCHANGED
+from amp_core.policy.rules import NATIVE, UNCHANGED
 from amp_core.regions.direct_calls import call_directly
 from amp_core.regions.graph_casts import store_casts
 from amp_core.regions.region import autocast
@@ -144,6 +145,7 @@ def _traced(
         # The first trace keeps the ops above autocast, with the dtypes of the region; the second one runs
         # them through it, and so records its casts.
         program = torch.export.export(model, tuple(args), kwargs, dynamic_shapes=dynamic_shapes, strict=False)
+        _rule_resizes(program, policy)
         _decompose_unruled(program, policy)
         traced = program.run_decompositions({})
         while _decompose_unruled(traced, policy):  # parts may be composed of others themselves
@@ -218,17 +220,46 @@ def _decompose_unruled(program: torch.export.ExportedProgram, policy: OpPolicy) 
         Whether there are any.
     """
     found = False
-    graphs = [part.graph for part in program.graph_module.modules() if isinstance(part, fx.GraphModule)]
-    for node in (node for graph in graphs for node in graph.nodes):
-        if not isinstance(node.target, Overload) or is_view(node.target):
+    for node, op in _calls(program):
+        if is_view(op) or _is_resize(op):
             continue
-        if not returns_tensors(node.target):  # a size that the model reads: each trace has it again
+        if not returns_tensors(op):  # a size that the model reads: each trace has it again
             continue
-        name = dispatcher_name(node.target)
-        ruled = policy.rules.get(names.full_name(node.target), UNCHANGED) != UNCHANGED
+        name = dispatcher_name(op)
+        ruled = policy.rules.get(names.full_name(op), UNCHANGED) != UNCHANGED
         if not ruled and has_kernel(name, "CompositeImplicitAutograd"):
             node.target, found = _parts(name, autograd_key(policy.device_type)), True
     return found
+
+
+def _rule_resizes(program: torch.export.ExportedProgram, policy: OpPolicy) -> None:
+    """Have each resize that consists of one op take the rule of that op.
+
+    Run in parts, it would read sizes as numbers, and so fix those of `dynamic_shapes`.
+    """
+    for node, op in _calls(program):
+        if _is_resize(op):
+            rule = policy.rules.get(f"{dispatcher_name(op).removesuffix('vec')}default", UNCHANGED)
+            if rule not in (UNCHANGED, NATIVE):
+                node.target = _under(make_runner(op, rule, policy.device_type))
+
+
+def _calls(program: torch.export.ExportedProgram) -> Iterator[tuple[fx.Node, Overload]]:
+    graphs = [part.graph for part in program.graph_module.modules() if isinstance(part, fx.GraphModule)]
+    for node in (node for graph in graphs for node in graph.nodes):
+        if isinstance(node.target, Overload):
+            yield node, node.target
+
+
+def _is_resize(op: Overload) -> bool:
+    return dispatcher_name(op).endswith(".vec")  # as upsample_nearest2d.vec
+
+
+def _under(run: Runner) -> Callable[..., Any]:
+    def resized(*args: Any, **kwargs: Any) -> Any:
+        return run(None, args, kwargs)
+
+    return resized
 
 
 def _parts(name: str, key: str) -> Callable[..., Any]:

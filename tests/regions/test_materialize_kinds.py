@@ -91,6 +91,40 @@ def test_a_tied_table_that_is_rounded_and_widened() -> None:
     assert low.get_parameter("table.weight").dtype is LOW
 
 
+class Resizing(nn.Module):
+    def __init__(self, dims: int, options: dict[str, Any]) -> None:
+        super().__init__()
+        self.conv = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1](4, 4, 1)
+        self.options = options
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.interpolate(self.conv(x), **self.options)
+
+
+RESIZING: list[tuple[int, dict[str, Any]]] = [
+    (1, {"scale_factor": 2, "mode": "linear"}),
+    (2, {"scale_factor": 1.7}),
+    (2, {"scale_factor": 0.7, "recompute_scale_factor": True, "mode": "nearest-exact"}),
+    (2, {"scale_factor": (2.5, 0.5), "mode": "bilinear", "align_corners": True}),
+    (2, {"scale_factor": 1.3, "mode": "bicubic"}),
+    (2, {"size": (5, 9), "mode": "bilinear"}),
+    (3, {"size": 4, "mode": "trilinear"}),
+    (3, {"scale_factor": 1.5}),
+]
+
+
+@pytest.mark.parametrize(("dims", "options"), RESIZING)
+@pytest.mark.parametrize("policy", [None, OpPolicy.float32("cpu")], ids=["default", "float32"])
+def test_resizing_keeps_a_dynamic_batch(dims: int, options: dict[str, Any], policy: OpPolicy | None) -> None:
+    """The batch of the example would be that of the graph, although `dynamic_shapes` names it."""
+    model, batch = Resizing(dims, options).eval(), ({0: torch.export.Dim("batch")},)
+    low = materialize(
+        model, (torch.randn(3, 4, *[6] * dims),), policy=policy, dtype=LOW, dynamic_shapes=batch
+    )
+    x = torch.randn(5, 4, *[6] * dims)
+    assert torch.equal(low(x), in_region(model.requires_grad_(False), x, policy=policy))
+
+
 def test_what_pickle_cannot_load_is_stored_as_a_program(tmp_path: Path) -> None:
     """Fx runs the code of a pickled model on stand-ins, which neither containers nor `cond` accept."""
 
