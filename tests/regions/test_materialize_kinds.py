@@ -125,6 +125,7 @@ def test_resizing_keeps_a_dynamic_batch(dims: int, options: dict[str, Any], poli
     assert torch.equal(low(x), in_region(model.requires_grad_(False), x, policy=policy))
 
 
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning")  # torch 2.12's load
 def test_what_pickle_cannot_load_is_stored_as_a_program(tmp_path: Path) -> None:
     """Fx runs the code of a pickled model on stand-ins, which neither containers nor `cond` accept."""
 
