@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
+from types import FunctionType, MethodType
 from typing import Any
+
+from torch import nn
 
 from amp_core._torch.dispatcher import Overload
 from amp_core._torch.tensors import is_dtensor_type
@@ -12,6 +16,8 @@ from amp_core._torch.tracing import TorchDispatchMode, calls_are_captured, consi
 from amp_core.common.containers import tensors_in
 from amp_core.debugging.collectives import kind_of
 from amp_core.dispatch.engine import engine
+
+_FUNCTIONS = (FunctionType, MethodType, partial, nn.Module)
 
 
 class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -37,13 +43,13 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _observed(self, given: Any) -> Any:
-        """Return a function that calls `given` under this mode; what is no function as it is."""
+        """Return a function that calls `given` under this mode; what is none of the program's as it is."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             with self:
                 return given(*args, **kwargs)
 
-        return run if callable(given) else given
+        return run if isinstance(given, _FUNCTIONS) else given
 
     def tell(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Report an op to all observers."""

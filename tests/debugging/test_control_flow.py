@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch._higher_order_ops.map import map as map_rows
+from torch._higher_order_ops.out_dtype import out_dtype
 from torch._higher_order_ops.scan import scan
 from torch._higher_order_ops.while_loop import while_loop
 from torch.nn.attention.flex_attention import flex_attention
@@ -88,6 +89,7 @@ def test_the_guard_names_an_op_of_a_branch() -> None:
         net(X)
 
 
+@pytest.mark.filterwarnings("ignore:torch.compile with fullgraph=True:UserWarning")  # torch 2.12
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
 def test_what_a_recording_sees_of_flex_attention() -> None:
     """Inside a body that torch batches, the ops would run under a mode that they were not given."""
@@ -98,3 +100,10 @@ def test_what_a_recording_sees_of_flex_attention() -> None:
             found = flex_attention(q, q, q, score_mod=lambda score, *_: score * 2)
     assert torch.equal(found, expected)
     assert [key.op for key in recording.ops] == ["aten::mul.Tensor"]
+
+
+def test_an_op_that_is_an_argument_stays_one() -> None:
+    """As a function that observes its ops, it is refused by those that take ops."""
+    x, run = torch.ones(4, 4, dtype=torch.int8), cast("Any", out_dtype)
+    with amp_core.record():
+        assert run(torch.ops.aten.mm.default, torch.int32, x, x).dtype is torch.int32
