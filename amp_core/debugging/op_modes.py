@@ -43,7 +43,7 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _observed(self, given: Any) -> Any:
-        """Return a function that calls `given` under this mode; what is none of the program's as it is."""
+        """Return `given` so that it runs under this mode, if it is a Python function or a module."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             with self:
