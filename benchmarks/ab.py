@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 
@@ -35,13 +35,23 @@ def compare(
     for side in (theirs, ours):
         before()
         side()
-    pairs = [(_time(theirs, calls, before), _time(ours, calls, before)) for _ in range(rounds)]
+    pairs = [(_time(theirs, calls, before), _time(ours, calls, before)) for _ in enough(rounds)]
     return Ratio(
         name,
         statistics.median(a for a, _ in pairs),
         statistics.median(b for _, b in pairs),
         statistics.median(b / a for a, b in pairs),
     )
+
+
+def enough(rounds: int) -> Iterator[int]:
+    """Count to `rounds`; after a minute to three, after five minutes no further: long steps vary little."""
+    start = time.monotonic()
+    for i in range(rounds):
+        taken = time.monotonic() - start
+        if taken > 300 or (taken > 60 and i >= 3):
+            return
+        yield i
 
 
 def _time(side: Callable[[], object], calls: int, before: Callable[[], object]) -> float:

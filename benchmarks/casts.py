@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import amp_core
 from amp_core import CachedCasts
 from amp_core.casts.memory import KeptMemory
-from benchmarks.ab import Ratio, compare
+from benchmarks.ab import Ratio, compare, enough
 from benchmarks.shapes import gpt2_small, tensors
 
 
@@ -222,7 +222,7 @@ def _scoped(
 ) -> Ratio:
     """Alternate stretches without and with the scope; its first, casting step is not timed."""
     theirs, ours = [], []
-    for _ in range(8):
+    for _ in enough(8):
         theirs += _times(step)
         with scope(model):
             ours += _times(step)
@@ -234,8 +234,8 @@ def _scoped(
 
 def _times(step: Callable[[], object]) -> list[float]:
     step()
-    taken = []
-    for _ in range(3):
+    taken: list[float] = []
+    while len(taken) < 3 and sum(taken) < 5:
         start = time.perf_counter()
         step()
         taken.append(time.perf_counter() - start)

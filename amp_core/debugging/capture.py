@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from amp_core._torch.dispatcher import Overload, dispatcher_name
 from amp_core._torch.tensors import is_dtensor, part_of
 from amp_core.casts.shards import whole
+from amp_core.common.identity import WeakIdentityMapping
 from amp_core.debugging.fits import Fit, fit_of
 from amp_core.debugging.op_kinds import floats_in
 from amp_core.debugging.places import Lines, Place
@@ -130,7 +130,7 @@ class Capture(Sink):
         self._on_leaf = on_leaf
         self._lines = Lines()
         self._calls: Counter[tuple[Any, ...]] = Counter()
-        self._producers: dict[int, tuple[weakref.ref[Any], Key | None]] = {}
+        self._producers: WeakIdentityMapping[torch.UntypedStorage, Key | None] = WeakIdentityMapping()
 
     # Callbacks of the tap.
 
@@ -233,14 +233,12 @@ class Capture(Sink):
 
     def _set_producer(self, tensors: list[Tensor], key: Key | None) -> None:
         for tensor in tensors:
-            storage = _storage(tensor)
-            self._producers[id(storage)] = weakref.ref(storage), key
+            self._producers[_storage(tensor)] = key
 
     def producer(self, tensor: Tensor) -> Key | None:
         """Return the op that produced `tensor`; None if the run did not compute it."""
-        storage = _storage(tensor)
-        entry = self._producers.get(id(storage))
-        return None if entry is None or entry[0]() is not storage else entry[1]
+        producer: Key | None = self._producers.get(_storage(tensor))
+        return producer
 
 
 @torch.no_grad()

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from amp_core._torch.dispatcher import Overload, dispatcher_name, short_name
 from amp_core._torch.tensors import part_of
+from amp_core.common.identity import WeakIdentityMapping
 from amp_core.common.text import dtype_name
 from amp_core.debugging.op_kinds import numbers_in
 from amp_core.debugging.places import Lines, Place
@@ -78,7 +79,7 @@ class FaultFinder(Sink):
     def __init__(self, step: int, found: Callable[[OpFault], None]) -> None:
         self._step, self._found = step, found
         self._thread = threading.get_ident()
-        self._not_finite: dict[int, weakref.ref[Any]] = {}
+        self._not_finite: WeakIdentityMapping[torch.UntypedStorage, None] = WeakIdentityMapping()
         self._lines = Lines()
         self.masked = False
 
@@ -110,14 +111,8 @@ class FaultFinder(Sink):
         with muted():
             bad = [t for t in readable(tensors) if extent(in_reals(t).reshape(-1))[1]]
         for tensor in bad:
-            storage = tensor.untyped_storage()
-            self._not_finite[id(storage)] = weakref.ref(storage)
+            self._not_finite[tensor.untyped_storage()] = None
         return bad
-
-    def _is_noted(self, tensor: Tensor) -> bool:
-        storage = tensor.untyped_storage()
-        known = self._not_finite.get(id(storage))
-        return known is not None and known() is storage
 
     def _check(
         self, op: str, kernel: str, inputs: list[Tensor], outputs: list[Tensor], where: Where, line: str
@@ -125,7 +120,7 @@ class FaultFinder(Sink):
         with muted():
             inputs, outputs = readable(inputs), readable(outputs[:1])
             written = [t for t in inputs if any(t is output for output in outputs)]
-            given = any(map(self._is_noted, written))
+            given = any(t.untyped_storage() in self._not_finite for t in written)
             bad = self._note(outputs)
             if not bad or given or is_rehearsing(self._thread) or not self._is_new(inputs, written, bad[0]):
                 return
