@@ -199,7 +199,8 @@ def _compare(result: Any, wanted: Any, model: nn.Module, ops: set[str], policy: 
     unruled = [op for op, kind in missing(policy).items() if kind != REDUCTION and op in ops]
     raise MaterializeError(
         f"{differs}Its matrix products and custom ops without a rule: {', '.join(unruled) or 'none'}; give "
-        f"each one (OpPolicy.override). If the results are random or the kernels not deterministic, pass "
+        f"each one (OpPolicy.override). A model that asks whether it is traced (torch.compiler.is_compiling) "
+        f"may run other ops then. If the results are random or the kernels not deterministic, pass "
         f"check=False."
     )
 
