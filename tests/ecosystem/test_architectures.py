@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
+import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -11,6 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import amp_core
+from amp_core import OpPolicy, PolicyError
+
+from ..drawn import programs
 
 hf = pytest.importorskip("transformers", reason="transformers is not installed; tox -e ecosystem installs it")
 
@@ -129,3 +134,92 @@ def test_an_unmodified_model_is_not_called_faulty(name: str, dtype: torch.dtype)
     comparison = amp_core.compare(step, "cpu", dtype=dtype, model=model, scale=scale)
     assert comparison.leads() == []
     assert comparison.loss_error < 0.01
+
+
+SIZES: dict[str, Any] = {
+    name: size
+    for size, names in {
+        1: "bos_token_id",
+        2: "n_layer n_layers num_layers num_hidden_layers num_key_value_heads encoder_layers decoder_layers",
+        4: "n_head n_heads num_heads num_attention_heads encoder_attention_heads decoder_attention_heads "
+        "num_experts num_local_experts state_size",
+        8: "d_kv head_dim patch_size",
+        32: "d_model dim embed_dim embedding_size hidden_size image_size moe_intermediate_size n_embd",
+        64: "d_ff encoder_ffn_dim decoder_ffn_dim hidden_dim intermediate_size max_position_embeddings "
+        "vocab_size",
+    }.items()
+    for name in names.split()
+}
+SIZES |= {"pad_token_id": 0, "eos_token_id": 2, "hidden_sizes": [8, 16, 32, 64], "depths": [1, 1, 1, 1]}
+OPS = ["add", "bmm", "cat", "conv2d", "gelu", "layer_norm", "linear", "matmul", "mean", "mul", "pow", "rsqrt"]
+OPS += ["scaled_dot_product_attention", "sigmoid", "silu", "softmax", "sum", "tanh", "where"]
+RULES = ["fp32", "low_in_fp32_out", "lower_precision_fp", "lower_precision_fp above 20 kFLOP", "promote"]
+
+
+def shrunk(config: Any) -> Any:
+    """Set the sizes that `config` and the configurations within it have."""
+    for name, value in vars(config).items():
+        size = SIZES.get(name)
+        if isinstance(value, hf.PreTrainedConfig):
+            shrunk(value)
+        elif isinstance(size, list) and isinstance(value, (list, tuple)):
+            setattr(config, name, size[: len(value)])
+        elif isinstance(size, int) and isinstance(value, int):
+            setattr(config, name, size)
+    return config
+
+
+def tiny(name: str, region: AbstractContextManager[Any]) -> tuple[nn.Module, dict[str, Tensor]] | None:
+    """Return a model that trains in torch's `region`, and what it takes; None if it is large or slow."""
+    with suppress(Exception):
+        config = shrunk(hf.CONFIG_MAPPING[name]())
+        with torch.device("meta"):
+            if sum(p.numel() for p in hf.AutoModel.from_config(config).parameters()) > 400_000:
+                return None
+        torch.manual_seed(0)
+        model = hf.AutoModel.from_config(config).train()
+        for inputs in (TEXT, BOTH, IMAGE, {**TEXT, **IMAGE}):
+            with suppress(Exception):
+                start = time.monotonic()
+                first = results(model, inputs, region)
+                if time.monotonic() - start > 1 or not first[0].isfinite():
+                    return None
+                return (model, inputs) if same(first, results(model, inputs, region)) else None
+    return None
+
+
+def same(some: list[Tensor | None], others: list[Tensor | None]) -> bool:
+    return all(
+        a is b if a is None or b is None else torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
+        for a, b in zip(some, others, strict=True)
+    )
+
+
+def drawn_policy(draw: random.Random) -> OpPolicy:
+    policy = OpPolicy.default("cpu")
+    for op in draw.sample(OPS, draw.randint(0, 4)):
+        with suppress(PolicyError):  # some rules are for some ops
+            policy = policy.override({op: draw.choice(RULES)})
+    return policy
+
+
+@pytest.mark.filterwarnings("ignore")  # those of the models
+def test_scopes_change_no_bit_of_a_drawn_architecture() -> None:
+    """One of hundreds of architectures has other weights, views or ops than those above, and its own bits."""
+    known = sorted({*hf.models.auto.modeling_auto.MODEL_MAPPING_NAMES} & {*hf.CONFIG_MAPPING.keys()})
+    trained = 0
+    for draw in programs(seconds=25, number="architectures"):
+        name, dtype = draw.choice(known), draw.choice([torch.bfloat16, torch.float16])
+        made = tiny(name, torch.autocast("cpu", dtype))
+        if made is None:
+            continue
+        model, inputs = made
+        policy = drawn_policy(draw)
+        wanted = results(model, inputs, amp_core.autocast("cpu", dtype, policy=policy))
+        for scope in (amp_core.cached_casts, amp_core.master_weights, amp_core.record):
+            with scope(model):
+                for _ in range(2):
+                    got = results(model, inputs, amp_core.autocast("cpu", dtype, policy=policy))
+                    assert same(got, wanted), (name, dtype, policy.to_toml(), scope.__name__)
+        trained += 1
+    assert trained
