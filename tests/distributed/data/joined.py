@@ -33,7 +33,8 @@ def joined() -> None:
                 steps += 1
                 if steps == 5:
                     after = model.module.weight.tolist(), scaler.get_scale()
-        assert of_ranks(after)[0] == of_ranks(after)[1], epoch
+        first, second = of_ranks(after)
+        assert first == second, epoch
         if epoch == 0:
             assert len({*of_ranks(scaler.get_scale())}) == 2, "nothing to hand on"
         mine = steps, scaler.state_dict(), optimizer.state_dict()
