@@ -234,7 +234,8 @@ _never_compiled: set[CodeType] = set()
 def never_compile(function: Callable[..., Any]) -> None:
     """Do what `run_uncompiled` does, now or when Dynamo is imported.
 
-    Otherwise Dynamo compiles the kernels that ops between graphs call, and fails at dispatch keys.
+    Otherwise Dynamo compiles the kernels that ops between graphs call, and fails at dispatch keys. Under
+    compiled autograd it takes each backward pass and hook of ours apart, into a dozen graphs.
     """
     if function.__code__ not in _never_compiled:
         _never_compiled.add(function.__code__)

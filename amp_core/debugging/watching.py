@@ -83,7 +83,8 @@ class Watch(Attached, Report):
                     self._seen[tensor] = True
                     self._add("activation", name, tensor)
                     if tensor.requires_grad:
-                        tensor.register_hook(lambda grad: self._add("gradient", name, grad))  # type: ignore[no-untyped-call]
+                        add = outside_graphs(lambda grad: self._add("gradient", name, grad))
+                        tensor.register_hook(add)  # type: ignore[no-untyped-call]
 
         return hook
 
@@ -93,8 +94,9 @@ class Watch(Attached, Report):
                 self._add("weight gradient", name, gradient)
 
         if parameter.is_leaf:
-            return parameter.register_post_accumulate_grad_hook(lambda parameter: add(parameter.grad))  # type: ignore[no-untyped-call]
-        return parameter.register_hook(add)  # type: ignore[no-untyped-call]  # functional_call can set such parameters
+            written = outside_graphs(lambda parameter: add(parameter.grad))
+            return parameter.register_post_accumulate_grad_hook(written)  # type: ignore[no-untyped-call]
+        return parameter.register_hook(outside_graphs(add))  # type: ignore[no-untyped-call]  # functional_call can set such parameters
 
     @muted()
     @torch.no_grad()

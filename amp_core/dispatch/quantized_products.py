@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from amp_core._torch.dynamo import never_compile
 from amp_core._torch.op_kernels import excluded
 from amp_core._torch.tracing import are_batches, calls_are_captured
 from amp_core.dispatch import delayed_scales, kept_operands
@@ -216,6 +217,9 @@ class _Product(torch.autograd.Function):
             "An op with a recipe got a tangent of forward-mode differentiation: quantised products have "
             "derivatives in reverse mode alone. Give the layer the rule 'lower_precision_fp' or 'fp32'."
         )
+
+
+never_compile(_Product.backward)
 
 
 def _refuse_batch(grad: Tensor) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from amp_core._torch.dynamo import never_compile
 from amp_core._torch.list_writes import see_list_writes
 from amp_core._torch.tensors import version_of
 from amp_core.common.locks import new_lock
@@ -68,6 +69,7 @@ class Overlap:
                 with overlap._lock:
                     overlap._written(param)
 
+        never_compile(written)
         # The parameter owns its hook. A weak reference to itself would forbid torch.utils.swap_tensors.
         weakref.finalize(written, self._hooked.pop, id(param), None)
         handle: RemovableHandle = param.register_post_accumulate_grad_hook(written)  # type: ignore[no-untyped-call]
