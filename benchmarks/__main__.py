@@ -10,7 +10,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import amp_core
 from amp_core.common.environment import CPU_CAPABILITY
@@ -67,14 +66,7 @@ def main() -> None:
             results[group].append(ratio)
             print(_row(ratio), flush=True)
         print()
-    figures = {group: [vars(r) for r in ratios] for group, ratios in results.items()}
-    if args.json:
-        _write(args.json, header, figures)
-    if args.keep:
-        RESULTS.mkdir(exist_ok=True)
-        kept = RESULTS / f"{machine.slug()}-{header['capability'].lower()}.json"
-        former = json.loads(kept.read_text())["seconds"] if kept.exists() else {}
-        _write(kept, header, {**former, **figures})
+        _write(args, header, results)
     if args.plot:
         save_ratios(results, args.plot)
 
@@ -100,8 +92,16 @@ def _refuse_arguments(args: argparse.Namespace) -> None:
         raise SystemExit(f"{args.device!r} cannot be measured here: {availability.reason}")
 
 
-def _write(path: Path, header: dict[str, str], figures: dict[str, Any]) -> None:
-    path.write_text(json.dumps({"machine": header, "seconds": figures}, indent=1) + "\n")
+def _write(args: argparse.Namespace, header: dict[str, str], results: dict[str, list[Ratio]]) -> None:
+    """Write the groups that were measured so far, each with the header that it was measured under."""
+    groups = {name: {"machine": header, "rows": [*map(vars, rows)]} for name, rows in results.items()}
+    if args.json:
+        args.json.write_text(json.dumps(groups, indent=1) + "\n")
+    if args.keep:
+        RESULTS.mkdir(exist_ok=True)
+        kept = RESULTS / f"{machine.slug()}-{header['capability'].lower()}.json"
+        former = json.loads(kept.read_text()) if kept.exists() else {}
+        kept.write_text(json.dumps({**former, **groups}, indent=1) + "\n")
 
 
 def _run_with(capability: str) -> int:

@@ -88,8 +88,8 @@ def _measured(*groups: str) -> str:
     """Return the ratio of each row by instruction set: the range over the CPUs that were measured."""
     ratios: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for file in sorted(_RESULTS.glob("*.json")):
-        figures = json.loads(file.read_text())["seconds"]
-        for row in [row for group in groups for row in figures.get(group, [])]:
+        measured = json.loads(file.read_text())
+        for row in [row for group in groups if group in measured for row in measured[group]["rows"]]:
             ratios[row["name"]][file.stem.rpartition("-")[2]].append(row["ratio"])
     lines = [f"| what | {' | '.join(_CAPABILITIES.values())} |", "|---|--:|--:|--:|"]
     for name, by_set in ratios.items():
