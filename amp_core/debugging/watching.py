@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from amp_core._torch.dynamo import never_compile
 from amp_core._torch.tensors import part_of
 from amp_core._torch.tracing import outside_graphs
 from amp_core.common.arguments import as_whole, check_module, home_of
@@ -83,20 +84,31 @@ class Watch(Attached, Report):
                     self._seen[tensor] = True
                     self._add("activation", name, tensor)
                     if tensor.requires_grad:
-                        add = outside_graphs(lambda grad: self._add("gradient", name, grad))
-                        tensor.register_hook(add)  # type: ignore[no-untyped-call]
+                        tensor.register_hook(self._of_result(name))  # type: ignore[no-untyped-call]
 
         return hook
+
+    def _of_result(self, name: str) -> Callable[[Tensor], None]:
+        def add(gradient: Tensor) -> None:
+            self._add("gradient", name, gradient)
+
+        never_compile(add)
+        return add
 
     def _hook_gradient(self, name: str, parameter: Tensor) -> Any:
         def add(gradient: Tensor | None) -> None:
             if gradient is not None and not is_rehearsing(self._thread):
                 self._add("weight gradient", name, gradient)
 
-        if parameter.is_leaf:
-            written = outside_graphs(lambda parameter: add(parameter.grad))
-            return parameter.register_post_accumulate_grad_hook(written)  # type: ignore[no-untyped-call]
-        return parameter.register_hook(outside_graphs(add))  # type: ignore[no-untyped-call]  # functional_call can set such parameters
+        if not parameter.is_leaf:  # functional_call can set such parameters
+            never_compile(add)
+            return parameter.register_hook(add)  # type: ignore[no-untyped-call]
+
+        def written(parameter: Tensor) -> None:
+            add(parameter.grad)
+
+        never_compile(written)
+        return parameter.register_post_accumulate_grad_hook(written)  # type: ignore[no-untyped-call]
 
     @muted()
     @torch.no_grad()
