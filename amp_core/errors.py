@@ -6,6 +6,8 @@ same class with the same text; the classes here are for conditions that do not e
 
 from __future__ import annotations
 
+from typing import Any
+
 __all__ = [
     "AmpError",
     "AmpWarning",
@@ -107,7 +109,7 @@ class NonFiniteError(AmpError, FloatingPointError):
         fault: the op that made them, an `amp_core.debugging.OpFault`; None if no single op did.
     """
 
-    def __init__(self, message: str, fault: object = None) -> None:
+    def __init__(self, message: str, fault: Any = None) -> None:
         super().__init__(message)
         self.fault = fault
 

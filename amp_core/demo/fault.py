@@ -48,7 +48,7 @@ class FaultyStep:
             optimizer.zero_grad()
             with autocast(self.device.type, dtype=torch.float16):
                 loss = self.loss()
-            scaler.scale(loss).backward()
+            scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
             scaler.step(optimizer)
             scaler.update()
         return scaler.history

@@ -93,7 +93,7 @@ class Trainer:
         """Run one training step and return its loss."""
         self.optimizer.zero_grad()
         loss = nn.functional.cross_entropy(self._logits(images), labels)
-        self.scaler.scale(loss).backward()
+        self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         self.scaler.step(self.optimizer)
         self.scaler.update()
         return loss.detach()

@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple, Protocol, TypeVar, overload
 
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
+from typing_extensions import ParamSpec
 
 from amp_core.common.arguments import check_dtype, device_type_of
 from amp_core.common.containers import map_tensors
@@ -22,7 +23,9 @@ from amp_core.plugin.results import wrong_kernel
 from amp_core.policy import OpPolicy
 from amp_core.regions.region import autocast
 
-Fn = Callable[..., Any]
+P = ParamSpec("P")
+R = TypeVar("R")
+Device = str | torch.device | Tensor
 
 
 class _ForwardState(NamedTuple):
@@ -38,15 +41,23 @@ def _check_callable(function: object, decorator: str) -> None:
         raise TypeError(f"{decorator}() decorates a function, not {function!r}.")
 
 
-@overload
-def custom_fwd(fwd: Fn, *, device_type: str, cast_inputs: torch.dtype | None = None) -> Fn: ...
+class _Decorator(Protocol):
+    """Keeps the signature of what it decorates."""
+
+    def __call__(self, function: Callable[P, R], /) -> Callable[P, R]: ...
+
+
 @overload
 def custom_fwd(
-    fwd: None = None, *, device_type: str, cast_inputs: torch.dtype | None = None
-) -> Callable[[Fn], Fn]: ...
+    fwd: Callable[P, R], *, device_type: Device, cast_inputs: torch.dtype | None = None
+) -> Callable[P, R]: ...
+@overload
 def custom_fwd(
-    fwd: Fn | None = None, *, device_type: str, cast_inputs: torch.dtype | None = None
-) -> Fn | Callable[[Fn], Fn]:
+    fwd: None = None, *, device_type: Device, cast_inputs: torch.dtype | None = None
+) -> _Decorator: ...
+def custom_fwd(
+    fwd: Callable[P, R] | None = None, *, device_type: Device, cast_inputs: torch.dtype | None = None
+) -> Callable[P, R] | _Decorator:
     """Decorate the ``forward`` of a custom autograd function.
 
     Works with ``forward(ctx, ...)``, and with ``forward(...)`` plus ``setup_context``.
@@ -91,7 +102,7 @@ def custom_fwd(
     function = fwd
 
     @functools.wraps(function)
-    def decorate_fwd(*args: Any, **kwargs: Any) -> Any:
+    def decorate_fwd(*args: P.args, **kwargs: P.kwargs) -> R:
         enabled = torch.is_autocast_enabled(device_type)
         state = _ForwardState(
             enabled and cast_inputs is None,
@@ -114,10 +125,10 @@ def custom_fwd(
 
 
 @overload
-def custom_bwd(bwd: Fn, *, device_type: str) -> Fn: ...
+def custom_bwd(bwd: Callable[P, R], *, device_type: Device) -> Callable[P, R]: ...
 @overload
-def custom_bwd(bwd: None = None, *, device_type: str) -> Callable[[Fn], Fn]: ...
-def custom_bwd(bwd: Fn | None = None, *, device_type: str) -> Fn | Callable[[Fn], Fn]:
+def custom_bwd(bwd: None = None, *, device_type: Device) -> _Decorator: ...
+def custom_bwd(bwd: Callable[P, R] | None = None, *, device_type: Device) -> Callable[P, R] | _Decorator:
     """Decorate the ``backward`` of a custom autograd function to run in the autocast state of ``forward``.
 
     Args:
@@ -152,7 +163,7 @@ def custom_bwd(bwd: Fn | None = None, *, device_type: str) -> Fn | Callable[[Fn]
     function = bwd
 
     @functools.wraps(function)
-    def decorate_bwd(*args: Any, **kwargs: Any) -> Any:
+    def decorate_bwd(*args: P.args, **kwargs: P.kwargs) -> R:
         state = _forward_state(args[0])
         policy = state.policy
         if policy is None and _policy_in_force(device_type) is not None:
@@ -192,7 +203,7 @@ _pending = _Pending()
 _wrapping = new_lock()
 
 
-def _pass_to_setup_context(decorated: Fn, state: _ForwardState) -> None:
+def _pass_to_setup_context(decorated: Callable[..., Any], state: _ForwardState) -> None:
     """Have the matching ``setup_context``, which torch calls next in this thread, store `state`."""
     _pending.state = state
     if _WRAPPED in decorated.__dict__:
@@ -208,7 +219,7 @@ def _pass_to_setup_context(decorated: Fn, state: _ForwardState) -> None:
 _WRAPPED = "_amp_core_wraps_setup"
 
 
-def _storing(setup_context: Fn) -> Fn:
+def _storing(setup_context: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(setup_context)
     def stores(ctx: Any, inputs: Any, output: Any) -> Any:
         _store(ctx, _pending.state)

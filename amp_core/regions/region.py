@@ -2,7 +2,7 @@
 
 # No `from __future__ import annotations`: TorchScript cannot read string annotations.
 
-from typing import Any, Optional
+from typing import TYPE_CHECKING, Any, Optional
 
 import torch
 
@@ -13,6 +13,11 @@ from amp_core.plugin.default_manager import get_backend
 from amp_core.regions.autocast_state import enter, leave
 from amp_core.regions.base import Region
 from amp_core.states.region_stack import thread
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from amp_core.policy import OpPolicy
 
 _is_scripting = torch.jit.is_scripting
 
@@ -62,26 +67,40 @@ class autocast(Region):  # noqa: N801  # torch's name
     # `Any` and no keyword-only arguments.
     _jit_override_qualname = "__torch__.torch.amp.autocast_mode.autocast"
 
-    def __init__(
-        self,
-        device_type: str,
-        dtype: Optional[torch.dtype] = None,
-        enabled: bool = True,
-        cache_enabled: Optional[bool] = None,
-        policy: Any = None,
-    ) -> None:
-        if _is_scripting():
-            self._enabled = enabled
-            self.device = device_type
-            self.fast_dtype = torch.get_autocast_dtype(device_type) if dtype is None else dtype
-            return
-        self.configure(device_type, dtype, enabled, cache_enabled, policy)
+    if TYPE_CHECKING:  # TorchScript knows no such types
 
-    def __enter__(self) -> Any:
-        if _is_scripting():
+        def __init__(
+            self,
+            device_type: str | torch.device | torch.Tensor,
+            dtype: torch.dtype | None = None,
+            enabled: bool = True,
+            cache_enabled: bool | None = None,
+            policy: OpPolicy | None = None,
+        ) -> None: ...
+        def __enter__(self) -> Self: ...
+
+    else:
+
+        def __init__(
+            self,
+            device_type: str,
+            dtype: Optional[torch.dtype] = None,
+            enabled: bool = True,
+            cache_enabled: Optional[bool] = None,
+            policy: Any = None,
+        ) -> None:
+            if _is_scripting():
+                self._enabled = enabled
+                self.device = device_type
+                self.fast_dtype = torch.get_autocast_dtype(device_type) if dtype is None else dtype
+                return
+            self.configure(device_type, dtype, enabled, cache_enabled, policy)
+
+        def __enter__(self) -> Any:
+            if _is_scripting():
+                return self
+            enter(thread.regions, self, self._settings, self._activation)
             return self
-        enter(thread.regions, self, self._settings, self._activation)
-        return self
 
     def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> Any:
         if _is_scripting():

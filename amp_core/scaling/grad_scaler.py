@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast, overload
 
 import torch
 from torch import Tensor
@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["GradScaler", "OptState"]
+
+T = TypeVar("T")
 
 
 class GradScaler(TorchNames):
@@ -102,7 +104,7 @@ class GradScaler(TorchNames):
 
     def __init__(
         self,
-        device: str = "cuda",
+        device: str | torch.device | Tensor = "cuda",
         init_scale: float = 2.0**16,
         growth_factor: float = 2.0,
         backoff_factor: float = 0.5,
@@ -140,6 +142,10 @@ class GradScaler(TorchNames):
 
     # -- scaling ---------------------------------------------------------------------------------
 
+    @overload
+    def scale(self, outputs: Tensor, key: str | None = None) -> Tensor: ...
+    @overload
+    def scale(self, outputs: T, key: str | None = None) -> T: ...
     def scale(self, outputs: Any, key: str | None = None) -> Any:
         """Multiply `outputs` by the scale.
 

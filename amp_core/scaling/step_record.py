@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsIndex, overload
 
 import torch
 from torch import Tensor
@@ -251,7 +251,11 @@ class History(Sequence[StepRecord]):
     def __iter__(self) -> Iterator[StepRecord]:
         return iter(list(self._records))  # another thread may step meanwhile
 
-    def __getitem__(self, index: Any) -> Any:
+    @overload
+    def __getitem__(self, index: SupportsIndex) -> StepRecord: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[StepRecord]: ...
+    def __getitem__(self, index: SupportsIndex | slice) -> StepRecord | list[StepRecord]:
         return list(self._records)[index] if isinstance(index, slice) else self._records[index]
 
     def __repr__(self) -> str:

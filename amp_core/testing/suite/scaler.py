@@ -28,7 +28,7 @@ class ScalerConformance(BackendFixtures):
 
     def _backward(self, scaler: GradScaler, weight: torch.Tensor, value: float) -> None:
         weight.grad = None
-        scaler.scale((weight * value).sum()).backward()
+        scaler.scale((weight * value).sum()).backward()  # type: ignore[no-untyped-call]
 
     def _near(self, values: list[float]) -> Any:
         """Return what equals `values` but for the steps by which products may be off."""

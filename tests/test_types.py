@@ -1,0 +1,115 @@
+"""What a type checker knows of the public names; `mypy` checks this file too, and pytest that it is right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from typing_extensions import assert_type
+
+import amp_core
+from amp_core import (
+    Advice,
+    BadParameter,
+    CachedCasts,
+    GradScaler,
+    MasterWeights,
+    OpPolicy,
+    Recording,
+    StepRecord,
+    StoredWeights,
+    autocast,
+)
+from amp_core.debugging import Guard, Watch
+
+
+@autocast("cpu")
+def _double(x: Tensor, times: int = 2) -> Tensor:
+    return x * times
+
+
+def _inside(x: Tensor) -> Tensor:
+    with autocast("cpu"), amp_core.cached_casts(nn.Linear(1, 1)), amp_core.record():
+        return x
+
+
+class _Square(torch.autograd.Function):
+    @staticmethod
+    @amp_core.custom_fwd(device_type="cpu", cast_inputs=torch.float32)
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    @amp_core.custom_bwd(device_type="cpu")
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        x: Tensor = ctx.saved_tensors[0]
+        return 2 * x * grad
+
+
+def test_regions() -> None:
+    """A region would accept less for a type checker than it does, or a function lose its signature."""
+    x = torch.ones(2)
+    policy = OpPolicy.default("cpu")
+    for device in ("cpu", torch.device("cpu"), x):
+        with autocast(device, torch.bfloat16, policy=policy) as region:
+            assert_type(region, autocast)
+            assert isinstance(region, autocast)
+    assert_type(_double(x, times=3), Tensor)
+    with pytest.raises(TypeError):
+        _double(x, time=3)  # type: ignore[call-arg]
+    with pytest.raises(amp_core.PolicyError):
+        autocast("cpu", policy="fp32")  # type: ignore[arg-type]
+    assert_type(_inside(x), Tensor)
+    assert_type(_Square.forward(torch.autograd.function.FunctionCtx(), x), Tensor)
+    with pytest.raises(RuntimeError, match="custom_fwd"):
+        _Square.backward(x)  # type: ignore[call-arg]
+
+
+def test_scalers() -> None:
+    """`scale` would lose what torch's own annotations know, or a record be of no type."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = GradScaler(torch.device("cpu"), init_scale=4.0)
+    loss: Tensor = model(torch.ones(1, 2)).sum()
+    product = assert_type(scaler.scale(loss), Tensor)
+    product.backward()  # type: ignore[no-untyped-call]  # torch's own
+    assert_type(scaler.scale([loss]), list[Tensor])
+    assert_type(scaler.scale((loss, [loss])), tuple[Tensor, list[Tensor]])
+    assert_type(scaler.scale({"loss": loss}, key="other"), dict[str, Tensor])
+    assert_type(scaler.step(optimizer, max_norm=1.0), float | None)
+    scaler.update()
+    assert_type(scaler.history[0], StepRecord)
+    assert_type(scaler.history[-1:], list[StepRecord])
+    assert_type(scaler.last_step[optimizer].bad_parameters, tuple[BadParameter, ...])
+    assert_type(scaler.landed(), Tensor)
+    assert isinstance(scaler.history[0], StepRecord)
+    assert isinstance(scaler.history[-1:], list)
+
+
+def test_scopes_and_reports(tmp_path: Path) -> None:
+    """What a scope or a report is would be unknown, so that an editor could not complete its names."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with amp_core.cached_casts(model) as casts:
+        assert_type(casts, CachedCasts)
+    with amp_core.master_weights(model, optimizer) as kept:
+        assert_type(kept, MasterWeights)
+    low = nn.Linear(2, 2).bfloat16()
+    with amp_core.master_weights(low, torch.optim.SGD(low.parameters(), lr=0.1), "kahan") as stored:
+        assert_type(stored, StoredWeights)
+    with amp_core.record(model) as recording:
+        assert_type(recording, Recording)
+    recording.save(tmp_path / "recording.json")
+    assert_type(Recording.load(tmp_path / "recording.json"), Recording)
+    with amp_core.guard(model) as guard:
+        assert_type(guard, Guard)
+    with amp_core.watch(model) as watch:
+        assert_type(watch, Watch)
+
+    advice = amp_core.advise(lambda: model(torch.ones(1, 2)).square().sum(), torch.device("cpu"))
+    assert_type(advice, Advice)
+    assert isinstance(advice, Advice)
