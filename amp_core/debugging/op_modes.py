@@ -33,7 +33,8 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(is_dtensor_type(kind) for kind in types):
             with _InsideDTensors(self):
                 result = func(*args, **(kwargs or {}))
-        elif consists_of_others(func) and not _has_rule(func, (args, kwargs)):
+        elif not types and consists_of_others(func) and not _has_rule(func, (args, kwargs)):
+            # Classes with a dispatch of their own (`types`) get such an op whole without a recording, too.
             return run_in_parts(self, func, args, kwargs or {})
         elif not isinstance(func, Overload) and not calls_are_captured():  # as torch.cond, with its branches
             return func(*map(self._observed, args), **(kwargs or {}))

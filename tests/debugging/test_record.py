@@ -12,6 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 import amp_core
@@ -543,6 +545,28 @@ def test_ops_that_consist_of_others_run_alike_in_inference_mode(kind, dtype, rul
     assert result.dtype == expected.dtype
     assert torch.equal(result, expected)
     assert all(key.dtypes == str(expected.dtype).removeprefix("torch.") for key in r.ops if kind == "einsum")
+
+
+OF_OTHER_CLASSES = {
+    "jagged": lambda: torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)], layout=torch.jagged),
+    "two tensors": lambda: TwoTensor(torch.ones(5, 4), torch.ones(5, 4)),
+    "fake": lambda: FakeTensorMode().from_tensor(torch.ones(5, 4)),
+}
+
+
+@pytest.mark.parametrize("kind", OF_OTHER_CLASSES)
+def test_tensors_of_other_classes_in_inference_mode(kind):
+    """A jagged tensor is asked for its dimensions without end; others run parts that no class expects."""
+    x = OF_OTHER_CLASSES[kind]()
+
+    def run():
+        y = torch.nn.functional.rms_norm(x, x.shape[-1:])
+        return y.dtype if kind == "jagged" else torch.einsum("ab,cb->ac", y, y).dtype
+
+    with torch.inference_mode(), autocast("cpu"):
+        expected = run()
+        with amp_core.record():
+            assert run() is expected
 
 
 def test_kernels_that_a_policy_leaves_are_not_its_rules():
