@@ -160,11 +160,16 @@ def cast_to(value: Any, dtype: torch.dtype, device_type: str, *, keep: bool = Tr
 
 
 def _writing_back(
-    op: Overload, call: Callable[..., Any], target: TargetDtype, device_type: str, first_stays: bool
+    op: Overload,
+    call: Callable[..., Any],
+    target: TargetDtype,
+    device_type: str,
+    first_stays: bool = False,
+    rounding: TargetDtype | None = None,
 ) -> Runner:
     """Return a runner for an op that writes to its arguments: it writes to casts, then copies them back.
 
-    torch's own rules lose the write (pytorch#65788).
+    torch's own rules lose the write (pytorch#65788). `rounding` says to which dtype to cast before.
     """
     names = [a.name for a in arguments(op)]
     written = {a.name for a in arguments(op) if a.alias_info is not None and a.alias_info.is_write}
@@ -176,7 +181,9 @@ def _writing_back(
         if dtype is None:
             return call(*args, **kwargs)
         # Bypass the cache: the op must not write to a cached cast.
-        cast = {n: v if n == kept else cast_to(v, dtype, device_type, keep=False) for n, v in given.items()}
+        cast, rounded = given, rounding and rounding(args, kwargs)
+        for to in [dtype] if rounded is None else [rounded, dtype]:
+            cast = {n: v if n == kept else cast_to(v, to, device_type, keep=False) for n, v in cast.items()}
         result = call(*(cast[n] for n in names[: len(args)]), **{n: cast[n] for n in kwargs})
         return _put_back(result, [(given[n], cast[n]) for n in given if n in written])
 
@@ -188,6 +195,8 @@ def _put_back(result: Any, pairs: list[tuple[Any, Any]]) -> Any:
     for given, cast in pairs:
         for mine, theirs in zip(argument_tensors([given]), argument_tensors([cast]), strict=True):
             if theirs is not mine:
+                if mine.shape != theirs.shape:  # the op resized ``out=``
+                    mine.resize_(theirs.shape)
                 mine.copy_(theirs)
                 originals[id(theirs)] = mine
     if isinstance(result, (list, tuple)):
@@ -198,6 +207,8 @@ def _put_back(result: Any, pairs: list[tuple[Any, Any]]) -> Any:
 def _low_in_fp32_out(op: Overload, call: Callable[..., Any], device_type: str) -> Runner:
     keys = key_set(autocast_key(device_type))
     low, wide = (target_dtype(rule, op, device_type) for rule in (r.LOWER_PRECISION_FP, r.FP32))
+    if is_mutable(op):
+        return _writing_back(op, call, wide, device_type, rounding=low)
     of_products = composed(op, device_type)
 
     def on_rounded(*args: Any, **kwargs: Any) -> Any:

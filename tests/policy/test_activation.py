@@ -184,6 +184,27 @@ def test_a_mutable_custom_op_keeps_its_write(region) -> None:
     assert x.dtype is HIGH
 
 
+WRITES = {
+    "add_": lambda: X.clone().add_(X, alpha=2),
+    "relu_": lambda: X.clone().relu_(),
+    "cumsum_": lambda: X.clone().cumsum_(0),
+    "aten::mm.out": lambda: torch.mm(X, X.T, out=torch.empty(X.shape[0], X.shape[0])),
+    "aten::mul.out": lambda: torch.mul(X, X, out=torch.empty(0)),  # is resized
+    "arange": lambda: torch.arange(0.0, 1.0, 0.1),  # consists of arange.out
+}
+
+
+@pytest.mark.parametrize("rule", ["lower_precision_fp", "low_in_fp32_out", "fp32"])
+@pytest.mark.parametrize("op", WRITES)
+def test_an_op_that_writes_under_a_rule(region, op, rule) -> None:
+    """What it writes is lost, or an output that it resizes keeps its size."""
+    with region(CPU.override({op: rule})):
+        result = WRITES[op]()
+    assert result.dtype is HIGH
+    tolerance = 0 if rule == "fp32" else 0.1
+    torch.testing.assert_close(result, WRITES[op](), atol=tolerance, rtol=tolerance)
+
+
 def test_match_destination(region) -> None:
     """Index and scatter ops with another dtype than their destination raise in torch on cpu."""
     where = torch.tensor([0, 1])
