@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
@@ -55,13 +55,28 @@ def copied_group(group: dict[str, Any]) -> dict[str, Any]:
     return {key: v if key == "params" else map_tensors(v, Tensor.clone) for key, v in group.items()}
 
 
+_after_steps: list[Callable[[Optimizer], None]] = []
+
+
 @once
 def after_every_step(callback: Callable[[Optimizer], None]) -> None:
     """Call `callback` after each step of any optimizer, from the first request on and for good.
 
     A hook that came and went with a scope would change torch's hooks while other threads iterate over them.
     """
+    _after_steps.append(callback)
     register_optimizer_step_post_hook(lambda optimizer, _args, _kwargs: callback(optimizer))
+
+
+def take_step(optimizer: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Call ``optimizer.step``, then what follows every step: torch's hooks miss what is no `Optimizer`."""
+    if isinstance(optimizer, Optimizer) or not hasattr(optimizer, "param_groups"):
+        return optimizer.step(*args, **kwargs)
+    try:
+        return optimizer.step(*args, **kwargs)
+    finally:
+        for call in tuple(_after_steps):
+            call(optimizer)
 
 
 @once

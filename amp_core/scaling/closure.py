@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from amp_core.common.arguments import check_optimizer
-from amp_core.common.optimizers import copied_group, inner_optimizers, parameters_of
+from amp_core.common.optimizers import copied_group, inner_optimizers, parameters_of, take_step
 from amp_core.scaling.arithmetic import combine
 from amp_core.scaling.grad_passes import Flags
 from amp_core.scaling.optimizer_state import OptimizerState
@@ -102,7 +102,7 @@ def step_whole(
     try:
         if state.stage is OptState.UNSCALED:
             check()
-        result = optimizer.step(checked)
+        result = take_step(optimizer, (checked,), {})
         if state.stage is OptState.READY and not overflows:
             raise AssertionError(_NOT_EVALUATED.format(optimizer=type(optimizer).__name__))
     except OverflowedError:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from amp_core._torch.steps import is_fused
-from amp_core.common.optimizers import is_torchs
+from amp_core.common.optimizers import is_torchs, take_step
 from amp_core.scaling.arithmetic import is_tracing, moved
 
 PASSES_ITSELF = (
@@ -56,7 +56,7 @@ def step_on_device(
     first = _groups_without_momentum(optimizer)
     try:
         optimizer.__dict__.update(values)
-        result = optimizer.step(*args, **kwargs)
+        result = take_step(optimizer, args, kwargs)
     except BaseException:
         _remove(optimizer, values)
         optimizer.__dict__.update(before)

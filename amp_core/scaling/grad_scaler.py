@@ -17,7 +17,7 @@ from amp_core._torch.tracing import dynamo_callback, outside_graphs
 from amp_core.common.arguments import as_max_norm, as_number, as_order, device_type_of, named_tensors
 from amp_core.common.call_site import level_outside
 from amp_core.common.containers import map_tensors
-from amp_core.common.optimizers import parameters_of
+from amp_core.common.optimizers import parameters_of, take_step
 from amp_core.common.text import counted
 from amp_core.errors import AmpWarning, BackendNotFoundError
 from amp_core.kernels.memory import on_host, read
@@ -217,7 +217,7 @@ class GradScaler(TorchNames):
         if not self._enabled:
             if max_norm is not None:
                 self.clip_grad_norm_(optimizer, max_norm, norm_type)
-            return cast("float | None", optimizer.step(*args, **kwargs))
+            return cast("float | None", take_step(optimizer, args, kwargs))
         if "closure" in kwargs or (args and callable(args[0])):
             raise RuntimeError(_CLOSURE)
         eagerly = not fused.is_traceable(optimizer) if is_tracing() else dynamo_callback() is not None
@@ -271,7 +271,7 @@ class GradScaler(TorchNames):
             self._log.record(optimizer, self._scales.own, state)
         if self._log.skipped(optimizer):
             return None
-        return cast("float | None", optimizer.step(*args, **kwargs))
+        return cast("float | None", take_step(optimizer, args, kwargs))
 
     def _step_fused(
         self, entry: Entry, max_norm: float | None, norm_type: float, args: Any, kwargs: Any
@@ -279,7 +279,7 @@ class GradScaler(TorchNames):
         (optimizer,), loss_scale, scale, (state,) = entry
         if fused.takes_scaler(optimizer):
             warnings.warn(fused.PASSES_ITSELF, FutureWarning, stacklevel=level_outside())
-            return optimizer.step(*args, **{**kwargs, "grad_scaler": self})
+            return take_step(optimizer, args, {**kwargs, "grad_scaler": self})
         ready = state.stage is not OptState.UNSCALED
         unchecked = not (ready or state.found_inf_per_device) and max_norm is None
         if unchecked and _has_gradients(optimizer):
@@ -350,7 +350,7 @@ class GradScaler(TorchNames):
                     self.clip_grad_norm_(optimizer, max_norm, norm_type)
                 return loss
 
-            return optimizer.step(clipped)
+            return take_step(optimizer, (clipped,), {})
         if is_tracing() or dynamo_callback() is not None:
             return _step_closure_eagerly(self, optimizer, closure, key, max_norm, norm_type)
         return self._step_closure(optimizer, closure, key, max_norm, norm_type)

@@ -341,3 +341,75 @@ def test_a_flag_that_torchs_scaler_sums_over_devices(scope: Any, flag: float) ->
         optimizer.step()
         with autocast("cpu"):
             assert layer(x).item() == layer.weight.item() == (1.0 if flag == 1.0 else 0.0)
+
+
+class Unrelated:
+    """No `torch.optim.Optimizer`, as fastai's are none; it writes as they do."""
+
+    def __init__(self, params: Any) -> None:
+        self.param_groups = [{"params": [*params]}]
+        self.state: dict[Tensor, Any] = {}
+
+    def step(self, closure: Any = None) -> None:
+        if closure is not None:
+            closure()
+        for param in self.param_groups[0]["params"]:
+            param.data.sub_(param.grad.data, alpha=0.5)
+
+    def zero_grad(self) -> None:
+        for param in self.param_groups[0]["params"]:
+            param.grad = None
+
+
+@pytest.mark.parametrize("how", ["enabled", "disabled", "closure", "closure, disabled", "fused"])
+@pytest.mark.parametrize("scope", [cached_casts, master_weights])
+def test_scaler_tells_of_the_steps_of_what_is_no_optimizer(how: str, scope: Any) -> None:
+    """A step that neither torch's hooks nor the version counters tell of leaves the old casts in use."""
+
+    def losses(around: Any) -> list[Tensor]:
+        model = Net()
+        optimizer: Any = Unrelated(model.parameters())
+        if how == "fused":
+            optimizer._step_supports_amp_scaling = True
+        scaler = GradScaler("cpu", init_scale=1.0, enabled="disabled" not in how)
+        found = []
+
+        def evaluate() -> Tensor:
+            optimizer.zero_grad()
+            with autocast("cpu"):
+                loss = model(torch.ones(3, 6)).float().square().mean()
+            scaler.scale(loss).backward()
+            found.append(loss.detach())
+            return loss
+
+        with around(model):
+            for _ in range(6):
+                if "closure" in how:
+                    scaler.step_closure(optimizer, evaluate)
+                else:
+                    evaluate()
+                    scaler.step(optimizer)
+                scaler.update()
+        return found
+
+    wanted = losses(contextlib.nullcontext)
+    assert len(set(map(float, wanted))) > 3
+    assert losses(scope) == wanted
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_region_around_steps_of_what_is_no_optimizer(enabled: bool) -> None:
+    """Later forward passes of a region use the weights of its first step."""
+    model = Net()
+    optimizer: Any = Unrelated(model.parameters())
+    scaler = GradScaler("cpu", init_scale=1.0, enabled=enabled)
+    x = torch.ones(3, 6)
+    with autocast("cpu"):
+        for _ in range(3):
+            scaler.scale(model(x).float().square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        got = model(x)
+    with autocast("cpu"):
+        assert torch.equal(got, model(x))
