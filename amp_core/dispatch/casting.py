@@ -175,15 +175,17 @@ def _writing_back(
     written = {a.name for a in arguments(op) if a.alias_info is not None and a.alias_info.is_write}
     kept = names[0] if first_stays else None
 
+    def cast_all(values: Kwargs, dtype: torch.dtype) -> Kwargs:
+        # Bypass the cache: the op must not write to a cached cast.
+        return {n: v if n == kept else cast_to(v, dtype, device_type, keep=False) for n, v in values.items()}
+
     def run(_keyset: Any, args: Args, kwargs: Kwargs) -> Any:
         dtype = target(args, kwargs)
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         if dtype is None:
             return call(*args, **kwargs)
-        # Bypass the cache: the op must not write to a cached cast.
-        cast, rounded = given, rounding and rounding(args, kwargs)
-        for to in [dtype] if rounded is None else [rounded, dtype]:
-            cast = {n: v if n == kept else cast_to(v, to, device_type, keep=False) for n, v in cast.items()}
+        rounded = None if rounding is None else rounding(args, kwargs)
+        cast = cast_all(given if rounded is None else cast_all(given, rounded), dtype)
         result = call(*(cast[n] for n in names[: len(args)]), **{n: cast[n] for n in kwargs})
         return _put_back(result, [(given[n], cast[n]) for n in given if n in written])
 
