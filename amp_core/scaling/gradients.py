@@ -84,6 +84,7 @@ def group_by_device(optimizer: torch.optim.Optimizer, *, allow_fp16: bool) -> li
 
     Raises:
         AssertionError: a parameter is not a tensor; torch's text.
+        RuntimeError: elements of a gradient share memory; begins with torch's text.
         ValueError: a gradient is float16 and `allow_fp16` is not set; begins with torch's text.
     """
     all_params = parameters_of(optimizer)
@@ -136,6 +137,8 @@ def _group(
     grads = [cast(Tensor, p.grad) for p in params]
     if not allow_fp16 and torch.float16 in {g.dtype for g in grads}:
         raise ValueError(_fp16_refused(optimizer))
+    if any(map(_overlaps, grads)):
+        raise RuntimeError(_OVERLAP)
     return _by_place(params, grads), params, grads
 
 
@@ -219,6 +222,19 @@ def _known(param: Tensor, grad: Tensor) -> Tensor:
         if whole is not grad:
             grad = param.grad = whole
     return grad
+
+
+def _overlaps(grad: Tensor) -> bool:
+    """Whether elements of a gradient share memory, as expanded ones do: fused kernels read beyond it."""
+    return grad.layout is torch.strided and any(
+        stride == 0 and size > 1 for stride, size in zip(grad.stride(), grad.shape, strict=True)
+    )
+
+
+_OVERLAP = (
+    "unsupported operation: more than one element of the written-to tensor refers to a single memory "
+    "location. Please clone() the tensor before performing the operation. It is the gradient of a parameter."
+)
 
 
 def _fp16_refused(optimizer: torch.optim.Optimizer) -> str:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 
+import amp_core
 from amp_core.scaling import gradients
 from amp_core.scaling.gradients import group_by_device
 
@@ -119,3 +120,21 @@ def test_float16_is_refused_though_it_was_seen_with_permission() -> None:
     group_by_device(optimizer, allow_fp16=True)
     with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
         group_by_device(optimizer, allow_fp16=False)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("amp", [torch.amp, amp_core])
+def test_expanded_gradients_are_refused(amp, fused):
+    """Torch's fused kernels read beyond the memory of such a gradient: the weights become garbage."""
+    weight = torch.nn.Parameter(torch.zeros(4))
+    optimizer = torch.optim.SGD([weight], 1.0, fused=fused)
+    scaler = amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    weight.grad = torch.ones(4)
+    scaler.step(optimizer)
+    scaler.update()
+    before = weight.tolist()
+    weight.grad = torch.ones(1).expand(4)
+    with pytest.raises(RuntimeError, match=r"more than one element .* Please clone\(\) the tensor"):
+        scaler.step(optimizer)
+    assert weight.tolist() == before
