@@ -6,7 +6,10 @@ same class with the same text; the classes here are for conditions that do not e
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from typing import Any
 
 __all__ = [
     "AmpError",

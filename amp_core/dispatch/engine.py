@@ -56,14 +56,17 @@ class ThreadState(threading.local):
     """The policy in force and the observer of one thread, on one device type."""
 
     in_force: Prepared | None = None
-    observers: tuple[Observer, ...] = ()
+    observers: tuple[tuple[frozenset[str], Observer], ...] = ()
+    """The ops that each watches, and the observer."""
     observer: Observer | None = None
     """All of `observers`, the last one outermost."""
+    watched: frozenset[str] = frozenset()
 
-    def observe_with(self, *observers: Observer) -> None:
+    def observe_with(self, *observers: tuple[frozenset[str], Observer]) -> None:
         """Replace the observers."""
         self.observers = observers
-        self.observer = functools.reduce(_around, observers) if observers else None
+        self.observer = functools.reduce(_around, [each for _, each in observers]) if observers else None
+        self.watched = frozenset().union(*(ops for ops, _ in observers))
 
 
 class Engine:
@@ -113,7 +116,7 @@ class Engine:
         self._uninstall(installed)
 
     def watch(self, ops: Iterable[str], observer: Observer) -> Callable[[], None]:
-        """Let `observer` run each of `ops` in this thread, and every other op with a kernel of ours.
+        """Let `observer` run each of `ops` in this thread, and every other op that a policy in force changes.
 
         The function it receives calls the previous observer, if there is one. Observations may end in any
         order. Ops whose rule is a Python function, by ``torch.library.register_autocast``, are left alone.
@@ -123,11 +126,12 @@ class Engine:
             kernels alone, as this thread may have ended; it may be called in both.
         """
         local = self.local
-        kernels = iter([self._installed_until(op for op in ops if not self._has_python_rule(op))])
-        local.observe_with(*local.observers, observer)
+        watched = frozenset(op for op in ops if not self._has_python_rule(op))
+        kernels = iter([self._installed_until(watched)])
+        local.observe_with(*local.observers, (watched, observer))
 
         def end() -> None:
-            local.observe_with(*(other for other in local.observers if other is not observer))
+            local.observe_with(*(other for other in local.observers if other[1] is not observer))
             for uninstall in kernels:  # at most once, whichever thread is first
                 uninstall()
 
@@ -196,7 +200,7 @@ class Engine:
         def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
             in_force = local.in_force
             run = None if in_force is None else in_force.table.get(name)
-            if local.observer is not None:
+            if local.observer is not None and (run is not None or name in local.watched):
                 call = (
                     functools.partial(by_torch, keyset, *args, **kwargs)
                     if run is None

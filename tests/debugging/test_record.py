@@ -578,6 +578,23 @@ def test_kernels_that_a_policy_leaves_are_not_its_rules():
         assert torch.einsum("ab,cb->ac", x, x).dtype is torch.bfloat16
 
 
+def test_an_earlier_policy_changes_no_recording():
+    """An op would be listed otherwise, or at all, because another policy had a rule for it."""
+
+    def recorded():
+        x = torch.ones(3, 4)
+        with autocast("cpu"), amp_core.record() as r:
+            torch.nn.functional.linear(x, x).clone().cosh()
+        comparison = amp_core.compare(lambda: torch.mm(x, x.T).clone().cosh(), "cpu")
+        return [*r.ops, *(each.key for each in comparison.at("op"))]
+
+    before = recorded()
+    other = OpPolicy.default("cpu").override({"clone": "fp32", "cosh": "lower_precision_fp"})
+    with autocast("cpu", policy=other):
+        torch.ones(3).clone().cosh()
+    assert recorded() == before
+
+
 @pytest.mark.parametrize(
     "tensor", [torch.ones(6, 3), nn.Parameter(torch.ones(6, 3))], ids=["tensor", "weight"]
 )
