@@ -278,6 +278,23 @@ def same(wanted: Any, got: Any) -> bool:
     return wanted.dtype is got.dtype and torch.equal(wanted.nan_to_num(), got.nan_to_num())
 
 
+def check_as_torch(number: int, kind: Any, transform: Any, dtype: torch.dtype, feature: str) -> None:
+    """Compare a program in torch's region with the same in amp-core's, with one of the `FEATURES`."""
+    policy = in_python() if feature == "policy" else None
+    # Torch keeps casts inside transforms, rules in Python do not: sums of gradients round elsewhere.
+    caches = not policy or transform not in TRANSFORMED
+    settings: dict[str, Any] = {"dtype": dtype, "cache_enabled": caches}
+
+    plain = functools.partial(torch.autocast, "cpu", **settings)
+    wanted = outcome(number, kind, transform, plain, FEATURES["none"])
+    region = functools.partial(autocast, "cpu", policy=policy, **settings)
+    got = outcome(number, kind, transform, region, FEATURES[feature])
+    assert len(wanted) == len(got), (kind, transform, feature, number, wanted, got)
+    for one, other in zip(wanted, got, strict=True):
+        assert same(one, other), (kind, transform, feature, number, dtype, one, other)
+    assert (torch.is_autocast_enabled("cpu"), pushed()) == (False, 0)
+
+
 @pytest.mark.filterwarnings("ignore:.torch.jit")  # torch's own forward mode
 def test_random_programs() -> None:
     """A kind of module computes otherwise than in torch's region, in a policy, a scope or a recording."""
@@ -289,16 +306,4 @@ def test_random_programs() -> None:
             dtype = torch.bfloat16  # it raises where float16 overflows
         if kind is jagged and transform in TRANSFORMED:
             continue  # torch transforms no jagged tensors
-        policy = in_python() if feature == "policy" else None
-        # Torch keeps casts inside transforms, rules in Python do not: sums of gradients round elsewhere.
-        caches = not policy or transform not in TRANSFORMED
-        settings: dict[str, Any] = {"dtype": dtype, "cache_enabled": caches}
-
-        plain = functools.partial(torch.autocast, "cpu", **settings)
-        wanted = outcome(number, kind, transform, plain, FEATURES["none"])
-        region = functools.partial(autocast, "cpu", policy=policy, **settings)
-        got = outcome(number, kind, transform, region, FEATURES[feature])
-        assert len(wanted) == len(got), (kind, transform, feature, number, wanted, got)
-        for one, other in zip(wanted, got, strict=True):
-            assert same(one, other), (kind, transform, feature, number, dtype, one, other)
-        assert (torch.is_autocast_enabled("cpu"), pushed()) == (False, 0)
+        check_as_torch(number, kind, transform, dtype, feature)

@@ -13,11 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from amp_core import autocast
-from amp_core.dispatch.activate import pushed
-
 from ..drawn import programs
-from .test_module_kinds import FEATURES, TRANSFORMED, TRANSFORMS, Model, in_python, outcome, same
+from .test_module_kinds import FEATURES, TRANSFORMS, Model, check_as_torch
 
 TOOLS = [name for name in FEATURES if name != "guard"]  # which raises where a sample gives inf
 UNLIKE = {
@@ -83,18 +80,4 @@ def test_torchs_modules() -> None:
         dtype = choose.choice([torch.bfloat16, torch.float16])
         if UNLIKE.get(name) == "record" and feature in ("record", "watch"):
             continue
-        policy = in_python() if feature == "policy" else None
-        settings: dict[str, Any] = {
-            "dtype": dtype,
-            "cache_enabled": not policy or transform not in TRANSFORMED,
-        }
-        kind = functools.partial(made, number)
-
-        plain = functools.partial(torch.autocast, "cpu", **settings)
-        wanted = outcome(seed, kind, transform, plain, FEATURES["none"])
-        region = functools.partial(autocast, "cpu", policy=policy, **settings)
-        got = outcome(seed, kind, transform, region, FEATURES[feature])
-        assert len(wanted) == len(got), (name, transform, feature, seed, wanted, got)
-        for one, other in zip(wanted, got, strict=True):
-            assert same(one, other), (name, transform, feature, seed, dtype, one, other)
-        assert (torch.is_autocast_enabled("cpu"), pushed()) == (False, 0)
+        check_as_torch(seed, functools.partial(made, number), transform, dtype, feature)

@@ -109,6 +109,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def outcome(training: Training, action: tuple[Any, ...]) -> Any:
+    """Return the result, or the error, which must be the same from both; torch refuses some parameters."""
     try:
         return getattr(training, action[0])(*action[1:])
     except (RuntimeError, ValueError, AssertionError, NotImplementedError, ZeroDivisionError) as error:
