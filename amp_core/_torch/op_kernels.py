@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 
 from amp_core._torch.features import Feature
+from amp_core._torch.transformed_numbers import show_numbers
 from amp_core.common.locks import new_lock
 
 POLICIES = Feature(
@@ -188,6 +189,7 @@ def install(op_name: str, key: str, kernel: Callable[..., Any]) -> Callable[[], 
         TorchFeatureError: torch no longer supports it.
     """
     POLICIES.require()
+    show_numbers()
     with _installing:
         return _install(op_name, key, kernel)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -67,6 +69,55 @@ def test_a_module_in_float32(transform: str) -> None:
     with apply_policy(model, {"0": "fp32"}):
         got = TRANSFORMS[transform](low(compute, None))
     torch.testing.assert_close(got, wanted, rtol=0, atol=0)
+
+
+WITH_NUMBERS: dict[str, Compute] = {
+    "mul": lambda w: w * 2.0,
+    "mul from the left": lambda w: 2 * w,
+    "mul_": lambda w: w.clone().mul_(0.5),
+    "add": lambda w: torch.add(w, 1, alpha=2),
+    "sub": lambda w: w - 1.5,
+    "rsub": lambda w: 1 - w,
+    "div": lambda w: w / 3,
+    "fmod": lambda w: torch.fmod(w, 0.75),
+    "pow": lambda w: 2.0**w,
+    "gt": lambda w: w * (w > 0.5),
+    "where": lambda w: torch.where(w > 0, w, -1.0),
+}
+RULES = ("fp32", "lower_precision_fp", "promote_types", "low_in_fp32_out")
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit")
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("op", WITH_NUMBERS)
+def test_ops_between_a_tensor_and_a_number(op: str, transform: str) -> None:
+    """Once a policy has a rule for the op, transforms raise: torch cannot tell its kernel the number."""
+    compute, run = WITH_NUMBERS[op], TRANSFORMS[transform]
+    name = op.split(maxsplit=1)[0]
+    wanted = run(compute)
+    for rule in RULES:
+        got = run(low(compute, CPU.override({name: rule})))
+        if "low" in rule:
+            torch.testing.assert_close(got, wanted, rtol=0.02, atol=0.02, check_dtype=False)
+        else:
+            torch.testing.assert_close(got, wanted, rtol=0, atol=0)
+    torch.testing.assert_close(run(low(compute, None)), wanted, rtol=0, atol=0)
+
+
+TANGENT = """
+import torch
+from amp_core import OpPolicy, autocast
+
+policy = OpPolicy.default("cpu").override({"mul": "fp32"})
+with autocast("cpu", policy=policy):
+    result, tangent = torch.func.jvp(lambda x: x / 2.0, (torch.ones(2),), (torch.ones(2),))
+assert tangent.tolist() == [0.5, 0.5]
+"""
+
+
+def test_the_tangent_of_a_number() -> None:
+    """It has no memory: the product with it raises. In a process of its own, as a rule for div hides that."""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", TANGENT], check=True)
 
 
 def test_what_vmap_takes_apart_as_under_torch() -> None:
