@@ -278,6 +278,17 @@ def trace_as_context_manager(classes: Sequence[type], how: ContextManager) -> No
         by_id[id(cls)] = wrap_builder
 
 
+def trace_as_own_class(cls: type, methods: Sequence[Callable[..., Any]]) -> None:
+    """Let Dynamo call `methods` of instances of `cls`, uncompiled: it takes them for ``torch.autocast``.
+
+    Dynamo must be loaded. Otherwise it ignores that a subclass overrides them, or fails at their ``super()``.
+    """
+    from torch._dynamo.variables.builder import VariableBuilder
+
+    run_uncompiled([method for method in methods if hasattr(method, "__code__")])
+    VariableBuilder._type_dispatch()[cls] = lambda builder, value: builder.wrap_user_defined(value)
+
+
 _traced: dict[type, ContextManager] = {}
 
 

@@ -10,7 +10,7 @@ from typing_extensions import ParamSpec
 
 from amp_core._torch import cast_cache
 from amp_core._torch.context_manager import ContextManager
-from amp_core._torch.dynamo import trace_as_context_manager, when_loaded
+from amp_core._torch.dynamo import trace_as_context_manager, trace_as_own_class, when_loaded
 from amp_core._torch.tracing import outside_graphs
 from amp_core.common.arguments import device_type_of
 from amp_core.common.optimizers import after_every_step, parameters_of
@@ -40,8 +40,14 @@ class Region(torch.autocast):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         how = cls._traced_as
-        # Dynamo would ignore an overridden __enter__ or __exit__.
-        if how is not None and not {"__enter__", "__exit__"} & cls.__dict__.keys():
+        if how is None:
+            return
+        traced = next(base for base in cls.__mro__ if "_traced_as" in vars(base))
+        methods = [(getattr(cls, name), getattr(traced, name)) for name in ("__enter__", "__exit__")]
+        overrides = [own for own, inherited in methods if own is not inherited]
+        if overrides:  # Dynamo would ignore them
+            when_loaded(lambda: trace_as_own_class(cls, overrides))
+        else:
             when_loaded(lambda: trace_as_context_manager([cls], how))
 
     def configure(

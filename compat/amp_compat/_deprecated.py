@@ -103,7 +103,8 @@ def _new_with_signature(cls: type) -> Any:
     """
 
     def __new__(cls: type[DeprecatedAutocast], *_: Any, **__: Any) -> Any:  # noqa: N807
-        if cls is cls._deprecated_class:
+        # torch's give no warning while a function is compiled: the caller would be Dynamo.
+        if cls is cls._deprecated_class and not torch.compiler.is_compiling():
             warn(cls.__deprecated__, stacklevel=2)
         return torch.autocast.__new__(cls)
 

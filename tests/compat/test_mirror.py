@@ -192,6 +192,23 @@ def scripted_region(x: torch.Tensor) -> torch.Tensor:
         return torch.mm(x, x)
 
 
+@pytest.mark.parametrize("name", ["cpu.amp", "cuda.amp"])
+def test_regions_in_a_compiled_function(name: str) -> None:
+    """Compiled code that enters a region of the old name crashes, or breaks the graph."""
+    theirs, ours = pair(name, "autocast")
+
+    def product(x: torch.Tensor, region: type) -> torch.Tensor:
+        with region(enabled=name == "cpu.amp"):
+            return x @ x
+
+    x = torch.rand(3, 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        expected = product(x, theirs)
+    assert torch.equal(torch.compile(product, backend="eager", fullgraph=True)(x, ours), expected)
+    assert expected.dtype is (torch.bfloat16 if name == "cpu.amp" else torch.float32)
+
+
 def test_disabled_warning_points_at_the_caller() -> None:
     """Without CUDA, torch's own shim blames torch/cuda/amp/autocast_mode.py; here it is the caller's line."""
     if torch.cuda.is_available():

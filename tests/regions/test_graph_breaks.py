@@ -178,6 +178,35 @@ def test_a_graph_break_with_real_compilers(kind: str, backend: str) -> None:
     assert dtypes(torch.compile(function, backend=backend)(X)) == dtypes(function(X))
 
 
+class Half(amp_core.autocast):
+    """A subclass that overrides a method that Dynamo would not call."""
+
+    def __enter__(self) -> Any:
+        entered = super().__enter__()
+        torch.set_autocast_dtype("cpu", torch.float16)
+        return entered
+
+
+class Heir(Half):
+    """A subclass that inherits the override."""
+
+
+@pytest.mark.parametrize("made", ["inside", "outside"])
+@pytest.mark.parametrize("cls", [Half, Heir])
+def test_what_subclasses_override_runs(cls: type[amp_core.autocast], made: str) -> None:
+    """Compiled code crashes in the ``__enter__`` of a subclass, or enters the region without it."""
+    outside = cls("cpu")
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        with outside if made == "outside" else cls("cpu"):
+            return x @ x
+
+    torch._dynamo.reset()
+    compiled = torch.compile(function, backend="eager")
+    assert [compiled(X).dtype for _ in range(2)] == [torch.float16] * 2
+    assert torch.get_autocast_dtype("cpu") is torch.bfloat16
+
+
 @pytest.mark.parametrize("program", [plain, inlined, passed_in], ids=lambda p: p.__name__)
 def test_as_many_graphs_as_with_torch(program: Any) -> None:
     """A region costs graphs that torch's own would not."""
