@@ -24,14 +24,20 @@ from amp_core._torch.tracing import outside_graphs
 from amp_core.casts.bulk import cast_weights, is_small_on_host
 from amp_core.casts.cache import MakeCasts, WeightCache
 from amp_core.casts.reuse import Reuse, only_reuse_pays
-from amp_core.casts.unseen_writes import before_closure, is_skipped, may_write_unseen
+from amp_core.casts.unseen_writes import is_skipped, may_write_unseen
 from amp_core.common.arguments import check_module
 from amp_core.common.call_site import level_outside
 from amp_core.common.fsdp import is_sharded
 from amp_core.common.handle import LocalHandle
 from amp_core.common.locks import new_lock
 from amp_core.common.once import once
-from amp_core.common.optimizers import StepArguments, after_every_step, before_every_step, parameters_of
+from amp_core.common.optimizers import (
+    StepArguments,
+    after_every_step,
+    around_closure,
+    before_every_step,
+    parameters_of,
+)
 from amp_core.common.text import counted
 from amp_core.dispatch import kept_operands
 from amp_core.dispatch.engine import serve_casts
@@ -195,7 +201,7 @@ def _drop_before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     if is_skipped(optimizer) or not may_write_unseen(optimizer):
         return None
     _drop(optimizer)
-    return before_closure(functools.partial(_drop, optimizer), args, kwargs)
+    return around_closure(args, kwargs, before=functools.partial(_drop, optimizer))
 
 
 def _drop(optimizer: Optimizer) -> None:

@@ -9,7 +9,7 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.optimizer import (
     Optimizer,
     register_optimizer_step_post_hook,
@@ -87,6 +87,43 @@ def before_every_step(
     register_optimizer_step_pre_hook(callback)
 
 
+def around_closure(
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    before: Callable[[], None] | None = None,
+    after: Callable[[], None] | None = None,
+) -> StepArguments:
+    """Return the arguments of a step, with calls before and after each call of the closure among them."""
+
+    def wrapped(closure: Any) -> Any:
+        is_other = isinstance(closure, (nn.Module, type))  # such as the model of a second-order optimizer
+        return _Closure(closure, before, after) if callable(closure) and not is_other else closure
+
+    named = {"closure": wrapped(kwargs["closure"])} if "closure" in kwargs else {}
+    return (*args[:1], *map(wrapped, args[1:2]), *args[2:]), {**kwargs, **named}
+
+
+class _Closure:
+    """A closure with calls around it; for the rest it is the same object, which may have methods."""
+
+    def __init__(
+        self, closure: Callable[..., Any], before: Callable[[], None] | None, after: Callable[[], None] | None
+    ) -> None:
+        self.__wrapped__, self._before, self._after = closure, before, after
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._before is not None:
+            self._before()
+        result = self.__wrapped__(*args, **kwargs)
+        if self._after is not None:
+            self._after()
+        return result
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__wrapped__, name)
+
+
 def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
     """Return the optimizers that `optimizer`, which has all of their parameters, steps itself."""
     values = getattr(optimizer, "__dict__", {}).values()
@@ -116,6 +153,35 @@ def watch_steps(
 
     calls.append(call)
     return lambda: calls.remove(call)
+
+
+def watch_gradients(callback: Callable[[Optimizer], None]) -> Callable[[], None]:
+    """Call `callback` before any optimizer uses gradients; return a function that ends that.
+
+    These are the gradients before each step, and those of each call of its closure.
+    """
+    calls = _watching_gradients()
+    calls.append(callback)
+    return lambda: calls.remove(callback)
+
+
+@once
+def _watching_gradients() -> list[Callable[[Optimizer], None]]:
+    """Return the list of callbacks of one permanent hook."""
+    calls: list[Callable[[Optimizer], None]] = []
+
+    def tell(optimizer: Optimizer) -> None:
+        for call in tuple(calls):
+            call(optimizer)
+
+    def look(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepArguments | None:
+        if not calls:
+            return None
+        tell(optimizer)
+        return around_closure(args, kwargs, after=functools.partial(tell, optimizer))
+
+    before_every_step(look)
+    return calls
 
 
 @once

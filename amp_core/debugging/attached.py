@@ -15,7 +15,7 @@ from amp_core._torch.autograd import current_autograd_node
 from amp_core._torch.dynamo import never_compile
 from amp_core._torch.tracing import calls_are_captured, is_exporting, outside_graphs
 from amp_core.common.handle import Handle
-from amp_core.common.optimizers import parameters_of, watch_steps
+from amp_core.common.optimizers import parameters_of, watch_gradients
 from amp_core.debugging.state_keeper import is_rehearsing
 
 
@@ -39,7 +39,7 @@ class Attached(Handle):
         self._removers += [
             model.register_forward_pre_hook(Hook(self._enter), with_kwargs=True).remove,
             model.register_forward_hook(Hook(self._leave), with_kwargs=True).remove,
-            watch_steps(self._step, after=False),
+            watch_gradients(self._step),
         ]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -57,7 +57,7 @@ class Attached(Handle):
         """Handle the end of its forward pass."""
 
     def _optimize(self, optimizer: Optimizer, parameters: list[Tensor]) -> None:
-        """Handle an optimizer that is about to step some of the model's `parameters`."""
+        """Handle an optimizer that is about to use the gradients of some of the model's `parameters`."""
 
     @outside_graphs  # a model that is compiled later has these hooks
     def _enter(self, _module: nn.Module, _args: Any, _kwargs: Any) -> None:

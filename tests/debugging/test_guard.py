@@ -123,6 +123,30 @@ def test_a_backward_fault_without_a_scaler():
     assert "Root.apply" in line_of(fault) or "x * 0" in line_of(fault)
 
 
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.LBFGS])
+def test_a_backward_fault_in_a_closure(kind, named):
+    """NaN reaches the weights of a trainer that steps with a closure before the guard sees it."""
+    model = Faulty("backward")
+    optimizer = kind(model.parameters(), lr=0.01)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 4)).square().sum()
+        loss.backward()
+        return loss
+
+    def step():
+        return optimizer.step(closure=closure) if named else optimizer.step(closure)
+
+    with amp_core.guard(model) as guard:
+        step()
+        model.broken, last = True, guard.step
+        with pytest.raises(NonFiniteError, match=rf"step {last + 1} .*first\.weight"):
+            step()
+    assert all(bool(p.isfinite().all()) for p in model.parameters())
+
+
 def test_skipped_steps_stop_after_patience():
     """The guard stops at the first skip, which the scaler handles, or never."""
     model, scaler = Faulty("backward"), GradScaler("cpu")
