@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from typing_extensions import ParamSpec
 
+from amp_core._torch.dynamo import when_loaded
 from amp_core.common.arguments import check_dtype, device_type_of
 from amp_core.common.containers import map_tensors
 from amp_core.common.locks import new_lock
@@ -111,6 +113,9 @@ def custom_fwd(
         )
         if has_ctx := bool(args) and isinstance(args[0], FunctionCtx):
             _store(args[0], state)
+        elif args and _may_stand_for_ctx(args[0]):
+            with contextlib.suppress(AttributeError):  # a frozen input of a function with setup_context
+                _store(args[0], state)
         if cast_inputs is None or not enabled:
             result = function(*args, **kwargs)
         else:
@@ -179,6 +184,11 @@ def _policy_in_force(device_type: str) -> OpPolicy | None:
     return None if torch.compiler.is_compiling() else engine(device_type).policy
 
 
+def _may_stand_for_ctx(first: object) -> bool:
+    """Whether a program that calls ``forward`` by hand may pass `first` to ``backward`` as its ``ctx``."""
+    return not isinstance(first, Tensor) and hasattr(first, "__dict__") and not callable(first)
+
+
 def _store(ctx: Any, state: _ForwardState) -> None:
     # Other libraries read the first two, which are torch's.
     ctx._fwd_used_autocast, ctx._dtype, ctx._amp_core_policy = state
@@ -208,15 +218,30 @@ def _pass_to_setup_context(decorated: Callable[..., Any], state: _ForwardState) 
     _pending.state = state
     if _WRAPPED in decorated.__dict__:
         return
+    if torch.compiler.is_dynamo_compiling() and not _is_forward(decorated):
+        return
     with _wrapping:
         if _WRAPPED not in decorated.__dict__:
-            for cls in _subclasses(torch.autograd.Function):
-                if getattr(cls.__dict__.get("forward"), "__func__", None) is decorated:
-                    cls.setup_context = staticmethod(_storing(cls.setup_context))
+            for cls in _functions_with(decorated):
+                cls.setup_context = staticmethod(_storing(cls.setup_context))
             decorated.__dict__[_WRAPPED] = True  # last: other threads go on when they see it
 
 
 _WRAPPED = "_amp_core_wraps_setup"
+
+
+def _is_forward(decorated: Callable[..., Any]) -> bool:
+    """Whether an autograd function has `decorated`. Dynamo calls this while it traces: it knows no locks."""
+    return any(_functions_with(decorated))
+
+
+when_loaded(lambda: torch.compiler.assume_constant_result(_is_forward))  # type: ignore[no-untyped-call]
+
+
+def _functions_with(decorated: Callable[..., Any]) -> Iterator[Any]:
+    for cls in _subclasses(torch.autograd.Function):
+        if getattr(cls.__dict__.get("forward"), "__func__", None) is decorated:
+            yield cls
 
 
 def _storing(setup_context: Callable[..., Any]) -> Callable[..., Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import importlib
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -282,3 +283,79 @@ def test_a_function_that_casts_several_inputs_compiles() -> None:
     compiled = torch.compile(lambda x, w: HalfProduct.apply(x, w) * 2, backend="aot_eager", fullgraph=True)
     expected = results(lambda x, w: HalfProduct.apply(x, w) * 2)
     torch.testing.assert_close(results(compiled), expected, rtol=0, atol=0)
+
+
+class ByHand:
+    """What a program passes as ``ctx`` when it calls the two halves of a function itself."""
+
+    def save_for_backward(self, *tensors: torch.Tensor) -> None:
+        self.saved_tensors = tensors
+
+
+@pytest.mark.parametrize("root", ["torch.amp", "amp_core"])
+def test_a_ctx_made_by_hand(root: str) -> None:
+    """A function whose halves a program calls itself, as reversible layers do, fails in its backward."""
+    amp = importlib.import_module(root)
+
+    class Halves:
+        @staticmethod
+        @amp.custom_fwd(device_type="cpu")
+        def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(x, w)
+            return x @ w
+
+        @staticmethod
+        @amp.custom_bwd(device_type="cpu")
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            return grad @ ctx.saved_tensors[1].t()
+
+    x = torch.ones(3, 3)
+    for enabled in (True, False):
+        ctx = ByHand()
+        with torch.autocast("cpu", enabled=enabled):
+            Halves.forward(ctx, x, x)
+        assert Halves.backward(ctx, x).dtype is (torch.bfloat16 if enabled else torch.float32)
+
+
+@pytest.mark.parametrize("first", [None, 2, "2", [2], {"factor": 2}, Pair(1, 2), Batch(torch.ones(1))])
+def test_a_first_input_that_takes_no_attributes(first: Any) -> None:
+    """A function that has setup_context, or is no autograd function, refuses inputs that are no tensors."""
+    decorated = amp_core.custom_fwd(lambda _first, x: x @ x, device_type="cpu", cast_inputs=torch.float32)
+    with amp_core.autocast("cpu"):
+        assert decorated(first, torch.ones(2, 2)).dtype is torch.float32
+
+
+@pytest.mark.skipif(torch.__version__ < (2, 13), reason="Dynamo of torch 2.11 cannot trace custom_fwd")
+def test_a_function_that_is_no_autograd_function_compiles() -> None:
+    """The first call of a plain function that is decorated breaks the graph, at a lock."""
+
+    @amp_core.custom_fwd(device_type="cpu", cast_inputs=torch.float32)
+    def product(x: torch.Tensor) -> torch.Tensor:
+        return x @ x
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        with amp_core.autocast("cpu"):
+            return product(x)
+
+    torch._dynamo.reset()
+    x = torch.rand(3, 3)
+    result = torch.compile(function, backend="eager", fullgraph=True)(x)
+    assert torch.equal(result, x @ x)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo reads it
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does it
+def test_the_first_call_of_a_function_with_setup_context_may_be_compiled() -> None:
+    """Its backward finds no state: what carries it to setup_context is put in place at the first call."""
+    function = make(amp_core, None, True, [])
+    x = torch.rand(3, 3, requires_grad=True)
+
+    def product(x: torch.Tensor) -> torch.Tensor:
+        with amp_core.autocast("cpu"):
+            return function.apply(x, x)
+
+    torch._dynamo.reset()
+    out = torch.compile(product, backend="eager")(x)
+    out.sum().backward()
+    assert out.dtype is torch.bfloat16
+    assert x.grad is not None
