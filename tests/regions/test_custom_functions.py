@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import importlib
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -292,29 +291,17 @@ class ByHand:
         self.saved_tensors = tensors
 
 
-@pytest.mark.parametrize("root", ["torch.amp", "amp_core"])
-def test_a_ctx_made_by_hand(root: str) -> None:
+@pytest.mark.parametrize("amp", [torch.amp, amp_core], ids=lambda amp: amp.__name__)
+def test_a_ctx_made_by_hand(amp: Any) -> None:
     """A function whose halves a program calls itself, as reversible layers do, fails in its backward."""
-    amp = importlib.import_module(root)
-
-    class Halves:
-        @staticmethod
-        @amp.custom_fwd(device_type="cpu")
-        def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-            ctx.save_for_backward(x, w)
-            return x @ w
-
-        @staticmethod
-        @amp.custom_bwd(device_type="cpu")
-        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-            return grad @ ctx.saved_tensors[1].t()
-
-    x = torch.ones(3, 3)
+    seen: list[Any] = []
+    function, x = make(amp, None, False, seen), torch.ones(3, 3)
     for enabled in (True, False):
         ctx = ByHand()
         with torch.autocast("cpu", enabled=enabled):
-            Halves.forward(ctx, x, x)
-        assert Halves.backward(ctx, x).dtype is (torch.bfloat16 if enabled else torch.float32)
+            assert function.forward(ctx, x, x).dtype is (torch.bfloat16 if enabled else torch.float32)
+        function.backward(ctx, x)
+    assert seen == [(enabled, torch.bfloat16, torch.float32) for enabled in (True, False)]
 
 
 @pytest.mark.parametrize("first", [None, 2, "2", [2], {"factor": 2}, Pair(1, 2), Batch(torch.ones(1))])
