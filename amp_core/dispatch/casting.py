@@ -22,7 +22,7 @@ from amp_core._torch.dispatcher import (
     redispatch_below,
     run_with_numbers,
 )
-from amp_core._torch.op_kernels import dispatch_key, excluded, is_excluded, key_set, set_excluded
+from amp_core._torch.op_kernels import dispatch_key, is_excluded, set_excluded
 from amp_core.common.cast import to_dtype
 from amp_core.dispatch.low_in_fp32_out import composed
 from amp_core.dispatch.target_dtype import Args, Kwargs, TargetDtype, argument_tensors, eligible, target_dtype
@@ -67,7 +67,11 @@ def make_runner(op: Overload, rule: str, device_type: str) -> Runner:
         return _banned(op)
     if rule == r.UNCHANGED:
         return _unchanged(op, device_type)
-    call = _below(op, device_type)
+    return _without_autocast(_make(op, rule, device_type), device_type)
+
+
+def _make(op: Overload, rule: str, device_type: str) -> Runner:
+    call = _caller(op)
     if isinstance(rule, RecipeRule):
         from amp_core.dispatch.scaled_products import scaled
 
@@ -82,20 +86,30 @@ def make_runner(op: Overload, rule: str, device_type: str) -> Runner:
     return _casting(op, call, target, device_type, first_stays)
 
 
-def _below(op: Overload, device_type: str) -> Callable[..., Any]:
-    """Return a function that runs `op`, and every op it calls, without autocast."""
+def _without_autocast(run: Runner, device_type: str) -> Runner:
+    """Return a runner whose op, the casts before it, and the ops that it calls in turn have no rules."""
     key = dispatch_key(autocast_key(device_type))
-    run = entry_of(op)
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def run_below(keyset: Any, args: Args, kwargs: Kwargs) -> Any:
         before = is_excluded(key)
         try:
             set_excluded(key, True)
-            return run(*args, **kwargs)
-        except (RuntimeError, TypeError):
-            return run_with_numbers(op, args, kwargs)
+            return run(keyset, args, kwargs)
         finally:
             set_excluded(key, before)
+
+    return run_below
+
+
+def _caller(op: Overload) -> Callable[..., Any]:
+    """Return a function that runs `op`, also with a number in place of a tensor."""
+    enter = entry_of(op)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return enter(*args, **kwargs)
+        except (RuntimeError, TypeError):
+            return run_with_numbers(op, args, kwargs)
 
     return call
 
@@ -207,17 +221,13 @@ def _put_back(result: Any, pairs: list[tuple[Any, Any]]) -> Any:
 
 
 def _low_in_fp32_out(op: Overload, call: Callable[..., Any], device_type: str) -> Runner:
-    keys = key_set(autocast_key(device_type))
     low, wide = (target_dtype(rule, op, device_type) for rule in (r.LOWER_PRECISION_FP, r.FP32))
     if is_mutable(op):
         return _writing_back(op, call, wide, device_type, rounding=low)
     of_products = composed(op, device_type)
 
     def on_rounded(*args: Any, **kwargs: Any) -> Any:
-        result = None
-        if of_products is not None:
-            with excluded(keys):
-                result = of_products(*args, **kwargs)
+        result = None if of_products is None else of_products(*args, **kwargs)
         return portable(None, args, kwargs) if result is None else result
 
     portable = _casting(op, call, wide, device_type)
@@ -247,7 +257,7 @@ def _set_opt_dtype(op: Overload, call: Callable[..., Any], device_type: str) -> 
 def _append_dtype(op: Overload, _call: Callable[..., Any], device_type: str) -> Runner:
     sibling = r.dtype_overload(op)
     assert sibling is not None, f"{dispatcher_name(op)} was admitted without an overload that takes a dtype"
-    call = _below(sibling, device_type)
+    call = _caller(sibling)
     tail = arguments(op)
     name = arguments(sibling)[-1].name
 

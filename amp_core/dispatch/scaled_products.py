@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from amp_core._torch.dispatcher import Overload, autocast_key, dispatcher_name
-from amp_core._torch.op_kernels import excluded, key_set
+from amp_core._torch.op_kernels import key_set
 from amp_core._torch.tracing import calls_are_captured, functorch_is_at_work
 from amp_core.dispatch import delayed_scales, kept_operands, products
 from amp_core.dispatch.bilinear import Bilinear, bilinear
@@ -79,16 +79,14 @@ def scaled(
         shared = Call(rule, keys, watching(), _kept(*factors), histories)
         if takes_apart:
             return _bilinear(shared, factors, bilinear(op, call, args, kwargs), low)
-        with excluded(keys):
-            return shape.compose(lambda a, b: product(a, b, shared), *args, **kwargs).to(low)
+        return shape.compose(lambda a, b: product(a, b, shared), *args, **kwargs).to(low)
 
     return run
 
 
 def _bilinear(shared: Call, factors: tuple[Tensor, Tensor], op: Bilinear, low: torch.dtype) -> Tensor:
-    with excluded(shared.keys):
-        result = product(*factors, shared, op)
-        return (result if op.bias is None else result + op.bias).to(op.dtype or low)
+    result = product(*factors, shared, op)
+    return (result if op.bias is None else result + op.bias).to(op.dtype or low)
 
 
 def _kept(a: Tensor, b: Tensor) -> dict[str, kept_operands.Forms]:

@@ -18,6 +18,7 @@ from amp_core._torch.dispatcher import (
     arguments,
     dispatcher_name,
     is_mutable,
+    is_view,
     op_text,
     overloads_of,
 )
@@ -218,7 +219,7 @@ def _matching(glob: str) -> list[Overload]:
     for name in sorted(fnmatch.filter(bases, pattern)):
         packet = _packet(*split(name)[:2])
         usable = [] if packet is None else overloads_of(packet).values()
-        matches += [o for o in usable if not is_mutable(o) and takes_tensor(o)]
+        matches += [o for o in usable if takes_tensor(o) and not is_mutable(o) and not is_view(o)]
     if not matches:
         raise PolicyError(f"The glob {glob!r} matches no op that takes a tensor.")
     return matches

@@ -35,9 +35,10 @@ class OpPolicy:
     Args:
         device_type: a device type, such as ``"cuda"``.
         rules: op name to rule, or to a `Recipe`. A full name (``"aten::softmax.int"``,
-            ``"aten::mm.default"``) selects one overload; ``"softmax"``, ``"aten::softmax"`` or a glob selects
-            every overload autocast can see. ``"mylib::op"`` and ``"package.module:Class"`` (an autograd
-            function) need not be imported yet.
+            ``"aten::mm.default"``) selects one overload; ``"softmax"`` or ``"aten::softmax"`` selects every
+            overload autocast can see; a glob those of all ops that neither write to an argument nor return
+            a view of one. ``"mylib::op"`` and ``"package.module:Class"`` (an autograd function) need not be
+            imported yet.
         origins: full op name to the place where its rule was set; defaults to the caller's file and line.
 
     Raises:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.testing._internal.autocast_test_lists import AutocastCPUTestLists
 
+import amp_core
 from amp_core import OpPolicy
 from amp_core._torch.op_kernels import registered
 from amp_core.dispatch.activate import Activation, pop, pushed
@@ -122,3 +123,18 @@ def test_variants(name, routed) -> None:
     """out=, in-place and list forms, or their errors, differ between the engine and torch's kernels."""
     expected = outcome(lambda: run_native(VARIANTS[name]))
     assert same(expected, outcome(lambda: run_routed(routed, VARIANTS[name])))
+
+
+@pytest.mark.parametrize("op", ["to", "_to_copy", "copy_", "empty_like", "*"])
+@pytest.mark.parametrize("rule", ["fp32", "lower_precision_fp"])
+def test_rules_for_the_ops_that_cast(op, rule) -> None:
+    """The cast that a rule asks for has that rule in turn, and never ends."""
+    policy = OpPolicy.default("cpu").override({op: rule, "mm": rule})
+    given, wanted = (torch.bfloat16, torch.float32)[:: 1 if rule == "fp32" else -1]
+    x = torch.randn(3, 3, dtype=given)
+    with amp_core.autocast("cpu", torch.bfloat16, policy=policy):
+        product = torch.mm(x, x)
+        copied = torch.zeros_like(x).copy_(x).to(torch.float64)
+    assert product.dtype is wanted
+    assert torch.equal(product, torch.mm(x.to(wanted), x.to(wanted)))
+    assert copied.dtype is torch.float64

@@ -80,6 +80,16 @@ def test_bad_changes_say_what_is_wrong(changes: dict[object, object], text: str)
         CPU.override(changes)  # type: ignore[arg-type]
 
 
+def test_a_glob_leaves_views_alone() -> None:
+    """What a program writes to a view is lost, as the view is one of a cast."""
+    x = torch.zeros(2, 2, dtype=torch.bfloat16)
+    with autocast("cpu", policy=CPU.override({"*": "fp32"})):
+        x[0].add_(1)
+        x.view(-1)[3] = 2
+        assert (x + 1).dtype is torch.float32
+    assert x.tolist() == [[1, 1], [0, 2]]
+
+
 def test_rules_must_be_a_mapping() -> None:
     """A list of ops is the likeliest mistake of someone who comes from Paddle."""
     with pytest.raises(PolicyError, match="a mapping from op to rule, not list"):
