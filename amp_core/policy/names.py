@@ -44,7 +44,7 @@ def overloads(name: object) -> list[Overload]:
         PolicyError: there is no such op; the message suggests similar names.
     """
     text = _text(name)
-    if any(c in text for c in "*?["):
+    if _is_glob(text):
         return _matching(text)
     namespace, base, overload = split(text)
     packet = _packet(namespace or "aten", base)
@@ -79,7 +79,7 @@ def full_names(name: object) -> list[str]:
     text = _text(name)
     namespace, base, _ = split(text)
     # The list of all ops takes torch 10 ms, so ask for it only if the op is not there.
-    known = not namespace or _packet(namespace, base) is not None
+    known = not namespace or _is_glob(text) or _packet(namespace, base) is not None
     if not known and not any(n.startswith(f"{namespace}::") for n in all_op_names()):
         _check_form(text)
         return [in_full(text)]
@@ -212,6 +212,10 @@ def takes_tensor(overload: Overload) -> bool:
     return any("Tensor" in str(a.real_type) for a in arguments(overload))
 
 
+def _is_glob(text: str) -> bool:
+    return any(c in text for c in "*?[")
+
+
 def _matching(glob: str) -> list[Overload]:
     pattern = glob if "::" in glob else f"aten::{glob}"
     bases = {name.partition(".")[0] for name in all_op_names()}
@@ -221,7 +225,10 @@ def _matching(glob: str) -> list[Overload]:
         usable = [] if packet is None else overloads_of(packet).values()
         matches += [o for o in usable if takes_tensor(o) and not is_mutable(o) and not is_view(o)]
     if not matches:
-        raise PolicyError(f"The glob {glob!r} matches no op that takes a tensor.")
+        hint = "" if pattern.startswith("aten::") else " First import the module that defines its ops."
+        raise PolicyError(
+            f"The glob {glob!r} matches no op that takes a tensor, writes to none and returns no view.{hint}"
+        )
     return matches
 
 

@@ -69,6 +69,8 @@ def test_names_of_ops(name: object, expected: set[str]) -> None:
         ({"prims::nothing": "fp32"}, "import the module that defines this one"),
         ({"pkg.mod:Cls": "promote"}, "an autograd function can have only lower_precision_fp, fp32"),
         ({"no_such_*": "fp32"}, "matches no op"),
+        ({"no_such_library::*": "fp32"}, "matches no op .* First import the module that defines its ops"),
+        ({"unsqueez[e]": "fp32"}, "returns no view"),
         ({"aten::device": "fp32"}, "takes no tensor"),
         ({7: "fp32"}, "not by 7"),
         ({"": "fp32"}, "not by ''"),
