@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
-from amp_core._torch.autocast import privateuse1_name
-from amp_core._torch.dispatcher import Overload, dispatcher_name
+from amp_core._torch.autocast import autocast_devices_enabled, privateuse1_name
+from amp_core._torch.dispatcher import Overload, autocast_key, dispatcher_name
 from amp_core._torch.features import Feature, resolve
-from amp_core._torch.op_kernels import has_kernel, without_modes
+from amp_core._torch.op_kernels import dispatch_key, has_kernel, set_excluded, without_modes
 from amp_core.errors import TorchFeatureError
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -174,8 +174,8 @@ else:
 
 
 _PARTS = Feature(
-    "record_inference",
-    "amp_core.record runs parts of ops without autocast in inference mode",
+    "record_parts",
+    "amp_core.record runs the ops that kernels of other ops call without autocast",
     "torch.ops.aten.mm.default._op_dk",
 )
 _COMPOSITE, _VIEWS = "CompositeImplicitAutograd", "ADInplaceOrView"
@@ -183,18 +183,36 @@ _COMPOSITE_KEY = _PARTS.value(f"torch._C.DispatchKey.{_COMPOSITE}", None)
 _as_called = _PARTS.value("torch._C._RestorePythonTLSSnapshot", None)
 
 
-def consists_of_others(op: object) -> bool:
-    """Whether a dispatch mode receives `op`, which consists of others, whole and below autocast.
+def regions_as_called() -> list[str]:
+    """Return the device types in whose regions a dispatch mode was called; torch runs it outside of them."""
+    if not _PARTS.works_or_warn():
+        return []
+    with _as_called():
+        return autocast_devices_enabled()
 
-    torch does that in inference mode alone.
-    """
-    if not (torch.is_inference_mode_enabled() and isinstance(op, Overload) and _PARTS.works_or_warn()):
+
+@contextmanager
+def back_in_regions(device_types: Iterable[str]) -> Iterator[None]:
+    """Run a block in the regions that a dispatch mode was called in."""
+    keys = [dispatch_key(autocast_key(device_type)) for device_type in device_types]
+    try:
+        for key in keys:
+            set_excluded(key, False)
+        yield
+    finally:
+        for key in keys:
+            set_excluded(key, True)
+
+
+def consists_of_others(op: object) -> bool:
+    """Whether `op` consists of others; a dispatch mode receives it whole in inference mode and in kernels."""
+    if not (isinstance(op, Overload) and _PARTS.works_or_warn()):
         return False
     name = dispatcher_name(op)  # ops with a kernel for views, such as chunk, expect results that are none yet
     return has_kernel(name, _COMPOSITE) and not has_kernel(name, _VIEWS)
 
 
-def run_in_parts(mode: Any, op: Any, args: Any, kwargs: Any) -> Any:
-    """Run the ops of which `op` consists under `mode`, as autocast runs them."""
-    with _as_called(), mode:
+def run_in_parts(mode: Any, op: Any, args: Any, kwargs: Any, *, in_regions: bool) -> Any:
+    """Run the ops of which `op` consists under `mode`, perhaps in the regions that the mode was called in."""
+    with _as_called() if in_regions else nullcontext(), mode:
         return op._op_dk(_COMPOSITE_KEY, *args, **kwargs)

@@ -3,29 +3,48 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
 
+import torch
 from torch import nn
 
 from amp_core._torch.dispatcher import Overload
 from amp_core._torch.tensors import is_dtensor_type
-from amp_core._torch.tracing import TorchDispatchMode, calls_are_captured, consists_of_others, run_in_parts
+from amp_core._torch.tracing import (
+    TorchDispatchMode,
+    back_in_regions,
+    calls_are_captured,
+    consists_of_others,
+    regions_as_called,
+    run_in_parts,
+)
 from amp_core.common.containers import tensors_in
 from amp_core.debugging.collectives import kind_of
 from amp_core.dispatch.engine import engine
+from amp_core.policy.names import full_name
 
 _FUNCTIONS = (FunctionType, MethodType, partial, nn.Module)
 
 
 class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Tells observers of each op of a thread.
+
+    Attributes:
+        observers: what to call.
+        running: the op, without a rule, whose kernel runs now in a region, with this mode off.
+    """
+
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.observers: tuple[Callable[..., None], ...] = ()
+        self.running: Overload | None = None
+        self._in_kernel, self._below_rule = False, False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -33,15 +52,45 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(is_dtensor_type(kind) for kind in types):
             with _InsideDTensors(self):
                 result = func(*args, **(kwargs or {}))
-        elif not types and consists_of_others(func) and not _has_rule(func, (args, kwargs)):
+        elif not types and self._receives_whole(func, (args, kwargs)):
             # Classes with a dispatch of their own (`types`) get such an op whole without a recording, too.
-            return run_in_parts(self, func, args, kwargs or {})
+            return run_in_parts(self, func, args, kwargs or {}, in_regions=not self._in_kernel)
         elif not isinstance(func, Overload) and not calls_are_captured():  # as torch.cond, with its branches
             return func(*map(self._observed, args), **(kwargs or {}))
         else:
-            result = func(*args, **(kwargs or {}))
+            result = self._run(func, types, args, kwargs or {})
         self.tell(func, args, kwargs or {}, result)
         return result
+
+    def _receives_whole(self, func: Any, given: Any) -> bool:
+        if self._in_kernel or not torch.is_inference_mode_enabled():
+            return self._in_kernel and consists_of_others(func)
+        return consists_of_others(func) and not _has_rule(func, given, regions_as_called())
+
+    def _run(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Run an op. Its kernel may call ops with rules, which hold there as they do without a recording."""
+        alone = types or self._below_rule or not isinstance(func, Overload) or calls_are_captured()
+        regions = [] if alone else regions_as_called()
+        if not regions or _has_rule(func, (args, kwargs), regions):
+            return func(*args, **kwargs)
+        earlier, self.running = self.running, func
+        try:
+            with back_in_regions(regions):
+                return func(*args, **kwargs)
+        finally:
+            self.running = earlier
+
+    @contextmanager
+    def calling(self, *, casts: bool) -> Iterator[None]:
+        """Observe what an op calls, even in the kernel of another one; `casts` by a rule that it has."""
+        earlier = self.running, self._in_kernel, self._below_rule
+        in_kernel = self.running is not None
+        self.running, self._in_kernel, self._below_rule = None, self._in_kernel or in_kernel, casts
+        try:
+            with self if in_kernel else nullcontext():
+                yield
+        finally:
+            self.running, self._in_kernel, self._below_rule = earlier
 
     def _observed(self, given: Any) -> Any:
         """Return `given` so that it runs under this mode, if it is a Python function or a module."""
@@ -58,9 +107,10 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             each(func, args, kwargs, result)
 
 
-def _has_rule(op: Overload, given: Any) -> bool:
-    """Whether a rule has cast the arguments of `op`, so that its parts run without autocast."""
-    return any(engine(device).has_rule(op) for device in {tensor.device.type for tensor in tensors_in(given)})
+def _has_rule(op: Overload, given: Any, regions: Container[str]) -> bool:
+    """Whether a rule of one of these `regions` has cast the arguments, so that parts run without autocast."""
+    devices = {tensor.device.type for tensor in tensors_in(given)}
+    return any(device in regions and engine(device).has_rule(op) for device in devices)
 
 
 class _InsideDTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -86,6 +136,22 @@ class _Thread(threading.local):
 
 
 _THREAD = _Thread()
+
+
+def runs_kernel_of(op: str) -> bool:
+    """Whether the kernel of `op`, a full name, runs in this thread and has been reported."""
+    running = None if _THREAD.mode is None else _THREAD.mode.running
+    return running is not None and full_name(running) == op
+
+
+def calling(*, casts: bool) -> AbstractContextManager[None]:
+    """Observe in a block what an op with an autocast kernel calls.
+
+    Args:
+        casts: whether a rule casts its arguments, so that what it calls runs without autocast.
+    """
+    mode = _THREAD.mode
+    return nullcontext() if mode is None else mode.calling(casts=casts)
 
 
 def observe_ops(observe: Callable[..., None]) -> Callable[[], None]:

@@ -20,7 +20,7 @@ from amp_core.common.containers import tensors_in
 from amp_core.common.locks import new_lock
 from amp_core.debugging.collectives import Collectives, given, kind_of
 from amp_core.debugging.op_kinds import copied, dtypes_of, floats_in, only_moves
-from amp_core.debugging.op_modes import observe_ops
+from amp_core.debugging.op_modes import calling, observe_ops, runs_kernel_of
 from amp_core.debugging.places import NOWHERE, Places
 from amp_core.debugging.sink import BACKWARD, FORWARD, Frame, Sink, Where
 from amp_core.dispatch.activate import default_policy
@@ -30,7 +30,7 @@ from amp_core.dispatch.work import work
 from amp_core.errors import AmpError
 from amp_core.plugin import get_backend
 from amp_core.policy import OpPolicy, names
-from amp_core.policy.rules import FP32, as_work, threshold
+from amp_core.policy.rules import FP32, UNCHANGED, as_work, threshold
 
 _FORWARD_OP = "the forward op"
 _MODULE_RULE = FP32, "module rule 'fp32'"
@@ -136,7 +136,7 @@ class Tap:
         )
 
     def _frame(self, here: Engine, op: str, call: Callable[[], Any], args: Any, kwargs: Any) -> Any:
-        if _MUTED.on or self._ended:
+        if _MUTED.on or self._ended or runs_kernel_of(op):
             return call()
         inputs = floats_in((args, kwargs))
         rule, origin = self._reason(here, op)
@@ -146,7 +146,8 @@ class Tap:
         frame = Frame(op, dtypes_of(inputs), rule, origin)
         self._frames.append(frame)
         try:
-            result = call()
+            with calling(casts=rule != UNCHANGED):
+                result = call()
         finally:
             self._frames.pop()
         with muted():
