@@ -156,4 +156,4 @@ def test_recordings_of_any_op() -> None:
             assert len(got) == len(expected), op.name
             assert all(map(same, expected, got)), (op.name, expected, got)
             compared += 1
-    assert compared > 30
+    assert compared > 10
