@@ -64,9 +64,12 @@ def is_defined(op_name: str) -> bool:
 
 
 def all_op_names() -> list[str]:
-    """Return every op that is registered now, as ``namespace::name.overload``."""
+    """Return every op that is defined now, as ``namespace::name.overload``.
+
+    The dispatcher also lists what has only a kernel, such as one of `install` for an op of a later import.
+    """
     POLICIES.require()
-    return cast("list[str]", _all_names())
+    return list(filter(is_defined, _all_names()))
 
 
 def takes_dimension_names(overload: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -126,6 +127,17 @@ def test_a_custom_op_gets_its_rule_before_it_is_defined(
     assert op(x, x).dtype is HIGH
     with autocast("cpu", policy=policy):
         assert op(x, x).dtype is LOW
+
+
+def test_a_region_leaves_a_rule_for_a_later_op_valid(later: tuple[str, Callable[[], None]]) -> None:
+    """Read, unpickled or extended after its first region, it is refused: the kernel looks like an op."""
+    name, _ = later
+    policy = DEFAULT.override({name: "fp32"})
+    with autocast("cpu", policy=policy):
+        pass
+    assert OpPolicy.from_toml(policy.to_toml()) == policy
+    assert pickle.loads(pickle.dumps(policy)) == policy
+    assert policy.override({name + "s": "fp32"}).rule(name + "s") == "fp32"
 
 
 def test_a_misspelt_op_of_a_defined_namespace_is_refused(later: tuple[str, Callable[[], None]]) -> None:
