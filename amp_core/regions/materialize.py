@@ -7,14 +7,14 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
 
 from amp_core._torch.dispatcher import Overload, autograd_key, dispatcher_name, is_view, returns_tensors
 from amp_core._torch.op_kernels import has_kernel, key_set, native_kernel
-from amp_core.common.arguments import check_dtype, check_module
+from amp_core.common.arguments import check_dtype, check_module, device_type_of
 from amp_core.common.containers import tensors_in
 from amp_core.common.generators import kept_generators
 from amp_core.dispatch.activate import default_policy
@@ -91,10 +91,11 @@ def materialize(
     if device_type is None:
         first = next(model.parameters(), None)
         device_type = "cpu" if first is None else first.device.type
+    # Spelt out, because a region without a policy takes that of a region around the call.
+    policy = default_policy(get_backend(device_type_of(device_type))) if policy is None else policy
     # The cast cache would hand tensors of one trace to the next.
     region = autocast(device_type, dtype, cache_enabled=False, policy=policy)
-    asked = region._policy  # may be empty, and false
-    in_force = default_policy(get_backend(region.device)) if asked is None else asked
+    in_force = cast("OpPolicy", region._policy)  # with the recipes of dtype=torch.float8_e4m3fn
     quantised = sorted({rule for rule in in_force.rules.values() if isinstance(rule, RecipeRule)})
     if quantised:
         raise PolicyError(
@@ -122,7 +123,8 @@ def materialize(
     graph_module.eval()
     if check:
         with torch.no_grad():
-            with _left_as_it_is(graph_module), kept_generators(region.device):
+            outside = autocast(region.device, enabled=False)
+            with _left_as_it_is(graph_module), kept_generators(region.device), outside:
                 result = graph_module(*args, **kwargs)
             with _left_as_it_is(model), kept_generators(region.device), _frozen(model), region:
                 wanted = model(*args, **kwargs)

@@ -527,6 +527,23 @@ def test_a_policy_inside_the_model_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
+    "around",
+    [
+        {"dtype": torch.float16},
+        {"dtype": LOW, "policy": POLICIES["exact"]},
+        {"dtype": LOW, "policy": DEFAULT.override({"linear": "recipe mxfp8"})},
+    ],
+)
+@pytest.mark.parametrize("policy", [None, DEFAULT.override({"linear": "fp32", "softmax": "fp32"})])
+def test_a_region_around_the_call_changes_nothing(policy: OpPolicy | None, around: Any) -> None:
+    """A server that makes its models within a region is refused, or gets the casts of that region."""
+    model, x = nn.Sequential(nn.Linear(16, 4), nn.Softmax(-1)).eval(), torch.randn(3, 16)
+    with autocast("cpu", **around):
+        low = materialize(model, (x,), policy=policy, dtype=LOW)
+    assert torch.equal(low(x), in_region(model, x, policy=policy))
+
+
+@pytest.mark.parametrize(
     "asked",
     [
         {"policy": OpPolicy.default("cpu").override({"linear": "recipe mxfp8"})},
