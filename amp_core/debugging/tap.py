@@ -63,7 +63,14 @@ def eager() -> Iterator[None]:
     """Run compiled functions eagerly in a block, in all threads. Blocks may end in any order."""
     with _Eager.lock:
         if not _Eager.blocks:
-            _Eager.stance = torch.compiler.set_stance("force_eager")
+            try:
+                _Eager.stance = torch.compiler.set_stance("force_eager")
+            except RuntimeError as error:
+                raise AmpError(
+                    "Ops cannot be recorded or compared from within a function that torch.compile compiles: "
+                    "the rest of it would run compiled. Enter record(), or call compare() or advise(), "
+                    "outside of that function."
+                ) from error
         _Eager.blocks += 1
     try:
         yield

@@ -611,3 +611,20 @@ def test_a_lazy_layer_that_no_op_has_used():
     with amp_core.record(torch.nn.ModuleList([torch.nn.LazyLinear(2), torch.nn.Linear(2, 2)])) as r:
         pass
     assert {key.name for key in r.tensors} == {"1.weight", "1.bias"}
+
+
+def test_a_recording_within_a_compiled_function_is_refused():
+    """The error is torch's, of a stance that the program has not set, and does not say what to do."""
+    model, x = nn.Linear(4, 4), torch.ones(2, 4)
+
+    @torch.compile(backend="eager")
+    def step():
+        with amp_core.record(model):
+            return model(x)
+
+    with pytest.raises(amp_core.AmpError, match=r"Enter record\(\).* outside of that function"):
+        step()
+    torch._dynamo.reset()
+    with amp_core.record(model) as recording:  # nothing is left behind
+        torch.compile(model, backend="eager")(x)
+    assert recording.ops
