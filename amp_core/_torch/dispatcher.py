@@ -11,7 +11,15 @@ import torch
 
 from amp_core._torch.autocast import autocast_known, privateuse1_name
 from amp_core._torch.features import Feature
-from amp_core._torch.op_kernels import POLICIES, excluded, is_defined, key_set, takes_dimension_names
+from amp_core._torch.op_kernels import (
+    POLICIES,
+    dispatch_key,
+    excluded,
+    is_defined,
+    key_set,
+    takes_dimension_names,
+    traced_kernel,
+)
 
 K = TypeVar("K")
 
@@ -177,10 +185,14 @@ def redispatch_below(op: Overload, key: str) -> Callable[..., Any]:
     """
     # Python's dispatcher, which Dynamo switches on, would start again from all keys of the thread.
     own = key_set(key)
+    tracing = dispatch_key("PythonDispatcher")
     passed = own | key_set("PythonDispatcher")
 
     def run(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        traced = traced_kernel(op, keyset - passed, key) if keyset.has(tracing) else None
         try:
+            if traced is not None:
+                return traced(*args, **kwargs)
             return op.redispatch(keyset - passed, *args, **kwargs)
         except RuntimeError:
             with excluded(own):

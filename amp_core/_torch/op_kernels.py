@@ -42,6 +42,13 @@ _RULES = Feature(
 _key_for_device = _RULES.function("torch._C._dispatch_key_for_device")
 _definition = _RULES.function("torch.library._maybe_get_opdef")
 
+_TRACES = Feature(
+    "traced_kernels",
+    "torch.export of a region may fix the dynamic sizes of a resize, once a policy has changed its rule",
+)
+_resolve_key = _TRACES.function("torch._ops.resolve_key")
+_keys_after = _TRACES.function("torch._C._dispatch_keyset_full_after")
+
 
 def has_dispatch_key(name: str) -> bool:
     """Whether the dispatcher knows the key `name`."""
@@ -160,6 +167,16 @@ def _rule_by_torch_library(op_name: str, key: str) -> Callable[..., Any] | None:
     op = getattr(getattr(getattr(torch.ops, namespace), name), overload or "default")
     rule = op.py_kernels.get(_key_of_name(key))
     return None if rule is None else lambda _keyset, *args, **kwargs: rule(*args, **kwargs)
+
+
+def traced_kernel(op: Any, keyset: Any, key: str) -> Callable[..., Any] | None:
+    """Return torch's Python function for `op` in a trace, below `key`: its C++ would fix dynamic sizes."""
+    if not _TRACES.works_or_warn():
+        return None
+    below = (keyset & _keys_after(_key_of_name(key))).highestPriorityTypeId()
+    if not str(below).startswith("DispatchKey.Autograd"):
+        return None
+    return cast("Callable[..., Any] | None", op.py_kernels.get(_resolve_key(op, below)))
 
 
 def is_python_kernel(op_name: str, key: str) -> bool:

@@ -96,7 +96,7 @@ class Tap:
     def __init__(self, sink: Sink, model: nn.Module | None = None, ops: Iterable[str] = ()) -> None:
         self.places = Places(model)
         self._sink = sink
-        self._ops = frozenset(ops)
+        self._more_ops = frozenset(ops)
         self._frames: list[Frame] = []
         self._reasons: dict[tuple[int, str], tuple[OpPolicy, str, str]] = {}
         self._shared, self._of_thread = ExitStack(), ExitStack()
@@ -139,7 +139,8 @@ class Tap:
     def _watch(self, here: Engine) -> Callable[[], None]:
         native = OpPolicy.default(here.device_type).rules
         return here.watch(
-            {*native, *self._ops}, lambda op, call, args, kwargs: self._frame(here, op, call, args, kwargs)
+            {*native, *self._more_ops},
+            lambda op, call, args, kwargs: self._frame(here, op, call, args, kwargs),
         )
 
     def _frame(self, here: Engine, op: str, call: Callable[[], Any], args: Any, kwargs: Any) -> Any:

@@ -105,3 +105,21 @@ def test_a_rule_for_add_and_for_another_op() -> None:
 def test_a_rule_by_torch_library_under_modes() -> None:
     """Ours calls the op's own rule, which under a mode is ours again, without end; also once ours is gone."""
     run_script("rules_of_torch_library.py")
+
+
+class Resizing(torch.nn.Module):
+    """Doubles images in a region of torch's."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu"):
+            return torch.nn.functional.interpolate(images, scale_factor=2.0)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_resize_keeps_a_dynamic_batch(strict: bool) -> None:
+    """The export of a region that resizes images raises, as the batch would be that of the example."""
+    with autocast("cpu", policy=OpPolicy.default("cpu").override({"upsample_nearest2d": "fp32"})):
+        torch.nn.functional.interpolate(torch.ones(1, 1, 2, 2), scale_factor=2.0)
+    batch = ({0: torch.export.Dim("batch")},)
+    program = torch.export.export(Resizing(), (torch.ones(3, 4, 6, 6),), dynamic_shapes=batch, strict=strict)
+    assert program.module()(torch.ones(5, 4, 6, 6)).shape == (5, 4, 12, 12)
