@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from amp_core._torch.tracing import outside_graphs
 from amp_core.common.files import as_path
 from amp_core.common.versions import installed_version
 from amp_core.debugging.places import Place
@@ -22,6 +23,7 @@ K = TypeVar("K")
 _FORMAT = 1
 
 
+@outside_graphs  # Dynamo of torch 2.11 crashes in platform.machine()
 def environment() -> dict[str, str]:
     """Return the versions and devices that can make two runs differ."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
