@@ -189,11 +189,10 @@ def redispatch_below(op: Overload, key: str) -> Callable[..., Any]:
     passed = own | key_set("PythonDispatcher")
 
     def run(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        traced = traced_kernel(op, keyset - passed, key) if keyset.has(tracing) else None
+        below = keyset - passed
+        traced = traced_kernel(op, below, key) if keyset.has(tracing) else None
         try:
-            if traced is not None:
-                return traced(*args, **kwargs)
-            return op.redispatch(keyset - passed, *args, **kwargs)
+            return op.redispatch(below, *args, **kwargs) if traced is None else traced(*args, **kwargs)
         except RuntimeError:
             with excluded(own):
                 return run_with_numbers(op, args, kwargs)

@@ -45,6 +45,7 @@ _definition = _RULES.function("torch.library._maybe_get_opdef")
 _TRACES = Feature(
     "traced_kernels",
     "torch.export of a region may fix the dynamic sizes of a resize, once a policy has changed its rule",
+    "torch.ops.aten.mm.default.py_kernels",
 )
 _resolve_key = _TRACES.function("torch._ops.resolve_key")
 _keys_after = _TRACES.function("torch._C._dispatch_keyset_full_after")

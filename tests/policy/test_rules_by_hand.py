@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from amp_core import OpPolicy, PolicyError, autocast
 from amp_core.dispatch.activate import pushed
 
+from .. import alike
 from ..drawn import programs
 
 LOW, HIGH = torch.bfloat16, torch.float32
@@ -116,13 +117,8 @@ def outcome(call: Callable[[Any], Any], values: Any) -> list[Any] | str:
 
 
 def same(one: Any, other: Any) -> bool:
-    if not isinstance(one, Tensor) or not isinstance(other, Tensor):
-        return bool(one == other or one != one)
-    if (one.dtype, one.shape, one.layout) != (other.dtype, other.shape, other.layout):
-        return False
-    one, other = (t.to_dense() if t.layout is not torch.strided else t for t in (one, other))
-    last_bits = 1e-6 if one.dtype is HIGH else 0  # of LAPACK
-    return torch.allclose(one, other, last_bits, last_bits, equal_nan=True)
+    last_bits = 1e-6 if isinstance(one, Tensor) and one.dtype is HIGH else 0
+    return alike.same(one, other, last_bits, last_bits)
 
 
 @pytest.mark.filterwarnings("ignore")
