@@ -45,7 +45,6 @@ _definition = _RULES.function("torch.library._maybe_get_opdef")
 _TRACES = Feature(
     "traced_kernels",
     "torch.export of a region may fix the dynamic sizes of a resize, once a policy has changed its rule",
-    "torch.ops.aten.mm.default.py_kernels",
 )
 _resolve_key = _TRACES.function("torch._ops.resolve_key")
 _keys_after = _TRACES.function("torch._C._dispatch_keyset_full_after")
@@ -172,7 +171,7 @@ def _rule_by_torch_library(op_name: str, key: str) -> Callable[..., Any] | None:
 
 def traced_kernel(op: Any, keyset: Any, key: str) -> Callable[..., Any] | None:
     """Return torch's Python function for `op` in a trace, below `key`: its C++ would fix dynamic sizes."""
-    if not _TRACES.works_or_warn():
+    if not (_TRACES.works_or_warn() and _RULES.works_or_warn()):  # which has `py_kernels`
         return None
     below = (keyset & _keys_after(_key_of_name(key))).highestPriorityTypeId()
     if not str(below).startswith("DispatchKey.Autograd"):
