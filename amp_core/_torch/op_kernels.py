@@ -70,13 +70,13 @@ def is_defined(op_name: str) -> bool:
     return True
 
 
-def all_op_names() -> list[str]:
-    """Return every op that is defined now, as ``namespace::name.overload``.
+def all_op_names(wanted: Callable[[str], Any] = bool) -> list[str]:
+    """Return every op that is defined now and `wanted`, as ``namespace::name.overload``.
 
     The dispatcher also lists what has only a kernel, such as one of `install` for an op of a later import.
     """
     POLICIES.require()
-    return list(filter(is_defined, _all_names()))
+    return [name for name in _all_names() if wanted(name) and is_defined(name)]
 
 
 def takes_dimension_names(overload: str) -> bool:

@@ -181,6 +181,7 @@ _PARTS = Feature(
 _COMPOSITE, _VIEWS = "CompositeImplicitAutograd", "ADInplaceOrView"
 _COMPOSITE_KEY = _PARTS.value(f"torch._C.DispatchKey.{_COMPOSITE}", None)
 _as_called = _PARTS.value("torch._C._RestorePythonTLSSnapshot", None)
+_any_is_on = _PARTS.function("torch._C._is_any_autocast_enabled", lambda: True, check=lambda f: f())
 
 
 def regions_as_called() -> list[str]:
@@ -188,13 +189,13 @@ def regions_as_called() -> list[str]:
     if not _PARTS.works_or_warn():
         return []
     with _as_called():
-        return autocast_devices_enabled()
+        return autocast_devices_enabled() if _any_is_on() else []
 
 
 @contextmanager
 def back_in_regions(device_types: Iterable[str]) -> Iterator[None]:
     """Run a block in the regions that a dispatch mode was called in."""
-    keys = [dispatch_key(autocast_key(device_type)) for device_type in device_types]
+    keys = [*map(_autocast_key, device_types)]
     try:
         for key in keys:
             set_excluded(key, False)
@@ -202,6 +203,11 @@ def back_in_regions(device_types: Iterable[str]) -> Iterator[None]:
     finally:
         for key in keys:
             set_excluded(key, True)
+
+
+@functools.cache
+def _autocast_key(device_type: str) -> Any:
+    return dispatch_key(autocast_key(device_type))
 
 
 def consists_of_others(op: object) -> bool:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -24,10 +24,11 @@ from amp_core._torch.tracing import (
 )
 from amp_core.common.containers import tensors_in
 from amp_core.debugging.collectives import kind_of
+from amp_core.debugging.op_kinds import only_moves
 from amp_core.dispatch.engine import engine
 from amp_core.policy.names import full_name
 
-_FUNCTIONS = (FunctionType, MethodType, partial, nn.Module)
+_FUNCTIONS = (FunctionType, MethodType, functools.partial, nn.Module)
 
 
 class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -69,7 +70,7 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _run(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Run an op. Its kernel may call ops with rules, which hold there as they do without a recording."""
-        alone = types or self._below_rule or not isinstance(func, Overload) or calls_are_captured()
+        alone = types or self._below_rule or not _calls_others(func) or calls_are_captured()
         regions = [] if alone else regions_as_called()
         if not regions or _has_rule(func, (args, kwargs), regions):
             return func(*args, **kwargs)
@@ -107,10 +108,16 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             each(func, args, kwargs, result)
 
 
-def _has_rule(op: Overload, given: Any, regions: Container[str]) -> bool:
+@functools.cache
+def _calls_others(op: Any) -> bool:
+    """Whether the kernel of `op` may call other ops: any but those that torch has for views and copies."""
+    return isinstance(op, Overload) and not (op.namespace == "aten" and only_moves(op))
+
+
+def _has_rule(op: Overload, given: Any, regions: Iterable[str]) -> bool:
     """Whether a rule of one of these `regions` has cast the arguments, so that parts run without autocast."""
-    devices = {tensor.device.type for tensor in tensors_in(given)}
-    return any(device in regions and engine(device).has_rule(op) for device in devices)
+    ruled = [device_type for device_type in regions if engine(device_type).has_rule(op)]
+    return bool(ruled) and any(tensor.device.type in ruled for tensor in tensors_in(given))
 
 
 class _InsideDTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -90,13 +90,14 @@ class Engine:
 
     def has_rule(self, op: Overload) -> bool:
         """Whether regions of this thread cast the arguments of `op` now: by a policy, or else by default."""
-        name = names.in_full(dispatcher_name(op))
-        in_force = self.local.in_force
+        if not has_kernel(dispatcher_name(op), self.key):
+            return False
+        name, in_force = names.full_name(op), self.local.in_force
         if in_force is not None and name in in_force.table:
             return in_force.policy.rules.get(name, r.UNCHANGED) != r.UNCHANGED
-        if name in native_rules(self.device_type) or name in added_rules(self.device_type):
+        if name not in self._installed:
             return True
-        return name not in self._installed and has_kernel(dispatcher_name(op), self.key)
+        return name in native_rules(self.device_type) or name in added_rules(self.device_type)
 
     def add_rules(self) -> None:
         """Install the rules that amp-core adds to torch's own, for good; they hold in every region.

@@ -39,8 +39,7 @@ def heavy_ops() -> dict[str, str]:
 
     An op that torch composes of others is left out: the rules of its parts apply.
     """
-    kinds = {name: kind for name in all_op_names() if (kind := _kind(name)) is not None}
-    return {names.in_full(name): kind for name, kind in kinds.items()}
+    return {names.in_full(name): str(_kind(name)) for name in all_op_names(_kind) if _computes(name)}
 
 
 def missing(policy: OpPolicy) -> dict[str, str]:
@@ -53,15 +52,16 @@ def missing(policy: OpPolicy) -> dict[str, str]:
 def _kind(name: str) -> str | None:
     namespace, base, _ = names.split(name)
     if not _OF_TORCH.fullmatch(namespace):
-        kind = CUSTOM
-    elif namespace != "aten" or _INTERNAL.search(base):
+        return CUSTOM
+    if namespace != "aten" or _INTERNAL.search(base):
         return None
-    elif _PRODUCTS.search(base):
-        kind = PRODUCT
-    elif _REDUCTIONS.search(base):
-        kind = REDUCTION
-    else:
-        return None
+    if _PRODUCTS.search(base):
+        return PRODUCT
+    return REDUCTION if _REDUCTIONS.search(base) else None
+
+
+@functools.cache
+def _computes(name: str) -> bool:
     op = names.find(name)
     usable = op is not None and not (is_mutable(op) or is_view(op)) and names.takes_tensor(op)
-    return kind if usable and not has_kernel(name, "CompositeImplicitAutograd") else None
+    return usable and not has_kernel(name, "CompositeImplicitAutograd")
