@@ -11,6 +11,7 @@ import torch
 
 from amp_core._torch.autocast import autocast_devices_enabled, privateuse1_name
 from amp_core._torch.dispatcher import Overload, autocast_key, dispatcher_name
+from amp_core._torch.dynamo import never_compile
 from amp_core._torch.features import Feature, resolve
 from amp_core._torch.op_kernels import dispatch_key, has_kernel, set_excluded, without_modes
 from amp_core.errors import TorchFeatureError
@@ -45,6 +46,19 @@ _LAZY = Feature("lazy_compile", "the first step of a GradScaler imports torch.co
 outside_graphs: Callable[[F], F] = _LAZY.function(
     "torch._compile._disable_dynamo", _run_outside_graphs, check=lambda f: f(privateuse1_name)
 )
+
+
+def untraced(function: F) -> F:
+    """Do what `outside_graphs` does, for what programs without Dynamo call: it imports Dynamo when called."""
+    outside = outside_graphs(function)
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return (outside if torch.compiler.is_dynamo_compiling() else function)(*args, **kwargs)
+
+    never_compile(run)  # what runs between graphs calls it, too
+    return cast("F", run)
+
 
 # Whether ``torch.func`` is transforming what runs now: its tensors are plain by type but have no memory.
 _FUNCTORCH = Feature("functorch", "portable kernels take the place of compiled ones, which is slower")

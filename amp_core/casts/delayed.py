@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from amp_core._torch.tracing import uncompared
+from amp_core._torch.tracing import uncompared, untraced
 from amp_core.casts.history_steps import follow_optimizers
 from amp_core.common.arguments import check_group, check_module, check_optimizer
 from amp_core.common.call_site import level_outside
@@ -49,6 +49,7 @@ class DelayedScales(Local):
         self._release: Any = None
         self._lock = new_lock()
 
+    @untraced
     def __enter__(self) -> DelayedScales:
         if self._release is not None:
             raise RuntimeError("These delayed_scales are already active. Enter them once at a time.")
@@ -56,6 +57,7 @@ class DelayedScales(Local):
         self._release = history_sources.register(self)
         return self
 
+    @untraced
     def __exit__(self, *_: object) -> None:
         self._release()
         self._release = None
@@ -242,6 +244,7 @@ def _slots(names: tuple[str, ...]) -> list[tuple[str, str]]:
     return [(name, role) for name in names for role in ROLES]
 
 
+@untraced
 def delayed_scales(model: nn.Module, *, process_group: ProcessGroup | None = None) -> DelayedScales:
     """Keep the histories that the delayed scales of `model`'s products follow from.
 

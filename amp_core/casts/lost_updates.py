@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from amp_core._torch.tensors import part_of
-from amp_core._torch.tracing import outside_graphs
+from amp_core._torch.tracing import outside_graphs, untraced
 from amp_core.casts.shards import like
 from amp_core.casts.stand_ins import buckets, in_place_of, refuse_wrapper, unhooked_step
 from amp_core.casts.storage import widen_state
@@ -114,6 +114,7 @@ class LostUpdates(LocalHandle):
         """
         return self._counts.read()
 
+    @untraced
     def remove(self) -> None:
         """Stop counting. Calling it again has no effect."""
         while self._hooks:
@@ -121,6 +122,7 @@ class LostUpdates(LocalHandle):
             self._counts.remove()
 
 
+@untraced
 def count_lost_updates(model: nn.Module, optimizer: Optimizer) -> LostUpdates:
     """Count the updates that the low-precision weights of `model` lose at each step of `optimizer`.
 

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import Self
 
+from amp_core._torch.tracing import untraced
 from amp_core.casts.accumulating import AccumulatingCasts
 from amp_core.casts.scope import CachedCasts, nbytes_of
 from amp_core.casts.stored import StoredWeights
@@ -75,6 +76,7 @@ def master_weights(
     keep: Iterable[str] = (),
     lost_updates: bool = False,
 ) -> StoredWeights: ...
+@untraced
 def master_weights(
     model: nn.Module,
     optimizer: Optimizer | None = None,

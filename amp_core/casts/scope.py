@@ -20,7 +20,7 @@ from amp_core._torch import cast_cache
 from amp_core._torch.list_writes import see_list_writes
 from amp_core._torch.op_kernels import POLICIES
 from amp_core._torch.tensors import is_dtensor, part_of
-from amp_core._torch.tracing import outside_graphs
+from amp_core._torch.tracing import outside_graphs, untraced
 from amp_core.casts.bulk import cast_weights, is_small_on_host
 from amp_core.casts.cache import MakeCasts, WeightCache
 from amp_core.casts.reuse import Reuse, only_reuse_pays
@@ -78,6 +78,7 @@ class CachedCasts(LocalHandle):
         self._is_active = False
         self._end_serving: Callable[[], None] | None = None
 
+    @untraced
     def __enter__(self) -> Self:
         if self._is_active:
             raise RuntimeError(
@@ -152,6 +153,7 @@ class CachedCasts(LocalHandle):
     def _forget(self, weights: list[Tensor]) -> None:
         self._cache.invalidate(weights)
 
+    @untraced
     def remove(self) -> None:
         """End the scope and free the casts. Calling it again has no effect."""
         _scopes.discard(self)
@@ -256,6 +258,7 @@ _UNCACHED = (
 )
 
 
+@untraced
 def cached_casts(model: nn.Module, *, persistent: bool = False, debug: bool = False) -> CachedCasts:
     """Cast each weight of `model` once and reuse the cast until the weight changes.
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from amp_core._torch.tensors import is_flattened, part_of, version_of
-from amp_core._torch.tracing import outside_graphs
+from amp_core._torch.tracing import outside_graphs, untraced
 from amp_core.casts.lost_updates import Counts
 from amp_core.casts.memory import KeptMemory
 from amp_core.casts.shards import like
@@ -258,6 +258,7 @@ class StoredWeights(LocalHandle):
         kept = [state[KEPT] for state in states if KEPT in state]
         return sum(part_of(each).nbytes for each in (*kept, *self._first.values()))
 
+    @untraced
     def remove(self) -> None:
         """Let the optimizer step on the bfloat16 weights again; its states are rounded to bfloat16, too.
 

@@ -13,7 +13,7 @@ from torch.optim.optimizer import Optimizer
 
 from amp_core._torch.autograd import current_autograd_node
 from amp_core._torch.dynamo import never_compile
-from amp_core._torch.tracing import calls_are_captured, is_exporting, outside_graphs
+from amp_core._torch.tracing import calls_are_captured, is_exporting, outside_graphs, untraced
 from amp_core.common.handle import Handle
 from amp_core.common.optimizers import parameters_of, watch_gradients
 from amp_core.debugging.state_keeper import is_rehearsing
@@ -45,6 +45,7 @@ class Attached(Handle):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_removers": []}  # a copy has the findings, and is attached to nothing
 
+    @untraced
     def remove(self) -> None:
         """Detach from the model. Calling it again has no effect."""
         while self._removers:
@@ -80,6 +81,7 @@ class Attached(Handle):
             and not calls_are_captured()
         )
 
+    @outside_graphs
     def _step(self, optimizer: Optimizer) -> None:
         if is_rehearsing(self._thread):
             return

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 
 from amp_core._torch.autograd import current_autograd_node
+from amp_core._torch.tracing import untraced
 from amp_core.common.arguments import as_whole, check_module
 from amp_core.common.fsdp import is_sharded
 from amp_core.common.identity import WeakIdentityMapping
@@ -150,6 +151,7 @@ def _are_numbers(steps: object) -> bool:
     return all(isinstance(step, Integral) for step in listed)
 
 
+@untraced
 def guard(
     model: nn.Module, *, steps: Container[int] | Callable[[int], bool] | None = None, patience: int = 10
 ) -> Guard:

@@ -14,7 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from amp_core._torch.dynamo import never_compile
 from amp_core._torch.tensors import part_of
-from amp_core._torch.tracing import outside_graphs
+from amp_core._torch.tracing import outside_graphs, untraced
 from amp_core.common.arguments import as_whole, check_module, home_of
 from amp_core.common.text import counted, dtype_name
 from amp_core.debugging import saved
@@ -242,6 +242,7 @@ def _default_dtype(model: nn.Module) -> torch.dtype:
     return get_backend(home_of(next(iter(model.parameters()), torch.empty(0)))).default_dtype()
 
 
+@untraced
 def watch(
     model: nn.Module,
     *,

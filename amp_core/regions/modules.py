@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from amp_core._torch.autocast import autocast_off
 from amp_core._torch.modules import tree_map_only
+from amp_core._torch.tracing import untraced
 from amp_core.common.arguments import check_module, home_of
 from amp_core.common.handle import Handle
 from amp_core.common.text import counted
@@ -34,6 +35,7 @@ _REGION = "_amp_policy_region"
 _SCRIPTED = "__prepare_scriptable__"  # torch.jit.script calls it
 
 
+@untraced
 def apply_policy(
     model: nn.Module,
     rules: Mapping[Selector, Rules] | PathLike[str],
@@ -141,6 +143,7 @@ class AppliedPolicy(Handle):
                 wrapped.remove()
             raise
 
+    @untraced
     def remove(self) -> None:
         """Remove the rules. Calling it again has no effect.
 
