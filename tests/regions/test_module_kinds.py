@@ -287,6 +287,8 @@ def check_as_torch(number: int, kind: Any, transform: Any, dtype: torch.dtype, f
 
     plain = functools.partial(torch.autocast, "cpu", **settings)
     wanted = outcome(number, kind, transform, plain, FEATURES["none"])
+    if transform is packed and feature in ("record", "guard") and isinstance(wanted, list):
+        wanted[-1] = outcome(number, kind, transform, plain, lambda _: Passing())[-1]  # ctc_loss saves others
     region = functools.partial(autocast, "cpu", policy=policy, **settings)
     got = outcome(number, kind, transform, region, FEATURES[feature])
     assert len(wanted) == len(got), (kind, transform, feature, number, wanted, got)
