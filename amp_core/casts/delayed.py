@@ -175,6 +175,7 @@ class DelayedScales(Local):
         ids = set(map(id, parameters_of(optimizer)))
         return tuple(name for key, name in self._names.items() if key in ids)
 
+    @untraced
     def state_dict(self) -> dict[str, dict[str, dict[str, Tensor]]]:
         """Return copies of all histories: name of the weight -> role -> `AmaxHistory.state_dict`."""
         histories = {name: [*roles.items()] for name, roles in [*self._histories.items()]}
@@ -184,6 +185,7 @@ class DelayedScales(Local):
         both = {name: {**waiting.get(name, {}), **kept.get(name, {})} for name in names}
         return {name: roles for name, roles in both.items() if roles}
 
+    @untraced
     def load_state_dict(self, state: Mapping[str, Mapping[str, Mapping[str, Tensor]]]) -> None:
         """Take over what `state_dict` returned; the scales go on bit for bit.
 

@@ -25,8 +25,9 @@ def _outside(packages: tuple[str, ...]) -> tuple[int, FrameType]:
 
 
 def _is_ours(names: dict[str, object]) -> bool:
-    """Return whether a frame is ours, or that of a generator of ours as a context manager."""
-    return str(names.get("__name__", "")).startswith(("amp_core.", "contextlib"))
+    """Return whether a frame is ours, or between two of ours: of ``contextlib``, or of Dynamo."""
+    between = ("contextlib", "torch._compile", "torch._dynamo.")
+    return str(names.get("__name__", "")).startswith(("amp_core.", *between))
 
 
 def _package(names: dict[str, object]) -> str:

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from amp_core._torch.tracing import untraced
 from amp_core.common.locks import new_lock
 from amp_core.errors import BackendError
 from amp_core.plugin.interface import Backend
@@ -100,6 +101,7 @@ def unregister(plugin: object) -> None:
     manager().remove(plugin)
 
 
+@untraced
 def backends() -> Mapping[str, BackendStatus]:
     """Return the status of every device type, loading all plugins.
 

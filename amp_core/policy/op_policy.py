@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from amp_core._torch.dispatcher import value_for_dynamo
+from amp_core._torch.tracing import untraced
 from amp_core.common.call_site import place_outside
 from amp_core.common.op_lists import op_lists
 from amp_core.common.text import counted
@@ -89,6 +90,7 @@ class OpPolicy:
     # Constructors.
 
     @classmethod
+    @untraced
     def default(cls, device_type: str) -> OpPolicy:
         """Return the rules compiled into torch, or into the device's own C++, for `device_type`.
 
@@ -115,6 +117,7 @@ class OpPolicy:
         return cls.from_lists(device_type, op_lists(device_type))
 
     @classmethod
+    @untraced
     def from_lists(cls, device_type: str, lists: tables.Lists) -> OpPolicy:
         """Return the policy of `device_type`'s native autocast kernels, given the rules they implement.
 
@@ -134,6 +137,7 @@ class OpPolicy:
         return _from_lists(device_type, tuple(lists.items()))
 
     @classmethod
+    @untraced
     def uniform(cls, device_type: str) -> OpPolicy:
         """Return the policy that treats each op the same way on every device.
 
@@ -149,6 +153,7 @@ class OpPolicy:
         return _uniform(device_type)
 
     @classmethod
+    @untraced
     def float32(cls, device_type: str) -> OpPolicy:
         """Return the policy that runs in float32 every op with a rule in `default` or `uniform`.
 
@@ -166,6 +171,7 @@ class OpPolicy:
         return cls._from_full_names(device_type, rules, "OpPolicy.float32")
 
     @classmethod
+    @untraced
     def from_toml(cls, source: str | PathLike[str], device_type: str | None = None) -> OpPolicy:
         """Read a policy from TOML (docs/reference/op-policy.md describes the format).
 
@@ -187,6 +193,7 @@ class OpPolicy:
 
     # Changed copies and TOML.
 
+    @untraced
     def override(self, changes: Mapping[OpName, str | Recipe], *, origin: str | None = None) -> OpPolicy:
         """Return a copy of this policy with different rules for some ops.
 
@@ -218,6 +225,7 @@ class OpPolicy:
         )
         return changed
 
+    @untraced
     def to_toml(self) -> str:
         """Return the policy as TOML: its differences from the device's default.
 
@@ -252,6 +260,7 @@ class OpPolicy:
             raise PolicyError(f"The overloads of {op!r} have different rules; name one:\n{self.explain(op)}")
         return explicit.pop()
 
+    @untraced
     def explain(self, op: OpName) -> Explanations:
         """Return the rule of every overload that `op` selects, and where that rule was set.
 
@@ -277,6 +286,7 @@ class OpPolicy:
             return Explanation(op, r.UNCHANGED, f"{self.device_type} has no rule for it")
         return Explanation(op, self.rules[op], self.origins[op])
 
+    @untraced
     def diff(self, other: OpPolicy) -> PolicyDiff:
         """Compare this policy with another.
 

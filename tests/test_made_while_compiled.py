@@ -1,4 +1,4 @@
-"""Scopes that a compiled function creates, enters or ends: no graph contains how they change a model."""
+"""Scopes and policies that a compiled function creates: no graph contains how amp-core makes them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
+import amp_core
 from amp_core import (
+    AmpWarning,
     OpPolicy,
     Recipe,
     apply_policy,
@@ -104,6 +106,44 @@ def test_a_scope_in_a_compiled_function(scope: str, where: Callable[..., Step]) 
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
         found = train(torch.compile(backend="aot_eager"))
     assert all(a.dtype is b.dtype and torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+POLICIES: dict[str, Callable[[], Any]] = {
+    "backends": lambda: sorted(amp_core.backends()),
+    "default": lambda: OpPolicy.default("cpu"),
+    "diff": lambda: str(DELAYED.diff(OpPolicy.float32("cpu"))),
+    "explain": lambda: str(DELAYED.explain("linear")),
+    "from_toml": lambda: OpPolicy.from_toml(DELAYED.to_toml()),
+    "override": lambda: DELAYED.override({"mm": "fp32"}),
+    "uniform": lambda: OpPolicy.uniform("cpu"),
+}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_policy_of_a_compiled_function(name: str) -> None:
+    """Dynamo would trace how a policy is made: with warnings of functions that it knows nothing of."""
+
+    def run(x: Tensor) -> tuple[Tensor, Any]:
+        return x + 1, POLICIES[name]()
+
+    torch._dynamo.reset()
+    assert torch.compile(run, backend="eager")(torch.ones(1))[1] == run(torch.ones(1))[1]
+
+
+def test_the_place_of_what_a_compiled_function_does_wrong() -> None:
+    """A warning, or the origin of a rule, would name a line of Dynamo."""
+    model = nn.Linear(2, 2)
+
+    def run(x: Tensor) -> tuple[Tensor, OpPolicy]:
+        scales = delayed_scales(model)
+        scales.load_state_dict({})
+        return x + 1, OpPolicy.default("cpu").override({"mm": "fp32"})
+
+    torch._dynamo.reset()
+    with pytest.warns(AmpWarning, match="start anew") as warned:
+        _, policy = torch.compile(run, backend="eager")(torch.ones(1))
+    assert [warning.filename for warning in warned] == [__file__]
+    assert f"override at {__file__}:" in str(policy.explain("mm"))
 
 
 def test_scopes_do_not_load_dynamo() -> None:
