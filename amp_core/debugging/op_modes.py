@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import FunctionType, MethodType
+from types import FrameType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -55,7 +56,10 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 result = func(*args, **(kwargs or {}))
         elif not types and self._receives_whole(func, (args, kwargs)):
             # Classes with a dispatch of their own (`types`) get such an op whole without a recording, too.
-            return run_in_parts(self, func, args, kwargs or {}, in_regions=not self._in_kernel)
+            alone = self._below_rule or _is_below_another()
+            in_regions = not (self._in_kernel or alone)
+            with self.calling(casts=alone):
+                return run_in_parts(self, func, args, kwargs or {}, in_regions=in_regions)
         elif not isinstance(func, Overload) and not calls_are_captured():  # as torch.cond, with its branches
             return func(*map(self._observed, args), **(kwargs or {}))
         else:
@@ -72,7 +76,7 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run an op. Its kernel may call ops with rules, which hold there as they do without a recording."""
         alone = types or self._below_rule or not _calls_others(func) or calls_are_captured()
         regions = [] if alone else regions_as_called()
-        if not regions or _has_rule(func, (args, kwargs), regions):
+        if not regions or _has_rule(func, (args, kwargs), regions) or _is_below_another():
             return func(*args, **kwargs)
         earlier, self.running = self.running, func
         try:
@@ -106,6 +110,21 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Report an op to all observers."""
         for each in self.observers:
             each(func, args, kwargs, result)
+
+
+def _is_below_another() -> bool:
+    """Whether a mode that the program entered later calls the op: without autocast, as it would by itself."""
+    handlers = (frame for frame in _callers() if frame.f_code.co_name == "__torch_dispatch__")
+    next(handlers)  # ours
+    caller = next(handlers, None)
+    return caller is not None and caller.f_globals is not globals()
+
+
+def _callers() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 @functools.cache

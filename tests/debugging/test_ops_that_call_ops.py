@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import amp_core
@@ -49,6 +50,13 @@ def product_of_its_own(a: Tensor, b: Tensor) -> Tensor:
         return exact + product(a, b)
 
 
+class Passing(TorchDispatchMode):
+    """Watches ops, and changes none."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
 OPS = {
     "custom": lambda: product(X, Y),
     "own regions": lambda: product_of_its_own(X, Y),
@@ -58,17 +66,18 @@ OPS = {
 }
 
 
+@pytest.mark.parametrize("mode", [nullcontext, Passing])
 @pytest.mark.parametrize("policy", [None, EXACT], ids=["default", "fp32"])
 @pytest.mark.parametrize(
     ("name", "inference"), [*((name, False) for name in OPS), *((n, True) for n in OPS if n != "gradients")]
 )
-def test_tools_change_no_result(name, inference, policy) -> None:
+def test_tools_change_no_result(name, inference, policy, mode) -> None:
     """A recording, or a guarded step, computes in another precision than the program by itself."""
     model = nn.Module()
     model.forward = lambda _: OPS[name]()
 
     def run() -> Tensor:
-        with torch.inference_mode() if inference else nullcontext(), autocast("cpu", policy=policy):
+        with torch.inference_mode() if inference else nullcontext(), autocast("cpu", policy=policy), mode():
             return model(None)
 
     expected = run()
@@ -108,17 +117,17 @@ def samples(number: int) -> list[Any]:
     return [*itertools.islice(op.sample_inputs("cpu", torch.float32, op.supports_autograd), 5)]
 
 
-def outcome(op: Any, sample: Any, *, in_region: bool) -> list[Any] | str:
+def outcome(op: Any, sample: Any, *, in_region: bool, mode: Any) -> list[Any] | str:
     """Return results and gradients, or the error."""
     torch.manual_seed(0)
     try:
-        with autocast("cpu") as region:
+        with autocast("cpu") as region, mode():
             results = tree_leaves(op(sample.input, *sample.args, **sample.kwargs))
         inputs = [t for t in tree_leaves((sample.input, sample.args, sample.kwargs)) if needs_gradient(t)]
         outputs = [t for t in results if needs_gradient(t)]
         if not (inputs and outputs):
             return results
-        with region if in_region else nullcontext():
+        with region if in_region else nullcontext(), mode():
             ones = [torch.ones_like(t) for t in outputs]
             return [*results, *torch.autograd.grad(outputs, inputs, ones, allow_unused=True)]
     except (RuntimeError, TypeError, ValueError, IndexError, AssertionError) as error:
@@ -140,10 +149,13 @@ def test_recordings_of_any_op() -> None:
     for choose in programs(6.0, number="recorded"):
         number = choose.randrange(number_of_ops)
         op, sample = ops()[number], choose.choice(samples(number))
-        in_region = choose.random() < 0.5
-        expected, again = (outcome(op, sample, in_region=in_region) for _ in range(2))
+        where: dict[str, Any] = {
+            "in_region": choose.random() < 0.5,
+            "mode": choose.choice([nullcontext, Passing]),
+        }
+        expected, again = (outcome(op, sample, **where) for _ in range(2))
         with amp_core.record():
-            got = outcome(op, sample, in_region=in_region)
+            got = outcome(op, sample, **where)
         if isinstance(expected, str):
             assert got == expected, op.name
         elif isinstance(again, list) and all(map(same, expected, again)):
