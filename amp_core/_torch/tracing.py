@@ -49,7 +49,10 @@ outside_graphs: Callable[[F], F] = _LAZY.function(
 
 
 def untraced(function: F) -> F:
-    """Do what `outside_graphs` does, for what programs without Dynamo call: it imports Dynamo when called."""
+    """Let compiled functions call `function` between graphs.
+
+    Unlike `outside_graphs`, it does not import Dynamo when other programs call the function.
+    """
     outside = outside_graphs(function)
 
     @functools.wraps(function)
