@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -62,6 +63,21 @@ def untraced(function: F) -> F:
     never_compile(run)  # what runs between graphs calls it, too
     return cast("F", run)
 
+
+def is_in_compiled_call() -> bool:
+    """Whether a call of a compiled function is running, perhaps between its graphs.
+
+    When it returns, it sets back whether dispatch modes are on, so none may begin or end within it alone.
+    """
+    frame = sys._getframe(1).f_back
+    while frame is not None:
+        if frame.f_code.co_name == "compile_wrapper" and frame.f_globals["__name__"] == _WRAPPERS:
+            return True
+        frame = frame.f_back
+    return False
+
+
+_WRAPPERS = "torch._dynamo.eval_frame"
 
 # Whether ``torch.func`` is transforming what runs now: its tensors are plain by type but have no memory.
 _FUNCTORCH = Feature("functorch", "portable kernels take the place of compiled ones, which is slower")

@@ -12,17 +12,17 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 
 from amp_core._torch.autograd import current_autograd_node
-from amp_core._torch.tracing import untraced
+from amp_core._torch.tracing import is_in_compiled_call, outside_graphs, untraced
 from amp_core.common.arguments import as_whole, check_module
 from amp_core.common.fsdp import is_sharded
 from amp_core.common.identity import WeakIdentityMapping
-from amp_core.common.optimizers import parameters_of
+from amp_core.common.optimizers import parameters_of, watch_steps
 from amp_core.debugging.attached import Attached
 from amp_core.debugging.op_faults import FaultFinder, OpFault, have_nan, in_reals, readable
 from amp_core.debugging.op_kinds import numbers_in
 from amp_core.debugging.state_keeper import generator_states, with_generators, with_own_buffers
 from amp_core.debugging.tap import Tap, muted
-from amp_core.errors import NonFiniteError
+from amp_core.errors import AmpError, NonFiniteError
 from amp_core.plugin import hookimpl, register, unregister
 from amp_core.scaling.gradients import kernels_of, read_once
 
@@ -58,12 +58,18 @@ class Guard(Attached):
         return {**super().__getstate__(), **dict.fromkeys(["_scaled", "_skips", "_tap", "_finder"])}
 
     def _before(self) -> None:
-        self._stop()
         in_backward = current_autograd_node() is not None  # a tap that starts there would end with it
-        if not in_backward and (self._chosen(self.step) or self._has_no_patience()):
+        looks = not in_backward and (self._chosen(self.step) or self._has_no_patience())
+        if (looks or self._tap is not None) and is_in_compiled_call():
+            error = NonFiniteError if self._has_no_patience() else AmpError
+            raise error(_COMPILED.format(step=self.step))
+        self._stop()
+        if looks:
             self._finder = FaultFinder(self.step, self._found)
             self._tap = Tap(self._finder, self.model)
             self._tap.__enter__().places.enter(self.model)
+            self._stepped = set[int]()
+            self._end_watching = watch_steps(self._after_step, after=True)
         else:
             self._generators = generator_states()
 
@@ -118,6 +124,14 @@ class Guard(Attached):
             f"the program again with amp_core.guard(model, steps=[{self.step}])."
         )
 
+    @outside_graphs
+    def _after_step(self, optimizer: Optimizer) -> None:
+        """End the search with the last use of the gradients: a compiled function may make the next call."""
+        self._stepped |= set(map(id, parameters_of(optimizer)))
+        used = [id(p) in self._stepped for p in self.model.parameters() if p.grad is not None]
+        if used and all(used) and not is_in_compiled_call():
+            self._stop()
+
     def _all_finite(self, tensors: list[Tensor]) -> bool:
         by_device: dict[torch.device, list[Tensor]] = {}
         for tensor in readable(tensors):
@@ -141,7 +155,15 @@ class Guard(Attached):
     def _stop(self) -> None:
         tap, self._tap, self._finder = self._tap, None, None
         if tap is not None:
+            self._end_watching()
             tap.__exit__(None, None, None)
+
+
+_COMPILED = (
+    "Every op of step {step} is to be checked, and a compiled function calls the model, so that the backward "
+    "pass would go unchecked. Guard what torch.compile(model) returns, and call that in place of the model; "
+    "or, in this step, call the function uncompiled, up to the step of the optimizer."
+)
 
 
 def _are_numbers(steps: object) -> bool:
@@ -168,7 +190,7 @@ def guard(
     of the next backward pass; each ``update`` of the scaler then waits for the device. Values that a mask
     sets to inf are no fault; if a result has such, the guard looks only for NaN in later results. Of a
     DTensor, each rank checks its part. Functions compiled by `torch.compile` run eagerly while every op is
-    checked.
+    checked, but none of them may call the model then: guard the result of ``torch.compile(model)`` instead.
 
     Args:
         model: the model to guard, as it is called in training.
@@ -182,6 +204,8 @@ def guard(
     Raises:
         TypeError: `model` is not a module, `steps` no collection, or `patience` no integer.
         ValueError: `patience` is below 1.
+        AmpError: later, where a compiled function calls the model in a chosen step.
+        NonFiniteError: later, at the op; or where the op cannot be looked for.
 
     Example:
         >>> import torch, amp_core
