@@ -178,8 +178,10 @@ _BACKWARD = Feature(
 )
 
 
-def compile_under(tag: Callable[[], str]) -> None:
+def compile_under(tag: Callable[[], str], changes_rules: Callable[..., object]) -> None:
     """Compile graphs for what `tag()` names: for it alone, and with a backward pass outside of regions.
+
+    Graphs that call `changes_rules` have such a backward pass, too.
 
     The tag is added to the keys of torch's caches of compiled code. Otherwise a program would load code that
     another one, traced alike, compiled under another policy.
@@ -198,10 +200,17 @@ def compile_under(tag: Callable[[], str]) -> None:
     def tagged(self: Any, *args: Any, **kwargs: Any) -> Any:
         # Not a compile callback: torch._dynamo.reset() forgets those.
         added = tag()
-        with _backward_outside(bool(added)), config.patch(cache_key_tag=f"{config.cache_key_tag}{added}"):
+        has_rules = bool(added) or _calls(args[0], changes_rules)
+        with _backward_outside(has_rules), config.patch(cache_key_tag=f"{config.cache_key_tag}{added}"):
             return call_user_compiler(self, *args, **kwargs)
 
     OutputGraph.call_user_compiler = tagged  # type: ignore[method-assign]
+
+
+def _calls(model: torch.fx.GraphModule, function: Callable[..., object]) -> bool:
+    """Whether a graph, or one inside it as that of a checkpoint, calls `function`."""
+    graphs = [module.graph for module in model.modules() if isinstance(module, torch.fx.GraphModule)]
+    return any(node.target is function for graph in graphs for node in graph.nodes)
 
 
 def _backward_outside(wanted: bool) -> AbstractContextManager[Any]:

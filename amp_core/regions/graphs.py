@@ -142,7 +142,7 @@ def _register_with_dynamo() -> None:
     guard_on(policies_in_force, "amp_core policy")
     # A constant as long as that guard holds.
     torch.compiler.assume_constant_result(rule_in_force)  # type: ignore[no-untyped-call]
-    compile_under(cache_tag)
+    compile_under(cache_tag, push_number)
     overrides = ContextManager(
         lambda changes: (number_in_graphs(changes),),
         lambda number: (graph_step(number),),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from os import PathLike
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from amp_core._torch.autocast import autocast_off
 from amp_core._torch.modules import tree_map_only
-from amp_core._torch.tracing import untraced
+from amp_core._torch.tracing import is_exporting, untraced
 from amp_core.common.arguments import check_module, home_of
 from amp_core.common.handle import Handle
 from amp_core.common.text import counted
@@ -191,6 +192,7 @@ class _ModuleRegion:
     def __init__(self, device_type: str, changes: RuleOverrides | None) -> None:
         self.device_type = device_type
         self.changes = changes
+        self._no_change = RuleOverrides(device_type, {}, f"module rule {FP32!r}")
 
     def on_top_of(self, other: _ModuleRegion | None) -> _ModuleRegion:
         if other is None or other.changes is None or self.changes is None:
@@ -213,8 +215,14 @@ class _ModuleRegion:
         if not torch.is_autocast_enabled(self.device_type):
             return call(*args, **kwargs)
         args, kwargs = tree_map_only(torch.Tensor, self._float32, (args, kwargs))
-        with autocast_off(self.device_type):
+        with self._shown_in_graphs(), autocast_off(self.device_type):
             return call(*args, **kwargs)
+
+    def _shown_in_graphs(self) -> AbstractContextManager[None]:
+        # Without a rule in the graph, Dynamo compiles the backward pass of the module in low precision.
+        if torch.compiler.is_dynamo_compiling() and not is_exporting():
+            return self._no_change
+        return nullcontext()
 
     def _float32(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.float() if eligible(tensor, self.device_type) else tensor
