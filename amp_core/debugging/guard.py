@@ -55,7 +55,8 @@ class Guard(Attached):
         self._removers += [lambda: unregister(self), self._stop]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), **dict.fromkeys(["_scaled", "_skips", "_tap", "_finder"])}
+        left = ["_scaled", "_skips", "_tap", "_finder", "_end_watching"]
+        return {**super().__getstate__(), **dict.fromkeys(left)}
 
     def _before(self) -> None:
         in_backward = current_autograd_node() is not None  # a tap that starts there would end with it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
@@ -164,3 +165,13 @@ def test_skips_in_a_row_of_a_compiled_step() -> None:
             training.step()
         with pytest.raises(NonFiniteError, match="compiled function calls"):
             training.step()
+
+
+def test_a_copy_in_a_chosen_step() -> None:
+    """What ends the search belongs to this process, and cannot be pickled."""
+    model = nn.Linear(4, 4)
+    with guard(model, steps=[0]) as guarded:
+        model(X).sum().backward()
+        assert pickle.loads(pickle.dumps(guarded)).step == 0
+        torch.optim.SGD(model.parameters(), lr=0.125).step()
+        assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
