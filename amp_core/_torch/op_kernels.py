@@ -70,7 +70,7 @@ def is_defined(op_name: str) -> bool:
     return True
 
 
-def all_op_names(wanted: Callable[[str], Any] = bool) -> list[str]:
+def all_op_names(wanted: Callable[[str], Any] = lambda _name: True) -> list[str]:
     """Return every op that is defined now and `wanted`, as ``namespace::name.overload``.
 
     The dispatcher also lists what has only a kernel, such as one of `install` for an op of a later import.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -15,6 +14,7 @@ from amp_core._torch.dispatcher import Overload, autocast_key, dispatcher_name
 from amp_core._torch.dynamo import never_compile
 from amp_core._torch.features import Feature, resolve
 from amp_core._torch.op_kernels import dispatch_key, has_kernel, set_excluded, without_modes
+from amp_core.common.call_site import callers
 from amp_core.errors import TorchFeatureError
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -64,20 +64,19 @@ def untraced(function: F) -> F:
     return cast("F", run)
 
 
+_WRAPPERS = "torch._dynamo.eval_frame"
+
+
 def is_in_compiled_call() -> bool:
     """Whether a call of a compiled function is running, perhaps between its graphs.
 
     When it returns, it sets back whether dispatch modes are on, so none may begin or end within it alone.
     """
-    frame = sys._getframe(1).f_back
-    while frame is not None:
-        if frame.f_code.co_name == "compile_wrapper" and frame.f_globals["__name__"] == _WRAPPERS:
-            return True
-        frame = frame.f_back
-    return False
+    return any(
+        frame.f_code.co_name == "compile_wrapper" and frame.f_globals["__name__"] == _WRAPPERS
+        for frame in callers()
+    )
 
-
-_WRAPPERS = "torch._dynamo.eval_frame"
 
 # Whether ``torch.func`` is transforming what runs now: its tensors are plain by type but have no memory.
 _FUNCTORCH = Feature("functorch", "portable kernels take the place of compiled ones, which is slower")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from types import FrameType
 
 
@@ -17,11 +18,25 @@ def place_outside(packages: tuple[str, ...] = ()) -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
+def callers() -> Iterator[FrameType]:
+    """Return the frames that called the function that asks, the innermost first."""
+    return _from(sys._getframe(2))
+
+
+def _from(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
 def _outside(packages: tuple[str, ...]) -> tuple[int, FrameType]:
-    level, frame = 1, sys._getframe(2)
-    while frame.f_back is not None and (_is_ours(frame.f_globals) or _package(frame.f_globals) in packages):
-        level, frame = level + 1, frame.f_back
-    return level, frame
+    frames = callers()
+    next(frames)  # asks for the level, or the place
+    return next(
+        (level, frame)
+        for level, frame in enumerate(frames, 1)
+        if frame.f_back is None or not (_is_ours(frame.f_globals) or _package(frame.f_globals) in packages)
+    )
 
 
 def _is_ours(names: dict[str, object]) -> bool:

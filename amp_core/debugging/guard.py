@@ -63,7 +63,7 @@ class Guard(Attached):
         looks = not in_backward and (self._chosen(self.step) or self._has_no_patience())
         if (looks or self._tap is not None) and is_in_compiled_call():
             error = NonFiniteError if self._has_no_patience() else AmpError
-            raise error(_COMPILED.format(step=self.step))
+            raise error(_COMPILED.format(step=self.step if looks else self.step - 1))
         self._stop()
         if looks:
             self._finder = FaultFinder(self.step, self._found)

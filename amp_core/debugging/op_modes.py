@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import functools
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import FrameType, FunctionType, MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from amp_core._torch.tracing import (
     regions_as_called,
     run_in_parts,
 )
+from amp_core.common.call_site import callers
 from amp_core.common.containers import tensors_in
 from amp_core.debugging.collectives import kind_of
 from amp_core.debugging.op_kinds import only_moves
@@ -114,17 +114,10 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _is_below_another() -> bool:
     """Whether a mode that the program entered later calls the op: without autocast, as it would by itself."""
-    handlers = (frame for frame in _callers() if frame.f_code.co_name == "__torch_dispatch__")
+    handlers = (frame for frame in callers() if frame.f_code.co_name == "__torch_dispatch__")
     next(handlers)  # ours
     caller = next(handlers, None)
     return caller is not None and caller.f_globals is not globals()
-
-
-def _callers() -> Iterator[FrameType]:
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
 
 
 @functools.cache

@@ -39,7 +39,8 @@ def heavy_ops() -> dict[str, str]:
 
     An op that torch composes of others is left out: the rules of its parts apply.
     """
-    return {names.in_full(name): str(_kind(name)) for name in all_op_names(_kind) if _computes(name)}
+    kinds = {name: kind for name in all_op_names(_kind) if (kind := _kind(name)) and _computes(name)}
+    return {names.in_full(name): kind for name, kind in kinds.items()}
 
 
 def missing(policy: OpPolicy) -> dict[str, str]:

@@ -143,6 +143,16 @@ def test_a_chosen_step_that_runs_uncompiled(scaled: bool) -> None:
     assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
 
 
+def test_a_chosen_step_without_an_optimizer() -> None:
+    """The error of the next call, which a compiled function makes, names that call and not the step."""
+    training = Training("function")
+    with guard(training.model, steps=[0]):
+        training.plain(X).backward()
+        with pytest.raises(AmpError, match="step 0 is to be checked"):
+            training.step()
+    assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+
+
 def test_two_optimizers_of_a_chosen_step() -> None:
     """The search ends with the first of them, and what the second one computes goes unchecked."""
     training = Training()

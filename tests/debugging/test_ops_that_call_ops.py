@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import amp_core
@@ -18,6 +17,7 @@ from amp_core import OpPolicy, autocast
 
 from .. import alike
 from ..drawn import programs
+from ..modes import Passing
 
 torch.manual_seed(0)
 X, Y = torch.randn(5, 3), torch.randn(3, 4)
@@ -48,13 +48,6 @@ def product_of_its_own(a: Tensor, b: Tensor) -> Tensor:
         exact = a @ b
     with torch.autocast("cpu", torch.float16):
         return exact + product(a, b)
-
-
-class Passing(TorchDispatchMode):
-    """Watches ops, and changes none."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
 
 
 OPS = {

@@ -19,7 +19,6 @@ from torch.func import functional_call
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
@@ -28,6 +27,7 @@ from amp_core import OpPolicy, PolicyError, autocast, cached_casts
 from amp_core.dispatch.activate import pushed
 
 from ..drawn import programs
+from ..modes import Passing
 
 X = torch.linspace(-1, 1, 72).reshape(3, 3, 8)
 CPU = OpPolicy.default("cpu")
@@ -192,13 +192,6 @@ def packed(region: Region, m: nn.Module, x: Tensor) -> list[Any]:
     kept: list[str] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(str(t.dtype)), t)[1], lambda t: t):
         return [*trained(region, m, x), sorted(kept)]
-
-
-class Passing(TorchDispatchMode):
-    """Watches ops and changes none."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
 
 
 def seen(region: Region, m: nn.Module, x: Tensor) -> list[Any]:
