@@ -54,6 +54,20 @@ class Guard(Attached):
         register(self)
         self._removers += [lambda: unregister(self), self._stop]
 
+    @untraced
+    def remove(self) -> None:
+        """Detach from the model. Calling it again has no effect.
+
+        Raises:
+            AmpError: a compiled function calls it while every op of a step is checked.
+        """
+        if self._tap is not None and is_in_compiled_call():
+            raise AmpError(
+                f"A compiled function cannot remove a guard while it checks every op of step {self.step}: "
+                f"the checks began outside of the function. Call remove() there."
+            )
+        super().remove()
+
     def __getstate__(self) -> dict[str, Any]:
         left = ["_scaled", "_skips", "_tap", "_finder", "_end_watching"]
         return {**super().__getstate__(), **dict.fromkeys(left)}

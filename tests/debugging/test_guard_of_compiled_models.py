@@ -177,6 +177,21 @@ def test_skips_in_a_row_of_a_compiled_step() -> None:
             training.step()
 
 
+def test_a_guard_that_a_compiled_function_removes() -> None:
+    """The next backward pass ends with an internal error of torch."""
+    training = Training()
+    guarded = guard(training.model, steps=[0])
+    remove = torch.compile(lambda x: (guarded.remove(), x + 1), backend="aot_eager")
+    loss = training.plain(X)
+    with pytest.raises(AmpError, match=r"every op of step 0.*Call remove\(\) there"):
+        remove(X)
+    loss.backward()
+    training.optimizer.step()
+    remove(X)
+    training.step()
+    assert guarded.step == 0
+
+
 def test_a_copy_in_a_chosen_step() -> None:
     """What ends the search belongs to this process, and cannot be pickled."""
     model = nn.Linear(4, 4)
