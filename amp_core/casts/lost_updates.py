@@ -78,8 +78,7 @@ class LostUpdates(LocalHandle):
             raise ValueError("LBFGS evaluates the loss within a step, so its updates cannot be counted.")
         refuse_wrapper(optimizer, "count_lost_updates")
         self._counts = Counts(optimizer)
-        self._optimizer = optimizer
-        self._names = {id(p): name for name, p in model.named_parameters()}
+        self._model, self._optimizer = model, optimizer
         self._before: list[tuple[str, Tensor, Tensor]] = []
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_step),
@@ -94,10 +93,11 @@ class LostUpdates(LocalHandle):
                 "Compute them first and call step() without a closure, or remove() the count."
             )
         self._counts.begin()
+        names = {id(p): name for name, p in self._model.named_parameters()}
         # NaN equals nothing, so only elements that should change can be found unchanged.
         self._before = [
             (name, param, part_of(param).detach().masked_fill(wanted == part_of(param), torch.nan))
-            for name, param, wanted in float32_steps(self._optimizer, self._names)
+            for name, param, wanted in float32_steps(self._optimizer, names)
         ]
 
     @outside_graphs

@@ -15,14 +15,19 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from amp_core._torch.tensors import is_flattened, part_of, version_of
+from amp_core._torch.tensors import is_flattened, is_wrapper, part_of, version_of
 from amp_core._torch.tracing import outside_graphs, untraced
 from amp_core.casts.lost_updates import Counts
 from amp_core.casts.memory import KeptMemory
 from amp_core.casts.shards import like
 from amp_core.casts.stand_ins import Bucket, buckets, in_place_of, unhooked_step
 from amp_core.casts.storage import STORAGES, Draw, drop_foreign, narrow_state, packed, unpacked, widen_state
-from amp_core.casts.stored_parameters import checked_optimizer, parameters_to_store
+from amp_core.casts.stored_parameters import (
+    checked_globs,
+    checked_optimizer,
+    refuse_unstorable,
+    storable,
+)
 from amp_core.common.arguments import as_whole, check_module
 from amp_core.common.containers import map_tensors
 from amp_core.common.handle import LocalHandle
@@ -61,14 +66,16 @@ class StoredWeights(LocalHandle):
         self.storage, self.optimizer = storage, optimizer
         self._memory = KeptMemory()
         self._how, self._seed, self._state_dtype = STORAGES[storage], seed, state_dtype
-        self._names = {id(p): name for name, p in parameters_to_store(model, optimizer, keep).items()}
+        globs = checked_globs(model, keep)
+        self._stored: Callable[[], dict[str, Tensor]] = lambda: storable(model, optimizer, globs)
+        refuse_unstorable(model, self._stored())
+        self._names: dict[int, str | None] = {}  # of each parameter that the optimizer has had
         self._lost = Counts(optimizer) if lost_updates else None
         self._versions: dict[int, int] = {}  # of each parameter, after the last step
         self._first: dict[int, Tensor] = {}  # what is kept until the first step: a state shows that it began
         optimizer._amp_core_first = self._first  # type: ignore[attr-defined]  # for copies of its state
-        for param in parameters_of(optimizer):
-            if id(param) in self._names:
-                self._convert(param)
+        for param in self._stored().values():
+            self._convert(param)
         for group in optimizer.param_groups:
             group.setdefault(STEPS, 0)
         self._inner = unhooked_step(optimizer)
@@ -87,7 +94,10 @@ class StoredWeights(LocalHandle):
         return filter(self._is_stored, parameters_of(self.optimizer))
 
     def _is_stored(self, param: Tensor) -> bool:
-        return id(param) in self._names and param.dtype is torch.bfloat16  # float32 if it joined later
+        if id(param) not in self._names:  # it has joined the optimizer, and perhaps the model, only now
+            found = {id(p): name for name, p in self._stored().items() if not is_wrapper(part_of(p))}
+            self._names = dict.fromkeys(map(id, parameters_of(self.optimizer))) | found
+        return self._names[id(param)] is not None and param.dtype is torch.bfloat16  # else float32
 
     def _convert(self, param: Tensor) -> None:
         """Store a float32 parameter, rounded to nearest; no random bits are drawn."""
@@ -189,7 +199,7 @@ class StoredWeights(LocalHandle):
         if not state:  # FSDP1 refuses an empty one, which torch's SGD never has
             del self.optimizer.state[param]
         if self._lost is not None and changed is not None:
-            self._lost.count(self._names[id(param)], changed & (self._wide(param) == before))
+            self._lost.count(str(self._names[id(param)]), changed & (self._wide(param) == before))
 
     def lost_updates(self) -> dict[str, float]:
         """Return, by name, the share of elements that the last step should have changed and did not.
@@ -250,7 +260,7 @@ class StoredWeights(LocalHandle):
 
     def float32_weights(self) -> dict[str, Tensor]:
         """Return the weights in float32 by name, as exact as the storage has them; for a checkpoint."""
-        return {self._names[id(param)]: like(param, self._wide(param)) for param in self._params()}
+        return {str(self._names[id(param)]): like(param, self._wide(param)) for param in self._params()}
 
     def nbytes(self) -> int:
         """Return the bytes that are kept beside the bfloat16 weights."""
@@ -281,4 +291,4 @@ class StoredWeights(LocalHandle):
         if self._lost is not None:
             self._lost.remove()
             self._lost = None
-        self._names = {}  # a learning-rate scheduler may go on calling this step
+        self._names, self._stored = {}, dict  # a learning-rate scheduler may go on calling this step

@@ -12,7 +12,7 @@ from amp_core._torch.tensors import is_wrapper, part_of
 from amp_core.casts.stand_ins import refuse_wrapper
 from amp_core.casts.storage import STORAGES
 from amp_core.common.optimizers import parameters_of
-from amp_core.regions.selecting import matching
+from amp_core.regions.selecting import matches, matching
 
 
 def checked_optimizer(optimizer: object, storage: str, state_dtype: torch.dtype) -> Optimizer:
@@ -36,33 +36,39 @@ def checked_optimizer(optimizer: object, storage: str, state_dtype: torch.dtype)
     return optimizer
 
 
-def parameters_to_store(model: nn.Module, optimizer: Optimizer, keep: Iterable[str]) -> dict[str, Tensor]:
-    """Return, by name, the float32 and bfloat16 parameters of `model` that ``keep=`` leaves.
-
-    Those that `optimizer` does not step may join it later, as when layers are unfrozen.
+def checked_globs(model: nn.Module, keep: Iterable[str]) -> list[str]:
+    """Return the globs of ``keep=``.
 
     Raises:
         TypeError: `keep` is not a list of globs.
-        ValueError: the optimizer steps none, a glob matches no parameter, or one that it steps cannot be
-            stored.
+        PolicyError: a glob matches no parameter.
     """
-    kept, held = _kept(model, keep), set(map(id, parameters_of(optimizer)))
-    found: dict[str, Tensor] = {
+    globs = None if isinstance(keep, (str, Tensor)) or not isinstance(keep, Iterable) else [*keep]
+    if globs is None or not all(isinstance(glob, str) for glob in globs):
+        raise TypeError(f"keep= must be a list of globs, such as ['**.norm.*'], not {keep!r}.")
+    matching((name for name, _ in model.named_parameters(remove_duplicate=False)), globs, "parameter", model)
+    return globs
+
+
+def storable(model: nn.Module, optimizer: Optimizer, globs: list[str]) -> dict[str, Tensor]:
+    """Return, by name, the float32 and bfloat16 parameters that `optimizer` steps and `globs` leave."""
+    kept, held = _kept(model, globs), set(map(id, parameters_of(optimizer)))
+    return {
         name: p
         for name, p in model.named_parameters()
-        if p.dtype in (torch.float32, torch.bfloat16)
-        and id(p) not in kept
-        and (id(p) in held or not is_wrapper(part_of(p)))
+        if p.dtype in (torch.float32, torch.bfloat16) and id(p) in held - kept
     }
-    stepped = {name: param for name, param in found.items() if id(param) in held}
-    if not stepped:
+
+
+def refuse_unstorable(model: nn.Module, stored: dict[str, Tensor]) -> None:
+    """Raise ValueError if there is no parameter in `stored`, or one that cannot be stored in bfloat16."""
+    if not stored:
         raise ValueError(
             "No float32 or bfloat16 parameter of the model, but for keep=, is stepped by the optimizer."
         )
     in_ddp = _in_ddp(model)
-    for name, param in stepped.items():
+    for name, param in stored.items():
         _refuse(name, param, in_ddp)
-    return found
 
 
 def _refuse(name: str, param: Tensor, in_ddp: set[int]) -> None:
@@ -90,13 +96,10 @@ def _refuse(name: str, param: Tensor, in_ddp: set[int]) -> None:
         )
 
 
-def _kept(model: nn.Module, keep: Iterable[str]) -> set[int]:
+def _kept(model: nn.Module, globs: list[str]) -> set[int]:
     """Return the ``id`` of each parameter that stays as it is; globs of ``keep=`` match any of its names."""
-    globs = None if isinstance(keep, (str, Tensor)) or not isinstance(keep, Iterable) else [*keep]
-    if globs is None or not all(isinstance(glob, str) for glob in globs):
-        raise TypeError(f"keep= must be a list of globs, such as ['**.norm.*'], not {keep!r}.")
-    named = {name: id(param) for name, param in model.named_parameters(remove_duplicate=False)}
-    chosen = {named[name] for name in matching(named, globs, "parameter", model)}
+    named = model.named_parameters(remove_duplicate=False)
+    chosen = {id(param) for name, param in named if any(matches(name, glob) for glob in globs)}
     return chosen | _beside_statistics(model)
 
 

@@ -79,6 +79,17 @@ def test_only_low_precision_weights_with_gradients_are_counted() -> None:
     assert counted.lost_updates().keys() == {"low.weight", "low.bias"}
 
 
+def test_layers_that_join_later_are_counted() -> None:
+    """The updates of a layer that was added to the model later look as if none was lost."""
+    model = model_of([1e-4])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with count_lost_updates(model, optimizer) as counted:
+        model["late"] = model_of([1e-4, 0.5])["w"]
+        optimizer.add_param_group({"params": [model["late"]]})
+        optimizer.step()
+        assert counted.lost_updates() == {"w": 1.0, "late": 0.5}
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_the_step_record_has_the_count_of_its_own_step(fused: bool) -> None:
     """A skipped step loses no update, and a record must not show the numbers of another step."""

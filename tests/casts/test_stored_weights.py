@@ -96,6 +96,36 @@ def test_parameters_that_join_the_optimizer_later(dtype: torch.dtype) -> None:
     assert bits(wide) == bits({key: p for key, p in exact.named_parameters() if key in wide})
 
 
+def append(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
+    model.append(nn.Linear(3, 3, dtype=LOW))
+    optimizer.add_param_group({"params": [*model[4].parameters()]})
+
+
+def replace(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
+    model.load_state_dict({key: p.clone() for key, p in model.state_dict().items()}, assign=True)
+    optimizer.param_groups[0]["params"] = [*model.parameters()]
+
+
+@pytest.mark.parametrize("change", [append, replace])
+def test_parameters_that_join_the_model_later(change: Callable[..., None]) -> None:
+    """Layers that are added to the model later lose every update, and nothing says so."""
+    model = make().to(LOW)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    masters = master_weights(model, optimizer, "remainder", keep=["1.bias"], lost_updates=True)
+    change(model, optimizer)
+    for p in model.parameters():
+        p.detach().fill_(1.0)
+    for _ in range(100):
+        for p in model.parameters():
+            p.grad = torch.full_like(p, 0.001)
+        optimizer.step()
+    weights = dict(model.named_parameters())
+    kept = weights.pop("1.bias")
+    assert masters.float32_weights().keys() == masters.lost_updates().keys() == weights.keys()
+    assert kept.mean() == 1.0
+    assert all(0.89 < p.float().mean() < 0.91 for p in weights.values())
+
+
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("how", STORAGES)
 @pytest.mark.parametrize("state_dtype", [WIDE, LOW])
