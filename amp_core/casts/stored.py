@@ -187,6 +187,8 @@ class StoredWeights(LocalHandle):
         if kept is not None:
             state[KEPT] = kept
         self.optimizer.state[param] = state
+        if getattr(self.optimizer, "grad_scale", None) is not None:  # torch's fused steps unscale gradients
+            part_of(param.grad).detach().copy_(part_of(stand_in.grad).detach())  # type: ignore[arg-type]
         before = None if self._lost is None else self._wide(param)
         changed = None if before is None else wide != before  # `wide` is overwritten
         kept = self._how.narrow(wide, param, draw, None if kept is None else part_of(kept))

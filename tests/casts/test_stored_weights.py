@@ -207,6 +207,25 @@ def test_resumes_bit_for_bit(how: str, state_dtype: torch.dtype, name: str) -> N
     assert {t.dtype for t in moments} <= {state_dtype}
 
 
+@pytest.mark.parametrize("max_norm", [None, 0.01])
+@pytest.mark.parametrize("poison", [1.0, torch.inf])
+def test_gradients_after_a_fused_step(max_norm: float | None, poison: float) -> None:
+    """Gradients that a program logs after the step are larger than without the storage, by the scale."""
+    seen: list[dict[str, Tensor]] = []
+    for is_stored in (False, True):
+        model = make().to(LOW)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        if is_stored:
+            master_weights(model, optimizer, "remainder")
+        scaler = GradScaler("cpu", init_scale=1024.0)
+        loss = model(torch.ones(2, 6, dtype=LOW)).float().square().mean()
+        scaler.scale(loss * poison).backward()
+        scaler.step(optimizer, max_norm=max_norm)
+        seen.append({key: p.grad for key, p in model.named_parameters() if p.grad is not None})
+    for key, grad in seen[0].items():
+        torch.testing.assert_close(seen[1][key], grad, rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize("how", STORAGES)
 @pytest.mark.parametrize("fused", [True, False])
 def test_a_skipped_step_changes_nothing(how: str, fused: bool) -> None:
