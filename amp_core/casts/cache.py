@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 from torch.nn import Module, Parameter
 
 from amp_core._torch.tensors import WeakStorage, identity_of, is_dtensor, is_freed, part_of, weak_memory
@@ -76,13 +77,17 @@ class WeightCache:
             return None
         entry = self._casts[dtype].get(id(weight))
         if entry is None or not entry.is_fresh(weight):
-            alone = self._is_small(weight)
+            alone = self._is_cast_alone(weight)
             entry = self._cast_alone(weight, dtype) if alone else self._cast_stale(slot, dtype)
             if not self.is_kept:  # the scope has ended meanwhile
                 self.invalidate()
         if entry is not None and self.debug:
             _check(slot, entry.cast)
         return None if entry is None else entry.cast
+
+    def _is_cast_alone(self, weight: Tensor) -> bool:
+        # Kernels know no tangents of forward-mode AD; torch's cast has them.
+        return self._is_small(weight) or unpack_dual(weight).tangent is not None  # type: ignore[no-untyped-call]
 
     def _cast_alone(self, weight: Tensor, dtype: torch.dtype) -> CachedCast | None:
         if _has_no_memory(weight):
@@ -110,7 +115,7 @@ class WeightCache:
         groups: dict[tuple[torch.device, bool, bool], list[Tensor]] = defaultdict(list)
         new_entries: dict[int, CachedCast] = {}
         for weight in [s.weight for s in self._slots.values() if dtype in s.dtypes]:
-            if self._is_small(weight) or _has_no_memory(weight):
+            if self._is_cast_alone(weight) or _has_no_memory(weight):
                 continue
             entry = entries.get(id(weight))
             if entry is not None and looks_for_hooks(entry.cast) and entry.is_only_hooked(weight):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from amp_core import OpPolicy, Recipe, autocast, cached_casts, master_weights
 from amp_core.casts import accumulating, bulk
@@ -17,6 +18,8 @@ from ..drawn import programs
 
 X = torch.linspace(-1, 1, 24).reshape(4, 6)
 Result = list["Tensor | None"]
+
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit")  # of torch's own forward mode and optimizers
 
 
 @pytest.fixture(autouse=True, params=["alone", "together"])
@@ -131,6 +134,15 @@ def in_another_dtype_meanwhile(model: nn.Module) -> Result:
     return grad(model) + all_inputs(model)
 
 
+def forward_mode(model: nn.Module) -> Result:
+    weight = model[0].weight
+    with forward_ad.dual_level():
+        with torch.no_grad():
+            weight.copy_(forward_ad.make_dual(weight.detach(), torch.ones_like(weight)))
+        with autocast("cpu"):
+            return copies(forward_ad.unpack_dual(model[0](X)))
+
+
 ROUTES: list[Callable[[nn.Module], Result]] = [
     backward,
     some_inputs,
@@ -145,6 +157,7 @@ ROUTES: list[Callable[[nn.Module], Result]] = [
     vmapped,
     frozen_then_not,
     in_another_dtype_meanwhile,
+    forward_mode,
 ]
 
 
@@ -189,7 +202,6 @@ def test_routes_in_any_order(scope: Callable[[nn.Module], Any]) -> None:
 
 
 @pytest.mark.parametrize("scope", [cached_casts, master_weights])
-@pytest.mark.filterwarnings("ignore:.torch.jit")
 def test_an_optimizer_in_the_backward_pass_steps(scope: Callable[[nn.Module], Any]) -> None:
     """The model never learns: the hook that steps is on a node that no gradient reaches."""
     from torch.distributed.optim import _apply_optimizer_in_backward
