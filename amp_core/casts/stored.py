@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from amp_core._torch.tensors import is_flattened, is_wrapper, part_of, version_of
+from amp_core._torch.tensors import is_flattened, part_of, version_of
 from amp_core._torch.tracing import outside_graphs, untraced
 from amp_core.casts.lost_updates import Counts
 from amp_core.casts.memory import KeptMemory
@@ -25,6 +25,7 @@ from amp_core.casts.storage import STORAGES, Draw, drop_foreign, narrow_state, p
 from amp_core.casts.stored_parameters import (
     checked_globs,
     checked_optimizer,
+    is_dense,
     refuse_unstorable,
     storable,
 )
@@ -95,7 +96,7 @@ class StoredWeights(LocalHandle):
 
     def _is_stored(self, param: Tensor) -> bool:
         if id(param) not in self._names:  # it has joined the optimizer, and perhaps the model, only now
-            found = {id(p): name for name, p in self._stored().items() if not is_wrapper(part_of(p))}
+            found = {id(p): name for name, p in self._stored().items() if is_dense(p)}
             self._names = dict.fromkeys(map(id, parameters_of(self.optimizer))) | found
         return self._names[id(param)] is not None and param.dtype is torch.bfloat16  # else float32
 

@@ -71,6 +71,12 @@ def refuse_unstorable(model: nn.Module, stored: dict[str, Tensor]) -> None:
         _refuse(name, param, in_ddp)
 
 
+def is_dense(param: Tensor) -> bool:
+    """Return whether `param` is in memory that kernels can read."""
+    part = part_of(param)
+    return part.layout is torch.strided and not is_wrapper(part)
+
+
 def _refuse(name: str, param: Tensor, in_ddp: set[int]) -> None:
     """Raise ValueError if `param` cannot be stored in bfloat16."""
     part = part_of(param)
@@ -79,6 +85,8 @@ def _refuse(name: str, param: Tensor, in_ddp: set[int]) -> None:
             f"{name} is a {type(part).__name__}, whose memory only the library that it comes from can "
             f"replace. Name it in keep=."
         )
+    if part.layout is not torch.strided:
+        raise ValueError(f"{name} has the layout {part.layout}, not torch.strided. Name it in keep=.")
     if param.dtype is not torch.float32:
         return
     if nn.parameter.is_lazy(param) or param.is_meta:

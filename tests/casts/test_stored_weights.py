@@ -446,11 +446,27 @@ def test_a_step_that_runs_out_of_memory_changes_nothing(how: str, begun: bool) -
     optimizer.step()
 
 
-@pytest.mark.parametrize("last", [nn.LazyLinear(2), nn.Linear(4, 2, device="meta")], ids=["lazy", "meta"])
-def test_weights_without_memory_are_refused_before_others_are_rounded(last: nn.Module) -> None:
-    """The error comes when the first layers are in bfloat16 already."""
-    model = nn.Sequential(nn.Linear(4, 4), last)
+class Sparse(nn.Module):
+    def __init__(self, layout: torch.layout) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(4).to_sparse(layout=layout))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize(
+    ("last", "reason"),
+    [
+        (lambda: nn.LazyLinear(2), "has no memory yet"),
+        (lambda: nn.Linear(4, 2, device="meta"), "has no memory yet"),
+        (lambda: Sparse(torch.sparse_coo), "has the layout torch.sparse_coo"),
+        (lambda: Sparse(torch.sparse_csr), "has the layout torch.sparse_csr"),
+    ],
+    ids=["lazy", "meta", "coo", "csr"],
+)
+def test_weights_are_refused_before_others_are_rounded(last: Callable[[], nn.Module], reason: str) -> None:
+    """The error comes when the first layers are in bfloat16 already, or is one of a kernel."""
+    model = nn.Sequential(nn.Linear(4, 4), last())
     optimizer = torch.optim.AdamW(model.parameters())
-    with pytest.raises(ValueError, match=r"1\.weight has no memory yet"):
+    with pytest.raises(ValueError, match=rf"1\.weight {reason}"):
         master_weights(model, optimizer, "remainder")
     assert {p.dtype for p in model.parameters()} == {WIDE}
