@@ -114,7 +114,11 @@ class StoredWeights(LocalHandle):
         else:
             return
         kept = self._how.narrow(wide, param)
-        if kept is not None:
+        if kept is None:
+            return
+        if state:  # torch's flattened checkpoints load only the entries that are there
+            state[KEPT] = like(param, kept)
+        else:
             self._first[id(param)] = like(param, kept)
 
     # One step.
