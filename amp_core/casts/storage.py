@@ -95,11 +95,14 @@ def unpacked(kept: Tensor, param: Tensor, how: Storage) -> Tensor:
 def drop_foreign(kept: Tensor, low: Tensor) -> Tensor:
     """Return `kept` with 0 where it cannot belong to `low`, which someone has overwritten.
 
-    A compensation is at most half a unit in the last place of its weight. Beside 0, no remainder is negative.
+    A compensation is at most half a unit in the last place of its weight, which it does not change. Below a
+    power of 2, units are half as large. Beside 0, no remainder is negative.
     """
     if kept.dtype is torch.int16:
         return kept.masked_fill((low == 0) & (kept < 0), 0)
-    return kept.masked_fill(kept.abs() > low.abs() * 2**-8, 0)
+    power = (low.view(torch.int16) & 0x7F80).view(torch.bfloat16)  # the exponent alone
+    is_half = (low.abs() == power) & ((kept < 0) != (low < 0))
+    return kept.masked_fill(kept.abs() > torch.where(is_half, 2**-9, 2**-8) * power, 0)
 
 
 def widen_state(value: Any) -> Any:
