@@ -14,6 +14,7 @@ from amp_core._torch.dynamo import (
     before_export,
     compile_under,
     guard_on,
+    run_uncompiled,
     trace_as_context_manager,
     when_loaded,
 )
@@ -143,6 +144,8 @@ def _register_with_dynamo() -> None:
     # A constant as long as that guard holds.
     torch.compiler.assume_constant_result(rule_in_force)  # type: ignore[no-untyped-call]
     compile_under(cache_tag, push_number)
+    # torch may run a graph op by op where Dynamo compiles, as the backward pass of an autograd function.
+    run_uncompiled([push_number, pop_number, widen, restored_by_region])
     overrides = ContextManager(
         lambda changes: (number_in_graphs(changes),),
         lambda number: (graph_step(number),),

@@ -315,6 +315,37 @@ def test_an_exception_in_compiled_code_keeps_the_outer_state(kind: str, backend:
             assert state() == before
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("policy", [None, EXACT], ids=["torch's rules", "policy"])
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does it
+def test_the_region_of_a_backward_pass_between_graphs(
+    policy: amp_core.OpPolicy | None, dtype: torch.dtype, backend: str
+) -> None:
+    """Dynamo compiles what enters the region, and fails, as torch runs that graph op by op."""
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(x)
+            return x @ x
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            (x,) = ctx.saved_tensors
+            with amp_core.autocast("cpu", dtype, policy=policy):
+                return torch.mm(grad, x.t()).float() + torch.mm(x.t(), grad).float()
+
+    def step(weight: torch.Tensor) -> None:
+        Product.apply(weight).square().sum().backward()
+
+    torch._dynamo.reset()
+    one, other = (X.clone().requires_grad_() for _ in range(2))
+    torch.compile(step, backend=backend)(one)
+    step(other)
+    assert torch.equal(one.grad, other.grad)
+
+
 def test_the_graph_of_a_region_is_that_of_torch() -> None:
     """Torch's caches and exporters, which know torch's calls alone, refuse graphs with our regions."""
     targets = []
