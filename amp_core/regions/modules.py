@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from os import PathLike
@@ -234,6 +235,15 @@ def runs_in_float32(module: nn.Module) -> bool:
     return region is not None and region.changes is None
 
 
+class _Forward(functools.partial[Any]):
+    """What replaces a forward, with its signature: `torch.export` and trainers ask for argument names."""
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        module, _, wrapped = self.args
+        return inspect.signature(type(module).forward.__get__(module) if wrapped is None else wrapped)
+
+
 _KEYS = {"forward", _REGION, _SCRIPTED}
 
 
@@ -254,7 +264,7 @@ class _Wrapped:
         if isinstance(wrapped, functools.partial) and wrapped.func is forward:  # rules applied earlier
             _, below, wrapped = wrapped.args
             region = region.on_top_of(below)
-        self._region, self._forward = region, functools.partial(forward, module, region, wrapped)
+        self._region, self._forward = region, _Forward(forward, module, region, wrapped)
 
     def attach(self) -> None:
         self._hook = self._module.register_forward_pre_hook(_nothing)

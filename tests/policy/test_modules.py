@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import pickle
 from collections.abc import Callable
 
@@ -118,6 +119,29 @@ def test_copies_compute_with_their_own_weights(model: Encoder) -> None:
         read = pickle.loads(pickle.dumps(model))
         assert dtypes(read)[2] is HIGH
         assert all(map(torch.equal, read(X), model(X)))
+
+
+@pytest.mark.parametrize("rules", ["fp32", {"linear": "fp32"}], ids=["fp32", "op"])
+def test_forward_keeps_its_signature(rules: object, model: Encoder) -> None:
+    """Trainers that pass the columns which forward names pass none, and exports know no argument's name."""
+    wanted = inspect.signature(model.forward)
+    with apply_policy(model, {"": rules}) as applied, apply_policy(model, {"": rules}):
+        for each in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert inspect.signature(each.forward) == wanted
+    applied.remove()
+    model.forward = lambda own: own  # type: ignore[assignment]
+    with apply_policy(model, {"": rules}):
+        assert [*inspect.signature(model.forward).parameters] == ["own"]
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_exported_with_sizes_by_name(strict: bool) -> None:
+    """torch.export refuses dynamic_shapes that name the arguments of a model with a rule of its own."""
+    model = nn.Linear(4, 4)
+    with apply_policy(model, {"": "fp32"}):
+        shapes = {"input": {0: torch.export.Dim.DYNAMIC}}
+        program = torch.export.export(model, (torch.ones(2, 4),), dynamic_shapes=shapes, strict=strict)
+    assert program.module()(torch.ones(5, 4)).shape == (5, 4)
 
 
 @pytest.mark.parametrize(
