@@ -67,15 +67,16 @@ class StoredWeights(LocalHandle):
         self.storage, self.optimizer = storage, optimizer
         self._memory = KeptMemory()
         self._how, self._seed, self._state_dtype = STORAGES[storage], seed, state_dtype
-        globs = checked_globs(model, keep)
-        self._stored: Callable[[], dict[str, Tensor]] = lambda: storable(model, optimizer, globs)
-        refuse_unstorable(model, self._stored())
-        self._names: dict[int, str | None] = {}  # of each parameter that the optimizer has had
+        self._model, self._keep = model, checked_globs(model, keep)
+        stored = storable(model, optimizer, self._keep)
+        refuse_unstorable(model, stored)
+        self._names: dict[int, str] = {}  # of the parameters that are stored
+        self._known: set[int] = set()  # the optimizer's parameters when these were looked up
         self._lost = Counts(optimizer) if lost_updates else None
         self._versions: dict[int, int] = {}  # of each parameter, after the last step
         self._first: dict[int, Tensor] = {}  # what is kept until the first step: a state shows that it began
         optimizer._amp_core_first = self._first  # type: ignore[attr-defined]  # for copies of its state
-        for param in self._stored().values():
+        for param in stored.values():
             self._convert(param)
         for group in optimizer.param_groups:
             group.setdefault(STEPS, 0)
@@ -95,10 +96,15 @@ class StoredWeights(LocalHandle):
         return filter(self._is_stored, parameters_of(self.optimizer))
 
     def _is_stored(self, param: Tensor) -> bool:
-        if id(param) not in self._names:  # it has joined the optimizer, and perhaps the model, only now
-            found = {id(p): name for name, p in self._stored().items() if is_dense(p)}
-            self._names = dict.fromkeys(map(id, parameters_of(self.optimizer))) | found
-        return self._names[id(param)] is not None and param.dtype is torch.bfloat16  # else float32
+        if id(param) not in self._known and self._hooks:  # else this was removed
+            self._look_up()
+        return id(param) in self._names and param.dtype is torch.bfloat16  # float32 if it joined later
+
+    def _look_up(self) -> None:
+        """Name the parameters to store; some join the optimizer, or the model, later."""
+        self._known = set(map(id, parameters_of(self.optimizer)))
+        found = storable(self._model, self.optimizer, self._keep)
+        self._names = {id(param): name for name, param in found.items() if is_dense(param)}
 
     def _convert(self, param: Tensor) -> None:
         """Store a float32 parameter, rounded to nearest; no random bits are drawn."""
@@ -206,7 +212,7 @@ class StoredWeights(LocalHandle):
         if not state:  # FSDP1 refuses an empty one, which torch's SGD never has
             del self.optimizer.state[param]
         if self._lost is not None and changed is not None:
-            self._lost.count(str(self._names[id(param)]), changed & (self._wide(param) == before))
+            self._lost.count(self._names[id(param)], changed & (self._wide(param) == before))
 
     def lost_updates(self) -> dict[str, float]:
         """Return, by name, the share of elements that the last step should have changed and did not.
@@ -267,7 +273,7 @@ class StoredWeights(LocalHandle):
 
     def float32_weights(self) -> dict[str, Tensor]:
         """Return the weights in float32 by name, as exact as the storage has them; for a checkpoint."""
-        return {str(self._names[id(param)]): like(param, self._wide(param)) for param in self._params()}
+        return {self._names[id(param)]: like(param, self._wide(param)) for param in self._params()}
 
     def nbytes(self) -> int:
         """Return the bytes that are kept beside the bfloat16 weights."""
@@ -298,4 +304,4 @@ class StoredWeights(LocalHandle):
         if self._lost is not None:
             self._lost.remove()
             self._lost = None
-        self._names, self._stored = {}, dict  # a learning-rate scheduler may go on calling this step
+        self._names = {}  # a learning-rate scheduler may go on calling this step

@@ -52,11 +52,11 @@ def checked_globs(model: nn.Module, keep: Iterable[str]) -> list[str]:
 
 def storable(model: nn.Module, optimizer: Optimizer, globs: list[str]) -> dict[str, Tensor]:
     """Return, by name, the float32 and bfloat16 parameters that `optimizer` steps and `globs` leave."""
-    kept, held = _kept(model, globs), set(map(id, parameters_of(optimizer)))
+    chosen = set(map(id, parameters_of(optimizer))) - _kept(model, globs)
     return {
         name: p
         for name, p in model.named_parameters()
-        if p.dtype in (torch.float32, torch.bfloat16) and id(p) in held - kept
+        if p.dtype in (torch.float32, torch.bfloat16) and id(p) in chosen
     }
 
 
