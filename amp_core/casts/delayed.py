@@ -41,13 +41,14 @@ class DelayedScales(Local):
         check_module(model, "delayed_scales")
         self.model = model
         self._group = None if process_group is None else check_group(process_group)
-        self.look_again()
+        self._weights: dict[int, tuple[str, Tensor]] = {}  # kept alive, so that no `id` is reused
         self._histories: dict[str, dict[str, AmaxHistory]] = {}
         self._loaded: dict[str, dict[str, Any]] = {}
         self._agreed: MutableMapping[torch.optim.Optimizer, Tensor] = WeakIdentityMapping()
         self._past = deque[tuple[tuple[str, ...], Tensor]](maxlen=Delayed.history)
         self._release: Any = None
         self._lock = new_lock()
+        self.look_again()
 
     @untraced
     def __enter__(self) -> DelayedScales:
@@ -64,7 +65,31 @@ class DelayedScales(Local):
 
     def look_again(self) -> None:
         """Find the parameters that the model has now; see `HistorySource`."""
-        self._names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        named = self.model.named_parameters()
+        weights: dict[int, tuple[str, Tensor]] = {id(weight): (name, weight) for name, weight in named}
+        with self._lock:
+            known = self._weights
+            moved = {known[key][0]: name for key, (name, _) in weights.items() if key in known}
+            if any(old != new for old, new in moved.items()):
+                self._move(moved)
+            self._weights = weights
+
+    def _move(self, moved: Mapping[str, str]) -> None:
+        """Let histories follow weights to other names, as of a layer before which another was inserted.
+
+        Other names keep theirs: a weight that replaces one, as ``load_state_dict(assign=True)`` does, goes on
+        with its history.
+        """
+        taken = {*moved.values()}
+
+        def now(name: str) -> str:
+            return moved.get(name, "" if name in taken else name)
+
+        self._histories = {now(name): roles for name, roles in self._histories.items()}
+        self._loaded = {now(name): roles for name, roles in self._loaded.items()}
+        past = [(tuple(map(now, names)), largest) for names, largest in self._past]
+        self._past.clear()
+        self._past.extend(past)
 
     def history(self, weight: Tensor, role: str, delayed: Delayed) -> AmaxHistory | None:
         """Return the history of one role of the products of `weight`; None if it is not the model's.
@@ -72,9 +97,10 @@ class DelayedScales(Local):
         Raises:
             ValueError: it was created, or loaded, with another length.
         """
-        name = self._names.get(id(weight))
-        if name is None:
+        known = self._weights.get(id(weight))
+        if known is None:
             return None
+        name = known[0]
         history = self._histories.get(name, {}).get(role)
         if history is None:
             with self._lock, uncompared():
@@ -171,18 +197,21 @@ class DelayedScales(Local):
 
     def _names_of(self, optimizer: torch.optim.Optimizer | None) -> tuple[str, ...]:
         if optimizer is None:
-            return tuple(self._names.values())
+            return tuple(name for name, _ in self._weights.values())
         ids = set(map(id, parameters_of(optimizer)))
-        return tuple(name for key, name in self._names.items() if key in ids)
+        return tuple(name for key, (name, _) in self._weights.items() if key in ids)
 
     @untraced
     def state_dict(self) -> dict[str, dict[str, dict[str, Tensor]]]:
-        """Return copies of all histories: name of the weight -> role -> `AmaxHistory.state_dict`."""
+        """Return copies of all histories: name of the weight -> role -> `AmaxHistory.state_dict`.
+
+        The names are those that the weights have now; weights that have left the model are left out.
+        """
+        self.look_again()
         histories = {name: [*roles.items()] for name, roles in [*self._histories.items()]}
         kept = {name: {role: h.state_dict() for role, h in roles} for name, roles in histories.items()}
         waiting = {name: {role: dict(state) for role, state in r.items()} for name, r in self._loaded.items()}
-        names = dict.fromkeys([*kept, *waiting])
-        both = {name: {**waiting.get(name, {}), **kept.get(name, {})} for name in names}
+        both = {name: {**waiting.get(name, {}), **kept.get(name, {})} for name in self._names_of(None)}
         return {name: roles for name, roles in both.items() if roles}
 
     @untraced
@@ -202,7 +231,8 @@ class DelayedScales(Local):
             raise TypeError(f"The state of delayed scales must be a mapping, got {type(state).__name__}.")
         if not state:
             warnings.warn(_EMPTY, AmpWarning, stacklevel=level_outside())
-        unknown = sorted(map(str, {*state} - {*self._names.values()}))
+        self.look_again()
+        unknown = sorted(map(str, {*state} - {*self._names_of(None)}))
         if unknown:
             raise KeyError(f"The model has no parameters {', '.join(unknown)}, whose histories were saved.")
         for name, saved in state.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.testing import assert_close as assert_same
 
 from amp_core import OpPolicy, PolicyError, Recipe, autocast, delayed_scales
 
@@ -31,3 +32,61 @@ def test_delayed_scales_follow_the_parameters_of_the_model() -> None:
             pytest.raises(PolicyError, match="not a parameter of a model"),
         ):
             other(x)
+
+
+def test_histories_move_with_their_weights() -> None:
+    """A layer that is inserted takes over the history of the one behind it, and is clipped to its range."""
+    policy = OpPolicy.default("cpu").override({"linear": Recipe.fp8_delayed(history=2)})
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.ones(2, 4)
+    new = nn.Linear(4, 4)
+    nn.init.constant_(new.weight, 64.0)
+
+    def run() -> torch.Tensor:
+        with autocast("cpu", torch.bfloat16, policy=policy):
+            return model(x)
+
+    with delayed_scales(model) as scales:
+        run()
+        scales.step()
+        before = scales.state_dict()
+        model.insert(1, new)
+        fresh = delayed_scales(model)
+        fresh.load_state_dict({"0.weight": before["0.weight"], "2.weight": before["1.weight"]})
+        y, after = run(), scales.state_dict()
+    with fresh:
+        assert torch.equal(run(), y)
+    assert after["1.weight"]["weight"]["current"] == 64
+    assert torch.equal(after["2.weight"]["weight"]["seen"], before["1.weight"]["weight"]["seen"])
+
+
+def test_saved_histories_have_the_names_of_the_model_now() -> None:
+    """A checkpoint names the histories of layers that moved or left as they were before."""
+    policy = OpPolicy.default("cpu").override({"linear": Recipe.fp8_delayed(history=2)})
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)), torch.ones(2, 4)
+    with delayed_scales(model) as scales, autocast("cpu", torch.bfloat16, policy=policy):
+        model(x)
+        before = scales.state_dict()
+        model[0], model[1] = model[1], model[0]
+        model.pop(2)
+        model.append(nn.Tanh())
+        after = scales.state_dict()
+        assert_same(after["0.weight"], before["1.weight"])
+        assert_same(after["1.weight"], before["0.weight"])
+        assert after.keys() == {"0.weight", "1.weight"}
+        model.append(nn.Linear(4, 4))
+        scales.load_state_dict({**after, "3.weight": before["2.weight"]})
+        assert_same(scales.state_dict()["3.weight"], before["2.weight"])
+
+
+def test_a_weight_at_the_address_of_another_has_its_own_history() -> None:
+    """A weight that Python puts where one of the model was counts as that one, under its name."""
+    policy = OpPolicy.default("cpu").override({"linear": Recipe.fp8_delayed(history=2)})
+    model, x = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(50))), torch.ones(2, 4)
+    with delayed_scales(model) as scales:
+        earlier = {id(layer.weight) for layer in model[1:]}
+        del model[1:]
+        others = [nn.Parameter(torch.ones(4, 4)) for _ in range(1000)]
+        model[0].weight = next((each for each in others if id(each) in earlier), others[0])
+        with autocast("cpu", torch.bfloat16, policy=policy):
+            model(x)
+        assert scales.state_dict()["0.weight"]["weight"]["current"] == 1
