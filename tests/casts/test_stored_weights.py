@@ -126,6 +126,20 @@ def test_parameters_that_join_the_model_later(change: Callable[..., None]) -> No
     assert all(0.89 < p.float().mean() < 0.91 for p in weights.values())
 
 
+def test_float32_weights_have_the_names_of_the_model_now() -> None:
+    """Layers that changed places have each other's weights in a checkpoint."""
+    model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(3)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    masters = master_weights(model, optimizer, "remainder")
+    before = masters.float32_weights()
+    model[0], model[1] = model[1], model[0]
+    model.insert(1, nn.Tanh())
+    model.pop(3)
+    now = masters.float32_weights()
+    moved = {"0.weight": "1.weight", "2.weight": "0.weight", "0.bias": "1.bias", "2.bias": "0.bias"}
+    assert all(torch.equal(now[new], before[old]) for new, old in moved.items())
+
+
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("how", STORAGES)
 @pytest.mark.parametrize("state_dtype", [WIDE, LOW])
