@@ -5,7 +5,6 @@ from __future__ import annotations
 import bisect
 import threading
 import warnings
-import weakref
 from array import array
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
@@ -33,6 +32,15 @@ class Place(NamedTuple):
 
     def __str__(self) -> str:
         return self.module or (f"({self.model})" if self.model else "(outside modules)")
+
+
+class _Parameter(NamedTuple):
+    """A parameter and the model that names it; kept alive, so that no other tensor gets its ``id``."""
+
+    place: Place
+    name: str
+    root: nn.Module
+    parameter: nn.Parameter
 
 
 NOWHERE = Place("", "")
@@ -63,8 +71,8 @@ class Places:
         self.on_return: Callable[[Place, Any, Any], None] | None = None
         self._model = model
         self._stack: list[tuple[nn.Module, Place]] = []
-        self._names: weakref.WeakKeyDictionary[nn.Module, dict[int, Place]] = weakref.WeakKeyDictionary()
-        self._parameters: dict[int, tuple[Place, str]] = {}
+        self._names: dict[nn.Module, dict[int, Place]] = {}
+        self._parameters: dict[int, _Parameter] = {}
         self._starts = array("Q")
         self._places: list[Place] = []
 
@@ -97,6 +105,7 @@ class Places:
 
     def detach(self) -> None:
         """Stop tracking."""
+        self._parameters.clear()
         with _hooking:
             for hook in self._hooks:
                 hook.remove()
@@ -128,11 +137,14 @@ class Places:
 
     def of_parameter(self, tensor: Any) -> tuple[Place, str]:
         """Return a parameter's module and name in the model; `NOWHERE` and "" for other tensors."""
-        return self._parameters.get(id(tensor), (NOWHERE, ""))
+        known = self._parameters.get(id(tensor))
+        return (NOWHERE, "") if known is None else (known.place, known.name)
 
     def enter(self, module: nn.Module, _args: Any = None) -> None:
         """Note that a call of `module` begins."""
         if threading.get_ident() == self._thread:
+            if not self._stack:
+                self._names.clear()  # layers may be others than in the call before
             place = self._place(module)  # first: it may raise
             if not self._stack:
                 if self.on_call is not None:
@@ -171,8 +183,10 @@ class Places:
             except ValueError as error:
                 raise AmpError(_REMOTE.format(model=model, error=error)) from error
             for name, parameter in root.named_parameters():
-                place = Place(model, name.rpartition(".")[0])
-                self._parameters.setdefault(id(parameter), (place, name))
+                known = self._parameters.get(id(parameter))
+                if known is None or known.root is root:  # the first model that has it names it
+                    place = Place(model, name.rpartition(".")[0])
+                    self._parameters[id(parameter)] = _Parameter(place, name, root, parameter)
         return self._names[root]
 
 

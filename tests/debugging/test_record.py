@@ -69,6 +69,23 @@ def test_ops_are_counted_by_dtype_and_module(net, x):
     assert sum(r.ops.values()) == 2 * 4  # two linear, a norm and a softmax: nothing twice, no views
 
 
+@pytest.mark.parametrize("named", [True, False])
+def test_layers_are_named_as_they_are_when_called(named):
+    """Layers that the model gains or moves within the block could have no name, or that of another."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    x = torch.ones(2, 4)
+    with amp_core.record(model if named else None) as r:
+        model(x)
+        model.insert(0, nn.Tanh())
+        model.append(nn.Softmax(-1))
+        model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
+        model(x).sum().backward()
+    called = {(k.place.module, k.op) for k, _ in ops(r, phase="forward")}
+    assert {("0", "aten::tanh"), ("3", "aten::_softmax")} <= called
+    assert {place for place, name in called if name == "aten::addmm"} == {"0", "1", "2"}
+    assert {k.place.module for k, _ in ops(r, op="aten::mm", phase="backward")} == {"1", "2"}
+
+
 def test_the_rule_and_its_origin_are_named(net, x):
     """A user could not tell which line of which policy made an op run as it did."""
     policy = OpPolicy.default("cpu").override({"softmax": "fp32", "digamma": "fp32"}, origin="here")
