@@ -108,6 +108,9 @@ class AccumulationWindow:
                 f"Another AccumulationWindow of this {type(self._optimizer).__name__} is open. Leave it "
                 f"first."
             )
+        if not set(self._ids) <= set(map(id, parameters_of(self._optimizer))):  # some have left it
+            self._params, self._ids, self._places = [], (), {}
+            self._find_parameters()
         self._flags, self._nonfinite, self._earlier = [], None, None
         # Interrupts come after calls, of which there are none from here on: __exit__ would not run.
         if is_enabled:

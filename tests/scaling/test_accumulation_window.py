@@ -471,6 +471,27 @@ def test_parameters_added_between_windows_are_named_once() -> None:
     assert [b.name for b in run.scaler.history[-1].bad_parameters] == ["2.bias"]
 
 
+def test_a_window_leaves_alone_what_has_left_its_optimizer() -> None:
+    """Gradients that another optimizer will step on lose the micro-batches in which this one's are bad."""
+    run = Run()
+    window = AccumulationWindow(run.scaler, run.optimizer)
+    with window, window.micro_batch():
+        run.backward(0)
+    run.step()
+    run.optimizer.param_groups[0]["params"] = [*run.model[2].parameters()]
+    run.model.zero_grad()
+    for part in range(2):
+        run.backward(part)
+    expected = run.model[0].weight.grad.clone()
+    run.model.zero_grad()
+    with window:
+        for part in range(2):
+            with window.micro_batch():
+                run.backward(part, bad=part == 1)
+    assert torch.equal(run.model[0].weight.grad, expected)
+    assert run.model[2].weight.grad.isfinite().all()
+
+
 def test_zeros_from_before_are_no_good_gradients() -> None:
     """A window without a good micro-batch is stepped on, if ``zero_grad(set_to_none=False)`` left zeros."""
     run = Run()
