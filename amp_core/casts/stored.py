@@ -168,17 +168,26 @@ class StoredWeights(LocalHandle):
         stand_in = like(param, self._wide(param)).requires_grad_()
         assert param.grad is not None
         stand_in.grad = self._float32(param.grad)
-        state = dict(self.optimizer.state.get(param, {}))
-        stand_in._amp_core_kept = state.pop(KEPT, self._first.get(id(param)))  # type: ignore[attr-defined]
+        stand_in._amp_core_kept = self._kept(param)  # type: ignore[attr-defined]
+        state = {key: value for key, value in self.optimizer.state.get(param, {}).items() if key != KEPT}
         # Nothing is moved before all that takes memory, and may fail, is done.
         self.optimizer.state[stand_in] = {k: widen_state(v) for k, v in state.items()}
         self.optimizer.state.pop(param, None)
         self._first.pop(id(param), None)
         return stand_in
 
+    def _kept(self, param: Tensor) -> Tensor | None:
+        """Return what is kept beside `param`, as the storage keeps it."""
+        state = self.optimizer.state.get(param, {})
+        kept = state.get(KEPT, self._first.get(id(param)))
+        if kept is not None and kept.dtype is torch.uint8:
+            # A class that loads in its own way may put integers back as they were saved.
+            kept = state[KEPT] = unpacked(kept.clone(), param, self._how)
+        return kept
+
     def _wide(self, param: Tensor) -> Tensor:
         """Return this rank's part of `param` in float32, as exact as the storage has it."""
-        kept = self.optimizer.state.get(param, {}).get(KEPT, self._first.get(id(param)))
+        kept = self._kept(param)
         low = part_of(param).detach()
         wide = self._memory.empty_like(low, torch.float32)
         kept = None if kept is None else part_of(kept)
