@@ -179,7 +179,7 @@ class StoredWeights(LocalHandle):
     def _kept(self, param: Tensor) -> Tensor | None:
         """Return what is kept beside `param`, as the storage keeps it."""
         state = self.optimizer.state.get(param, {})
-        kept = state.get(KEPT, self._first.get(id(param)))
+        kept: Tensor | None = state.get(KEPT, self._first.get(id(param)))
         if kept is not None and kept.dtype is torch.uint8:
             # A class that loads in its own way may put integers back as they were saved.
             kept = state[KEPT] = unpacked(kept.clone(), param, self._how)

@@ -35,6 +35,7 @@ Rules = Any
 
 _REGION = "_amp_policy_region"
 _SCRIPTED = "__prepare_scriptable__"  # torch.jit.script calls it
+_REPLICATED = "_replicate_for_data_parallel"  # nn.DataParallel calls it
 
 
 @untraced
@@ -244,7 +245,8 @@ class _Forward(functools.partial[Any]):
         return inspect.signature(type(module).forward.__get__(module) if wrapped is None else wrapped)
 
 
-_KEYS = {"forward", _REGION, _SCRIPTED}
+_KEYS = {"forward", _REGION, _SCRIPTED, _REPLICATED}
+_CONTENTS = ("_parameters", "_buffers", "_modules")
 
 
 class _Wrapped:
@@ -252,8 +254,8 @@ class _Wrapped:
 
     Dynamo guards on instance attributes, so a compiled model notices the change. The forward is a partial,
     not a bound method: a deep copy binds both to the copied module, but a pickle turns a bound method into
-    the forward of the class. A no-op hook keeps nn.TransformerEncoderLayer off a fast path that uses the
-    module's weights without calling the module.
+    the forward of the class. A hook refuses other copies, whose forward would use the original's weights. It
+    also keeps nn.TransformerEncoderLayer off a fast path that uses weights without calling the module.
     """
 
     def __init__(self, module: nn.Module, region: _ModuleRegion) -> None:
@@ -267,9 +269,11 @@ class _Wrapped:
         self._region, self._forward = region, _Forward(forward, module, region, wrapped)
 
     def attach(self) -> None:
-        self._hook = self._module.register_forward_pre_hook(_nothing)
+        self._hook = self._module.register_forward_pre_hook(_refuse_copy)
         refuse = functools.partial(_refuse_script, self._module)
-        self._module.__dict__.update({_REGION: self._region, "forward": self._forward, _SCRIPTED: refuse})
+        replicate = functools.partial(_replicate, self._module)
+        replaced = {"forward": self._forward, _SCRIPTED: refuse, _REPLICATED: replicate}
+        self._module.__dict__.update({_REGION: self._region, **replaced})
 
     def check_removable(self) -> None:
         if self._module.__dict__.get("forward") is not self._forward:
@@ -293,8 +297,27 @@ def forward(self: nn.Module, region: _ModuleRegion, wrapped: Any, /, *args: Any,
     return region.run(wrapped, args, kwargs)
 
 
-def _nothing(_module: nn.Module, _args: object) -> None:
-    return None
+def _refuse_copy(module: nn.Module, _args: object) -> None:
+    """Raise PolicyError if `module` has the forward of another one and weights of its own."""
+    if torch.compiler.is_compiling():
+        return
+    call = module.__dict__.get("forward")
+    owner = call.args[0] if isinstance(call, _Forward) else module
+    if owner is not module and any(vars(owner)[key] is not vars(module)[key] for key in _CONTENTS):
+        raise PolicyError(
+            f"This {type(module).__name__} has the attributes of a module with rules, and so its forward, "
+            f"which uses the weights of that one. Before it is copied, call remove() of what apply_policy "
+            f"returned, and apply the rules to the copy; or copy it with copy.deepcopy."
+        )
+
+
+def _replicate(module: nn.Module) -> nn.Module:
+    """Return the copy of `module` that nn.DataParallel gives weights on another device."""
+    replica: nn.Module = type(module)._replicate_for_data_parallel(module)  # type: ignore[no-untyped-call]
+    call = replica.__dict__.get("forward")
+    if isinstance(call, _Forward):
+        replica.__dict__["forward"] = _Forward(forward, replica, *call.args[1:])
+    return replica
 
 
 def _module_region(device_type: str, selector: str, what: Rules) -> _ModuleRegion:

@@ -121,6 +121,21 @@ def test_copies_compute_with_their_own_weights(model: Encoder) -> None:
         assert all(map(torch.equal, read(X), model(X)))
 
 
+def test_copies_of_attributes_compute_with_their_own_weights_or_raise(model: Encoder) -> None:
+    """Replicas of nn.DataParallel, and shallow copies that get other weights, use those of the original."""
+    with apply_policy(model, {"head": "fp32"}):
+        replica, shallow = model.head._replicate_for_data_parallel(), copy.copy(model.head)
+        assert torch.equal(shallow(X), model.head(X))  # it has the same weights
+        for each in (replica, shallow):
+            each._parameters = {"weight": torch.zeros(4, 16), "bias": torch.zeros(4)}
+        with autocast("cpu"):
+            assert replica(X).dtype is HIGH
+        assert torch.count_nonzero(replica(X)) == 0
+        with pytest.raises(PolicyError, match="This Linear has the attributes of a module with rules"):
+            shallow(X)
+    assert model.head._replicate_for_data_parallel.__func__ is nn.Module._replicate_for_data_parallel
+
+
 @pytest.mark.parametrize("rules", ["fp32", {"linear": "fp32"}], ids=["fp32", "op"])
 def test_forward_keeps_its_signature(rules: object, model: Encoder) -> None:
     """Trainers that pass the columns which forward names pass none, and exports know no argument's name."""
