@@ -283,10 +283,9 @@ class StoredWeights(LocalHandle):
     def float32_weights(self) -> dict[str, Tensor]:
         """Return the weights in float32 by name, as exact as the storage has them; for a checkpoint."""
         now = {id(param): name for name, param in self._model.named_parameters()}  # layers may have moved
-        params = sorted(self._params(), key=lambda param: id(param) in now)  # else as when it was there
-        return {
-            now.get(id(param), self._names[id(param)]): like(param, self._wide(param)) for param in params
-        }
+        names = self._names | now
+        params = sorted(self._params(), key=lambda param: id(param) in now)  # those that left come first
+        return {names[id(param)]: like(param, self._wide(param)) for param in params}
 
     def nbytes(self) -> int:
         """Return the bytes that are kept beside the bfloat16 weights."""

@@ -105,6 +105,7 @@ class Places:
 
     def detach(self) -> None:
         """Stop tracking."""
+        self._names.clear()  # they keep models alive, and so do the parameters
         self._parameters.clear()
         with _hooking:
             for hook in self._hooks:
