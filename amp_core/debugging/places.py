@@ -16,7 +16,7 @@ from amp_core._torch.autograd import current_autograd_node, next_sequence_number
 from amp_core.common.call_site import place_outside
 from amp_core.common.locks import new_lock
 from amp_core.errors import AmpError
-from amp_core.regions.modules import runs_in_float32
+from amp_core.regions.replaced_forward import runs_in_float32
 
 
 class Place(NamedTuple):

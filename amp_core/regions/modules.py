@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from os import PathLike
 from typing import Any
 
-import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
-from amp_core._torch.autocast import autocast_off
-from amp_core._torch.modules import tree_map_only
-from amp_core._torch.tracing import is_exporting, untraced
+from amp_core._torch.tracing import untraced
 from amp_core.common.arguments import check_module, home_of
 from amp_core.common.handle import Handle
 from amp_core.common.text import counted
 from amp_core.dispatch.activate import RuleOverrides
-from amp_core.dispatch.target_dtype import eligible
 from amp_core.errors import PolicyError
 from amp_core.policy.changes import OpName, check_device_type, resolve
 from amp_core.policy.explanations import Explanations
@@ -28,14 +20,12 @@ from amp_core.policy.op_policy import OpPolicy
 from amp_core.policy.recipes import as_rule
 from amp_core.policy.rules import FP32
 from amp_core.policy.toml import read_modules, write_modules
+from amp_core.regions.module_region import ModuleRegion
+from amp_core.regions.replaced_forward import ReplacedForward
 from amp_core.regions.selecting import CLASS_PATH, Selector, listed, select
 
 Rules = Any
 """A mapping from op to rule, or ``"fp32"``."""
-
-_REGION = "_amp_policy_region"
-_SCRIPTED = "__prepare_scriptable__"  # torch.jit.script calls it
-_REPLICATED = "_replicate_for_data_parallel"  # nn.DataParallel calls it
 
 
 @untraced
@@ -89,7 +79,7 @@ def apply_policy(
         rules, places = read_modules(rules)
     if not isinstance(rules, Mapping):
         raise TypeError(_no_rules(rules))
-    planned: dict[str, _ModuleRegion] = {}
+    planned: dict[str, ModuleRegion] = {}
     written: dict[str, Rules] = {}
     for selector, what in rules.items():
         try:
@@ -129,21 +119,21 @@ class AppliedPolicy(Handle):
         self,
         model: nn.Module,
         device_type: str,
-        regions: Mapping[str, _ModuleRegion],
+        regions: Mapping[str, ModuleRegion],
         rules: Mapping[str, Rules],
     ) -> None:
         self.modules = tuple(regions)
         self._rules = rules
         self._regions = regions
         self._device_type = device_type
-        self._wrapped: list[_Wrapped] = []
+        self._replaced: list[ReplacedForward] = []
         try:
             for name, region in regions.items():
-                self._wrapped.append(_Wrapped(model.get_submodule(name), region))
-                self._wrapped[-1].attach()
+                self._replaced.append(ReplacedForward(model.get_submodule(name), region))
+                self._replaced[-1].attach()
         except BaseException:  # an interrupt: nobody gets the handle that removes the rules
-            for wrapped in reversed(self._wrapped):
-                wrapped.remove()
+            for replaced in reversed(self._replaced):
+                replaced.remove()
             raise
 
     @untraced
@@ -153,11 +143,11 @@ class AppliedPolicy(Handle):
         Raises:
             PolicyError: another wrapper was applied to one of the modules later and is still there.
         """
-        for wrapped in self._wrapped:
-            wrapped.check_removable()
-        for wrapped in self._wrapped:
-            wrapped.remove()
-        self._wrapped = []
+        for replaced in self._replaced:
+            replaced.check_removable()
+        for replaced in self._replaced:
+            replaced.remove()
+        self._replaced = []
 
     def to_toml(self) -> str:
         """Return the rules as TOML that `apply_policy` can read from a file."""
@@ -188,149 +178,17 @@ class AppliedPolicy(Handle):
         )
 
 
-class _ModuleRegion:
-    """The context in which one module's forward runs: changed op rules, or no autocast."""
-
-    def __init__(self, device_type: str, changes: RuleOverrides | None) -> None:
-        self.device_type = device_type
-        self.changes = changes
-        self._no_change = RuleOverrides(device_type, {}, f"module rule {FP32!r}")
-
-    def on_top_of(self, other: _ModuleRegion | None) -> _ModuleRegion:
-        if other is None or other.changes is None or self.changes is None:
-            return self
-        origin = f"{other.changes.origin}, {self.changes.origin}"
-        return _ModuleRegion(
-            self.device_type,
-            RuleOverrides(self.device_type, {**other.changes.rules, **self.changes.rules}, origin),
-        )
-
-    def on(self, policy: OpPolicy) -> OpPolicy:
-        if self.changes is not None:
-            return self.changes.on(policy)
-        return policy.override(dict.fromkeys(policy.rules, "unchanged"), origin="module rule 'fp32'")
-
-    def run(self, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.changes is not None:
-            with self.changes:
-                return call(*args, **kwargs)
-        if not torch.is_autocast_enabled(self.device_type):
-            return call(*args, **kwargs)
-        args, kwargs = tree_map_only(torch.Tensor, self._float32, (args, kwargs))
-        with self._shown_in_graphs(), autocast_off(self.device_type):
-            return call(*args, **kwargs)
-
-    def _shown_in_graphs(self) -> AbstractContextManager[None]:
-        # Without a rule in the graph, Dynamo compiles the backward pass of the module in low precision.
-        if torch.compiler.is_dynamo_compiling() and not is_exporting():
-            return self._no_change
-        return nullcontext()
-
-    def _float32(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.float() if eligible(tensor, self.device_type) else tensor
-
-
-def runs_in_float32(module: nn.Module) -> bool:
-    """Return whether `module` has the rule ``"fp32"``."""
-    region = module.__dict__.get(_REGION)
-    return region is not None and region.changes is None
-
-
-class _Forward(functools.partial[Any]):
-    """What replaces a forward, with its signature: `torch.export` and trainers ask for argument names."""
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        module, _, wrapped = self.args
-        return inspect.signature(type(module).forward.__get__(module) if wrapped is None else wrapped)
-
-
-_KEYS = {"forward", _REGION, _SCRIPTED, _REPLICATED}
-_CONTENTS = ("_parameters", "_buffers", "_modules")
-
-
-class _Wrapped:
-    """A module whose forward is replaced on the instance.
-
-    Dynamo guards on instance attributes, so a compiled model notices the change. The forward is a partial,
-    not a bound method: a deep copy binds both to the copied module, but a pickle turns a bound method into
-    the forward of the class. A hook refuses other copies, whose forward would use the original's weights. It
-    also keeps nn.TransformerEncoderLayer off a fast path that uses weights without calling the module.
-    """
-
-    def __init__(self, module: nn.Module, region: _ModuleRegion) -> None:
-        self._module = module
-        self._earlier = {key: module.__dict__[key] for key in _KEYS if key in module.__dict__}
-        self._hook: RemovableHandle | None = None
-        wrapped = self._earlier.get("forward")
-        if isinstance(wrapped, functools.partial) and wrapped.func is forward:  # rules applied earlier
-            _, below, wrapped = wrapped.args
-            region = region.on_top_of(below)
-        self._region, self._forward = region, _Forward(forward, module, region, wrapped)
-
-    def attach(self) -> None:
-        self._hook = self._module.register_forward_pre_hook(_refuse_copy)
-        refuse = functools.partial(_refuse_script, self._module)
-        replicate = functools.partial(_replicate, self._module)
-        replaced = {"forward": self._forward, _SCRIPTED: refuse, _REPLICATED: replicate}
-        self._module.__dict__.update({_REGION: self._region, **replaced})
-
-    def check_removable(self) -> None:
-        if self._module.__dict__.get("forward") is not self._forward:
-            raise PolicyError(
-                f"The forward of {type(self._module).__name__} was replaced after the policy was applied; "
-                f"remove that replacement first."
-            )
-
-    def remove(self) -> None:
-        if self._hook is not None:
-            self._hook.remove()
-        self._module.__dict__.update(self._earlier)  # first: another thread may call the module
-        for key in _KEYS - self._earlier.keys():
-            self._module.__dict__.pop(key, None)
-
-
-def forward(self: nn.Module, region: _ModuleRegion, wrapped: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Run what was the module's forward, its class's if `wrapped` is None, in the region of its rules."""
-    if wrapped is None:
-        return region.run(type(self).forward, (self, *args), kwargs)
-    return region.run(wrapped, args, kwargs)
-
-
-def _refuse_copy(module: nn.Module, _args: object) -> None:
-    """Raise PolicyError if `module` has the forward of another one and weights of its own."""
-    if torch.compiler.is_compiling():
-        return
-    call = module.__dict__.get("forward")
-    owner = call.args[0] if isinstance(call, _Forward) else module
-    if owner is not module and any(vars(owner)[key] is not vars(module)[key] for key in _CONTENTS):
-        raise PolicyError(
-            f"This {type(module).__name__} has the attributes of a module with rules, and so its forward, "
-            f"which uses the weights of that one. Before it is copied, call remove() of what apply_policy "
-            f"returned, and apply the rules to the copy; or copy it with copy.deepcopy."
-        )
-
-
-def _replicate(module: nn.Module) -> nn.Module:
-    """Return the copy of `module` that nn.DataParallel gives weights on another device."""
-    replica: nn.Module = type(module)._replicate_for_data_parallel(module)  # type: ignore[no-untyped-call]
-    call = replica.__dict__.get("forward")
-    if isinstance(call, _Forward):
-        replica.__dict__["forward"] = _Forward(forward, replica, *call.args[1:])
-    return replica
-
-
-def _module_region(device_type: str, selector: str, what: Rules) -> _ModuleRegion:
+def _module_region(device_type: str, selector: str, what: Rules) -> ModuleRegion:
     if isinstance(what, str):
         if what != FP32:
             raise PolicyError(f"{selector!r}: {what!r} is not a rule for a module; use 'fp32' or op rules.")
-        return _ModuleRegion(device_type, None)
+        return ModuleRegion(device_type, None)
     try:
         rules = OpPolicy(device_type, what).rules
     except PolicyError as error:
         raise PolicyError(f"{selector!r}: {error}") from error
     kind = "class" if CLASS_PATH.fullmatch(selector) else "glob"
-    return _ModuleRegion(device_type, RuleOverrides(device_type, rules, f"module {kind} {selector!r}"))
+    return ModuleRegion(device_type, RuleOverrides(device_type, rules, f"module {kind} {selector!r}"))
 
 
 def _named(rules: Mapping[OpName, str]) -> dict[str, str]:
@@ -343,11 +201,3 @@ def _device_type(model: nn.Module) -> str:
     for tensor in (*model.parameters(), *model.buffers()):
         return home_of(tensor)
     raise PolicyError("The model has no parameter or buffer to infer the device from; pass device_type=.")
-
-
-def _refuse_script(module: nn.Module) -> None:
-    raise PolicyError(
-        f"TorchScript cannot compile {type(module).__name__}, which has op rules of its own: "
-        f"torch.jit.script would drop them. Call remove() of what apply_policy returned first, or use "
-        f"torch.compile."
-    )

@@ -1,0 +1,117 @@
+"""How a module with rules gets another forward, and what copies of it do."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from amp_core.errors import PolicyError
+from amp_core.regions.module_region import ModuleRegion
+
+_REGION = "_amp_policy_region"
+_SCRIPTED = "__prepare_scriptable__"  # torch.jit.script calls it
+_REPLICATED = "_replicate_for_data_parallel"  # nn.DataParallel calls it
+_KEYS = {"forward", _REGION, _SCRIPTED, _REPLICATED}
+_CONTENTS = ("_parameters", "_buffers", "_modules")
+
+
+class _Forward(functools.partial[Any]):
+    """What replaces a forward, with its signature: `torch.export` and trainers ask for argument names."""
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        module, _, wrapped = self.args
+        return inspect.signature(type(module).forward.__get__(module) if wrapped is None else wrapped)
+
+
+class ReplacedForward:
+    """A module whose forward is replaced on the instance.
+
+    Dynamo guards on instance attributes, so a compiled model notices the change. The forward is a partial,
+    not a bound method: a deep copy binds both to the copied module, but a pickle turns a bound method into
+    the forward of the class. A hook refuses other copies, whose forward would use the original's weights. It
+    also keeps nn.TransformerEncoderLayer off a fast path that uses weights without calling the module.
+    """
+
+    def __init__(self, module: nn.Module, region: ModuleRegion) -> None:
+        self._module = module
+        self._earlier = {key: module.__dict__[key] for key in _KEYS if key in module.__dict__}
+        self._hook: RemovableHandle | None = None
+        wrapped = self._earlier.get("forward")
+        if isinstance(wrapped, _Forward):  # rules applied earlier
+            _, below, wrapped = wrapped.args
+            region = region.on_top_of(below)
+        self._region, self._forward = region, _Forward(forward, module, region, wrapped)
+
+    def attach(self) -> None:
+        """Replace the forward."""
+        self._hook = self._module.register_forward_pre_hook(_refuse_copy)
+        refuse = functools.partial(_refuse_script, self._module)
+        replicate = functools.partial(_replicate, self._module)
+        replaced = {"forward": self._forward, _SCRIPTED: refuse, _REPLICATED: replicate}
+        self._module.__dict__.update({_REGION: self._region, **replaced})
+
+    def check_removable(self) -> None:
+        """Raise PolicyError if something else has replaced the forward since."""
+        if self._module.__dict__.get("forward") is not self._forward:
+            raise PolicyError(
+                f"The forward of {type(self._module).__name__} was replaced after the policy was applied; "
+                f"remove that replacement first."
+            )
+
+    def remove(self) -> None:
+        """Give the module back what it had."""
+        if self._hook is not None:
+            self._hook.remove()
+        self._module.__dict__.update(self._earlier)  # first: another thread may call the module
+        for key in _KEYS - self._earlier.keys():
+            self._module.__dict__.pop(key, None)
+
+
+def forward(self: nn.Module, region: ModuleRegion, wrapped: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Run what was the module's forward, its class's if `wrapped` is None, in the region of its rules."""
+    if wrapped is None:
+        return region.run(type(self).forward, (self, *args), kwargs)
+    return region.run(wrapped, args, kwargs)
+
+
+def _refuse_copy(module: nn.Module, _args: object) -> None:
+    """Raise PolicyError if `module` has the forward of another one and weights of its own."""
+    if torch.compiler.is_compiling():
+        return
+    call = module.__dict__.get("forward")
+    owner = call.args[0] if isinstance(call, _Forward) else module
+    if owner is not module and any(vars(owner)[key] is not vars(module)[key] for key in _CONTENTS):
+        raise PolicyError(
+            f"This {type(module).__name__} has the attributes of a module with rules, and so its forward, "
+            f"which uses the weights of that one. Before it is copied, call remove() of what apply_policy "
+            f"returned, and apply the rules to the copy; or copy it with copy.deepcopy."
+        )
+
+
+def _replicate(module: nn.Module) -> nn.Module:
+    """Return the copy of `module` that nn.DataParallel gives weights on another device."""
+    replica: nn.Module = type(module)._replicate_for_data_parallel(module)  # type: ignore[no-untyped-call]
+    call = replica.__dict__.get("forward")
+    if isinstance(call, _Forward):
+        replica.__dict__["forward"] = _Forward(forward, replica, *call.args[1:])
+    return replica
+
+
+def _refuse_script(module: nn.Module) -> None:
+    raise PolicyError(
+        f"TorchScript cannot compile {type(module).__name__}, which has op rules of its own: "
+        f"torch.jit.script would drop them. Call remove() of what apply_policy returned first, or use "
+        f"torch.compile."
+    )
+
+
+def runs_in_float32(module: nn.Module) -> bool:
+    """Return whether `module` has the rule ``"fp32"``."""
+    region = module.__dict__.get(_REGION)
+    return region is not None and region.changes is None
