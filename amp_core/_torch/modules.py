@@ -52,3 +52,22 @@ def apply_to_tensors(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Call the method of the module's class through which ``Module.to`` and the like go."""
     method: Any = type(module)._apply
     return method(module, *args, **kwargs)
+
+
+_REPLICAS = Feature("replicas", "nn.DataParallel runs modules with rules on the first device's weights")
+_replicate = _REPLICAS.value("torch.nn.Module._replicate_for_data_parallel", None)
+
+
+@_REPLICAS.probe
+def _check_replicas() -> None:
+    module = torch.nn.Module()
+    vars(module)["own"] = True
+    if not vars(_replicate(module)).get("own"):
+        raise RuntimeError("it does not copy attributes")
+
+
+def replica_of(module: torch.nn.Module) -> torch.nn.Module:
+    """Return the copy of `module` to which ``nn.DataParallel`` gives the weights of another device."""
+    method: Any = type(module)._replicate_for_data_parallel
+    replica: torch.nn.Module = method(module)
+    return replica

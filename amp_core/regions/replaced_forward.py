@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from amp_core._torch.modules import replica_of
 from amp_core.errors import PolicyError
 from amp_core.regions.module_region import ModuleRegion
 
@@ -95,8 +96,7 @@ def _refuse_copy(module: nn.Module, _args: object) -> None:
 
 
 def _replicate(module: nn.Module) -> nn.Module:
-    """Return the copy of `module` that nn.DataParallel gives weights on another device."""
-    replica: nn.Module = type(module)._replicate_for_data_parallel(module)  # type: ignore[no-untyped-call]
+    replica = replica_of(module)
     call = replica.__dict__.get("forward")
     if isinstance(call, _Forward):
         replica.__dict__["forward"] = _Forward(forward, replica, *call.args[1:])
