@@ -82,7 +82,7 @@ class DelayedScales(Local):
         """
         taken = {*moved.values()}
 
-        def now(name: str) -> str:
+        def now(name: str) -> str:  # "" if its weight has left the model, and another has the name
             return moved.get(name, "" if name in taken else name)
 
         self._histories = {now(name): roles for name, roles in self._histories.items()}
