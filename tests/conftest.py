@@ -15,8 +15,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from amp_core.plugin.default_manager import plugins_listen
+
+
+def pytest_sessionstart() -> None:
+    """Enter fake mode in a thread that outlives the tests, as torch 2.11 for CUDA needs without a GPU.
+
+    The first thread that enters it, as each does that compiles, makes torch's stand-in for the device. The
+    stand-in ends with its thread, torch goes on using it, and a later backward pass crashes the process.
+    """
+    if torch.__version__ < (2, 12):
+        with FakeTensorMode():
+            pass
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -237,10 +237,6 @@ def test_an_optimizer_step_inside_a_region_is_seen() -> None:
     assert seen[0] > seen[1] > seen[2]
 
 
-@pytest.mark.skipif(
-    torch.__version__ < (2, 12) and torch.version.cuda is not None and not torch.cuda.is_available(),
-    reason="torch 2.11 built for CUDA crashes without a GPU where a second thread compiles",
-)
 def test_an_error_in_compiled_code_does_not_outlive_the_region_around_it() -> None:
     """An exception in a compiled region leaves the nesting count up, and autocast on, for the process."""
 
