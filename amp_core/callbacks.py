@@ -250,7 +250,7 @@ class MLflow(_Tracker):
         active = mlflow.active_run()
         if run_id is None and active is None:
             raise RuntimeError("no MLflow run is active: call mlflow.start_run() first, or pass run_id=.")
-        self.run_id = run_id or active.info.run_id
+        self.run_id = active.info.run_id if run_id is None else run_id
         self._client = mlflow.MlflowClient()
 
     def _write(self, values: dict[str, float], step: int) -> None:
