@@ -70,7 +70,7 @@ class JsonLines(Listener):
 
     Args:
         path: the file. Use a separate file for each rank.
-        only_skipped: write only skipped steps.
+        only_skipped: of the steps, write only skipped ones. Changes of the scale are always written.
 
     Raises:
         OSError: the file cannot be written.
@@ -99,7 +99,9 @@ class JsonLines(Listener):
 
 
 class Logging(Listener):
-    """Log skipped steps as warnings, changes of the scale as info, and other steps as debug messages.
+    """Log bad steps as warnings, changes of the scale as info, and other steps as debug messages.
+
+    Bad are steps that were skipped, or that left out a micro-batch.
 
     Args:
         logger: by default the logger ``amp_core``.

@@ -144,7 +144,7 @@ class CachedCasts(LocalHandle):
         """Drop the casts of `weights` (default: all) after a write that torch cannot detect.
 
         Raises:
-            TypeError: `weights` are not several tensors.
+            TypeError: `weights` is no iterable of tensors.
         """
         listed = self._cache.weights() if weights is None else _listed(weights)
         for scope in {self, *_scopes}:  # scopes of one model share casts

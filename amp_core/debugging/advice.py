@@ -14,7 +14,7 @@ from amp_core.debugging.comparison import Comparison
 from amp_core.debugging.report import Report
 from amp_core.errors import PolicyError
 from amp_core.policy import OpPolicy
-from amp_core.policy.toml import ModuleRules, parsed, read_modules, write
+from amp_core.policy.toml import ModuleRules, modules_of, parsed, policy_of, write
 from amp_core.regions.modules import AppliedPolicy, apply_policy
 from amp_core.states.loss_scale import valid_scale
 
@@ -89,15 +89,15 @@ class Advice(Report):
             PolicyError: the TOML is invalid or has unknown keys, ops or rules; names the file and line.
             OSError: the file cannot be read.
         """
-        modules, _ = read_modules(source, required=False)
         data, file = parsed(source)
+        modules, _ = modules_of(data, file)
         scale = data.get("init_scale")
         if scale is not None:
             try:
                 scale = valid_scale(scale, f"{file.place('init_scale')}: init_scale")
             except (TypeError, ValueError) as error:
                 raise PolicyError(str(error)) from None
-        return cls(OpPolicy.from_toml(source), modules, scale)
+        return cls(policy_of(OpPolicy, data, file, None), modules, scale)
 
     def __repr__(self) -> str:
         return f"<Advice: {counted(len(self.findings), 'finding')}, init_scale={self.init_scale}>"

@@ -184,7 +184,7 @@ class OpPolicy:
                 line.
             OSError: the file cannot be read.
         """
-        return toml.read(cls, source, device_type)
+        return toml.policy_of(cls, *toml.parsed(source), device_type)
 
     @classmethod
     def _from_full_names(cls, device_type: str, rules: Mapping[str, str], origin: str) -> OpPolicy:

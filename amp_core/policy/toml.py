@@ -13,6 +13,7 @@ from typing_extensions import Self
 from amp_core.common import toml
 from amp_core.errors import BackendNotFoundError, PolicyError
 from amp_core.policy import recipes
+from amp_core.policy.changes import check_device_type
 from amp_core.policy.rules import FP32
 
 if TYPE_CHECKING:
@@ -100,39 +101,40 @@ def parsed(source: str | PathLike[str]) -> tuple[dict[str, Any], toml.Document]:
     return data, file
 
 
-def read_modules(source: str | PathLike[str], required: bool = True) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the module rules in `source`, and the position of each glob as ``file:line``.
+def modules_of(data: Mapping[str, Any], file: toml.Document) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the module rules of what `parsed` returned, and the position of each glob as ``file:line``.
 
     Raises:
-        PolicyError: `source` is not TOML, has no ``modules`` table although it is `required`, or a glob has
-            neither ``"fp32"`` nor op rules.
+        PolicyError: a glob has neither ``"fp32"`` nor op rules.
     """
-    data, file = parsed(source)
-    rules = data.get("modules", {})
-    if not rules and required:
-        raise PolicyError(f"{file.name}: has no rules for modules; add them in a table [modules].")
-    places = {glob: file.place(glob, "modules") for glob in rules}
-    for glob, what in rules.items():
+    rules: dict[str, Any] = {}
+    places = {glob: file.place(glob, "modules") for glob in data.get("modules", {})}
+    for glob, place in places.items():
+        what = rules[glob] = data["modules"][glob]
         if isinstance(what, dict):
-            rules[glob] = {op: _rule(rule, data["recipes"], places[glob]) for op, rule in what.items()}
+            rules[glob] = {op: _rule(rule, data["recipes"], place) for op, rule in what.items()}
         elif what != FP32:
             raise PolicyError(
-                f"{places[glob]}: {glob!r}: {what!r} is not a rule for a module; use {FP32!r} or op rules."
+                f"{place}: {glob!r}: {what!r} is not a rule for a module; use {FP32!r} or op rules."
             )
     return rules, places
 
 
-def read(kind: type[P], source: str | PathLike[str], device_type: str | None) -> P:
-    """Read a policy of class `kind` from `source`, a path or the TOML text itself."""
-    data, file = parsed(source)
+def policy_of(kind: type[P], data: Mapping[str, Any], file: toml.Document, device_type: str | None) -> P:
+    """Return the policy of class `kind` in what `parsed` returned.
+
+    Raises:
+        PolicyError: it names no device type, another than `device_type`, or unknown ops or rules.
+    """
     named = data.get("device_type", device_type)
     if named is None:
         raise PolicyError(f'{file.name}: names no device; add device_type = "cuda", or pass it in Python.')
-    if not (isinstance(named, str) and named.isidentifier()):
-        place = file.place("device_type")
-        raise PolicyError(
-            f'{place}: {named!r} is no device type. Use a name such as "cuda", without an index.'
-        )
+    try:
+        check_device_type(named)
+    except PolicyError as error:
+        if "device_type" not in data:
+            raise
+        raise PolicyError(f"{file.place('device_type')}: {error}") from None
     if device_type is not None and named != device_type:
         raise PolicyError(f"{file.name}: is for {named!r}, not for {device_type!r}.")
     return _override(_base(kind, data.get("base", "default"), named, file), data, file)
@@ -172,7 +174,7 @@ def _base(kind: type[P], name: object, device_type: str, file: toml.Document) ->
     return policy
 
 
-def _override(policy: P, data: dict[str, Any], file: toml.Document) -> P:
+def _override(policy: P, data: Mapping[str, Any], file: toml.Document) -> P:
     for op, rule in data.get("rules", {}).items():
         place = file.place(op, "rules")
         try:

@@ -75,7 +75,7 @@ def custom_fwd(
         The decorated function, or a decorator if `fwd` is omitted.
 
     Raises:
-        ValueError: `device_type` is not a device type.
+        ValueError: `device_type` is no string, device or tensor.
         TypeError: `fwd` is not callable, or `cast_inputs` no dtype.
 
     Example:
@@ -145,7 +145,7 @@ def custom_bwd(bwd: Callable[P, R] | None = None, *, device_type: Device) -> Cal
         if ``forward`` is not decorated with `custom_fwd`.
 
     Raises:
-        ValueError: `device_type` is not a device type.
+        ValueError: `device_type` is no string, device or tensor.
         TypeError: `bwd` is not callable.
 
     Example::

@@ -39,7 +39,7 @@ def autocast_decorator(autocast_instance: Context, func: Callable[P, R]) -> Call
         >>> from amp_core.regions.decorator import autocast_decorator
         >>> def square(x):
         ...     return x @ x
-        >>> autocast_decorator(amp_core.autocast("cpu"), square)(torch.ones(2, 2)).dtype
+        >>> amp_core.autocast_decorator(amp_core.autocast("cpu"), square)(torch.ones(2, 2)).dtype
         torch.bfloat16
     """
     if not hasattr(autocast_instance, "__enter__") or not callable(func):

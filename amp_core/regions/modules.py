@@ -19,7 +19,7 @@ from amp_core.policy.explanations import Explanations
 from amp_core.policy.op_policy import OpPolicy
 from amp_core.policy.recipes import as_rule
 from amp_core.policy.rules import FP32
-from amp_core.policy.toml import read_modules, write_modules
+from amp_core.policy.toml import modules_of, parsed, write_modules
 from amp_core.regions.module_region import ModuleRegion
 from amp_core.regions.replaced_forward import ReplacedForward
 from amp_core.regions.selecting import CLASS_PATH, Selector, listed, select
@@ -76,7 +76,10 @@ def apply_policy(
     check_device_type(device_type)
     places: Mapping[str, str] = {}
     if isinstance(rules, PathLike):
-        rules, places = read_modules(rules)
+        data, file = parsed(rules)
+        rules, places = modules_of(data, file)
+        if not rules:
+            raise PolicyError(f"{file.name}: has no rules for modules; add them in a table [modules].")
     if not isinstance(rules, Mapping):
         raise TypeError(_no_rules(rules))
     planned: dict[str, ModuleRegion] = {}

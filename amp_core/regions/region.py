@@ -117,6 +117,7 @@ def is_autocast_available(device_type: str | torch.device) -> bool:
 
     Raises:
         RuntimeError: `device_type` is not a device type (torch's own error).
+        ValueError: it is no string, device or tensor.
 
     Example:
         >>> import amp_core

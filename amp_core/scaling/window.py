@@ -39,9 +39,9 @@ class AccumulationWindow:
     ``clip_grad_norm_``, ``step`` and ``update`` raise RuntimeError. If the block raises, gradients are as
     they were before it.
 
-    It waits for the device only once, where trained parameters get no gradient. It costs memory for a second
-    set of gradients, and for a third if there were gradients before; three passes over them for each
-    micro-batch, and one at the end.
+    It waits for the device only if some parameters get no gradient: once for each set of such parameters.
+    It costs memory for a second set of gradients, and for a third if there were gradients before; three
+    passes over them for each micro-batch, and one at the end.
 
     Under ``DistributedDataParallel`` every micro-batch must be reduced, so do not use ``no_sync``: what one
     rank adds up without the others is not a gradient of the model.

@@ -188,7 +188,8 @@ def test_toml_from_a_file_says_where(tmp_path: Path) -> None:
         ('device_type = "cpu"\nbase = "best"\n', 2, "unknown base 'best'"),
         ('device_type = "cpu"\nrules = 3\n', 2, "rules must be a table"),
         ("[rules]\n\n", None, "names no device"),
-        ("device_type = 1\n\n", 1, "1 is no device type"),
+        ("device_type = 1\n\n", 1, "without an index, not for 1"),
+        ('base = "uniform"\ndevice_type = "auto"\n', 2, "not for 'auto'"),
         ('base = "none"\ndevice_type = "cuda:0"\n', 2, "without an index"),
     ],
 )
@@ -210,6 +211,10 @@ def test_toml_bases() -> None:
     assert OpPolicy.from_toml('base = "uniform"\n', "cpu") == OpPolicy.uniform("cpu")
     with pytest.raises(PolicyError, match="is for 'cuda', not for 'cpu'"):
         OpPolicy.from_toml('device_type = "cuda"\n', "cpu")
+    with pytest.raises(
+        PolicyError, match="^A policy is for one type of device"
+    ):  # no line of the file is wrong
+        OpPolicy.from_toml('base = "none"\n', "cuda:0")
 
 
 def test_a_policy_for_a_device_that_is_not_installed_is_saved_and_read() -> None:
