@@ -60,6 +60,8 @@ class DelayedScales(Local):
 
     @untraced
     def __exit__(self, *_: object) -> None:
+        if self._release is None:
+            raise RuntimeError("These delayed_scales were left without having been entered.")
         self._release()
         self._release = None
 

@@ -28,7 +28,7 @@ def like(tensor: Tensor, part: Tensor) -> Tensor:
     shape, stride, last = tensor.shape, tensor.stride(), part.shape[tensor.dim() :]
     if last:
         shape, stride = torch.Size([*shape, *last]), (*(last[0] * each for each in stride), 1)
-    whole: Tensor = DTensor.from_local(
+    result: Tensor = DTensor.from_local(
         part,
         tensor.device_mesh,  # type: ignore[attr-defined]
         tensor.placements,  # type: ignore[attr-defined]
@@ -36,7 +36,7 @@ def like(tensor: Tensor, part: Tensor) -> Tensor:
         shape=shape,
         stride=stride,
     )
-    return whole
+    return result
 
 
 def elements(tensor: Tensor) -> Tensor | None:

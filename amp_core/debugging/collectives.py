@@ -49,7 +49,12 @@ class CollectiveKey(NamedTuple):
 
 @dataclass
 class CollectiveCount:
-    """The number of collectives, and of bytes that this rank contributed."""
+    """How many collectives there were.
+
+    Attributes:
+        calls: their number.
+        nbytes: the bytes that this rank contributed.
+    """
 
     calls: int = 0
     nbytes: int = 0

@@ -57,6 +57,8 @@ class Comparison(Report):
         differences: one for each value in both runs, in order of computation.
         unmatched: the number of values in only one of the runs.
         dtype: the low-precision dtype.
+        reference_dtype: the dtype of the reference run.
+        ran_backward: whether `fn` ran a backward pass.
         scale: the loss scale of the mixed-precision run.
         loss: the loss of the mixed-precision run, if `fn` returned one.
         reference_loss: the loss of the reference run.
@@ -65,6 +67,7 @@ class Comparison(Report):
         parameters: how well the parameters of modules without a recipe, such as norms and embeddings, would
             fit the format of weights, by name.
         work: the floating-point operations of products with a recipe in the forward pass, by module and op.
+        parents: for each value, the values that it was computed from.
         narrow_references: the number of reference values narrower than the reference dtype, because `fn`
             casts them itself.
 

@@ -46,7 +46,18 @@ class OpKey(NamedTuple):
 
 
 class CastKey(NamedTuple):
-    """The key by which casts are counted; `cause` is the op that needed the cast."""
+    """The key by which casts are counted.
+
+    Attributes:
+        phase: ``forward`` or ``backward``.
+        place: the model and module.
+        cause: the op that needed the cast; empty if there was none.
+        source: the dtype of the tensor that was cast.
+        result: the dtype of the cast.
+        weight: the name of the tensor, if it is a parameter or buffer of a module; else empty.
+        rule: the policy rule that applied to `cause`; empty if none did.
+        origin: the origin of that rule.
+    """
 
     phase: str
     place: Place
@@ -60,7 +71,14 @@ class CastKey(NamedTuple):
 
 @dataclass
 class CastCount:
-    """The number of casts and of bytes they wrote, in total and for repeated casts of unchanged tensors."""
+    """How many casts there were.
+
+    Attributes:
+        calls: their number.
+        nbytes: the bytes that they wrote.
+        repeats: how many of them, in forward passes, were of a tensor cast before and unchanged since.
+        repeated_bytes: the bytes that these wrote.
+    """
 
     calls: int = 0
     nbytes: int = 0

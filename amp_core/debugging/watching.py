@@ -169,16 +169,16 @@ class Watch(Attached, Report):
             AmpError: it is not such a file, or is damaged.
             OSError: it cannot be read.
         """
-        watch = Watch.__new__(Watch)
-        watch._removers = []
+        loaded = Watch.__new__(Watch)
+        loaded._removers = []
         with saved.reading(path, "watch") as data:
-            watch.environment, watch.format = data["environment"], Format(**data["of"])
-            watch.entries = [
+            loaded.environment, loaded.format = data["environment"], Format(**data["of"])
+            loaded.entries = [
                 Entry(**{**entry, "exponents": {int(e): n for e, n in entry["exponents"].items()}})
                 for entry in data["entries"]
             ]
-            watch.step = max((entry.step for entry in watch.entries), default=-1)
-        return watch
+            loaded.step = max((entry.step for entry in loaded.entries), default=-1)
+        return loaded
 
     def save_picture(self, path: str | PathLike[str], names: str = "**") -> None:
         """Draw the distribution of exponents over the steps, with the limits of the format.

@@ -185,9 +185,9 @@ def _writing_back(
 
     torch's own rules lose the write (pytorch#65788). `rounding` says to which dtype to cast before.
     """
-    names = [a.name for a in arguments(op)]
+    parameters = [a.name for a in arguments(op)]
     written = {a.name for a in arguments(op) if a.alias_info is not None and a.alias_info.is_write}
-    kept = names[0] if first_stays else None
+    kept = parameters[0] if first_stays else None
 
     def cast_all(values: Kwargs, dtype: torch.dtype) -> Kwargs:
         # Bypass the cache: the op must not write to a cached cast.
@@ -195,12 +195,12 @@ def _writing_back(
 
     def run(_keyset: Any, args: Args, kwargs: Kwargs) -> Any:
         dtype = target(args, kwargs)
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        given = {**dict(zip(parameters, args, strict=False)), **kwargs}
         if dtype is None:
             return call(*args, **kwargs)
         rounded = None if rounding is None else rounding(args, kwargs)
         cast = cast_all(given if rounded is None else cast_all(given, rounded), dtype)
-        result = call(*(cast[n] for n in names[: len(args)]), **{n: cast[n] for n in kwargs})
+        result = call(*(cast[n] for n in parameters[: len(args)]), **{n: cast[n] for n in kwargs})
         return _put_back(result, [(given[n], cast[n]) for n in given if n in written])
 
     return run

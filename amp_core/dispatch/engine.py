@@ -185,8 +185,8 @@ class Engine:
             return
         if name not in self._kernels:
             self._kernels[name] = self._make_kernel(name)
-        dispatcher_name, kernel = self._kernels[name]
-        remove = install(dispatcher_name, self.key, kernel)
+        op, kernel = self._kernels[name]
+        remove = install(op, self.key, kernel)
         if self._installed.setdefault(name, remove) is not remove:
             remove()
 

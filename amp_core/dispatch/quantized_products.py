@@ -112,10 +112,10 @@ class Call(NamedTuple):
         with excluded(self.keys), ExitStack() as stack:  # a backward pass may run in a region
             for observer in self.observers:
                 stack.enter_context(observer.during())
-            product = self._multiply(name, a, b, compute)
+            computed = self._multiply(name, a, b, compute)
         for observer in self.observers:
-            observer.after(product)
-        return product.result
+            observer.after(computed)
+        return computed.result
 
     def _multiply(self, name: ProductName, a: Tensor, b: Tensor, compute: Compute | None) -> ScaledProduct:
         recipe = self.rule.recipe

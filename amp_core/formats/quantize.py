@@ -39,6 +39,7 @@ class Quantized:
         quantization: how.
         dim: the contracted dimension.
         shape: the shape of the tensor.
+        is_packed: whether `values` and `scale` are in the bits of their formats.
     """
 
     values: Tensor

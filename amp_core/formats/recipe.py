@@ -139,17 +139,28 @@ class Recipe:
         Args:
             element: `E4M3` or `E5M2`.
             scale: ``"e8m0"`` rounds as the specification, ``"e8m0_up"`` so that nothing saturates.
+
+        Raises:
+            ValueError: MXFP8 has no such elements, or the MX formats no such scale.
         """
         return cls._mx("mxfp8", element, scale)
 
     @classmethod
     def mxfp6(cls, element: ElementFormat = E3M2, scale: str = "e8m0") -> Recipe:
-        """Return MXFP6: blocks of 32 under an e8m0 scale; `element` is `E3M2` or `E2M3`."""
+        """Return MXFP6: blocks of 32 under an e8m0 scale; `element` is `E3M2` or `E2M3`.
+
+        Raises:
+            ValueError: as for `mxfp8`.
+        """
         return cls._mx("mxfp6", element, scale)
 
     @classmethod
     def mxfp4(cls, scale: str = "e8m0") -> Recipe:
-        """Return MXFP4: blocks of 32 of e2m1 under an e8m0 scale, rounded to nearest."""
+        """Return MXFP4: blocks of 32 of e2m1 under an e8m0 scale, rounded to nearest.
+
+        Raises:
+            ValueError: the MX formats have no such scale.
+        """
         return cls._mx("mxfp4", E2M1, scale)
 
     @classmethod
@@ -170,6 +181,8 @@ class Recipe:
 
     @classmethod
     def _mx(cls, name: str, element: ElementFormat, scale: str) -> Recipe:
+        if scale not in ("e8m0", "e8m0_up"):
+            raise ValueError(f"{name} has the scales e8m0 and e8m0_up, not {scale!r}.")
         allowed = {"mxfp8": (E4M3, E5M2), "mxfp6": (E3M2, E2M3), "mxfp4": (E2M1,)}[name]
         if element not in allowed:
             names = " and ".join(a.name for a in allowed)
@@ -225,6 +238,7 @@ class Recipe:
 
         Raises:
             PolicyError: it is not TOML, or not a recipe; the message names file and line.
+            OSError: the file cannot be read.
         """
         return cls(**recipe_toml.read(source))
 

@@ -30,7 +30,9 @@ _DTYPES = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 
 
 class _Ours:
-    """The constructor of both plugins."""
+    """What both plugins have in common."""
+
+    scaler: Any
 
     def __init__(
         self,
@@ -45,6 +47,12 @@ class _Ours:
         super().__init__(precision, device, scaler)  # type: ignore[call-arg]
         self._policy = policy
         self._modules: WeakSet[nn.Module] = WeakSet()  # that Fabric has set up
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the scaler after all steps so far."""
+        finish_update(self.scaler)
+        state: dict[str, Any] = super().state_dict()  # type: ignore[misc]
+        return state
 
 
 class MixedPrecision(_Ours, TheirPrecision):
@@ -101,12 +109,6 @@ class MixedPrecision(_Ours, TheirPrecision):
         finish_update(self.scaler)
         scaled: Tensor = super().pre_backward(tensor, module)
         return scaled
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of the scaler after all steps so far."""
-        finish_update(self.scaler)
-        state: dict[str, Any] = super().state_dict()
-        return state
 
     def teardown(self) -> None:
         """Leave the scaler as it is after all steps."""
@@ -208,12 +210,6 @@ class FabricMixedPrecision(_Ours, TheirFabricPrecision):
         wait = self.scaler is not None and any(p.grad is not None for p in rest)
         with replaced(self.scaler, "update", lambda: None) if wait else nullcontext():
             return super().optimizer_step(optimizer, **kwargs)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of the scaler after all steps so far."""
-        finish_update(self.scaler)
-        state: dict[str, Any] = super().state_dict()
-        return state
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:
         """Unscale the gradients for ``fabric.clip_gradients``, including those of fused optimizers."""

@@ -20,7 +20,8 @@ def kernels_of(device_type: str, maker: str, *, has_float64: bool = True) -> Ker
 
     Args:
         device_type: such as ``"cuda"``.
-        maker: the name of Triton's compiler for its GPUs: ``"nvidia"``, ``"amd"`` or ``"intel"``.
+        maker: the name of Triton's compiler for its GPUs: ``"nvidia"``, ``"amd"``, ``"intel"``, or that of
+            another package with an entry point in the group ``triton.backends``.
         has_float64: whether all devices of this type support float64.
     """
     reason = _why_not()

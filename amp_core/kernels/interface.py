@@ -1,12 +1,8 @@
 """The kernels of gradients, casts and stored weights that a backend may supply.
 
-The contract of every method:
-
-- all tensors of one call are on one device; they may differ in dtype, shape and memory layout;
-- a sequence may be empty or have any length, a tensor may have no elements or no dimensions;
-- no host synchronization: results stay on the device;
-- only tensors documented as written are written, and their version counters are bumped;
-- the result does not depend on the number of concurrent callers.
+All tensors of one call are on one device; they may differ in dtype, shape and memory layout. A sequence may
+be empty or have any length, a tensor may have no elements or no dimensions. `amp_core.plugin.contract` says
+what every method promises.
 """
 
 from __future__ import annotations
@@ -46,7 +42,13 @@ class GradStats:
 
 @dataclass(frozen=True)
 class ScaleTensors:
-    """`amp_core.states.loss_scale.ScaleState` on the device: 0-dim float32, int32 and int32 tensors."""
+    """`amp_core.states.loss_scale.ScaleState` on the device.
+
+    Attributes:
+        scale: 0-dim, float32.
+        growth_tracker: 0-dim, int32: the finite steps in a row since the scale last moved.
+        hysteresis_left: 0-dim, int32: the overflows that are left until the scale goes down.
+    """
 
     scale: Tensor
     growth_tracker: Tensor
@@ -229,8 +231,8 @@ class Kernels(ABC):
         """
         check_shapes(wides, lows, "lows", "wides")
         with torch.no_grad():
-            for wide, low, key, counted in zip(wides, lows, keys, numbers, strict=True):
-                rounding.stochastic_(wide, low, key, counted)
+            for wide, low, key, own in zip(wides, lows, keys, numbers, strict=True):
+                rounding.stochastic_(wide, low, key, own)
 
 
 def check_shapes(sources: Sequence[Tensor], targets: Sequence[Tensor], written: str, read: str) -> None:

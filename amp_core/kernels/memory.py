@@ -16,8 +16,6 @@ _TYPES = {Tensor, torch.nn.Parameter}
 _FLOAT32 = torch.float32
 _STRIDED = {torch.strided}
 
-# In any() and all() below, a list is faster than a generator.
-
 
 def are_real(tensors: Sequence[Tensor], device: torch.device) -> bool:
     """Return whether `tensors` have real memory on `device`: none is fake, traced or of a subclass."""
@@ -55,9 +53,9 @@ def are_plain(tensors: Sequence[Tensor], device: torch.device, dtypes: AbstractS
     present = {t.dtype for t in tensors}
     if not are_real(tensors, device) or not present <= dtypes:
         return False
-    if not {t.layout for t in tensors} <= _STRIDED or any([t.is_neg() for t in tensors]):  # noqa: C419
+    if not {t.layout for t in tensors} <= _STRIDED or any([t.is_neg() for t in tensors]):
         return False
-    if any([d.is_complex for d in present]) and any([t.is_conj() for t in tensors]):  # noqa: C419
+    if any([d.is_complex for d in present]) and any([t.is_conj() for t in tensors]):
         return False
     strided = [t for t in tensors if not t.is_contiguous()]
     return not strided or all(map(without_gaps, strided))

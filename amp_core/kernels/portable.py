@@ -56,7 +56,7 @@ class Portable(Kernels):
         check_shapes(tensors, targets, "out", "tensors")
         pairs = zip(tensors, targets, strict=True)
         sources = [_with_spare_bits(t.detach(), target.dtype) for t, target in pairs]
-        if functorch_is_at_work() or any([t.is_neg() or t.is_conj() for t in targets]):  # noqa: C419
+        if functorch_is_at_work() or any([t.is_neg() or t.is_conj() for t in targets]):
             for target, source in zip(targets, sources, strict=True):
                 # Copied from another dtype, torch would lose the sign of a lazily negated target.
                 target.detach().copy_(source.to(target.dtype))

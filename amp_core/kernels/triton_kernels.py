@@ -136,8 +136,8 @@ class _Layout:
         """Whether the programs support such tensors; if not, no other attribute is set."""
         if self.fits:
             self.device = tensors[0].device
-            self.complex = any([t.is_complex() for t in tensors])  # noqa: C419 (faster than a generator)
-            self.wide = any([t.dtype.to_real() is torch.float64 for t in tensors])  # noqa: C419
+            self.complex = any([t.is_complex() for t in tensors])
+            self.wide = any([t.dtype.to_real() is torch.float64 for t in tensors])
             self._kinds = tuple([t.dtype.to_real() for t in tensors])
             self._sizes = tuple([t.numel() * (2 if t.is_complex() else 1) for t in tensors])
             self._rows: Rows | None = None
@@ -215,7 +215,7 @@ def _are_pairs(tensors: Sequence[Tensor], targets: Sequence[Tensor], device_type
     if not are_plain([*tensors, *targets], tensors[0].device, _DTYPES.keys()):
         return False
     pairs = zip(tensors, targets, strict=True)
-    return all([t.shape == o.shape and t.stride() == o.stride() for t, o in pairs])  # noqa: C419
+    return all([t.shape == o.shape and t.stride() == o.stride() for t, o in pairs])
 
 
 def _wide(dtype: Any) -> Any:

@@ -86,7 +86,9 @@ class Rows:
         if not capturing:
             self._follow(stream)
         # Tables written before a capture are visible to all streams, because its start waits for them.
-        cached = [t for key, on, t in self._recent if (capturing or on == stream) and key == addresses]
+        cached = [
+            t for key, made_on, t in self._recent if (capturing or made_on == stream) and key == addresses
+        ]
         table = cached[0] if cached else numbers(addresses, device)
         if capturing:
             _for_replay.append((self, table))

@@ -57,13 +57,13 @@ class Candidate(NamedTuple):
                 )
 
 
-def third_party(built_in: dict[str, Candidate]) -> list[Candidate]:
+def third_party(ours: dict[str, Candidate]) -> list[Candidate]:
     """Return the plugins that other distributions declare, sorted by name and distribution.
 
     Duplicates are removed: stale metadata (an ``egg-info`` next to an installed distribution) can list an
     entry point twice.
     """
-    own = {c.entry_point.value for c in built_in.values()}
+    own = {c.entry_point.value for c in ours.values()}
     return [c for c in _declared() if c.distribution != _OWN and c.entry_point.value not in own]
 
 

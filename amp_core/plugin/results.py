@@ -20,7 +20,12 @@ from amp_core.policy.rules import RULES
 
 @dataclass(frozen=True)
 class Availability:
-    """Whether a device can be used now, with a human-readable reason."""
+    """Whether a device can be used now, with a human-readable reason.
+
+    Attributes:
+        usable: whether it can.
+        reason: why not; or what was found, such as the name of the device. Shown by ``amp backends``.
+    """
 
     usable: bool
     reason: str

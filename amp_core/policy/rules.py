@@ -95,8 +95,8 @@ def describe(rule: str) -> str:
     low, size = RULES[LOWER_PRECISION_FP], rule.partition(" above ")[2]
     recipe = recipes.recipe_of(rule)
     if recipe is not None:
-        above = f"; calls with at most {size} of work are not quantised" if size else ""
-        return f"{low}, then quantise the operands of all three products: {recipes.describe(recipe)}{above}"
+        limit = f"; calls with at most {size} of work are not quantised" if size else ""
+        return f"{low}, then quantise the operands of all three products: {recipes.describe(recipe)}{limit}"
     if threshold(rule) is None:
         return RULES[rule]
     return f"{low} if the call has more work than {size}, else to float32"

@@ -31,7 +31,7 @@ _GLOBS = ("float32_parameters", "float32_buffers")
 
 @dataclass(frozen=True)
 class PrecisionPlan:
-    """The dtypes of a sharded training run, as immutable data: `from_toml` reads them from one file.
+    """The dtypes of a sharded training run, as data: `from_toml` reads them from one file.
 
     A dtype of None leaves the choice to torch.
 

@@ -44,7 +44,11 @@ class autocast(Region):  # noqa: N801  # torch's name
     Raises:
         BackendNotFoundError: no backend serves the device type (a ``RuntimeError``, as in torch).
         RuntimeError: `dtype` is bfloat16 and the CUDA device does not support it.
+        BackendLoadError: the backend of the device type failed to load.
+        BackendDisabledError: ``AMP_DISABLE_BACKENDS`` names the device type.
         ValueError: `device_type` is not a valid device type, device or tensor.
+        TypeError: `dtype` is no dtype.
+        PolicyError: `policy` is no `OpPolicy`, or is for another device type.
 
     Warns:
         UserWarning: the device is missing or does not support `dtype`; the region is disabled.

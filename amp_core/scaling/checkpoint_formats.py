@@ -43,10 +43,10 @@ def convert_scaler_state(
 
         state = convert_scaler_state(torch.amp.GradScaler("cpu").state_dict(), to="deepspeed")
     """
-    read = _system(source) if source is not None else _recognised(state)
-    target = _system(to)
     if not isinstance(state, Mapping) and not hasattr(state, "cur_scale"):
         raise TypeError(f"The state of a loss scaler must be a mapping, got {state!r}.")
+    read = _system(source) if source is not None else _recognised(state)
+    target = _system(to)
     if not isinstance(schedule, LossScaleSchedule | None):
         raise TypeError(f"schedule= must be an amp_core.LossScaleSchedule, not {schedule!r}.")
     scales = read.read(state, schedule)
@@ -70,7 +70,7 @@ def _recognised(state: Any) -> System:
     for system in SYSTEMS.values():
         if system.known(state):
             return system
-    entries = ", ".join(map(repr, state)) if isinstance(state, Mapping) else f"a {type(state).__name__}"
+    entries = ", ".join(map(repr, state if isinstance(state, Mapping) else vars(state)))
     raise ValueError(
         f"This is the scaler state of no known system: {entries or 'an empty dict'}. A scaler that is "
         f"disabled, or whose scale is constant, may have saved nothing."

@@ -74,7 +74,7 @@ def read_gradients(
         (only,), flags = stats, {parts[0].device: stats[0].found_inf}
         norm = only.norm if only.norm.device == device else moved(only.norm, device)
         return GlobalGradStats(stats, norm, flags, dtype=only.norm.dtype)
-    dtype = torch.float64 if any([s.norm.dtype is torch.float64 for s in stats]) else torch.float32  # noqa: C419
+    dtype = torch.float64 if any([s.norm.dtype is torch.float64 for s in stats]) else torch.float32
     shardings = [part.sharding for part in parts]
     ranks = deciders.ranks(shardings)
     if ranks is None:

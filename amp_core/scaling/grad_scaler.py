@@ -65,7 +65,7 @@ class GradScaler(TorchNames):
         schedule: a complete `LossScaleSchedule` (floor, ceiling, hysteresis); replaces the three arguments.
         allow_fp16_gradients: accept float16 gradients, which torch refuses.
         named_parameters: ``model.named_parameters()``; records then name parameters.
-        history: the number of steps that `history` keeps.
+        history: the number of steps that `history` keeps; None for all.
         warn_after: warn when this many steps of one optimizer in a row were skipped; 0 for never.
         schedules: for each key (see `scale`) that needs one, a schedule of its own.
         process_group: the ranks that share the parameters and must all step or all skip. They agree on
@@ -85,7 +85,7 @@ class GradScaler(TorchNames):
         BackendDisabledError: ``AMP_DISABLE_BACKENDS`` names the device type.
         AssertionError: a factor is on the wrong side of 1; torch's text.
         TypeError: an argument has the wrong type.
-        ValueError: any other argument is out of range.
+        ValueError: any other argument is out of range, or `growth_interval` is no whole number.
 
     Example::
 
@@ -114,7 +114,7 @@ class GradScaler(TorchNames):
         schedule: LossScaleSchedule | None = None,
         allow_fp16_gradients: bool = False,
         named_parameters: Iterable[tuple[str, Tensor]] = (),
-        history: int = 1000,
+        history: int | None = 1000,
         warn_after: int = 25,
         schedules: Mapping[str, LossScaleSchedule] | None = None,
         process_group: ProcessGroup | None = None,
@@ -206,8 +206,10 @@ class GradScaler(TorchNames):
             RankLostError: ranks that must agree did not arrive.
             AssertionError: no loss was scaled yet; or no parameter has a gradient, or had one when the
                 gradients were unscaled.
-            ValueError: a gradient is float16 and ``allow_fp16_gradients`` is not set; no loss was scaled
-                under `key`.
+            ValueError: a gradient is float16, ``allow_fp16_gradients`` is not set, and the optimizer is not
+                fused (torch accepts those, too); no loss was scaled under `key`; or `max_norm` or
+                `norm_type` is out of range.
+            TypeError: an argument has the wrong type.
 
         Example::
 
@@ -328,6 +330,8 @@ class GradScaler(TorchNames):
                 `AccumulationWindow` of the optimizer is open, or its gradients were unscaled under another
                 key.
             AssertionError: the closure scaled no loss, left no gradient, or was not called.
+            ValueError: as for `step`.
+            TypeError: an argument has the wrong type.
 
         Example::
 
@@ -446,7 +450,7 @@ class GradScaler(TorchNames):
     def _clip(
         self, entry: Entry, max_norm: float, norm_type: float, *, error_if_nonfinite: bool = False
     ) -> Tensor:
-        ready = all([s.stage is OptState.READY and not s.delegated for s in entry.states])  # noqa: C419
+        ready = all([s.stage is OptState.READY and not s.delegated for s in entry.states])
         if ready and (self._overrides("unscale_", entry.loss_scale) or self._overrides("_unscale_grads_")):
             for state in entry.states:
                 state.delegated = True  # the subclass may clip in turn
@@ -496,8 +500,12 @@ class GradScaler(TorchNames):
             RuntimeError: it was called after `step`; or `error_if_nonfinite` is set and the norm is not
                 finite; or only some of several optimizers were unscaled before; or a backward pass has added
                 scaled gradients to unscaled ones.
+            RankLostError: ranks that must agree did not arrive.
             AssertionError: no loss was scaled yet; torch's text.
-            ValueError: of several optimizers two share a parameter, or their losses have different keys.
+            ValueError: a gradient is float16 and ``allow_fp16_gradients`` is not set; no loss was scaled
+                under `key`; `max_norm` or `norm_type` is out of range; or of several optimizers two share a
+                parameter, or their losses have different keys.
+            TypeError: an argument has the wrong type.
 
         Example::
 
@@ -604,6 +612,7 @@ class GradScaler(TorchNames):
         Raises:
             AssertionError: it is not above 1; torch's text.
             ValueError: it is not finite.
+            TypeError: it is no number.
         """
         self._scales.own.schedule = replace(self._scales.own.schedule, growth_factor=new_factor)
 
@@ -620,6 +629,7 @@ class GradScaler(TorchNames):
         Raises:
             AssertionError: it is not below 1; torch's text.
             ValueError: it is not above 0.
+            TypeError: it is no number.
         """
         self._scales.own.schedule = replace(self._scales.own.schedule, backoff_factor=new_factor)
 
@@ -804,7 +814,7 @@ class GradScaler(TorchNames):
         self._scales.load_state_dict(state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__.copy()  # torch's class refuses while gradients are unscaled
+        return self.__dict__.copy()  # `LossScale` refuses to be pickled while gradients are unscaled
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "_scales" not in state:  # of an instance of torch's class, pickled before amp_compat.install()

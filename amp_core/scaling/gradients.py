@@ -177,7 +177,7 @@ class _Grouping:
         grads: list[Any] = [p.grad for p in params]
         if not self._same_layout(*grads):
             return None
-        if self._without and any([all_params[i].grad is not None for i in self._without]):  # noqa: C419
+        if self._without and any([all_params[i].grad is not None for i in self._without]):
             return None
         if self._kernels is not get_backend(self._device_type).kernels():
             return None

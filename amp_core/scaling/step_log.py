@@ -48,7 +48,9 @@ class StepLog:
         updates: the number of `GradScaler.update` calls so far.
     """
 
-    def __init__(self, size: int, warn_after: int, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
+    def __init__(
+        self, size: int | None, warn_after: int, named_parameters: Iterable[tuple[str, Tensor]]
+    ) -> None:
         self.names = {id(p): name for name, p in named_tensors(named_parameters)}
         self.warn_after = as_whole(warn_after, "warn_after", 0)
         self.updates = 0

@@ -85,7 +85,7 @@ class Unscaler:
     ) -> Tensor:
         """Unscale and clip the gradients; return their norm before. See `GradScaler.clip_grad_norm_`."""
         optimizers, _, scale, states = entry
-        unscaled = all([state.stage is OptState.UNSCALED for state in states])  # noqa: C419
+        unscaled = all([state.stage is OptState.UNSCALED for state in states])
         refuse_mixed(entry)
         if not unscaled:
             for state in states:
@@ -156,7 +156,7 @@ def _overflows_unscaled(
     """Return a flag if a scale below 1 may take gradients beyond their dtype; see `overflows`."""
     # Ranks that have agreed on the norm must not part because one of them has other dtypes.
     some = stats.dtype is torch.float64 and not stats.agreed
-    wide = some and all([g.dtype is torch.float64 for part in parts for g in part.grads])  # noqa: C419
+    wide = some and all([g.dtype is torch.float64 for part in parts for g in part.grads])
     if wide and clips and on_host(stats.norm) and math.isinf(read(stats.norm)):
         return None  # `clip_factor` tells whether only the squares are beyond float64
     return overflows(stats.norm, scale, wide=wide)

@@ -88,7 +88,9 @@ class LossScaleSchedule:
 
     Raises:
         AssertionError: `growth_factor` is not above 1, or `backoff_factor` not below 1; torch's texts.
-        ValueError: any other field is out of range, or `min_scale` is not a float32 above 0.
+        ValueError: any other field is out of range or of the wrong type, or `min_scale` is not a float32
+            above 0.
+        TypeError: a factor, `min_scale` or `max_scale` is no number.
 
     Example::
 

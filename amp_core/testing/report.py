@@ -46,7 +46,17 @@ class CheckResult:
 
 @dataclass(frozen=True)
 class Report:
-    """The results of all checks of a backend, in execution order."""
+    """The results of all checks of a backend.
+
+    Attributes:
+        device_type: the device type of the backend.
+        backend: the full name of its class.
+        availability: the reason that its `availability()` gave.
+        results: one for each check, in execution order.
+        capabilities: what the backend and the fixtures say that the device can do, by name, in words.
+        versions: of Python, the system and the packages that a result depends on.
+        partial: whether checks of the kit were left out: by area, by name, or because the run was stopped.
+    """
 
     device_type: str
     backend: str
@@ -55,7 +65,6 @@ class Report:
     capabilities: dict[str, str] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=_versions)
     partial: bool = False
-    """Whether checks of the kit were left out: by area, by name, or because the run was stopped."""
 
     @property
     def ok(self) -> bool:

@@ -281,6 +281,8 @@ def test_products_without_histories_are_refused() -> None:
         longer = OpPolicy.default("cpu").override({"linear": Recipe.fp8_delayed(history=4)})
         with region(longer), pytest.raises(ValueError, match="use one recipe for the products of a weight"):
             model(x)
+    with pytest.raises(RuntimeError, match="without having been entered"):
+        scales.__exit__(None, None, None)
     with pytest.raises(KeyError, match="no parameters other"):
         scales.load_state_dict({"other": {}})
     with pytest.raises(TypeError, match=r"state of 0\.weight is Tensor, not a mapping"):

@@ -54,6 +54,8 @@ def test_contradictions_are_refused() -> None:
         Recipe(None, None, None)
     with pytest.raises(ValueError, match="mxfp6 has the elements e3m2 and e2m3, not e4m3"):
         Recipe.mxfp6(E4M3)
+    with pytest.raises(ValueError, match="mxfp8 has the scales e8m0 and e8m0_up, not 'float32'"):
+        Recipe.mxfp8(scale="float32")
     with pytest.raises(TypeError, match=r"E4M3, E5M2, .* not their names"):
         Quantization("e4m3")  # type: ignore[arg-type]
 

@@ -271,11 +271,19 @@ def test_scales_that_do_not_move(state: dict[str, Any]) -> None:
     assert again["scale"] == 64.0
 
 
-@pytest.mark.parametrize("state", [{}, {"scale": 1.0}, [1.0], None, {"loss_scaler": 3}])
+@pytest.mark.parametrize("state", [{}, {"scale": 1.0}, {"loss_scaler": 3}])
 def test_states_of_no_system(state: Any) -> None:
     """Something else is taken for a state, or refused without saying what it is."""
     with pytest.raises(ValueError, match="scaler state of no known system"):
         convert_scaler_state(state)
+
+
+@pytest.mark.parametrize("source", [None, "torch"])
+@pytest.mark.parametrize("state", [5, [1.0], None])
+def test_what_is_no_state(state: Any, source: str | None) -> None:
+    """What is no state at all is called the state of an unknown system."""
+    with pytest.raises(TypeError, match="must be a mapping, got"):
+        convert_scaler_state(state, source=source)
 
 
 def test_wrong_names_and_values() -> None:

@@ -128,7 +128,8 @@ def test_repr_says_what_the_scaler_does() -> None:
     assert repr(GradScaler("cpu", enabled=False)) == "GradScaler('cpu', enabled=False)"
 
 
-def test_a_history_longer_than_memory() -> None:
+@pytest.mark.parametrize("size", [2**70, None])
+def test_a_history_longer_than_memory(size: int | None) -> None:
     """A number of steps that stands for "all" ends in an OverflowError of Python's deque."""
-    scaler = GradScaler("cpu", history=2**70)
+    scaler = GradScaler("cpu", history=size)
     assert pickle.loads(pickle.dumps(scaler)).history.size == scaler.history.size

@@ -200,7 +200,7 @@ class _Table(list[Tensor]):
         self._addresses = array(_ADDRESS, list(map(Tensor.data_ptr, self)))
         self.arguments = (len(self), self._addresses.buffer_info()[0], *self.layout.addresses)
         # memory of a nonempty tensor may have been freed
-        return 0 not in self._addresses or all([t.data_ptr() or not t.numel() for t in self])  # noqa: C419
+        return 0 not in self._addresses or all([t.data_ptr() or not t.numel() for t in self])
 
     def threads(self) -> int:
         return _library.threads_for(self.layout.elements)

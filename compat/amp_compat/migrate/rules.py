@@ -201,8 +201,8 @@ def settle_aliases(plan: Plan, resolver: Resolver) -> None:
     aliases = [use for use in plan.uses if use.kind == "alias"]
     for use in aliases:
         _stays(use, plan, resolver)
-    while any([_stays(use, plan, resolver) for use in aliases if not use.manual]):  # noqa: C419  # each
-        pass  # an alias of an alias that stays must stay too
+    while any([_stays(use, plan, resolver) for use in aliases if not use.manual]):
+        pass  # the list settles each; an alias of an alias that stays must stay too
 
 
 def _stays(use: Use, plan: Plan, resolver: Resolver) -> bool:
