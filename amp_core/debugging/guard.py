@@ -31,6 +31,7 @@ class Guard(Attached):
     """Watches a model until `remove`; see `guard`.
 
     Attributes:
+        model: the model.
         step: the number of the model's current training step, from 0.
         fault: the op at which it stopped.
     """

@@ -35,6 +35,7 @@ class Watch(Attached, Report):
     """The ranges that `watch` collects; `print` it, or save it with `to_json`, `to_html` and `save`.
 
     Attributes:
+        model: the model, unless `load` read these ranges.
         step: the number of the model's current training step, from 0.
         entries: one `Entry` per tensor and watched step.
         format: the `Format` against which the report measures.

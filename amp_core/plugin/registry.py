@@ -16,7 +16,14 @@ _Value = TypeVar("_Value")
 
 @dataclass(frozen=True)
 class Owner:
-    """The plugin that registered a backend: entry-point name, distribution, version and module path."""
+    """The plugin that registered a backend.
+
+    Attributes:
+        plugin: the name of its entry point.
+        distribution: the package that declares it; empty if it was registered in code.
+        version: the version of that package.
+        path: the folder of the plugin's module.
+    """
 
     plugin: str
     distribution: str = ""

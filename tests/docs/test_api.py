@@ -67,6 +67,14 @@ def members(value: object) -> list[str]:
     return sorted(name for name in names if not name.startswith(("_", "test_")))
 
 
+def fields(value: object) -> list[str]:
+    """Return the public fields of a dataclass or named tuple of amp-core's."""
+    if not isinstance(value, type) or not value.__module__.startswith("amp_"):
+        return []
+    names = getattr(value, "__dataclass_fields__", getattr(value, "_fields", ()))
+    return [name for name in names if not name.startswith("_")]
+
+
 def _is_member(member: object) -> bool:
     return isinstance(member, (property, classmethod, staticmethod)) or callable(member)
 
@@ -99,6 +107,16 @@ def test_the_reference_renders_every_public_name(name: str, anchors: set[str]) -
     assert paths(name) & anchors, f"{name} is rendered on no page of docs/reference"
     missing = [m for m in members(resolved(name)) if not is_rendered(m, name, anchors)]
     assert not missing, f"{name} is rendered without {missing}"
+
+
+@pytest.mark.parametrize("name", [name for name in public_names() if fields(resolved(name))])
+def test_docstrings_explain_every_field(name: str) -> None:
+    """A user finds a field of a result that no page explains."""
+    kind = resolved(name)
+    text = "".join(base.__doc__ or "" for base in kind.__mro__ if base.__module__.startswith("amp_"))
+    explained = ", ".join(re.findall(r"^ +([a-z][a-z_0-9, ]*):", text, re.MULTILINE)).split(", ")
+    missing = [field for field in fields(kind) if field not in explained]
+    assert not missing, f"{name} has fields that its docstring does not explain: {missing}"
 
 
 def prose() -> str:
