@@ -19,8 +19,8 @@ class Owner:
     """The plugin that registered a backend.
 
     Attributes:
-        plugin: the name of its entry point.
-        distribution: the package that declares it; empty if it was registered in code.
+        plugin: the name of its entry point; the module of the class of a backend registered in code.
+        distribution: the package that declares it; empty for one registered in code.
         version: the version of that package.
         path: the folder of the plugin's module.
     """
