@@ -49,6 +49,9 @@ class Listener(ABC):
         Returns:
             A context manager; closing or leaving it detaches.
 
+        Raises:
+            TypeError: `scaler` is no `GradScaler`.
+
         Example::
 
             with JsonLines("steps.jsonl").listen(scaler):
@@ -74,6 +77,8 @@ class JsonLines(Listener):
 
     Raises:
         OSError: the file cannot be written.
+        TypeError: `path` is no path.
+        ValueError: it is empty.
     """
 
     def __init__(self, path: str | Path, only_skipped: bool = False) -> None:
@@ -105,6 +110,9 @@ class Logging(Listener):
 
     Args:
         logger: by default the logger ``amp_core``.
+
+    Raises:
+        TypeError: `logger` is no logger.
     """
 
     def __init__(self, logger: logging.Logger | None = None) -> None:

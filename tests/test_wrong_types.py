@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 import traceback
 from pathlib import Path
 from typing import Any
@@ -179,6 +180,13 @@ def require_words(error: Exception, call: str) -> None:
     assert (last.line or "").startswith("raise"), f"{call}: {error!r}"
 
 
+def require_documented(error: Exception, function: Any, call: str) -> None:
+    """Require that the docstring of `function` names the error, or a class that it derives from."""
+    section = (inspect.getdoc(function) or "").partition("Raises:")[2]
+    names = {kind.__name__ for kind in type(error).__mro__[:-3]}
+    assert names & {*re.findall(r"^ {4}(\w+):", section, re.MULTILINE)}, f"{call}: {error!r}"
+
+
 def state(function: Any, arguments: dict[str, Any]) -> list[Any]:
     """Return what a refused call must leave as it is."""
     found: list[Any] = [
@@ -216,6 +224,7 @@ def is_taken(name: str, argument: str, value: Any) -> bool:
         return False
     except Exception as error:
         require_words(error, f"{name}({argument}={value!r})")
+        require_documented(error, function, f"{name}({argument}={value!r})")
         assert state(function, others) == before, f"{name}({argument}={value!r})"
         return False
     if hasattr(result, "remove") and not isinstance(result, list):
@@ -227,7 +236,7 @@ def is_taken(name: str, argument: str, value: Any) -> bool:
 @pytest.mark.usefixtures("in_a_folder")
 @pytest.mark.parametrize("name", CALLS)
 def test_an_odd_value_is_taken_or_refused_where_it_is_passed(name: str) -> None:
-    """`'int' object has no attribute 'rules'` from inside, a value that means nothing, or half a call."""
+    """`'int' object has no attribute 'rules'` from inside, an error no docstring names, or half a call."""
     for argument in arguments_of(name):
         taken = [label for label, value in ODD.items() if is_taken(name, argument, value)]
         expected = ACCEPTED.get(f"{name}.{argument}", ACCEPTED.get(argument, ""))

@@ -293,6 +293,7 @@ def cached_casts(model: nn.Module, *, persistent: bool = False, debug: bool = Fa
     Raises:
         StaleCastError: in debug mode, at the use of a weight that was written to undetected.
         RuntimeError: an active scope is entered again.
+        TypeError: `model` is no module.
 
     Warns:
         AmpWarning: FSDP shards some weights, or they are of another tensor type; these are cast at each use.

@@ -107,6 +107,9 @@ class Recording(Report, Sink):
         """Return the ops that ran in other dtypes or a different number of times in `other`.
 
         `other` may be loaded: from another process, device or version.
+
+        Raises:
+            TypeError: `other` is no `Recording`.
         """
         return RecordingDiff(self, other)
 
@@ -118,6 +121,7 @@ class Recording(Report, Sink):
 
         Raises:
             AmpError: there is no plan.
+            TypeError: `plan` is no `PrecisionPlan`.
         """
         _check_plan(plan)
         plan = self.plan if plan is None else plan
@@ -130,6 +134,7 @@ class Recording(Report, Sink):
 
         Raises:
             AmpError: `violations` returns some; the message lists them. Or there is no plan.
+            TypeError: `plan` is no `PrecisionPlan`.
         """
         found = self.violations(plan)
         if found:
@@ -141,6 +146,8 @@ class Recording(Report, Sink):
 
         Raises:
             OSError: the file cannot be written.
+            TypeError: `path` is no path.
+            ValueError: it is empty.
         """
         counts = ("ops", "unruled", "casts", "quantized", "collectives", "tensors")
         data = {name: saved.as_lists(getattr(self, name)) for name in counts}

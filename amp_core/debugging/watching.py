@@ -148,7 +148,11 @@ class Watch(Attached, Report):
         return other
 
     def diff(self, other: Watch) -> WatchDiff:
-        """Return the tensors whose ranges differ in `other`, perhaps from another device or version."""
+        """Return the tensors whose ranges differ in `other`, perhaps from another device or version.
+
+        Raises:
+            TypeError: `other` is no `Watch`.
+        """
         return WatchDiff(self, other)
 
     def save(self, path: str | PathLike[str]) -> None:
@@ -156,6 +160,8 @@ class Watch(Attached, Report):
 
         Raises:
             OSError: the file cannot be written.
+            TypeError: `path` is no path.
+            ValueError: it is empty.
         """
         entries = [asdict(entry) for entry in self.entries]
         saved.write(

@@ -109,6 +109,9 @@ class Recipe:
         Args:
             history: the number of steps that a scale looks back on.
             margin: powers of two by which scales stay below the largest that fits.
+
+        Raises:
+            ValueError: `history` is no number of steps above 0, or `margin` no whole number.
         """
         found = Delayed(history, margin)
         forward = Quantization(E4M3, found=found)
@@ -239,6 +242,7 @@ class Recipe:
         Raises:
             PolicyError: it is not TOML, or not a recipe; the message names file and line.
             OSError: the file cannot be read.
+            TypeError: `source` is no path or string.
         """
         return cls(**recipe_toml.read(source))
 

@@ -41,6 +41,7 @@ def get_backend(device_type: str) -> Backend:
         BackendNotFoundError: no backend serves the device type; the message lists the installed ones.
         BackendLoadError: its plugin failed to load; the original error is the ``__cause__``.
         BackendDisabledError: ``AMP_DISABLE_BACKENDS`` names the device type.
+        TypeError: `device_type` is no string.
 
     Example:
         >>> from amp_core.plugin import get_backend

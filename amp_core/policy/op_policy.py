@@ -127,6 +127,9 @@ class OpPolicy:
         Args:
             device_type: a device type, such as ``"cuda"``.
             lists: rule to op names, separated by whitespace.
+
+        Raises:
+            PolicyError: `device_type` is no device type, or a rule or op is unknown.
         """
         check_device_type(device_type)
         if not isinstance(lists, Mapping):
@@ -148,6 +151,9 @@ class OpPolicy:
 
         Args:
             device_type: a device type, such as ``"cuda"``.
+
+        Raises:
+            PolicyError: `device_type` is no device type.
         """
         check_device_type(device_type)
         return _uniform(device_type)
@@ -159,6 +165,10 @@ class OpPolicy:
 
         Args:
             device_type: a device type, such as ``"cuda"``.
+
+        Raises:
+            PolicyError: `device_type` is no device type.
+            BackendNotFoundError: no backend serves it.
 
         Example:
             >>> import amp_core
@@ -181,8 +191,9 @@ class OpPolicy:
 
         Raises:
             PolicyError: the text is not TOML, or has unknown keys, ops or rules; the message gives file and
-                line.
+                line. Or `device_type` is no device type, or another than the file's.
             OSError: the file cannot be read.
+            TypeError: `source` is no path or string.
         """
         return toml.policy_of(cls, *toml.parsed(source), device_type)
 
@@ -207,6 +218,7 @@ class OpPolicy:
 
         Raises:
             PolicyError: an op or rule is unknown, or the rule cannot apply to the op.
+            TypeError: `origin` is no string.
 
         Example:
             >>> import amp_core

@@ -71,6 +71,8 @@ def materialize(
             failed.
         PolicyError: `policy` is for another device or has recipes, or a region inside the model has a policy
             of its own.
+        BackendNotFoundError: no backend serves the device type.
+        ValueError: `device_type` is no string, device or tensor.
         TypeError: `model` is not a module, `dtype` not a dtype, `args` no sequence or `kwargs` no mapping.
 
     Example:

@@ -99,8 +99,9 @@ class PrecisionPlan:
 
         Raises:
             PolicyError: the text is not TOML, or has unknown keys, ops, rules or dtypes; the message gives
-                file and line.
+                file and line. Or `device_type` is no device type, or another than the file's.
             OSError: the file cannot be read.
+            TypeError: `source` is no path or string.
         """
         data, file = parsed(source)
         table = data.get(_TABLE, {})
@@ -177,6 +178,7 @@ class PrecisionPlan:
             PolicyError: as for `apply_policy`; a glob matches no buffer; or a buffer is already narrower
                 than float32.
             TorchFeatureError: this torch casts modules in an unknown way.
+            TypeError: `model` is no module.
         """
         check_module(model, "PrecisionPlan.apply")
         names = matching(dict(model.named_buffers()), self.float32_buffers, "buffer", model)

@@ -403,8 +403,10 @@ class GradScaler(TorchNames):
         Raises:
             RuntimeError: it was called twice without `update` in between, or after `step`; torch's texts.
             AssertionError: no loss was scaled yet; torch's text.
-            ValueError: a gradient is float16 and ``allow_fp16_gradients`` is not set; or of several
-                optimizers two share a parameter, or their losses have different keys.
+            ValueError: a gradient is float16 and ``allow_fp16_gradients`` is not set; no loss was scaled
+                under `key`; or of several optimizers two share a parameter, or their losses have different
+                keys.
+            TypeError: an argument has the wrong type.
 
         Example::
 
@@ -589,6 +591,7 @@ class GradScaler(TorchNames):
 
         Raises:
             ValueError: no loss was scaled under `key`.
+            TypeError: `key` is no string.
         """
         if not self._enabled:
             return 1.0
@@ -707,6 +710,9 @@ class GradScaler(TorchNames):
 
         Args:
             named_parameters: ``model.named_parameters()``.
+
+        Raises:
+            TypeError: it does not give pairs of a name and a tensor.
 
         Example::
 

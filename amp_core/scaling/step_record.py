@@ -281,7 +281,8 @@ class History(Sequence[StepRecord]):
 
         Raises:
             ImportError: matplotlib is not installed.
-            ValueError: the history is empty.
+            ValueError: the history or `path` is empty.
+            TypeError: `path` is no path.
         """
         from amp_core.scaling.plot import save_scales
 

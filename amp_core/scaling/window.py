@@ -53,6 +53,9 @@ class AccumulationWindow:
         reweight: multiply the sum by (all / good micro-batches), so that a mean stays a mean.
         key: the key that the losses are scaled under, if any.
 
+    Raises:
+        TypeError: an argument has the wrong type.
+
     Example::
 
         window = AccumulationWindow(scaler, optimizer)

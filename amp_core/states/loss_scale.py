@@ -113,6 +113,7 @@ class LossScaleSchedule:
 
         Raises:
             ValueError: `scale` is not a positive, finite float32.
+            TypeError: it is no number.
         """
         scale = valid_scale(scale)
         return cls(min_scale=scale, max_scale=scale)
