@@ -67,8 +67,11 @@ class disable:  # noqa: N801  # used as `with disable():`, beside `autocast`
 
     def __exit__(self, *_: object) -> None:
         entered = _thread.entered
-        last = next((i for i in reversed(range(len(entered))) if entered[i][0] is self), None)
-        if last is None:
+        # No generator: Python drops an interrupt that comes while one is closed.
+        for last in reversed(range(len(entered))):
+            if entered[last][0] is self:
+                break
+        else:
             raise RuntimeError(
                 "amp_core.disable() was left without having been entered in this thread. Enter and leave it "
                 "in the same thread, as a `with` statement does."
