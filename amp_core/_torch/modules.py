@@ -1,4 +1,4 @@
-"""The private torch names for modules: casting what they are given, replacing how they are cast."""
+"""The private torch names for modules: what they are given, how they are cast, copied and compiled."""
 
 from __future__ import annotations
 
@@ -71,3 +71,9 @@ def replica_of(module: torch.nn.Module) -> torch.nn.Module:
     method: Any = type(module)._replicate_for_data_parallel
     replica: torch.nn.Module = method(module)
     return replica
+
+
+def uncompiled(module: torch.nn.Module) -> torch.nn.Module:
+    """Unwrap a module returned by `torch.compile`; return other modules unchanged."""
+    inner = module._modules.get("_orig_mod") if type(module).__name__ == "OptimizedModule" else None
+    return module if inner is None else inner

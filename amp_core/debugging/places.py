@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from amp_core._torch.autograd import current_autograd_node, next_sequence_number, sequence_number
+from amp_core._torch.modules import uncompiled
 from amp_core.common.call_site import place_outside
 from amp_core.common.locks import new_lock
 from amp_core.errors import AmpError
@@ -215,12 +216,6 @@ class Lines:
         self._ends.append(next_sequence_number())
         self._lines.append(place_outside(("torch",)))
         return self._lines[-1]
-
-
-def uncompiled(module: nn.Module) -> nn.Module:
-    """Unwrap a module returned by `torch.compile`; return other modules unchanged."""
-    inner = module._modules.get("_orig_mod") if type(module).__name__ == "OptimizedModule" else None
-    return module if inner is None else inner
 
 
 def _add(modules: list[nn.Module], module: nn.Module) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from amp_core._torch.dynamo import never_compile
+from amp_core._torch.modules import uncompiled
 from amp_core._torch.tensors import part_of
 from amp_core._torch.tracing import outside_graphs, untraced
 from amp_core.common.arguments import as_whole, check_module, home_of
@@ -20,7 +21,6 @@ from amp_core.common.text import counted, dtype_name
 from amp_core.debugging import saved
 from amp_core.debugging.attached import Attached, Hook, repeats_forward
 from amp_core.debugging.op_kinds import floats_in
-from amp_core.debugging.places import uncompiled
 from amp_core.debugging.ranges import KINDS, Entry, Format
 from amp_core.debugging.report import Report
 from amp_core.debugging.state_keeper import is_rehearsing

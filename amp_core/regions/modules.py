@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from amp_core._torch.modules import uncompiled
 from amp_core._torch.tracing import untraced
 from amp_core.common.arguments import check_module, home_of
 from amp_core.common.handle import Handle
@@ -82,21 +83,23 @@ def apply_policy(
             raise PolicyError(f"{file.name}: has no rules for modules; add them in a table [modules].")
     if not isinstance(rules, Mapping):
         raise TypeError(_no_rules(rules))
-    planned: dict[str, ModuleRegion] = {}
+    planned: dict[nn.Module, tuple[str, ModuleRegion]] = {}
     written: dict[str, Rules] = {}
     for selector, what in rules.items():
         try:
             names, text = select(model, selector)
             region = _module_region(device_type, text, what)
             for name in names:
-                planned[name] = region.on_top_of(planned.get(name))
+                module = uncompiled(model.get_submodule(name))
+                known, below = planned.get(module, (name, None))
+                planned[module] = known, region.on_top_of(below)
         except PolicyError as error:
             if selector not in places:
                 raise
             raise PolicyError(f"{places[selector]}: {error}") from error
         written.pop(text, None)
         written[text] = what
-    return AppliedPolicy(model, device_type, planned, written)
+    return AppliedPolicy(model, device_type, dict(planned.values()), written)
 
 
 def _no_rules(rules: object) -> str:
@@ -132,7 +135,9 @@ class AppliedPolicy(Handle):
         self._replaced: list[ReplacedForward] = []
         try:
             for name, region in regions.items():
-                self._replaced.append(ReplacedForward(model.get_submodule(name), region))
+                # Torch copies what a compiled module consists of, not its attributes.
+                module = uncompiled(model.get_submodule(name))
+                self._replaced.append(ReplacedForward(module, region))
                 self._replaced[-1].attach()
         except BaseException:  # an interrupt: nobody gets the handle that removes the rules
             for replaced in reversed(self._replaced):

@@ -121,6 +121,30 @@ def test_copies_compute_with_their_own_weights(model: Encoder) -> None:
         assert all(map(torch.equal, read(X), model(X)))
 
 
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_of_a_compiled_module_have_its_rules(duplicate: Callable[[nn.Module], nn.Module]) -> None:
+    """An EMA copy or a saved model computes a compiled layer in low precision, though its rule is fp32."""
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.ones(2, 4)
+    model[1] = torch.compile(model[1], backend="eager")
+    applied = apply_policy(model, {"1": "fp32"})
+    twin = duplicate(model)
+    with torch.no_grad(), autocast("cpu"):
+        assert model(x).dtype is twin(x).dtype is HIGH
+        applied.remove()
+        assert (model(x).dtype, twin(x).dtype) == (LOW, HIGH)
+
+
+def test_a_later_rule_of_a_compiled_module_wins() -> None:
+    """A glob that selects a compiled module and what is in it overrides the rule that comes after it."""
+    model, x = nn.Sequential(nn.Linear(4, 4)), torch.ones(2, 4)
+    model[0] = torch.compile(model[0], backend="eager")
+    applied = apply_policy(model, {"**": {"linear": "fp32"}, "0": {"linear": "lower_precision_fp"}})
+    assert applied.modules == ("", "0")
+    with torch.no_grad(), applied, autocast("cpu"):
+        assert model(x).dtype is LOW
+    assert "forward" not in vars(model[0]._orig_mod)
+
+
 def test_copies_of_attributes_compute_with_their_own_weights_or_raise(model: Encoder) -> None:
     """Replicas of nn.DataParallel, and shallow copies that get other weights, use those of the original."""
     with apply_policy(model, {"head": "fp32"}):
