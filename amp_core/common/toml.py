@@ -1,7 +1,7 @@
 """Reading TOML files with errors that name file and line, and writing their strings.
 
 The files of amp-core are simple enough to write without a TOML package. Strings are quoted as JSON, whose
-escapes are valid TOML.
+escapes are valid TOML; of the characters that TOML wants escaped, JSON leaves only DEL as it is.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from amp_core.errors import PolicyError
 
 def quoted(text: str) -> str:
     """Return `text` as a TOML string."""
-    return json.dumps(text, ensure_ascii=False)
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 class Document(NamedTuple):
