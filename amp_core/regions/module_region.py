@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -23,6 +24,11 @@ class ModuleRegion:
         self.device_type = device_type
         self.changes = changes
         self._no_change = RuleOverrides(device_type, {}, f"module rule {FP32!r}")
+
+    @property
+    def rules(self) -> Mapping[str, str] | str:
+        """The rules, as `apply_policy` takes them for a module."""
+        return FP32 if self.changes is None else self.changes.rules
 
     def on_top_of(self, other: ModuleRegion | None) -> ModuleRegion:
         """Return these rules with those of `other` where there is none here."""

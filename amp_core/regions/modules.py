@@ -23,7 +23,7 @@ from amp_core.policy.rules import FP32
 from amp_core.policy.toml import modules_of, parsed, write_modules
 from amp_core.regions.module_region import ModuleRegion
 from amp_core.regions.replaced_forward import ReplacedForward
-from amp_core.regions.selecting import CLASS_PATH, Selector, listed, select
+from amp_core.regions.selecting import CLASS_PATH, Selector, glob_of, listed, select
 
 Rules = Any
 """A mapping from op to rule, or ``"fp32"``."""
@@ -97,9 +97,11 @@ def apply_policy(
             if selector not in places:
                 raise
             raise PolicyError(f"{places[selector]}: {error}") from error
-        written.pop(text, None)
         written[text] = what
-    return AppliedPolicy(model, device_type, dict(planned.values()), written)
+    regions = dict(planned.values())
+    if len(written) < len(rules):  # selectors with one text, such as "0" and model[0], are all in force
+        written = {glob_of(name): region.rules for name, region in regions.items()}
+    return AppliedPolicy(model, device_type, regions, written)
 
 
 def _no_rules(rules: object) -> str:

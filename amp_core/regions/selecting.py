@@ -36,7 +36,7 @@ def select(model: nn.Module, selector: Selector) -> tuple[list[str], str]:
             raise PolicyError(
                 f"The {type(selector).__name__} is not a module of this {type(model).__name__}."
             )
-        return names, re.sub(r"([*?\[])", r"[\1]", names[0])
+        return names, glob_of(names[0])
     if isinstance(selector, type):
         selector = _class_name(selector)
     if not isinstance(selector, str):
@@ -51,6 +51,11 @@ def select(model: nn.Module, selector: Selector) -> tuple[list[str], str]:
     if not names:
         raise _matches_no("module", selector, model, near)
     return names, selector
+
+
+def glob_of(name: str) -> str:
+    """Return the selector that selects the module with this name alone."""
+    return re.sub(r"([*?\[:])", r"[\1]", name)  # with a colon, it may look like the path of a class
 
 
 def matching(names: Iterable[str], globs: Iterable[str], kind: str, model: nn.Module) -> set[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -49,6 +50,33 @@ def test_round_trip(rules: dict[str, object]) -> None:
     """A glob or op with quotes, dots or control characters in its name is read as another, or not at all."""
     found, _ = modules_of(*parsed(write_modules(rules) + "\n"))
     assert found == rules
+
+
+@pytest.mark.parametrize("again", [lambda model: model[0], lambda _model: "torch.nn.modules.linear:Linear"])
+def test_selectors_with_one_text_keep_the_rules_of_both(
+    again: Callable[[nn.Module], object], model: nn.Module, tmp_path: Path
+) -> None:
+    """A file lacks the rules of a glob, or of a class, that a module or the class's name selects again."""
+    first = "0" if isinstance(again(model), nn.Module) else nn.Linear
+    rules = {first: {"linear": "fp32", "mm": "fp32"}, "**": {"mm": "promote"}, again(model): {"mm": "banned"}}
+    path = tmp_path / "modules.toml"
+    with apply_policy(model, rules) as applied:
+        path.write_text(applied.to_toml())
+        wanted = [applied.explain("0", op)[0].rule for op in ("linear", "mm")]
+    assert wanted == ["fp32", "banned"]
+    with apply_policy(model, path) as read:
+        assert [read.explain("0", op)[0].rule for op in ("linear", "mm")] == wanted
+        assert read.explain("1", "mm")[0].rule == "promote"
+
+
+def test_a_module_with_a_colon_in_its_name_is_no_class(tmp_path: Path) -> None:
+    """A file takes the name of a selected module for the path of a class, and cannot be applied."""
+    model = nn.ModuleDict({"a:b": nn.Linear(2, 2)})
+    path = tmp_path / "modules.toml"
+    with apply_policy(model, {model["a:b"]: "fp32"}) as applied:
+        path.write_text(applied.to_toml())
+    with apply_policy(model, path) as read:
+        assert read.modules == ("a:b",)
 
 
 def test_a_file_keeps_the_order_and_the_ops_of_the_rules(model: nn.Module, tmp_path: Path) -> None:
