@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, MutableMapping
+from contextlib import ExitStack
 from numbers import Integral
 from typing import Any
 
@@ -47,8 +48,8 @@ class Guard(Attached):
         self._patience = as_whole(patience, "patience", 1)
         self._skips: MutableMapping[Optimizer, int] = WeakIdentityMapping()
         self._scaled: MutableMapping[Optimizer, object] = WeakIdentityMapping()
-        self._tap: Tap | None = None
-        self._finder: FaultFinder | None = None
+        self._finder: FaultFinder | None = None  # while every op is checked
+        self._search = ExitStack()
         self._masks_result = False
         self._generators = generator_states()  # of the start of a step
         super().__init__(model)  # last: an interrupt must leave no hook that lacks one of these
@@ -62,7 +63,7 @@ class Guard(Attached):
         Raises:
             AmpError: a compiled function calls it while every op of a step is checked.
         """
-        if self._tap is not None and is_in_compiled_call():
+        if self._finder is not None and is_in_compiled_call():
             raise AmpError(
                 f"A compiled function cannot remove a guard while it checks every op of step {self.step}: "
                 f"the checks began outside of the function. Call remove() there."
@@ -70,22 +71,22 @@ class Guard(Attached):
         super().remove()
 
     def __getstate__(self) -> dict[str, Any]:
-        left = ["_scaled", "_skips", "_tap", "_finder", "_end_watching"]
+        left = ["_scaled", "_skips", "_finder", "_search"]
         return {**super().__getstate__(), **dict.fromkeys(left)}
 
     def _before(self) -> None:
         in_backward = current_autograd_node() is not None  # a tap that starts there would end with it
         looks = not in_backward and (self._chosen(self.step) or self._has_no_patience())
-        if (looks or self._tap is not None) and is_in_compiled_call():
+        if (looks or self._finder is not None) and is_in_compiled_call():
             error = NonFiniteError if self._has_no_patience() else AmpError
             raise error(_COMPILED.format(step=self.step if looks else self.step - 1))
         self._stop()
         if looks:
-            self._finder = FaultFinder(self.step, self._found)
-            self._tap = Tap(self._finder, self.model)
-            self._tap.__enter__().places.enter(self.model)
-            self._stepped = set[int]()
-            self._end_watching = watch_steps(self._after_step, after=True)
+            finder, self._stepped = FaultFinder(self.step, self._found), set[int]()
+            with ExitStack() as search:  # what begins must end, also if the next one cannot begin
+                search.enter_context(Tap(finder, self.model)).places.enter(self.model)
+                search.callback(watch_steps(self._after_step, after=True))
+                self._finder, self._search = finder, search.pop_all()
         else:
             self._generators = generator_states()
 
@@ -169,10 +170,8 @@ class Guard(Attached):
         self.fault = fault
 
     def _stop(self) -> None:
-        tap, self._tap, self._finder = self._tap, None, None
-        if tap is not None:
-            self._end_watching()
-            tap.__exit__(None, None, None)
+        self._finder = None
+        self._search.close()
 
 
 _COMPILED = (

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, cast
 
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from amp_core._torch.autograd import current_autograd_node, next_sequence_number, sequence_number
 from amp_core._torch.modules import uncompiled
@@ -74,6 +75,8 @@ class Places:
         self._stack: list[tuple[nn.Module, Place]] = []
         self._names: dict[nn.Module, dict[int, Place]] = {}
         self._parameters: dict[int, _Parameter] = {}
+        self._filters: list[Any] = []
+        self._hooks: list[RemovableHandle] = []
         self._starts = array("Q")
         self._places: list[Place] = []
 
@@ -98,14 +101,12 @@ class Places:
             before = [*warnings.filters]
             warnings.filterwarnings("ignore", _HOOKS_FIRE_TWICE)
             self._filters = [f for f in warnings.filters[:1] if f not in before]  # empty inside another one
-            self._hooks = [
-                register_module_forward_pre_hook(self.enter),
-                register_module_forward_hook(self._leave, always_call=True),
-            ]
+            self._hooks.append(register_module_forward_pre_hook(self.enter))
+            self._hooks.append(register_module_forward_hook(self._leave, always_call=True))
         self._mark()
 
     def detach(self) -> None:
-        """Stop tracking."""
+        """Stop tracking, also if an interrupt came while it started."""
         self._names.clear()  # they keep models alive, and so do the parameters
         self._parameters.clear()
         with _hooking:

@@ -46,8 +46,9 @@ _MUTED = _Muted()
 @contextlib.contextmanager
 def muted() -> Iterator[None]:
     """Hide what this thread runs in a block from all taps: a tool's measurements are not the program's."""
-    earlier, _MUTED.on = _MUTED.on, True
+    earlier = _MUTED.on
     try:
+        _MUTED.on = True
         yield
     finally:
         _MUTED.on = earlier
@@ -111,8 +112,8 @@ class Tap:
         with ExitStack() as shared, ExitStack() as of_thread:
             # Dynamo permanently skips every frame that it encounters under one of our modes.
             shared.enter_context(eager())
-            self.places.attach()
             shared.callback(self.places.detach)
+            self.places.attach()
             for device_type in _device_types():
                 end = self._watch(engine(device_type))
                 of_thread.callback(end)

@@ -262,6 +262,26 @@ def test_an_interrupt_while_it_attaches(tool, interrupted, monkeypatch):
     assert attached.step == 0
 
 
+@pytest.mark.parametrize("interrupted", ["guard.watch_steps", "tap.Tap._watch", "places.Places._mark"])
+def test_an_interrupt_while_a_search_begins(interrupted, monkeypatch):
+    """Ctrl-C leaves a guard that cannot be removed, and compiled functions run eagerly for good."""
+    model = nn.Linear(4, 4)
+
+    def stop(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    with amp_core.guard(model, steps=range(9)):
+        for _ in range(2):  # the first search of a guard, and a later one
+            with monkeypatch.context() as patch:
+                patch.setattr(f"amp_core.debugging.{interrupted}", stop)
+                with pytest.raises(KeyboardInterrupt):
+                    model(torch.ones(2, 4))
+            model(torch.ones(2, 4)).sum().backward()
+    assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+    assert torch._dynamo.eval_frame._stance.stance == "default"
+    assert not torch.nn.modules.module._global_forward_pre_hooks
+
+
 @pytest.mark.parametrize("bad", [{"model": None}, {"model": 1}, {"model": nn.Linear(1, 1), "patience": 0}])
 def test_bad_arguments_attach_nothing(bad):
     """A wrong argument surfaces inside a forward pass."""

@@ -123,7 +123,7 @@ def test_skips_of_other_models_are_not_counted() -> None:
             scaler.step(optimizer)
             scaler.update()
             model(torch.ones(1, 2))
-            assert watch._tap is None
+            assert watch._finder is None
 
 
 @pytest.mark.parametrize("steps", [None, range(2)])
