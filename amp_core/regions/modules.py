@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from os import PathLike
 from typing import Any
 
+import torch
 from torch import nn
 
 from amp_core._torch.modules import uncompiled
@@ -91,6 +92,8 @@ def apply_policy(
             region = _module_region(device_type, text, what)
             for name in names:
                 module = uncompiled(model.get_submodule(name))
+                if isinstance(module, torch.jit.ScriptModule):
+                    raise PolicyError(_SCRIPTED.format(name=name))
                 known, below = planned.get(module, (name, None))
                 planned[module] = known, region.on_top_of(below)
         except PolicyError as error:
@@ -102,6 +105,12 @@ def apply_policy(
     if len(written) < len(rules):  # selectors with one text, such as "0" and model[0], are all in force
         written = {glob_of(name): region.rules for name, region in regions.items()}
     return AppliedPolicy(model, device_type, regions, written)
+
+
+_SCRIPTED = (
+    "The module {name!r} is compiled by TorchScript, which runs it by op rules of its own. Select only "
+    "modules that torch.jit.script and torch.jit.trace have not compiled."
+)
 
 
 def _no_rules(rules: object) -> str:

@@ -256,6 +256,16 @@ def test_scripting_is_refused(outer: object, model: Encoder) -> None:
     assert torch.equal(torch.jit.script(scripted)(X), scripted(X))
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit")
+@pytest.mark.parametrize("make", [torch.jit.script, lambda module: torch.jit.trace(module, torch.ones(1, 2))])
+def test_rules_of_scripted_modules_are_refused(make: Callable[[nn.Module], nn.Module]) -> None:
+    """The call of a traced module, or apply_policy, ends with an internal error of torch."""
+    model = nn.Sequential(nn.Linear(2, 2), make(nn.Linear(2, 2)))
+    with pytest.raises(PolicyError, match=r"'1' is compiled by TorchScript"):
+        apply_policy(model, {"*": "fp32"})
+    assert "forward" not in vars(model[0])
+
+
 class Norm(nn.LayerNorm):
     """A subclass, which a rule for its base covers."""
 
