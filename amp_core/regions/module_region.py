@@ -15,6 +15,8 @@ from amp_core.dispatch.activate import RuleOverrides
 from amp_core.dispatch.target_dtype import eligible
 from amp_core.policy.op_policy import OpPolicy
 from amp_core.policy.rules import FP32
+from amp_core.regions.decorator import autocast_decorator
+from amp_core.regions.region import autocast
 
 
 class ModuleRegion:
@@ -56,6 +58,15 @@ class ModuleRegion:
         args, kwargs = tree_map_only(torch.Tensor, self._float32, (args, kwargs))
         with self._shown_in_graphs(), autocast_off(self.device_type):
             return call(*args, **kwargs)
+
+    def run_later(self, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the generator or awaitable that `call` returns; each part of its body runs in the region."""
+        if self.changes is not None:
+            return autocast_decorator(self.changes, call)(*args, **kwargs)
+        if not torch.is_autocast_enabled(self.device_type):
+            return call(*args, **kwargs)
+        args, kwargs = tree_map_only(torch.Tensor, self._float32, (args, kwargs))
+        return autocast_decorator(autocast(self.device_type, enabled=False), call)(*args, **kwargs)
 
     def _shown_in_graphs(self) -> AbstractContextManager[None]:
         # Without a rule in the graph, Dynamo compiles the backward pass of the module in low precision.

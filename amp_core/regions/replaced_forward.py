@@ -19,6 +19,7 @@ _SCRIPTED = "__prepare_scriptable__"  # torch.jit.script calls it
 _REPLICATED = "_replicate_for_data_parallel"  # nn.DataParallel calls it
 _KEYS = {"forward", _REGION, _SCRIPTED, _REPLICATED}
 _CONTENTS = ("_parameters", "_buffers", "_modules")
+_SUSPENDED = inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction
 
 
 class _Forward(functools.partial[Any]):
@@ -47,7 +48,9 @@ class ReplacedForward:
         if isinstance(wrapped, _Forward):  # rules applied earlier
             _, below, wrapped = wrapped.args
             region = region.on_top_of(below)
-        self._region, self._forward = region, _Forward(forward, module, region, wrapped)
+        inner = type(module).forward if wrapped is None else wrapped
+        call = forward_later if any(is_kind(inner) for is_kind in _SUSPENDED) else forward
+        self._region, self._forward = region, _Forward(call, module, region, wrapped)
 
     def attach(self) -> None:
         """Replace the forward."""
@@ -81,6 +84,13 @@ def forward(self: nn.Module, region: ModuleRegion, wrapped: Any, /, *args: Any, 
     return region.run(wrapped, args, kwargs)
 
 
+def forward_later(self: nn.Module, region: ModuleRegion, wrapped: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """As `forward`, where it is a generator or a coroutine, which runs after it was called."""
+    if wrapped is None:
+        return region.run_later(type(self).forward, (self, *args), kwargs)
+    return region.run_later(wrapped, args, kwargs)
+
+
 def _refuse_copy(module: nn.Module, _args: object) -> None:
     """Raise PolicyError if `module` has the forward of another one and weights of its own."""
     if torch.compiler.is_compiling():
@@ -99,7 +109,7 @@ def _replicate(module: nn.Module) -> nn.Module:
     replica = replica_of(module)
     call = replica.__dict__.get("forward")
     if isinstance(call, _Forward):
-        replica.__dict__["forward"] = _Forward(forward, replica, *call.args[1:])
+        replica.__dict__["forward"] = _Forward(call.func, replica, *call.args[1:])
     return replica
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import functools
 import inspect
 import pickle
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 
 import pytest
 import torch
@@ -264,6 +265,55 @@ def test_rules_of_scripted_modules_are_refused(make: Callable[[nn.Module], nn.Mo
     with pytest.raises(PolicyError, match=r"'1' is compiled by TorchScript"):
         apply_policy(model, {"*": "fp32"})
     assert "forward" not in vars(model[0])
+
+
+class InParts(nn.Module):
+    """A forward of each kind that runs after it was called; yields what its layer returns, twice."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.__class__ = {"generator": Yielding, "coroutine": Awaited, "async generator": AsyncYielding}[kind]
+
+
+class Yielding(InParts):
+    def forward(self, x: torch.Tensor) -> Iterator[torch.Tensor]:
+        yield self.layer(x)
+        yield self.layer(x)
+
+
+class Awaited(InParts):
+    async def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        first = self.layer(x)
+        await asyncio.sleep(0)
+        return [first, self.layer(x)]
+
+
+class AsyncYielding(InParts):
+    async def forward(self, x: torch.Tensor) -> AsyncIterator[torch.Tensor]:
+        yield self.layer(x)
+        await asyncio.sleep(0)
+        yield self.layer(x)
+
+
+async def collected(result: object) -> list[torch.Tensor]:
+    if isinstance(result, AsyncIterator):
+        return [each async for each in result]
+    return list(await result if inspect.isawaitable(result) else result)  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("kind", ["generator", "coroutine", "async generator"])
+@pytest.mark.parametrize("rules", ["fp32", {"linear": "fp32"}], ids=["fp32", "op"])
+def test_rules_hold_in_a_forward_that_runs_later(rules: object, kind: str) -> None:
+    """The rules are off when the body of a generator or a coroutine runs: it computes in low precision."""
+    model, x = InParts(kind), torch.ones(1, 4)
+    applied = apply_policy(model, {"": rules})
+    with autocast("cpu"):
+        for each in (model, copy.deepcopy(model)):
+            assert [result.dtype for result in asyncio.run(collected(each(x)))] == [HIGH, HIGH]
+            assert torch.is_autocast_enabled("cpu")
+        applied.remove()
+        assert [result.dtype for result in asyncio.run(collected(model(x)))] == [LOW, LOW]
 
 
 class Norm(nn.LayerNorm):
