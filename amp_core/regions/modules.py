@@ -76,14 +76,7 @@ def apply_policy(
     if device_type is None:
         device_type = _device_type(model)
     check_device_type(device_type)
-    places: Mapping[str, str] = {}
-    if isinstance(rules, PathLike):
-        data, file = parsed(rules)
-        rules, places = modules_of(data, file)
-        if not rules:
-            raise PolicyError(f"{file.name}: has no rules for modules; add them in a table [modules].")
-    if not isinstance(rules, Mapping):
-        raise TypeError(_no_rules(rules))
+    rules, places = _with_places(rules)
     planned: dict[nn.Module, tuple[str, ModuleRegion]] = {}
     written: dict[str, Rules] = {}
     for selector, what in rules.items():
@@ -111,6 +104,21 @@ _SCRIPTED = (
     "The module {name!r} is compiled by TorchScript, which runs it by op rules of its own. Select only "
     "modules that torch.jit.script and torch.jit.trace have not compiled."
 )
+
+
+def _with_places(
+    rules: Mapping[Selector, Rules] | PathLike[str],
+) -> tuple[Mapping[Selector, Rules], Mapping[str, str]]:
+    """Return the rules, and for those of a file the position of each glob."""
+    if isinstance(rules, PathLike):
+        data, file = parsed(rules)
+        found, places = modules_of(data, file)
+        if not found:
+            raise PolicyError(f"{file.name}: has no rules for modules; add them in a table [modules].")
+        return found, places
+    if not isinstance(rules, Mapping):
+        raise TypeError(_no_rules(rules))
+    return rules, {}
 
 
 def _no_rules(rules: object) -> str:
