@@ -8,7 +8,7 @@ the optimizer's own state, so that its checkpoints hold everything.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, MutableMapping
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from amp_core.casts.stored_parameters import (
 from amp_core.common.arguments import as_whole, check_module
 from amp_core.common.containers import map_tensors
 from amp_core.common.handle import LocalHandle
+from amp_core.common.identity import WeakIdentityMapping
 from amp_core.common.optimizers import exact_states, numbered, parameters_of
 
 KEPT = "amp_core_kept"
@@ -70,11 +71,12 @@ class StoredWeights(LocalHandle):
         self._model, self._keep = model, checked_globs(model, keep)
         stored = storable(model, optimizer, self._keep)
         refuse_unstorable(model, stored)
-        self._names: dict[int, str] = {}  # of the parameters that are stored
-        self._known: set[int] = set()  # the optimizer's parameters when these were looked up
+        self._names: MutableMapping[Tensor, str] = WeakIdentityMapping()  # of the parameters that are stored
+        self._known: MutableMapping[Tensor, None] = WeakIdentityMapping()  # that the model has, too
         self._lost = Counts(optimizer) if lost_updates else None
-        self._versions: dict[int, int] = {}  # of each parameter, after the last step
-        self._first: dict[int, Tensor] = {}  # what is kept until the first step: a state shows that it began
+        self._versions: MutableMapping[Tensor, int] = WeakIdentityMapping()  # after the last step
+        # What is kept until the first step: a state shows that it began.
+        self._first: MutableMapping[Tensor, Tensor] = WeakIdentityMapping()
         optimizer._amp_core_first = self._first  # type: ignore[attr-defined]  # for copies of its state
         for param in stored.values():
             self._convert(param)
@@ -91,20 +93,34 @@ class StoredWeights(LocalHandle):
             optimizer.register_state_dict_post_hook(self._hide_first),
             optimizer.register_state_dict_post_hook(self._pack),
         ]
+        self._look_up()
 
-    def _params(self) -> Iterator[Tensor]:
-        return filter(self._is_stored, parameters_of(self.optimizer))
+    def _params(self) -> list[Tensor]:
+        """Return the parameters that are stored; some join the optimizer, or the model, later."""
+        params = parameters_of(self.optimizer)
+        if not all(param in self._known for param in params):
+            self._look_up()
+        return list(filter(self._is_stored, params))
 
     def _is_stored(self, param: Tensor) -> bool:
-        if id(param) not in self._known and self._hooks:  # else this was removed
-            self._look_up()
-        return id(param) in self._names and param.dtype is torch.bfloat16  # float32 if it joined later
+        return param in self._names and param.dtype is torch.bfloat16  # float32 if it joined later
 
     def _look_up(self) -> None:
-        """Name the parameters to store; some join the optimizer, or the model, later."""
-        self._known = set(map(id, parameters_of(self.optimizer)))
-        found = storable(self._model, self.optimizer, self._keep)
-        self._names = {id(param): name for name, param in found.items() if is_dense(param)}
+        """Choose among the parameters that have joined, and name those that are stored as the model does."""
+        if not self._hooks:  # this was removed
+            return
+        stepped = set(parameters_of(self.optimizer))
+        stored = {param: name for param, name in self._names.items() if param in stepped}
+        joined = storable(self._model, self.optimizer, self._keep).values()
+        new = {param for param in joined if is_dense(param) and param not in self._known}
+        now: dict[Tensor, str] = {
+            p: name for name, p in self._model.named_parameters() if p in stored or p in new
+        }
+        taken = {*now.values()}  # "" if a weight has left the model, and another has the name
+        left = {p: "" if name in taken else name for p, name in stored.items() if p not in now}
+        self._names, self._known = WeakIdentityMapping(), WeakIdentityMapping()
+        self._names.update({**left, **now})
+        self._known.update(dict.fromkeys([*left, *(p for p in self._model.parameters() if p in stepped)]))
 
     def _convert(self, param: Tensor) -> None:
         """Store a float32 parameter, rounded to nearest; no random bits are drawn."""
@@ -125,7 +141,7 @@ class StoredWeights(LocalHandle):
         if state:  # torch's flattened checkpoints load only the entries that are there
             state[KEPT] = like(param, kept)
         else:
-            self._first[id(param)] = like(param, kept)
+            self._first[param] = like(param, kept)
 
     # One step.
 
@@ -137,7 +153,9 @@ class StoredWeights(LocalHandle):
                 loss = closure()
         for group in self.optimizer.param_groups:
             group[STEPS] = group.get(STEPS, 0) + 1
+        self._params()  # looks for those that have joined
         if self._lost is not None:
+            self._look_up()  # layers may have moved
             self._lost.begin()
         try:
             for bucket in buckets(self.optimizer):
@@ -173,13 +191,13 @@ class StoredWeights(LocalHandle):
         # Nothing is moved before all that takes memory, and may fail, is done.
         self.optimizer.state[stand_in] = {k: widen_state(v) for k, v in state.items()}
         self.optimizer.state.pop(param, None)
-        self._first.pop(id(param), None)
+        self._first.pop(param, None)
         return stand_in
 
     def _kept(self, param: Tensor) -> Tensor | None:
         """Return what is kept beside `param`, as the storage keeps it."""
         state = self.optimizer.state.get(param, {})
-        kept: Tensor | None = state.get(KEPT, self._first.get(id(param)))
+        kept: Tensor | None = state.get(KEPT, self._first.get(param))
         if kept is not None and kept.dtype is torch.uint8:
             # A class that loads in its own way may put integers back as they were saved.
             kept = state[KEPT] = unpacked(kept.clone(), param, self._how)
@@ -191,7 +209,7 @@ class StoredWeights(LocalHandle):
         low = part_of(param).detach()
         wide = self._memory.empty_like(low, torch.float32)
         kept = None if kept is None else part_of(kept)
-        if kept is not None and self._versions.get(id(param)) != version_of(param):
+        if kept is not None and self._versions.get(param) != version_of(param):
             kept = drop_foreign(kept, low)  # doing this at each step would take twice the time
         self._how.widen_(wide, low, kept)
         return wide
@@ -212,7 +230,7 @@ class StoredWeights(LocalHandle):
         before = None if self._lost is None else self._wide(param)
         changed = None if before is None else wide != before  # `wide` is overwritten
         kept = self._how.narrow(wide, param, draw, None if kept is None else part_of(kept))
-        self._versions[id(param)] = version_of(param)
+        self._versions[param] = version_of(param)
         if self._state_dtype is not torch.float32:
             for i, name in enumerate(sorted(state.keys() - {KEPT})):
                 state[name] = narrow_state(state[name], param, draw.key(1 + i))
@@ -220,8 +238,8 @@ class StoredWeights(LocalHandle):
             state[KEPT] = like(param, kept)
         if not state:  # FSDP1 refuses an empty one, which torch's SGD never has
             del self.optimizer.state[param]
-        if self._lost is not None and changed is not None:
-            self._lost.count(self._names[id(param)], changed & (self._wide(param) == before))
+        if self._lost is not None and changed is not None and self._names[param]:
+            self._lost.count(self._names[param], changed & (self._wide(param) == before))
 
     def lost_updates(self) -> dict[str, float]:
         """Return, by name, the share of elements that the last step should have changed and did not.
@@ -237,15 +255,15 @@ class StoredWeights(LocalHandle):
 
     def _show_first(self, optimizer: Optimizer) -> None:
         for param in self._params():
-            if id(param) in self._first:
-                first = self._first[id(param)]
+            if param in self._first:
+                first = self._first[param]
                 if optimizer.state.get(param):  # Adagrad's is there before its first step
-                    del self._first[id(param)]
+                    del self._first[param]
                 optimizer.state[param][KEPT] = first
 
     def _hide_first(self, optimizer: Optimizer, _state_dict: dict[str, Any]) -> None:
         for param in self._params():
-            if id(param) in self._first:
+            if param in self._first:
                 del optimizer.state[param]
 
     def _pack(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
@@ -270,22 +288,22 @@ class StoredWeights(LocalHandle):
         self._first.clear()
         # A class that loads in its own way may look for each entry afterwards.
         plain = type(optimizer).load_state_dict is Optimizer.load_state_dict
+        self._params()  # looks for those that have joined
         for param, state in exact_states(optimizer, loaded):
             if not self._is_stored(param):
                 continue
             if KEPT in state:
                 state[KEPT] = unpacked(state[KEPT], param, self._how)
             if plain and param not in optimizer.state and KEPT in state:
-                self._first[id(param)] = state[KEPT]
+                self._first[param] = state[KEPT]
             elif state:
                 optimizer.state[param].update(state)
 
     def float32_weights(self) -> dict[str, Tensor]:
         """Return the weights in float32 by name, as exact as the storage has them; for a checkpoint."""
-        now = {id(param): name for name, param in self._model.named_parameters()}  # layers may have moved
-        names = self._names | now
-        params = sorted(self._params(), key=lambda param: id(param) in now)  # those that left come first
-        return {names[id(param)]: like(param, self._wide(param)) for param in params}
+        self._look_up()  # layers may have moved
+        named = [(param, name) for param, name in self._names.items() if name and self._is_stored(param)]
+        return {name: like(param, self._wide(param)) for param, name in named}
 
     def nbytes(self) -> int:
         """Return the bytes that are kept beside the bfloat16 weights."""
@@ -316,4 +334,4 @@ class StoredWeights(LocalHandle):
         if self._lost is not None:
             self._lost.remove()
             self._lost = None
-        self._names = {}  # a learning-rate scheduler may go on calling this step
+        self._names = WeakIdentityMapping()  # a learning-rate scheduler may go on calling this step

@@ -126,6 +126,36 @@ def test_parameters_that_join_the_model_later(change: Callable[..., None]) -> No
     assert all(0.89 < p.float().mean() < 0.91 for p in weights.values())
 
 
+def test_layers_that_the_optimizer_has_before_or_after_the_model() -> None:
+    """They lose every update, or stop the step, and counts have the names of layers that have moved."""
+    model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(3))).to(LOW)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    masters = master_weights(model, optimizer, "remainder", lost_updates=True)
+    early = nn.Linear(3, 3, dtype=LOW)
+    optimizer.add_param_group({"params": [*early.parameters()]})
+    stepped = [*model.parameters(), *early.parameters()]
+    del model[2]
+
+    def step(number: int = 1) -> None:
+        for _ in range(number):
+            for p in stepped:
+                p.grad = torch.full_like(p, 0.001)
+            optimizer.step()
+
+    step()
+    model.append(early)
+    for p in stepped:
+        p.detach().fill_(1.0)
+    step(50)
+    del model[0]
+    model.append(nn.Linear(3, 3, dtype=LOW))
+    optimizer.add_param_group({"params": [*model[2].parameters()]})
+    step(50)
+    assert all(0.89 < p.float().mean() < 0.91 for p in stepped)
+    assert {*masters.float32_weights()} == {*model.state_dict()}
+    assert {*masters.lost_updates()} == {*model[:2].state_dict()}  # the last layer has taken no step
+
+
 def test_float32_weights_have_the_names_of_the_model_now() -> None:
     """Layers that changed places have each other's weights in a checkpoint."""
     model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(3)))
