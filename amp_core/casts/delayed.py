@@ -43,7 +43,7 @@ class DelayedScales(Local):
         self._group = None if process_group is None else check_group(process_group)
         self._weights: dict[int, tuple[str, Tensor]] = {}  # kept alive, so that no `id` is reused
         self._histories: dict[str, dict[str, AmaxHistory]] = {}
-        self._loaded: dict[str, dict[str, Any]] = {}
+        self._loaded: dict[str, dict[str, AmaxHistory]] = {}  # until a product tells its recipe
         self._agreed: MutableMapping[torch.optim.Optimizer, Tensor] = WeakIdentityMapping()
         self._past = deque[tuple[tuple[str, ...], Tensor]](maxlen=Delayed.history)
         self._release: Any = None
@@ -121,9 +121,10 @@ class DelayedScales(Local):
     @torch.no_grad()
     def _new(self, name: str, role: str, delayed: Delayed, device: torch.device) -> AmaxHistory:
         history = AmaxHistory(delayed, device)
-        state = self._loaded.get(name, {}).get(role)
-        if state is not None:
-            history.load_state_dict(state)
+        loaded = self._loaded.get(name, {}).get(role)
+        if loaded is not None:
+            history.load_state_dict(loaded.state_dict())
+            return history
         for names, largest in self._past:  # other ranks may have used this weight before
             if name in names:
                 history.settle(largest[len(ROLES) * names.index(name) + ROLES.index(role)])
@@ -151,9 +152,14 @@ class DelayedScales(Local):
         names = self._names_of(optimizer)
         if self._group is not None:
             self._past.append((names, self._agree(names, self._group) if largest is None else largest))
-        for name in names:
-            for history in [*self._histories.get(name, {}).values()]:  # another thread may add to them
+        for name, role in _slots(names):
+            history = self._known_history(name, role)
+            if history is not None:
                 history.step()
+
+    def _known_history(self, name: str, role: str) -> AmaxHistory | None:
+        used = self._histories.get(name, {}).get(role)
+        return self._loaded.get(name, {}).get(role) if used is None else used
 
     def _agree(self, names: tuple[str, ...], group: ProcessGroup) -> Tensor:
         from torch import distributed
@@ -185,14 +191,14 @@ class DelayedScales(Local):
 
     def _settle(self, names: tuple[str, ...], largest: Tensor) -> None:
         for (name, role), amax in zip(_slots(names), largest.unbind(), strict=True):
-            history = self._histories.get(name, {}).get(role)
+            history = self._known_history(name, role)
             if history is not None:
                 history.settle(amax)
 
     def _largest(self, names: tuple[str, ...]) -> Tensor:
         """Return one element per slot, also for those that only other ranks have a history for."""
-        found = [self._histories.get(name, {}).get(role) for name, role in _slots(names)]
-        device = next((each.current.device for each in found if each is not None), None)
+        found = [self._known_history(name, role) for name, role in _slots(names)]
+        device = next((weight.device for name, weight in self._weights.values() if name in names[:1]), None)
         none = torch.zeros((), dtype=torch.float32, device=device)
         rows = [none if each is None else each.current.to(none.device) for each in found]
         return torch.stack(rows) if rows else none.view(1)[:0]
@@ -212,7 +218,7 @@ class DelayedScales(Local):
         self.look_again()
         histories = {name: [*roles.items()] for name, roles in [*self._histories.items()]}
         kept = {name: {role: h.state_dict() for role, h in roles} for name, roles in histories.items()}
-        waiting = {name: {role: dict(state) for role, state in r.items()} for name, r in self._loaded.items()}
+        waiting = {name: {role: h.state_dict() for role, h in r.items()} for name, r in self._loaded.items()}
         both = {name: {**waiting.get(name, {}), **kept.get(name, {})} for name in self._names_of(None)}
         return {name: roles for name, roles in both.items() if roles}
 
@@ -244,11 +250,11 @@ class DelayedScales(Local):
                     history.check(saved[role])
         self._past.clear()
         self._agreed.clear()
-        self._loaded = {name: {role: dict(s) for role, s in roles.items()} for name, roles in state.items()}
+        self._loaded = {name: {role: _restored(s) for role, s in r.items()} for name, r in state.items()}
         for name, roles in self._histories.items():
             for role, history in [*roles.items()]:
                 if role in self._loaded.get(name, {}):
-                    history.load_state_dict(self._loaded[name].pop(role))
+                    history.load_state_dict(self._loaded[name].pop(role).state_dict())
                 else:
                     del roles[role]
 
@@ -272,6 +278,14 @@ def _check(name: str, roles: Any) -> None:
             check_saved(state)
         except (KeyError, TypeError, ValueError) as error:
             raise type(error)(f"The {role} of {name}: {error.args[0]}") from None
+
+
+def _restored(state: Mapping[str, Tensor]) -> AmaxHistory:
+    """Return the saved history of a weight that may take part in no product before the next step."""
+    seen = state["seen"]
+    history = AmaxHistory(Delayed(history=seen.numel()), seen.device)
+    history.load_state_dict(state)
+    return history
 
 
 def _slots(names: tuple[str, ...]) -> list[tuple[str, str]]:

@@ -135,6 +135,29 @@ def test_a_run_resumes_bit_for_bit() -> None:
     )
 
 
+@pytest.mark.parametrize("saved_within", [False, True])
+def test_a_layer_that_rests_after_a_checkpoint(saved_within: bool) -> None:
+    """Its history misses the steps until it is used again, or the micro-batches before the checkpoint."""
+    model, optimizer = model_and_optimizer()
+    with delayed_scales(model) as going_on:
+        train(model, optimizer, range(2))
+        if saved_within:
+            with region():
+                model(batch(9)[0]).sum().backward()
+        saved = going_on.state_dict()
+        optimizer.param_groups[0]["lr"] = 0.0
+        with delayed_scales(copy.deepcopy(model)) as resumed:
+            resumed.load_state_dict(saved)
+            other = torch.optim.SGD(resumed.model.parameters(), lr=0.0)
+            for _ in range(2):
+                with region():
+                    for scales in (going_on, resumed):
+                        scales.model[0](batch(5)[0]).sum().backward()
+                optimizer.step()
+                other.step()
+            torch.testing.assert_close(resumed.state_dict(), going_on.state_dict(), rtol=0, atol=0)
+
+
 def test_scopes_checkpoints_and_views_keep_the_bits() -> None:
     """A cached cast, a recomputation or a transposed weight has no history, or counts twice."""
     torch.manual_seed(0)
