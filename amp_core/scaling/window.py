@@ -177,6 +177,8 @@ class AccumulationWindow:
         if self._leave_out or is_first:
             kept = [_own_memory(grad) for grad in kept]
             self._put([None] * len(kept))
+        else:  # the block adds to them in place
+            kept = [None if grad is None else grad.detach().clone() for grad in kept]
         try:
             yield
             self._check()

@@ -192,10 +192,11 @@ def test_a_skip_for_another_reason(fused: bool, bad: set[int]) -> None:
     assert str(scaler.history[-1]) == told
 
 
-def test_a_micro_batch_that_raises_is_left_out() -> None:
+@pytest.mark.parametrize("leave_out", [True, False])
+def test_a_micro_batch_that_raises_is_left_out(leave_out: bool) -> None:
     """Half of a micro-batch that was given up stays in the sum."""
     run, plain = Run(), Run()
-    with AccumulationWindow(run.scaler, run.optimizer, reweight=False) as window:
+    with AccumulationWindow(run.scaler, run.optimizer, leave_out=leave_out, reweight=False) as window:
         for part in range(PARTS):
             try:
                 with window.micro_batch():
