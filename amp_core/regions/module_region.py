@@ -55,7 +55,7 @@ class ModuleRegion:
                 return call(*args, **kwargs)
         if not torch.is_autocast_enabled(self.device_type):
             return call(*args, **kwargs)
-        args, kwargs = tree_map_only(torch.Tensor, self._float32, (args, kwargs))
+        args, kwargs = self._widened(args, kwargs)
         with self._shown_in_graphs(), autocast_off(self.device_type):
             return call(*args, **kwargs)
 
@@ -65,7 +65,7 @@ class ModuleRegion:
             return autocast_decorator(self.changes, call)(*args, **kwargs)
         if not torch.is_autocast_enabled(self.device_type):
             return call(*args, **kwargs)
-        args, kwargs = tree_map_only(torch.Tensor, self._float32, (args, kwargs))
+        args, kwargs = self._widened(args, kwargs)
         return autocast_decorator(autocast(self.device_type, enabled=False), call)(*args, **kwargs)
 
     def _shown_in_graphs(self) -> AbstractContextManager[None]:
@@ -73,6 +73,24 @@ class ModuleRegion:
         if torch.compiler.is_dynamo_compiling() and not is_exporting():
             return self._no_change
         return nullcontext()
+
+    def _widened(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return tuple(map(self._in_float32, args)), {name: self._in_float32(v) for name, v in kwargs.items()}
+
+    def _in_float32(self, value: Any) -> Any:
+        """Return `value` in float32: itself if nothing in it is narrower, for the module may write to it."""
+        narrower = False
+
+        def widen(tensor: torch.Tensor) -> torch.Tensor:
+            nonlocal narrower
+            wide = self._float32(tensor)
+            narrower |= wide is not tensor
+            return wide
+
+        widened = tree_map_only(torch.Tensor, widen, value)
+        return widened if narrower else value
 
     def _float32(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.float() if eligible(tensor, self.device_type) else tensor

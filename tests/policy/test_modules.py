@@ -316,6 +316,28 @@ def test_rules_hold_in_a_forward_that_runs_later(rules: object, kind: str) -> No
         assert [result.dtype for result in asyncio.run(collected(model(x)))] == [LOW, LOW]
 
 
+class Collecting(nn.Linear):
+    """Writes to a list and a dict that it is given, as layers do that collect attentions or losses."""
+
+    def forward(
+        self, x: torch.Tensor, seen: list[torch.Tensor], *, losses: dict[str, object]
+    ) -> torch.Tensor:
+        seen.append(super().forward(x))
+        losses["own"] = seen[-1].square().mean()
+        return seen[-1]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_what_a_float32_module_writes_to_its_arguments_arrives(compiled: bool) -> None:
+    """In a region, a list or dict that a module with the rule fp32 fills stays empty."""
+    model = Collecting(4, 4)
+    earlier, seen, losses = torch.ones(1, 4, dtype=LOW), [torch.ones(1)], dict[str, object]()
+    with apply_policy(model, {"": "fp32"}), torch.no_grad(), autocast("cpu"):
+        run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+        result = run(earlier, seen, losses=losses)
+    assert (result.dtype, seen[-1].dtype, len(seen), list(losses)) == (HIGH, HIGH, 2, ["own"])
+
+
 class Norm(nn.LayerNorm):
     """A subclass, which a rule for its base covers."""
 
