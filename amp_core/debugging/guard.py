@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 
-from amp_core._torch.autograd import current_autograd_node
+from amp_core._torch.autograd import current_autograd_node, in_backward
 from amp_core._torch.tracing import is_in_compiled_call, outside_graphs, untraced
 from amp_core.common.arguments import as_whole, check_module
 from amp_core.common.fsdp import is_sharded
@@ -146,7 +146,8 @@ class Guard(Attached):
         """End the search with the last use of the gradients: a compiled function may make the next call."""
         self._stepped |= set(map(id, parameters_of(optimizer)))
         used = [id(p) in self._stepped for p in self.model.parameters() if p.grad is not None]
-        if used and all(used) and not is_in_compiled_call():
+        # Autograd sets back after each node which modes are on, so none may end within a backward pass.
+        if used and all(used) and not is_in_compiled_call() and not in_backward():
             self._stop()
 
     def _all_finite(self, tensors: list[Tensor]) -> bool:

@@ -101,7 +101,7 @@ class Tap:
         self._frames: list[Frame] = []
         self._reasons: dict[tuple[int, str], tuple[OpPolicy, str, str]] = {}
         self._shared, self._of_thread = ExitStack(), ExitStack()
-        self._ended = False
+        self._ended = self._began_in_backward = False
         self._collectives = Collectives()
         self.met_compiled = False
 
@@ -109,6 +109,7 @@ class Tap:
         for tap in [*_ENTERED.taps]:
             if tap._ended:
                 tap._leave_thread()
+        self._began_in_backward = in_backward()
         with ExitStack() as shared, ExitStack() as of_thread:
             # Dynamo permanently skips every frame that it encounters under one of our modes.
             shared.enter_context(eager())
@@ -125,10 +126,14 @@ class Tap:
         return self
 
     def __exit__(self, *exc: Any) -> None:
-        """End the reports. If another thread does, the next tap of the thread that entered ends the modes."""
+        """End the reports.
+
+        If another thread does, or a hook in a backward pass, after which autograd sets back which modes are
+        on, the next tap of the thread that entered ends the modes.
+        """
         self._ended = True
         try:
-            if self in _ENTERED.taps:
+            if self in _ENTERED.taps and (self._began_in_backward or not in_backward()):
                 self._leave_thread()
         finally:  # an interrupt must not leave the whole process observed
             self._shared.close()

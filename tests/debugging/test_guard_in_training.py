@@ -213,3 +213,26 @@ def test_complex_gradients() -> None:
     fault = caught.value.fault
     assert fault is not None
     assert (fault.phase, fault.result.dtype) == ("backward", torch.complex64)
+
+
+def test_optimizers_that_step_in_the_backward_pass() -> None:
+    """The checks of a chosen step end within the backward pass, after which torch turns them on for good."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for parameter in model.parameters():
+        optimizer = torch.optim.SGD([parameter], lr=0.125)
+        parameter.register_post_accumulate_grad_hook(lambda _, optimizer=optimizer: optimizer.step())
+    with amp_core.guard(model, steps=[0]):
+        for _ in range(2):
+            model(torch.ones(1, 4)).sum().backward()
+        assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+
+
+def test_a_guard_that_a_hook_of_the_backward_pass_removes() -> None:
+    """The modes of its checks stay on for good, and Dynamo compiles nothing that runs under them."""
+    model = nn.Linear(4, 4)
+    attached = amp_core.guard(model, steps=[0])
+    model.weight.register_hook(lambda _: attached.remove())
+    model(torch.ones(1, 4)).sum().backward()
+    with amp_core.record():
+        pass
+    assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
