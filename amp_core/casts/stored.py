@@ -98,7 +98,7 @@ class StoredWeights(LocalHandle):
     def _params(self) -> list[Tensor]:
         """Return the parameters that are stored; some join the optimizer, or the model, later."""
         params = parameters_of(self.optimizer)
-        if not all(param in self._known for param in params):
+        if not all([param in self._known for param in params]):
             self._look_up()
         return list(filter(self._is_stored, params))
 
@@ -191,7 +191,8 @@ class StoredWeights(LocalHandle):
         # Nothing is moved before all that takes memory, and may fail, is done.
         self.optimizer.state[stand_in] = {k: widen_state(v) for k, v in state.items()}
         self.optimizer.state.pop(param, None)
-        self._first.pop(param, None)
+        if param in self._first:
+            del self._first[param]
         return stand_in
 
     def _kept(self, param: Tensor) -> Tensor | None:

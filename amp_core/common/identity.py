@@ -27,6 +27,9 @@ class WeakIdentityMapping(MutableMapping[K, V]):
     def __getitem__(self, key: K) -> V:
         return self._entries[id(key)][1]
 
+    def __contains__(self, key: object) -> bool:
+        return id(key) in self._entries
+
     def get(self, key: K, default: Any = None) -> Any:
         """Return the value of `key`, or `default`."""
         entry = self._entries.get(id(key))
