@@ -66,7 +66,7 @@ class OpFault:
 
 
 class FaultFinder(Sink):
-    """Raises at the first op that makes inf or NaN.
+    """Raises at the first op that makes inf or NaN, and looks at none after it.
 
     Args:
         step: the training step that it observes.
@@ -81,7 +81,7 @@ class FaultFinder(Sink):
         self._thread = threading.get_ident()
         self._not_finite: WeakIdentityMapping[torch.UntypedStorage, None] = WeakIdentityMapping()
         self._lines = Lines()
-        self.masked = False
+        self.masked = self._is_done = False
 
     @staticmethod
     def seen_in(value: Any) -> list[Tensor]:
@@ -117,6 +117,8 @@ class FaultFinder(Sink):
     def _check(
         self, op: str, kernel: str, inputs: list[Tensor], outputs: list[Tensor], where: Where, line: str
     ) -> None:
+        if self._is_done:  # the program went on after the error
+            return
         with muted():
             inputs, outputs = readable(inputs), readable(outputs[:1])
             written = [t for t in inputs if any(t is output for output in outputs)]
@@ -136,6 +138,7 @@ class FaultFinder(Sink):
                 inputs=tuple(map(Extent.of, inputs)),
                 result=Extent.of(bad[0]),
             )
+        self._is_done = True
         self._found(fault)
         raise NonFiniteError(str(fault), fault)
 

@@ -27,7 +27,7 @@ class autocast(Region):  # noqa: N801  # torch's name
 
     A drop-in replacement for ``torch.autocast``: a subclass with the same arguments, errors and warnings.
     Unlike torch's, an instance is reentrant and several threads can use it at once. As a decorator it also
-    covers the bodies of generators and coroutines; the region is left at every ``yield`` and ``await``.
+    covers the bodies of generators and coroutines; the region is left while they are suspended.
 
     Args:
         device_type: a device type with a backend (``amp backends`` lists them), a ``torch.device``, a tensor,

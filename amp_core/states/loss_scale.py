@@ -61,7 +61,7 @@ class AtFloor(str, enum.Enum):
     """
 
     WARN = "warn"
-    """Warn once each time the scale reaches the floor."""
+    """Warn at the first overflow at the floor, once until the scale has grown again."""
 
     RAISE = "raise"
     """Raise `ScaleFloorError`, as DeepSpeed does."""

@@ -340,6 +340,18 @@ def test_steps_of_several_threads(seed):
             assert not thread.submit(modes_after_a_recording).result()
 
 
+def test_a_program_goes_on_after_the_error():
+    """A program that catches the error is stopped again, by ops that are no part of the model."""
+    model = Faulty("forward")
+    model.broken = True
+    with amp_core.guard(model, steps=range(9)) as guard:
+        for step in range(2):
+            with pytest.raises(NonFiniteError, match=f"exp in .*step {step}"):
+                model(torch.ones(2, 4))
+            assert torch.log(torch.zeros(3)).isinf().all()
+            assert guard.fault.step == step
+
+
 @pytest.mark.parametrize("steps", [None, range(9)], ids=["watched", "chosen"])
 def test_a_rehearsal_is_no_training_step(steps):
     """The guard stops `compare` at the op that it looks for, or its runs count as steps."""
