@@ -95,14 +95,17 @@ def unpacked(kept: Tensor, param: Tensor, how: Storage) -> Tensor:
 def drop_foreign(kept: Tensor, low: Tensor) -> Tensor:
     """Return `kept` with 0 where it cannot belong to `low`, which someone has overwritten.
 
-    A compensation is at most half a unit in the last place of its weight, which it does not change. Below a
-    power of 2, units are half as large. Beside 0, no remainder is negative.
+    A compensation is at most half a unit in the last place of its weight, and less than that beside an odd
+    weight, so that it does not change it. Below a power of 2, units are half as large. Beside 0, no remainder
+    is negative.
     """
     if kept.dtype is torch.int16:
         return kept.masked_fill((low == 0) & (kept < 0), 0)
-    power = (low.view(torch.int16) & 0x7F80).view(torch.bfloat16)  # the exponent alone
-    is_half = (low.abs() == power) & ((kept < 0) != (low < 0))
-    return kept.masked_fill(kept.abs() > torch.where(is_half, 2**-9, 2**-8) * power, 0)
+    bits = low.view(torch.int16)
+    power = (bits & 0x7F80).view(torch.bfloat16)  # the exponent alone
+    is_below = (low.abs() == power) & ((kept < 0) != (low < 0))
+    half = torch.where(is_below, 2**-9, 2**-8) * power
+    return kept.masked_fill((kept.abs() > half) | ((kept.abs() == half) & (bits & 1 == 1)), 0)
 
 
 def widen_state(value: Any) -> Any:

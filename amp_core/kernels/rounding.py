@@ -70,6 +70,9 @@ def _compensation_(wide: Tensor, low: Tensor, kept: Tensor) -> None:
     low.copy_(wide)
     # An infinity lacks nothing: inf - inf is NaN.
     kept.copy_(wide.sub_(low).nan_to_num_(0, 0, 0))
+    # What is rounded to half a step makes a tie: the sum would be rounded to the next weight.
+    moves = (wide.copy_(low).add_(kept).to(low.dtype) != low) & (kept != 0)
+    kept.view(torch.int16).sub_(moves.to(torch.int16))
 
 
 def join_(wide: Tensor, low: Tensor, kept: Tensor) -> None:

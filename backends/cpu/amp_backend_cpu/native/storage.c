@@ -84,9 +84,13 @@ INLINE void compensate_loop(struct part p) {
     for (size_t i = 0; i < p.n; i++) {
         uint32_t nearest = to_even(wide[i]);
         float rest = wide[i] - float_of(nearest << 16);
-        low[i] = (uint16_t)nearest;
         /* An infinity lacks nothing: inf - inf is NaN. */
-        kept[i] = fabsf(rest) < INFINITY ? (uint16_t)to_even(rest) : 0;
+        uint32_t lack = fabsf(rest) < INFINITY ? to_even(rest) : 0;
+        /* What is rounded to half a step makes a tie: added to an odd weight, it would give the next one. */
+        float half = float_of(bits_of(wide[i]) & 0x7f800000u) * 0x1p-8f;
+        uint32_t is_half = fabsf(float_of(lack << 16)) == half;
+        low[i] = (uint16_t)nearest;
+        kept[i] = (uint16_t)(lack - (is_half & nearest & ((lack & 0x7fffu) != 0)));
     }
 }
 
