@@ -105,7 +105,8 @@ def drop_foreign(kept: Tensor, low: Tensor) -> Tensor:
     power = (bits & 0x7F80).view(torch.bfloat16)  # the exponent alone
     is_below = (low.abs() == power) & ((kept < 0) != (low < 0))
     half = torch.where(is_below, 2**-9, 2**-8) * power
-    return kept.masked_fill((kept.abs() > half) | ((kept.abs() == half) & (bits & 1 == 1)), 0)
+    is_tie = (kept.abs() == half) & (bits & 1 == 1) & (half >= torch.finfo(torch.bfloat16).tiny)
+    return kept.masked_fill((kept.abs() > half) | is_tie, 0)
 
 
 def widen_state(value: Any) -> Any:

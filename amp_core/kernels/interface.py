@@ -199,7 +199,7 @@ class Kernels(ABC):
         Where `kept` is int16, it gets the lower 16 bits, so that `join_` is exact; ties are rounded away from
         zero. Where it is bfloat16, it gets the rounded difference (0 if that is not finite), or the next
         number towards 0 if the sum would be rounded to another weight, and ties are rounded to even. So what
-        `join_` returns is split into the same weights.
+        `join_` returns is split into the same weights, from 2^-117 on.
 
         Args:
             wides: float32; may be overwritten.

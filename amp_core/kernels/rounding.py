@@ -16,6 +16,9 @@ from amp_core.common.counter_random import random_16_bits, random_16_bits_from
 _CHUNK = 2**15
 """On the CPU, so many elements stay in the cache between the passes over them."""
 
+_NORMAL = torch.finfo(torch.bfloat16).tiny
+"""The smallest lack that is looked at for ties: smaller ones have fewer digits, and weigh nothing."""
+
 
 def _chunks(*tensors: Tensor) -> Iterator[tuple[int, Sequence[Tensor]]]:
     """Yield the tensors, on the CPU in flat chunks, each with the number of its first element."""
@@ -71,7 +74,7 @@ def _compensation_(wide: Tensor, low: Tensor, kept: Tensor) -> None:
     # An infinity lacks nothing: inf - inf is NaN.
     kept.copy_(wide.sub_(low).nan_to_num_(0, 0, 0))
     # What is rounded to half a step makes a tie: the sum would be rounded to the next weight.
-    moves = (wide.copy_(low).add_(kept).to(low.dtype) != low) & (kept != 0)
+    moves = (wide.copy_(low).add_(kept).to(low.dtype) != low) & (kept.abs() >= _NORMAL)
     kept.view(torch.int16).sub_(moves.to(torch.int16))
 
 

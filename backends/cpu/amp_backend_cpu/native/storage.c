@@ -9,6 +9,7 @@
 #include <string.h>
 
 #define SPAN 32768 /* elements that one thread takes at once; even, as two neighbours share a hash */
+#define NEAR 1024  /* elements that stay in the nearest cache between two loops */
 
 INLINE uint32_t bits_of(float value) {
     uint32_t bits;
@@ -79,18 +80,23 @@ INLINE void split_loop(struct part p) {
 }
 
 INLINE void compensate_loop(struct part p) {
-    const float *restrict wide = p.wide;
-    uint16_t *restrict low = p.low, *restrict kept = p.kept;
-    for (size_t i = 0; i < p.n; i++) {
-        uint32_t nearest = to_even(wide[i]);
-        float rest = wide[i] - float_of(nearest << 16);
-        /* An infinity lacks nothing: inf - inf is NaN. */
-        uint32_t lack = fabsf(rest) < INFINITY ? to_even(rest) : 0;
+    for (size_t start = 0; start < p.n; start += NEAR) {
+        const float *restrict wide = p.wide + start;
+        uint16_t *restrict low = p.low + start, *restrict kept = p.kept + start;
+        size_t n = p.n - start < NEAR ? p.n - start : NEAR;
+        for (size_t i = 0; i < n; i++) {
+            uint32_t nearest = to_even(wide[i]);
+            float rest = wide[i] - float_of(nearest << 16);
+            low[i] = (uint16_t)nearest;
+            /* An infinity lacks nothing: inf - inf is NaN. */
+            kept[i] = fabsf(rest) < INFINITY ? (uint16_t)to_even(rest) : 0;
+        }
         /* What is rounded to half a step makes a tie: added to an odd weight, it would give the next one. */
-        float half = float_of(bits_of(wide[i]) & 0x7f800000u) * 0x1p-8f;
-        uint32_t is_half = fabsf(float_of(lack << 16)) == half;
-        low[i] = (uint16_t)nearest;
-        kept[i] = (uint16_t)(lack - (is_half & nearest & ((lack & 0x7fffu) != 0)));
+        for (size_t i = 0; i < n; i++) {
+            uint16_t half = (uint16_t)((low[i] & 0x7f80) - (8 << 7)), size = kept[i] & 0x7fff;
+            uint16_t moves = size == half ? low[i] & 1 : 0;
+            kept[i] = (uint16_t)(kept[i] - (size ? moves : 0));
+        }
     }
 }
 
