@@ -8,7 +8,7 @@ the optimizer's own state, so that its checkpoints hold everything.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from typing import Any
 
 import torch
@@ -95,15 +95,17 @@ class StoredWeights(LocalHandle):
         ]
         self._look_up()
 
-    def _params(self) -> list[Tensor]:
-        """Return the parameters that are stored; some join the optimizer, or the model, later."""
-        params = parameters_of(self.optimizer)
-        if not all([param in self._known for param in params]):
-            self._look_up()
-        return list(filter(self._is_stored, params))
+    def _params(self) -> Iterator[Tensor]:
+        self._look_for_new()
+        return filter(self._is_stored, parameters_of(self.optimizer))
 
     def _is_stored(self, param: Tensor) -> bool:
         return param in self._names and param.dtype is torch.bfloat16  # float32 if it joined later
+
+    def _look_for_new(self) -> None:
+        """Look up the names if there may be parameters that have joined the optimizer, or the model."""
+        if not all([param in self._known for param in parameters_of(self.optimizer)]):
+            self._look_up()
 
     def _look_up(self) -> None:
         """Choose among the parameters that have joined, and name those that are stored as the model does."""
@@ -153,7 +155,7 @@ class StoredWeights(LocalHandle):
                 loss = closure()
         for group in self.optimizer.param_groups:
             group[STEPS] = group.get(STEPS, 0) + 1
-        self._params()  # looks for those that have joined
+        self._look_for_new()
         if self._lost is not None:
             self._look_up()  # layers may have moved
             self._lost.begin()
@@ -289,7 +291,7 @@ class StoredWeights(LocalHandle):
         self._first.clear()
         # A class that loads in its own way may look for each entry afterwards.
         plain = type(optimizer).load_state_dict is Optimizer.load_state_dict
-        self._params()  # looks for those that have joined
+        self._look_for_new()
         for param, state in exact_states(optimizer, loaded):
             if not self._is_stored(param):
                 continue

@@ -36,7 +36,6 @@ def autocast_decorator(autocast_instance: Context, func: Callable[P, R]) -> Call
 
     Example:
         >>> import torch, amp_core
-        >>> from amp_core.regions.decorator import autocast_decorator
         >>> def square(x):
         ...     return x @ x
         >>> amp_core.autocast_decorator(amp_core.autocast("cpu"), square)(torch.ones(2, 2)).dtype

@@ -47,7 +47,7 @@ def apply_policy(
         rules: a mapping from a selection of modules to either op rules, as for `OpPolicy.override`, or
             ``"fp32"``, which runs the module without autocast and casts its floating-point tensor arguments
             to float32; lists and dicts that hold narrower ones are copied for that. A selection is a module
-            of the model, a class (with its subclasses; in a file
+            of the model, a class (with its subclasses; in a file, its path, such as
             ``"torch.nn.modules.normalization:LayerNorm"``), or a glob over the names in
             ``model.named_modules()``: ``*`` matches one part of a name, ``**`` any number of parts, ``""``
             the model itself. If several select a module, later ones take precedence. Alternatively, the path
