@@ -2,23 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from amp_core._torch.features import Feature
-from amp_core.common.containers import map_tensors
-
-
-def _map_only(kind: type, function: Callable[[Any], Any], tree: Any) -> Any:
-    return map_tensors(tree, lambda tensor: function(tensor) if isinstance(tensor, kind) else tensor)
-
-
-# For casting what a module is given and returns.
-tree_map_only = Feature(
-    "module_casts", "apply_policy casts the inputs of modules only in lists, tuples and mappings"
-).function("torch.utils._pytree.tree_map_only", _map_only, lambda f: f(torch.Tensor, torch.clone, ([1],)))
 
 _KEEPING = Feature("kept_buffers", "PrecisionPlan.apply cannot keep buffers in float32")
 _apply_to_tensors = _KEEPING.value("torch.nn.Module._apply", None)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -24,43 +25,58 @@ def map_tensors(
 ) -> Any:
     """Return `value` with `fn` applied eagerly to each tensor in it.
 
-    Descends into lists, tuples, namedtuples, sets, mapping values, dataclass instances and iterators (an
-    iterator is consumed and returned as an iterator over a list). Strings, arrays and everything else go
-    through `other`, which returns them unchanged by default. Subclasses of the built-in containers keep
-    their class.
+    Descends into lists, deques, tuples, namedtuples, sets, mapping values, dataclass instances and iterators
+    (an iterator is consumed and returned as an iterator over a list). Strings, arrays, modules and everything
+    else go through `other`, which returns them unchanged by default. Subclasses of the built-in containers
+    keep their class.
     """
     if isinstance(value, Tensor):
         return fn(value)
-    if isinstance(value, Mapping):
-        return _mapping(value, {k: map_tensors(v, fn, other) for k, v in value.items()})
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return _sequence(value, [map_tensors(v, fn, other) for v in value])
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _dataclass(value, fn, other)
+    parts = parts_of(value)
+    if parts is not None:
+        return with_parts(value, {key: map_tensors(part, fn, other) for key, part in parts.items()})
+    if isinstance(value, (set, frozenset)):
+        return type(value)([map_tensors(v, fn, other) for v in value])
     if isinstance(value, Iterator):
         return iter([map_tensors(v, fn, other) for v in value])
     return other(value)
 
 
-def _sequence(value: Any, items: list[Any]) -> Any:
-    is_namedtuple = isinstance(value, tuple) and hasattr(value, "_fields")
-    return type(value)(*items) if is_namedtuple else type(value)(items)
+def parts_of(value: Any) -> dict[Any, Any] | None:
+    """Return what a list, deque, tuple, mapping or dataclass instance holds, by index, key or field."""
+    if isinstance(value, Mapping):
+        return dict(value.items())
+    if isinstance(value, (list, tuple, deque)):
+        return dict(enumerate(value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, (type, nn.Module)):
+        names = [field.name for field in dataclasses.fields(value)]
+        return {name: getattr(value, name) for name in names if hasattr(value, name)}
+    return None
+
+
+def with_parts(value: Any, parts: dict[Any, Any]) -> Any:
+    """Return a copy of `value`, a container of `parts_of`, that holds `parts` instead."""
+    if isinstance(value, Mapping):
+        return _mapping(value, parts)
+    if isinstance(value, (list, tuple)):
+        is_namedtuple = isinstance(value, tuple) and hasattr(value, "_fields")
+        return type(value)(*parts.values()) if is_namedtuple else type(value)(list(parts.values()))
+    if isinstance(value, deque):
+        return type(value)(parts.values(), value.maxlen)
+    result = copy.copy(value)
+    for name, part in parts.items():
+        # Works for frozen dataclasses too. __init__ may not accept every field.
+        object.__setattr__(result, name, part)
+    return result
 
 
 def _mapping(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     if type(value) is dict:
         return items
-    if hasattr(value, "update"):  # OrderedDict, defaultdict, UserDict, BatchEncoding ...
-        result = copy.copy(value)
-        result.update(items)
-        return result
-    return type(value)(items)  # type: ignore[call-arg]  # a read-only mapping is made from another
-
-
-def _dataclass(value: Any, fn: Callable[[Tensor], Tensor], other: Callable[[Any], Any]) -> Any:
-    result = copy.copy(value)
-    for field in dataclasses.fields(value):
-        if hasattr(value, field.name):
-            # Works for frozen dataclasses too. __init__ may not accept every field.
-            object.__setattr__(result, field.name, map_tensors(getattr(value, field.name), fn, other))
+    if not isinstance(value, MutableMapping):
+        return type(value)(items)  # type: ignore[call-arg]  # a read-only mapping is made from another
+    # Dynamo traces the method of these two, and copy.copy of the others: UserDict, BatchEncoding ...
+    result = value.copy() if type(value) in (OrderedDict, defaultdict) else copy.copy(value)
+    for key, item in items.items():
+        result[key] = item  # not update(), which the outputs of transformers refuse
     return result

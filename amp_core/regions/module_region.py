@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from amp_core._torch.autocast import autocast_off
-from amp_core._torch.modules import tree_map_only
 from amp_core._torch.tracing import is_exporting
 from amp_core.dispatch.activate import RuleOverrides
 from amp_core.dispatch.target_dtype import eligible
 from amp_core.policy.op_policy import OpPolicy
 from amp_core.policy.rules import FP32
+from amp_core.regions.cast_arguments import CastArguments
 from amp_core.regions.decorator import autocast_decorator
 from amp_core.regions.region import autocast
 
@@ -55,9 +55,12 @@ class ModuleRegion:
                 return call(*args, **kwargs)
         if not torch.is_autocast_enabled(self.device_type):
             return call(*args, **kwargs)
-        args, kwargs = self._widened(args, kwargs)
+        arguments = CastArguments(self._float32)
+        args, kwargs = arguments.of(args), arguments.of(kwargs)
         with self._shown_in_graphs(), autocast_off(self.device_type):
-            return call(*args, **kwargs)
+            result = call(*args, **kwargs)
+        arguments.write_back()
+        return result
 
     def run_later(self, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the generator or awaitable that `call` returns; each part of its body runs in the region."""
@@ -65,7 +68,8 @@ class ModuleRegion:
             return autocast_decorator(self.changes, call)(*args, **kwargs)
         if not torch.is_autocast_enabled(self.device_type):
             return call(*args, **kwargs)
-        args, kwargs = self._widened(args, kwargs)
+        arguments = CastArguments(self._float32)
+        args, kwargs = arguments.of(args), arguments.of(kwargs)
         return autocast_decorator(autocast(self.device_type, enabled=False), call)(*args, **kwargs)
 
     def _shown_in_graphs(self) -> AbstractContextManager[None]:
@@ -73,24 +77,6 @@ class ModuleRegion:
         if torch.compiler.is_dynamo_compiling() and not is_exporting():
             return self._no_change
         return nullcontext()
-
-    def _widened(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return tuple(map(self._in_float32, args)), {name: self._in_float32(v) for name, v in kwargs.items()}
-
-    def _in_float32(self, value: Any) -> Any:
-        """Return `value` in float32: itself if nothing in it is narrower, for the module may write to it."""
-        narrower = False
-
-        def widen(tensor: torch.Tensor) -> torch.Tensor:
-            nonlocal narrower
-            wide = self._float32(tensor)
-            narrower |= wide is not tensor
-            return wide
-
-        widened = tree_map_only(torch.Tensor, widen, value)
-        return widened if narrower else value
 
     def _float32(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.float() if eligible(tensor, self.device_type) else tensor

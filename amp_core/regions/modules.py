@@ -46,12 +46,12 @@ def apply_policy(
         model: the model; modified in place. `AppliedPolicy.remove` restores it.
         rules: a mapping from a selection of modules to either op rules, as for `OpPolicy.override`, or
             ``"fp32"``, which runs the module without autocast and casts its floating-point tensor arguments
-            to float32; lists and dicts that hold narrower ones are copied for that. A selection is a module
-            of the model, a class (with its subclasses; in a file, its path, such as
+            to float32, also those in lists, tuples, mappings and dataclasses. A selection is a module of
+            the model, a class (with its subclasses; in a file, its path, such as
             ``"torch.nn.modules.normalization:LayerNorm"``), or a glob over the names in
             ``model.named_modules()``: ``*`` matches one part of a name, ``**`` any number of parts, ``""``
-            the model itself. If several select a module, later ones take precedence. Alternatively, the path
-            of a TOML file with such rules in its ``modules`` table.
+            the model itself. If several select a module, later ones take precedence. Alternatively, the
+            path of a TOML file with such rules in its ``modules`` table.
         device_type: defaults to the device type of the model's first parameter or buffer; on the meta
             device, to that of the accelerator, or the CPU.
 

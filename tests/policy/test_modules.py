@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import dataclasses
 import functools
 import inspect
 import pickle
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 
 import pytest
@@ -328,14 +330,62 @@ class Collecting(nn.Linear):
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_what_a_float32_module_writes_to_its_arguments_arrives(compiled: bool) -> None:
+@pytest.mark.parametrize("earlier", [LOW, HIGH])
+def test_what_a_float32_module_writes_to_its_arguments_arrives(earlier: torch.dtype, compiled: bool) -> None:
     """In a region, a list or dict that a module with the rule fp32 fills stays empty."""
-    model = Collecting(4, 4)
-    earlier, seen, losses = torch.ones(1, 4, dtype=LOW), [torch.ones(1)], dict[str, object]()
+    model, x, kept = Collecting(4, 4), torch.ones(1, 4, dtype=LOW), torch.ones(1, dtype=earlier)
+    seen, losses = [kept], dict[str, object](kept=kept)
     with apply_policy(model, {"": "fp32"}), torch.no_grad(), autocast("cpu"):
         run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
-        result = run(earlier, seen, losses=losses)
-    assert (result.dtype, seen[-1].dtype, len(seen), list(losses)) == (HIGH, HIGH, 2, ["own"])
+        result = run(x, seen, losses=losses)
+    assert (result.dtype, seen[1].dtype, len(seen), list(losses)) == (HIGH, HIGH, 2, ["kept", "own"])
+    assert seen[0] is losses["kept"] is kept
+
+
+@dataclasses.dataclass
+class Batch:
+    """What layers of some models take, and write to."""
+
+    x: torch.Tensor
+    seen: list[torch.Tensor]
+    named: dict[str, torch.Tensor]
+    window: deque[torch.Tensor]
+    out: torch.Tensor | None = None
+
+
+@dataclasses.dataclass(eq=False)
+class Replacing(nn.Module):
+    """Reads a dataclass, and replaces, inserts and removes what it holds."""
+
+    width: int
+
+    def __post_init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(self.width, self.width)
+
+    def forward(self, batch: Batch) -> None:
+        batch.out = self.linear(batch.x)
+        batch.seen.insert(0, batch.seen[0] + 1)
+        batch.window.append(batch.out)
+        batch.named["both"] = batch.named.pop("a") + batch.named["b"]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_float32_module_takes_and_writes_dataclasses(compiled: bool) -> None:
+    """Tensors in a dataclass stay in low precision, or what the module writes to it and below is lost."""
+    model, low = Replacing(4), [torch.full((1, 4), float(n), dtype=LOW) for n in range(4)]
+    batch = Batch(low[0], [low[1]], {"a": low[2], "b": low[3]}, deque(low, maxlen=5))
+    with apply_policy(model, {"": "fp32"}), torch.no_grad(), autocast("cpu"):
+        run = torch.compile(model, backend="aot_eager") if compiled else model
+        run(batch)
+    assert batch.out is not None
+    assert batch.x is low[0]
+    assert batch.named["b"] is low[3]
+    assert [*batch.window][:-1] == low
+    assert batch.window[-1] is batch.out
+    assert list(batch.named) == ["b", "both"]
+    assert batch.out.dtype is batch.seen[0].dtype is batch.named["both"].dtype is HIGH
+    assert [t[0, 0].item() for t in (*batch.seen, batch.named["both"])] == [2, 1, 5]
 
 
 class Norm(nn.LayerNorm):

@@ -240,6 +240,22 @@ def test_cast_keeps_container_types() -> None:
     assert [t.dtype for t in result] == [torch.bfloat16]
 
 
+class Output(collections.OrderedDict[str, object]):
+    """A mapping whose items are assigned one by one, as the outputs of transformers and diffusers."""
+
+    def update(self, *args: object, **kwargs: object) -> None:
+        raise TypeError("items are assigned one by one")
+
+
+def test_cast_of_a_mapping_without_update() -> None:
+    """An output of transformers among the inputs stops the step with its own error."""
+    value = Output()
+    value["x"], value["size"] = torch.ones(1), 3
+    result = cast(value)
+    assert (type(result), result["x"].dtype, result["size"]) == (Output, torch.bfloat16, 3)
+    assert value["x"].dtype is torch.float32
+
+
 def test_cast_of_nested_tensors() -> None:
     """A nested tensor among the inputs is left in float32."""
     nested = torch.nested.nested_tensor([torch.ones(2, 2), torch.ones(3, 2)], layout=torch.jagged)

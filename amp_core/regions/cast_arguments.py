@@ -1,0 +1,58 @@
+"""Cast the arguments of a module, without losing what the module writes to the containers among them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, MutableMapping
+from typing import Any
+
+from torch import Tensor
+
+from amp_core.common.containers import parts_of, with_parts
+
+
+class CastArguments:
+    """Arguments whose tensors are cast, in copies of the containers that hold them."""
+
+    def __init__(self, cast: Callable[[Tensor], Tensor]) -> None:
+        self._cast = cast
+        self._casts = 0
+        self._copies: list[tuple[Any, Any, dict[Any, Any], dict[Any, Any]]] = []
+
+    def of(self, value: Any) -> Any:
+        """Return `value` with its tensors cast: `value` itself if the cast changes none."""
+        if isinstance(value, Tensor):
+            tensor = self._cast(value)
+            self._casts += tensor is not value
+            return tensor
+        given = parts_of(value)
+        if given is None:
+            return value
+        casts_before = self._casts
+        cast = {key: self.of(part) for key, part in given.items()}
+        if self._casts == casts_before:
+            return value
+        copy = with_parts(value, cast)
+        if not isinstance(value, tuple):
+            self._copies.append((value, copy, given, dict(cast)))
+        return copy
+
+    def write_back(self) -> None:
+        """Write to the containers what was written to their copies."""
+        for value, copy, given, cast in self._copies:
+            parts = parts_of(copy) or {}
+            written = {key: part for key, part in parts.items() if key not in cast or cast[key] is not part}
+            removed = [key for key in cast if key not in parts]
+            if not written and not removed:
+                continue
+            if isinstance(value, (list, deque)):
+                value.clear()
+                value.extend([written.get(key, given.get(key)) for key in parts])
+            elif isinstance(value, MutableMapping):
+                for key in removed:
+                    del value[key]
+                for key, part in written.items():
+                    value[key] = part
+            else:
+                for key, part in written.items():
+                    object.__setattr__(value, key, part)
