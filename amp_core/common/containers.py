@@ -75,8 +75,9 @@ def _mapping(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
         return items
     if not isinstance(value, MutableMapping):
         return type(value)(items)  # type: ignore[call-arg]  # a read-only mapping is made from another
-    # Dynamo traces the method of these two, and copy.copy of the others: UserDict, BatchEncoding ...
-    result = value.copy() if type(value) in (OrderedDict, defaultdict) else copy.copy(value)
+    # Dynamo traces the method of these two, and copy.copy of UserDict, BatchEncoding ...
+    has_method = type(value) in (OrderedDict, defaultdict)
+    result = value.copy() if has_method else copy.copy(value)  # type: ignore[attr-defined]
     for key, item in items.items():
         result[key] = item  # not update(), which the outputs of transformers refuse
     return result

@@ -1,21 +1,22 @@
 """Apply rules to the ``torch.autograd.Function``s of other packages, which the dispatcher does not see.
 
-A rule wraps ``forward``, where torch has recorded the function's inputs already: it casts what the function
-computes with and saves, and autograd casts the gradients back to the dtypes of the inputs. Outside regions
-whose policy has the rule, ``forward`` runs as it is.
+A rule wraps ``forward`` and ``setup_context``, where torch has recorded the function's inputs already: it
+casts what the function computes with and saves, and autograd casts the gradients back to the dtypes of the
+inputs. Outside regions whose policy has the rule, both run as they are.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 from torch.autograd import Function
 
 from amp_core._torch.autocast import autocast_off
+from amp_core.common.containers import tensors_in
 from amp_core.common.locks import new_lock
 from amp_core.dispatch.casting import cast_to
 from amp_core.dispatch.engine import policies_in_force
@@ -37,13 +38,11 @@ def wrap(name: str) -> None:
             _wrap_class(cls, name)
 
 
-def rule_in_force(name: str) -> tuple[str, str] | None:
-    """Return the device type and the rule of the function `name` in this thread, if it has one now."""
-    for device_type, active in policies_in_force():
-        rule = active.policy.rules.get(name, r.UNCHANGED)
-        if rule != r.UNCHANGED and torch.is_autocast_enabled(device_type):
-            return device_type, rule
-    return None
+def rule_in_force(name: str, devices: Collection[str]) -> tuple[str, str] | None:
+    """Return the device type, one of `devices` if it can be, and the rule of `name` in this thread now."""
+    rules = [(device, active.policy.rules.get(name, r.UNCHANGED)) for device, active in policies_in_force()]
+    ruled = [each for each in rules if each[1] != r.UNCHANGED and torch.is_autocast_enabled(each[0])]
+    return next((each for each in ruled if each[0] in devices), ruled[0] if ruled else None)
 
 
 def _imported(name: str) -> Any:
@@ -69,21 +68,44 @@ def _watch_definitions() -> None:
 
 def _wrap_class(cls: Any, name: str) -> None:
     cls.forward = staticmethod(_casting(cls.forward, name))
+    if cls.setup_context is not Function.setup_context:
+        cls.setup_context = staticmethod(_casting_inputs(cls.setup_context, name))
 
 
 def _casting(forward: Callable[..., Any], name: str) -> Callable[..., Any]:
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
-        ruled = rule_in_force(name)
+        ruled = rule_in_force(name, _devices(args, kwargs))
         if ruled is None:
             return forward(*args, **kwargs)
-        device_type, how = ruled
-        low = torch.get_autocast_dtype(device_type)
-        wide = torch.float32
-        for dtype in {r.LOWER_PRECISION_FP: [low], r.FP32: [wide], r.LOW_IN_FP32_OUT: [low, wide]}[how]:
-            args = tuple(cast_to(a, dtype, device_type, keep=False) for a in args)
-            kwargs = {k: cast_to(v, dtype, device_type, keep=False) for k, v in kwargs.items()}
-        with autocast_off(device_type):
+        args = tuple(_cast(a, *ruled) for a in args)
+        kwargs = {k: _cast(v, *ruled) for k, v in kwargs.items()}
+        with autocast_off(ruled[0]):
             return forward(*args, **kwargs)
 
     return run
+
+
+def _casting_inputs(setup_context: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Have it save what `forward` computed with: otherwise the backward pass would meet two dtypes."""
+
+    @functools.wraps(setup_context)
+    def run(ctx: Any, inputs: tuple[Any, ...], output: Any) -> Any:
+        ruled = rule_in_force(name, _devices(inputs, {}))
+        if ruled is None:
+            return setup_context(ctx, inputs, output)
+        with autocast_off(ruled[0]):
+            return setup_context(ctx, tuple(_cast(each, *ruled) for each in inputs), output)
+
+    return run
+
+
+def _devices(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, ...]:
+    return tuple(tensor.device.type for tensor in tensors_in((args, kwargs)))
+
+
+def _cast(value: Any, device_type: str, rule: str) -> Any:
+    low, wide = torch.get_autocast_dtype(device_type), torch.float32
+    for dtype in {r.LOWER_PRECISION_FP: [low], r.FP32: [wide], r.LOW_IN_FP32_OUT: [low, wide]}[rule]:
+        value = cast_to(value, dtype, device_type, keep=False)
+    return value

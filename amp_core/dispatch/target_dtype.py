@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from amp_core._torch.dispatcher import Overload, arguments, dispatcher_name
+from amp_core.common.call_site import level_outside
 from amp_core.dispatch.work import work
 from amp_core.errors import AmpWarning, PolicyError
 from amp_core.plugin.default_manager import get_backend
@@ -144,7 +145,7 @@ def _with_hint(op: Overload, _device_type: str) -> TargetDtype:
         name = dispatcher_name(op)
         if name not in _hinted:
             _hinted.add(name)
-            warnings.warn(_hint(name), AmpWarning, stacklevel=4)
+            warnings.warn(_hint(name), AmpWarning, stacklevel=level_outside(("torch",)))
         return torch.float32
 
     return choose

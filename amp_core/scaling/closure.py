@@ -34,12 +34,13 @@ class Snapshot:
         self._params: list[tuple[Tensor, Tensor]] = [
             (p, p.detach().clone()) for p in parameters_of(optimizer)
         ]
+        optimizers = (optimizer, *inner_optimizers(optimizer))
         self._states = [
             (state, {key: copy.deepcopy(value) for key, value in state.items()})
-            for each in (optimizer, *inner_optimizers(optimizer))
+            for each in optimizers
             for state in (each.state, getattr(each, "_amp_core_first", {}))  # see `StoredWeights`
         ]
-        self._groups = [(group, copied_group(group)) for group in optimizer.param_groups]
+        self._groups = [(group, copied_group(group)) for each in optimizers for group in each.param_groups]
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -50,6 +51,7 @@ class Snapshot:
             state.clear()
             state.update(before)
         for group, options in self._groups:
+            group.clear()  # also of options that the step added
             group.update(options)
 
 

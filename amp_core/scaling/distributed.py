@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from amp_core._torch.tensors import fsdp_shards, is_dtensor
 from amp_core.common.arguments import check_group
@@ -112,9 +112,7 @@ def describe(sharded_over: Mapping[Any, Iterable[Tensor]], process_group: Proces
     found: dict[int, tuple[Tensor, int]] = {}
     for group, params in sharded_over.items():
         size = _members(group)
-        for param in {id(param): param for param in params}.values():
-            if not isinstance(param, Tensor):
-                raise TypeError(f"sharded_over must map each group to its parameters, got {param!r} in one.")
+        for param in _listed(params):
             found[id(param)] = param, size * found.get(id(param), (param, 1))[1]
     for param, over in found.values():
         if process_group is not None and process_group.size() % over:
@@ -127,6 +125,18 @@ def describe(sharded_over: Mapping[Any, Iterable[Tensor]], process_group: Proces
         if key not in _over:
             weakref.finalize(param, _over.pop, key, None)
         _over[key] = over
+
+
+def _listed(params: Iterable[Tensor]) -> list[Tensor]:
+    """Return `params`, each once."""
+    if isinstance(params, (Tensor, nn.Module)):
+        what = type(params).__name__
+        raise TypeError(f"sharded_over must map each group to an iterable of parameters, not to a {what}.")
+    unique = list({id(param): param for param in params}.values())
+    for param in unique:
+        if not isinstance(param, Tensor):
+            raise TypeError(f"sharded_over must map each group to its parameters, got {param!r} in one.")
+    return unique
 
 
 def _members(group: Any) -> int:

@@ -109,6 +109,8 @@ class Overlap:
         late = [i for i, key in enumerate(keys) if not self._is_read(key, part.grads[i])]
         for key in keys:
             self._pending.pop(key, None)  # they count as late
+        if not self._pending:
+            self._bytes = 0
         if len(late) == len(keys):
             return part.grad_stats(norm_type)
         if late:

@@ -86,7 +86,8 @@ def new_scaler(mesh: DeviceMesh, stage: Stage) -> GradScaler:
     scaler = GradScaler(
         "cpu", process_group=dist.group.WORLD, sharded_over={mesh["pp"]: stage.parameters()}, history=10
     )
-    scaler.scale(torch.zeros(()))  # only the last stage has a loss, but each needs the scale
+    # Only the last stage has a loss, but each needs the scale, on its device.
+    scaler.scale(torch.zeros((), device="cpu"))
     return scaler
 
 

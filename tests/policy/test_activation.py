@@ -245,8 +245,9 @@ def test_hint_instead_of_a_ban(region, monkeypatch: pytest.MonkeyPatch) -> None:
     p, y = torch.rand(4, dtype=LOW), torch.rand(4)
     bce = torch.nn.functional.binary_cross_entropy
     with region(CPU.override({"binary_cross_entropy": "fp32_with_hint"})):
-        with pytest.warns(UserWarning, match="binary_cross_entropy_with_logits"):
+        with pytest.warns(UserWarning, match="binary_cross_entropy_with_logits") as warned:
             assert bce(p, y).dtype is HIGH
+        assert warned[0].filename == __file__
         bce(p, y)  # warnings are errors here: a second one would fail
     with (
         region(CPU.override({"binary_cross_entropy": "banned"})),

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import amp_core
 from amp_core import OpPolicy, PolicyError, autocast
+from amp_core.dispatch import engine
 from amp_core.dispatch.low_in_fp32_out import _COMPOSED
 
 LOW, HIGH = torch.bfloat16, torch.float32
@@ -159,6 +160,17 @@ def test_what_no_op_can_be_called_is_refused(name: str) -> None:
 
 SQUARE = """
 import torch
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(x, y):
+        return x @ y
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+    @staticmethod
+    def backward(ctx, grad):
+        x, y = ctx.saved_tensors
+        return grad @ y.t(), x.t() @ grad
 class Square(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -211,6 +223,35 @@ def test_a_function_of_another_package_gets_a_rule(
     assert loaded.square(x.detach().to(LOW)).dtype is LOW
     with autocast("cpu"):
         assert loaded.square(x).dtype is HIGH
+
+
+def test_a_function_with_setup_context_saves_what_it_computed_with(
+    module: tuple[str, Callable[[], types.ModuleType]],
+) -> None:
+    """The backward pass multiplies gradients in one dtype by saved inputs in another, and fails."""
+    name, load = module
+    x, y = leaves((4, 4), (4, 4))
+    with autocast("cpu", policy=DEFAULT.override({f"{name}:Product": "lower_precision_fp"})):
+        result = load().Product.apply(x, y)
+    result.backward(torch.ones_like(result))
+    rounded, ones = y.detach().to(LOW), torch.ones(4, 4, dtype=LOW)
+    assert result.dtype is LOW
+    assert x.grad is not None
+    assert torch.equal(x.grad, (ones @ rounded.t()).float())
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_function_has_the_rule_of_the_device_of_its_arguments(
+    module: tuple[str, Callable[[], types.ModuleType]], monkeypatch: pytest.MonkeyPatch, order: int
+) -> None:
+    """In regions of two devices, the rule of one holds for arguments on the other."""
+    name, load = module
+    square, x = load().square, torch.ones(2, dtype=LOW)
+    low = OpPolicy.default("mtia").override({f"{name}:Square": "lower_precision_fp"})
+    exact = DEFAULT.override({f"{name}:Square": "fp32"})
+    with autocast("mtia", policy=low), autocast("cpu", policy=exact):
+        monkeypatch.setattr(engine, "_engines", dict(list(engine._engines.items())[::order]))
+        assert square(x).dtype is HIGH
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by Dynamo

@@ -350,6 +350,24 @@ def test_wrong_clipping(enabled: bool, clipping: dict[str, float]) -> None:
     assert run.evaluations == 0
 
 
+class Counting(torch.optim.SGD):
+    """Counts its steps in its options, as schedule-free optimizers do."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+        return super().step(closure)
+
+
+def test_a_skipped_step_leaves_no_option_behind() -> None:
+    """An option that the optimizer sets in its first step counts that step, which was skipped."""
+    run = Problem(lambda params: Counting(params, lr=0.1), GradScaler("cpu"))
+    run.step(spoil=0)
+    assert "k" not in run.optimizer.param_groups[0]
+    run.step()
+    assert run.optimizer.param_groups[0]["k"] == 1
+
+
 def test_an_error_in_inference_mode() -> None:
     """A copy that was made there and restored takes no more writes, so all later steps fail."""
     run = Problem(lambda params: torch.optim.Adam(params), GradScaler("cpu"))

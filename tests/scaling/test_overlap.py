@@ -110,6 +110,26 @@ def test_other_norms(norm_type: float) -> None:
     assert [norm for _, norm, _ in seen] == pytest.approx([norm for _, norm, _ in expected])
 
 
+def test_buckets_fill_with_the_gradients_of_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients that the step has read count in the next bucket, which is then read too early."""
+    monkeypatch.setattr(overlap, "_bucket_nbytes", lambda _: 10_000)
+    net, scaler = Net(), amp_core.GradScaler("cpu", overlap=True)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        scaler.scale(net(torch.ones(2, 8)).sum()).backward()
+        scaler.step(optimizer, max_norm=1.0)
+        scaler.update()
+
+    for _ in range(2):  # from then on, hooks see the gradients
+        step()
+    with mock.patch.object(overlap.Overlap, "_read_pending") as read:
+        for _ in range(4):
+            step()
+    assert not read.called
+
+
 def test_after_the_backward_only_the_last_bucket_is_read() -> None:
     """All gradients are read again at the step, and nothing is gained."""
     net, scaler = Net(), amp_core.GradScaler("cpu", overlap=True)

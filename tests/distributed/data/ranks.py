@@ -411,6 +411,8 @@ def refused_descriptions(stages: Stages) -> None:
         amp_core.GradScaler("cpu", process_group=dist.group.WORLD, sharded_over={"pp": [own]})
     with raises(TypeError, "must map each group to its parameters"):
         amp_core.GradScaler("cpu", process_group=dist.group.WORLD, sharded_over={pipeline: ["weight"]})
+    with raises(TypeError, "must map each group to an iterable of parameters, not to a Parameter"):
+        amp_core.GradScaler("cpu", process_group=dist.group.WORLD, sharded_over={pipeline: own})
     lost = pickle.loads(pickle.dumps(stages.scaler))
     stages.backward()
     lost.scale(torch.ones(()))
