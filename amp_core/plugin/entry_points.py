@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import re
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -49,8 +48,7 @@ class Candidate(NamedTuple):
         """Raise `BackendLoadError` if the plugin's distribution requires another version of amp-core."""
         here = installed_version(_OWN)
         for text in (self.entry_point.dist and self.entry_point.dist.requires) or ():
-            name, specifier = re.match(r"([\w.-]+)(?:\[[^]]*])?\s*([^;]*)", text).groups()  # type: ignore[union-attr]
-            if here and re.sub(r"[-_.]+", "-", name).lower() == _OWN and not _admits(specifier, here):
+            if here and _excludes(text, here):
                 raise BackendLoadError(
                     f"it requires {text!r}, but amp-core {here} is installed (pip checks this unless it is "
                     f"given --no-deps). Install a version of {self.distribution} for amp-core {here}"
@@ -122,10 +120,15 @@ def _distribution(ep: metadata.EntryPoint) -> tuple[str, str]:
         return ("", "")
 
 
-def _admits(specifier: str, version: str) -> bool:
-    from packaging.specifiers import InvalidSpecifier, SpecifierSet
+def _excludes(text: str, version: str) -> bool:
+    """Return whether `text` is a requirement that counts here, and `version` of amp-core does not meet it."""
+    from packaging.requirements import InvalidRequirement, Requirement
+    from packaging.utils import canonicalize_name
 
     try:
-        return SpecifierSet(specifier.strip(" ()")).contains(version, prereleases=True)
-    except InvalidSpecifier:  # a URL, or a form that pip would reject
-        return True
+        requirement = Requirement(text)
+    except InvalidRequirement:  # pip would reject it
+        return False
+    counts = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+    is_met = requirement.specifier.contains(version, prereleases=True)
+    return canonicalize_name(requirement.name) == _OWN and counts and not is_met

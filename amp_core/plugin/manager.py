@@ -41,6 +41,8 @@ class Manager:
         self.listens = False
         self._lock = new_lock()
         self._generic: dict[str, Backend] = {}
+        self._added: dict[str, list[Backend]] = {}
+        """The backends that each plugin registered in code has added, by the plugin's name."""
         self._loaded: dict[str, Failure | None] = {}
         """Entry points tried so far, as ``name=value``, each with its failure or None."""
         self._pluggy = pluggy.PluginManager(hookspecs.NAME)
@@ -77,7 +79,7 @@ class Manager:
             )
         if device_type in self.built_in:
             self._load_built_in([device_type])
-        elif _env.plugin_autoload():
+        if self.registry.get(device_type) is None and _env.plugin_autoload():
             declared = entry_points.third_party(self.built_in)
             # A plugin may serve types that its entry point does not name, so if none matches, load all.
             self._load([c for c in declared if c.name == device_type] or declared)
@@ -98,7 +100,8 @@ class Manager:
         if not _torch_serves(device_type):
             known = {*self.registry, *autocast_device_types()} - _env.disabled_backends()
             raise BackendNotFoundError(unknown_text(device_type, known, self.registry.aliases()))
-        backend = self.registry.fallback(device_type) or TorchBackend(device_type)
+        fallback = self.registry.fallback(device_type)
+        backend = TorchBackend(device_type) if fallback is None else fallback[0]
         return self._generic.setdefault(device_type, backend)
 
     def discover(self) -> None:
@@ -125,7 +128,8 @@ class Manager:
             result[name] = BackendStatus("disabled", f"{_env.DISABLE_BACKENDS} names it", name)
         # The slot for out-of-tree devices is unused while it has its default name.
         for name in {*autocast_device_types(), privateuse1_name()} - {_UNNAMED} - result.keys():
-            result[name] = status_of(self._torch_backend(name), Owner("torch"))
+            _, owner = self.registry.fallback(name) or (None, Owner("torch"))
+            result[name] = status_of(self._torch_backend(name), owner)
         return dict(sorted(result.items()))
 
     # Loading.
@@ -186,7 +190,7 @@ class Manager:
         return None
 
     def _check_added(self, candidate: Candidate, owner: Owner) -> None:
-        added = [name for name in self.registry if self.registry[name][1] == owner]
+        added = [backend.device_type for backend, whose in self.registry.added() if whose == owner]
         if not added:
             raise BackendLoadError(
                 f"its hooks registered no backend; {candidate.entry_point.value} must define a function "
@@ -198,7 +202,8 @@ class Manager:
                 f"its entry point is named {candidate.name!r}, but it registered a backend for "
                 f"{', '.join(map(repr, added))} only; correct device_type, or the name of the entry point"
             )
-        for device_type in self.built_in.keys() & set(added):  # free only because it is disabled
+        free = {name for name in added if self.registry.fallback(name) is not None}
+        for device_type in (self.built_in.keys() & set(added)) - free:  # possible only while it is disabled
             raise BackendConflictError(
                 f"{owner} wants to serve device type {device_type!r}, which is amp-core's own. "
                 f"Call amp_core.plugin.replace_backend() to replace a built-in backend."
@@ -223,8 +228,9 @@ class Manager:
                 raise ValueError(f"{plugin!r} is already registered with amp-core.")
             if name is not None and self._pluggy.has_plugin(name):
                 raise ValueError(f"Another plugin is registered as {name!r}. Pass another name.")
+            before = self.registry.added()
             try:
-                self._pluggy.register(plugin, name)
+                registered = self._pluggy.register(plugin, name)
                 self._pluggy.check_pending()
                 if not self._pluggy.get_hookcallers(plugin):
                     known = ", ".join(sorted(hookspecs.__all__))
@@ -233,15 +239,22 @@ class Manager:
                         f"{known}, marked with amp_core.plugin.hookimpl."
                     )
             except BaseException:
+                self.registry.withdraw(self._added_since(before))
                 self._forget(plugin)
                 raise
+            self._added[str(registered)] = self._added_since(before)
             self._update_listens()
+
+    def _added_since(self, before: Sequence[tuple[Backend, Owner]]) -> list[Backend]:
+        known = {id(backend) for backend, _ in before}
+        return [backend for backend, _ in self.registry.added() if id(backend) not in known]
 
     def remove(self, plugin: object) -> None:
         """Undo `add`."""
         with self._lock:
             if not self._pluggy.is_registered(plugin):
                 raise ValueError(f"{plugin!r} is not registered with amp-core, so it cannot be unregistered.")
+            self.registry.withdraw(self._added.pop(str(self._pluggy.get_name(plugin)), ()))
             self._forget(plugin)
 
     def _forget(self, plugin: object) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
@@ -40,7 +40,7 @@ class Registry:
 
     def __init__(self) -> None:
         self._backends: dict[str, tuple[Backend, Owner]] = {}
-        self._fallbacks: dict[str, Backend] = {}
+        self._fallbacks: dict[str, tuple[Backend, Owner]] = {}
         self._op_lists: dict[str, Mapping[str, str]] = {}
         self._owner: Owner | None = None
 
@@ -60,7 +60,8 @@ class Registry:
         owner = self._owner or Owner(type(backend).__module__)
         _check(backend, owner)
         if fallback:
-            self._fallbacks[backend.device_type] = backend
+            backend.origin = str(owner)
+            self._fallbacks[backend.device_type] = backend, owner
         elif backend.device_type in self._backends:
             if self._backends[backend.device_type][1] == owner:
                 raise BackendConflictError(
@@ -93,22 +94,25 @@ class Registry:
 
         They describe torch's kernels, so a backend without lists takes over those of the one it replaces.
         """
-        fallback = self._fallbacks.get(device_type)
-        return self._op_lists.get(device_type, {} if fallback is None else fallback.op_lists)
+        fallback = self.fallback(device_type)
+        return self._op_lists.get(device_type, {} if fallback is None else fallback[0].op_lists)
 
     def get(self, device_type: str) -> Backend | None:
         """Return the backend of `device_type`, or None."""
         entry = self._backends.get(device_type)
         return None if entry is None else entry[0]
 
-    def fallback(self, device_type: str) -> Backend | None:
-        """Return the fallback backend of `device_type`, or None."""
+    def fallback(self, device_type: str) -> tuple[Backend, Owner] | None:
+        """Return the fallback backend of `device_type` and its owner, or None."""
         return self._fallbacks.get(device_type)
+
+    def added(self) -> list[tuple[Backend, Owner]]:
+        """Return all backends, also fallbacks, each with its owner."""
+        return [*self._backends.values(), *self._fallbacks.values()]
 
     def aliases(self) -> dict[str, str]:
         """Return all aliases, each with its device type."""
-        known = [*(backend for backend, _ in self._backends.values()), *self._fallbacks.values()]
-        return {alias: backend.device_type for backend in known for alias in backend.aliases}
+        return {alias: backend.device_type for backend, _ in self.added() for alias in backend.aliases}
 
     def __getitem__(self, device_type: str) -> tuple[Backend, Owner]:
         return self._backends[device_type]
@@ -118,9 +122,21 @@ class Registry:
 
     def drop(self, owner: Owner, device_types: frozenset[str] | None = None) -> None:
         """Remove the backends that `owner` registered, or only those for `device_types`."""
-        for name in [name for name, (_, whose) in self._backends.items() if whose == owner]:
-            if device_types is None or name in device_types:
-                del self._backends[name]
+        self.withdraw(
+            backend
+            for backend, whose in self.added()
+            if whose == owner and (device_types is None or backend.device_type in device_types)
+        )
+
+    def withdraw(self, backends: Iterable[Backend]) -> None:
+        """Remove `backends` where they still serve."""
+        for backend in backends:
+            name = backend.device_type
+            for table in (self._backends, self._fallbacks):
+                if name in table and table[name][0] is backend:
+                    del table[name]
+            if self._op_lists.get(name) == backend.op_lists:
+                del self._op_lists[name]
 
     @contextmanager
     def claimed(self, owner: Owner) -> Iterator[None]:

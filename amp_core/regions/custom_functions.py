@@ -62,8 +62,8 @@ def custom_fwd(
 ) -> Callable[P, R] | _Decorator:
     """Decorate the ``forward`` of a custom autograd function.
 
-    Works with ``forward(ctx, ...)``, and with ``forward(...)`` plus ``setup_context``, which gets the inputs as
-    they were given, not cast.
+    Works with ``forward(ctx, ...)``, and with ``forward(...)`` plus ``setup_context``, which gets the inputs
+    as they were given, not cast.
 
     Args:
         fwd: the function to decorate; if omitted, a decorator is returned.

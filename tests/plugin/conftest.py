@@ -87,7 +87,8 @@ BROKEN = {
 }
 
 
-REQUIRES = {"later": ("torch", "amp-core>=2")}
+OTHERWISE = "amp-core>=99; extra == 'dev'", "amp_core (>=99); python_version < '3'"
+REQUIRES = {"later": ("torch", "amp-core>=2"), "pair": OTHERWISE}
 
 
 def write_source(root: Path, name: str, source: str) -> Path:

@@ -61,15 +61,29 @@ def _write_device(tree: Path) -> None:
     pyproject.write_text(text)
 
 
-def _use(path: Path) -> str:
+def _use(path: Path, *others: Path, code: str = USE) -> str:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("AMP_")} | {
-        "PYTHONPATH": str(path)
+        "PYTHONPATH": os.pathsep.join(map(str, (path, *others)))
     }
-    command = [sys.executable, "-W", "ignore", "-c", USE]
+    command = [sys.executable, "-W", "ignore", "-c", code]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(str(path))
     return done.stdout
+
+
+def _check_fallback(tree: Path, vendor: Path) -> None:
+    """Check that a vendor's package serves the device in place of a built-in fallback."""
+    hooks = tree / "backends" / "acme" / "amp_backend_acme" / "hooks.py"
+    hooks.write_text(BACKEND.replace("AcmeBackend())", "AcmeBackend(), fallback=True)"))
+    _use(tree)
+    info = vendor / "vendor_acme-2.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vendor-acme\nVersion: 2.0\n")
+    (info / "entry_points.txt").write_text("[amp_core.backends]\nacme = vendor_acme\n")
+    (vendor / "vendor_acme.py").write_text(BACKEND)
+    _use(tree, vendor, code=USE.replace('"amp-core")', '"vendor-acme")'))
+    hooks.write_text(BACKEND)
 
 
 def test_a_folder_and_a_line_add_a_device(tmp_path: Path) -> None:
@@ -83,6 +97,7 @@ def test_a_folder_and_a_line_add_a_device(tmp_path: Path) -> None:
         shutil.copy(TREE / name, tree / name)
     _write_device(tree)
     _use(tree)  # as a checkout that was not installed again
+    _check_fallback(tree, tmp_path / "vendor")
     command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation"]
     # Without a compiler the optional libraries are left out, which is all that this saves: time.
     environment = {**os.environ, "CC": "false"}

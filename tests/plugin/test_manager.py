@@ -10,7 +10,15 @@ import pytest
 import torch
 
 import amp_core
-from amp_core.plugin import Availability, Backend, Registry, default_manager, entry_points, replace_backend
+from amp_core.plugin import (
+    Availability,
+    Backend,
+    Registry,
+    default_manager,
+    entry_points,
+    hookimpl,
+    replace_backend,
+)
 from amp_core.plugin.registry import Owner
 
 
@@ -159,3 +167,39 @@ def test_a_name_that_another_plugin_has() -> None:
         amp_core.plugin.unregister(second)
     finally:
         amp_core.plugin.unregister(first)
+
+
+class Adding:
+    """A plugin that registers a backend, and then does something else."""
+
+    def __init__(self, backend: Backend, fallback: bool, error: Exception | None = None) -> None:
+        self.backend, self.fallback, self.error = backend, fallback, error
+
+    @hookimpl
+    def amp_register_backends(self, registry: Registry) -> None:
+        registry.add(self.backend, fallback=self.fallback)
+        if self.error is not None:
+            raise self.error
+
+
+@pytest.mark.parametrize("fallback", [False, True])
+def test_a_registration_is_undone_whole(fallback: bool) -> None:
+    """The backend of a plugin that failed, or was unregistered, serves on, or keeps others out."""
+    first, second = Npu(), Npu()
+    with pytest.raises(RuntimeError, match="half done"):
+        amp_core.plugin.register(Adding(first, fallback, RuntimeError("half done")))
+    assert amp_core.get_backend("hpu") is not first
+    plugin = Adding(second, fallback)
+    amp_core.plugin.register(plugin)
+    try:
+        assert second in [backend for backend, _ in default_manager.manager().registry.added()]
+    finally:
+        amp_core.plugin.unregister(plugin)
+    assert second not in [backend for backend, _ in default_manager.manager().registry.added()]
+    assert amp_core.get_backend("hpu") is not second
+
+
+def test_the_owner_of_a_fallback_is_known() -> None:
+    """`amp backends` says that mps, mtia and maia come from nowhere."""
+    status = amp_core.backends()["mps"]
+    assert (status.distribution, amp_core.get_backend("mps").origin[:14]) == ("amp-core", "plugin 'torch'")
