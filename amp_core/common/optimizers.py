@@ -72,11 +72,10 @@ def take_step(optimizer: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     """Call ``optimizer.step``, then what follows every step: torch's hooks miss what is no `Optimizer`."""
     if isinstance(optimizer, Optimizer) or not hasattr(optimizer, "param_groups"):
         return optimizer.step(*args, **kwargs)
-    try:
-        return optimizer.step(*args, **kwargs)
-    finally:
-        for call in tuple(_after_steps):
-            call(optimizer)
+    result = optimizer.step(*args, **kwargs)
+    for call in tuple(_after_steps):
+        call(optimizer)
+    return result
 
 
 @once
@@ -189,9 +188,12 @@ def _watching(after: bool) -> list[Callable[[Optimizer], None]]:
     """Return the list of callbacks of one permanent hook."""
     calls: list[Callable[[Optimizer], None]] = []
 
-    def tell(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
+    def tell(optimizer: Optimizer, *_: object) -> None:
         for call in tuple(calls):
             call(optimizer)
 
-    (register_optimizer_step_post_hook if after else register_optimizer_step_pre_hook)(tell)
+    if after:
+        after_every_step(tell)
+    else:
+        register_optimizer_step_pre_hook(tell)
     return calls

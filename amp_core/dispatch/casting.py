@@ -34,6 +34,10 @@ from amp_core.policy.recipes import RecipeRule
 Runner = Callable[[Any, Args, Kwargs], Any]
 """(key set of the call, positional arguments, keyword arguments) -> the op's result."""
 
+_BANNED = (
+    "{name} is banned by the op policy. Run it where autocast is off, or give it another rule by "
+    "OpPolicy.override()."
+)
 _BANNED_BCE = (
     "torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast.\n"
     "Many models use a sigmoid layer right before the binary cross entropy layer.\n"
@@ -119,11 +123,8 @@ def _arguments(*args: Any, **kwargs: Any) -> tuple[Args, Kwargs]:
 
 
 def _banned(op: Overload) -> Runner:
-    text = (
-        _BANNED_BCE
-        if dispatcher_name(op) == "aten::binary_cross_entropy"
-        else f"{dispatcher_name(op)} is banned by the op policy."
-    )
+    name = dispatcher_name(op)
+    text = _BANNED_BCE if name == "aten::binary_cross_entropy" else _BANNED.format(name=name)
 
     def run(_keyset: Any, _args: Args, _kwargs: Kwargs) -> Any:
         raise RuntimeError(text)

@@ -80,7 +80,21 @@ def _reduce(values: Tensor, ranks: Ranks, *, largest: bool) -> None:
         try:
             distributed.all_reduce(values, op=how, group=group)
         except RuntimeError as error:
+            _check_serves(group, values.device.type)
             raise _lost(group, ranks.step) from error
+
+
+def _check_serves(group: ProcessGroup, device_type: str) -> None:
+    """Raise RuntimeError if `group` cannot reduce tensors on `device_type`."""
+    from torch import distributed
+
+    backends = distributed.get_backend_config(group)  # such as cpu:gloo,cuda:nccl
+    if f"{device_type}:" not in backends:
+        raise RuntimeError(
+            f"The gradients are on {device_type!r}, but the process group {group.group_name!r} has backends "
+            f"for {backends} only, so its ranks cannot decide on the step. Create it with one for "
+            f"{device_type!r} too, as by init_process_group('cpu:gloo,cuda:nccl')."
+        )
 
 
 def _lost(group: ProcessGroup, step: int | None) -> RankLostError:

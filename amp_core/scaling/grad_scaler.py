@@ -858,12 +858,13 @@ def _checked_device(device: Any, enabled: bool, stacklevel: int) -> tuple[Any, R
         return device_type, get_backend(device_type).scaler_refusal() if enabled else None
     except (BackendNotFoundError, ValueError) as error:
         if enabled:
-            warnings.warn(_UNKNOWN_DEVICE.format(device=device, error=error), AmpWarning, stacklevel)
+            text = _UNKNOWN_DEVICE.format(device=device, error=str(error).rstrip("."))
+            warnings.warn(text, AmpWarning, stacklevel)
         return device, None
 
 
 _UNKNOWN_DEVICE = (
-    "GradScaler({device!r}): {error} The scale will be on the device of the first loss. Pass the type of "
+    "GradScaler({device!r}): {error}. The scale will be on the device of the first loss. Pass the type of "
     "that device, or 'auto'."
 )
 

@@ -148,13 +148,17 @@ class LossScaleSchedule:
         object.__setattr__(self, "min_scale", valid_scale(self.min_scale))
 
 
+_OF_TORCH = 3
+"""The first fields of `LossScaleSchedule`, which torch has too."""
+
+
 def further_fields(schedule: LossScaleSchedule) -> dict[str, Any]:
     """Return the fields of `schedule` that torch does not have; none if all have their defaults.
 
     A schedule that is stopped thus has the same entries as before: ``torch.distributed.checkpoint`` loads
     into the entries that it finds.
     """
-    further = fields(schedule)[3:]
+    further = fields(schedule)[_OF_TORCH:]
     values = {field.name: getattr(schedule, field.name) for field in further}
     if all(values[field.name] == field.default for field in further):
         return {}
@@ -165,10 +169,10 @@ def known_fields(saved: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return `saved` if it can be the result of `further_fields`.
 
     Raises:
-        ValueError: it is not a mapping, or it has a field that `LossScaleSchedule` does not have.
+        ValueError: it is not a mapping, or it has a field that is none of `LossScaleSchedule`'s own.
     """
     _check(isinstance(saved, Mapping), f"The saved schedule must be a mapping, got {saved!r}.")
-    unknown = saved.keys() - {field.name for field in fields(LossScaleSchedule)}
+    unknown = saved.keys() - {field.name for field in fields(LossScaleSchedule)[_OF_TORCH:]}
     _check(
         not unknown,
         f"The saved schedule has {', '.join(sorted(unknown))}, which this version of amp-core does not know. "

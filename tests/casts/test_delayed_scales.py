@@ -200,6 +200,41 @@ def test_only_the_weights_of_an_optimizer_step() -> None:
     assert torch.equal(scales.state_dict()["0.weight"]["input"]["seen"], before), "the scope has ended"
 
 
+class Plain:
+    """Steps as SGD does, but is no torch optimizer, so torch's hooks miss it."""
+
+    def __init__(self, inner: torch.optim.Optimizer, error: Exception | None = None) -> None:
+        self.param_groups, self.state, self.error = inner.param_groups, inner.state, error
+
+    @torch.no_grad()
+    def step(self) -> None:
+        if self.error is not None:
+            raise self.error
+        for group in self.param_groups:
+            for param in group["params"]:
+                param -= group["lr"] * param.grad
+
+
+def test_an_optimizer_that_is_not_torchs_steps_the_histories() -> None:
+    """With an optimizer that torch's hooks miss, all scales stay those of the first step."""
+    model, inner = model_and_optimizer()
+    scaler, seen = amp_core.GradScaler("cpu", init_scale=1.0), []
+    with delayed_scales(model) as scales:
+        for optimizer in (Plain(inner), Plain(inner), Plain(inner, RuntimeError("stopped"))):
+            with region():
+                loss = model(batch(0)[0]).square().mean()
+            scaler.scale(loss).backward()
+            if optimizer.error is None:
+                scaler.step(optimizer)
+            else:
+                with pytest.raises(RuntimeError, match="stopped"):
+                    scaler.step(optimizer)
+            scaler.update()
+            inner.zero_grad()
+            seen.append(int(scales.state_dict()["0.weight"]["input"]["seen"].count_nonzero()))
+    assert seen == [1, 2, 2]
+
+
 def test_an_overflow_leaves_no_trace() -> None:
     """One inf makes all later scales NaN."""
     model, optimizer = model_and_optimizer()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -43,3 +45,26 @@ def test_what_is_no_process_group_is_refused_at_once(wrong: object) -> None:
     """The first step fails with an AttributeError, hours into a job."""
     with pytest.raises(TypeError, match=r"process_group must be a torch\.distributed\.ProcessGroup"):
         amp_core.GradScaler("cpu", process_group=wrong)
+
+
+ELSEWHERE = """
+import torch, amp_core
+from torch import distributed as dist
+dist.init_process_group("cuda:gloo", init_method="file://{path}", rank=0, world_size=1)
+model = torch.nn.Linear(2, 2)
+scaler = amp_core.GradScaler("cpu", process_group=dist.group.WORLD)
+scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+try:
+    scaler.step(torch.optim.SGD(model.parameters(), lr=0.1))
+except RuntimeError as error:
+    print(type(error).__name__, error)
+dist.destroy_process_group()
+"""
+
+
+def test_a_group_for_another_device(tmp_path: Path) -> None:
+    """With parameters on the CPU and a group for GPUs, the error says that other ranks were lost."""
+    command = [sys.executable, "-W", "ignore", "-c", ELSEWHERE.format(path=tmp_path / "store")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("RuntimeError The gradients are on 'cpu', but the process group")
+    assert "init_process_group('cpu:gloo,cuda:nccl')" in done.stdout

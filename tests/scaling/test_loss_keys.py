@@ -181,12 +181,13 @@ def test_keys_of_a_disabled_scaler() -> None:
     assert gan.scales() == (1.0, 1.0)
 
 
-def test_a_state_of_a_later_version_is_refused() -> None:
+@pytest.mark.parametrize("entry", ["patience", "growth_factor"])
+def test_a_state_of_a_later_version_is_refused(entry: str) -> None:
     """A rule that this version does not know is dropped in silence, or ends in an error about Python."""
     scaler = GradScaler("cpu", schedule=LossScaleSchedule(min_scale=2.0))
     state = scaler.state_dict()
-    state["_schedule"]["patience"] = 3
-    with pytest.raises(ValueError, match="has patience, which this version of amp-core does not know"):
+    state["_schedule"][entry] = 3
+    with pytest.raises(ValueError, match=f"has {entry}, which this version of amp-core does not know"):
         GradScaler("cpu").load_state_dict(state)
 
 
