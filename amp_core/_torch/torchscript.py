@@ -44,7 +44,7 @@ def _same(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def is_compiled(function: object) -> bool:
+def is_scripted(function: object) -> bool:
     """Whether `function` is what ``torch.jit.script`` or ``torch.jit.trace`` returns for a function."""
     return isinstance(function, torch.jit.ScriptFunction)
 

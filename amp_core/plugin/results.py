@@ -226,17 +226,17 @@ def wrong_attribute(backend: object, *, read: bool = False) -> str:
     for name, (_, expected) in RESULTS.items():
         value = inspect.getattr_static(backend, name)
         if isinstance(value, COMPUTED) or not callable(getattr(type(backend), name)):
-            return f"{name} must be a method that returns {expected}; it is {_described(value)}"
+            return f"{name} must be a method that returns {expected}; it is {_kind_of(value)}"
     for name, (accepts, expected) in ATTRIBUTES.items():
         value = getattr(backend, name) if read else inspect.getattr_static(backend, name)
         if not isinstance(value, COMPUTED) and not accepts(value):
-            return f"{name} must be {expected}; it is {_described(value)}"
+            return f"{name} must be {expected}; it is {_kind_of(value)}"
     if type(backend).__hash__ is None:
         return "a class with __eq__ must also define __hash__: backends are kept in dictionaries"
     return ""
 
 
-def _described(value: object) -> str:
+def _kind_of(value: object) -> str:
     if isinstance(value, COMPUTED):
         return "a property"
     return "a method" if inspect.isroutine(value) else _written(value)

@@ -63,7 +63,7 @@ class RegionRewriter(ast.NodeTransformer):
     def visit_Call(self, node: ast.Call) -> ast.AST:
         """Reject a call to a traced function that has lost its regions."""
         target = self._value(node.func)
-        original = _torch_script.original_of(target) if _torch_script.is_compiled(target) else None
+        original = _torch_script.original_of(target) if _torch_script.is_scripted(target) else None
         dropped = original is not None and not _torch_script.has_regions(target)
         if self._open and original is not None and dropped and _uses_autocast(original):
             self._fail(
