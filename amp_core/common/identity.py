@@ -19,7 +19,7 @@ def weak(key: K, gone: Callable[[Any], object] | None = None) -> Callable[[], K 
 
 
 class WeakIdentityMapping(MutableMapping[K, V]):
-    """Like ``weakref.WeakKeyDictionary``, but equal keys are different; a fraction of torch's time."""
+    """A ``WeakKeyDictionary`` by identity; many times faster than torch's ``WeakIdKeyDictionary``."""
 
     def __init__(self) -> None:
         self._entries: dict[int, tuple[Callable[[], K | None], V]] = {}

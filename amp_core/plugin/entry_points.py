@@ -68,8 +68,8 @@ def third_party(ours: dict[str, Candidate]) -> list[Candidate]:
 def built_in() -> dict[str, Candidate]:
     """Return the plugins that ship with amp-core, by the device type each is named after.
 
-    The search does not use metadata, which may be stale or missing: in a source tree they are
-    ``backends/*/amp_backend_*``, in an installation they sit next to the package ``amp_core``.
+    In a source tree they are ``backends/*/amp_backend_*``, whatever the metadata says, which may be stale or
+    missing. In an installation they sit next to the package ``amp_core``; its metadata, if any, says which.
     """
     root = Path(__file__).resolve().parents[2]
     folders = sorted(root.glob(f"backends/*/{_PREFIX}*/hooks.py"))

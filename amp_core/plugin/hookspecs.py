@@ -18,7 +18,7 @@ def amp_register_backends(registry: Registry) -> None:
     """Register your backends with amp-core.
 
     Called once, when the plugin is loaded: on the first request for the device type that its entry point is
-    named after, or when all backends are listed.
+    named after, or for one that no entry point is named after, or when all backends are listed.
 
     Args:
         registry: call ``registry.add(backend)`` for each device type you support.

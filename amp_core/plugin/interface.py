@@ -54,8 +54,10 @@ API_VERSION = 1
 class Backend(ABC):
     """Mixed-precision support for one device type.
 
-    The core calls `availability`, `default_dtype` and `supported_dtypes` when a region or scaler is
-    built, never when a region is entered. They may query the driver but must not allocate on the device.
+    Building a region without ``dtype=`` calls `default_dtype`. The first region of each dtype also calls
+    `autocast_refusal`, which asks `supported_dtypes`; the first one, `op_policy`. Building a scaler calls
+    `scaler_refusal`. Entering a region calls none of these. `availability` only serves to describe the
+    device, as in ``amp backends``. All may query the driver but must not allocate on the device.
     Several threads may call any method at once.
     """
 

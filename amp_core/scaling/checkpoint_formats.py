@@ -35,7 +35,8 @@ def convert_scaler_state(
 
     Raises:
         ValueError: no known system saved `state`, `to` or `source` is unknown, an entry is out of range, or
-            something would be lost and `lossy` is not set.
+            `to` has no place for something and `lossy` is not set. Megatron and apex keep the rule in their
+            own settings, so what these can say is left out without an error: set it there.
         KeyError: an entry is missing.
         TypeError: `state`, an entry of it or `schedule` has the wrong type.
 

@@ -37,7 +37,7 @@ class AccumulationWindow:
     Gradients from before the first micro-batch, an earlier window's too, are not checked, and are added when
     the window closes; call ``zero_grad()`` before if there should be none. While it is open, ``unscale_``,
     ``clip_grad_norm_``, ``step`` and ``update`` raise RuntimeError. If the block raises, gradients are as
-    they were before it.
+    they were before it, unless the scaler is disabled.
 
     It waits for the device only if some parameters get no gradient: once for each set of such parameters.
     It costs memory for a second set of gradients, and for a third if there were gradients before; three
@@ -141,6 +141,8 @@ class AccumulationWindow:
     @contextmanager
     def micro_batch(self) -> Iterator[None]:
         """Check the gradients that the block adds. If it raises, they are as they were before.
+
+        A disabled scaler does neither.
 
         Raises:
             RuntimeError: the window is not open, or another micro-batch is; or the gradients were unscaled or
