@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
 from collections.abc import Callable, MutableMapping
 from typing import Any
@@ -17,6 +18,7 @@ class CastArguments:
     def __init__(self, cast: Callable[[Tensor], Tensor]) -> None:
         self._cast = cast
         self._casts = 0
+        self._around: list[Any] = []  # dataclasses, which may lead back to themselves
         self._copies: list[tuple[Any, Any, dict[Any, Any], dict[Any, Any]]] = []
 
     def of(self, value: Any) -> Any:
@@ -26,10 +28,13 @@ class CastArguments:
             self._casts += tensor is not value
             return tensor
         given = parts_of(value)
-        if given is None:
+        if given is None or any(value is each for each in self._around):
             return value
-        casts_before = self._casts
+        casts_before, around = self._casts, self._around
+        if dataclasses.is_dataclass(value):
+            self._around = [*around, value]
         cast = {key: self.of(part) for key, part in given.items()}
+        self._around = around
         if self._casts == casts_before:
             return value
         copy = with_parts(value, cast)

@@ -350,6 +350,7 @@ class Batch:
     seen: list[torch.Tensor]
     named: dict[str, torch.Tensor]
     window: deque[torch.Tensor]
+    whole: Batch | None = None
     out: torch.Tensor | None = None
 
 
@@ -375,6 +376,7 @@ def test_a_float32_module_takes_and_writes_dataclasses(compiled: bool) -> None:
     """Tensors in a dataclass stay in low precision, or what the module writes to it and below is lost."""
     model, low = Replacing(4), [torch.full((1, 4), float(n), dtype=LOW) for n in range(4)]
     batch = Batch(low[0], [low[1]], {"a": low[2], "b": low[3]}, deque(low, maxlen=5))
+    batch.whole = batch  # as parts of trees know where they belong
     with apply_policy(model, {"": "fp32"}), torch.no_grad(), autocast("cpu"):
         run = torch.compile(model, backend="aot_eager") if compiled else model
         run(batch)
