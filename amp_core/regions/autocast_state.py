@@ -112,7 +112,7 @@ def leave(frames: RegionStack, region: Any, settings: tuple[str, bool, torch.dty
     try:
         depth = _leave_nesting()
         if depth >= frame.nesting:
-            _lower_nesting(frame.nesting)
+            depth = _lower_nesting(frame.nesting)
         if frame.policies is not None:
             restore(frame.policies)
         was_enabled, was_dtype, was_cached = frame.before

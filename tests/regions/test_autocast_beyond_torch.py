@@ -238,7 +238,7 @@ def test_an_optimizer_step_inside_a_region_is_seen() -> None:
 
 
 def test_an_error_in_compiled_code_does_not_outlive_the_region_around_it() -> None:
-    """An exception in a compiled region leaves the nesting count up, and autocast on, for the process."""
+    """An exception in a compiled region leaves the nesting count up, autocast on, or casts of old weights."""
 
     @torch.library.custom_op("amp_core_tests::explode", mutates_args=())
     def explode(x: torch.Tensor) -> torch.Tensor:
@@ -254,17 +254,23 @@ def test_an_error_in_compiled_code_does_not_outlive_the_region_around_it() -> No
             with cls("cpu", dtype=torch.float16):
                 return explode(torch.mm(x, x))
 
-        with cls("cpu", dtype=torch.bfloat16), pytest.raises(ValueError, match="boom"):
-            compiled(ONE)
+        weight = torch.nn.Parameter(ONE.clone())
+        with cls("cpu", dtype=torch.bfloat16):
+            torch.mm(ONE, weight)
+            with pytest.raises(ValueError, match="boom"):
+                compiled(ONE)
         depth = torch.autocast_increment_nesting()
         torch.autocast_decrement_nesting()
-        depths.append(depth)
+        with torch.no_grad():
+            weight.zero_()
+        with cls("cpu", dtype=torch.bfloat16):
+            found.append((depth, bool(torch.mm(ONE, weight).any())))
 
-    depths: list[int] = []
+    found: list[tuple[int, bool]] = []
     left_on(run, torch.autocast)
     left_on(run, amp_core.autocast)
-    assert depths[0] > 1
-    assert depths[1] == 1
+    assert found[0][0] > 1
+    assert found == [(found[0][0], True), (1, False)]
 
 
 def test_disable_without_naming_a_device() -> None:
