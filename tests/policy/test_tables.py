@@ -14,6 +14,7 @@ from amp_core._torch.dispatcher import autocast_key
 from amp_core._torch.op_kernels import registered
 from amp_core.common.op_lists import op_lists
 from amp_core.policy import names, rules, tables
+from amp_core.policy.native_rules import added_rules
 
 DEVICES = ("cpu", "cuda", "maia", "mps", "mtia", "xpu")
 
@@ -107,3 +108,12 @@ def test_an_op_that_no_list_knows_is_native() -> None:
     """A later torch may cast an op that the lists do not name: it must stay as torch has it."""
     lists = {**tables.SHARED, rules.PROMOTE: "addcdiv"}
     assert OpPolicy.from_lists("mtia", lists).rules["aten::dot.default"] == rules.NATIVE
+
+
+def test_a_kernel_of_the_devices_own_keeps_its_op() -> None:
+    """amp-core's rule for an op that torch leaves out takes the place of one that the device has for it."""
+    find = added_rules.__wrapped__  # the cache has the answer from before
+    assert set(find("mtia")) == {f"{op}.default" for op in ADDED}
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl("_grouped_mm", torch.library.fallthrough_kernel, "AutocastMTIA")
+        assert not find("mtia")
