@@ -7,6 +7,7 @@ import inspect
 import pickle
 import threading
 import warnings
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import pytest
@@ -161,6 +162,34 @@ def test_threads_do_not_inherit_a_region() -> None:
         thread.start()
         thread.join()
     assert seen == [False]
+
+
+def plain(x: int, *, y: int = 1) -> None:
+    """Document it."""
+
+
+def generator(x: int, *, y: int = 1) -> Iterator[int]:
+    """Document it."""
+    yield x + y
+
+
+async def coroutine(x: int, *, y: int = 1) -> None:
+    """Document it."""
+
+
+async def async_generator(x: int, *, y: int = 1) -> AsyncIterator[int]:
+    """Document it."""
+    yield x + y
+
+
+@pytest.mark.parametrize("cls", BOTH)
+@pytest.mark.parametrize("function", [plain, generator, coroutine, async_generator])
+def test_a_decorated_function_keeps_its_name_and_signature(cls: Any, function: Callable[..., Any]) -> None:
+    """Trainers that ask for argument names, tracebacks and pickles see the wrapper's own."""
+    decorated = cls("cpu")(function)
+    assert decorated is not function
+    assert (decorated.__qualname__, decorated.__doc__) == (function.__qualname__, function.__doc__)
+    assert inspect.signature(decorated) == inspect.signature(function)
 
 
 def test_decorating_something_that_is_no_function() -> None:

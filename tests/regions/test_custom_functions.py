@@ -322,10 +322,13 @@ def test_a_ctx_made_by_hand(amp: Any) -> None:
 
 @pytest.mark.parametrize("first", [None, 2, "2", [2], {"factor": 2}, Pair(1, 2), Batch(torch.ones(1))])
 def test_a_first_input_that_takes_no_attributes(first: Any) -> None:
-    """A function that has setup_context, or is no autograd function, refuses inputs that are no tensors."""
-    decorated = amp_core.custom_fwd(lambda _first, x: x @ x, device_type="cpu", cast_inputs=torch.float32)
+    """A function that has setup_context, or is no autograd function, refuses named inputs, or no tensors."""
+    decorated = amp_core.custom_fwd(
+        lambda first, x: (first, x @ x), device_type="cpu", cast_inputs=torch.float32
+    )
     with amp_core.autocast("cpu"):
-        assert decorated(first, torch.ones(2, 2)).dtype is torch.float32
+        assert decorated(first, torch.ones(2, 2))[1].dtype is torch.float32
+        assert decorated(x=torch.ones(2, 2), first=first)[1].dtype is torch.float32
 
 
 @pytest.mark.skipif(torch.__version__ < (2, 13), reason="Dynamo of torch 2.11 cannot trace custom_fwd")
