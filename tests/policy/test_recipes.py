@@ -596,6 +596,11 @@ def test_float8_as_the_dtype_of_a_region() -> None:
         assert torch.equal(x @ x.t(), wanted)
     with pytest.raises(PolicyError, match="must be an OpPolicy"):
         autocast("cpu", dtype=torch.float8_e4m3fn, policy="fp8")
+    torch.set_autocast_dtype("cpu", torch.float16)
+    try:
+        assert autocast("cpu", dtype=torch.float8_e4m3fn).fast_dtype is LOW
+    finally:
+        torch.set_autocast_dtype("cpu", LOW)
 
 
 def test_emulation_is_said_once() -> None:
