@@ -77,7 +77,7 @@ def _cast_before_moves(graph: fx.Graph) -> None:
     for weight in graph.find_nodes(op="get_attr"):
         paths = [_path_to_cast(weight, user) for user in weight.users]
         dtypes = {path[-1].kwargs["dtype"] if path else None for path in paths}
-        if len(dtypes) != 1 or None in dtypes:
+        if len(dtypes) != 1:
             continue
         for *moves, old in (path for path in paths if path and len(path) > 1):
             with graph.inserting_after(weight):
