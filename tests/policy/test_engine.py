@@ -138,3 +138,26 @@ def test_rules_for_the_ops_that_cast(op, rule) -> None:
     assert product.dtype is wanted
     assert torch.equal(product, torch.mm(x.to(wanted), x.to(wanted)))
     assert copied.dtype is torch.float64
+
+
+@pytest.mark.parametrize(
+    ("rule", "op", "args"),
+    [
+        ("fp32_append_dtype", "norm.Scalar", ()),
+        ("fp32_append_dtype", "norm.Scalar", (3,)),
+        ("fp32_append_dtype", "norm.ScalarOpt_dim", (None, [0])),
+        ("fp32_append_dtype", "norm.ScalarOpt_dim", (2, [0], True)),
+        ("fp32_set_opt_dtype", "sum.default", ()),
+        ("fp32_set_opt_dtype", "prod.dim_int", (1, True)),
+        ("fp32_set_opt_dtype", "softmax.int", (0,)),
+    ],
+)
+def test_rules_that_give_the_op_a_dtype(rule, op, args) -> None:
+    """Such an op loses an argument, computes in low precision, or takes digits from float64."""
+    name, _, overload = op.partition(".")
+    call = getattr(getattr(torch.ops.aten, name), overload)
+    policy = OpPolicy("cpu").override({f"aten::{op}": rule})
+    for x, wide in ((LOW, LOW.float()), (X, X), (X.double(), X.double())):
+        with amp_core.autocast("cpu", policy=policy):
+            result = call(x, *args)
+        torch.testing.assert_close(result, call(wide, *args), rtol=1e-6, atol=0)
