@@ -82,7 +82,7 @@ def _wider(current: torch.dtype, other: torch.dtype, low: torch.dtype) -> torch.
         raise RuntimeError("promote type is double in at::autocast::prioritize")
     if torch.float32 in (current, other):
         return torch.float32
-    if current is low and other is low:
+    if other is low:
         return low
     raise RuntimeError("Unexpected floating ScalarType in at::autocast::prioritize")
 
