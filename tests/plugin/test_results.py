@@ -15,6 +15,7 @@ from amp_core.kernels import GradStats, Kernels, Portable
 from amp_core.plugin import Availability, Backend, replace_backend
 from amp_core.plugin.default_manager import manager
 from amp_core.plugin.registry import Owner, Registry
+from amp_core.plugin.status import status_of
 
 
 class Right(Backend):
@@ -98,6 +99,8 @@ WRONG = {
     "a dtype as a string": ("default_dtype", lambda _: "bfloat16", "returned 'bfloat16', but must return"),
     "no dtypes": ("supported_dtypes", lambda _: (), "must return a tuple of one or more"),
     "dtypes as a list": ("supported_dtypes", lambda _: [torch.float16], "must return a tuple"),
+    "a dtype of integers": ("supported_dtypes", lambda _: (torch.int8,), "must return a tuple"),
+    "no dtype among them": ("supported_dtypes", lambda _: ("bfloat16",), "must return a tuple"),
     "dtypes raise": ("supported_dtypes", _raising, "raised OSError"),
     "a refusal as a string": ("autocast_refusal", lambda *_: "no", "must return None or an amp_core.plugin"),
     "what cannot be printed": ("kernels", lambda _: (Unprintable(),), "a tuple (its repr raises TypeError)"),
@@ -199,6 +202,18 @@ def test_a_reason_of_several_lines_is_one_line_of_the_listing(capsys: pytest.Cap
     finally:
         assert previous is not None
         replace_backend(previous)
+
+
+@pytest.mark.parametrize(("usable", "status"), [(True, "failed"), (False, "absent")])
+def test_a_device_type_that_torch_does_not_know_fails_only_where_the_device_is(
+    usable: bool, status: str
+) -> None:
+    """A plugin whose device is not there, so that its package adds none to torch, is listed as broken."""
+    now = Availability(usable, "as the driver says")
+    backend = type("Later", (Right,), {"device_type": "nosuch", "availability": lambda _: now})()
+    found = status_of(backend, Owner("later"))
+    assert found.status == status
+    assert ("which torch does not know" in found.reason) is usable
 
 
 def test_right_results_pass_unchanged() -> None:
