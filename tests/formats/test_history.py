@@ -60,9 +60,9 @@ def test_an_overflow_does_not_enter_the_history() -> None:
     history = AmaxHistory(Delayed(4), "cpu")
     for bad in (math.inf, math.nan):
         history.record(torch.tensor(bad))
-    history.record(torch.tensor(2.0))
+    history.record(torch.tensor(0.5))  # what an overflow counts as must not be larger
     history.step()
-    assert history.amax == 2.0
+    assert history.amax == 0.5
 
 
 def test_an_empty_history_uses_the_tensor_itself() -> None:
@@ -123,6 +123,16 @@ def test_what_ranks_settled_on_is_not_mixed_with_later_magnitudes() -> None:
     assert history.state_dict()["seen"].tolist() == [0.0, 2.0]
     history.step()
     assert history.state_dict()["seen"].tolist() == [2.0, 5.0]
+
+
+def test_a_history_may_settle_on_its_own_magnitude() -> None:
+    """The next step begins from zero, and clears the magnitude that was settled on with it."""
+    history = AmaxHistory(Delayed(1), "cpu")
+    history.record(torch.tensor(3.0))
+    history.settle(history.current)
+    assert history.current == 3.0
+    history.step()
+    assert history.amax == 3.0
 
 
 def test_another_state_of_transformer_engine_is_refused() -> None:
