@@ -231,6 +231,17 @@ def test_a_disabled_scaler_holds_nothing_back() -> None:
     assert scaler.landed(optimizer).item() is True
 
 
+def test_before_the_first_step_nothing_has_landed(parts: Any) -> None:
+    """An answer is made up, or the error does not say whose step it misses."""
+    scaler, model, optimizer = parts
+    with pytest.raises(RuntimeError, match="has recorded no step yet"):
+        scaler.landed()
+    train(*parts, bad=set(), steps=1)
+    with pytest.raises(RuntimeError, match="has recorded no step of this Adam yet"):
+        scaler.landed(torch.optim.Adam(model.parameters()))
+    assert scaler.landed(optimizer)
+
+
 def test_records_carry_the_rank(parts: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """In the logs of many processes nobody can tell whose a skip was."""
     caplog.set_level(logging.INFO, "amp_core")

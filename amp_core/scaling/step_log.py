@@ -155,7 +155,7 @@ class StepLog:
         """Return the names of the parameters, and on the device which of their gradients are not finite."""
         if not parts:
             return None
-        params = parts[0].params if len(parts) == 1 else [p for part in parts for p in part.params]
+        params = [p for part in parts for p in part.params]
         ids = list(map(id, params))
         known = self._described.get(optimizer)
         if known is None or known[0] != ids:  # all records of the same parameters share the names

@@ -519,3 +519,26 @@ def test_clipping_agrees_with_torchs(norm_type: float, fused: bool, how: str) ->
     half = len(results) // 2
     for theirs, ours in zip(results[:half], results[half:], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("enabled", [True, False], ids=["enabled", "disabled"])
+def test_a_norm_that_is_not_finite_is_an_error_on_request(enabled: bool) -> None:
+    """error_if_nonfinite=True is ignored, or the error leaves gradients that are unscaled in part."""
+    parameter = weight()
+    optimizer, scaler = torch.optim.SGD([parameter], lr=1.0), OURS("cpu", 4.0, enabled=enabled)
+    scaler.scale(parameter.sum()).backward()
+    before, texts = parameter.grad.clone(), []
+    parameter.grad[0] = math.inf
+    for clip, of in (
+        (torch.nn.utils.clip_grad_norm_, [parameter]),
+        (scaler.clip_grad_norm_, optimizer),
+    ):
+        with pytest.raises(RuntimeError, match=r"of order 3\.0 .* is non-finite") as raised:
+            clip(of, 1.0, 3.0, error_if_nonfinite=True)
+        texts.append(str(raised.value))
+        assert torch.equal(parameter.grad[1], before[1])
+    assert texts[0] == texts[1]
+    parameter.grad.copy_(before)
+    norm = scaler.clip_grad_norm_(optimizer, 1e3, 1.0, error_if_nonfinite=True)
+    assert norm == 2.0
+    assert torch.equal(parameter.grad, torch.ones(2))
