@@ -155,6 +155,19 @@ def test_a_wrong_state_of_a_key_changes_nothing() -> None:
     assert gan.scaler.get_scale() == 8.0
 
 
+def test_a_state_of_keys_leaves_their_own_schedules_what_it_does_not_say() -> None:
+    """A key named in `schedules=` loses its ceiling at a resume, or a key that is not gets it."""
+    saved = GradScaler("cpu", 8.0)
+    for key in "ab":
+        saved.scale(torch.ones(()), key=key)
+    state = saved.state_dict()
+    assert "_schedule" not in state["_keys"]["a"]  # as all fields that torch lacks have their defaults
+    own, of_a = LossScaleSchedule(max_scale=32.0), LossScaleSchedule(max_scale=64.0)
+    resumed = GradScaler("cpu", 8.0, schedule=own, schedules={"a": of_a})
+    resumed.load_state_dict(state)
+    assert [resumed._scales.of(key).schedule.max_scale for key in (None, "a", "b")] == [32.0, 64.0, 32.0]
+
+
 def test_hooks_hear_of_all_keys() -> None:
     """Hooks miss the steps of a key, or do not learn whose they are."""
     gan, seen = Gan(), []

@@ -1,8 +1,9 @@
-"""Steps inside a mode: another default device, fake tensors; and gradients with lazy bits."""
+"""Steps inside a mode: other defaults for new tensors, fake tensors; and gradients with lazy bits."""
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -38,16 +39,27 @@ def trained(mode: Any, fused: bool, how: str) -> tuple[list[torch.Tensor], list[
     return [p.detach().clone() for p in model.parameters()], history
 
 
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 HOWS = ["step", "clip", "unscale", "window", "overlap"]
 
 
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("device", ["meta", "cpu"])
-def test_the_default_device_does_not_matter(device: str, fused: bool, how: str) -> None:
-    """A tensor made inside the scaler is on the default device: a wrong step, or a segmentation fault."""
+@pytest.mark.parametrize("default", ["meta", "cpu", torch.float64, torch.bfloat16])
+def test_defaults_of_new_tensors_do_not_matter(default: Any, fused: bool, how: str) -> None:
+    """A tensor made inside the scaler follows the default: a wrong step, or a segmentation fault."""
+    mode = torch.device if isinstance(default, str) else default_dtype
     expected = trained(contextlib.nullcontext, fused, how)
-    found = trained(lambda: torch.device(device), fused, how)
+    found = trained(lambda: mode(default), fused, how)
     torch.testing.assert_close(found[0], expected[0], rtol=0, atol=0)
     assert found[1] == expected[1]
 

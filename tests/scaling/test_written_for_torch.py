@@ -144,6 +144,17 @@ def test_overridden_methods_are_called() -> None:
 
 
 @pytest.mark.parametrize("base", BOTH)
+def test_a_method_that_is_replaced_on_the_instance_is_called(base: Any) -> None:
+    """A library that wraps `unscale_` of one scaler, as a mock does, no longer sees the gradients."""
+    scaler, param, seen = base("cpu", 4.0), nn.Parameter(torch.ones(2)), []
+    unscale_ = scaler.unscale_
+    scaler.unscale_ = lambda optimizer: (unscale_(optimizer), seen.append(param.grad.tolist()))
+    scaler.scale(param.sum()).backward()
+    scaler.step(torch.optim.SGD([param], lr=1.0))
+    assert seen == [[1.0, 1.0]]
+
+
+@pytest.mark.parametrize("base", BOTH)
 def test_an_overridden_check_decides_on_fused_steps(base: Any) -> None:
     """A subclass that asks other ranks, or leaves out gradients, has no say in fused steps."""
 
