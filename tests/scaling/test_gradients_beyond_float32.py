@@ -95,6 +95,14 @@ def test_a_norm_that_float64_holds_leaves_float32_gradients_beside_it(fused: boo
     torch.testing.assert_close(changes, [grad / 8 for grad in grads])
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_list_of_steps_keeps_norms_of_float64(fused: bool) -> None:
+    """Reading what steps were skipped, which copies all records at once, makes such a norm inf."""
+    _, scaler, _ = step([torch.full((4,), 1e200, dtype=torch.float64), torch.ones(2)], 1.0, 1.0, fused)
+    assert scaler.history.skipped == []
+    assert scaler.history[-1].total_norm == pytest.approx(2e200)
+
+
 def test_a_norm_that_float32_holds_leaves_float16_gradients_of_another_optimizer() -> None:
     """The squares of norms are beyond float32, so gradients are divided, float16 ones to 0."""
     grads = [torch.full((2,), 2e38), torch.full((2,), 3.0, dtype=torch.float16), torch.ones(2)]

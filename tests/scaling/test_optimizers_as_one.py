@@ -65,6 +65,23 @@ def test_they_step_as_one_optimizer_of_all_parameters(
         assert torch.equal(param, old) is (skipped or grad is None)
 
 
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("bad", [0, 2])
+def test_an_overflow_that_unscaling_one_alone_found_counts_for_all(bad: int, fused: bool) -> None:
+    """Gradients that were cleaned since are stepped on, or one optimizer steps and the other does not."""
+    params, optimizers = parts(fused)
+    scaler = GradScaler("cpu", 8.0)
+    scaler.scale(sum(p.sum() for p in params)).backward()
+    params[bad].grad[0, 0] = math.inf
+    for optimizer in optimizers:
+        scaler.unscale_(optimizer)
+    params[bad].grad.nan_to_num_(posinf=0.0)
+    scaler.clip_grad_norm_(optimizers, 1.0)
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+        assert not scaler.landed(optimizer)
+
+
 def test_the_record_says_that_another_optimizer_overflowed() -> None:
     """It blames parameters that it does not know."""
     params, optimizers = parts(fused=False)
