@@ -140,13 +140,14 @@ def test_an_order_of_nan_without_scaling() -> None:
 
 @pytest.mark.parametrize("enabled", [True, False])
 def test_norms_as_torch_takes_them(enabled: bool) -> None:
-    """Torch's clipping takes text such as "inf" from a configuration file, and large ints."""
+    """Torch's clipping takes tensors, text such as "inf" from a configuration file, and large ints."""
     found = []
-    for norm_type in (float("inf"), "inf", 10**400):
+    for norm_type in (float("inf"), "inf", 10**400, torch.tensor([math.inf])):
         scaled = scaler()
         made = scaled if enabled else GradScaler("cpu", enabled=False)
-        found.append(made.clip_grad_norm_(optimizer(), "0.5", norm_type))  # type: ignore[arg-type]
-    assert found == found[:1] * 3
+        max_norm: Any = torch.tensor([[0.5]]) if isinstance(norm_type, torch.Tensor) else "0.5"
+        found.append(made.clip_grad_norm_(optimizer(), max_norm, norm_type))  # type: ignore[arg-type]
+    assert found == found[:1] * 4
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ def check_optimizer(value: object, function: str) -> None:
 
 
 def as_number(value: Any, name: str) -> Any:
-    """Return `value` as torch's clipping takes it: as a float, or as a tensor.
+    """Return `value` as torch's clipping takes it: as a float, or as a 0-dim tensor.
 
     Raises:
         TypeError: it is no number.
@@ -44,7 +44,9 @@ def as_number(value: Any, name: str) -> Any:
             value = math.inf if value > 0 else -math.inf
         except (TypeError, ValueError):
             raise TypeError(f"{name}= must be a number, not {value!r}.") from None
-    if not isinstance(value, Tensor) and math.isnan(value):
+    if isinstance(value, Tensor):
+        return value.reshape(())
+    if math.isnan(value):
         raise ValueError(f"{name}= is NaN, so no gradient would be clipped. Pass a number.")
     return value
 
