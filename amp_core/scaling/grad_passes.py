@@ -151,16 +151,11 @@ def clip_factor(
     if not on_host(stats.norm, scale, *flags) or not isinstance(max_norm, (int, float)):
         true_norm, factors = unscale_and_clip(stats.norm, scale, max_norm, as_divisor=as_divisor)
         lost = factors > FLOAT32_MAX if as_divisor else factors < FLOAT32_TINY
-        if isinstance(max_norm, Tensor):
-            lost &= max_norm > 0.0
-        if isinstance(max_norm, Tensor) or max_norm > 0.0:
-            stats = _flag(stats, lost.float())
-        return true_norm.to(stats.dtype), factors, stats
+        return true_norm.to(stats.dtype), factors, _flag(stats, (lost & (max_norm > 0.0)).float())
     norm, by = read(stats.norm), read(scale)
     true, factor = clip_on_host(norm, by, inverse_of(by), max_norm, as_divisor=as_divisor)
     # Of float64 gradients, it may be the squares alone that are beyond float64: `_clip_large` finds out.
-    known = math.isfinite(norm) or stats.dtype is torch.float32
-    overflow = by < 1.0 and known and true > torch.finfo(stats.dtype).max
+    overflow = by < 1.0 and stats.dtype is torch.float32 and true > FLOAT32_MAX
     in_range = math.isfinite(norm) and 1.0 / _LARGE < factor < _LARGE
     if not (in_range or overflow or any(map(read, flags))):
         return _clip_large(parts, stats, scale, max_norm, norm_type, deciders, as_divisor=as_divisor)
