@@ -217,6 +217,10 @@ def test_each_system_says_what_it_has_no_place_for() -> None:
             convert_scaler_state(scaler.state_dict(), to=to)
         assert convert_scaler_state(scaler.state_dict(), to=to, lossy=True)
     assert convert_scaler_state(scaler.state_dict()) == scaler.state_dict()
+    slow = GradScaler("cpu", backoff_factor=0.25).state_dict()
+    for to in ("apex", "deepspeed"):  # which lower the scale by the factor by which it grows
+        with pytest.raises(ValueError, match=r"no place for backoff_factor=0\.25"):
+            convert_scaler_state(slow, to=to)
 
 
 def test_several_losses() -> None:
@@ -263,7 +267,7 @@ def test_scales_that_do_not_move(state: dict[str, Any]) -> None:
     """A static scale begins to move."""
     ours = Torch(GradScaler)
     ours.load(convert_scaler_state(state))
-    for overflow in (True, False, True):
+    for overflow in (True, False, True, True):  # Paddle waits for two in a row
         ours.step(overflow)
     assert ours.scale == 64.0
     to = "paddle" if "incr_ratio" in state else "deepspeed"
