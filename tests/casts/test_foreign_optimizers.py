@@ -169,6 +169,34 @@ def started() -> tuple[Net, Foreign]:
     return model, optimizer
 
 
+class Counting(Optimizer):
+    """Counts, for each element, the steps that lowered it."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            lowered = self.state[param].setdefault("lowered", torch.zeros_like(param, dtype=torch.int64))
+            lowered += param.grad > 0
+            param -= param.grad
+
+
+def test_whole_numbers_for_each_element_stay_exact() -> None:
+    """state_dtype=bfloat16 rounds counts as it rounds moments, or fails on them."""
+    model = nn.Linear(3, 2)
+    optimizer = Counting(model.parameters())
+    with master_weights(model, optimizer, "stochastic", state_dtype=torch.bfloat16):
+        for _ in range(300):
+            for param in model.parameters():
+                param.grad = torch.full_like(param, 2.0**-10)
+            optimizer.step()
+    for state in optimizer.state.values():
+        assert state["lowered"].dtype is torch.int64
+        assert torch.equal(state["lowered"], torch.full_like(state["lowered"], 300))
+
+
 def test_counting_lost_updates_leaves_the_step_as_it_is() -> None:
     """The step on copies moves momenta, sums and counts that the real step then moves again."""
     (model, optimizer), (counted, its_optimizer) = started(), started()
