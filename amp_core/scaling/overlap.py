@@ -134,7 +134,7 @@ class Overlap:
         """Return `order` on `device`, cached: copying it there makes the host wait."""
         known = self._orders.get((device, order))
         if known is None:
-            if len(self._orders) == _ORDERS:
+            if len(self._orders) >= _ORDERS:
                 self._orders.clear()
             known = self._orders[device, order] = torch.tensor(order, device=device)
         return known

@@ -102,6 +102,14 @@ def test_the_same_steps_as_without(change: Change, micro_batches: int, fused: bo
         torch.testing.assert_close(ours, theirs)
 
 
+def test_old_orders_of_gradients_are_dropped() -> None:
+    """Two threads add one at once, the cache is larger than its limit, and it grows for good."""
+    reads, device = overlap.Overlap(), torch.device("cpu")
+    reads._orders.update({(device, (i,)): torch.tensor([i]) for i in range(overlap._ORDERS + 1)})
+    assert reads._on_device((2, 0, 1), device).tolist() == [2, 0, 1]
+    assert len(reads._orders) <= overlap._ORDERS
+
+
 @pytest.mark.parametrize("norm_type", [1.0, math.inf])
 def test_other_norms(norm_type: float) -> None:
     """What was read in the backward is the 2-norm; a step that clips by another one takes it."""
