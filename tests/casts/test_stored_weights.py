@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from amp_core import GradScaler, StoredWeights, autocast, master_weights
 from amp_core.casts import stand_ins
@@ -497,6 +498,12 @@ class Sparse(nn.Module):
         self.weight = nn.Parameter(torch.eye(4).to_sparse(layout=layout))
 
 
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(TwoTensor(torch.ones(4, 4), torch.ones(4, 4)))
+
+
 @pytest.mark.filterwarnings("ignore:Sparse")
 @pytest.mark.parametrize(
     ("last", "reason"),
@@ -505,8 +512,9 @@ class Sparse(nn.Module):
         (lambda: nn.Linear(4, 2, device="meta"), "has no memory yet"),
         (lambda: Sparse(torch.sparse_coo), "has the layout torch.sparse_coo"),
         (lambda: Sparse(torch.sparse_csr), "has the layout torch.sparse_csr"),
+        (Two, "is a TwoTensor, whose memory only the library"),
     ],
-    ids=["lazy", "meta", "coo", "csr"],
+    ids=["lazy", "meta", "coo", "csr", "wrapper"],
 )
 def test_weights_are_refused_before_others_are_rounded(last: Callable[[], nn.Module], reason: str) -> None:
     """The error comes when the first layers are in bfloat16 already, or is one of a kernel."""
