@@ -155,6 +155,22 @@ def test_a_method_that_is_replaced_on_the_instance_is_called(base: Any) -> None:
 
 
 @pytest.mark.parametrize("base", BOTH)
+def test_private_names_that_read_the_scale_and_replace_the_states(base: Any) -> None:
+    """A library finds no scale, or what it says of the gradients is lost and the step is taken."""
+    scaler, param = base("cpu", 4.0), nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([param], lr=1.0)
+    assert scaler._get_scale_async() is None
+    scaler.scale(param.sum()).backward()
+    assert scaler._get_scale_async() == 4.0
+    scaler.unscale_(optimizer)
+    state = {**_refresh_per_optimizer_state(), "stage": scaler._per_optimizer_states[id(optimizer)]["stage"]}
+    state["found_inf_per_device"] = {torch.device("cpu"): torch.ones(())}
+    scaler._per_optimizer_states = defaultdict(_refresh_per_optimizer_state, {id(optimizer): state})
+    scaler.step(optimizer)
+    assert param.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("base", BOTH)
 def test_an_overridden_check_decides_on_fused_steps(base: Any) -> None:
     """A subclass that asks other ranks, or leaves out gradients, has no say in fused steps."""
 
