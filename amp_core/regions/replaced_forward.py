@@ -44,6 +44,7 @@ class ReplacedForward:
         self._module = module
         self._earlier = {key: module.__dict__[key] for key in _KEYS if key in module.__dict__}
         self._hook: RemovableHandle | None = None
+        self._removed = False
         wrapped = self._earlier.get("forward")
         if isinstance(wrapped, _Forward):  # rules applied earlier
             _, below, wrapped = wrapped.args
@@ -62,14 +63,15 @@ class ReplacedForward:
 
     def check_removable(self) -> None:
         """Raise PolicyError if something else has replaced the forward since."""
-        if self._module.__dict__.get("forward") is not self._forward:
+        if not self._removed and self._module.__dict__.get("forward") is not self._forward:
             raise PolicyError(
                 f"The forward of {type(self._module).__name__} was replaced after the policy was applied; "
                 f"remove that replacement first."
             )
 
     def remove(self) -> None:
-        """Give the module back what it had."""
+        """Give the module back what it had; again, if an interrupt broke it off."""
+        self._removed = True
         if self._hook is not None:
             self._hook.remove()
         self._module.__dict__.update(self._earlier)  # first: another thread may call the module

@@ -164,6 +164,22 @@ def test_an_interrupt_while_rules_of_modules_are_applied() -> None:
     assert not any("forward" in module.__dict__ for module in model)
 
 
+def test_an_interrupt_while_rules_of_modules_are_removed() -> None:
+    """Some modules keep their rules, and the next call of remove() refuses to remove them."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(3)))
+    before, number = [set(vars(module)) for module in model], 1
+    files = {modules.__file__, replaced_forward.__file__}
+    was_interrupted = True
+    while was_interrupted:
+        applied = amp_core.apply_policy(model, {"*": "fp32"})
+        was_interrupted = interrupted_at(number, applied.remove, files=files)
+        applied.remove()
+        assert [set(vars(module)) for module in model] == before
+        assert not any(module._forward_pre_hooks for module in model)
+        number += 1
+    assert number > 50
+
+
 def test_threads_share_a_disabling_decorator() -> None:
     """One thread leaves the disabled region of another, and its mixed precision stays off."""
     wrong: list[object] = []
