@@ -364,8 +364,8 @@ class Replacing(nn.Module):
         super().__init__()
         self.linear = nn.Linear(self.width, self.width)
 
-    def forward(self, batch: Batch) -> None:
-        batch.out = self.linear(batch.x)
+    def forward(self, batch: Batch, *, again: Batch) -> None:
+        batch.out = self.linear(again.x)
         batch.seen.insert(0, batch.seen[0] + 1)
         batch.window.append(batch.out)
         batch.named["both"] = batch.named.pop("a") + batch.named["b"]
@@ -373,13 +373,13 @@ class Replacing(nn.Module):
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_float32_module_takes_and_writes_dataclasses(compiled: bool) -> None:
-    """Tensors in a dataclass stay in low precision, or what the module writes to it and below is lost."""
+    """Tensors in a dataclass, also one given twice, stay in low precision, or what is written is lost."""
     model, low = Replacing(4), [torch.full((1, 4), float(n), dtype=LOW) for n in range(4)]
     batch = Batch(low[0], [low[1]], {"a": low[2], "b": low[3]}, deque(low, maxlen=5))
     batch.whole = batch  # as parts of trees know where they belong
     with apply_policy(model, {"": "fp32"}), torch.no_grad(), autocast("cpu"):
         run = torch.compile(model, backend="aot_eager") if compiled else model
-        run(batch)
+        run(batch, again=batch)
     assert batch.out is not None
     assert batch.x is low[0]
     assert batch.named["b"] is low[3]
