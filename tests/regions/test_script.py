@@ -284,6 +284,12 @@ def calls_traced(a: Tensor) -> Tensor:
         return traced(a)  # here  # noqa: F821
 
 
+def calls_traced_after_region(a: Tensor) -> Tensor:
+    with torch.autocast("cpu"):
+        b = torch.mm(a, a)
+    return traced(b.float())  # noqa: F821
+
+
 def runtime_dtype(a: Tensor, dtype: torch.dtype) -> Tensor:
     with torch.autocast("cpu", dtype=dtype):  # here
         return torch.mm(a, a)
@@ -323,6 +329,12 @@ def test_diagnosed_rows_name_the_line(fn, x: Tensor, monkeypatch: pytest.MonkeyP
     with pytest.raises(ScriptRegionError, match=DIAGNOSED[fn]) as caught:
         script(fn)
     assert str(caught.value).startswith(f"{__file__}:{here}: ")
+
+
+def test_traced_functions_run_after_a_region(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call after the region is refused as one in it, whose autocast would apply in the traced function."""
+    monkeypatch.setitem(globals(), "traced", torch.jit.trace(traced_original, (x,)))
+    assert torch.equal(script(calls_traced_after_region)(x), calls_traced_after_region(x))
 
 
 def test_other_things_are_refused() -> None:
