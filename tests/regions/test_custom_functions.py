@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import types
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -238,6 +239,24 @@ def test_cast_keeps_container_types() -> None:
     result = cast(lazy)
     assert len(consumed) == 1
     assert [t.dtype for t in result] == [torch.bfloat16]
+
+
+OTHERS = [
+    types.MappingProxyType({"x": torch.ones(1)}),
+    collections.defaultdict(list, x=torch.ones(1)),
+    collections.UserDict(x=torch.ones(1)),
+    collections.deque([torch.ones(1)], maxlen=1),
+]
+
+
+@pytest.mark.parametrize("value", OTHERS, ids=lambda value: type(value).__name__)
+def test_cast_of_containers_that_are_made_otherwise(value: Any) -> None:
+    """A read-only mapping cannot be copied; a default factory or the bound of a deque is lost."""
+    result, key = cast(value), 0 if isinstance(value, collections.deque) else "x"
+    assert type(result) is type(value)
+    assert (result[key].dtype, value[key].dtype) == (torch.bfloat16, torch.float32)
+    for what in ("default_factory", "maxlen"):
+        assert getattr(result, what, None) is getattr(value, what, None)
 
 
 class Output(collections.OrderedDict[str, object]):
