@@ -250,9 +250,11 @@ def test_gradients_of_every_call_equal_eager(x: Tensor, ambient: bool) -> None:
         wanted = torch.autograd.grad(two_layers(x, w, v).square().sum(), (x, w, v))
     for _ in range(4):
         with torch.autocast("cpu", enabled=ambient):
-            loss = compiled_layers(x, w, v).square().sum()
+            loss = compiled_layers(x, w, v=v).square().sum()
         for ours, eager in zip(torch.autograd.grad(loss, (x, w, v)), wanted, strict=True):
             assert torch.equal(ours, eager)
+    with torch.no_grad():
+        assert torch.equal(compiled_layers(x, w, v=v), two_layers(x, w, v))
 
 
 def test_gradients_that_torchscript_derives_are_announced(x: Tensor) -> None:
