@@ -220,6 +220,30 @@ def test_trace_calls_script(x: Tensor) -> None:
     assert replayed(ours) == BF16
 
 
+Region = torch.autocast
+
+
+def under_another_name(a: Tensor) -> Tensor:
+    with Region("cpu", enabled=False):
+        return torch.mm(a, a)
+
+
+def calls_by_name(a: Tensor) -> Tensor:
+    with torch.autocast("cpu"):
+        with torch.no_grad():
+            b = torch.mm(a, a)
+        return under_another_name(b.float())
+
+
+def test_regions_of_callees_under_other_names_and_other_contexts(x: Tensor) -> None:
+    """A callee runs without its region, or no_grad() is taken for a region."""
+    x.requires_grad_()
+    ours, eager = script(calls_by_name)(x), calls_by_name(x)
+    assert ours.dtype is FP32
+    assert torch.equal(ours, eager)
+    assert ours.requires_grad is eager.requires_grad is False
+
+
 def no_region(a: Tensor) -> Tensor:
     return torch.mm(a, a)
 
