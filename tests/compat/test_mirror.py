@@ -281,3 +281,23 @@ def test_import_needs_no_torch() -> None:
     """`import amp_compat` alone is free: nothing is imported until it is asked for."""
     code = "import sys, amp_compat; assert 'torch' not in sys.modules and 'amp_core' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_old_functions_run_backward() -> None:
+    """The old decorators lose the method that they decorate."""
+    legacy = importlib.import_module("amp_compat.legacy")
+
+    class Double(torch.autograd.Function):
+        @staticmethod
+        @legacy.custom_fwd
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+        @staticmethod
+        @legacy.custom_bwd
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            return grad * 2
+
+    x = torch.ones(2, requires_grad=True)
+    Double.apply(x).sum().backward()
+    assert torch.equal(x.grad, torch.full((2,), 2.0))
