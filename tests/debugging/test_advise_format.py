@@ -100,6 +100,26 @@ def test_the_layer_with_outliers_is_named():
     }
 
 
+class Borrowing(nn.Linear):
+    """It calls a layer that is none of its modules."""
+
+    def __init__(self):
+        super().__init__(32, 32)
+        self.borrowed = [nn.Linear(32, 32)]
+
+    def forward(self, x):
+        return self.borrowed[0](torch.tanh(super().forward(x)))
+
+
+def test_a_layer_outside_the_model_is_left_out_with_its_op():
+    """The search gives a rule to a module that the model does not have, and ends with a PolicyError."""
+    model, x = Borrowing(), torch.randn(16, 32)
+    step = lambda: model(x).square().mean()
+    advice = amp_core.advise(step, "cpu", format="mxfp4", tolerance=1e-4, model=model)
+    assert [(layer.module, layer.op, layer.kept) for layer in advice.layers] == [(None, LINEAR, False)]
+    assert advice.policy.rule("linear") == "lower_precision_fp"
+
+
 def test_what_all_layers_bear_needs_no_search():
     """A format that fits is given up, or rehearsed in more runs than two."""
     _, step = small(0)
