@@ -169,6 +169,21 @@ def test_dropout_draws_the_same(step):
     assert max(d.error for d in c.at(MODULE)) < 0.1
 
 
+def test_other_random_numbers_in_another_dtype_are_no_fault():
+    """An op that draws other numbers in bfloat16, as torch does for some shapes, is said to need float32."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(16, 20), torch.ones(1, 16)
+
+    def noisy():
+        result = model(x)
+        return (result * torch.randn_like(result)).sum()
+
+    c = amp_core.compare(noisy, "cpu", dtype=torch.bfloat16)
+    assert max(d.added for d in c.at(OP) if d.random) > 0.5
+    assert c.loss_error > 0.2
+    assert "aten::randn_like" not in [d.key.name for d in c.leads()]
+
+
 def test_checkpoints_run_again_under_the_same_policy(step):
     """The forward pass that a checkpoint repeats would run in other dtypes, and fail."""
 

@@ -229,6 +229,20 @@ def test_what_a_plan_forbids(net, x):
         amp_core.record(net, plan="plan.toml")
 
 
+def test_integers_and_what_is_as_planned_are_no_violation(net, x):
+    """A mask among the buffers, or float32 itself, is said to break a plan that asks for float32."""
+    net.register_buffer("mask", torch.ones(2, dtype=torch.bool))
+    policy = amp_core.OpPolicy.default("cpu")
+    plan = amp_core.PrecisionPlan(
+        policy, float32_buffers=("**",), float32_parameters=("**",), grad_dtype=torch.bfloat16
+    )
+    with amp_core.record(net, plan=plan) as r:
+        net(x).sum().backward()
+    assert r.tensors
+    assert r.violations() == []
+    r.check()
+
+
 def test_casts_bytes_and_repeats_of_weights(net, x):
     """The cost of casting the same weight again would not show, or show where there is none."""
     with amp_core.record() as r:

@@ -108,6 +108,17 @@ def test_results_in_low_precision_and_inf():
     assert ranges.format.saturation(first) == 1.0
 
 
+def test_of_several_results_the_first_is_measured():
+    """The states of an LSTM are measured under the name of its output, and a comparison takes them for it."""
+    model = nn.LSTM(4, 4)
+    with amp_core.watch(model, every=1) as ranges:
+        output, _ = model(torch.ones(2, 4))
+        output.sum().backward()
+    (entry,) = (e for e in ranges.entries if e.kind == "activation")
+    assert entry.largest == float(output.detach().abs().max())
+    assert [e.name for e in ranges.entries if e.kind == "gradient"] == [""]
+
+
 def test_the_picture(tmp_path):
     """The picture is empty, or the glob has no effect."""
     pytest.importorskip("matplotlib")
