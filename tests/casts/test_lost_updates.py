@@ -153,6 +153,21 @@ def test_advise_names_the_weights_that_need_more() -> None:
         advise(step, "cpu", optimizer=optimizer, goal="speed")
 
 
+def test_advise_counts_the_updates_of_unscaled_gradients() -> None:
+    """The loss scale that advise chooses makes every update large, so that no weight seems to stand still."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1, dtype=LOW)), torch.randn(16, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+
+    def step() -> torch.Tensor:
+        return model(x).float().square().mean()
+
+    advice = advise(step, "cpu", dtype=torch.float16, optimizer=optimizer)
+    assert advice.init_scale is not None
+    assert advice.init_scale > 1000
+    assert [f.fault for f in advice.findings if f.fault.startswith("1.weight loses")]
+
+
 def test_stochastic_storage_loses_some_and_remainder_none() -> None:
     """The count must find what bfloat16 alone would lose, and nothing where the storage keeps it."""
     model = nn.ParameterDict({"w": nn.Parameter(torch.ones(1000, dtype=LOW))})
