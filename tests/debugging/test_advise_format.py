@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 
@@ -191,3 +192,16 @@ def test_norm_weights_that_a_format_cannot_hold_are_named():
     up = amp_core.compare(lambda: model(x).square().mean(), "cpu", format=Recipe.mxfp8(scale="e8m0_up"))
     assert not any(fit.saturated for fit in up.parameters.values())
     assert "2506.20752" not in str(up)
+
+
+def test_parameters_are_measured_in_the_format_of_weights():
+    """The weights of a norm are said to fit, because the wider format of activations holds them."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32)), torch.randn(16, 32)
+    nn.init.uniform_(model[1].weight)
+    four_bits = Recipe.mxfp4().weight
+    recipe = dataclasses.replace(Recipe.mxfp8(), weight=four_bits)
+    compared = amp_core.compare(lambda: model(x).square().mean(), "cpu", format=recipe)
+    assert compared.parameters["1.weight"] == fit_of(
+        model[1].weight, quantize(model[1].weight.detach(), four_bits)
+    )
