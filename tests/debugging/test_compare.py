@@ -112,6 +112,23 @@ def test_nothing_is_changed(attention, step):
     assert amp_core.compare(whole, "cpu").differences == first.differences
 
 
+class Growing(nn.Linear):
+    """It makes a buffer and a parameter in its first call."""
+
+    def forward(self, x):
+        if not hasattr(self, "count"):
+            self.register_buffer("count", torch.zeros(()))
+            self.register_parameter("gain", nn.Parameter(torch.ones(4)))
+        return super().forward(x) * self.gain
+
+
+def test_what_a_step_adds_to_a_model_is_taken_away():
+    """A buffer or parameter that a compared step makes stays, and the training begins with it."""
+    model = Growing(4, 4)
+    amp_core.compare(lambda: model(torch.ones(2, 4)).sum(), "cpu", model=model)
+    assert [*model.state_dict()] == ["weight", "bias"]
+
+
 def test_a_buffer_that_is_replaced_is_put_back():
     """The second run begins with the statistics that the first left, and the model keeps them."""
 
