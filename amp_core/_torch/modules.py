@@ -1,4 +1,4 @@
-"""The private torch names for modules: what they are given, how they are cast, copied and compiled."""
+"""The private torch names for modules: how they are cast, copied and compiled."""
 
 from __future__ import annotations
 

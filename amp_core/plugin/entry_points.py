@@ -129,6 +129,7 @@ def _excludes(text: str, version: str) -> bool:
         requirement = Requirement(text)
     except InvalidRequirement:  # pip would reject it
         return False
+    if canonicalize_name(requirement.name) != _OWN:
+        return False
     counts = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
-    is_met = requirement.specifier.contains(version, prereleases=True)
-    return canonicalize_name(requirement.name) == _OWN and counts and not is_met
+    return counts and not requirement.specifier.contains(version, prereleases=True)

@@ -239,7 +239,7 @@ class Manager:
                         f"{known}, marked with amp_core.plugin.hookimpl."
                     )
             except BaseException:
-                self.registry.withdraw(self._added_since(before))
+                self._withdraw(self._added_since(before))
                 self._forget(plugin)
                 raise
             self._added[str(registered)] = self._added_since(before)
@@ -254,8 +254,14 @@ class Manager:
         with self._lock:
             if not self._pluggy.is_registered(plugin):
                 raise ValueError(f"{plugin!r} is not registered with amp-core, so it cannot be unregistered.")
-            self.registry.withdraw(self._added.pop(str(self._pluggy.get_name(plugin)), ()))
+            self._withdraw(self._added.pop(str(self._pluggy.get_name(plugin)), []))
             self._forget(plugin)
+
+    def _withdraw(self, backends: Sequence[Backend]) -> None:
+        self.registry.withdraw(backends)
+        for backend in backends:
+            if self._generic.get(backend.device_type) is backend:  # it served as a fallback
+                del self._generic[backend.device_type]
 
     def _forget(self, plugin: object) -> None:
         # Before 1.7, pluggy keeps a plugin registered whose registration failed.

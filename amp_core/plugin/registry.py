@@ -135,7 +135,7 @@ class Registry:
             for table in (self._backends, self._fallbacks):
                 if name in table and table[name][0] is backend:
                     del table[name]
-            if self._op_lists.get(name) == backend.op_lists:
+            if name in self._op_lists and self._op_lists[name] == backend.op_lists:
                 del self._op_lists[name]
 
     @contextmanager

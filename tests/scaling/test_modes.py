@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from amp_core import AccumulationWindow, AtFloor, GradScaler, LossScaleSchedule
+from amp_core.testing.suite.data import default_dtype
 
 
 def trained(mode: Any, fused: bool, how: str) -> tuple[list[torch.Tensor], list[Any]]:
@@ -37,16 +37,6 @@ def trained(mode: Any, fused: bool, how: str) -> tuple[list[torch.Tensor], list[
             record = scaler.last_step[optimizer]
             history.append((record.skipped, record.scale_after, record.total_norm, record.bad_parameters))
     return [p.detach().clone() for p in model.parameters()], history
-
-
-@contextlib.contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 HOWS = ["step", "clip", "unscale", "window", "overlap"]

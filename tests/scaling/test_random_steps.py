@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from amp_core import AccumulationWindow, GradScaler
+from amp_core.testing.suite.data import default_dtype
 
 from ..drawn import examples
 
@@ -26,16 +27,6 @@ SURROUNDINGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "no_grad": torch.no_grad,
     "float64": lambda: default_dtype(torch.float64),
 }
-
-
-@contextlib.contextmanager
-def default_dtype(dtype: torch.dtype) -> Any:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 class Memory:
