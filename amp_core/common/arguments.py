@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 def check_module(value: object, function: str) -> None:
     """Raise TypeError unless `value` is a module, which `function` needs."""
     if not isinstance(value, nn.Module):
-        raise TypeError(f"{function}() needs a torch.nn.Module, not {_named(value)}.")
+        raise TypeError(f"{function}() needs a torch.nn.Module, not {named(value)}.")
 
 
 def check_optimizer(value: object, function: str) -> None:
     """Raise TypeError unless `value` is an optimizer, or wraps one as trainers do."""
     if isinstance(value, type) or not hasattr(value, "param_groups"):
-        raise TypeError(f"{function}() needs a torch.optim.Optimizer, not {_named(value)}.")
+        raise TypeError(f"{function}() needs a torch.optim.Optimizer, not {named(value)}.")
 
 
 def as_number(value: Any, name: str) -> Any:
@@ -120,7 +120,7 @@ def named_tensors(pairs: Iterable[Any]) -> Iterator[tuple[str, Tensor]]:
         if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and isinstance(pair[1], Tensor)):
             raise TypeError(
                 f"Names of parameters must be pairs, as model.named_parameters() returns them, not "
-                f"{_named(pair)}."
+                f"{named(pair)}."
             )
         yield pair[0], pair[1]
 
@@ -180,5 +180,6 @@ def is_no_real(value: object) -> bool:
     return isinstance(value, bool) or of_numpy in ("b", "c")
 
 
-def _named(value: object) -> str:
+def named(value: object) -> str:
+    """Return what `value` is, for a message: its type, or the name of the class that it is itself."""
     return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__

@@ -231,7 +231,7 @@ def _refuse_batch(grad: Tensor) -> None:
         )
 
 
-class _Once(torch.autograd.Function):
+class _DifferentiableOnce(torch.autograd.Function):
     """Makes a gradient depend on what it was computed from, and refuses to differentiate it."""
 
     @staticmethod
@@ -249,7 +249,7 @@ class _Once(torch.autograd.Function):
 def _once(grad: Tensor | None, *sources: Tensor) -> Tensor | None:
     if grad is None or not torch.is_grad_enabled():
         return grad
-    result: Tensor = _Once.apply(grad, *sources)  # type: ignore[no-untyped-call]
+    result: Tensor = _DifferentiableOnce.apply(grad, *sources)  # type: ignore[no-untyped-call]
     return result
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from amp_core._torch.tracing import untraced
+from amp_core.common.arguments import named
 from amp_core.common.locks import new_lock
 from amp_core.errors import BackendError
 from amp_core.plugin.interface import Backend
@@ -147,9 +148,9 @@ def replace_backend(backend: Backend) -> Backend | None:
         torch.float16
         >>> replaced = replace_backend(previous)
     """
-    if not hasattr(backend, "device_type"):
+    if not isinstance(backend, Backend):
         raise TypeError(
-            f"replace_backend() needs an instance of amp_core.plugin.Backend, not {type(backend).__name__}."
+            f"replace_backend() needs an instance of amp_core.plugin.Backend, not {named(backend)}."
         )
     with contextlib.suppress(BackendError):  # load the backend to be replaced: its op lists stay in force
         get_backend(backend.device_type)

@@ -107,7 +107,7 @@ class LossScales:
         for each in optimizers:
             check_optimizer(each, call)
         if not optimizers:
-            raise ValueError(_NOT_ONE.format(call=call, count=0))
+            raise ValueError(f"{call}() of 0 optimizers. Pass one, or those that step as one.")
         self.refuse_in_window(optimizers, call)
         loss_scale = self.own
         if key is not None or self.keyed:
@@ -204,8 +204,8 @@ _IN_WINDOW = (
     "overflow when it closes. Leave the window first."
 )
 _NOT_ONE = (
-    "{call}() of {count} optimizers: optimizers that step as one need one scale, so there must be at least "
-    "one, and the losses of all must be scaled under the same key."
+    "{call}() of {count} optimizers: optimizers that step as one need one scale, so the losses of all must "
+    "be scaled under the same key."
 )
 
 
