@@ -29,7 +29,7 @@ from amp_core.scaling.closure import Closure, check_closure, evaluate, step_whol
 from amp_core.scaling.grad_passes import by_device
 from amp_core.scaling.hooks import ScaleHook, StepHook, add_hook
 from amp_core.scaling.loss_scale import LossScale
-from amp_core.scaling.loss_scales import Entry, LossScales
+from amp_core.scaling.loss_scales import Entry, LossScales, as_list
 from amp_core.scaling.mixed import note_unscaled
 from amp_core.scaling.optimizer_state import as_state
 from amp_core.scaling.step_log import StepLog
@@ -202,7 +202,8 @@ class GradScaler(TorchNames):
         Raises:
             RuntimeError: it was called twice without `update` in between, or with a closure; torch's texts
                 (see `step_closure`). Or `max_norm` is given, and a backward pass has added scaled gradients
-                to unscaled ones.
+                to unscaled ones. Or the optimizer had an `AccumulationWindow` together with others, and its
+                gradients were not unscaled with theirs.
             RankLostError: ranks that must agree did not arrive.
             AssertionError: no loss was scaled yet; or no parameter has a gradient, or had one when the
                 gradients were unscaled.
@@ -415,7 +416,7 @@ class GradScaler(TorchNames):
             scaler.step(optimizer)
         """
         if self._enabled:
-            entry = self._scales.enter(_as_list(optimizer), key, "unscale_")
+            entry = self._scales.enter(as_list(optimizer), key, "unscale_")
             self._unscale(entry)
             note_unscaled(entry)
 
@@ -514,7 +515,7 @@ class GradScaler(TorchNames):
             norm = scaler.clip_grad_norm_(optimizer, max_norm=1.0)
             scaler.step(optimizer)
         """
-        optimizers = _as_list(optimizer)
+        optimizers = as_list(optimizer)
         if not self._enabled:
             params = [param for each in optimizers for param in parameters_of(each)]
             norm_type = as_number(norm_type, "norm_type")
@@ -867,10 +868,6 @@ _UNKNOWN_DEVICE = (
     "GradScaler({device!r}): {error}. The scale will be on the device of the first loss. Pass the type of "
     "that device, or 'auto'."
 )
-
-
-def _as_list(optimizer: Optimizer | Sequence[Optimizer]) -> Sequence[Optimizer]:
-    return optimizer if isinstance(optimizer, (list, tuple)) else [cast("Optimizer", optimizer)]
 
 
 def _shown(loss_scale: LossScale) -> str:

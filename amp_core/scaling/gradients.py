@@ -119,11 +119,14 @@ def joined(groups: Sequence[list[Gradients]]) -> list[Gradients]:
     parts = [part for group in groups for part in group]
     params = [param for part in parts for param in part.params]
     if len({id(param) for param in params}) < len(params):
-        raise ValueError(
-            "Two of these optimizers have a parameter in common, or one was passed twice: its gradient would "
-            "be unscaled twice."
-        )
+        raise ValueError(IN_COMMON)
     return parts
+
+
+IN_COMMON = (
+    "Two of these optimizers have a parameter in common, or one was passed twice: its gradient would be "
+    "unscaled twice."
+)
 
 
 def _group(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -101,13 +101,10 @@ class LossScales:
             ValueError: no loss was scaled under `key`; or it is missing, and all losses had keys; or there
                 are no optimizers, or their gradients have different scales.
             RuntimeError: another key was given for one of them since the last update; or one has an open
-                `AccumulationWindow`.
+                `AccumulationWindow`, or had one together with others that are not among them.
             TypeError: one is no optimizer.
         """
-        for each in optimizers:
-            check_optimizer(each, call)
-        if not optimizers:
-            raise ValueError(f"{call}() of 0 optimizers. Pass one, or those that step as one.")
+        check_optimizers(optimizers, call)
         self.refuse_in_window(optimizers, call)
         loss_scale = self.own
         if key is not None or self.keyed:
@@ -116,6 +113,8 @@ class LossScales:
                 raise ValueError(_NOT_ONE.format(call=call, count=len(optimizers)))
         scale = loss_scale.check(call)
         states = [loss_scale.optimizer_states.of(each) for each in optimizers]
+        if any([state.window is not None for state in states]):
+            _check_together(optimizers, states)
         return Entry(optimizers, loss_scale, scale, states)
 
     def refuse_in_window(self, optimizers: Sequence[Optimizer], call: str) -> None:
@@ -193,10 +192,35 @@ class LossScales:
             self.keyed[key] = scale
 
 
+def as_list(optimizer: Optimizer | Sequence[Optimizer]) -> Sequence[Optimizer]:
+    """Return one optimizer, or several that step as one, as a list."""
+    return optimizer if isinstance(optimizer, (list, tuple)) else [cast("Optimizer", optimizer)]
+
+
+def check_optimizers(optimizers: Sequence[object], call: str) -> None:
+    """Raise TypeError if one of `optimizers` is none, and ValueError if there are none."""
+    for each in optimizers:
+        check_optimizer(each, call)
+    if not optimizers:
+        raise ValueError(f"{call}() of 0 optimizers. Pass one, or those that step as one.")
+
+
 def check_key(key: object) -> None:
     """Raise TypeError unless `key` can be that of a scale."""
     if not isinstance(key, str):
         raise TypeError(f"The key of a scale must be a string, got {key!r}.")
+
+
+def _check_together(optimizers: Sequence[Optimizer], states: Sequence[OptimizerState]) -> None:
+    given = set(map(id, optimizers))
+    for optimizer, state in zip(optimizers, states, strict=True):
+        window = state.window
+        if window is not None and state.stage is OptState.READY and not window.optimizers <= given:
+            raise RuntimeError(
+                f"The gradients of this {type(optimizer).__name__} come from an AccumulationWindow of "
+                f"{len(window.optimizers)} optimizers, which must step as one. Pass all of them to one call "
+                f"of clip_grad_norm_() or unscale_(), then step each."
+            )
 
 
 _IN_WINDOW = (

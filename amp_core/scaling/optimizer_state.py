@@ -55,12 +55,14 @@ class Window(NamedTuple):
         params: the parameters of the optimizer.
         nonfinite: for each of them, 1.0 if a gradient was not finite, else 0.0.
         left_out: whether bad micro-batches were left out of the sum.
+        optimizers: the ids of those that lose the same micro-batches, and have to step as one.
     """
 
     micro_batches: Tensor
     params: ParameterNames
     nonfinite: Tensor
     left_out: bool
+    optimizers: frozenset[int]
 
 
 class Undo(NamedTuple):

@@ -272,11 +272,14 @@ def _note_bad(
 ) -> None:
     """Note which micro-batches are bad, and which parameters."""
     if window is not None:
-        record._micro_batches, names, bad, record._left_out = window
-        if nonfinite is not None:  # of a skipped step, only what is bad in the sum is told
+        record._micro_batches, names, bad, record._left_out, _ = window
+        landed = moved(record.landed, bad.device)
+        # Of a skipped step, only what is bad in the sum is told.
+        if nonfinite is not None:
             rest, now = nonfinite
-            landed = moved(record.landed, bad.device)
             names, bad = names + rest, torch.cat([bad * landed, moved(now, bad.device)])
+        elif window.left_out:
+            bad = bad * (landed | moved(window.micro_batches.all(), bad.device))
         nonfinite = names, bad
     if nonfinite is not None:
         record._params, record._nonfinite = nonfinite

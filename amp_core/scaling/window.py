@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.optim import Optimizer
 
 from amp_core._torch.tensors import is_tensor_view
 from amp_core._torch.tracing import outside_graphs
-from amp_core.common.arguments import check_optimizer
 from amp_core.common.optimizers import parameters_of
 from amp_core.scaling.arithmetic import combine, moved
 from amp_core.scaling.distributed import agree_on_flag
 from amp_core.scaling.grad_scaler import GradScaler
-from amp_core.scaling.gradients import Gradients, group_by_device
+from amp_core.scaling.gradients import IN_COMMON, Gradients, group_by_device, joined
 from amp_core.scaling.loss_scale import LossScale
-from amp_core.scaling.loss_scales import check_key
-from amp_core.scaling.optimizer_state import Window
+from amp_core.scaling.loss_scales import as_list, check_key, check_optimizers
+from amp_core.scaling.optimizer_state import ParameterNames, Window
 from amp_core.scaling.step_record import name_of
 from amp_core.states.loss_scale import OptState
 
@@ -48,13 +48,15 @@ class AccumulationWindow:
 
     Args:
         scaler: scales the losses. If it is disabled, nothing is checked.
-        optimizer: will step on the gradients.
+        optimizer: will step on the gradients. Several optimizers lose the same micro-batches, and must step
+            as one: pass them together to `GradScaler.clip_grad_norm_` or `GradScaler.unscale_`.
         leave_out: ``False`` adds up all micro-batches as usual, and only records the first bad one.
         reweight: multiply the sum by (all / good micro-batches), so that a mean stays a mean.
         key: the key that the losses are scaled under, if any.
 
     Raises:
         TypeError: an argument has the wrong type.
+        ValueError: there is no optimizer, or two have a parameter in common.
 
     Example::
 
@@ -70,7 +72,7 @@ class AccumulationWindow:
     def __init__(
         self,
         scaler: GradScaler,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Optimizer | Sequence[Optimizer],
         *,
         leave_out: bool = True,
         reweight: bool = True,
@@ -81,10 +83,11 @@ class AccumulationWindow:
                 f"AccumulationWindow needs an amp_core.GradScaler, not {type(scaler).__module__}."
                 f"{type(scaler).__qualname__}."
             )
-        check_optimizer(optimizer, "AccumulationWindow")
         if key is not None:
             check_key(key)
-        self._scaler, self._optimizer, self._key = scaler, optimizer, key
+        self._optimizers = as_list(optimizer)
+        check_optimizers(self._optimizers, "AccumulationWindow")
+        self._scaler, self._key = scaler, key
         self._leave_out, self._reweight = leave_out, reweight
         self._params: list[Tensor] = []
         self._ids: tuple[int, ...] = ()
@@ -96,28 +99,39 @@ class AccumulationWindow:
         self._is_open = self._in_micro_batch = False
 
     def _find_parameters(self) -> None:
-        """Take in parameters that were added to the optimizer; each keeps its place."""
+        """Take in parameters that were added to the optimizers; each keeps its place."""
         known = set(self._ids)
-        unique = {id(p): p for p in parameters_of(self._optimizer)}
+        unique = self._held()
         self._params += [p for key, p in unique.items() if key not in known]
         self._ids = tuple(map(id, self._params))
+
+    def _held(self) -> dict[int, Tensor]:
+        """Return the parameters that the optimizers have now, by id."""
+        held: dict[int, Tensor] = {}
+        for each in self._optimizers:
+            own = {id(p): p for p in parameters_of(each)}
+            if not held.keys().isdisjoint(own):
+                raise ValueError(IN_COMMON)
+            held.update(own)
+        return held
 
     def __enter__(self) -> AccumulationWindow:
         if self._is_open:
             raise RuntimeError("This AccumulationWindow is already open. Enter it once for each step.")
         scales, is_enabled = self._scaler._scales, self._scaler.is_enabled()
-        if is_enabled and any(optimizer is self._optimizer for optimizer, _ in scales.in_window):
-            raise RuntimeError(
-                f"Another AccumulationWindow of this {type(self._optimizer).__name__} is open. Leave it "
-                f"first."
-            )
-        if not set(self._ids) <= set(map(id, parameters_of(self._optimizer))):  # some have left it
+        for each in self._optimizers if is_enabled else ():
+            if any(each is other for other, _ in scales.in_window):
+                raise RuntimeError(
+                    f"Another AccumulationWindow of this {type(each).__name__} is open. Leave it first."
+                )
+        if not self._held().keys() >= set(self._ids):  # some have left
             self._params, self._ids, self._places = [], (), {}
             self._find_parameters()
         self._flags, self._nonfinite, self._earlier = [], None, None
+        opened = [*scales.in_window, *[(each, self._key) for each in self._optimizers]]
         # Interrupts come after calls, of which there are none from here on: __exit__ would not run.
         if is_enabled:
-            scales.in_window = [*scales.in_window, (self._optimizer, self._key)]
+            scales.in_window = opened
         self._is_open = True
         return self
 
@@ -125,7 +139,8 @@ class AccumulationWindow:
         self._is_open = False
         if self._scaler.is_enabled():
             scales = self._scaler._scales
-            scales.in_window = [each for each in scales.in_window if each[0] is not self._optimizer]
+            mine = set(map(id, self._optimizers))
+            scales.in_window = [each for each in scales.in_window if id(each[0]) not in mine]
         if self._earlier is None:  # no gradient here, but other ranks may have found something
             if kind is None:
                 self._close()
@@ -203,13 +218,16 @@ class AccumulationWindow:
 
     def _check_stage(self) -> None:
         loss_scale = self._loss_scale()
-        state = loss_scale.optimizer_states.known(self._optimizer) if loss_scale is not None else None
-        if state is not None and state.stage is not OptState.READY:
-            raise RuntimeError(
-                f"A micro-batch cannot be added to gradients of this {type(self._optimizer).__name__} that "
-                f"were unscaled or stepped on since the last update(): they have another scale. Call "
-                f"unscale_, clip_grad_norm_ and step after the window."
-            )
+        if loss_scale is None:
+            return
+        for each in self._optimizers:
+            state = loss_scale.optimizer_states.known(each)
+            if state is not None and state.stage is not OptState.READY:
+                raise RuntimeError(
+                    f"A micro-batch cannot be added to gradients of this {type(each).__name__} that were "
+                    f"unscaled or stepped on since the last update(): they have another scale. Call "
+                    f"unscale_, clip_grad_norm_ and step after the window."
+                )
 
     def _loss_scale(self) -> LossScale | None:
         scales = self._scaler._scales
@@ -224,7 +242,7 @@ class AccumulationWindow:
         self._find_parameters()
         if any(p.grad is not None and p.grad.is_sparse for p in self._params):
             raise TypeError("An AccumulationWindow cannot take sparse gradients out of a sum.")
-        parts = group_by_device(self._optimizer, allow_fp16=True)
+        parts = joined([group_by_device(each, allow_fp16=True) for each in self._optimizers])
         if any(part.sharding.mesh is not None for part in parts):
             raise TypeError("An AccumulationWindow does not take DTensor gradients.")
         device = parts[0].device if parts else self._params[0].device
@@ -278,8 +296,7 @@ class AccumulationWindow:
         if loss_scale is None or self._nonfinite is None:
             return
         flags = torch.stack([moved(flag, self._flags[-1].device) for flag in self._flags])
-        names = tuple((name_of(p, self._scaler._log.names), p.numel()) for p in self._params)
-        bad = pad(self._nonfinite.clamp(max=1.0), (0, len(names) - len(self._nonfinite)))
+        bad = pad(self._nonfinite.clamp(max=1.0), (0, len(self._params) - len(self._nonfinite)))
         if self._leave_out:
             loss_scale.optimizer_states.orphans += (flags.amax(0),)  # the next update lowers the scale
             if self._earlier is not None:
@@ -287,9 +304,24 @@ class AccumulationWindow:
         else:
             # A bad sum stays bad: only the first bad micro-batch is known.
             flags = flags.diff(prepend=torch.zeros_like(flags[:1])).clamp_(min=0)
-        state = loss_scale.optimizer_states.of(self._optimizer)
-        found = Window(flags, names, bad, self._leave_out)
-        state.window = found if state.window is None else _joined(state.window, found)
+        together = frozenset(map(id, self._optimizers))
+        for each in self._optimizers:
+            state = loss_scale.optimizer_states.of(each)
+            found = Window(flags, *self._of(each, bad), self._leave_out, together)
+            state.window = found if state.window is None else _joined(state.window, found)
+
+    def _of(self, optimizer: Optimizer, bad: Tensor) -> tuple[ParameterNames, Tensor]:
+        """Return the names of the parameters of one optimizer, and what `bad` says of them."""
+        places = self._places_of(optimizer)
+        params = [self._params[place] for place in places]
+        names = tuple((name_of(p, self._scaler._log.names), p.numel()) for p in params)
+        return names, _picked(bad, places)
+
+    def _places_of(self, optimizer: Optimizer) -> list[int]:
+        if len(self._optimizers) == 1:
+            return list(range(len(self._params)))
+        held = set(map(id, parameters_of(optimizer)))
+        return [place for place, each in enumerate(self._ids) if each in held]
 
     def _weigh(self, flags: Tensor, bad: Tensor) -> None:
         """Multiply the sum of the good micro-batches; if nothing is good, let the step be skipped.
@@ -314,14 +346,22 @@ class AccumulationWindow:
 
 def _joined(earlier: Window, now: Window) -> Window:
     """Return what two windows of one step found."""
-    flags, names, bad, left_out = now
+    flags, names, bad, left_out, together = now
     known, bad_then = earlier.params, earlier.nonfinite.to(bad.device)
     if known == names[: len(known)]:  # parameters may have been added
         bad = torch.maximum(bad, pad(bad_then, (0, len(bad) - len(bad_then))))
     else:
         names, bad = known + names, torch.cat([bad_then, bad])
     flags = torch.cat([earlier.micro_batches.to(flags.device), flags])
-    return Window(flags, names, bad, earlier.left_out and left_out)
+    return Window(flags, names, bad, earlier.left_out and left_out, earlier.optimizers | together)
+
+
+def _picked(values: Tensor, places: list[int]) -> Tensor:
+    """Return the values at these places; unlike an index, does not wait for the device."""
+    if len(places) == len(values):
+        return values
+    each = values.unbind()
+    return torch.stack([each[place] for place in places]) if places else values[:0]
 
 
 def _own_memory(gradient: Tensor | None) -> Tensor | None:
