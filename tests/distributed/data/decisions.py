@@ -31,7 +31,12 @@ class Side:
         ranks = {} if alone else {"process_group": WORLD, "sharded_over": over}
         self.alone = alone
         self.scaler = amp_core.GradScaler("cpu", allow_fp16_gradients=True, **options, **ranks)
-        self.windows = [amp_core.AccumulationWindow(self.scaler, each) for each in self.optimizers]
+        window = amp_core.AccumulationWindow
+        self.windows = {
+            "none": [],
+            "own": [window(self.scaler, each) for each in self.optimizers],
+            "shared": [window(self.scaler, self.optimizers)],
+        }
 
     def add(self, grads: list[list[torch.Tensor | None]]) -> None:
         for params, all_ranks in zip(self.params, grads, strict=True):
@@ -40,13 +45,13 @@ class Side:
                 if grad is not None:
                     param.grad = grad.clone() if param.grad is None else param.grad + grad
 
-    def step(self, micro_batches: list, window: bool, style: str, max_norm: float) -> tuple:
+    def step(self, micro_batches: list, window: str, style: str, max_norm: float) -> tuple:
         with ExitStack() as stack:
-            for each in self.windows if window else ():
+            for each in self.windows[window]:
                 stack.enter_context(each)
             for grads in micro_batches:
                 with ExitStack() as inner:
-                    for each in self.windows if window else ():
+                    for each in self.windows[window]:
                         inner.enter_context(each.micro_batch())
                     self.add(grads)
         if style == "together":
@@ -74,7 +79,9 @@ def program(draw: random.Random) -> None:
     values = [[torch.randn(size).to(draw.choice(dtypes)) for _ in range(RANKS)] for _ in range(count)]
     options = {"init_scale": draw.choice([2.0**-4, 1.0, 64.0]), "growth_interval": draw.randint(1, 3)}
     sides = [Side(values, alone, options) for alone in (False, True)]
-    window, style = draw.random() < 0.5, draw.choice(["none", "step", "together"])
+    style = draw.choice(["none", "step", "together"])
+    windows = {"together": ["none", "own", "shared", "shared"]}
+    window = draw.choice(windows.get(style, ["none", "own"]))
     largest = 6e4 if torch.float16 in dtypes else 2e38
     max_norm = draw.choice([0.01, 1e6, math.inf])
     for _ in range(3):
