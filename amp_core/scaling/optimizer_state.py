@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from amp_core.common.identity import weak
 from amp_core.scaling.arithmetic import is_tracing, moved
@@ -63,6 +64,17 @@ class Window(NamedTuple):
     nonfinite: Tensor
     left_out: bool
     optimizers: frozenset[int]
+
+    def and_then(self, later: Window) -> Window:
+        """Return what this and a later window of the same step found."""
+        flags, names, bad, left_out, optimizers = later
+        bad_before = self.nonfinite.to(bad.device)
+        if self.params == names[: len(self.params)]:  # parameters may have been added
+            bad = torch.maximum(bad, pad(bad_before, (0, len(bad) - len(bad_before))))
+        else:
+            names, bad = self.params + names, torch.cat([bad_before, bad])
+        flags = torch.cat([self.micro_batches.to(flags.device), flags])
+        return Window(flags, names, bad, self.left_out and left_out, self.optimizers | optimizers)
 
 
 class Undo(NamedTuple):

@@ -85,7 +85,7 @@ class AccumulationWindow:
             )
         if key is not None:
             check_key(key)
-        self._optimizers = as_list(optimizer)
+        self._optimizers = [*as_list(optimizer)]
         check_optimizers(self._optimizers, "AccumulationWindow")
         self._scaler, self._key = scaler, key
         self._leave_out, self._reweight = leave_out, reweight
@@ -308,20 +308,17 @@ class AccumulationWindow:
         for each in self._optimizers:
             state = loss_scale.optimizer_states.of(each)
             found = Window(flags, *self._of(each, bad), self._leave_out, together)
-            state.window = found if state.window is None else _joined(state.window, found)
+            state.window = found if state.window is None else state.window.and_then(found)
 
     def _of(self, optimizer: Optimizer, bad: Tensor) -> tuple[ParameterNames, Tensor]:
         """Return the names of the parameters of one optimizer, and what `bad` says of them."""
-        places = self._places_of(optimizer)
-        params = [self._params[place] for place in places]
-        names = tuple((name_of(p, self._scaler._log.names), p.numel()) for p in params)
-        return names, _picked(bad, places)
-
-    def _places_of(self, optimizer: Optimizer) -> list[int]:
-        if len(self._optimizers) == 1:
-            return list(range(len(self._params)))
-        held = set(map(id, parameters_of(optimizer)))
-        return [place for place, each in enumerate(self._ids) if each in held]
+        params = self._params
+        if len(self._optimizers) > 1:
+            held = set(map(id, parameters_of(optimizer)))
+            pairs = [(p, flag) for p, flag in zip(params, bad.unbind(), strict=True) if id(p) in held]
+            params = [param for param, _ in pairs]
+            bad = torch.stack([flag for _, flag in pairs]) if pairs else bad[:0]  # an index would wait
+        return tuple((name_of(p, self._scaler._log.names), p.numel()) for p in params), bad
 
     def _weigh(self, flags: Tensor, bad: Tensor) -> None:
         """Multiply the sum of the good micro-batches; if nothing is good, let the step be skipped.
@@ -342,26 +339,6 @@ class AccumulationWindow:
         for param, own in zip(self._params, factors.unbind(), strict=True):
             if param.grad is not None:
                 param.grad.mul_(moved(own, param.grad.device))
-
-
-def _joined(earlier: Window, now: Window) -> Window:
-    """Return what two windows of one step found."""
-    flags, names, bad, left_out, together = now
-    known, bad_then = earlier.params, earlier.nonfinite.to(bad.device)
-    if known == names[: len(known)]:  # parameters may have been added
-        bad = torch.maximum(bad, pad(bad_then, (0, len(bad) - len(bad_then))))
-    else:
-        names, bad = known + names, torch.cat([bad_then, bad])
-    flags = torch.cat([earlier.micro_batches.to(flags.device), flags])
-    return Window(flags, names, bad, earlier.left_out and left_out, earlier.optimizers | together)
-
-
-def _picked(values: Tensor, places: list[int]) -> Tensor:
-    """Return the values at these places; unlike an index, does not wait for the device."""
-    if len(places) == len(values):
-        return values
-    each = values.unbind()
-    return torch.stack([each[place] for place in places]) if places else values[:0]
 
 
 def _own_memory(gradient: Tensor | None) -> Tensor | None:

@@ -179,6 +179,18 @@ def test_none_may_step_alone(windows: int) -> None:
     assert all(record.skipped for record in run.records())
 
 
+@pytest.mark.parametrize("how", ["clip", "unscale"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_skip_for_another_optimizer_is_not_blamed_on_the_window(fused: bool, how: str) -> None:
+    """The record names a parameter whose bad micro-batch is not in the sum."""
+    run = Run(True, fused)
+    run.accumulate("", "0.bias", "")
+    run.backward(3, "2.bias")
+    run.step(how)
+    assert all(record.skipped for record in run.records())
+    assert run.bad_parameters() == [["2.bias"], []]
+
+
 def test_an_optimizer_without_gradients() -> None:
     """A window ends in an error if nothing reaches the parameters of one of its optimizers."""
     run = Run(True)
