@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -59,6 +60,53 @@ def replica_of(module: torch.nn.Module) -> torch.nn.Module:
     method: Any = type(module)._replicate_for_data_parallel
     replica: torch.nn.Module = method(module)
     return replica
+
+
+_IN_PLACE = Feature("compiled_in_place", "guard refuses chosen steps of models with model.compile()")
+_IN_PLACE.value("torch.nn.Module._compiled_call_impl", None)
+
+
+@_IN_PLACE.probe
+def _check_compiled_call() -> None:
+    module: Any = torch.nn.Module()
+    module._compiled_call_impl = lambda: True
+    if not module():
+        raise RuntimeError("a module does not call it")
+
+
+class CompiledCall:
+    """What a module calls after ``module.compile()``, with `before` and `after` around it, until `remove`."""
+
+    def __init__(
+        self, module: torch.nn.Module, before: Callable[..., None], after: Callable[..., None]
+    ) -> None:
+        self._module: Any = module
+        self._inner: Any = self._module._compiled_call_impl
+        self._before, self._after = before, after
+        self._module._compiled_call_impl = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._before(self._module, args, kwargs)
+        result = self._inner(*args, **kwargs)
+        self._after(self._module, args, kwargs, result)
+        return result
+
+    def is_called(self) -> bool:
+        """Whether the module still calls it: ``module.compile()`` puts another function in its place."""
+        called = self._module._compiled_call_impl
+        while isinstance(called, CompiledCall) and called is not self:
+            called = called._inner
+        return called is self
+
+    def remove(self) -> None:
+        """Let the module call its compiled function itself."""
+        if self._module._compiled_call_impl is self:
+            self._module._compiled_call_impl = self._inner
+
+
+def is_compiled_in_place(module: torch.nn.Module) -> bool:
+    """Whether ``module.compile()`` was called."""
+    return getattr(module, "_compiled_call_impl", None) is not None and _IN_PLACE.works_or_warn()
 
 
 def uncompiled(module: torch.nn.Module) -> torch.nn.Module:

@@ -37,8 +37,7 @@ class Attached(Handle):
             torch.compiler.reset()
         self._removers: list[Callable[[], None]] = []  # an interrupt below leaves hooks that are off
         self._removers += [
-            model.register_forward_pre_hook(Hook(self._enter), with_kwargs=True).remove,
-            model.register_forward_hook(Hook(self._leave), with_kwargs=True).remove,
+            *self._watch_calls(Hook(self._enter), Hook(self._leave)),
             watch_gradients(self._step),
         ]
 
@@ -50,6 +49,13 @@ class Attached(Handle):
         """Detach from the model. Calling it again has no effect."""
         while self._removers:
             self._removers.pop()()
+
+    def _watch_calls(self, before: Hook, after: Hook) -> list[Callable[[], None]]:
+        """Let `before` and `after` run with each call of the model; return what ends it."""
+        return [
+            self.model.register_forward_pre_hook(before, with_kwargs=True).remove,
+            self.model.register_forward_hook(after, with_kwargs=True).remove,
+        ]
 
     def _before(self) -> None:
         """Handle the start of a training step."""

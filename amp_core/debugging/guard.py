@@ -13,12 +13,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 
 from amp_core._torch.autograd import current_autograd_node, in_backward
+from amp_core._torch.modules import CompiledCall, is_compiled_in_place
 from amp_core._torch.tracing import is_in_compiled_call, outside_graphs, untraced
 from amp_core.common.arguments import as_whole, check_module
 from amp_core.common.fsdp import is_sharded
 from amp_core.common.identity import WeakIdentityMapping
 from amp_core.common.optimizers import parameters_of, watch_steps
-from amp_core.debugging.attached import Attached
+from amp_core.debugging.attached import Attached, Hook
 from amp_core.debugging.op_faults import FaultFinder, OpFault, have_nan, in_reals, readable
 from amp_core.debugging.op_kinds import numbers_in
 from amp_core.debugging.state_keeper import generator_states, with_generators, with_own_buffers
@@ -52,9 +53,16 @@ class Guard(Attached):
         self._search = ExitStack()
         self._masks_result = False
         self._generators = generator_states()  # of the start of a step
+        self._call: CompiledCall | None = None
         super().__init__(model)  # last: an interrupt must leave no hook that lacks one of these
         register(self)
         self._removers += [lambda: unregister(self), self._stop]
+
+    def _watch_calls(self, before: Hook, after: Hook) -> list[Callable[[], None]]:
+        if not is_compiled_in_place(self.model):
+            return super()._watch_calls(before, after)
+        self._call = CompiledCall(self.model, before, after)  # outside of the compiled function, not within
+        return [self._call.remove]
 
     @untraced
     def remove(self) -> None:
@@ -71,7 +79,7 @@ class Guard(Attached):
         super().remove()
 
     def __getstate__(self) -> dict[str, Any]:
-        left = ["_scaled", "_skips", "_finder", "_search"]
+        left = ["_scaled", "_skips", "_finder", "_search", "_call"]
         return {**super().__getstate__(), **dict.fromkeys(left)}
 
     def _before(self) -> None:
@@ -84,7 +92,9 @@ class Guard(Attached):
         if looks:
             finder, self._stepped = FaultFinder(self.step, self._found), set[int]()
             with ExitStack() as search:  # what begins must end, also if the next one cannot begin
-                search.enter_context(Tap(finder, self.model)).places.enter(self.model)
+                tap = search.enter_context(Tap(finder, self.model))
+                if self._call is None:  # else the call of the model has yet to begin
+                    tap.places.enter(self.model)
                 search.callback(watch_steps(self._after_step, after=True))
                 self._finder, self._search = finder, search.pop_all()
         else:
@@ -130,6 +140,11 @@ class Guard(Attached):
         return finder
 
     def _optimize(self, optimizer: Optimizer, parameters: list[Tensor]) -> None:
+        if self._call is not None and not self._call.is_called():
+            raise AmpError(
+                "model.compile() was called after amp_core.guard(model), which has seen no call since. "
+                "Remove the guard, and guard the model again."
+            )
         if optimizer in self._scaled or getattr(optimizer, "found_inf", None) is not None:
             return  # the scaler checks the gradients and skips the step
         if self._all_finite([p.grad for p in parameters if p.grad is not None]):
@@ -177,8 +192,9 @@ class Guard(Attached):
 
 _COMPILED = (
     "Every op of step {step} is to be checked, and a compiled function calls the model, so that the backward "
-    "pass would go unchecked. Guard what torch.compile(model) returns, and call that in place of the model; "
-    "or, in this step, call the function uncompiled, up to the step of the optimizer."
+    "pass would go unchecked. If the model itself is compiled, guard it after model.compile(), or guard and "
+    "call what torch.compile(model) returns. If the function does more than call the model, call it "
+    "uncompiled in this step, up to the step of the optimizer."
 )
 
 
@@ -206,7 +222,8 @@ def guard(
     of the next backward pass; each ``update`` of the scaler then waits for the device. Values that a mask
     sets to inf are no fault; if a result has such, the guard looks only for NaN in later results. Of a
     DTensor, each rank checks its part. Functions compiled by `torch.compile` run eagerly while every op is
-    checked, but none of them may call the model then: guard the result of ``torch.compile(model)`` instead.
+    checked, but none of them may call the model then: guard the model after ``model.compile()``, or the
+    result of ``torch.compile(model)``.
 
     Args:
         model: the model to guard, as it is called in training.

@@ -57,7 +57,7 @@ class Training:
         self.called: Any = self.model
         self.forward = self.plain
         if how == "in place":
-            self.model.compile(backend="aot_eager")
+            self.model.compile(backend="aot_eager", fullgraph=True)
         elif how == "module":
             self.called = torch.compile(self.model, backend="aot_eager")
         elif how == "function":
@@ -90,9 +90,10 @@ class Training:
         nn.init.zeros_(self.model.first.bias)
 
 
-def test_chosen_steps_of_a_compiled_model() -> None:
+@pytest.mark.parametrize("how", ["module", "in place"])
+def test_chosen_steps_of_a_compiled_model(how: str) -> None:
     """The model stays uncompiled after the step, or training ends with an internal error of torch."""
-    plain, compiled = Training(), Training("module")
+    plain, compiled = Training(), Training(how)
     expected = [plain.step() for _ in range(4)]
     with guard(compiled.called, steps=[1]):
         found = [compiled.step() for _ in range(4)]
@@ -100,10 +101,11 @@ def test_chosen_steps_of_a_compiled_model() -> None:
     assert all(torch.allclose(a, b) for a, b in zip(expected, found, strict=True))
 
 
+@pytest.mark.parametrize("how", ["module", "in place"])
 @pytest.mark.parametrize("scaled", [False, True])
-def test_a_backward_fault_of_a_compiled_model(scaled: bool) -> None:
+def test_a_backward_fault_of_a_compiled_model(scaled: bool, how: str) -> None:
     """The op of the backward pass is not found."""
-    training = Training("module")
+    training = Training(how)
     if scaled:
         training.scaler = GradScaler("cpu", init_scale=4.0)
     with guard(training.called, steps=[1]) as guarded:
@@ -115,12 +117,14 @@ def test_a_backward_fault_of_a_compiled_model(scaled: bool) -> None:
     assert guarded.fault.phase == "backward"
 
 
-@pytest.mark.parametrize("how", ["in place", "inner", "function"])
+@pytest.mark.parametrize("how", ["later", "inner", "function"])
 def test_a_model_that_a_compiled_function_calls(how: str) -> None:
     """The backward pass goes unchecked, or a later step ends with an internal error of torch."""
     training = Training("module" if how == "inner" else how)
     expected = Training().step()
     with guard(training.model, steps=[1]) as guarded:
+        if how == "later":
+            training.model.compile(backend="aot_eager")
         assert torch.allclose(training.step(), expected)
         with pytest.raises(AmpError, match=r"step 1 is to be checked.*torch\.compile\(model\)"):
             training.step()
@@ -128,6 +132,48 @@ def test_a_model_that_a_compiled_function_calls(how: str) -> None:
         training.step()
     training.step()
     assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+
+
+@pytest.mark.parametrize("steps", [None, [0]])
+def test_a_forward_fault_of_a_model_compiled_in_place(steps: Any) -> None:
+    """Only the result is known to be bad, or the guard breaks the graph."""
+    training = Training("in place")
+    nn.init.constant_(training.model.first.weight, 1e38)
+    with guard(training.model, steps=steps) as guarded, pytest.raises(NonFiniteError):
+        training.step()
+    assert guarded.fault is not None
+    assert guarded.fault.phase == "forward"
+
+
+def test_guards_of_a_model_compiled_in_place() -> None:
+    """One of two sees no call, or the model calls a guard for ever, or a copy has one."""
+    training = Training("in place")
+    compiled = training.model._compiled_call_impl
+    first, second = guard(training.model), guard(training.model, steps=[1])
+    copy = pickle.loads(pickle.dumps(training.model))
+    for _ in range(3):
+        training.step()
+    copy(X).sum().backward()
+    assert first.step == second.step == 2
+    for each in (first, second):
+        each.remove()
+        training.step()
+    assert training.model._compiled_call_impl in (compiled, first._call)
+    assert first.step == 2
+    assert second.step == 3
+
+
+def test_a_model_compiled_again_under_a_guard() -> None:
+    """The guard sees no call from then on, and says nothing."""
+    training = Training("in place")
+    with guard(training.model):
+        training.step()
+        training.model.compile(backend="aot_eager")
+        with pytest.raises(AmpError, match="has seen no call since"):
+            training.step()
+    compiled = training.model._compiled_call_impl
+    training.step()
+    assert training.model._compiled_call_impl is compiled
 
 
 @pytest.mark.parametrize("scaled", [False, True])
