@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,8 +18,9 @@ from amp_core.casts.shards import like
 from amp_core.casts.stand_ins import buckets, in_place_of, refuse_wrapper, unhooked_step
 from amp_core.casts.storage import widen_state
 from amp_core.common.arguments import check_module
+from amp_core.common.generators import kept_generators
 from amp_core.common.handle import LocalHandle
-from amp_core.common.optimizers import copied_group
+from amp_core.common.optimizers import copied_group, is_torchs
 
 _LOW = (torch.bfloat16, torch.float16)
 
@@ -128,8 +130,8 @@ def count_lost_updates(model: nn.Module, optimizer: Optimizer) -> LostUpdates:
 
     Before each step, the optimizer steps on float32 copies of its bfloat16 and float16 parameters, gradients
     and states, one bucket (`Backend.grad_bucket_nbytes`) at a time; an optimizer from outside ``torch.optim``
-    gets all parameters at once. An update is lost if that changes an element and the real step does not. The
-    real step is as without the count. For a weight that `master_weights` stores, use its
+    gets copies of all its parameters at once. An update is lost if that changes an element and the real step
+    does not. The real step is as without the count. For a weight that `master_weights` stores, use its
     ``lost_updates=True``.
 
     The records of `GradScaler` have the counts too: ``scaler.history[-1].lost_updates``. Only reading waits
@@ -175,21 +177,38 @@ def float32_steps(optimizer: Optimizer, names: Mapping[int, str]) -> Iterator[tu
     """Yield (name, parameter, this rank's part after a step in float32); the step leaves nothing behind."""
     step = unhooked_step(optimizer)
     for bucket in buckets(optimizer):
-        low = [(copied_group(group), [p for p in pairs if _is_low(p[1], names)]) for group, pairs in bucket]
-        states, copies = optimizer.state, defaultdict[Any, Any](dict)
-        stand_ins = {id(p): _stand_in(p, states, copies) for _, pairs in low for _, p in pairs}
-        if not stand_ins:
+        chosen = [(copied_group(group), _stepped(optimizer, pairs, names)) for group, pairs in bucket]
+        params = [param for _, pairs in chosen for _, param in pairs]
+        low = [param for param in params if _is_low(param, names)]
+        if not low:
             continue
+        states, copies = optimizer.state, defaultdict[Any, Any](dict)
+        stand_ins = {id(param): _stand_in(param, states, copies) for param in params}
         copies.update({k: copy.deepcopy(state) for k, state in states.items() if not isinstance(k, Tensor)})
         optimizer.state = copies
         try:
-            with in_place_of(optimizer, low, stand_ins):
+            with in_place_of(optimizer, chosen, stand_ins), _random_numbers_kept(optimizer, low):
                 step()
         finally:
             optimizer.state = states
-        for _, pairs in low:
-            for _, param in pairs:
-                yield names[id(param)], param, part_of(stand_ins[id(param)]).detach()
+        for param in low:
+            yield names[id(param)], param, part_of(stand_ins[id(param)]).detach()
+
+
+def _stepped(
+    optimizer: Optimizer, pairs: list[tuple[int, Tensor]], names: Mapping[int, str]
+) -> list[tuple[int, Tensor]]:
+    """Return which parameters take the float32 step; one of another package may depend on all that it has."""
+    return [pair for pair in pairs if _is_low(pair[1], names)] if is_torchs(optimizer) else pairs
+
+
+def _random_numbers_kept(
+    optimizer: Optimizer, params: Iterable[Tensor]
+) -> contextlib.AbstractContextManager[None]:
+    """Let the real step draw the same random numbers; torch's own optimizers draw none."""
+    if is_torchs(optimizer):
+        return contextlib.nullcontext()
+    return kept_generators(next((p.device.type for p in params if not p.is_cpu), "cpu"))
 
 
 def _is_low(param: Tensor, names: Mapping[int, str]) -> bool:
@@ -198,10 +217,13 @@ def _is_low(param: Tensor, names: Mapping[int, str]) -> bool:
 
 
 def _stand_in(param: Tensor, states: Mapping[Any, Any], copies: dict[Any, Any]) -> Tensor:
-    """Return a float32 copy of `param` with its gradient; add a copy of its state to `copies`."""
-    stand_in = like(param, part_of(param).detach().float()).requires_grad_()
-    assert param.grad is not None
-    stand_in.grad = param.grad.to(torch.float32, copy=True)
+    """Return a copy of `param`, in float32 if it is narrower, with gradient; add its state to `copies`."""
+    dtype = torch.float32 if param.dtype in _LOW else param.dtype
+    part = part_of(param).detach().to(dtype, copy=True)
+    stand_in = like(param, part).requires_grad_(param.requires_grad)
+    if param.grad is not None:
+        stand_in.grad = param.grad.to(dtype, copy=True)
     if param in states:
-        copies[stand_in] = {k: widen_state(v) for k, v in copy.deepcopy(states[param]).items()}
+        state = copy.deepcopy(states[param])
+        copies[stand_in] = {k: widen_state(v) for k, v in state.items()} if param.dtype in _LOW else state
     return stand_in

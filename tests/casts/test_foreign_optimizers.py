@@ -210,6 +210,45 @@ def test_counting_lost_updates_leaves_the_step_as_it_is() -> None:
         assert torch.equal(one, other)
 
 
+class Noisy(Foreign):
+    """Adds noise to each step, as Langevin dynamics does."""
+
+    def _step(self, param: Tensor, lr: Any) -> None:
+        param.sub_(lr * param.grad + 0.1 * torch.randn(param.shape).to(param.dtype))
+
+
+def test_counting_lost_updates_draws_no_random_numbers() -> None:
+    """The step on copies takes the noise of the real step, which makes another training of it."""
+    results = []
+    for counts in (False, True):
+        model = Net().bfloat16()
+        optimizer = Noisy(model.parameters())
+        torch.manual_seed(1)
+        with count_lost_updates(model, optimizer) if counts else contextlib.nullcontext():
+            for _ in range(2):
+                give_gradients(model, 0)
+                optimizer.step()
+        results.append([*model.parameters(), torch.rand(3)])
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_counting_lost_updates_of_parameters_that_belong_together(wide: bool) -> None:
+    """The step on copies misses what has no gradient or is float32: it fails, or is another step."""
+    (model, optimizer), (counted, its_optimizer) = started(), started()
+    for net in (model, counted):
+        net.second.bias.data = net.second.bias.data.to(torch.float32 if wide else torch.bfloat16)
+    with count_lost_updates(counted, its_optimizer) as lost:
+        for net, each in ((model, optimizer), (counted, its_optimizer)):
+            give_gradients(net, 1)
+            each.step()
+    low = ["first.bias", "second.weight", *([] if wide else ["second.bias"])]
+    assert [*lost.lost_updates()] == low
+    check_unchanged(snapshot(optimizer), its_optimizer)
+    for one, other in zip(model.parameters(), counted.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
 def test_compare_restores_states_and_weights() -> None:
     """States come back in the dtype of the parameter; weights as a view of them was kept, in mid-step."""
     model, optimizer = started()
