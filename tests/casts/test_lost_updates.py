@@ -185,3 +185,19 @@ def test_stochastic_storage_loses_some_and_remainder_none() -> None:
     optimizer.step()
     # 0.001 is 0.256 of the gap below 1.0: so many are rounded down, and 250 of 1000 had an update.
     assert abs(masters.lost_updates()["w"] - 0.25 * 0.744) < 0.03
+
+
+def test_what_a_compensation_loses_is_counted() -> None:
+    """The weight before a step is taken without its compensation, so that nothing that is lost shows."""
+    model = model_of([2.0**-10, 2.0**-10, 0.0], torch.float32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    grad = model["w"].grad
+    masters = master_weights(model, optimizer, "kahan", lost_updates=True)
+    model["w"].grad = grad.to(LOW)
+    optimizer.step()
+    assert masters.lost_updates() == {"w": 0.0}
+    model["w"].grad = torch.tensor(
+        [2.0**-21, 2.0**-10, 0.0], dtype=LOW
+    )  # the first is below bfloat16's 2**-10
+    optimizer.step()
+    assert abs(masters.lost_updates()["w"] - 1 / 3) < 1e-6
