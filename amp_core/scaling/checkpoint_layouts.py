@@ -225,6 +225,7 @@ APEX = LossScaleSchedule(2.0, 0.5, growth_interval=2000, max_scale=2.0**24)
 
 def _read_apex(state: Any, schedule: LossScaleSchedule | None) -> _Scales:
     rule = schedule or APEX
+    _entry(state, "loss_scaler0")
     scales: _Scales = {}
     for name, held in state.items():
         number = str(name).removeprefix("loss_scaler")
@@ -236,8 +237,14 @@ def _read_apex(state: Any, schedule: LossScaleSchedule | None) -> _Scales:
 def _write_apex(scales: _Scales) -> dict[str, Any]:
     return {
         f"loss_scaler{number}": {"loss_scale": at.scale, "unskipped": at.growth_tracker}
-        for number, (at, _) in enumerate(scales.values())
+        for number, (at, _) in enumerate(scales[key] for key in _in_apexs_order(scales))
     }
+
+
+def _in_apexs_order(scales: _Scales) -> list[str | None]:
+    """Return the keys by number, if they have one: apex loads scales in their order, whatever their names."""
+    keys = [key for key in scales if key is not None]
+    return [None, *(sorted(keys, key=int) if all(str(key).isdecimal() for key in keys) else keys)]
 
 
 # -- Paddle ------------------------------------------------------------------------------------------

@@ -235,6 +235,19 @@ def test_several_losses() -> None:
         convert_scaler_state(ours, to="torch")
 
 
+def test_scales_of_several_losses_keep_their_numbers() -> None:
+    """A file that sorts its entries by name, 10 before 2, makes losses swap their scales."""
+    names = [f"loss_scaler{i}" for i in range(12)]
+    theirs = {name: {"loss_scale": 2.0**i, "unskipped": i} for i, name in enumerate(names)}
+    for order in (sorted(names), names[::-1]):
+        for ours in (shuffled := {name: theirs[name] for name in order}, convert_scaler_state(shuffled)):
+            back = convert_scaler_state(ours, to="apex")
+            assert back == theirs
+            assert [*back] == names
+    with pytest.raises(KeyError, match="no entry 'loss_scaler0'"):
+        convert_scaler_state({"loss_scaler1": theirs["loss_scaler1"]}, source="apex")
+
+
 def test_a_hysteresis_beyond_int32() -> None:
     """A state that leaves out how many overflows are left is refused."""
     schedule = LossScaleSchedule(hysteresis=2**40)
