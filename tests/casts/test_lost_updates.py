@@ -65,6 +65,17 @@ def test_the_count_changes_nothing(name: str) -> None:
     assert len(watched.state) == 2
 
 
+def test_the_state_of_the_optimizer_has_a_part_in_the_count() -> None:
+    """The step on copies begins anew each time, so the updates of momenta alone are not counted."""
+    model = model_of([1e-4, 0.5, 0.0])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
+    with count_lost_updates(model, optimizer) as counted:
+        for _ in range(2):
+            optimizer.step()
+            assert counted.lost_updates()["w"] == pytest.approx(1 / 3)
+            model["w"].grad = torch.zeros_like(model["w"])
+
+
 def test_only_low_precision_weights_with_gradients_are_counted() -> None:
     """Float32 weights lose nothing to their storage; a copy of each would cost memory for nothing."""
     model = nn.ModuleDict(
