@@ -281,6 +281,22 @@ def beyond() -> None:
             assert torch.equal(param, torch.ones(3)), "a rank stepped alone"
 
 
+def everywhere() -> None:
+    """A gradient that is not finite on all ranks, whose flags add up: torch's kernels skip at 1 alone."""
+    for order, at_step in itertools.product((1.0, 2.0, math.inf), (False, True)):
+        param = nn.Parameter(torch.ones(3))
+        optimizer = torch.optim.AdamW([param], lr=0.1, fused=True)
+        scaler = amp_core.GradScaler("cpu", 8.0, process_group=dist.group.WORLD)
+        scaler.scale(torch.ones(()))
+        param.grad = torch.tensor([1.0, math.inf, 1.0])
+        if not at_step:
+            scaler.clip_grad_norm_(optimizer, 1.0, order)
+        scaler.step(optimizer, **({"max_norm": 1.0, "norm_type": order} if at_step else {}))
+        assert torch.equal(param, torch.ones(3)), (order, at_step, param)
+        scaler.update()
+        assert scaler.get_scale() == 4.0
+
+
 def slices() -> None:
     """Parameters on slices of one mesh that cross, and on meshes of other ranks."""
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
