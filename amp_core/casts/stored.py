@@ -8,14 +8,14 @@ the optimizer's own state, so that its checkpoints hold everything.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from amp_core._torch.tensors import is_flattened, part_of, version_of
+from amp_core._torch.tensors import identity_of, is_flattened, part_of, version_of
 from amp_core._torch.tracing import outside_graphs, untraced
 from amp_core.casts.lost_updates import Counts
 from amp_core.casts.memory import KeptMemory
@@ -32,7 +32,6 @@ from amp_core.casts.stored_parameters import (
 from amp_core.common.arguments import as_whole, check_module
 from amp_core.common.containers import map_tensors
 from amp_core.common.handle import LocalHandle
-from amp_core.common.identity import WeakIdentityMapping
 from amp_core.common.optimizers import exact_states, numbered, parameters_of
 
 KEPT = "amp_core_kept"
@@ -71,12 +70,13 @@ class StoredWeights(LocalHandle):
         self._model, self._keep = model, checked_globs(model, keep)
         stored = storable(model, optimizer, self._keep)
         refuse_unstorable(model, stored)
-        self._names: MutableMapping[Tensor, str] = WeakIdentityMapping()  # of the parameters that are stored
-        self._known: MutableMapping[Tensor, None] = WeakIdentityMapping()  # that the model has, too
+        # A weak reference to a parameter would forbid torch.utils.swap_tensors, by which DTensors move.
+        self._names: dict[Tensor, str] = {}  # of the parameters that are stored
+        self._known: dict[Tensor, None] = {}  # that the model has, too
         self._lost = Counts(optimizer) if lost_updates else None
-        self._versions: MutableMapping[Tensor, int] = WeakIdentityMapping()  # after the last step
+        self._versions: dict[Tensor, tuple[int, int]] = {}  # after the last step; with what it counts for
         # What is kept until the first step: a state shows that it began.
-        self._first: MutableMapping[Tensor, Tensor] = WeakIdentityMapping()
+        self._first: dict[Tensor, Tensor] = {}
         optimizer._amp_core_first = self._first  # type: ignore[attr-defined]  # for copies of its state
         for param in stored.values():
             self._convert(param)
@@ -103,8 +103,9 @@ class StoredWeights(LocalHandle):
         return param in self._names and param.dtype is torch.bfloat16  # float32 if it joined later
 
     def _look_for_new(self) -> None:
-        """Look up the names if there may be parameters that have joined the optimizer, or the model."""
-        if not all([param in self._known for param in parameters_of(self.optimizer)]):
+        """Look up the names if parameters may have joined or left the optimizer, or joined the model."""
+        stepped = parameters_of(self.optimizer)
+        if len(stepped) < len(self._known) or not all([param in self._known for param in stepped]):
             self._look_up()
 
     def _look_up(self) -> None:
@@ -120,9 +121,11 @@ class StoredWeights(LocalHandle):
         }
         taken = {*now.values()}  # "" if a weight has left the model, and another has the name
         left = {p: "" if name in taken else name for p, name in stored.items() if p not in now}
-        self._names, self._known = WeakIdentityMapping(), WeakIdentityMapping()
-        self._names.update({**left, **now})
-        self._known.update(dict.fromkeys([*left, *(p for p in self._model.parameters() if p in stepped)]))
+        self._names = {**left, **now}
+        self._known = dict.fromkeys([*left, *(p for p in self._model.parameters() if p in stepped)])
+        for param in {*self._versions, *self._first} - stepped:
+            self._versions.pop(param, None)
+            self._first.pop(param, None)
 
     def _convert(self, param: Tensor) -> None:
         """Store a float32 parameter, rounded to nearest; no random bits are drawn."""
@@ -212,7 +215,7 @@ class StoredWeights(LocalHandle):
         low = part_of(param).detach()
         wide = self._memory.empty_like(low, torch.float32)
         kept = None if kept is None else part_of(kept)
-        if kept is not None and self._versions.get(param) != version_of(param):
+        if kept is not None and self._versions.get(param) != _version(param):
             kept = drop_foreign(kept, low)  # doing this at each step would take twice the time
         self._how.widen_(wide, low, kept)
         return wide
@@ -233,7 +236,7 @@ class StoredWeights(LocalHandle):
         before = None if self._lost is None else self._wide(param)
         changed = None if before is None else wide != before  # `wide` is overwritten
         kept = self._how.narrow(wide, param, draw, None if kept is None else part_of(kept))
-        self._versions[param] = version_of(param)
+        self._versions[param] = _version(param)
         if self._state_dtype is not torch.float32:
             for i, name in enumerate(sorted(state.keys() - {KEPT})):
                 state[name] = narrow_state(state[name], param, draw.key(1 + i))
@@ -337,4 +340,9 @@ class StoredWeights(LocalHandle):
         if self._lost is not None:
             self._lost.remove()
             self._lost = None
-        self._names = WeakIdentityMapping()  # a learning-rate scheduler may go on calling this step
+        self._names, self._known, self._versions = {}, {}, {}  # a scheduler may go on calling this step
+
+
+def _version(param: Tensor) -> tuple[int, int]:
+    """Return what differs once `param` was written to, or swapped for another tensor."""
+    return identity_of(param), version_of(param)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -136,3 +138,47 @@ def test_parameters_without_storage_pass_by() -> None:
     foreign = nn.Parameter(torch.eye(8).to_sparse())
     with cached_casts(make()), autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(torch.mm(foreign, X.t()), X.t().bfloat16())
+
+
+@pytest.mark.parametrize("change", ["the same memory", "there and back in bfloat16", "load"])
+@pytest.mark.parametrize("storage", ["remainder", "kahan", "stochastic"])
+def test_stored_weights_are_swapped(storage: Any, change: str) -> None:
+    """A move of the model, as DTensors always swap, fails or drops what is kept, or a load keeps it."""
+    results = []
+    for swaps in (False, True):
+        torch.__future__.set_swap_module_params_on_conversion(swaps)
+        model = make().bfloat16()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        with master_weights(model, optimizer, storage) as stored:
+            for _ in range(3):
+                STORED_CHANGES[change](model)
+                model(X.bfloat16()).float().square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            results.append(stored.float32_weights())
+    assert results[0].keys() == {*make().state_dict()}
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
+
+
+STORED_CHANGES: dict[str, Callable[[nn.Module], object]] = {
+    "the same memory": CHANGES["the same memory"],
+    "there and back in bfloat16": lambda model: model.float().bfloat16(),
+    "load": CHANGES["load"],
+}
+
+
+def test_stored_weights_that_leave_are_freed() -> None:
+    """What has left the optimizer and the model stays in memory as long as the handle."""
+    model = make()
+    optimizer = torch.optim.SGD([{"params": layer.parameters()} for layer in (model[0], model[2])], lr=0.1)
+    with master_weights(model, optimizer, "remainder") as stored:
+        model(X.bfloat16()).float().square().mean().backward()
+        optimizer.step()
+        gone = [weakref.ref(param) for param in model[2].parameters()]
+        for param in model[2].parameters():
+            del optimizer.state[param]
+        del model[2], optimizer.param_groups[1], param
+        optimizer.step()
+        gc.collect()
+        assert [ref() for ref in gone] == [None, None]
+        assert stored.float32_weights().keys() == {"0.weight", "0.bias"}
