@@ -34,7 +34,7 @@ class Difference:
         largest: the largest finite magnitude of the reference, with the loss scale of the mixed run.
         random: whether the op draws random numbers, which may differ between dtypes.
         noise: whether the reference is only rounding noise left by canceling larger float32 numbers.
-        size: norm of the reference.
+        size: norm of the finite values of the reference.
         line: ``file:line`` of the program that called the op, or the forward op of a backward op.
     """
 
@@ -54,6 +54,13 @@ class Difference:
 
 
 _NOISE = 1e-5  # about 100 times float32's eps
+_WITHOUT_SUMS = (
+    *("mul", "div", "square", "pow", "sqrt", "rsqrt", "reciprocal", "exp", "sigmoid", "tanh", "relu"),
+    *("clamp", "clamp_min", "clamp_max", "where", "masked_fill"),
+    *("maximum", "minimum", "max", "min", "amax", "amin"),
+    *("softmax", "_softmax", "_safe_softmax", "scaled_dot_product_attention"),
+)
+"""Ops whose result is small beside their inputs without canceling, as beside what fills a mask."""
 
 
 class Found(NamedTuple):
@@ -126,7 +133,8 @@ def _difference(
     error = math.inf if overflows else _relative(values, exact)
     parents = [known[p] for p in sample.parents if p in known]
     given = max((parent.error for parent in parents), default=0.0)
-    size = float(exact.norm()) * math.sqrt(math.prod(sample.shape) / max(1, exact.numel()))
+    norm = float(exact[exact.isfinite()].norm())
+    size = norm * math.sqrt(math.prod(sample.shape) / max(1, exact.numel()))
     noise = not overflows and _is_noise(key, size, parents)
     return Difference(
         key,
@@ -152,8 +160,8 @@ def _is_noise(key: Key, size: float, parents: list[Difference]) -> bool:
     """
     if key.level == PARAMETER:
         return any(parent.noise or size < _NOISE * parent.size for parent in parents)
-    scales = key.name.partition("::")[2].partition(".")[0].rstrip("_") in ("mul", "div")
-    return not scales and size < _NOISE * max((parent.size for parent in parents), default=0.0)
+    sums = key.name.partition("::")[2].partition(".")[0].rstrip("_") not in _WITHOUT_SUMS
+    return sums and size < _NOISE * max((parent.size for parent in parents), default=0.0)
 
 
 def _relative(values: Tensor, exact: Tensor) -> float:

@@ -52,6 +52,41 @@ def test_a_mask_is_no_fault(dtype, fill):
     assert advice.policy == amp_core.OpPolicy.default("cpu")
 
 
+class Close(nn.Module):
+    """Two scores that bfloat16 cannot tell apart, beside a masked one."""
+
+    def __init__(self, fill):
+        super().__init__()
+        self.scores, self.fill = nn.Linear(2, 3, bias=False), fill
+        with torch.no_grad():
+            self.scores.weight.copy_(torch.tensor([[128.0, 128.0], [128.0, 129.0], [1.0, 1.0]]))
+
+    def forward(self, x):
+        scores = self.scores(x).masked_fill(torch.tensor([False, False, True]), self.fill)
+        return scores.softmax(-1)[..., 1].mean()
+
+
+@pytest.mark.parametrize("fill", [-1e3, -1e9, -math.inf])
+def test_a_mask_hides_no_fault(fill):
+    """What softmax returns is noise beside the fill value of a mask, so that a wrong loss has no lead."""
+    model, x = Close(fill), torch.ones(4, 2)
+    with torch.no_grad():
+        comparison = amp_core.compare(lambda: model(x), "cpu", dtype=BF16)
+    assert comparison.loss_error > 0.3
+    (lead,) = comparison.leads()
+    assert lead.key.name == "aten::softmax.int"
+    assert not lead.noise
+
+
+def test_squares_of_small_numbers_are_no_noise():
+    """A square that underflows counts as rounding noise, because it is small beside its root."""
+    x, eye = torch.full((8,), 2.0**-18), torch.eye(8)
+    comparison = amp_core.compare(lambda: (nn.functional.linear(x, eye).square() * 2.0**24).sum(), dtype=FP16)
+    assert comparison.loss_error == 1
+    (lead,) = comparison.leads()
+    assert lead.underflow == 1
+
+
 def test_a_mask_beside_a_fault_is_no_lead(attention):
     """A mask that is not to blame is named, or mended, beside the op that overflows."""
     model = nn.Sequential(Masked("finfo"), attention)
