@@ -78,6 +78,8 @@ def test_a_guard_that_the_forward_pass_attaches() -> None:
             return super().forward(x)
 
     model = Attaching(2, 2)
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[1.0, -1.0], [1.0, -1.0]]))  # inf - inf is a NaN of addmm's own
     model.register_forward_hook(
         lambda *_: None
     )  # torch looks for hooks after the pass if there is one before
