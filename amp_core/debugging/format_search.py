@@ -65,10 +65,11 @@ class FormatSearch:
         added = {layer: max(error**2 - plain**2, 0.0) for layer, error in alone.items()}
         room = self._tolerance**2 - plain**2
         chosen = _most_work(self._work, added, room)
-        while chosen and not self._is_tolerable(chosen):
+        # However little room there is, it holds the layers that seem to add nothing.
+        while not self._is_tolerable(chosen) and any(added[layer] for layer in chosen):
             room *= _LESS
             chosen = _most_work(self._work, added, room)
-        chosen = max(chosen, self._best(), key=self._work_of)
+        chosen = self._best()
         left = [layer for layer in self._work if layer not in chosen and alone[layer] <= self._tolerance]
         for layer in sorted(left, key=lambda layer: -self._work[layer])[:rounds]:
             if self._is_tolerable({*chosen, layer}):

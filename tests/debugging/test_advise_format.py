@@ -121,6 +121,29 @@ def test_a_layer_outside_the_model_is_left_out_with_its_op():
     assert advice.policy.rule("linear") == "lower_precision_fp"
 
 
+class Threshold(nn.Module):
+    """The error of either layer alone remains below the threshold, that of both does not."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(32, 32, bias=False), nn.Linear(32, 32, bias=False)
+        with torch.no_grad():
+            for weight in self.parameters():
+                weight.fill_(2.625)  # 3 in e2m1, and so 96 for 84 in the sum
+
+    def forward(self, x):
+        return (self.a(x) + self.b(x)).clamp(min=186)
+
+
+@pytest.mark.timeout(100)
+def test_layers_that_seem_to_add_no_error_end_the_search():
+    """Layers without an error of their own, together beyond the tolerance, are measured without end."""
+    model, x = Threshold(), torch.ones(32, 32)
+    advice = amp_core.advise(lambda: model(x).mean(), "cpu", format="mxfp4", tolerance=0.01)
+    assert [(layer.alone, layer.kept) for layer in advice.layers] == [(0.0, True), (0.0, False)]
+    assert advice.after.result_error == 0
+
+
 def test_what_all_layers_bear_needs_no_search():
     """A format that fits is given up, or rehearsed in more runs than two."""
     _, step = small(0)
