@@ -13,6 +13,7 @@ from amp_core.debugging.places import Place
 from amp_core.debugging.step import Step
 from amp_core.errors import PolicyError
 from amp_core.policy import OpPolicy
+from amp_core.regions.selecting import glob_of
 
 _LESS = 0.8  # of the room for errors, if the estimate was too low
 _PARTS = 1000  # in which that room is divided
@@ -143,10 +144,10 @@ class FormatSearch:
                 policy = policy.override({op: plain}, origin=ORIGIN)
                 continue
             for module in sorted(without, key=str):
-                modules[str(module)][op] = plain
+                modules[glob_of(str(module))][op] = plain
             for module in here - without:
                 if any(_is_inside(str(module), str(other)) for other in without):
-                    modules[str(module)][op] = recipe
+                    modules[glob_of(str(module))][op] = recipe
         return policy, dict(modules)
 
 

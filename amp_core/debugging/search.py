@@ -24,6 +24,7 @@ from amp_core.errors import PolicyError
 from amp_core.policy import OpPolicy
 from amp_core.policy import rules as r
 from amp_core.policy.names import in_full, short
+from amp_core.regions.selecting import glob_of
 
 _LARGEST_SCALE = 2.0**24
 _HEADROOM = 8  # range left above this step's largest gradient, for larger ones in other steps
@@ -193,15 +194,17 @@ class Search:
 
 
 def _with_ops(proposal: Proposal, module: str, ops: list[str]) -> Proposal:
-    earlier = proposal.modules.get(module, {})
+    glob = glob_of(module)
+    earlier = proposal.modules.get(glob, {})
     rules = {**(earlier if isinstance(earlier, dict) else {}), **dict.fromkeys(ops, r.FP32)}
-    return replace(proposal, modules={**proposal.modules, module: rules})
+    return replace(proposal, modules={**proposal.modules, glob: rules})
 
 
 def _with_module(proposal: Proposal, module: str) -> Proposal:
     """Run the whole module in float32, replacing the rules for its parts."""
-    others = {m: rules for m, rules in proposal.modules.items() if not f"{m}.".startswith(f"{module}.")}
-    return replace(proposal, modules={**others, module: r.FP32})
+    glob = glob_of(module)
+    others = {m: rules for m, rules in proposal.modules.items() if not f"{m}.".startswith(f"{glob}.")}
+    return replace(proposal, modules={**others, glob: r.FP32})
 
 
 def _words(ops: list[str], module: str) -> str:

@@ -31,6 +31,7 @@ from amp_core.policy import OpPolicy, names
 from amp_core.policy import rules as r
 from amp_core.policy.recipes import recipe_of
 from amp_core.regions.region import autocast
+from amp_core.regions.selecting import glob_of
 
 _RANKS = (
     'advise(goal="speed") cannot time a model that several ranks share (DDP, FSDP2, tensor parallelism): '
@@ -232,7 +233,7 @@ class SpeedSearch:
         users = {module for entry in losing for module in entry.modules}
         children = [n for n, _ in root.named_children() if any(f"{u}.".startswith(f"{n}.") for u in users)]
         for name in children[:rounds] if len(children) > 1 else ():
-            tried = replace(best, name="advice", modules={**best.modules, name: r.FP32})
+            tried = replace(best, name="advice", modules={**best.modules, glob_of(name): r.FP32})
             now, then = self._measure([best, tried], f"{name} in float32")
             best = tried if then < _GAIN * now else best
         return best

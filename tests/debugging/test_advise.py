@@ -50,6 +50,37 @@ def test_a_reduction_that_loses_digits(variance, step):
     assert op[0].error < 0.2 < advice.findings[0].before
 
 
+class Sizes(nn.Linear):
+    """Its squares overflow in float16."""
+
+    def forward(self, x):
+        return (super().forward(x) * 300).square().mean(-1, keepdim=True).sqrt() / 300
+
+
+class Relations(nn.ModuleDict):
+    """Only the first of its modules overflows."""
+
+    def __init__(self, name):
+        super().__init__({name: Sizes(32, 32), "ab": nn.Linear(1, 32)})
+
+    def forward(self, x):
+        first, second = self.values()
+        return second(first(x))
+
+
+@pytest.mark.parametrize("name", ["user:item", "a[b]", "a*"])
+def test_the_rules_of_modules_whose_names_look_like_globs(name):
+    """The search takes a name for a glob: no rule helps, or other modules get the rule as well."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Relations(name))
+    x = torch.randn(16, 32)
+    advice = amp_core.advise(lambda: model(x).square().mean(), "cpu", dtype=FP16)
+    assert advice.before.loss_error == float("inf")
+    assert advice.after.loss_error < 0.01
+    with Advice.from_toml(advice.to_toml()).apply(model) as applied:
+        assert applied.modules == (f"0.{name}",)
+
+
 def test_a_sound_model_gets_no_rules(step):
     """Advice that slows down a model without need would be worse than none."""
     model = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 4))

@@ -101,6 +101,22 @@ def test_the_layer_with_outliers_is_named():
     }
 
 
+def test_a_layer_whose_name_looks_like_a_class():
+    """The search ends with a PolicyError that says there is no such class."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"user:item": Block(1.0), "item:user": Block(2.0**18)})
+    x, y = torch.randn(64, 32), torch.randn(64, 32)
+
+    def step():
+        return nn.functional.mse_loss(model["item:user"](model["user:item"](x)), y)
+
+    advice = amp_core.advise(step, "cpu", format="mxfp8", tolerance=0.1, model=model)
+    assert [layer.module for layer in advice.layers if not layer.kept] == ["item:user"]
+    assert advice.is_tolerable
+    with advice.apply(model) as applied:
+        assert applied.modules == ("item:user", "item:user.up", "item:user.down")
+
+
 class Borrowing(nn.Linear):
     """It calls a layer that is none of its modules."""
 
