@@ -38,6 +38,16 @@ def test_a_gradient_that_underflows(shrinking, step):
     assert not advice.modules
 
 
+def test_an_underflow_that_changes_no_gradient_is_no_fault():
+    """A loss scale is proposed as a fix where the gradients of all parameters are right without one."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(8, 2), nn.Identity()), torch.randn(16, 8)
+    advice = amp_core.advise(lambda: (model(x) * torch.tensor([1.0, 1e-9])).sum(), "cpu", dtype=FP16)
+    assert any(d.underflow > 0.4 for d in advice.before.at("op", "backward"))
+    assert not any(d.underflow for d in advice.after.at("op", "backward"))
+    assert advice.findings == ()
+
+
 def test_a_reduction_that_loses_digits(variance, step):
     """A value that is wrong but finite would pass for right."""
     advice = amp_core.advise(step(variance), "cpu")

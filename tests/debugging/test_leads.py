@@ -57,13 +57,13 @@ class Close(nn.Module):
 
     def __init__(self, fill):
         super().__init__()
-        self.scores, self.fill = nn.Linear(2, 3, bias=False), fill
+        self.scores, self.softmax, self.fill = nn.Linear(2, 3, bias=False), nn.Softmax(-1), fill
         with torch.no_grad():
             self.scores.weight.copy_(torch.tensor([[128.0, 128.0], [128.0, 129.0], [1.0, 1.0]]))
 
     def forward(self, x):
         scores = self.scores(x).masked_fill(torch.tensor([False, False, True]), self.fill)
-        return scores.softmax(-1)[..., 1].mean()
+        return self.softmax(scores)[..., 1].mean()
 
 
 @pytest.mark.parametrize("fill", [-1e3, -1e9, -math.inf])
@@ -76,6 +76,17 @@ def test_a_mask_hides_no_fault(fill):
     (lead,) = comparison.leads()
     assert lead.key.name == "aten::softmax.int"
     assert not lead.noise
+
+
+def test_a_fault_is_mended_where_its_inputs_are_computed():
+    """Advice ends at the module whose op shows the fault, or gives all modules around it rules."""
+    model, x = nn.Sequential(nn.Sequential(Close(-math.inf))), torch.ones(4, 2)
+    with torch.no_grad():
+        advice = amp_core.advise(lambda: model(x), "cpu", dtype=BF16)
+    (finding,) = advice.findings
+    assert (finding.module, finding.op, finding.fix) == ("0.0.softmax", "softmax.int", "0.0 in float32")
+    assert advice.modules == {"0.0": "fp32"}
+    assert advice.after.loss_error == 0
 
 
 def test_squares_of_small_numbers_are_no_noise():
