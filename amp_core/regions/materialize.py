@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from amp_core._torch.dispatcher import Overload, autograd_key, dispatcher_name, is_view, returns_tensors
 from amp_core._torch.op_kernels import has_kernel, key_set, native_kernel
 from amp_core.common.arguments import check_dtype, check_module, device_type_of
-from amp_core.common.containers import tensors_in
+from amp_core.common.containers import map_tensors, parts_of
 from amp_core.common.generators import kept_generators
 from amp_core.dispatch.activate import default_policy
 from amp_core.dispatch.casting import Runner, make_runner
@@ -59,9 +59,9 @@ def materialize(
         dtype: the dtype of low-precision ops; defaults to the device's own.
         device_type: the region's device type; defaults to that of the first parameter.
         dynamic_shapes: as for ``torch.export.export``.
-        check: run both models on the example arguments and compare the results bit for bit. Buffers and
-            random generators are restored afterwards. Switch it off for models with random results or on
-            devices whose kernels are not deterministic.
+        check: run both models on copies of the example arguments and compare bit for bit the results, and
+            what was written to the copies. Buffers and random generators are restored afterwards. Switch it
+            off for models with random results or on devices whose kernels are not deterministic.
 
     Returns:
         The model as a ``torch.fx.GraphModule``, with frozen weights.
@@ -126,11 +126,12 @@ def materialize(
     if check:
         with torch.no_grad():
             outside = autocast(region.device, enabled=False)
+            mine, its = [map_tensors((tuple(args), kwargs), Tensor.clone) for _ in range(2)]  # to write to
             with _left_as_it_is(graph_module), kept_generators(region.device), outside:
-                result = graph_module(*args, **kwargs)
+                result = graph_module(*mine[0], **mine[1])
             with _left_as_it_is(model), kept_generators(region.device), _frozen(model), region:
-                wanted = model(*args, **kwargs)
-        _compare(result, wanted, model, ops, in_force)
+                wanted = model(*its[0], **its[1])
+        _compare((result, mine), (wanted, its), model, ops, in_force)
     return graph_module
 
 
@@ -189,7 +190,7 @@ def _left_as_it_is(model: nn.Module) -> Iterator[None]:
 
 
 def _compare(result: Any, wanted: Any, model: nn.Module, ops: set[str], policy: OpPolicy) -> None:
-    if all(_same(a, b) for a, b in zip(tensors_in(result), tensors_in(wanted), strict=True)):
+    if all(_same(a, b) for a, b in zip(_tensors_of(result), _tensors_of(wanted), strict=True)):
         return
     name = type(model).__name__
     differs = f"The graph of {name} does not give the bits of the region on the example arguments. "
@@ -214,8 +215,18 @@ def _has_fused_path(module: nn.Module) -> bool:
     return fused and not module.training and torch.backends.mha.get_fastpath_enabled()
 
 
+def _tensors_of(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    for part in (parts_of(value) or {}).values():
+        yield from _tensors_of(part)
+
+
 def _same(a: Tensor, b: Tensor) -> bool:
-    return a.dtype is b.dtype and a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
+    if a.dtype is not b.dtype or a.shape != b.shape or a.layout is not b.layout:
+        return False
+    a, b = (t if t.layout is torch.strided else t.to_dense() for t in (a, b))
+    return torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
 
 
 def _decompose_unruled(program: torch.export.ExportedProgram, policy: OpPolicy) -> bool:

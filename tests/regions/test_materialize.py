@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import operator
 import pickle
 import subprocess
@@ -498,6 +499,56 @@ def test_the_check_leaves_buffers_and_generators_as_they_are() -> None:
     assert all(buffers[name] is buffer for name, buffer in model.named_buffers())
     assert torch.equal(torch.get_rng_state(), generator)
     assert all(torch.equal(b, before[name]) for name, b in low.named_buffers() if name in before)
+
+
+class Caching(nn.Module):
+    """Writes to an argument, before it uses it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, cache: dict[str, Tensor]) -> Any:
+        return self.linear(cache["seen"].mul_(0.5).add_(self.linear(x)))
+
+
+def test_a_model_that_writes_to_its_arguments() -> None:
+    """The check runs one model on what the other has written and refuses both, or spoils the arguments."""
+    model, x, cache = Caching().eval(), torch.randn(2, 6), {"seen": torch.randn(2, 6)}
+    before = cache["seen"].clone()
+    low = materialize(model, (x, cache), dtype=LOW)
+    assert torch.equal(cache["seen"], before)
+    ours, wanted = {"seen": before.clone()}, {"seen": before.clone()}
+    assert torch.equal(low(x, ours), in_region(model, x, wanted))
+    assert torch.equal(ours["seen"], wanted["seen"])
+    assert not torch.equal(ours["seen"], before)
+
+
+@dataclasses.dataclass
+class Outputs:
+    """What a model may return, once `torch.export` knows it."""
+
+    logits: Tensor
+
+
+torch.export.register_dataclass(Outputs)
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_results_in_dataclasses_and_what_is_written_are_compared(writes: bool) -> None:
+    """The check of a model with wrong results compares nothing, and so passes."""
+
+    class Differing(nn.Module):
+        def forward(self, x: Tensor) -> Outputs:
+            logits = x + 1
+            traced = 2 * logits if torch.compiler.is_compiling() else logits
+            if not writes:
+                return Outputs(traced)
+            x.copy_(traced)
+            return Outputs(logits)
+
+    with pytest.raises(MaterializeError, match="does not give the bits"):
+        materialize(Differing().eval(), (torch.randn(2, 6),), dtype=LOW)
 
 
 def test_the_fused_path_of_torch_is_named() -> None:
