@@ -46,7 +46,8 @@ class CastArguments:
         """Write to the containers what was written to their copies."""
         for value, copy, given, cast in self._copies:
             parts = parts_of(copy) or {}
-            written = {key: part for key, part in parts.items() if key not in cast or cast[key] is not part}
+            changed = {key: part for key, part in parts.items() if key not in cast or cast[key] is not part}
+            written = {key: self._given_for(part) for key, part in changed.items()}
             removed = [key for key in cast if key not in parts]
             if not written and not removed:
                 continue
@@ -61,3 +62,8 @@ class CastArguments:
             else:
                 for key, part in written.items():
                     object.__setattr__(value, key, part)
+
+    def _given_for(self, part: Any) -> Any:
+        """Return what `part` is a cast copy of, which the module has moved; any other part as it is."""
+        pairs = ((cast[key], given[key]) for _, _, given, cast in self._copies for key in cast)
+        return next((original for copy, original in pairs if copy is part), part)

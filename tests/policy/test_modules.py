@@ -390,6 +390,33 @@ def test_a_float32_module_takes_and_writes_dataclasses(compiled: bool) -> None:
     assert [t[0, 0].item() for t in (*batch.seen, batch.named["both"])] == [2, 1, 5]
 
 
+class Remembering(nn.Linear):
+    """Moves tensors within the containers that it is given, and from one to the other."""
+
+    def forward(
+        self, x: torch.Tensor, window: deque[torch.Tensor], *, old: list[torch.Tensor]
+    ) -> torch.Tensor:
+        old.insert(0, window.popleft())
+        window.append(super().forward(x))
+        return torch.stack([*window, *old]).sum(0)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_what_a_float32_module_moves_is_what_it_was_given(compiled: bool) -> None:
+    """A queue to which a module with the rule fp32 appends holds float32 copies of what it held before."""
+    model, low = Remembering(4, 4), [torch.full((1, 4), float(n), dtype=LOW) for n in range(4)]
+    window, old = deque(low[:3], maxlen=3), [low[3]]
+    with apply_policy(model, {"": "fp32"}), torch.no_grad(), autocast("cpu"):
+        run = torch.compile(model, backend="aot_eager") if compiled else model
+        result = run(low[0], window, old=old)
+    assert result.dtype is window[-1].dtype is HIGH
+    assert len(window) == 3
+    assert window[0] is low[1]
+    assert window[1] is low[2]
+    assert old[0] is low[0]
+    assert old[1] is low[3]
+
+
 class Norm(nn.LayerNorm):
     """A subclass, which a rule for its base covers."""
 
