@@ -98,6 +98,18 @@ def test_squares_of_small_numbers_are_no_noise():
     assert lead.underflow == 1
 
 
+def test_a_mask_is_no_fault_of_a_step_that_returns_nothing():
+    """Where the step runs the backward pass and returns no loss, each op that differs is named."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Masked("finfo"), nn.Linear(16, 4))
+    loss = classify(model)
+    comparison = amp_core.compare(lambda: loss().backward(), "cpu", dtype=FP16)
+    assert comparison.ran_backward
+    assert comparison.loss is None
+    assert any(d.added > 0.9 for d in comparison.at("op"))
+    assert comparison.leads() == []
+
+
 def test_a_mask_beside_a_fault_is_no_lead(attention):
     """A mask that is not to blame is named, or mended, beside the op that overflows."""
     model = nn.Sequential(Masked("finfo"), attention)

@@ -132,6 +132,14 @@ def test_a_module_in_float32_is_named(net, x):
     assert (linear.dtypes, linear.rule, linear.origin) == ("float32", *rule)
 
 
+def test_only_the_rule_fp32_of_a_module_is_named(net, x):
+    """Ops of a module with op rules, of which none applies to them, pass for ops of a module in float32."""
+    with amp_core.apply_policy(net, {"": {"mm": "fp32"}}), amp_core.record() as r, autocast("cpu"):
+        net(x)
+    assert any(not key.rule for key in r.ops)
+    assert not any("module rule" in key.origin for key in (*r.ops, *r.casts))
+
+
 def test_a_device_of_another_maker_is_recorded():
     """On a device whose rules are in Python alone there would be nothing to see."""
     script = Path(__file__).parent / "data" / "another_device.py"

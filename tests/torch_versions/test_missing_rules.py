@@ -41,3 +41,12 @@ def test_the_missing_rules_of_this_torch_are_known(capsys: pytest.CaptureFixture
     else:
         with capsys.disabled():
             print(f"\n{report}")  # noqa: T201
+
+
+def test_ops_that_can_have_no_rule_are_not_missing_one() -> None:
+    """An op of another package that takes no tensor is named, although a policy refuses each rule for it."""
+    library = torch.library.Library("amp_core_tests_missing", "DEF")
+    library.define("made(int size) -> Tensor")
+    library.define("used(Tensor x) -> Tensor")
+    found = {op for op in missing(OpPolicy.default("cpu")) if op.startswith("amp_core_tests_missing")}
+    assert found == {"amp_core_tests_missing::used.default"}
