@@ -40,7 +40,8 @@ class Manager:
         self.registry = Registry()
         self.listens = False
         self._lock = new_lock()
-        self._generic: dict[str, Backend] = {}
+        self._generic: dict[str, TorchBackend] = {}
+        """By the device types that no plugin serves; a fallback takes precedence."""
         self._added: dict[str, list[Backend]] = {}
         """The backends that each plugin registered in code has added, by the plugin's name."""
         self._loaded: dict[str, Failure | None] = {}
@@ -64,7 +65,7 @@ class Manager:
             )
         # torch still accepts "privateuseone" after the device has been renamed.
         name = privateuse1_name() if device_type == _UNNAMED else device_type
-        backend = self.registry.get(name) or self._generic.get(name)
+        backend = self.registry.get(name) or self._unserved(name)
         if backend is None:
             with self._lock:
                 backend = self._find(name)
@@ -100,9 +101,13 @@ class Manager:
         if not _torch_serves(device_type):
             known = {*self.registry, *autocast_device_types()} - _env.disabled_backends()
             raise BackendNotFoundError(unknown_text(device_type, known, self.registry.aliases()))
-        fallback = self.registry.fallback(device_type)
-        backend = TorchBackend(device_type) if fallback is None else fallback[0]
-        return self._generic.setdefault(device_type, backend)
+        generic = self._generic.setdefault(device_type, TorchBackend(device_type))
+        return self._unserved(device_type) or generic
+
+    def _unserved(self, device_type: str) -> Backend | None:
+        """Return the backend of a device type that no plugin was found to serve; None if not looked for."""
+        generic, fallback = self._generic.get(device_type), self.registry.fallback(device_type)
+        return generic if generic is None or fallback is None else fallback[0]
 
     def discover(self) -> None:
         """Load every enabled backend that is built in or declared by an entry point."""
@@ -228,6 +233,7 @@ class Manager:
                 raise ValueError(f"{plugin!r} is already registered with amp-core.")
             if name is not None and self._pluggy.has_plugin(name):
                 raise ValueError(f"Another plugin is registered as {name!r}. Pass another name.")
+            self._load_built_in()  # first: its backends would come in the way, its fallbacks take precedence
             before = self.registry.added()
             try:
                 registered = self._pluggy.register(plugin, name)
@@ -239,7 +245,7 @@ class Manager:
                         f"{known}, marked with amp_core.plugin.hookimpl."
                     )
             except BaseException:
-                self._withdraw(self._added_since(before))
+                self.registry.withdraw(self._added_since(before))
                 self._forget(plugin)
                 raise
             self._added[str(registered)] = self._added_since(before)
@@ -254,14 +260,8 @@ class Manager:
         with self._lock:
             if not self._pluggy.is_registered(plugin):
                 raise ValueError(f"{plugin!r} is not registered with amp-core, so it cannot be unregistered.")
-            self._withdraw(self._added.pop(str(self._pluggy.get_name(plugin)), []))
+            self.registry.withdraw(self._added.pop(str(self._pluggy.get_name(plugin)), []))
             self._forget(plugin)
-
-    def _withdraw(self, backends: Sequence[Backend]) -> None:
-        self.registry.withdraw(backends)
-        for backend in backends:
-            if self._generic.get(backend.device_type) is backend:  # it served as a fallback
-                del self._generic[backend.device_type]
 
     def _forget(self, plugin: object) -> None:
         # Before 1.7, pluggy keeps a plugin registered whose registration failed.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import TypeVar
 
 from amp_core.errors import BackendConflictError, BackendLoadError
@@ -40,7 +41,7 @@ class Registry:
 
     def __init__(self) -> None:
         self._backends: dict[str, tuple[Backend, Owner]] = {}
-        self._fallbacks: dict[str, tuple[Backend, Owner]] = {}
+        self._fallbacks: dict[str, list[tuple[Backend, Owner]]] = {}
         self._op_lists: dict[str, Mapping[str, str]] = {}
         self._owner: Owner | None = None
 
@@ -49,8 +50,8 @@ class Registry:
 
         Args:
             backend: the backend.
-            fallback: use it only while no other plugin serves the device type; a later fallback replaces an
-                earlier one.
+            fallback: use it only while no other plugin serves the device type; a later fallback takes
+                precedence over an earlier one.
 
         Raises:
             TypeError: `backend` is not a `Backend` instance, or has no device type.
@@ -61,7 +62,8 @@ class Registry:
         _check(backend, owner)
         if fallback:
             backend.origin = str(owner)
-            self._fallbacks[backend.device_type] = backend, owner
+            earlier = self._fallbacks.get(backend.device_type, [])
+            self._fallbacks[backend.device_type] = [*earlier, (backend, owner)]
         elif backend.device_type in self._backends:
             if self._backends[backend.device_type][1] == owner:
                 raise BackendConflictError(
@@ -103,12 +105,13 @@ class Registry:
         return None if entry is None else entry[0]
 
     def fallback(self, device_type: str) -> tuple[Backend, Owner] | None:
-        """Return the fallback backend of `device_type` and its owner, or None."""
-        return self._fallbacks.get(device_type)
+        """Return the latest fallback backend of `device_type` and its owner, or None."""
+        fallbacks = self._fallbacks.get(device_type)
+        return fallbacks[-1] if fallbacks else None
 
     def added(self) -> list[tuple[Backend, Owner]]:
         """Return all backends, also fallbacks, each with its owner."""
-        return [*self._backends.values(), *self._fallbacks.values()]
+        return [*self._backends.values(), *chain.from_iterable(self._fallbacks.values())]
 
     def aliases(self) -> dict[str, str]:
         """Return all aliases, each with its device type."""
@@ -132,11 +135,10 @@ class Registry:
         """Remove `backends` where they still serve."""
         for backend in backends:
             name = backend.device_type
-            for table in (self._backends, self._fallbacks):
-                if name in table and table[name][0] is backend:
-                    del table[name]
-            if name in self._op_lists and self._op_lists[name] == backend.op_lists:
-                del self._op_lists[name]
+            if self.get(name) is backend:
+                del self._backends[name]
+                self._op_lists.pop(name, None)  # what replaced another keeps the lists
+            self._fallbacks[name] = [each for each in self._fallbacks.get(name, []) if each[0] is not backend]
 
     @contextmanager
     def claimed(self, owner: Owner) -> Iterator[None]:

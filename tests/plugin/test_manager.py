@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from amp_core.plugin import (
     hookimpl,
     replace_backend,
 )
+from amp_core.plugin.manager import Manager
 from amp_core.plugin.registry import Owner
 
 
@@ -183,10 +185,9 @@ class Adding:
 
 
 @pytest.mark.parametrize("fallback", [False, True])
-def test_a_registration_is_undone_whole(fallback: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_registration_is_undone_whole(fallback: bool) -> None:
     """The backend of a plugin that failed, or was unregistered, serves on, or keeps others out."""
     first, second, manager = Npu(), Npu(), default_manager.manager()
-    monkeypatch.setattr(manager, "_generic", {})  # what served hpu in other tests
     with pytest.raises(RuntimeError, match="half done"):
         amp_core.plugin.register(Adding(first, fallback, RuntimeError("half done")))
     assert first not in [backend for backend, _ in manager.registry.added()]
@@ -198,6 +199,80 @@ def test_a_registration_is_undone_whole(fallback: bool, monkeypatch: pytest.Monk
         amp_core.plugin.unregister(plugin)
     assert second not in [backend for backend, _ in manager.registry.added()]
     assert amp_core.get_backend("hpu") not in (first, second)
+
+
+class Mtia(Npu):
+    """A backend for a device type that amp-core has a fallback for."""
+
+    device_type = "mtia"
+
+
+def test_a_fallback_serves_as_long_as_it_is_registered() -> None:
+    """It is ignored once the device was used, with its op lists in force, and the built-in one is lost."""
+    manager = Manager()
+    first = manager.get("mtia")
+    lists = manager.registry.op_lists("mtia")
+    assert lists
+    plugin = Adding(Mtia(), fallback=True)
+    manager.add(plugin, None)
+    assert manager.get("mtia") is plugin.backend
+    assert not manager.registry.op_lists("mtia")
+    manager.remove(plugin)
+    assert manager.get("mtia") is first
+    assert manager.registry.op_lists("mtia") is lists
+
+
+def test_a_fallback_that_fails_takes_no_other_along() -> None:
+    """After an error in a plugin's hook, a device of torch's runs without the rules of its kernels."""
+    manager = Manager()
+    manager.discover()
+    with pytest.raises(RuntimeError, match="half done"):
+        manager.add(Adding(Mtia(), True, RuntimeError("half done")), None)
+    assert manager.registry.op_lists("mtia") == manager.get("mtia").op_lists != {}
+
+
+def test_a_plugin_may_be_registered_before_anything_is_loaded() -> None:
+    """Its fallback gives way to the built-in one, or its backend for cuda breaks the look-up of others."""
+    manager = Manager()
+    plugin = Adding(Mtia(), fallback=True)
+    manager.add(plugin, None)
+    assert manager.get("mtia") is plugin.backend
+
+    class Cuda(Npu):
+        device_type = "cuda"
+
+    manager = Manager()
+    with pytest.raises(amp_core.BackendConflictError, match="'cuda', which plugin 'cuda' "):
+        manager.add(Adding(Cuda(), fallback=False), None)
+    assert manager.status()["cuda"].distribution == "amp-core"
+
+
+def test_op_lists_stay_with_what_replaced_their_backend() -> None:
+    """Ops lose their rules when the plugin of a backend that no longer serves is unregistered."""
+
+    class Listed(Npu):
+        op_lists = MappingProxyType({"fp32": "exp"})
+
+    for successor in (Listed(), Npu()):  # the second takes over the lists
+        manager, plugin = Manager(), Adding(Listed(), fallback=False)
+        manager.add(plugin, None)
+        manager.registry.replace(successor)
+        manager.remove(plugin)
+        assert manager.get("hpu") is successor
+        assert manager.registry.op_lists("hpu") == {"fp32": "exp"}
+        manager.registry.withdraw([successor])
+        assert not manager.registry.op_lists("hpu")
+
+
+def test_what_replaces_a_backend_is_checked() -> None:
+    """A backend of another version of the interface is put in place, and fails in a step."""
+
+    class Newer(Npu):
+        api_version = 2
+
+    with pytest.raises(amp_core.BackendLoadError, match="implements backend API 2"):
+        replace_backend(Newer())
+    assert not isinstance(amp_core.get_backend("hpu"), Newer)
 
 
 def test_the_owner_of_a_fallback_is_known() -> None:
