@@ -82,7 +82,7 @@ class JsonLines(Listener):
     """
 
     def __init__(self, path: str | Path, only_skipped: bool = False) -> None:
-        self._path = as_path(path)
+        self._path = as_path(path).absolute()  # the program may go to another folder
         self._path.open("a").close()  # fail here, not during training
         self._only_skipped = only_skipped
 

@@ -66,6 +66,17 @@ def test_json_lines_of_skips_alone_through_a_plugin(parts: Any, tmp_path: Path) 
         JsonLines(tmp_path / "nowhere" / "skips.jsonl")
 
 
+def test_json_lines_stay_in_their_file(parts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that changes its folder, as Hydra does, goes on in another file, or fails in a step."""
+    (tmp_path / "run").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with JsonLines("scaler.jsonl").listen(parts[0]):
+        monkeypatch.chdir("run")
+        train(*parts, bad=set())
+    assert (tmp_path / "scaler.jsonl").read_text()
+    assert not list((tmp_path / "run").iterdir())
+
+
 def test_logging(parts: Any, caplog: pytest.LogCaptureFixture) -> None:
     """A skip is not a warning in the log, or does not name its parameter."""
     caplog.set_level(logging.INFO, "amp_core")
