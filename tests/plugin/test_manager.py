@@ -264,6 +264,24 @@ def test_op_lists_stay_with_what_replaced_their_backend() -> None:
         assert not manager.registry.op_lists("hpu")
 
 
+def test_op_lists_are_back_after_another_backend_served() -> None:
+    """After the kit has run on another backend for it, ops of a device have the rules of that one."""
+
+    class Listed(Npu):
+        op_lists = MappingProxyType({"fp32": "exp"})
+
+    class Other(Npu):
+        op_lists = MappingProxyType({"lower_precision_fp": "mm"})
+
+    for first, before in ((Listed(), {"fp32": "exp"}), (Npu(), {})):
+        registry = Registry()
+        registry.add(first)
+        with registry.serving(Other()):
+            assert registry.op_lists("hpu") == {"lower_precision_fp": "mm"}
+        assert registry.get("hpu") is first
+        assert registry.op_lists("hpu") == before
+
+
 def test_what_replaces_a_backend_is_checked() -> None:
     """A backend of another version of the interface is put in place, and fails in a step."""
 
