@@ -8,6 +8,7 @@ import runpy
 import sys
 
 from amp_compat._install import install
+from amp_compat._spawned import Arguments
 
 
 def main() -> None:
@@ -23,7 +24,7 @@ def main() -> None:
     parser.add_argument("args", nargs=argparse.REMAINDER, metavar="...")
     options = parser.parse_args()
     sys.stderr.write(install(deprecated_only=options.deprecated_only) + "\n")
-    sys.argv = [options.program, *options.args]
+    sys.argv = Arguments([options.program, *options.args], options.deprecated_only)
     if options.module:
         sys.path.insert(0, os.getcwd())
         runpy.run_module(options.program, run_name="__main__", alter_sys=True)

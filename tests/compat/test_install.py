@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import multiprocessing
 import pickle
 import subprocess
 import sys
@@ -197,6 +198,38 @@ def test_old_script_runs_unmodified() -> None:
     assert alone.stderr.count("FutureWarning") == ours.stderr.count("FutureWarning") > 0
     assert ours.stderr.count(f"{SCRIPT}:") >= ours.stderr.count("FutureWarning")
     assert ours.stderr.startswith("amp_compat: amp-core replaces torch.amp, ")
+
+
+SPAWNS = """
+import multiprocessing, pickle, sys
+import torch
+from torch.amp import autocast
+
+def tell(method):
+    names = torch.GradScaler, autocast, torch.cuda.amp.GradScaler
+    print(method, *[name.__module__ for name in names], len(sys.argv))
+
+if __name__ == "__main__":
+    for method in sys.argv[1:]:
+        process = multiprocessing.get_context(method).Process(target=tell, args=(method,))
+        process.start()
+        process.join()
+    assert b"amp_compat" not in pickle.dumps(sys.argv)
+"""
+
+
+@pytest.mark.parametrize("options", [("spawns.py",), ("--deprecated-only", "-m", "spawns")])
+def test_processes_that_a_program_starts(options: tuple[str, ...], tmp_path: Path) -> None:
+    """Ranks that the program spawns train with torch's classes, unlike those that it forks."""
+    (tmp_path / "spawns.py").write_text(SPAWNS)
+    methods = multiprocessing.get_all_start_methods() if len(options) == 1 else ["spawn"]
+    command = [sys.executable, "-m", "amp_compat", *options, *methods]
+    run = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
+    current = ("amp_core.scaling.grad_scaler", "amp_core.regions.region")
+    if "--deprecated-only" in options:
+        current = ("torch.amp.grad_scaler", "torch.amp.autocast_mode")
+    said = " ".join([*current, "amp_compat.cuda.amp.grad_scaler", str(len(methods) + 1)])
+    assert run.stdout.splitlines() == [f"{method} {said}" for method in methods], run.stderr
 
 
 def test_uninstall_leaves_alone_what_was_ours_before(monkeypatch: pytest.MonkeyPatch) -> None:
