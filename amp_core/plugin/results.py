@@ -168,7 +168,8 @@ def _checked(name: str, method: Callable[[Any], Any]) -> Callable[[Any], Any]:
         if name == "op_policy" and result.device_type != self.device_type:
             fix = f"return OpPolicy({self.device_type!r}, OpPolicy.default({result.device_type!r}).rules)."
             raise BackendError(_text(self, name, f"returned the policy of {result.device_type!r}; {fix}"))
-        last = result
+        if name != "op_policy":  # right for one device type, it is wrong for another that the class serves
+            last = result
         return result
 
     return call

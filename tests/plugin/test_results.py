@@ -34,6 +34,28 @@ class Right(Backend):
         return (torch.bfloat16,)
 
 
+class Several(Right):
+    """Serves several device types, with the policy of one."""
+
+    device_type = ""
+
+    def __init__(self, device_type: str) -> None:
+        self.device_type = device_type  # type: ignore[misc]
+
+    def op_policy(self) -> OpPolicy:
+        return _OF_HPU
+
+
+_OF_HPU = OpPolicy("hpu", {"mm": "fp32"})
+
+
+def test_a_policy_is_of_the_device_that_asks() -> None:
+    """A device gets the policy of another if the other asked first."""
+    assert Several("hpu").op_policy() is _OF_HPU
+    with pytest.raises(amp_core.BackendError, match="returned the policy of 'hpu'"):
+        Several("xla").op_policy()
+
+
 def _raising(_: Backend) -> Any:
     raise OSError("libnpu.so: cannot open shared object file")
 
