@@ -405,12 +405,37 @@ def test_amp_core_is_imported_once() -> None:
     assert 'with amp_core.autocast("cpu"):' in text
 
 
-def test_nested_region_is_marked_for_review() -> None:
+@pytest.mark.parametrize(
+    "outer",
+    [
+        "with torch.autocast('cuda', dtype=torch.bfloat16):",
+        "with torch.autocast('cuda', torch.bfloat16):",
+        "with torch.cuda.amp.autocast(True, torch.bfloat16):",
+        "@torch.autocast('cuda', dtype=torch.bfloat16)\ndef train():",
+    ],
+)
+@pytest.mark.parametrize("arguments", ["", "enabled=on, cache_enabled=False", "on"])
+def test_nested_region_is_marked_for_review(outer: str, arguments: str) -> None:
     """The default dtype was float16 whatever surrounds; now it is the enclosing region's. The report says so."""
-    source = "import torch\nwith torch.autocast('cuda', dtype=torch.bfloat16):\n    with torch.cuda.amp.autocast():\n        f()\n"
+    source = f"import torch\n{outer}\n    with torch.cuda.amp.autocast({arguments}):\n        f()\n"
     review = [f for f in migrate_source(source, TORCH).findings if f.level == "review"]
     assert len(review) == 1
     assert "float16" in review[0].message
+
+
+@pytest.mark.parametrize(
+    ("outer", "arguments"),
+    [
+        ("with torch.autocast('cuda', enabled=False):", ""),
+        ("def train():", ""),
+        ("with torch.autocast('cuda', dtype=torch.bfloat16):", "dtype=torch.float16"),
+        ("with torch.autocast('cuda', dtype=torch.bfloat16):", "on, torch.float16"),
+    ],
+)
+def test_a_region_that_keeps_its_dtype_is_not_marked(outer: str, arguments: str) -> None:
+    """Every region of a program asks for a review."""
+    source = f"import torch\n{outer}\n    with torch.cuda.amp.autocast({arguments}):\n        f()\n"
+    assert {f.level for f in migrate_source(source, TORCH).findings} == {"changed"}
 
 
 def test_line_endings_and_long_functions_are_kept() -> None:

@@ -68,6 +68,11 @@ def has_positional(args: Sequence[cst.Arg]) -> bool:
     return any(arg.keyword is None and arg.star != "**" for arg in args)
 
 
+def gives_dtype(args: Sequence[cst.Arg]) -> bool:
+    """Return whether a call of any `autocast` passes the dtype, which is the second argument of all."""
+    return keyword_of(args, "dtype") is not None or len([a for a in args if has_positional([a])]) > 1
+
+
 def keyword_of(args: Sequence[cst.Arg], name: str) -> cst.BaseExpression | None:
     """Return the value of the keyword `name`, or None."""
     return next((a.value for a in args if a.keyword is not None and a.keyword.value == name), None)

@@ -9,7 +9,7 @@ import libcst as cst
 from libcst.metadata import Assignment, BaseAssignment
 
 from amp_compat.migrate.bindings import Resolved, Resolver
-from amp_compat.migrate.calls import AUTOCAST_ORDER, has_positional, passes_device
+from amp_compat.migrate.calls import AUTOCAST_ORDER, gives_dtype, has_positional, passes_device
 from amp_compat.migrate.names import OBJECTS
 from amp_compat.migrate.plan import Plan, Use
 from amp_compat.migrate.tree import Parents, around
@@ -61,20 +61,22 @@ def _call(use: Use, parent: cst.CSTNode, at: _Place) -> bool:
 
 
 def _inside_dtype_region(call: cst.Call, parents: Parents) -> bool:
-    if any(a.keyword is not None and a.keyword.value == "dtype" for a in call.args) or len(call.args) > 1:
+    if gives_dtype(call.args):
         return False
+    regions: list[cst.BaseExpression] = []
     for node in around(call, parents):
         if isinstance(node, cst.With):
-            items = [item.item for item in node.items if isinstance(item.item, cst.Call)]
-            if any(item is not call and _sets_dtype(item) for item in items):
-                return True
-    return False
+            regions += [item.item for item in node.items]
+        elif isinstance(node, cst.FunctionDef):
+            regions += [decorator.decorator for decorator in node.decorators]
+    return any(region is not call and _sets_dtype(region) for region in regions)
 
 
-def _sets_dtype(call: cst.Call) -> bool:
-    name = call.func.attr if isinstance(call.func, cst.Attribute) else call.func
-    named = isinstance(name, cst.Name) and name.value == "autocast"
-    return named and any(a.keyword is not None and a.keyword.value == "dtype" for a in call.args)
+def _sets_dtype(region: cst.BaseExpression) -> bool:
+    if not isinstance(region, cst.Call):
+        return False
+    name = region.func.attr if isinstance(region.func, cst.Attribute) else region.func
+    return isinstance(name, cst.Name) and name.value == "autocast" and gives_dtype(region.args)
 
 
 def _decorator(use: Use, parent: cst.CSTNode, at: _Place) -> bool:
