@@ -33,6 +33,10 @@ REWRITES = {
         'import torch\nwith torch.amp.autocast("cuda", enabled=True, dtype=torch.float16, cache_enabled=False):\n'
         "    pass\n",
     ),
+    "an assignment among positional arguments": (
+        "import torch\nwith torch.cuda.amp.autocast(on := True, (low := torch.float16)):\n    pass\n",
+        'import torch\nwith torch.amp.autocast("cuda", enabled=(on := True), dtype=(low := torch.float16)):\n    pass\n',
+    ),
     "keyword splat stays": (
         "import torch\nctx = torch.cpu.amp.autocast(**options)\n",
         'import torch\nctx = torch.amp.autocast("cpu", **options)\n',

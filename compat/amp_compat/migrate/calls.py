@@ -60,7 +60,10 @@ def name_positional(args: Sequence[cst.Arg]) -> list[cst.Arg]:
 
 def _named(arg: cst.Arg, keyword: str) -> cst.Arg:
     equal = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
-    return arg.with_changes(keyword=cst.Name(keyword), equal=equal)
+    value = arg.value
+    if isinstance(value, cst.NamedExpr) and not value.lpar:  # as a keyword, it needs parentheses
+        value = value.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()])
+    return arg.with_changes(keyword=cst.Name(keyword), equal=equal, value=value)
 
 
 def has_positional(args: Sequence[cst.Arg]) -> bool:
