@@ -208,6 +208,31 @@ def test_notebook_layouts(tree: Path, layout: dict, write) -> None:
     assert path.read_bytes() == write(json.dumps({"cells": new, "nbformat": 4}, **layout)).encode()
 
 
+@pytest.mark.parametrize(
+    "magic", ["%timeit autocast(True)", "took = %timeit -o autocast(True)", "%%time autocast(True)\nx = 1"]
+)
+def test_names_in_magics_stay(tmp_path: Path, capsys, magic: str) -> None:
+    """A magic, which is not rewritten, goes on to call without a device what is imported from the target."""
+    path = tmp_path / "demo.ipynb"
+    cells = [_cell("from torch.cuda.amp import GradScaler, autocast\nGradScaler()"), _cell(magic)]
+    path.write_text(json.dumps({"cells": cells, "nbformat": 4}))
+    (file,) = report(capsys, "--write", str(path))["files"]
+    assert "".join(json.loads(path.read_text())["cells"][0]["source"]) == (
+        'from torch.amp import GradScaler\nfrom torch.cuda.amp import autocast\nGradScaler("cuda")'
+    )
+    assert [f["level"] for f in file["findings"] if f["name"] == "autocast"] == ["manual"]
+
+
+def test_deprecated_names_in_magics_are_reported(tmp_path: Path, capsys) -> None:
+    """A notebook counts as migrated, and goes on to use the deprecated name."""
+    path = tmp_path / "demo.ipynb"
+    cells = [_cell("x = 1"), _cell("import torch\n%time s = torch.cuda.amp.GradScaler()")]
+    path.write_text(json.dumps({"cells": cells, "nbformat": 4}))
+    (file,) = report(capsys, str(path))["files"]
+    places = [(f["cell"], f["line"], f["column"], f["level"]) for f in file["findings"]]
+    assert places == [(2, 2, len("%time s = "), "manual")]
+
+
 def test_a_named_link_stays_a_link(tree: Path) -> None:
     """The link would become a second file, and the one that it names would stay as it was."""
     link = tree / "link.py"

@@ -148,7 +148,8 @@ class ModuleRewriter:
 
     def _keep_exported(self, binding: ImportAssignment) -> None:
         reason = (
-            f"`{binding.name}` is in __all__, in a class or used by other files; its signature would change"
+            f"`{binding.name}` is in __all__, in a class, in a magic or used by other files; its signature "
+            f"would change"
         )
         self._find(binding.node, "manual", binding.name, reason)
 

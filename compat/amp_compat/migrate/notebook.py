@@ -15,6 +15,7 @@ from amp_compat.migrate.names import Target
 from amp_compat.migrate.source import migrate_source
 
 _MAGIC = re.compile(r"^(\s*)([%!?].*|[\w., ]+=\s*[%!].*|[\w.]+\?\??)$")
+_TIMED = re.compile(r"^[^#%]*%%?(?:time|timeit|prun|memit|mprun|lprun)\b(.*)", re.MULTILINE)
 _SOURCE = re.compile(r'(?<!\\)"source"\s*:\s*')
 _HIDDEN = re.compile(r"^(\s*)pass  # amp-core magic (.*)$")
 _PYTHON_MAGICS = ("%%time", "%%timeit", "%%capture", "%%prun")
@@ -37,14 +38,15 @@ def migrate_notebook(text: str, target: Target, exported: Collection[str] = ()) 
     if not isinstance(notebook, dict) or not isinstance(notebook.get("cells"), list):
         raise ValueError("not a notebook of nbformat 4: it has no list of cells")
     cells, skipped = _code_cells(notebook["cells"])
-    result = migrate_source("".join(_block(cell) for cell in cells), target, exported)
+    kept = {*exported, *(word for cell in cells for word in _words_in_magics(cell.text))}
+    result = migrate_source("".join(_block(cell) for cell in cells), target, kept)
     new = _split(result.text)
     changed = False
     for cell in cells:
         if new[cell.number] != cell.text:
             changed = True
             _store(notebook["cells"][cell.index], new[cell.number])
-    findings = _relocate(result.findings, cells) + skipped
+    findings = _relocate(result.findings, cells) + skipped + [f for cell in cells for f in _in_magics(cell)]
     return Rewritten(_dump(notebook, text) if changed else text, findings)
 
 
@@ -69,6 +71,23 @@ def _code_cells(raw: list[dict[str, Any]]) -> tuple[list[_Cell], list[Finding]]:
             continue
         cells.append(_Cell(index, number, text))
     return cells, skipped
+
+
+def _words_in_magics(text: str) -> list[str]:
+    """Return the words of statements that magics run, which are not rewritten."""
+    return re.findall(r"\w+", " ".join(_TIMED.findall(text)))
+
+
+def _in_magics(cell: _Cell) -> list[Finding]:
+    """Return a finding for each deprecated name in them."""
+    reason = "statements of magics are not rewritten; change it by hand"
+    found: list[Finding] = []
+    for magic in _TIMED.finditer(cell.text):
+        for name in re.finditer(r"\btorch\.(?:cuda|cpu)\.amp\b", magic[1]):
+            before = cell.text[: magic.start(1) + name.start()]
+            line, column = before.count("\n") + 1, len(before) - before.rfind("\n") - 1
+            found.append(Finding(line, column, "manual", name[0], reason, cell.number))
+    return found
 
 
 def _block(cell: _Cell) -> str:
