@@ -242,6 +242,23 @@ def test_uninstall_leaves_alone_what_was_ours_before(monkeypatch: pytest.MonkeyP
     assert module.GradScaler is amp_core.GradScaler
 
 
+def test_uninstall_leaves_alone_what_a_module_has_bound_since(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name that a program has given another meaning, or deleted, since install() ends uninstall()."""
+    module = types.ModuleType("a_user_of_torch")
+    module.autocast = torch.autocast  # type: ignore[attr-defined]
+    module.GradScaler = torch.amp.GradScaler  # type: ignore[attr-defined]
+    module.scaler = module.GradScaler  # type: ignore[attr-defined]
+    theirs = torch.amp.GradScaler
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    amp_compat.install()
+    module.autocast = own = object()  # type: ignore[attr-defined]
+    del module.GradScaler  # type: ignore[attr-defined]
+    amp_compat.uninstall()
+    assert module.autocast is own
+    assert not hasattr(module, "GradScaler")
+    assert module.scaler is torch.amp.GradScaler is theirs
+
+
 def test_several_threads_install_and_uninstall(in_threads: Callable[..., None]) -> None:
     """A name of torch's stays ours for good, because one thread saw half of what another did."""
     theirs = [getattr(torch.amp, name) for name in ("autocast", "GradScaler", "custom_fwd")]
