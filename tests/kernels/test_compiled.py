@@ -65,6 +65,19 @@ def test_one_bad_element_anywhere(dtype: torch.dtype, n: int, bad: float, where:
 
 
 @needs_library
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", [0x7FFFFFFF, 0x7F800001, 0x7FC00000, -1, -0x7FFFFF])
+def test_any_nan_is_a_factor(dtype: torch.dtype, bits: int) -> None:
+    """A NaN with other lower bits turns bfloat16 gradients into zeros, and no flag is set."""
+    factor = torch.tensor(bits, dtype=torch.int32).view(torch.float32)
+    for n in (1, 35, 1031):
+        grad, found = numbers(n, dtype), torch.zeros(())
+        COMPILED.multiply_([grad], factor, found)
+        assert grad.isnan().all()
+        assert found.item() == 1.0
+
+
+@needs_library
 @pytest.mark.parametrize("n", LENGTHS)
 def test_stored_weights(n: int) -> None:
     """A weight is split, joined or rounded to other bits than elsewhere, so a run cannot move there."""
