@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -166,7 +167,18 @@ def test_cast_of_ties_and_edges(source: torch.dtype, target: torch.dtype) -> Non
     assert torch.equal(ours.isnan(), values.isnan())
 
 
+@pytest.fixture(params=[0, 1], ids=["cached", "streamed"])
+def streaming(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Decide how large casts store their results, whatever is faster on this CPU."""
+    COMPILED._tuning.settle()
+    before = COMPILED._library.amp_stream(-1)
+    COMPILED._library.amp_stream(request.param)
+    yield
+    COMPILED._library.amp_stream(before)
+
+
 @needs_library
+@pytest.mark.usefixtures("streaming")
 @pytest.mark.parametrize("target", DTYPES)
 @pytest.mark.parametrize("shift", [0, 1, 16])
 def test_large_casts(target: torch.dtype, shift: int) -> None:
