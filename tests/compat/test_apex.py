@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 
 import pytest
@@ -190,6 +191,37 @@ def test_state_round_trip_and_apex_checkpoints() -> None:
     with pytest.raises(RuntimeError, match="The state has 1 loss scale"):
         amp.load_state_dict({"loss_scaler0": {"loss_scale": 8.0, "unskipped": 0}})
     assert amp.state_dict() == saved
+
+
+def scale_after(scale: float, unskipped: int, value: float, **options: float | None) -> float:
+    """The loss scale after a step from a loaded one, with the factor `value` in the loss."""
+    model, optimizer, x = make()
+    amp.initialize(model, optimizer, opt_level="O1", **options)
+    amp.load_state_dict({"loss_scaler0": {"loss_scale": scale, "unskipped": unskipped}})
+    with amp.scale_loss(model(x).float().sum() * value, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    return amp.state_dict()["loss_scaler0"]["loss_scale"]
+
+
+def test_a_dynamic_scale_keeps_its_bounds() -> None:
+    """A scale grows or shrinks past what the program allows, or does not move within it."""
+    assert scale_after(2.0**10, 1999, 1.0) == 2.0**11
+    assert scale_after(2.0**10, 1999, 1.0, max_loss_scale=1500.0) == 1500.0
+    assert scale_after(2.0**24, 1999, 1e-9) == 2.0**24
+    assert scale_after(2.0**10, 0, float("inf")) == 2.0**9
+    assert scale_after(2.0**10, 0, float("inf"), min_loss_scale=700.0) == 700.0
+
+
+def test_a_patched_forward_keeps_its_signature() -> None:
+    """Trainers that pass a model the columns that its forward names pass none."""
+
+    class Model(nn.Linear):
+        def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+            return super().forward(x) * scale
+
+    model = amp.initialize(Model(2, 2), opt_level="O2")
+    assert [*inspect.signature(model.forward).parameters] == ["x", "scale"]
+    assert model(torch.ones(1, 2), scale=0.0).tolist() == [[0.0, 0.0]]
 
 
 def test_bad_arguments() -> None:
