@@ -12,12 +12,15 @@ from torch import Tensor, nn
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in `value`, in nested lists, tuples and mappings."""
+    """Yield the tensors in `value`, in nested lists, deques, tuples, mappings and dataclass instances."""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, (list, tuple, Mapping)):
-        for item in value.values() if isinstance(value, Mapping) else value:
+    elif isinstance(value, (list, tuple)):  # first, as ops have many
+        for item in value:
             yield from tensors_in(item)
+    else:
+        for part in (parts_of(value) or {}).values():
+            yield from tensors_in(part)
 
 
 def map_tensors(

@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from amp_core._torch.dispatcher import Overload, autograd_key, dispatcher_name, is_view, returns_tensors
 from amp_core._torch.op_kernels import has_kernel, key_set, native_kernel
 from amp_core.common.arguments import check_dtype, check_module, device_type_of
-from amp_core.common.containers import map_tensors, parts_of
+from amp_core.common.containers import map_tensors, tensors_in
 from amp_core.common.generators import kept_generators
 from amp_core.dispatch.activate import default_policy
 from amp_core.dispatch.casting import Runner, make_runner
@@ -190,7 +190,7 @@ def _left_as_it_is(model: nn.Module) -> Iterator[None]:
 
 
 def _compare(result: Any, wanted: Any, model: nn.Module, ops: set[str], policy: OpPolicy) -> None:
-    if all(_same(a, b) for a, b in zip(_tensors_of(result), _tensors_of(wanted), strict=True)):
+    if all(_same(a, b) for a, b in zip(tensors_in(result), tensors_in(wanted), strict=True)):
         return
     name = type(model).__name__
     differs = f"The graph of {name} does not give the bits of the region on the example arguments. "
@@ -213,13 +213,6 @@ def _compare(result: Any, wanted: Any, model: nn.Module, ops: set[str], policy: 
 def _has_fused_path(module: nn.Module) -> bool:
     fused = isinstance(module, (nn.MultiheadAttention, nn.TransformerEncoderLayer))
     return fused and not module.training and torch.backends.mha.get_fastpath_enabled()
-
-
-def _tensors_of(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    for part in (parts_of(value) or {}).values():
-        yield from _tensors_of(part)
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import threading
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -64,6 +66,24 @@ def train(model, steps, broken_at, scaler=None):
             scaler.scale(loss).backward()
             scaler.step(optimizer)
             scaler.update()
+
+
+@dataclass
+class Output:
+    logits: torch.Tensor
+
+
+@pytest.mark.parametrize(
+    "wrapped", [lambda y: {"logits": [y]}, lambda y: deque([y]), Output], ids=["dict", "deque", "dataclass"]
+)
+def test_a_fault_in_a_result_of_several_parts(wrapped):
+    """The guard does not look into the container that the model returns."""
+    model = Faulty("forward")
+    model.broken, plain = True, model.forward
+    model.forward = lambda x: wrapped(plain(x))
+    with amp_core.guard(model) as guard, pytest.raises(NonFiniteError):
+        model(torch.ones(2, 4))
+    assert guard.fault.kernel == "aten::exp"
 
 
 @pytest.mark.parametrize(
