@@ -110,6 +110,26 @@ def test_stored_weights(n: int) -> None:
 
 
 @needs_library
+def test_stored_weights_of_other_dtypes_are_not_written() -> None:
+    """Float32 values are written past the end of bfloat16 weights that are passed in their place."""
+    room, low, kept = (torch.zeros(64, dtype=d) for d in (torch.bfloat16, torch.bfloat16, torch.int16))
+    wide, ones = torch.ones(16), torch.ones(16, dtype=torch.bfloat16)
+    for call in (
+        lambda: COMPILED.join_([room[:16]], [ones], [kept[:16]]),
+        lambda: COMPILED.split_([ones], [low[:16]], [kept[:16]]),
+        lambda: COMPILED.split_([wide], [torch.ones(16)], [kept[:16]]),
+        lambda: COMPILED.round_([ones], [low[:16]], [1], [None]),
+        lambda: COMPILED.round_([wide], [low[:16]], [1], [torch.zeros(15, dtype=torch.int32)]),
+    ):
+        with pytest.raises(RuntimeError):
+            call()
+    for beyond in (room[16:], low[16:], kept[16:]):
+        assert not beyond.any()
+    COMPILED.join_([wide], [torch.full((16,), 2.0)], [kept[16:32]])
+    assert wide.tolist() == [2.0] * 16
+
+
+@needs_library
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("n", LENGTHS)
 def test_scale(dtype: torch.dtype, n: int) -> None:
