@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import logging
 import math
 import pickle
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +89,45 @@ def test_logging(parts: Any, caplog: pytest.LogCaptureFixture) -> None:
         ("INFO", "loss scale: 8 -> 4 after step 1"),
     ]
     assert caplog.records[0].amp_record["skipped"] is True
+
+
+class Written:
+    """A writer that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.entries: list[tuple[Any, ...]] = []
+
+    def add_scalar(self, *entry: Any) -> None:
+        self.entries.append(entry)
+
+    add_text = add_scalar
+
+
+@contextlib.contextmanager
+def registered(listener: Any, _scaler: GradScaler) -> Iterator[None]:
+    plugin.register(listener)
+    try:
+        yield
+    finally:
+        plugin.unregister(listener)
+
+
+@pytest.mark.parametrize("kind", [Logging, TensorBoard])
+def test_registered_listeners_hear_what_attached_ones_hear(
+    kind: type, parts: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A listener that is registered for all scalers writes no steps, or no changes of the scale."""
+    caplog.set_level(logging.DEBUG, "amp_core")
+    said = []
+    for attach in (kind.listen, registered):
+        writer = Written()
+        scaler = GradScaler("cpu", 8.0, named_parameters=parts[1].named_parameters())
+        with attach(kind() if kind is Logging else kind(writer), scaler):
+            train(scaler, *parts[1:], bad={1})
+        said.append([*writer.entries, *((r.levelname, r.getMessage()) for r in caplog.records)])
+        caplog.clear()
+    assert said[0] == said[1]
+    assert len(said[0]) > 3
 
 
 @pytest.mark.parametrize("value", [None, 3, object(), print])
