@@ -62,6 +62,9 @@ def run(args: argparse.Namespace) -> int:
 def _answer(args: argparse.Namespace) -> str:
     if args.like is not None and not args.missing:
         raise UsageError("--like OTHER needs --missing.")
+    given = [name for name in (args.policy, args.like, *(args.diff or ())) if name is not None]
+    if args.uniform and given and all(name.endswith(".toml") for name in given):
+        raise UsageError("--uniform replaces the policy of a device type, and only files are given.")
     if args.diff is not None:
         if args.policy is not None:
             raise UsageError("--diff A B cannot be combined with another policy.")

@@ -103,6 +103,8 @@ def test_uniform_is_the_same_everywhere(capsys: pytest.CaptureFixture[str]) -> N
         (["cpu", "--diff", "cpu", "cuda"], "cannot be combined with another policy"),
         ([""], "by the type of its device, such as 'cuda', without an index."),
         (["cpu", "--op", "mm", "--like", "cuda"], "--like OTHER needs --missing"),
+        (["nowhere.toml", "--uniform"], "--uniform replaces the policy of a device type, and only files"),
+        (["--diff", "a.toml", "b.toml", "--uniform"], "--uniform replaces the policy of a device type"),
     ],
 )
 def test_bad_input(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
