@@ -220,6 +220,28 @@ def test_sparse_gradients() -> None:
     assert torch.equal(*results)
 
 
+@pytest.mark.parametrize("unscales", [False, True])
+def test_a_divisor_that_the_optimizer_has_already(unscales: bool) -> None:
+    """A fused step divides by the scale alone, or by its own divisor a second time at the next step."""
+    weights = []
+    for cls in (torch.amp.GradScaler, amp_core.GradScaler):
+        weight = torch.nn.Parameter(torch.ones(3))
+        optimizer: Any = torch.optim.SGD([weight], lr=0.1, fused=True)
+        scaler = cls("cpu", 8.0)
+        for step in range(3):
+            optimizer.zero_grad()
+            scaler.scale((weight * torch.arange(3.0)).sum()).backward()
+            if step != 1:
+                optimizer.grad_scale = torch.tensor(4.0)
+            if unscales:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+        weights.append(weight.detach())
+    assert torch.equal(*weights)
+    assert weights[0].tolist() != [1.0, 0.7, 0.4]
+
+
 def test_optimizer_that_takes_the_scaler_itself() -> None:
     """The old contract (a grad_scaler argument) is no longer served, or without torch's warning."""
 

@@ -314,6 +314,30 @@ def test_a_first_step_that_is_skipped_leaves_no_garbage(dampening: float) -> Non
     assert torch.equal(run(OURS, fused=True, bad=False), expected)
 
 
+@pytest.mark.parametrize("dampening", [0.0, 0.5])
+@pytest.mark.parametrize("first_is_bad", [False, True])
+def test_a_skipped_step_keeps_momentum_beside_a_parameter_without_gradient(
+    first_is_bad: bool, dampening: float
+) -> None:
+    """The momentum of a fused SGD is taken for uninitialised at each step that is skipped, or it fails."""
+
+    def run(fused: bool) -> torch.Tensor:
+        unused, parameter = (torch.nn.Parameter(torch.zeros(3)) for _ in range(2))
+        optimizer = torch.optim.SGD([unused, parameter], 0.5, momentum=0.5, dampening=dampening, fused=fused)
+        scaler = OURS("cpu", 8.0)
+        for step in range(4):
+            optimizer.zero_grad()
+            if step == (0 if first_is_bad else 2):
+                overflow(scaler, parameter, optimizer)
+                continue
+            scaler.scale(parameter.sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        return parameter.detach()
+
+    assert torch.equal(run(fused=True), run(fused=False))
+
+
 @pytest.mark.parametrize("value", [0.0, -1.0, math.inf, math.nan])
 def test_a_tensor_that_can_be_no_scale_is_refused(value: float) -> None:
     """A scale that ruins the parameters at the next step is taken, where it comes in a tensor."""

@@ -66,6 +66,18 @@ def test_they_are_refused(before: str, after: str, fused: bool, cleared: bool) -
     AFTER[after](run.scaler, run.optimizer)  # as the message says
 
 
+@pytest.mark.parametrize("before", BEFORE)
+def test_they_are_refused_behind_a_frozen_parameter(before: str) -> None:
+    """With a first parameter that has no gradient, no sum is noticed."""
+    run = Training()
+    run.net.weight.requires_grad_(False)
+    run.backward()
+    BEFORE[before](run.scaler, run.optimizer)
+    run.backward()
+    with pytest.raises(RuntimeError, match="last backward pass"):
+        run.scaler.step(run.optimizer, max_norm=1e9)
+
+
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("before", BEFORE)
 def test_a_step_on_gradients_that_came_later_is_refused(before: str, fused: bool) -> None:

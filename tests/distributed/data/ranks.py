@@ -310,7 +310,8 @@ def slices() -> None:
             for where, value in zip(places, values, strict=True):
                 params.append(nn.Parameter(distribute_tensor(torch.ones_like(value), where, [Shard(0)])))
                 params[-1].grad = distribute_tensor(value, where, [Shard(0)])
-            optimizer = torch.optim.SGD(params, lr=1.0)
+            order = 1 - 2 * (dist.get_rank() % 2)  # each rank may have met another mesh first
+            optimizer = torch.optim.SGD(params[::order], lr=1.0)
             scaler = amp_core.GradScaler("cpu", 1.0, process_group=group)
             scaler.scale(torch.ones(()))
             norm = float(scaler.clip_grad_norm_(optimizer, math.inf))
@@ -323,7 +324,7 @@ def slices() -> None:
             scaler.update()
             assert scaler.last_step[optimizer].skipped, (places, spoilt)
     before = params[0].to_local().clone()
-    lone = amp_core.GradScaler("cpu", 1.0)
+    optimizer, lone = torch.optim.SGD(params, lr=1.0), amp_core.GradScaler("cpu", 1.0)
     lone.scale(torch.ones(()))
     for call in (lone.unscale_, lone.step):
         with raises(ValueError, r"meshes of ranks \[0, 1\], \[2, 3\]"):
