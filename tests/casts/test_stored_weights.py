@@ -523,3 +523,15 @@ def test_weights_are_refused_before_others_are_rounded(last: Callable[[], nn.Mod
     with pytest.raises(ValueError, match=rf"1\.weight {reason}"):
         master_weights(model, optimizer, "remainder")
     assert {p.dtype for p in model.parameters()} == {WIDE}
+
+
+def test_parameters_draw_random_bits_of_their_own() -> None:
+    """All parameters are rounded in the same direction, so their errors add up."""
+    model = nn.ParameterList([nn.Parameter(torch.ones(1000)) for _ in range(2)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with master_weights(model, optimizer, "stochastic"):
+        for param in model.parameters():
+            param.grad = torch.full((1000,), 2.0**-9, dtype=torch.bfloat16)
+        optimizer.step()
+    one, other = (param == 1.0 for param in model.parameters())
+    assert 350 < int((one != other).sum()) < 650

@@ -22,6 +22,8 @@ def uneven() -> None:
         overflow_of_one_rank(fused, max_norm)
     for other in (None, torch.float32, torch.float16):
         overflow_of_one_dtype(other)
+    for order in (1.0, 2.0, math.inf):
+        norm_of_one_rank(order)
     for scale in (4.0, 0.5):
         norm_beyond_float16(scale)
 
@@ -75,6 +77,17 @@ def overflow_of_one_dtype(other: torch.dtype | None) -> None:
     scaler.update()
     assert scaler.get_scale() == 0.03125, other
     assert param.tolist() == [1.0] * 3
+
+
+def norm_of_one_rank(order: float) -> None:
+    """The other rank has no gradient that it could count."""
+    param, optimizer, scaler = part_of_model(torch.float32, 4.0)
+    param.grad = torch.full_like(param, 8.0) if dist.get_rank() == 0 else None
+    norm = float(scaler.clip_grad_norm_(optimizer, 1e9, order))
+    assert math.isclose(norm, 2.0 * 3.0 ** (1 / order), rel_tol=1e-6), (order, norm)
+    scaler.step(optimizer)
+    assert scaler.landed(optimizer)
+    scaler.update()
 
 
 def norm_beyond_float16(scale: float) -> None:
