@@ -528,6 +528,15 @@ def overlap() -> None:
         torch.testing.assert_close(found[1], found[0])
 
 
+def norm_of_copies(net: nn.Module, order: float) -> float:
+    """Return the norm of gradients that count as copies: each rank has one share of it."""
+    grads = [p.grad.flatten() for p in net.parameters() if p.grad is not None]
+    every = [torch.empty(()) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, torch.linalg.vector_norm(torch.cat(grads), order))
+    powers = [float(norm) ** 2 for norm in every]
+    return math.sqrt(max(powers) if order == math.inf else sum(powers) / len(powers))
+
+
 def delayed() -> None:
     """Delayed scales are those of all ranks, agreed on in one collective a step, which is the scaler's.
 
@@ -548,10 +557,12 @@ def delayed() -> None:
                 with amp_core.autocast("cpu", dtype=torch.bfloat16, policy=policy):
                     loss = used(INPUTS[0] * factor * (1 + rank)).float().square().mean()
                 scaler.scale(loss).backward()
+                wanted = norm_of_copies(net, norm_type) / scaler.get_scale() if norm_type else None
                 with counted() as sizes:
                     if norm_type:
                         norm = scaler.clip_grad_norm_(optimizer, 1e9, norm_type)
                         assert norm.isfinite() == (factor < math.inf)
+                        assert factor == math.inf or math.isclose(norm, wanted, rel_tol=1e-5)
                     scaler.step(optimizer)
                     scaler.update()
                 if norm_type is None:
