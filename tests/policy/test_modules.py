@@ -306,9 +306,12 @@ async def collected(result: object) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("kind", ["generator", "coroutine", "async generator"])
 @pytest.mark.parametrize("rules", ["fp32", {"linear": "fp32"}], ids=["fp32", "op"])
-def test_rules_hold_in_a_forward_that_runs_later(rules: object, kind: str) -> None:
+@pytest.mark.parametrize("own", [False, True], ids=["of its class", "of its own"])
+def test_rules_hold_in_a_forward_that_runs_later(rules: object, kind: str, own: bool) -> None:
     """The rules are off when the body of a generator or a coroutine runs: it computes in low precision."""
     model, x = InParts(kind), torch.ones(1, 4)
+    if own:  # as trainers replace it
+        model.forward = model.forward
     applied = apply_policy(model, {"": rules})
     with autocast("cpu"):
         for each in (model, copy.deepcopy(model)):
