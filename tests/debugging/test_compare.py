@@ -112,6 +112,18 @@ def test_nothing_is_changed(attention, step):
     assert amp_core.compare(whole, "cpu").differences == first.differences
 
 
+@pytest.mark.parametrize("draw", [random.random, lambda: torch.rand(())], ids=["random", "torch"])
+def test_the_seed_decides_what_a_step_draws(draw):
+    """Two comparisons of a step with random numbers differ, and nobody can repeat one."""
+    model = nn.Linear(4, 4)
+
+    def loss(seed):
+        draw()  # what ran before
+        return amp_core.compare(lambda: (model(torch.ones(2, 4)) * draw()).sum(), "cpu", seed=seed).loss
+
+    assert loss(1) == loss(1) != loss(2)
+
+
 class Growing(nn.Linear):
     """It makes a buffer and a parameter in its first call."""
 
