@@ -215,6 +215,17 @@ def test_fits_are_those_of_the_definition(name):
     assert fit_of(zeros, quantize(zeros, how)).smallest == math.inf
 
 
+def test_the_fits_of_several_calls_add_up():
+    """What a comparison says of a layer's fit holds for its last call, or counts more than its calls."""
+    model, x = nn.Linear(32, 32, bias=False), torch.ones(4, 32)
+    comparison = amp_core.compare(lambda: (model(x) + model(x * 1.25)).sum(), "cpu", format="mxfp4")
+    (fit,) = [f for k, f in comparison.fits.items() if (k.phase, k.role) == ("forward", "input")]
+    assert fit.elements == 2 * 4 * 32
+    assert fit.changed == 4 * 32 * 0.25**2  # 1.25 becomes 1
+    assert fit.size == 4 * 32 * (1 + 1.25**2)
+    assert (fit.largest, fit.smallest) == (pytest.approx(5 / 6), 4 / 0.5)
+
+
 def test_norm_weights_that_a_format_cannot_hold_are_named():
     """The cause of divergence that arXiv 2506.20752 found goes unseen: nearly equal weights all saturate."""
     torch.manual_seed(0)
