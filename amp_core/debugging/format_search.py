@@ -145,7 +145,7 @@ class FormatSearch:
                 continue
             for module in sorted(without, key=str):
                 modules[glob_of(str(module))][op] = plain
-            for module in here - without:
+            for module in sorted(here - without, key=str):
                 if any(_is_inside(str(module), str(other)) for other in without):
                     modules[glob_of(str(module))][op] = recipe
         return policy, dict(modules)

@@ -102,7 +102,7 @@ def test_the_layer_with_outliers_is_named():
 
 
 def test_a_layer_whose_name_looks_like_a_class():
-    """The search ends with a PolicyError that says there is no such class."""
+    """The search ends with a PolicyError that says no such class is there, or the order of rules varies."""
     torch.manual_seed(0)
     model = nn.ModuleDict({"user:item": Block(1.0), "item:user": Block(2.0**18)})
     x, y = torch.randn(64, 32), torch.randn(64, 32)
@@ -114,7 +114,7 @@ def test_a_layer_whose_name_looks_like_a_class():
     assert [layer.module for layer in advice.layers if not layer.kept] == ["item:user"]
     assert advice.is_tolerable
     with advice.apply(model) as applied:
-        assert applied.modules == ("item:user", "item:user.up", "item:user.down")
+        assert applied.modules == ("item:user", "item:user.down", "item:user.up")
 
 
 class Borrowing(nn.Linear):
