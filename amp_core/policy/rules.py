@@ -73,7 +73,8 @@ def above(flop: float) -> str:
 def as_work(flop: float) -> str:
     """Format a number of floating-point operations: ``8.4 MFLOP``."""
     unit = next((u for u in "TGMk" if flop >= _UNITS[u]), "")
-    return f"{flop / _UNITS[unit]:.4g} {unit}FLOP"
+    number = flop / _UNITS[unit]
+    return f"{number:{'.0f' if number > 9999 else '.4g'}} {unit}FLOP"  # rules have no exponents
 
 
 def is_known(rule: object) -> bool:

@@ -139,7 +139,7 @@ def same(one: Any, other: Any) -> bool:
 def test_recordings_of_any_op() -> None:
     """An op of torch's own tests, or its gradient, computes otherwise while it is recorded."""
     compared, number_of_ops = 0, len(ops())
-    for choose in programs(6.0, number="recorded"):
+    for choose in programs(12.0, number="recorded"):
         number = choose.randrange(number_of_ops)
         op, sample = ops()[number], choose.choice(samples(number))
         where: dict[str, Any] = {

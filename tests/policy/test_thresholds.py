@@ -227,7 +227,7 @@ def test_other_thresholds_are_refused(rule):
         OpPolicy("cpu", {"linear": rule})
 
 
-@pytest.mark.parametrize("flop", [0, 999, 12_800, 8.4e6, 3e9, 2e13])
+@pytest.mark.parametrize("flop", [0, 999, 12_800, 8.4e6, 3e9, 2e13, 3e16])
 def test_a_threshold_reads_back(flop):
     """`advise` writes a rule that cannot be read."""
     assert rules.threshold(rules.above(flop)) == pytest.approx(flop, rel=1e-3)
