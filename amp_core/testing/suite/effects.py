@@ -160,7 +160,8 @@ class EffectsConformance(Judge):
             judge = type(self)()
             judge._context = context
             if name == "cast":
-                out = [torch.empty_like(t) for t in tensors] if turn % 2 else None
+                is_given = turn % 2 and number != 3  # `out` decides the dtype, which those two share
+                out = [torch.empty_like(t) for t in tensors] if is_given else None
                 judge._judge_cast(tensors, kinds[number % 3], out)
             elif name == "grad_stats":
                 judge._judge_stats(tensors, (2.0, 3.0, torch.inf)[number % 3])

@@ -90,6 +90,7 @@ def _run(judged: Judged, meanwhile: Callable[[], None] | None = None, point: int
 
     @contextmanager
     def traced() -> Iterator[None]:
+        sys._getframe().f_trace_opcodes = True  # Python 3.12 traces instructions if a frame wants it by now
         sys.settrace(trace)
         try:
             yield
