@@ -98,7 +98,7 @@ def unregister(plugin: object) -> None:
         plugin: the registered plugin.
 
     Raises:
-        ValueError: the plugin is not registered.
+        ValueError: the plugin is not registered, or was found by its entry point.
     """
     manager().remove(plugin)
 

@@ -260,7 +260,13 @@ class Manager:
         with self._lock:
             if not self._pluggy.is_registered(plugin):
                 raise ValueError(f"{plugin!r} is not registered with amp-core, so it cannot be unregistered.")
-            self.registry.withdraw(self._added.pop(str(self._pluggy.get_name(plugin)), []))
+            name = str(self._pluggy.get_name(plugin))
+            if name not in self._added:
+                raise ValueError(
+                    f"{plugin!r} was found by its entry point, not registered in code, so it cannot be "
+                    f"unregistered. Set {_env.DISABLE_BACKENDS} to its device types before amp-core loads it."
+                )
+            self.registry.withdraw(self._added.pop(name))
             self._forget(plugin)
 
     def _forget(self, plugin: object) -> None:

@@ -10,6 +10,7 @@ from types import MappingProxyType
 import pytest
 import torch
 
+import amp_backend_cpu.hooks
 import amp_core
 from amp_core.plugin import (
     Availability,
@@ -55,6 +56,14 @@ def test_replacing_a_backend(replaced: Backend) -> None:
     assert amp_core.backends()["hpu"].reason == "no card in the slot"
     with pytest.warns(UserWarning, match="In HPU autocast, but the target dtype is not supported"):
         amp_core.autocast("hpu", dtype=torch.float16)
+
+
+def test_plugins_of_entry_points_stay() -> None:
+    """Its hooks for events are gone, but the backends serve on."""
+    amp_core.get_backend("cpu")
+    with pytest.raises(ValueError, match=r"by its entry point, .* Set AMP_DISABLE_BACKENDS"):
+        amp_core.plugin.unregister(amp_backend_cpu.hooks)
+    assert default_manager.manager()._pluggy.is_registered(amp_backend_cpu.hooks)
 
 
 def test_backends_is_read_only() -> None:
