@@ -99,7 +99,7 @@ class CompiledCall:
         return called is self
 
     def remove(self) -> None:
-        """Let the module call its compiled function itself."""
+        """Let the module call its compiled function itself, unless another one is around this one by now."""
         if self._module._compiled_call_impl is self:
             self._module._compiled_call_impl = self._inner
 
