@@ -11,10 +11,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.optim import Optimizer
 
-from amp_core._torch.tensors import is_tensor_view
+from amp_core._torch.tensors import is_dtensor, is_tensor_view, part_of, summed
 from amp_core._torch.tracing import outside_graphs
 from amp_core.common.optimizers import parameters_of
 from amp_core.scaling.arithmetic import combine, moved
+from amp_core.scaling.collective import Ranks
 from amp_core.scaling.distributed import agree_on_flag
 from amp_core.scaling.grad_scaler import GradScaler
 from amp_core.scaling.gradients import IN_COMMON, Gradients, group_by_device, joined
@@ -41,10 +42,12 @@ class AccumulationWindow:
 
     It waits for the device only if some parameters get no gradient: once for each set of such parameters.
     It costs memory for a second set of gradients, and for a third if there were gradients before; three
-    passes over them for each micro-batch, and one at the end.
+    passes over them for each micro-batch, and one at the end. Ranks that step as one (see `GradScaler`)
+    leave out the same micro-batches: one collective of one number for each, and one at the end.
 
-    Under ``DistributedDataParallel`` every micro-batch must be reduced, so do not use ``no_sync``: what one
-    rank adds up without the others is not a gradient of the model.
+    Under ``DistributedDataParallel`` and ``fully_shard`` every micro-batch must be reduced, so use neither
+    ``no_sync`` nor ``set_requires_gradient_sync(False)``: what one rank adds up without the others is not a
+    gradient of the model.
 
     Args:
         scaler: scales the losses. If it is disabled, nothing is checked.
@@ -96,6 +99,7 @@ class AccumulationWindow:
         self._flags: list[Tensor] = []
         self._earlier: list[Tensor | None] | None = None  # gradients from before the first micro-batch
         self._nonfinite: Tensor | None = None
+        self._ranks: Ranks | None = None
         self._is_open = self._in_micro_batch = False
 
     def _find_parameters(self) -> None:
@@ -141,17 +145,19 @@ class AccumulationWindow:
             scales = self._scaler._scales
             mine = set(map(id, self._optimizers))
             scales.in_window = [each for each in scales.in_window if id(each[0]) not in mine]
-        if self._earlier is None:  # no gradient here, but other ranks may have found something
-            if kind is None:
+        closes = kind is None
+        try:
+            if closes:
+                self._forget_cleared()
                 self._close()
-            return
-        if kind is None:
-            self._forget_cleared()
-            self._close()
-            self._put(self._sums(self._earlier))
-        else:
-            self._put([*self._earlier, *[None] * (len(self._params) - len(self._earlier))])
-        self._earlier = None
+        except BaseException:
+            closes = False
+            raise
+        finally:
+            if self._earlier is not None:
+                added = [None] * (len(self._params) - len(self._earlier))
+                self._put(self._sums(self._earlier) if closes else [*self._earlier, *added])
+                self._earlier = None
 
     @contextmanager
     def micro_batch(self) -> Iterator[None]:
@@ -162,7 +168,7 @@ class AccumulationWindow:
         Raises:
             RuntimeError: the window is not open, or another micro-batch is; or the gradients were unscaled or
                 stepped on since the last update.
-            TypeError: a gradient is sparse or sharded.
+            TypeError: a gradient is sparse.
         """
         self._check_place()
         self._in_micro_batch = True
@@ -243,13 +249,11 @@ class AccumulationWindow:
         if any(p.grad is not None and p.grad.is_sparse for p in self._params):
             raise TypeError("An AccumulationWindow cannot take sparse gradients out of a sum.")
         parts = joined([group_by_device(each, allow_fp16=True) for each in self._optimizers])
-        if any(part.sharding.mesh is not None for part in parts):
-            raise TypeError("An AccumulationWindow does not take DTensor gradients.")
         device = parts[0].device if parts else self._params[0].device
         stats = [part.grad_stats(2.0) for part in parts]
         flags = [s.found_inf for s in stats]
         # All ranks leave out the same micro-batches.
-        ranks = self._scaler._unscaler.deciders().ranks([part.sharding for part in parts])
+        ranks = self._ranks = self._scaler._unscaler.deciders().ranks([part.sharding for part in parts])
         self._flags.append(combine(flags, device) if ranks is None else agree_on_flag(flags, ranks, device))
         if ranks is not None and self._nonfinite is None:
             self._nonfinite = torch.zeros(len(self._params), dtype=torch.float32, device=device)
@@ -280,7 +284,7 @@ class AccumulationWindow:
                 device = param.grad.device
                 if device not in bad:
                     bad[device] = moved(self._flags[-1], device)
-                param.grad.masked_fill_(bad[device] > 0, 0)
+                part_of(param.grad).masked_fill_(bad[device] > 0, 0)
 
     @torch.no_grad()
     def _sums(self, kept: list[Tensor | None]) -> list[Tensor | None]:
@@ -299,8 +303,7 @@ class AccumulationWindow:
         bad = pad(self._nonfinite.clamp(max=1.0), (0, len(self._params) - len(self._nonfinite)))
         if self._leave_out:
             loss_scale.optimizer_states.orphans += (flags.amax(0),)  # the next update lowers the scale
-            if self._earlier is not None:
-                self._weigh(flags, bad)
+            self._weigh(flags, bad)
         else:
             # A bad sum stays bad: only the first bad micro-batch is known.
             flags = flags.diff(prepend=torch.zeros_like(flags[:1])).clamp_(min=0)
@@ -329,16 +332,22 @@ class AccumulationWindow:
         """
         good = flags.numel() - flags.sum()
         factor = flags.numel() / good if self._reweight else torch.ones_like(good)
-        # Zeros are what zero_grad(set_to_none=False) has left.
-        earlier = [grad.any().to(good.device) for grad in self._earlier or () if grad is not None]
-        nothing_else = (
-            torch.stack(earlier).any().logical_not() if earlier else torch.ones_like(good, dtype=torch.bool)
-        )
+        nothing_else = self._began_with_gradients(good.device) == 0
+        if self._earlier is None:
+            return
         of_bad = torch.where((bad > 0) & nothing_else, torch.nan, 1.0)
         factors = torch.where(good > 0, factor, of_bad)
         for param, own in zip(self._params, factors.unbind(), strict=True):
             if param.grad is not None:
-                param.grad.mul_(moved(own, param.grad.device))
+                part_of(param.grad).mul_(moved(own, param.grad.device))
+
+    @outside_graphs
+    def _began_with_gradients(self, device: torch.device) -> Tensor:
+        """Return 1.0 if any rank had gradients before the window other than zeros, else 0.0."""
+        # Zeros are what zero_grad(set_to_none=False) has left.
+        earlier = [p.grad for p in self._params] if self._earlier is None else self._earlier
+        flags = [part_of(grad).any().float() for grad in earlier if grad is not None]
+        return combine(flags, device) if self._ranks is None else agree_on_flag(flags, self._ranks, device)
 
 
 def _own_memory(gradient: Tensor | None) -> Tensor | None:
@@ -348,5 +357,7 @@ def _own_memory(gradient: Tensor | None) -> Tensor | None:
     """
     if gradient is None or gradient.layout is not torch.strided:
         return gradient
+    if is_dtensor(gradient):
+        return summed(gradient)
     whole = gradient.untyped_storage().nbytes() <= gradient.numel() * gradient.element_size()
     return gradient if whole and not is_tensor_view(gradient) else gradient.detach().clone()
