@@ -37,7 +37,7 @@ def element_numbers(
         device: where the result is needed.
     """
     if tuple(shape) == tuple(whole) and math.prod(whole) < 2**31:
-        return torch.arange(math.prod(whole), dtype=torch.int32, device=device).view(*whole)
+        return torch.arange(math.prod(whole), dtype=torch.int32, device=device).view(tuple(whole))
     numbers = torch.zeros((), dtype=torch.int64, device=device)
     for size, start, length in zip(shape, offset, whole, strict=True):
         numbers = numbers.unsqueeze(-1) * length + torch.arange(start, start + size, device=device)

@@ -183,6 +183,18 @@ def test_stochastic_rounding_follows_from_the_seed() -> None:
         quantize(x, quantization)
 
 
+def test_a_single_number_is_rounded_stochastically() -> None:
+    """The numbers of its elements get no shape, and the error names a view that no one asked for."""
+    for element in ELEMENTS.values():
+        quantization = Quantization(element, rounding="stochastic")
+        for seed in range(8):
+            amax = torch.tensor(element.max)
+            one, row = (quantize(torch.full(n, 1.3), quantization, seed=seed, amax=amax) for n in ((), (1,)))
+            assert one.values.shape == ()
+            assert one.values == row.values
+            assert one.packed().dequantize() == row.dequantize()
+
+
 @pytest.mark.parametrize("size", [2, 16, 32])
 def test_the_hadamard_transform_keeps_products_and_spreads_outliers(size: int) -> None:
     """A product of two transformed operands is another product, or an outlier still flushes its block."""
