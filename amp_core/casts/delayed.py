@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
-from collections import deque
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +45,7 @@ class DelayedScales(Local):
         self._histories: dict[str, dict[str, AmaxHistory]] = {}
         self._loaded: dict[str, dict[str, AmaxHistory]] = {}  # until a product tells its recipe
         self._agreed: MutableMapping[torch.optim.Optimizer, Tensor] = WeakIdentityMapping()
-        self._past = deque[tuple[tuple[str, ...], Tensor]](maxlen=Delayed.history)
+        self._past: dict[tuple[str, ...], list[Tensor]] = {}  # by the names of an optimizer's weights
         self._release: Any = None
         self._lock = new_lock()
         self.look_again()
@@ -89,9 +89,7 @@ class DelayedScales(Local):
 
         self._histories = {now(name): roles for name, roles in self._histories.items()}
         self._loaded = {now(name): roles for name, roles in self._loaded.items()}
-        past = [(tuple(map(now, names)), largest) for names, largest in self._past]
-        self._past.clear()
-        self._past.extend(past)
+        self._past = {tuple(map(now, names)): past for names, past in self._past.items()}
 
     def history(self, weight: Tensor, role: str, delayed: Delayed) -> AmaxHistory | None:
         """Return the history of one role of the products of `weight`; None if it is not the model's.
@@ -125,11 +123,19 @@ class DelayedScales(Local):
         if loaded is not None:
             history.load_state_dict(loaded.state_dict())
             return history
-        for names, largest in self._past:  # other ranks may have used this weight before
-            if name in names:
-                history.settle(largest[len(ROLES) * names.index(name) + ROLES.index(role)])
-                history.step()
+        for amax in self._agreed_on(name, role)[-delayed.history :]:  # by ranks that used it before
+            history.settle(amax)
+            history.step()
         return history
+
+    def _agreed_on(self, name: str, role: str) -> list[Tensor]:
+        """Return the largest magnitudes of all ranks in the steps so far, the newest last."""
+        pasts = [
+            (past, len(ROLES) * names.index(name) + ROLES.index(role))
+            for names, past in self._past.items()
+            if name in names
+        ]
+        return [largest[slot] for past, slot in pasts for largest in past]
 
     @torch.no_grad()
     def step(self, optimizer: torch.optim.Optimizer | None = None) -> None:
@@ -151,11 +157,18 @@ class DelayedScales(Local):
             self.look_again()  # other ranks may have met a new parameter
         names = self._names_of(optimizer)
         if self._group is not None:
-            self._past.append((names, self._agree(names, self._group) if largest is None else largest))
+            past = self._past.setdefault(names, [])
+            past.append(self._agree(names, self._group) if largest is None else largest)
+            del past[: -max(Delayed.history, *self._lengths())]
         for name, role in _slots(names):
             history = self._known_history(name, role)
             if history is not None:
                 history.step()
+
+    def _lengths(self, *roles: str) -> set[int]:
+        """Return the lengths of the histories of `roles`, by default all."""
+        wanted, known = roles or ROLES, [*self._histories.values(), *self._loaded.values()]
+        return {h.delayed.history for each in known for role, h in [*each.items()] if role in wanted}
 
     def _known_history(self, name: str, role: str) -> AmaxHistory | None:
         used = self._histories.get(name, {}).get(role)
@@ -213,14 +226,33 @@ class DelayedScales(Local):
     def state_dict(self) -> dict[str, dict[str, dict[str, Tensor]]]:
         """Return copies of all histories: name of the weight -> role -> `AmaxHistory.state_dict`.
 
-        The names are those that the weights have now; weights that have left the model are left out.
+        The names are those that the weights have now; weights that have left the model are left out. Those
+        that only other ranks of the process group have used are not, if the histories of a role have one
+        length.
         """
         self.look_again()
         histories = {name: [*roles.items()] for name, roles in [*self._histories.items()]}
         kept = {name: {role: h.state_dict() for role, h in roles} for name, roles in histories.items()}
         waiting = {name: {role: h.state_dict() for role, h in r.items()} for name, r in self._loaded.items()}
-        both = {name: {**waiting.get(name, {}), **kept.get(name, {})} for name in self._names_of(None)}
-        return {name: roles for name, roles in both.items() if roles}
+        others = self._of_others()
+        every = {
+            name: {**others.get(name, {}), **waiting.get(name, {}), **kept.get(name, {})}
+            for name in self._names_of(None)
+        }
+        return {name: roles for name, roles in every.items() if roles}
+
+    def _of_others(self) -> dict[str, dict[str, dict[str, Tensor]]]:
+        """Return the histories of what only other ranks have used, as `state_dict` does."""
+        lengths = {role: self._lengths(role) for role in ROLES}
+        recipes = {role: Delayed(max(found)) for role, found in lengths.items() if len(found) == 1}
+        result: dict[str, dict[str, dict[str, Tensor]]] = {}
+        for names, past in self._past.items():
+            used = torch.stack(past).any(0).tolist()
+            for name, role in itertools.compress(_slots(names), used):
+                if role in recipes and self._known_history(name, role) is None:
+                    history = self._new(name, role, recipes[role], past[0].device)
+                    result.setdefault(name, {})[role] = history.state_dict()
+        return result
 
     @untraced
     def load_state_dict(self, state: Mapping[str, Mapping[str, Mapping[str, Tensor]]]) -> None:

@@ -90,3 +90,22 @@ def test_a_weight_at_the_address_of_another_has_its_own_history() -> None:
         with autocast("cpu", torch.bfloat16, policy=policy):
             model(x)
         assert scales.state_dict()["0.weight"]["weight"]["current"] == 1
+
+
+def test_a_weight_that_other_ranks_have_used_for_long(one_rank: None) -> None:
+    """Ranks that use it later look back on less: on a part of the steps of each optimizer, or on 1024."""
+    policy = OpPolicy.default("cpu").override({"linear": Recipe.fp8_delayed(history=1200)})
+    model, x = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(2))), torch.ones(2, 4)
+    optimizers = [torch.optim.SGD(layer.parameters(), lr=0.0) for layer in model]
+    with delayed_scales(model, process_group=torch.distributed.group.WORLD) as scales:
+        with autocast("cpu", torch.bfloat16, policy=policy):
+            model[0](x)
+        for step in range(1100):
+            scales.settle(torch.full((6,), 1.0 if step else 7.0), optimizers)
+            for optimizer in optimizers:
+                scales.step(optimizer)
+        with autocast("cpu", torch.bfloat16, policy=policy):
+            model(x)
+        states = scales.state_dict()
+    assert states["1.weight"]["input"]["seen"].tolist() == [0.0] * 100 + [7.0] + [1.0] * 1099
+    assert_same(states["1.weight"]["input"]["seen"], states["0.weight"]["input"]["seen"])

@@ -13,6 +13,7 @@ import re
 import sys
 import time
 from collections.abc import Iterator
+from typing import Any
 from unittest import mock
 
 import torch
@@ -581,6 +582,42 @@ def delayed() -> None:
         assert all(torch.equal(each, every[0]) for each in every)
         assert states["0.weight"]["input"]["seen"].tolist() == [0.0, 0.5 * ranks, 1.5 * ranks, 1.0 * ranks]
         assert states["2.weight"]["input"]["seen"].count_nonzero() == 3
+
+
+def resumed() -> None:
+    """Delayed scales go on bit for bit from a checkpoint of any rank, one that has never used a layer too."""
+    policy = amp_core.OpPolicy.default("cpu")
+    policy = policy.override({"linear": amp_core.Recipe.fp8_delayed(history=4)})
+    rank, world = dist.get_rank(), dist.group.WORLD
+
+    def step(scales: amp_core.casts.delayed.DelayedScales, factor: float, layers: int) -> None:
+        optimizer = torch.optim.SGD(scales.model.parameters(), lr=0.0)
+        with scales:
+            with amp_core.autocast("cpu", dtype=torch.bfloat16, policy=policy):
+                loss = scales.model[:layers](INPUTS[0] * factor).float().square().mean()
+            loss.backward()
+            optimizer.step()
+
+    scopes = [amp_core.delayed_scales(model(), process_group=world) for _ in range(3)]
+    going_on, own, other = scopes
+    for factor in (1.0, 8.0, 2.0):
+        step(going_on, factor, layers=1 if rank else 3)
+    saved = going_on.state_dict()
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, saved)
+    assert all(torch.equal(*map(flattened, (each, saved))) for each in every)
+    own.load_state_dict(saved)
+    other.load_state_dict(every[1 - rank])
+    for layers in (1, 3):  # rank 1 rests again, and begins
+        for scales in scopes:
+            step(scales, 1.0, layers=layers if rank else 3)
+        states = [scales.state_dict() for scales in scopes]
+        assert all(torch.equal(*map(flattened, (each, states[0]))) for each in states)
+
+
+def flattened(states: dict[str, dict[str, dict[str, torch.Tensor]]]) -> torch.Tensor:
+    roles = [state for name in sorted(states) for _, state in sorted(states[name].items())]
+    return torch.cat([state[key].view(-1) for state in roles for key in ("seen", "current")])
 
 
 dist.init_process_group("gloo")
