@@ -300,13 +300,14 @@ def everywhere() -> None:
 
 
 def slices() -> None:
-    """Parameters on slices of one mesh that cross, and on meshes of other ranks."""
+    """Parameters on slices of one mesh that cross, on meshes of other ranks, and on one within another."""
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    rows, columns = (DeviceMesh("cpu", ranks) for ranks in ([0, 1], [2, 3]))
+    rows, columns, every = (DeviceMesh("cpu", ranks) for ranks in ([0, 1], [2, 3], [0, 1, 2, 3]))
     torch.manual_seed(0)
     values = [torch.randn(4, 6), torch.randn(4, 6)]
     wanted = float(torch.linalg.vector_norm(torch.stack(values)))
-    for places, group in (((grid["dp"], grid["tp"]), None), ((rows, columns), dist.group.WORLD)):
+    world = dist.group.WORLD
+    for places, group in (((grid["dp"], grid["tp"]), None), ((rows, columns), world), ((rows, every), world)):
         for spoilt in range(4):
             params = []
             for where, value in zip(places, values, strict=True):
@@ -314,7 +315,8 @@ def slices() -> None:
                 params[-1].grad = distribute_tensor(value, where, [Shard(0)])
             order = 1 - 2 * (dist.get_rank() % 2)  # each rank may have met another mesh first
             optimizer = torch.optim.SGD(params[::order], lr=1.0)
-            scaler = amp_core.GradScaler("cpu", 1.0, process_group=group)
+            over = {rows: params[:1]} if every in places else {}
+            scaler = amp_core.GradScaler("cpu", 1.0, process_group=group, sharded_over=over)
             scaler.scale(torch.ones(()))
             norm = float(scaler.clip_grad_norm_(optimizer, math.inf))
             assert math.isclose(norm, wanted, rel_tol=1e-5), (places, norm, wanted)
@@ -325,6 +327,9 @@ def slices() -> None:
             scaler.step(optimizer)
             scaler.update()
             assert scaler.last_step[optimizer].skipped, (places, spoilt)
+    params = [nn.Parameter(distribute_tensor(values[0], where, [Shard(0)])) for where in (rows, columns)]
+    for param in params:
+        param.grad = param.detach().clone()
     before = params[0].to_local().clone()
     optimizer, lone = torch.optim.SGD(params, lr=1.0), amp_core.GradScaler("cpu", 1.0)
     lone.scale(torch.ones(()))
