@@ -401,6 +401,21 @@ def test_remove_returns_to_the_plain_optimizer() -> None:
     assert bits(dict(model.named_parameters())) == bits(dict(plain.named_parameters()))
 
 
+def test_remove_keeps_the_number_of_the_step() -> None:
+    """In bfloat16 it stops at 256, so that Adam's corrections of its moments and its decay stay there."""
+    model = make()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with master_weights(model, optimizer, "stochastic"):
+        set_grads(model, 0)
+        optimizer.step()
+        for state in optimizer.state.values():
+            state["step"].fill_(257.0)
+    for state in optimizer.state.values():
+        assert state["step"].dtype is WIDE
+        assert state["step"] == 257.0
+        assert state["exp_avg"].dtype is LOW
+
+
 def test_an_optimizer_without_states_has_none() -> None:
     """FSDP1 refuses the state of a parameter that is there and empty."""
     model = make()
@@ -535,3 +550,32 @@ def test_parameters_draw_random_bits_of_their_own() -> None:
         optimizer.step()
     one, other = (param == 1.0 for param in model.parameters())
     assert 350 < int((one != other).sum()) < 650
+
+
+class Averaging(torch.optim.Optimizer):
+    """Keeps the new weight twice in its state."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for param in self.param_groups[0]["params"]:
+            param.sub_(param.grad)
+            self.state[param].update(first=param.clone(), second=param.clone())
+
+
+def test_steps_and_states_draw_random_bits_of_their_own() -> None:
+    """A step rounds each element as the step before did, or moments as their weight, so errors add up."""
+    param = nn.Parameter(torch.ones(1000))
+    optimizer = Averaging([param], {})
+    model, rounded = nn.ParameterList([param]), []
+    with master_weights(model, optimizer, "stochastic", state_dtype=torch.bfloat16):
+        for _ in range(2):
+            with torch.no_grad():
+                param.fill_(1.0)
+            param.grad = torch.full((1000,), 2.0**-9, dtype=torch.bfloat16)
+            optimizer.step()
+            state = optimizer.state[param]
+            rounded += [each == 1.0 for each in (param, state["first"], state["second"])]
+    for i, one in enumerate(rounded):
+        assert 350 < int(one.sum()) < 650
+        for other in rounded[:i]:
+            assert 350 < int((one != other).sum()) < 650
