@@ -252,6 +252,20 @@ def test_resumes_bit_for_bit(how: str, state_dtype: torch.dtype, name: str) -> N
     assert {t.dtype for t in moments} <= {state_dtype}
 
 
+@pytest.mark.parametrize("how", ["remainder", "kahan"])
+def test_a_checkpoint_of_the_plain_optimizer(how: Any) -> None:
+    """What the weights lacked before the load is added to those of the checkpoint."""
+    plain, model = make().to(LOW), make()
+    reference, optimizer = (torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (plain, model))
+    masters = master_weights(model, optimizer, how)
+    set_grads(plain, 0)
+    reference.step()
+    model.load_state_dict(plain.state_dict())
+    optimizer.load_state_dict(reference.state_dict())
+    for name, weight in masters.float32_weights().items():
+        assert torch.equal(weight, plain.get_parameter(name).float())
+
+
 @pytest.mark.parametrize("max_norm", [None, 0.01])
 @pytest.mark.parametrize("poison", [1.0, torch.inf])
 def test_gradients_after_a_fused_step(max_norm: float | None, poison: float) -> None:

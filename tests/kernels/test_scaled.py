@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 import amp_core
 from amp_backend_cuda.scaled import CudaScaledProducts
-from amp_core import OpPolicy, Recipe, autocast
+from amp_core import OpPolicy, Quantization, Recipe, autocast
 from amp_core._torch.tracing import fake_tensor_mode
-from amp_core.formats import quantize
+from amp_core.formats import E2M1, E4M3, ElementFormat, quantize
 from amp_core.kernels import EMULATED, torch_scaled
 from amp_core.kernels.scaled import emulated
 from amp_core.kernels.torch_scaled import TorchScaledProducts
@@ -63,6 +63,19 @@ def test_torchs_op_on_a_cpu_is_what_we_emulate(name: str, shape: tuple[int, int,
         a, b = operands(Recipe.named(name), product, *shape)  # type: ignore[arg-type]
         ours, torchs = (p.multiply(a, b, torch.float32) for p in (EMULATED, OfTheCpu()))
         torch.testing.assert_close(ours, torchs, rtol=1e-5, atol=1e-5)
+
+
+@on_the_cpu
+@pytest.mark.parametrize("granularity", ["row", 32, (16, 16)])
+@pytest.mark.parametrize("element", [E2M1, E4M3])
+def test_two_scales_that_torchs_op_does_not_take(element: ElementFormat, granularity: Any) -> None:
+    """The second scale of an operand is left out of its products."""
+    how = Quantization(element, granularity, "e4m3")
+    torch.manual_seed(0)
+    a = quantize(torch.randn(8, 64) * 100.0, how)
+    b = quantize(torch.randn(64, 8), how, -2)
+    found, wanted = (products.multiply(a, b, torch.float32) for products in (OfTheCpu(), EMULATED))
+    assert torch.equal(found, wanted)
 
 
 @on_the_cpu
