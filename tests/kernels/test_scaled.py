@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Literal
 
 import pytest
@@ -76,6 +77,22 @@ def test_two_scales_that_torchs_op_does_not_take(element: ElementFormat, granula
     b = quantize(torch.randn(64, 8), how, -2)
     found, wanted = (products.multiply(a, b, torch.float32) for products in (OfTheCpu(), EMULATED))
     assert torch.equal(found, wanted)
+
+
+@on_the_cpu
+@pytest.mark.parametrize("sizes", [(16, None), (None, 16), (16, 32)])
+def test_operands_that_are_transformed_otherwise(sizes: tuple[int | None, int | None]) -> None:
+    """Transforms that do not cancel out stay in the product."""
+    torch.manual_seed(0)
+    how = Recipe.fp8_rowwise().weight
+    assert how is not None
+    a, b = (
+        quantize(torch.randn(shape), replace(how, hadamard=size), dim)
+        for shape, size, dim in zip(((8, 64), (64, 8)), sizes, (-1, -2), strict=True)
+    )
+    found, wanted = (products.multiply(a, b, torch.float32) for products in (OfTheCpu(), EMULATED))
+    assert torch.equal(found, wanted)
+    torch.testing.assert_close(found, a.dequantize() @ b.dequantize(), rtol=1e-4, atol=1e-4)
 
 
 @on_the_cpu
