@@ -164,6 +164,19 @@ REWRITES = {
         '    autocast = functools.partial(autocast, "cuda")\nelse:\n    def autocast(enabled=True): ...\n'
         "autocast(enabled=on, **more)\n",
     ),
+    "import behind a colon": (
+        "try: from torch.cuda.amp import autocast; on = True\nexcept ImportError: on = False\n"
+        "if on: from torch.cuda.amp import autocast_mode\nautocast(on); autocast_mode.autocast(on)\n",
+        "import torch\ntry: from torch.amp import autocast; on = True\nexcept ImportError: on = False\nif on: pass\n"
+        'autocast("cuda", enabled=on); torch.amp.autocast("cuda", enabled=on)\n',
+    ),
+    "import behind a colon, by device": (
+        "import functools\nif cuda: from torch.cuda.amp import autocast\nelse: from torch.cpu.amp import autocast\n"
+        "with autocast(enabled=on):\n    pass\n",
+        'import functools\nif cuda: from torch.amp import autocast; autocast = functools.partial(autocast, "cuda")\n'
+        'else: from torch.amp import autocast; autocast = functools.partial(autocast, "cpu")\n'
+        "with autocast(enabled=on):\n    pass\n",
+    ),
     "import by device": (
         "import functools\nif cuda:\n    from torch.cuda.amp import GradScaler, autocast as ac\nelse:\n"
         "    from torch.cpu.amp import GradScaler, autocast as ac\nwith ac(dtype=low):\n    GradScaler(1.0)\n",

@@ -15,7 +15,8 @@ from amp_compat.migrate.names import Target, parse_legacy
 from amp_compat.migrate.tree import Parents
 
 Statement = cst.BaseSmallStatement
-Line = cst.SimpleStatementLine | cst.FlattenSentinel[cst.SimpleStatementLine] | cst.RemovalSentinel
+Statements = cst.SimpleStatementLine | cst.SimpleStatementSuite
+Line = Statements | cst.FlattenSentinel[cst.SimpleStatementLine] | cst.RemovalSentinel
 
 
 class _Place(NamedTuple):
@@ -61,19 +62,23 @@ class ImportEditor:
         """Return whether the import statement `node` is at the top level of the module."""
         return self._parents[self._parents[node]] is self._module
 
-    def lines(self) -> list[cst.SimpleStatementLine]:
-        """Return the lines whose imports change."""
+    def lines(self) -> list[Statements]:
+        """Return the lines whose imports change, those behind a colon included."""
         lines = [self._parents[node] for node in self._renamed]
-        return [line for line in dict.fromkeys(lines) if isinstance(line, cst.SimpleStatementLine)]
+        return [line for line in dict.fromkeys(lines) if isinstance(line, Statements)]
 
-    def edit_line(self, original: cst.SimpleStatementLine, line: cst.CSTNode) -> Line:
+    def edit_line(self, original: Statements, line: cst.CSTNode) -> Line:
         """Return `line` with its imports rewritten; `original` is the line as it was parsed."""
-        assert isinstance(line, cst.SimpleStatementLine)
+        assert isinstance(line, Statements)
         smalls: list[Statement] = []
         for old, new in zip(original.body, line.body, strict=True):
             smalls.extend(self._rewritten(old, new) if old in self._renamed else [new])
             smalls.extend(self._followed.get(old, ()))
-        return _as_lines(line, smalls, alone=self._alone(original))
+        if isinstance(line, cst.SimpleStatementSuite):
+            return line.with_changes(body=_plain(smalls) or [cst.Pass()])
+        block = self._parents[original]
+        alone = isinstance(block, cst.IndentedBlock) and len(block.body) == 1
+        return _as_lines(line, smalls, alone=alone)
 
     def star_edit(self, node: cst.CSTNode) -> cst.CSTNode:
         """Return an import of the used names in place of the star."""
@@ -90,10 +95,6 @@ class ImportEditor:
             place = _end_of_imports(body, of_library=name.partition(".")[0] in sys.stdlib_module_names)
             body.insert(place, cst.SimpleStatementLine([cst.Import([cst.ImportAlias(_dotted(name))])]))
         return module.with_changes(body=body) if self._needed else module
-
-    def _alone(self, line: cst.SimpleStatementLine) -> bool:
-        block = self._parents[line]
-        return isinstance(block, cst.IndentedBlock) and len(block.body) == 1
 
     def _place(self, node: cst.CSTNode, alias: cst.ImportAlias) -> _Place | None:
         if isinstance(node, cst.ImportFrom):
@@ -179,9 +180,14 @@ def _as_lines(line: cst.SimpleStatementLine, smalls: list[Statement], *, alone: 
         return line.with_changes(body=[cst.Pass()]) if alone else cst.RemoveFromParent()
     if len(smalls) == len(line.body):
         return line.with_changes(body=smalls)
-    plain = [s.with_changes(semicolon=cst.MaybeSentinel.DEFAULT) for s in smalls]
+    plain = _plain(smalls)
     first = line.with_changes(body=[plain[0]])
     return cst.FlattenSentinel([first, *(cst.SimpleStatementLine([small]) for small in plain[1:])])
+
+
+def _plain(smalls: Sequence[Statement]) -> list[Statement]:
+    """Return `smalls` with semicolons only where they are needed."""
+    return [small.with_changes(semicolon=cst.MaybeSentinel.DEFAULT) for small in smalls]
 
 
 def _import_aliases(
