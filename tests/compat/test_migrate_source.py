@@ -410,6 +410,49 @@ def test_names_that_other_files_import_stay() -> None:
     assert migrate_source(source, TORCH, exported={"autocast"}).text == source
 
 
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "__all__: list[str] = ['autocast']",
+        "__all__ = [] + ['autocast']",
+        "__all__ = 'f autocast'.split()",
+        "__all__ = []\n__all__ += ['autocast']",
+        "__all__ = []\n__all__.extend(['autocast'])",
+        "if on:\n    __all__ = ('autocast',)",
+    ],
+)
+@pytest.mark.parametrize("names", ["autocast", "*"])
+def test_names_in_any_form_of_dunder_all_stay(statement: str, names: str) -> None:
+    """Who imports the name goes on to call it without a device."""
+    source = f"from torch.cuda.amp import {names}\n{statement}\n"
+    result = migrate_source(source, TORCH)
+    assert (result.text, [f.level for f in result.findings]) == (source, ["manual"])
+
+
+@pytest.mark.parametrize("export", ["__all__ = ['ac']\n", ""])
+def test_an_alias_that_other_files_use_is_marked_for_review(export: str) -> None:
+    """Their positional arguments get another meaning, and the report calls the file done."""
+    source = f"import torch\nac = torch.cuda.amp.autocast\n{export}"
+    result = migrate_source(source, TORCH, exported=() if export else {"ac"})
+    assert [f.level for f in result.findings] == ["review"]
+
+
+def test_an_alias_in_a_class_is_marked_for_review() -> None:
+    """``self.ac(False)`` is far from the alias, and turns the region on with a wrong dtype."""
+    source = (
+        "import torch\nclass C:\n    ac = torch.cuda.amp.autocast\n    def f(self): return self.ac(False)\n"
+    )
+    assert [f.level for f in migrate_source(source, TORCH).findings] == ["review"]
+
+
+@pytest.mark.parametrize("above", ["", "class C:\n    "])
+def test_a_module_that_other_code_reaches_by_its_alias_stays(above: str) -> None:
+    """``utils.amp.autocast(False)`` and ``self.amp.autocast(False)`` get another meaning."""
+    source = f"import torch\n{above}amp = torch.cuda.amp\n"
+    result = migrate_source(source, TORCH, exported={"amp"} if not above else ())
+    assert (result.text, [f.level for f in result.findings]) == (source, ["manual"])
+
+
 def test_amp_core_is_imported_once() -> None:
     """The import is added once, behind the file's imports, whatever the number of uses."""
     source = (

@@ -18,7 +18,13 @@ from amp_compat.migrate.model import Finding, Level, Rewritten
 from amp_compat.migrate.names import Legacy, Target, parse_legacy
 from amp_compat.migrate.plan import Plan, Use
 from amp_compat.migrate.prune import prune
-from amp_compat.migrate.rules import settle_aliases, settle_modules, settle_replaced, settle_shared
+from amp_compat.migrate.rules import (
+    note_reachable,
+    settle_aliases,
+    settle_modules,
+    settle_replaced,
+    settle_shared,
+)
 from amp_compat.migrate.tree import (
     Apply,
     Edit,
@@ -30,6 +36,8 @@ from amp_compat.migrate.tree import (
     root_of,
     super_init,
 )
+
+_EXPORTED = "`{}` is in __all__, in a class, in a magic or used by other files; its signature would change"
 
 
 class ModuleRewriter:
@@ -48,7 +56,7 @@ class ModuleRewriter:
         self.stars = star_names(self.module)
         self.resolver = Resolver(scopes, self.parents, self.stars)
         self.target = target
-        self.exported = set(exported) | dunder_all(self.module)
+        self.exported = set(exported) | dunder_all(self.module, text)
         self.quote = quote_of(text)
         self.edits: dict[cst.CSTNode, Edit] = {}
         self.findings: list[Finding] = []
@@ -91,7 +99,8 @@ class ModuleRewriter:
         settle_replaced(plan, self.parents)
         settle_aliases(plan, self.resolver)
         settle_shared(plan, self.resolver)
-        settle_modules(plan)
+        settle_modules(plan, self.resolver, self.exported)
+        note_reachable(plan, self.resolver, self.exported)
         return plan
 
     def _try_site(self, use: Use) -> None:
@@ -122,7 +131,10 @@ class ModuleRewriter:
                 self.imports.rename(binding.node, binding.name)
                 self._note_import(binding, uses)
         starred = [u for u in plan.uses if isinstance(u.node, cst.Name) and not u.resolved.bindings]
-        if not any(use.manual for use in starred):  # such a use needs the star import
+        kept = sorted(self.exported & self.stars.keys())
+        if kept:
+            self._keep_star(kept)
+        elif not any(use.manual for use in starred):  # such a use needs the star import
             self.imports.star_uses.update(u.node.value for u in starred if isinstance(u.node, cst.Name))
         return renamed
 
@@ -147,11 +159,11 @@ class ModuleRewriter:
         return sorted(imports.values(), key=lambda b: (self.positions[b.node].start.line, b.name))
 
     def _keep_exported(self, binding: ImportAssignment) -> None:
-        reason = (
-            f"`{binding.name}` is in __all__, in a class, in a magic or used by other files; its signature "
-            f"would change"
-        )
-        self._find(binding.node, "manual", binding.name, reason)
+        self._find(binding.node, "manual", binding.name, _EXPORTED.format(binding.name))
+
+    def _keep_star(self, names: list[str]) -> None:
+        for star in star_imports(self.module.body):
+            self._find(star, "manual", module_name(star) or "", _EXPORTED.format("`, `".join(names)))
 
     def _beside_successor(self, binding: ImportAssignment) -> None:
         """Report an import for old versions of torch, unless it is a fallback in an `except`."""

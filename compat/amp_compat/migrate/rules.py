@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import libcst as cst
-from libcst.metadata import Assignment, BaseAssignment
+from libcst.metadata import Assignment, BaseAssignment, ClassScope, GlobalScope
 
 from amp_compat.migrate.bindings import Resolved, Resolver
 from amp_compat.migrate.calls import AUTOCAST_ORDER, gives_dtype, has_positional, passes_device
@@ -228,7 +228,7 @@ def _stays(use: Use, plan: Plan, resolver: Resolver) -> bool:
     return bool(use.manual)
 
 
-def settle_modules(plan: Plan) -> None:
+def settle_modules(plan: Plan, resolver: Resolver, exported: Collection[str]) -> None:
     """Leave ``name = torch.cuda.amp`` as it is if a use through `name` must be rewritten by hand."""
     for use in plan.uses:
         if use.kind != "module alias" or use.manual or not isinstance(use.site, cst.Name):
@@ -236,8 +236,23 @@ def settle_modules(plan: Plan) -> None:
         through = [u for u in plan.uses if any(b.node is use.site for b in _assigned_names(u))]
         if any(u.manual for u in through):
             use.manual = f"uses of `{use.site.value}` below need it; rewrite them by hand first"
-            for other in through:
-                other.direct = True
+        elif _reachable(use.site, resolver, exported):
+            use.manual = f"`{use.site.value}` is an attribute that code elsewhere may use; rewrite it by hand"
+        for other in through if use.manual else ():
+            other.direct = True
+
+
+def note_reachable(plan: Plan, resolver: Resolver, exported: Collection[str]) -> None:
+    """Ask for a review of each ``name = torch.cuda.amp.autocast`` that code elsewhere may call."""
+    for use in plan.uses:
+        if use.kind == "alias" and isinstance(use.site, cst.Name):
+            use.review = _PARTIAL_NOTE if _reachable(use.site, resolver, exported) else use.review
+
+
+def _reachable(target: cst.Name, resolver: Resolver, exported: Collection[str]) -> bool:
+    """Return whether the variable `target` is also an attribute of a class, or of an imported module."""
+    scope = resolver.scope_of(target)
+    return isinstance(scope, ClassScope) or (isinstance(scope, GlobalScope) and target.value in exported)
 
 
 def _assigned_names(use: Use) -> list[Assignment]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, cast
@@ -128,16 +129,14 @@ def super_init(node: cst.ClassDef) -> cst.Call:
     return cast("cst.Call", calls[0])
 
 
-def dunder_all(module: cst.Module) -> set[str]:
-    """Return the names in a literal ``__all__``."""
-    for statement in module.body:
-        for small in statement.body if isinstance(statement, cst.SimpleStatementLine) else ():
-            if not isinstance(small, cst.Assign) or not isinstance(small.targets[0].target, cst.Name):
-                continue
-            if small.targets[0].target.value == "__all__" and isinstance(small.value, (cst.List, cst.Tuple)):
-                values = [element.value for element in small.value.elements]
-                return {str(v.evaluated_value) for v in values if isinstance(v, cst.SimpleString)}
-    return set()
+def dunder_all(module: cst.Module, text: str) -> set[str]:
+    """Return the words of the strings in the statements that name ``__all__``; extra words are harmless."""
+    if "__all__" not in text:
+        return set()
+    statements = m.findall(module, m.Assign() | m.AnnAssign() | m.AugAssign() | m.Expr())
+    naming = [statement for statement in statements if m.findall(statement, m.Name("__all__"))]
+    strings = [string for statement in naming for string in m.findall(statement, m.SimpleString())]
+    return {word for string in strings for word in re.findall(r"\w+", cast("cst.SimpleString", string).value)}
 
 
 def quote_of(text: str) -> str:
