@@ -222,6 +222,16 @@ REWRITES = {
         "from torch.cuda.amp import GradScaler\nmatch s:\n    case GradScaler() | int():\n        pass\n",
         "from torch.amp import GradScaler\nmatch s:\n    case GradScaler() | int():\n        pass\n",
     ),
+    "names that patterns bind": (
+        "from torch.cuda.amp import autocast, GradScaler as G\ndef f(s):\n    match s:\n"
+        "        case [autocast]: return autocast(1)\n        case [_, *autocast]: return autocast\n"
+        "        case {'a': _, **autocast}: return autocast\n        case int() as autocast: return autocast\n"
+        "def g(s):\n    match s:\n        case G(autocast=on): return autocast(on)\n",
+        "from torch.amp import autocast, GradScaler as G\ndef f(s):\n    match s:\n"
+        "        case [autocast]: return autocast(1)\n        case [_, *autocast]: return autocast\n"
+        "        case {'a': _, **autocast}: return autocast\n        case int() as autocast: return autocast\n"
+        "def g(s):\n    match s:\n        case G(autocast=on): return autocast('cuda', enabled=on)\n",
+    ),
     "subclass with a constructor": (
         "import torch\nclass S(torch.cuda.amp.GradScaler):\n    def __init__(self, n):\n"
         "        super().__init__(growth_interval=n)\n",
@@ -263,6 +273,10 @@ UNTOUCHED = {
 }
 
 HUMAN = {
+    "a name that a pattern may bind": (
+        "from torch.cuda.amp import autocast\nmatch s:\n    case [autocast]: pass\nautocast(False)\n",
+        "`autocast` may also mean something else",
+    ),
     "star import between two of the same name": (
         "from torch.cpu.amp import autocast\nfrom torch.cuda.amp import *\nfrom torch.cpu.amp import autocast\n"
         "autocast(False)\n",

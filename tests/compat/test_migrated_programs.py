@@ -42,6 +42,7 @@ USES = (
     "class S{n}({g}):\n    def __init__(self): super().__init__(8.0)\nS{n}()",
     "def f{n}():\n    make = {a}\n    return make(enabled=False)\nf{n}()",
     "def f{n}(autocast=dict, GradScaler=dict): return autocast(), GradScaler()\nf{n}()",
+    "def f{n}(make):\n    match make:\n        case autocast: return autocast()\nf{n}(dict)",
     "made = [{g}(init_scale=2.0) for _ in range(2)] + [(lambda: {a}())()]",
     "f{n} = functools.partial({g}, 2.0)\nf{n}(growth_interval=3)",
     "from functools import partial\npartial({a}, enabled=False)()",

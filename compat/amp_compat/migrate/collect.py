@@ -13,6 +13,16 @@ from amp_compat.migrate.rules import classify
 from amp_compat.migrate.tree import NameWalker, Parents
 from amp_compat.migrate.versions import beside_successor
 
+_BINDING = (
+    cst.FunctionDef,
+    cst.ClassDef,
+    cst.AsName,
+    cst.NameItem,
+    cst.MatchAs,
+    cst.MatchStar,
+    cst.MatchMapping,
+)
+
 
 class Collector(NameWalker):
     """Walks a module once and fills a `Plan`."""
@@ -26,7 +36,7 @@ class Collector(NameWalker):
     def visit_Name(self, node: cst.Name) -> None:
         """Record a bare name unless its parent binds it."""
         parent = self._parents.get(node)
-        if not isinstance(parent, (cst.FunctionDef, cst.ClassDef, cst.AsName, cst.NameItem)):
+        if not isinstance(parent, _BINDING):
             self.take(node)
 
     def visit_Call(self, node: cst.Call) -> bool:
@@ -38,6 +48,11 @@ class Collector(NameWalker):
         for part in (node.annotation, node.default):
             if part is not None:
                 part.visit(self)
+        return False
+
+    def visit_MatchKeywordElement(self, node: cst.MatchKeywordElement) -> bool:
+        """Visit only the pattern: the keyword is an attribute."""
+        node.pattern.visit(self)
         return False
 
     def visit_AssignTarget(self, node: cst.AssignTarget) -> bool:

@@ -87,7 +87,18 @@ def metadata_of(module: cst.Module) -> Metadata:
     """Return the metadata of the nodes of `module` itself, not of a copy."""
     providers = [ParentNodeProvider, PositionProvider, ScopeProvider]
     resolved: Any = MetadataWrapper(module, unsafe_skip_copy=True).resolve_many(providers)
-    return Metadata(*(resolved[provider] for provider in providers))
+    metadata = Metadata(*(resolved[provider] for provider in providers))
+    for node, scope in metadata.scopes.items():
+        captured = _captured(node)
+        if captured is not None and scope is not None:  # libcst knows no names that patterns bind
+            scope.record_assignment(captured.value, node)
+    return metadata
+
+
+def _captured(node: cst.CSTNode) -> cst.Name | None:
+    if isinstance(node, (cst.MatchAs, cst.MatchStar)):
+        return node.name
+    return node.rest if isinstance(node, cst.MatchMapping) else None
 
 
 def around(node: cst.CSTNode, parents: Parents) -> Iterator[cst.CSTNode]:
