@@ -459,6 +459,29 @@ def test_an_alias_in_a_class_is_marked_for_review() -> None:
     assert [f.level for f in migrate_source(source, TORCH).findings] == ["review"]
 
 
+@pytest.mark.parametrize(
+    ("program", "level"),
+    [
+        ("p = {}(dtype=low)\ndef f():\n    x = p\n    return x(False)\n", "review"),
+        ("p = {}(dtype=low)\ndef f():\n    x = 1\n    x = 2\n    return p(False)\n", "review"),
+        ("p = {}(dtype=low)\ndef f():\n    x = 1\n    x = 2\n    return p(enabled=False)\n", "changed"),
+        ("p = {}(False)\nvalidate(p)\n", "changed"),
+        ("p = {}(enabled=False)\nvalidate(p)\n", "changed"),
+        ("p = q = {}()\np()\n", "review"),
+        ("class C:\n    p = {}()\n", "review"),
+        ("shared = {}()\n", "review"),
+        ("{}()(False)\n", "review"),
+        ("{}()(enabled=False)\n", "changed"),
+    ],
+)
+def test_a_partial_that_may_get_positional_arguments_is_marked_for_review(program: str, level: str) -> None:
+    """``p(False)`` turned the region off, and gives it a wrong dtype instead."""
+    made = program.replace("{}()", "functools.partial(torch.cuda.amp.autocast)")
+    made = made.replace("{}(", "functools.partial(torch.cuda.amp.autocast, ")
+    result = migrate_source(f"import functools, torch\n{made}", TORCH, exported={"shared"})
+    assert [f.level for f in result.findings] == [level]
+
+
 @pytest.mark.parametrize("above", ["", "class C:\n    "])
 def test_a_module_that_other_code_reaches_by_its_alias_stays(above: str) -> None:
     """``utils.amp.autocast(False)`` and ``self.amp.autocast(False)`` get another meaning."""

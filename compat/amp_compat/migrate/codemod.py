@@ -19,6 +19,7 @@ from amp_compat.migrate.names import Legacy, Target, parse_legacy
 from amp_compat.migrate.plan import Plan, Use
 from amp_compat.migrate.prune import prune
 from amp_compat.migrate.rules import (
+    note_partials,
     note_reachable,
     settle_aliases,
     settle_modules,
@@ -100,6 +101,7 @@ class ModuleRewriter:
         settle_aliases(plan, self.resolver)
         settle_shared(plan, self.resolver)
         settle_modules(plan, self.resolver, self.exported)
+        note_partials(plan, self.resolver, self.exported)
         note_reachable(plan, self.resolver, self.exported)
         return plan
 

@@ -15,9 +15,9 @@ import libcst as cst
 
 _WORDS = r"amp|apex|autocast\w*|GradScaler|grad_scaler|custom_[fb]wd|OptState|_cast"
 _SEED = re.compile(rf"\b(?:{_WORDS})\b")
-# An import's alias, or the target of an assignment whose value is a name rather than a call.
+# An import's alias, or the target of an assignment whose value is a name or a partial, not another call.
 _BOUND = re.compile(
-    r"\bas\s+(\w+)|^\s*(\w+)\s*(?::[^=\n]+)?=\s*(?:\(?\s*[\w.]+\)?\s*(?:#.*)?$|getattr\b|\(\s*$)"
+    r"\bas\s+(\w+)|^\s*(\w+)\s*(?::[^=\n]+)?=\s*(?:\(?\s*[\w.]+\)?\s*(?:#.*)?$|getattr\b|[\w.]*partial\b|\(\s*$)"
 )
 _SHORTEST = 2  # replacing shorter functions costs more than it saves
 

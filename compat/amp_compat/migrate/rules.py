@@ -9,7 +9,7 @@ import libcst as cst
 from libcst.metadata import Assignment, BaseAssignment, ClassScope, GlobalScope
 
 from amp_compat.migrate.bindings import Resolved, Resolver
-from amp_compat.migrate.calls import AUTOCAST_ORDER, gives_dtype, has_positional, passes_device
+from amp_compat.migrate.calls import AUTOCAST_ORDER, gives_dtype, has_positional, keyword_of, passes_device
 from amp_compat.migrate.names import OBJECTS
 from amp_compat.migrate.plan import Plan, Use
 from amp_compat.migrate.tree import Parents, around
@@ -247,6 +247,37 @@ def note_reachable(plan: Plan, resolver: Resolver, exported: Collection[str]) ->
     for use in plan.uses:
         if use.kind == "alias" and isinstance(use.site, cst.Name):
             use.review = _PARTIAL_NOTE if _reachable(use.site, resolver, exported) else use.review
+
+
+def note_partials(plan: Plan, resolver: Resolver, exported: Collection[str]) -> None:
+    """Ask for a review of each ``functools.partial(torch.cuda.amp.autocast)`` that may get ``False``."""
+    for use in plan.uses:
+        if use.kind != "partial" or use.manual or use.legacy.name != "autocast":
+            continue
+        assert isinstance(use.site, cst.Call)
+        _, *args = use.site.args
+        enabled = has_positional(args) or keyword_of(args, "enabled") is not None
+        if not enabled and _may_get_position(use.site, resolver, exported):
+            use.review = (
+                "check callers of this partial that pass arguments by position: the order differs now"
+            )
+
+
+def _may_get_position(call: cst.Call, resolver: Resolver, exported: Collection[str]) -> bool:
+    """Return whether the value of `call` may be called with positional arguments."""
+    parent = resolver.parents[call]
+    if isinstance(parent, cst.Call) and parent.func is call:
+        return has_positional(parent.args)
+    targets = [each.target for each in parent.targets] if isinstance(parent, cst.Assign) else []
+    scope = resolver.scope_of(call)
+    if len(targets) != 1 or not isinstance(targets[0], cst.Name) or scope is None:
+        return True
+    uses = [access.node for binding in scope[targets[0].value] for access in binding.references]
+    calls = [(resolver.parents[use], use) for use in uses]
+    return _reachable(targets[0], resolver, exported) or any(
+        not isinstance(call, cst.Call) or call.func is not use or has_positional(call.args)
+        for call, use in calls
+    )
 
 
 def _reachable(target: cst.Name, resolver: Resolver, exported: Collection[str]) -> bool:
