@@ -16,6 +16,10 @@ REWRITES = {
         "import torch\nprint(f\"{torch.cuda.amp.autocast()}\", f'{torch.cuda.amp.GradScaler()}')\n",
         "import torch\nprint(f\"{torch.amp.autocast('cuda')}\", f'{torch.amp.GradScaler(\"cuda\")}')\n",
     ),
+    "a generator by position": (
+        "import torch\ntorch.cuda.amp.autocast(on for on in switches)\n",
+        'import torch\ntorch.amp.autocast("cuda", enabled=(on for on in switches))\n',
+    ),
     "a name by itself": (
         "import torch\ntry:\n    torch.cuda.amp.autocast\n    ok = torch.cuda.amp is not None\nexcept AttributeError:\n    ok = False\n",
         "import torch\ntry:\n    torch.amp.autocast\n    ok = torch.amp is not None\nexcept AttributeError:\n    ok = False\n",
@@ -488,6 +492,14 @@ def test_a_module_that_other_code_reaches_by_its_alias_stays(above: str) -> None
     source = f"import torch\n{above}amp = torch.cuda.amp\n"
     result = migrate_source(source, TORCH, exported={"amp"} if not above else ())
     assert (result.text, [f.level for f in result.findings]) == (source, ["manual"])
+
+
+@pytest.mark.parametrize(("bases", "level"), [("Mixin, {}", "review"), ("{}, Mixin", "changed")])
+def test_a_base_before_the_deprecated_one_is_marked_for_review(bases: str, level: str) -> None:
+    """``super().__init__`` calls its constructor, which gets a device that it does not know."""
+    base = bases.format("torch.cuda.amp.GradScaler")
+    source = f"import torch\nclass S({base}):\n    def __init__(self, x): super().__init__(x)\n"
+    assert [f.level for f in migrate_source(source, TORCH).findings] == [level]
 
 
 def test_amp_core_is_imported_once() -> None:

@@ -61,7 +61,7 @@ def name_positional(args: Sequence[cst.Arg]) -> list[cst.Arg]:
 def _named(arg: cst.Arg, keyword: str) -> cst.Arg:
     equal = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
     value = arg.value
-    if isinstance(value, cst.NamedExpr) and not value.lpar:  # as a keyword, it needs parentheses
+    if isinstance(value, (cst.NamedExpr, cst.GeneratorExp)) and not value.lpar:  # a keyword needs parentheses
         value = value.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()])
     return arg.with_changes(keyword=cst.Name(keyword), equal=equal, value=value)
 

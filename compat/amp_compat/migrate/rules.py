@@ -92,6 +92,8 @@ def _argument(use: Use, parent: cst.CSTNode, at: _Place) -> bool:
     owner = at.parents[parent] if isinstance(parent, cst.Arg) else None
     if isinstance(owner, cst.ClassDef):
         use.kind, use.site = "base", owner
+        if owner.bases[0] is not parent:
+            use.review = "another base comes first: check that its constructor passes the device on"
     elif isinstance(owner, cst.Call) and owner.args[0] is parent and _is_partial(owner, at.resolver):
         use.kind, use.site = "partial", owner
     elif owner is not None and _is_type_test(owner):
