@@ -193,7 +193,7 @@ def test_notebook(tree: Path, capsys) -> None:
 )
 def test_notebook_layouts(tree: Path, layout: dict, write) -> None:
     """A diff would show the whole notebook, outputs included, where another program wrote the file."""
-    same = ["x = 1\n", "files = !ls\n", "autocast?"]
+    same = ["x = 1\n", "files = !ls\n", "autocast? "]
     old = [
         _cell("".join(same)),
         _cell("from torch.cuda.amp import autocast\nautocast()", [{"source": 1e-5, "<": [float("nan")]}]),
@@ -231,6 +231,37 @@ def test_deprecated_names_in_magics_are_reported(tmp_path: Path, capsys) -> None
     (file,) = report(capsys, str(path))["files"]
     places = [(f["cell"], f["line"], f["column"], f["level"]) for f in file["findings"]]
     assert places == [(2, 2, len("%time s = "), "manual")]
+
+
+def test_a_cell_magic_stays_the_first_line(tmp_path: Path) -> None:
+    """The first cell no longer runs: below another line, ``%%time`` means nothing."""
+    path = tmp_path / "demo.ipynb"
+    cells = [_cell("%%time\nimport torch"), _cell("ac = torch.cuda.amp.autocast"), _cell("ac(False)")]
+    path.write_text(json.dumps({"cells": cells, "nbformat": 4}))
+    assert main(["migrate", "--write", str(path)]) == 0
+    assert ["".join(cell["source"]) for cell in json.loads(path.read_text())["cells"]] == [
+        "%%time\nimport functools\nimport torch",
+        'ac = functools.partial(torch.amp.autocast, "cuda")',
+        "ac(enabled=False)",
+    ]
+
+
+def test_cells_that_magics_profile_are_rewritten(tmp_path: Path) -> None:
+    """The import changes, and the cell goes on to call it without a device."""
+    path = tmp_path / "demo.ipynb"
+    cells = [_cell("from torch.cuda.amp import GradScaler"), _cell("%%memit\nGradScaler()")]
+    path.write_text(json.dumps({"cells": cells, "nbformat": 4}))
+    assert main(["migrate", "--write", str(path)]) == 0
+    assert json.loads(path.read_text())["cells"][1]["source"] == ["%%memit\n", 'GradScaler("cuda")']
+
+
+def test_a_broken_cell_that_uses_an_alias_is_reported(tmp_path: Path, capsys) -> None:
+    """The alias changes, and nothing says that the cell goes on to call it without a device."""
+    path = tmp_path / "demo.ipynb"
+    cells = [_cell("from torch.cuda.amp import GradScaler as Scaler\nScaler()"), _cell("s = Scaler(")]
+    path.write_text(json.dumps({"cells": cells, "nbformat": 4}))
+    (file,) = report(capsys, str(path))["files"]
+    assert [f["cell"] for f in file["findings"] if f["level"] == "manual"] == [2]
 
 
 def test_a_named_link_stays_a_link(tree: Path) -> None:

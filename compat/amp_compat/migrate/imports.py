@@ -213,7 +213,8 @@ def _end_of_imports(
         is_import = bool(smalls) and all(_is_import(s, of_library=of_library) for s in smalls)
         first = smalls[0] if index == 0 and smalls else None
         is_docstring = isinstance(first, cst.Expr) and isinstance(first.value, cst.SimpleString)
-        if not (is_import or is_docstring):
+        is_magic = isinstance(first, cst.Pass)  # of a notebook's first cell, which may have to begin with it
+        if not (is_import or is_docstring or is_magic):
             break
         place = index + 1
     return place

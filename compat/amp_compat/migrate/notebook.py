@@ -12,13 +12,14 @@ import libcst as cst
 
 from amp_compat.migrate.model import CELL_MARK, Finding, Rewritten
 from amp_compat.migrate.names import Target
+from amp_compat.migrate.prune import names_bound_to
 from amp_compat.migrate.source import migrate_source
 
-_MAGIC = re.compile(r"^(\s*)([%!?].*|[\w., ]+=\s*[%!].*|[\w.]+\?\??)$")
+_MAGIC = re.compile(r"^(\s*)([%!?].*|[\w., ]+=\s*[%!].*|[\w.]+\?\??\s*)$")
 _TIMED = re.compile(r"^[^#%]*%%?(?:time|timeit|prun|memit|mprun|lprun)\b(.*)", re.MULTILINE)
 _SOURCE = re.compile(r'(?<!\\)"source"\s*:\s*')
 _HIDDEN = re.compile(r"^(\s*)pass  # amp-core magic (.*)$")
-_PYTHON_MAGICS = ("%%time", "%%timeit", "%%capture", "%%prun")
+_PYTHON_MAGICS = ("%%time", "%%timeit", "%%capture", "%%debug", "%%prun", "%%memit", "%%mprun", "%%lprun")
 
 
 @dataclass
@@ -53,24 +54,26 @@ def migrate_notebook(text: str, target: Target, exported: Collection[str] = ()) 
 def _code_cells(raw: list[dict[str, Any]]) -> tuple[list[_Cell], list[Finding]]:
     cells: list[_Cell] = []
     skipped: list[Finding] = []
-    number = 0
-    for index, cell in enumerate(raw):
-        if cell.get("cell_type") != "code":
-            continue
-        number += 1
-        source = cell.get("source", "")
-        text = "".join(source) if isinstance(source, list) else source
+    texts = {index: _text(cell) for index, cell in enumerate(raw) if cell.get("cell_type") == "code"}
+    names = names_bound_to("\n".join(texts.values()))
+    deprecated = re.compile("|".join(["amp|autocast|GradScaler", *(rf"\b{name}\b" for name in names)]))
+    for number, (index, text) in enumerate(texts.items(), start=1):
         if text.lstrip().startswith("%%") and not text.lstrip().startswith(_PYTHON_MAGICS):
             continue
         try:
             cst.parse_module(_hide_magics(text))
         except cst.ParserSyntaxError as error:
-            if re.search("amp|autocast|GradScaler", text):
+            if deprecated.search(text):
                 reason = f"the cell is not valid Python: {error.message}"
                 skipped.append(Finding(error.raw_line, error.raw_column, "manual", "", reason, number))
             continue
         cells.append(_Cell(index, number, text))
     return cells, skipped
+
+
+def _text(cell: dict[str, Any]) -> str:
+    source = cell.get("source", "")
+    return "".join(source) if isinstance(source, list) else str(source)
 
 
 def _words_in_magics(text: str) -> list[str]:
