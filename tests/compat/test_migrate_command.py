@@ -125,6 +125,9 @@ def test_untracked_files_and_environments_are_left_out(tree: Path, capsys) -> No
 USERS = {
     "alias.py": "from .old import ac\nac(False)\n",
     "several_lines.py": "from pkg.old import (\n    other,\n    ac,\n)\n",
+    "comments.py": "from pkg.old import (\n    other,  # (not used)\n    ac,\n)\n",
+    "behind_a_colon.py": "try: from pkg.old import ac\nexcept ImportError: pass\n",
+    "behind_a_semicolon.py": "import os; from pkg.old import ac\n",
     "continued.py": "from pkg.old import other, \\\n    ac\n",
     "attribute.py": "from . import old\nold.ac(False)\n",
     "module_alias.py": "import pkg.old as compat\ncompat.ac(False)\n",

@@ -19,9 +19,10 @@ _CANDIDATE = re.compile(
     rb"|torch\s+import[^\n]*\b(?:cuda|cpu)\b|(?:cuda|cpu)\s*,\s*\\?[\"']amp|\bapex\b[^\n]*\bamp\b|\bamp\b[^\n]*\bapex\b"
 )
 _NAMES = ("autocast", "GradScaler", "custom_fwd", "custom_bwd", "amp")
-# In notebooks, lines begin with a quotation mark.
+# In notebooks, lines begin with a quotation mark. Parentheses may hold comments, which may hold parentheses.
 _IMPORT = re.compile(
-    rb'(?:^|")[ \t]*(?:from\s+(?P<module>[.\w]+)\s+)?import\b\s*(?P<names>\([^)]*\)|(?:\\\r?\n|[^\n])*)',
+    rb'(?:^|[":;])[ \t]*(?:from\s+(?P<module>[.\w]+)\s+)?import\b\s*'
+    rb"(?P<names>\((?:[^)#]|#[^\n]*\n)*\)|(?:\\\r?\n|[^\n;])*)",
     re.MULTILINE,
 )
 _ITEM = re.compile(rb"([\w.]+)(?:\s+as\s+(\w+))?")
