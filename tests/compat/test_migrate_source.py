@@ -202,6 +202,15 @@ REWRITES = {
         'from torch.amp import autocast\nimport functools\nautocast = functools.partial(autocast, "cuda")\n'
         "autocast = timed(autocast)\nimport functools\nwith autocast(enabled=on):\n    pass\n",
     ),
+    "bound to a name that is imported, too": (
+        "import functools, torch\nfrom torch.cpu.amp import GradScaler\nGradScaler = torch.cpu.amp.GradScaler\nGradScaler(2.0)\n",
+        'import functools, torch\nfrom torch.amp import GradScaler\nGradScaler = functools.partial(GradScaler, "cpu")\n'
+        'GradScaler = functools.partial(torch.amp.GradScaler, "cpu")\nGradScaler(2.0)\n',
+    ),
+    "an enumeration": (
+        "import torch\nStage = torch.cuda.amp.grad_scaler.OptState\nStage.READY, [torch.cuda.amp.grad_scaler.OptState]\n",
+        "import torch\nStage = torch.amp.grad_scaler.OptState\nStage.READY, [torch.amp.grad_scaler.OptState]\n",
+    ),
     "module bound to a name": (
         "import torch\namp = torch.cuda.amp\nwith amp.autocast(True):\n    pass\n",
         'import torch\namp = torch.amp\nwith amp.autocast("cuda", enabled=True):\n    pass\n',
@@ -349,6 +358,10 @@ HUMAN = {
     "decorator handed to a function": (
         "import torch\nregister(torch.cuda.amp.custom_fwd)\n",
         "pass functools.partial(..., device_type='cuda')",
+    ),
+    "private cast as a value": (
+        "import torch\nc = torch.cuda.amp.autocast_mode._cast\ndef f(): return torch.cuda.amp.autocast_mode._cast\nc(x, low)\n",
+        "`_cast` takes (value, device_type, dtype) now",
     ),
     "computed attribute": ("import torch\ngetattr(torch.cuda.amp, name)()\n", "used as an object"),
     "name in a string": ("import torch\nS = eval('torch.cuda.amp.GradScaler()')\n", "string contains"),

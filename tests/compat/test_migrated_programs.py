@@ -24,6 +24,11 @@ IMPORTS = (
     ("from torch.{d}.amp import *", ""),
     ("import torch\nold = torch.{d}.amp", "old."),
     ("import torch\n_a = torch.{d}.amp.autocast\n_G = torch.{d}.amp.GradScaler", "_"),
+    ("from torch.{d}.amp import *\nimport torch\n_a, _G = autocast, GradScaler", "_"),
+    (
+        "import torch\nfrom torch.{d}.amp import autocast, GradScaler\nGradScaler = torch.{d}.amp.GradScaler",
+        "",
+    ),
     ("import torch\nif hasattr(torch, 'zeros'):\n    from torch.{d}.amp import autocast, GradScaler", ""),
 )
 USES = (

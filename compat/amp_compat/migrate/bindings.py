@@ -107,7 +107,8 @@ class Resolver:
         star = self._star_below(node.value, bindings)
         if star is not None:
             return Resolved(star, tuple(bindings), conflict=_conflict(node.value, {star, *names}))
-        if len(names) == 1 and certain[0][1] is not None:
+        imported = {isinstance(b, ImportAssignment) for b, _ in certain}
+        if len(names) == 1 and certain[0][1] is not None and (len(imported) == 1 or not _called(names)):
             meaning = certain[0][1]
             fallback = any(not _is_none(self._value(b)) for b, _ in meanings if (b, _) not in certain)
             alias = meaning.alias or not isinstance(certain[0][0], ImportAssignment)
@@ -247,6 +248,12 @@ def _unless_missing(found: Resolved | None) -> Resolved | None:
 
 def _is_none(node: cst.BaseExpression | None) -> bool:
     return isinstance(node, cst.Name) and node.value in {"None", "False"}
+
+
+def _called(names: set[str | None]) -> bool:
+    """Return whether an alias of one of `names` takes other arguments than an import of it."""
+    parsed = [parse_legacy(name) for name in names if name]
+    return any(legacy is not None and legacy.name in _CALLED for legacy in parsed)
 
 
 def successors(name: str) -> set[str | None]:

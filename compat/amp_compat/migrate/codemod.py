@@ -109,6 +109,8 @@ class ModuleRewriter:
         """Check that the arguments of the use can be converted."""
         try:
             self._site_edit(use)
+            if use.kind in {"value", "alias", "decorator"}:
+                convert_args(use.legacy, [], self.quote)
         except CannotConvertError as error:
             use.manual = str(error)
 

@@ -21,6 +21,9 @@ def classify(use: Use, parents: Parents, resolver: Resolver) -> None:
     if not use.legacy.name:
         _classify_module(use, parent, parents)
         return
+    if use.legacy.name == "OptState":  # the same object
+        use.kind = "type"
+        return
     place = _Place(parents, resolver)
     for rule in (_call, _decorator, _argument, _attribute, _typed, _assigned):
         if rule(use, parent, place):
@@ -50,8 +53,6 @@ def _call(use: Use, parent: cst.CSTNode, at: _Place) -> bool:
     if not (isinstance(parent, cst.Call) and parent.func is use.node):
         return False
     use.kind, use.site = "call", parent
-    if use.legacy.name == "OptState":
-        use.kind = "type"
     if passes_device(parent.args) and use.legacy.name in {"autocast", "GradScaler"}:
         use.review = f"`{use.legacy.dotted}` takes no device: the argument is now passed as the device"
     elif use.legacy.name == "autocast" and _inside_dtype_region(parent, at.parents):
