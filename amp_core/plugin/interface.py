@@ -93,8 +93,11 @@ class Backend(ABC):
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         if not cls.__module__.startswith("amp_core."):
-            for name in RESULTS.keys() & vars(cls).keys():
-                method = vars(cls)[name]
+            for name in RESULTS:
+                owner = next(each for each in cls.__mro__ if name in vars(each))
+                method = vars(owner)[name]
+                if owner is not cls and issubclass(owner, Backend):
+                    continue  # checked there, unlike what comes from a class beside `Backend`
                 if isfunction(method):
                     setattr(cls, name, checked(name, method))
                 elif hasattr(method, "__get__") and not isinstance(method, COMPUTED):

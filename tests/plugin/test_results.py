@@ -144,6 +144,30 @@ def test_a_wrong_result_names_backend_method_and_fix(fault: str) -> None:
     assert "AMP_DISABLE_BACKENDS=cpu" in message
 
 
+def test_a_wrong_result_of_a_class_beside_backend_is_named_too() -> None:
+    """A vendor shares code between its backends in a class of its own, and the error names nobody."""
+
+    class Shared:
+        def default_dtype(self) -> str:
+            return "bf16"
+
+        @functools.cache  # noqa: B019
+        def supported_dtypes(self) -> list[torch.dtype]:
+            return [torch.float16]
+
+    class WrongBackend(Shared, Right):  # type: ignore[misc]
+        pass
+
+    class Derived(WrongBackend):  # type: ignore[misc]
+        pass
+
+    for backend in (WrongBackend(), Derived()):
+        with pytest.raises(amp_core.BackendError, match=r"default_dtype\(\) of .* returned 'bf16'"):
+            backend.default_dtype()
+        with pytest.raises(amp_core.BackendError, match=r"supported_dtypes\(\) of .* must return a tuple"):
+            backend.supported_dtypes()
+
+
 ATTRIBUTES: dict[str, tuple[dict[str, Any], str]] = {
     "a string for a bool": ({"has_float64": "no"}, "has_float64 must be True or False; it is 'no'"),
     "a method for a bool": ({"caches_memory": lambda _: True}, "caches_memory must be True or False; it is"),
