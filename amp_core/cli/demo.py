@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     from amp_core.demo.fault import show_fault
     from amp_core.demo.report import comparison, save_picture, verdict
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False, emoji=False)
     digits = load_digits(settings.seed)
     if settings.batch_size > len(digits.train_labels):
         raise UsageError(

@@ -37,7 +37,7 @@ def print_table(
     if console.width < _NARROWEST * len(columns):
         print("\n".join([title, *_lists(columns, rows)]))
         return
-    table = Table(title=title)
+    table = Table(title=Text(title, style="table.title"))  # as a string, its brackets would be styles
     for column in columns:
         table.add_column(column, overflow="fold")
     for row in rows:

@@ -13,6 +13,7 @@ import torch
 
 from amp_core import Recipe
 from amp_core.cli import COMMANDS, main
+from amp_core.cli.tables import print_table
 from amp_core.kernels import Kernels
 from amp_core.testing import Loopback
 from amp_core.testing.fixtures import serving
@@ -118,6 +119,14 @@ def test_the_reason_of_kernels_that_failed(
     printed = capsys.readouterr().out
     assert " BackendError: Broken.kernels()" in printed
     assert ": BackendError" not in printed
+
+
+def test_brackets_in_a_title_are_text(capsys: pytest.CaptureFixture[str]) -> None:
+    """`amp check` loses a part of what a device says of itself, or ends in a traceback after minutes."""
+    print_table("npu: Npu ([red]/dev/npu0[/])", ["an area of the kit with a long name"], [["[/cast]"]])
+    printed = capsys.readouterr().out
+    assert "npu: Npu ([red]/dev/npu0[/])" in printed
+    assert "[/cast]" in printed
 
 
 def test_without_rich_the_table_is_plain(

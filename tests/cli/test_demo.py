@@ -142,12 +142,13 @@ def test_a_seed_must_be_one_that_numpy_takes(value, capsys):
 
 def test_it_runs_as_a_command(tmp_path):
     """`python -m amp_core demo` must work without a terminal and warn about nothing."""
-    words = ["demo", "--model", "mlp", "--epochs", "1", "--output", str(tmp_path / "a.png")]
+    words = ["demo", "--model", "mlp", "--epochs", "1", "--output", str(tmp_path / "[red]a.png")]
     done = subprocess.run(
         [sys.executable, "-W", "error", "-m", "amp_core", *words], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "a.png").exists()
+    assert (tmp_path / "[red]a.png").exists()
+    assert f"Loss and scale curves: {words[-1]}" in done.stdout
 
 
 DEVICE_WITHOUT_KERNELS = """
