@@ -20,8 +20,8 @@ _FACTORS = (
     ("batch1", "batch2"),
     ("self", "mat2"),
     ("self", "tensor"),
+    ("mat", "vec"),  # before the next: the `self` of addmv is no factor
     ("self", "vec"),
-    ("mat", "vec"),
 )
 
 _PRODUCTS = ("mm", "bmm", "matmul", "mv", "dot", "vdot", "addmm", "baddbmm", "addbmm", "addmv")

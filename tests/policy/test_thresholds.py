@@ -102,6 +102,14 @@ def test_jagged_attention_has_a_threshold():
         assert torch.equal(got.values(), F.scaled_dot_product_attention(rows, rows, rows).values())
 
 
+def test_what_a_product_is_added_to_is_no_factor():
+    """The work of addmv would be that of its two vectors, so that no threshold lets it run low."""
+    sums = [(aten.addmv, (R(3), R(3, 4), R(4))), (aten.addmm, (R(3, 5), R(3, 4), R(4, 5)))]
+    sums += [(op, (R(3, 5), R(2, 3, 4), R(2, 4, 5))) for op in (aten.addbmm, aten.baddbmm)]
+    assert [work(op.default, args, {}) for op, args in sums] == [24, 120, 240, 240]
+    assert work(aten.mv.default, (R(3, 4), R(4)), {}) == 24
+
+
 def test_products_of_vectors_have_a_threshold():
     """torch.dot under a threshold ends in a bare StopIteration, as its argument has a name of its own."""
     assert work(aten.dot.default, (R(4), R(4)), {}) == work(aten.vdot.default, (R(4), R(4)), {}) == 8
