@@ -61,7 +61,7 @@ def fit_of(tensor: Tensor, quantized: Quantized) -> Fit:
     _, _, saturated, flushed = quantized.counts.tolist()
     exact, rounded = tensor.detach().float(), quantized.dequantize()
     finite = exact.isfinite() & rounded.isfinite()
-    changed, size = (float(torch.where(finite, x, 0.0).square().sum()) for x in (rounded - exact, exact))
+    changed, size = (_sum_of_squares(torch.where(finite, x, 0.0)) for x in (rounded - exact, exact))
     magnitudes = _in_units_of_the_scale(exact, quantized)
     element = quantized.quantization.element
     return Fit(
@@ -73,6 +73,14 @@ def fit_of(tensor: Tensor, quantized: Quantized) -> Fit:
         float(magnitudes.amax()) / element.max if magnitudes.numel() else 0.0,
         float(magnitudes.amin()) / element.smallest_subnormal if magnitudes.numel() else math.inf,
     )
+
+
+def _sum_of_squares(values: Tensor) -> float:
+    """Return the sum as a Python float: float32 may hold no square of the values."""
+    if not values.any():
+        return 0.0
+    largest = values.abs().amax()
+    return float((values / largest).square().sum()) * float(largest) ** 2
 
 
 def _in_units_of_the_scale(exact: Tensor, quantized: Quantized) -> Tensor:

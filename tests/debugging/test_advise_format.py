@@ -215,6 +215,18 @@ def test_fits_are_those_of_the_definition(name):
     assert fit_of(zeros, quantize(zeros, how)).smallest == math.inf
 
 
+@pytest.mark.parametrize("power", [-100, -64, 63, 120])
+def test_the_error_of_a_fit_does_not_depend_on_the_size(power):
+    """Tiny gradients seem to fit each format, and the error of large ones is NaN: float32 has no squares."""
+    how = Recipe.fp8_rowwise().weight
+    x = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
+    plain, scaled = (fit_of(each, quantize(each, how)) for each in (x, x * 2.0**power))
+    assert plain.error > 0.01
+    assert scaled.error == plain.error
+    assert (scaled + scaled).error == plain.error
+    assert fit_of(x * 0, quantize(x * 0, how)).error == 0
+
+
 def test_the_fits_of_several_calls_add_up():
     """What a comparison says of a layer's fit holds for its last call, or counts more than its calls."""
     model, x = nn.Linear(32, 32, bias=False), torch.ones(4, 32)
