@@ -140,8 +140,7 @@ class Comparison(Report):
             for key in self._results()
             if key in wrong
             and wrong[key].error > of_results
-            # The error of a gradient counts against the largest one: next to it, a tiny one is noise.
-            and (key.level != PARAMETER or wrong[key].error * wrong[key].size > of_results * largest)
+            and (key.level != PARAMETER or _weight(wrong[key]) > of_results * largest)
         }
         pending = list(reaching)
         while pending:
@@ -183,6 +182,13 @@ class Comparison(Report):
 
     def __repr__(self) -> str:
         return f"<Comparison of {counted(len(self.differences), 'value')} in {self.dtype}>"
+
+
+def _weight(gradient: Difference) -> float:
+    """Return the size of an error, which counts against the largest gradient: next to it, it may be noise."""
+    if gradient.error == math.inf:  # also in place of zeros
+        return math.inf
+    return gradient.error * gradient.size
 
 
 def compared(

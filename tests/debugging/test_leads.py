@@ -126,6 +126,27 @@ def test_an_overflow_is_the_only_lead(attention):
     assert [d.key.name for d in comparison.at("op") if d.added == math.inf] == ["aten::matmul.default"]
 
 
+def test_a_gradient_of_nan_in_place_of_zeros_is_a_fault():
+    """An op that overflows where a mask hides it makes gradients NaN, and is said not to reach the result."""
+
+    class Hidden(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.hidden, self.shown = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            square = (self.hidden(x) * 1e4).square()
+            return torch.where(x.isnan(), square * square, 0.0) + self.shown(x)
+
+    torch.manual_seed(0)
+    model, x = Hidden(), torch.randn(8, 4)
+    comparison = amp_core.compare(lambda: model(x).float().square().mean(), "cpu", dtype=FP16)
+    (wrong,) = (d for d in comparison.at("parameter") if d.key.name == "hidden.weight")
+    assert (wrong.error, wrong.size) == (math.inf, 0)
+    assert comparison.loss_error < 0.01
+    assert [d.key.name for d in comparison.leads()] == ["aten::pow.Tensor_Scalar"]
+
+
 def test_reports_name_the_line(attention, step):
     """A user has to search the model's source for the op that is to blame."""
     advice = amp_core.advise(step(attention), "cpu", dtype=FP16)
