@@ -61,19 +61,22 @@ class _Module(NamedTuple):
 
 
 class _Kept(NamedTuple):
-    """A tensor, this rank's part of it, and what they were.
+    """A tensor, this rank's part of it with an alias of its memory, and what they were.
 
     A wrapper, which may not know how to compare its values, is judged by its version.
     """
 
     tensor: Tensor
     part: Tensor
+    memory: Tensor
     value: Tensor
     version: int | None
     grad: Tensor | None
     leaf: bool
 
     def restore(self) -> None:
+        if (self.part.dtype, self.part.device) != (self.memory.dtype, self.memory.device):
+            self.part.data = self.memory  # Module.to() gave it another one
         freed = self.part.untyped_storage().nbytes() < self.value.nbytes  # by its owner
         if not freed and self._has_changed():  # else a graph may need it at this version
             self.part.copy_(self.value)
@@ -117,7 +120,8 @@ class StateKeeper:
             leaf = tensor.is_leaf  # later, the base of a view may have changed
             grad = tensor.grad if leaf else None
             version = version_of(part) if is_wrapper(part) and not part.is_inference() else None
-            self._tensors[id(tensor)] = _Kept(tensor, part, part.detach().clone(), version, grad, leaf)
+            memory = part.detach()
+            self._tensors[id(tensor)] = _Kept(tensor, part, memory, memory.clone(), version, grad, leaf)
         if leaf:
             tensor.grad = None
 

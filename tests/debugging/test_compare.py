@@ -160,6 +160,26 @@ def test_a_buffer_that_is_replaced_is_put_back():
     assert seen == 0
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_a_model_that_the_step_converts_has_its_dtype_back(dtype):
+    """A step that converts the model leaves parameters of the other dtype, without their digits."""
+    model, x = nn.Linear(4, 4), torch.ones(2, 4)
+    model(x).sum().backward()
+    kept = {name: (p.detach().clone(), p.grad, p.data_ptr()) for name, p in model.named_parameters()}
+
+    def step():
+        model.to(dtype).weight.data.mul_(2)
+        return model(x.to(dtype)).sum()
+
+    amp_core.compare(step, "cpu", model=model)
+    for name, parameter in model.named_parameters():
+        value, grad, address = kept[name]
+        assert parameter.dtype is torch.float32
+        assert parameter.data_ptr() == address
+        assert parameter.grad is grad
+        assert torch.equal(parameter, value)
+
+
 def test_a_step_with_a_region_of_its_own_is_compared_all_the_same(attention, step):
     """The region in a user's step would run the reference in low precision, and every error would be 0."""
     run = step(attention)
