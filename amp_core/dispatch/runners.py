@@ -29,21 +29,26 @@ def table_of(policy: OpPolicy) -> Table:
     """
     _require_autocast(policy.device_type)
     changes = {op: rule for op, rule in _changes(policy).items() if not names.is_function(op)}
-    return {**_guards(policy), **{op: _runner(op, rule, policy.device_type) for op, rule in changes.items()}}
+    return {**{op: _runner(op, rule, policy.device_type) for op, rule in changes.items()}, **_guards(policy)}
+
+
+_CONVOLUTION = "aten::convolution.default"
 
 
 def _guards(policy: OpPolicy) -> Table:
     """Return, if `policy` has recipes, runners for the other matrix products that refuse ``torch.func``.
 
-    It turns ``linear`` into ``addmm``, so that a rule for ``linear`` alone would have no effect.
+    It turns ``linear`` into ``addmm``, and ``conv2d`` into ``convolution``, so that a rule for the former
+    alone would have no effect.
     """
-    has_recipes = any(recipe_of(rule) is not None for rule in policy.rules.values())
-    if not has_recipes:
+    quantised = {op for op, rule in policy.rules.items() if recipe_of(rule) is not None}
+    if not quantised:
         return {}
     from amp_core.dispatch.scaled_products import guarded
 
     _warn_of_emulation(policy)
-    own = {op: _runner(op, policy.rules.get(op, r.UNCHANGED), policy.device_type) for op in OPS}
+    others = {*OPS, *([_CONVOLUTION] if any("::conv" in op for op in quantised) else [])} - quantised
+    own = {op: _runner(op, policy.rules.get(op, r.UNCHANGED), policy.device_type) for op in sorted(others)}
     return {op: guarded(run) for op, run in own.items() if run is not None}
 
 

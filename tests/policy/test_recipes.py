@@ -526,6 +526,36 @@ def test_transforms_are_refused(transform: str, inside: bool) -> None:
         run()
 
 
+@pytest.mark.parametrize("rule", ["fp32", "unchanged", "lower_precision_fp"])
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap])
+def test_transforms_are_refused_whatever_rules_the_parts_have(transform: Any, rule: str) -> None:
+    """A rule for addmm takes the place of the refusal, and linear computes without its recipe."""
+    w = R(4, 8)
+    policy = CPU.override({**dict.fromkeys(["addmm", "mm", "matmul"], rule), "linear": Recipe.mxfp8()})
+    for bias in (None, R(4)):
+        run = transform(lambda x, bias=bias: F.linear(x, w, bias).float().sum())
+        with autocast("cpu", dtype=LOW, policy=policy), pytest.raises(PolicyError, match=r"torch\.func"):
+            run(R(3, 8))
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap])
+@pytest.mark.parametrize(
+    ("op", "call"),
+    [
+        ("conv1d", lambda x: F.conv1d(x, torch.ones(4, 3, 3))),
+        ("conv1d", lambda x: F.conv1d(x, torch.ones(4, 3, 3), padding="same")),
+        ("conv_transpose1d", lambda x: F.conv_transpose1d(x, torch.ones(3, 4, 3))),
+    ],
+)
+def test_transforms_of_convolutions_are_refused(transform: Any, op: str, call: Any) -> None:
+    """A convolution computes without its recipe: a transform makes another op of it."""
+    run = transform(lambda x: call(x).float().sum())
+    with region("recipe fp8_tensorwise", op), pytest.raises(PolicyError, match=r"torch\.func"):
+        run(R(2, 3, 8))
+    with region("recipe fp8_tensorwise"):
+        assert run(R(2, 3, 8)).isfinite().all()
+
+
 @pytest.mark.parametrize("op", ["linear", "conv1d"])
 def test_batches_of_gradients_are_refused(op: str) -> None:
     """autograd.grad(is_grads_batched=True) ends in an error about data pointers."""
