@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -170,8 +171,7 @@ class Capture(Sink):
             key = key_of(operand, where)
             run.fits[key] = run.fits.get(key, Fit()) + fit_of(exact[operand.role], operand.quantized)
         if where.frames and not run.ran_backward:  # checkpoints that are recomputed count once
-            a, b = product.factors
-            run.work[where.place, where.frames[-1].op] += 2 * a.numel() * b.shape[-1]
+            run.work[where.place, where.frames[-1].op] += _work(where.frames[-1].op, product)
 
     def communicated(
         self, kind: str, of: str, inputs: list[Tensor], outputs: list[Tensor], where: Where
@@ -239,6 +239,14 @@ class Capture(Sink):
         """Return the op that produced `tensor`; None if the run did not compute it."""
         producer: Key | None = self._producers.get(_storage(tensor))
         return producer
+
+
+def _work(op: str, product: ScaledProduct) -> int:
+    """Return the floating-point operations of a product in `op`, as `amp_core.dispatch.work` counts them."""
+    a, b = product.factors
+    if "::conv" in op:  # the output uses each weight once, or the input does
+        return 2 * (a if "transpose" in op else product.result).numel() * math.prod(b.shape[1:])
+    return 2 * min(a.numel() * b.shape[-1], b.numel() * a.shape[-2])
 
 
 @torch.no_grad()

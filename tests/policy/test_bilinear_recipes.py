@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 import amp_core
 from amp_core import OpPolicy, PolicyError, Recipe, autocast, delayed_scales, quantize
@@ -88,6 +89,19 @@ def test_the_three_products_written_out(case: str) -> None:
         torch.testing.assert_close(
             bias.grad, grad.transpose(0, -len(w.shape) + 1).flatten(1).sum(1), rtol=0.02, atol=0.02
         )
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_comparison_counts_the_work_of_products(case: str) -> None:
+    """The work of a convolution is that of one product of its input with the last size of its weight."""
+    op, call, *shapes, _ = CASES[case]
+    x, w = (torch.ones(shape).to(LOW) for shape in shapes)  # type: ignore[arg-type]
+    compared = amp_core.compare(lambda: call(x, w).float().sum(), policy=CPU.override({op: RECIPE}))
+    with FlopCounterMode(display=False) as counter:
+        call(x, w)
+    assert sum(compared.work.values()) == (
+        2 * 24 * 16 * 8 if case == "grouped" else counter.get_total_flops()
+    )
 
 
 @pytest.mark.parametrize("op", ["conv2d", "conv_transpose1d", "_grouped_mm"])
