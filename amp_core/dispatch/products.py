@@ -36,4 +36,4 @@ def linear(product: Product, x: Tensor, weight: Tensor, bias: Tensor | None = No
 def plus(product: Product, bias: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
     """Compute ``torch.addmm`` or ``torch.baddbmm``."""
     result = product(a, b) if alpha == 1 else product(a, b) * alpha
-    return result if beta == 0 else result + bias.expand(result.shape) * beta
+    return result if beta == 0 else torch.add(result, bias.expand(result.shape), alpha=beta)

@@ -123,6 +123,18 @@ def test_every_op_that_takes_a_recipe(op: str) -> None:
         assert all(t.grad is None or t.grad.shape == t.shape for t in leaves)
 
 
+@pytest.mark.parametrize("op", ["addmm", "baddbmm"])
+def test_what_is_added_is_rounded_once(op: str) -> None:
+    """What addmm adds is rounded to the region's dtype before it is added, if it has a factor."""
+    batch = () if op == "addmm" else (2,)
+    bias, a, b = (R(*batch, *shape).to(LOW) for shape in ((6, 4), (6, 8), (8, 4)))
+    how = Recipe.fp8_rowwise()
+    exact = quantize(a, how.input, -1).dequantize() @ quantize(b, how.weight, -2).dequantize()
+    with region(how, op):
+        got = getattr(torch, op)(100 * bias, a, b, beta=1 / 3)
+    assert torch.equal(got, torch.add(exact, 100 * bias, alpha=1 / 3).to(LOW))
+
+
 @pytest.mark.parametrize(
     ("function", "shapes"),
     [
