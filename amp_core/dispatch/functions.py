@@ -16,7 +16,7 @@ import torch
 from torch.autograd import Function
 
 from amp_core._torch.autocast import autocast_off
-from amp_core.common.containers import tensors_in
+from amp_core.common.containers import map_tensors, tensors_in
 from amp_core.common.locks import new_lock
 from amp_core.dispatch.casting import cast_to
 from amp_core.dispatch.engine import policies_in_force
@@ -107,5 +107,6 @@ def _devices(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, ...]:
 def _cast(value: Any, device_type: str, rule: str) -> Any:
     low, wide = torch.get_autocast_dtype(device_type), torch.float32
     for dtype in {r.LOWER_PRECISION_FP: [low], r.FP32: [wide], r.LOW_IN_FP32_OUT: [low, wide]}[rule]:
-        value = cast_to(value, dtype, device_type, keep=False)
+        cast = functools.partial(cast_to, dtype=dtype, device_type=device_type, keep=False)
+        value = map_tensors(value, cast)
     return value

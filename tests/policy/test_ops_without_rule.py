@@ -182,6 +182,10 @@ class Square(torch.autograd.Function):
         assert grad.dtype is x.dtype
         return 2 * x * grad
 square = Square.apply
+class Given(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, *given):
+        Given.last = given
 """
 
 
@@ -238,6 +242,21 @@ def test_a_function_with_setup_context_saves_what_it_computed_with(
     assert result.dtype is LOW
     assert x.grad is not None
     assert torch.equal(x.grad, (ones @ rounded.t()).float())
+
+
+def test_a_function_gets_the_containers_that_it_was_given(
+    module: tuple[str, Callable[[], types.ModuleType]],
+) -> None:
+    """A tuple or namedtuple of tensors arrives as a list, and a mapping with the tensors in another dtype."""
+    name, load = module
+    function, low = load().Given, torch.ones(2, dtype=LOW)
+    pair = torch.max(low[None], 0)
+    with autocast("cpu", policy=DEFAULT.override({f"{name}:Given": "fp32"})):
+        function.apply((low, 1), pair, {"a": [low]})
+    first, second, third = function.last
+    assert (type(first), first[0].dtype, first[1]) == (tuple, HIGH, 1)
+    assert (type(third["a"]), third["a"][0].dtype) == (list, HIGH)
+    assert (type(second), second.values.dtype, second.indices.dtype) == (type(pair), HIGH, torch.int64)
 
 
 @pytest.mark.parametrize("order", [1, -1])
