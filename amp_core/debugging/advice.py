@@ -14,7 +14,7 @@ from amp_core.debugging.comparison import Comparison
 from amp_core.debugging.report import Report
 from amp_core.errors import PolicyError
 from amp_core.policy import OpPolicy
-from amp_core.policy.toml import ModuleRules, modules_of, parsed, policy_of, write
+from amp_core.policy.toml import ModuleRules, checked_modules, parsed, policy_of, write
 from amp_core.regions.modules import AppliedPolicy, apply_policy
 from amp_core.states.loss_scale import valid_scale
 
@@ -90,7 +90,7 @@ class Advice(Report):
             OSError: the file cannot be read.
         """
         data, file = parsed(source)
-        modules, _ = modules_of(data, file)
+        modules = checked_modules(data, file)
         scale = data.get("init_scale")
         if scale is not None:
             try:

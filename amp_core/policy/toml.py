@@ -13,7 +13,7 @@ from typing_extensions import Self
 from amp_core.common import toml
 from amp_core.errors import BackendNotFoundError, PolicyError
 from amp_core.policy import recipes
-from amp_core.policy.changes import check_device_type
+from amp_core.policy.changes import check_device_type, resolve
 from amp_core.policy.rules import FP32
 
 if TYPE_CHECKING:
@@ -118,6 +118,21 @@ def modules_of(data: Mapping[str, Any], file: toml.Document) -> tuple[dict[str, 
                 f"{place}: {glob!r}: {what!r} is not a rule for a module; use {FP32!r} or op rules."
             )
     return rules, places
+
+
+def checked_modules(data: Mapping[str, Any], file: toml.Document) -> dict[str, Any]:
+    """Return the module rules of what `parsed` returned, of ops and rules that are known.
+
+    Raises:
+        PolicyError: as for `modules_of`; or an op or rule is unknown, or the rule cannot apply to the op.
+    """
+    rules, places = modules_of(data, file)
+    for glob, what in rules.items():
+        try:
+            resolve({} if isinstance(what, str) else what)
+        except PolicyError as error:
+            raise PolicyError(f"{places[glob]}: {glob!r}: {error}") from error
+    return rules
 
 
 def policy_of(kind: type[P], data: Mapping[str, Any], file: toml.Document, device_type: str | None) -> P:

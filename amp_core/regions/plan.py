@@ -16,7 +16,7 @@ from amp_core.common.handle import Handle
 from amp_core.errors import PolicyError
 from amp_core.policy.op_policy import OpPolicy
 from amp_core.policy.rules import FP32
-from amp_core.policy.toml import modules_of, parsed, policy_of
+from amp_core.policy.toml import checked_modules, parsed, policy_of
 from amp_core.regions.kept_buffers import KeptBuffers
 from amp_core.regions.modules import AppliedPolicy, Rules, apply_policy
 from amp_core.regions.selecting import Selector, matching, select
@@ -106,8 +106,8 @@ class PrecisionPlan:
         data, file = parsed(source)
         table = data.get(_TABLE, {})
         values = {key: _value(key, value, file.place(key, _TABLE)) for key, value in table.items()}
-        modules, _ = modules_of(data, file)
-        return cls(policy_of(OpPolicy, data, file, device_type), modules, **values)
+        policy = policy_of(OpPolicy, data, file, device_type)
+        return cls(policy, checked_modules(data, file), **values)
 
     def fsdp_policy(
         self, model: nn.Module | None = None, unit: nn.Module | None = None

@@ -166,11 +166,22 @@ def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("reader", ["plan", "advice"])
-def test_module_rules_are_checked_when_the_file_is_read(reader: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ("1", "1 is not a rule for a module"),
+        ('{ softmaks = "fp32" }', "torch .* has no op 'softmaks'"),
+        ('{ softmax = "fp16" }', "Unknown rule 'fp16'"),
+        ('{ conv2d = "recipe mxfp8" }', "it takes one scale per tensor"),
+    ],
+)
+def test_module_rules_are_checked_when_the_file_is_read(
+    reader: str, rules: str, message: str, tmp_path: Path
+) -> None:
     """A wrong file fails hours later, where the rules are applied, or without its name."""
     path = tmp_path / "rules.toml"
-    path.write_text('device_type = "cpu"\n[modules]\n"0" = 1\n')
-    with pytest.raises(PolicyError, match=r"rules\.toml:3: '0': 1 is not a rule for a module"):
+    path.write_text(f'device_type = "cpu"\n[modules]\n"0" = {rules}\n')
+    with pytest.raises(PolicyError, match=rf"rules\.toml:3: '0': .*{message}"):
         READERS[reader](path)
 
 
