@@ -59,7 +59,7 @@ def write(policy: Policy, modules: ModuleRules = MappingProxyType({})) -> str:
     base, start = _start(policy)
     lines = [f'device_type = "{policy.device_type}"', f'base = "{base}"', "", "[rules]"]
     changes = start.diff(policy)
-    lines += [f'"{op}" = "{rule}"' for op, (_, rule) in changes.items()]
+    lines += [f"{toml.quoted(op)} = {toml.quoted(rule)}" for op, (_, rule) in changes.items()]
     rules = [rule for _, rule in changes.values()]
     return "\n".join(lines) + "\n" + ("\n" if modules else "") + write_modules(modules, rules)
 

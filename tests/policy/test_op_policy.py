@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from amp_core import OpPolicy, PolicyError, apply_policy, autocast
@@ -144,12 +144,14 @@ def test_a_pickle_of_another_torch() -> None:
 
 
 OPS = ["softmax", "mm", "linear", "aten::sum.dim_IntList", "layer_norm", "cat", "index_put", "exp"]
+NOT_DEFINED = 'odd"name\\of::an_op'
 ANYWHERE = [
     r for r in RULES if r not in ("fp32_set_opt_dtype", "fp32_append_dtype", "match_destination", "native")
 ]
 
 
-@given(st.dictionaries(st.sampled_from(OPS), st.sampled_from(ANYWHERE)))
+@given(st.dictionaries(st.sampled_from([*OPS, NOT_DEFINED]), st.sampled_from(ANYWHERE)))
+@example({NOT_DEFINED: "fp32"})
 @examples(40)
 def test_toml_round_trip(changes: dict[str, str]) -> None:
     """What was written is read back, whatever was changed."""
