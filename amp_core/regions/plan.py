@@ -146,7 +146,8 @@ class PrecisionPlan:
         if unit is not None:
             check_module(unit, "PrecisionPlan.fsdp_policy")
         owned = _owned(model, model if unit is None else unit)
-        kept = {name: param for name, param in owned.items() if name in self._float32_names(model)}
+        exact = self._float32_parameters(model)
+        kept = {name: param for name, param in owned.items() if id(param) in exact}
         _check_stored(kept)
         if not kept:
             return plain
@@ -189,13 +190,14 @@ class PrecisionPlan:
         kept.attach()
         return AppliedPlan(rules, kept)
 
-    def _float32_names(self, model: nn.Module) -> set[str]:
-        """Return the names of the parameters that stay float32."""
-        whole = [glob for glob, what in self.modules.items() if what == FP32]
-        modules = {name for glob in whole for name in select(model, glob)[0]}
-        names = [name for name, _ in model.named_parameters()]
-        inside = {name for name in names if any(name.startswith(f"{m}." if m else "") for m in modules)}
-        return inside | matching(names, self.float32_parameters, "parameter", model)
+    def _float32_parameters(self, model: nn.Module) -> set[int]:
+        """Return the ids of the parameters that stay float32."""
+        rules = {name: what for selector, what in self.modules.items() for name in select(model, selector)[0]}
+        whole = [name for name, what in rules.items() if what == FP32]  # of several rules, the last
+        params = dict(model.named_parameters(remove_duplicate=False))  # a tied one by each of its names
+        names = {name for name in params if any(name.startswith(f"{m}." if m else "") for m in whole)}
+        names |= matching(params, self.float32_parameters, "parameter", model)
+        return {id(params[name]) for name in names}
 
 
 class AppliedPlan(Handle):

@@ -161,6 +161,30 @@ def test_single_weights_of_a_unit(mesh: object) -> None:
     assert seen == [torch.float32, torch.bfloat16]
 
 
+@pytest.mark.parametrize(
+    ("table", "head"),
+    [("", '[modules]\nhead = "fp32"'), ('float32_parameters = ["head.*"]', "")],
+    ids=["module", "parameter"],
+)
+def test_tied_weights_are_kept_by_each_of_their_names(mesh: object, table: str, head: str) -> None:
+    """A head in float32 multiplies by rounded weights, because the embedding has them first."""
+    read = plan(f'param_dtype = "bfloat16"\n{table}', head)
+    model = nn.ModuleDict({"embedding": nn.Embedding(4, 8), "head": nn.Linear(8, 4, bias=False)})
+    model["head"].weight = model["embedding"].weight
+    assert read.fsdp_policy(model).param_dtype is torch.float32
+    assert read.fsdp_policy(model, model["embedding"]).param_dtype is torch.float32
+
+
+def test_of_several_rules_for_a_module_the_last_decides_its_weights(mesh: object) -> None:
+    """A module that a later rule takes out of float32 is gathered in float32, or the plan is refused."""
+    read = plan('param_dtype = "bfloat16"', '[modules]\n"*" = "fp32"\nhead = { softmax = "fp32" }')
+    model = Net()
+    assert read.fsdp_policy(model, model.head).param_dtype is torch.bfloat16
+    assert read.fsdp_policy(model, model.body).param_dtype is torch.float32
+    read = plan('param_dtype = "bfloat16"', '[modules]\nhead = { softmax = "fp32" }\n"*" = "fp32"')
+    assert read.fsdp_policy(model, model.head).param_dtype is torch.float32
+
+
 def test_what_a_plan_of_weights_refuses(mesh: object) -> None:
     """Globs that match nothing, or weights that were rounded before, pass for kept ones."""
     read = plan('param_dtype = "bfloat16"\nfloat32_parameters = ["hed.*"]')
