@@ -182,7 +182,8 @@ class PrecisionPlan:
             TypeError: `model` is no module.
         """
         check_module(model, "PrecisionPlan.apply")
-        names = matching(dict(model.named_buffers()), self.float32_buffers, "buffer", model)
+        buffers = dict(model.named_buffers(remove_duplicate=False))  # modules may share one
+        names = matching(buffers, self.float32_buffers, "buffer", model)
         kept = KeptBuffers(model, names)
         rules = (
             apply_policy(model, self.modules, device_type=self.policy.device_type) if self.modules else None

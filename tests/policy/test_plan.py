@@ -223,6 +223,24 @@ def test_buffers_keep_their_digits(cast: str) -> None:
         assert not any("amp" in key for key in vars(model))
 
 
+def test_buffers_that_modules_share_keep_their_digits() -> None:
+    """The first layer has the exact frequencies, and all others rounded ones."""
+    layers = nn.ModuleList(Net() for _ in range(3))
+    layers.append(layers[0])
+    for layer in layers:
+        layer.angles = layers[0].angles
+    exact = layers[0].angles.clone()
+    applied = plan('float32_buffers = ["*.angles"]').apply(layers)
+    layers.bfloat16()
+    assert all(layer.angles is layers[0].angles for layer in layers)
+    assert torch.equal(layers[0].angles, exact)
+    applied.remove()
+    assert layers.bfloat16()[1].angles.dtype is torch.bfloat16
+    assert not any("amp" in key or key == "_apply" for layer in layers for key in vars(layer))
+    with plan('float32_buffers = ["1.angles"]').apply(copy.deepcopy(layers).float()) as kept:
+        assert kept.buffers == ("1.angles",)
+
+
 def test_a_buffer_that_is_deleted_later() -> None:
     """A model whose pruning was made final, which deletes the mask, can no longer be cast."""
     model = Net()
