@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from amp_core._torch.tensors import is_wrapper, part_of, version_of
-from amp_core._torch.tracing import calls_are_captured, outside_graphs
+from amp_core._torch.tracing import calls_are_captured, outside_graphs, outside_transforms, unwrapped
 from amp_core.common.generators import kept_generators
 from amp_core.common.optimizers import exact_states, watch_steps
 from amp_core.errors import AmpError
@@ -113,6 +113,10 @@ class StateKeeper:
 
     def keep_tensor(self, tensor: Tensor) -> None:
         """Save the value and gradient of a tensor, and clear the gradient."""
+        with outside_transforms():
+            self._keep_own(unwrapped(tensor))
+
+    def _keep_own(self, tensor: Tensor) -> None:
         if id(tensor) in self._tensors or calls_are_captured():  # captured calls change no values
             return
         with torch.no_grad():

@@ -160,6 +160,44 @@ def test_a_buffer_that_is_replaced_is_put_back():
     assert seen == 0
 
 
+def by_vmap(model, x):
+    return torch.func.vmap(model)(x)
+
+
+def by_grad(model, x):
+    return torch.func.grad(lambda x: model(x).float().square().sum())(x)
+
+
+def as_an_ensemble(model, x):
+    stacked = [(n, torch.stack([p, p])) for n, p in model.named_parameters()]
+    return torch.func.vmap(lambda p: torch.func.functional_call(model, p, (x,)))(dict(stacked))
+
+
+@pytest.mark.parametrize("run", [by_vmap, by_grad, as_an_ensemble])
+def test_a_model_that_a_transform_calls_is_put_back(run):
+    """The gradients of the first run stay, so that those of the second one seem to be 100 % wrong."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(8, 8), torch.randn(4, 8)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+
+    def step():
+        loss = run(model, x).float().square().sum()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    step()
+    state = [p.detach().clone() for p in model.parameters()], [p.grad.clone() for p in model.parameters()]
+    optimizer.zero_grad(set_to_none=False)
+    model.weight.grad.copy_(state[1][0])
+    for _ in range(2):
+        assert amp_core.compare(step, "cpu").gradient_error < 0.02
+        assert torch.equal(model.weight, state[0][0])
+        assert torch.equal(model.weight.grad, state[1][0])
+        assert not model.bias.grad.any()
+        assert optimizer.state[model.weight]["step"] == 1
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
 def test_a_model_that_the_step_converts_has_its_dtype_back(dtype):
     """A step that converts the model leaves parameters of the other dtype, without their digits."""
