@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 
 from amp_core._torch.features import Feature
-from amp_core._torch.transformed_numbers import show_numbers
+from amp_core._torch.transformed_tensors import show_numbers
 from amp_core.common.locks import new_lock
 
 POLICIES = Feature(

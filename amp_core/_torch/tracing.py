@@ -86,30 +86,6 @@ functorch_is_at_work: Callable[[], bool] = _FUNCTORCH.function(
 _is_batched = _FUNCTORCH.function("torch._C._functorch.is_legacy_batchedtensor", lambda _tensor: False)
 
 
-_OUTSIDE = Feature(
-    "outside_transforms",
-    "compare and advise do not put back what is written to weights that torch.func wraps",
-)
-_is_wrapped = _OUTSIDE.function("torch._C._functorch.is_functorch_wrapped_tensor", lambda _tensor: False)
-_unwrapped = _OUTSIDE.function("torch._C._functorch.get_unwrapped")
-_without_transforms = _OUTSIDE.function(
-    "torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack", nullcontext
-)
-
-
-def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the program's own tensor, for which transforms of ``torch.func`` may have put `tensor`."""
-    while _is_wrapped(tensor):
-        tensor = _unwrapped(tensor)
-    return tensor
-
-
-def outside_transforms() -> AbstractContextManager[Any]:
-    """Return a context in which ``torch.func`` transforms nothing."""
-    context: AbstractContextManager[Any] = _without_transforms() if functorch_is_at_work() else nullcontext()
-    return context
-
-
 def are_batches(grads: Iterable[torch.Tensor]) -> bool:
     """Whether gradients are batches: of ``autograd.grad(is_grads_batched=True)``, or of ``torch.func``."""
     return functorch_is_at_work() or any(map(_is_batched, grads))

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from amp_core._torch.tensors import is_wrapper, part_of, version_of
-from amp_core._torch.tracing import calls_are_captured, outside_graphs, outside_transforms, unwrapped
+from amp_core._torch.tracing import calls_are_captured, outside_graphs
+from amp_core._torch.transformed_tensors import outside_transforms, unwrapped
 from amp_core.common.generators import kept_generators
 from amp_core.common.optimizers import exact_states, watch_steps
 from amp_core.errors import AmpError
