@@ -42,11 +42,13 @@ def like(tensor: Tensor, part: Tensor) -> Tensor:
 def elements(tensor: Tensor) -> Tensor | None:
     """Return the number of each element of this rank's part in the whole tensor; None if it is the whole.
 
+    None, too, if it has no elements, as on a rank outside of the mesh.
+
     Raises:
         ValueError: the placement of a DTensor is other than even shards and replicas.
     """
     part = part_of(tensor)
-    if part is tensor:
+    if part is tensor or not part.numel():
         return None
     offset = _offset(tensor, part)
     if part.shape == tensor.shape:
