@@ -15,7 +15,7 @@ from amp_core._torch.tensors import is_dtensor, is_tensor_view, part_of, summed
 from amp_core._torch.tracing import outside_graphs
 from amp_core.common.optimizers import parameters_of
 from amp_core.scaling.arithmetic import combine, moved
-from amp_core.scaling.collective import Ranks
+from amp_core.scaling.collective import Ranks, agreed
 from amp_core.scaling.distributed import agree_on_flag
 from amp_core.scaling.grad_scaler import GradScaler
 from amp_core.scaling.gradients import IN_COMMON, Gradients, group_by_device, joined
@@ -31,8 +31,8 @@ class AccumulationWindow:
 
     Without it, one bad micro-batch spoils the sum and the whole step is skipped. With it, the sum is that
     of the good micro-batches, the step is taken, and the next `GradScaler.update` still lowers the scale.
-    If all are bad and there were no gradients before, the step is skipped. The record of the step says
-    which were bad, and in which parameters.
+    If all that have gradients are bad and there were none before, the step is skipped. The record of the
+    step says which were bad, and in which parameters.
 
     Use it as a context around the micro-batches of one step, and `micro_batch` around each backward pass.
     Gradients from before the first micro-batch, an earlier window's too, are not checked, and are added when
@@ -45,16 +45,17 @@ class AccumulationWindow:
     passes over them for each micro-batch, and one at the end. Ranks that step as one (see `GradScaler`)
     leave out the same micro-batches: one collective of one number for each, and one at the end.
 
-    Under ``DistributedDataParallel`` and ``fully_shard`` every micro-batch must be reduced, so use neither
-    ``no_sync`` nor ``set_requires_gradient_sync(False)``: what one rank adds up without the others is not a
-    gradient of the model.
+    Under ``DistributedDataParallel`` every micro-batch must be reduced, so do not use ``no_sync``: what one
+    rank adds up without the others is not a gradient of the model. Micro-batches that ``fully_shard`` reduces
+    together, by ``set_requires_gradient_sync(False)``, are good or bad together.
 
     Args:
         scaler: scales the losses. If it is disabled, nothing is checked.
         optimizer: will step on the gradients. Several optimizers lose the same micro-batches, and must step
             as one: pass them together to `GradScaler.clip_grad_norm_` or `GradScaler.unscale_`.
         leave_out: ``False`` adds up all micro-batches as usual, and only records the first bad one.
-        reweight: multiply the sum by (all / good micro-batches), so that a mean stays a mean.
+        reweight: multiply the sum by (all / good micro-batches), so that a mean stays a mean. Those without
+            gradients do not count.
         key: the key that the losses are scaled under, if any.
 
     Raises:
@@ -96,7 +97,7 @@ class AccumulationWindow:
         self._ids: tuple[int, ...] = ()
         self._find_parameters()
         self._places: dict[tuple[int, ...], Tensor] = {}
-        self._flags: list[Tensor] = []
+        self._found: list[Tensor] = []  # for each micro-batch: is it bad, are there gradients
         self._earlier: list[Tensor | None] | None = None  # gradients from before the first micro-batch
         self._nonfinite: Tensor | None = None
         self._ranks: Ranks | None = None
@@ -131,7 +132,7 @@ class AccumulationWindow:
         if not self._held().keys() >= set(self._ids):  # some have left
             self._params, self._ids, self._places = [], (), {}
             self._find_parameters()
-        self._flags, self._nonfinite, self._earlier = [], None, None
+        self._found, self._nonfinite, self._earlier = [], None, None
         opened = [*scales.in_window, *[(each, self._key) for each in self._optimizers]]
         # Interrupts come after calls, of which there are none from here on: __exit__ would not run.
         if is_enabled:
@@ -251,10 +252,11 @@ class AccumulationWindow:
         parts = joined([group_by_device(each, allow_fp16=True) for each in self._optimizers])
         device = parts[0].device if parts else self._params[0].device
         stats = [part.grad_stats(2.0) for part in parts]
-        flags = [s.found_inf for s in stats]
+        flag, any_gradient = combine([s.found_inf for s in stats], device), float(bool(parts))
+        found = torch.stack([flag, torch.full_like(flag, any_gradient)])
         # All ranks leave out the same micro-batches.
         ranks = self._ranks = self._scaler._unscaler.deciders().ranks([part.sharding for part in parts])
-        self._flags.append(combine(flags, device) if ranks is None else agree_on_flag(flags, ranks, device))
+        self._found.append(found if ranks is None else agreed(found, ranks, largest=True))
         if ranks is not None and self._nonfinite is None:
             self._nonfinite = torch.zeros(len(self._params), dtype=torch.float32, device=device)
         for part, stat in zip(parts, stats, strict=True):
@@ -278,12 +280,13 @@ class AccumulationWindow:
     @torch.no_grad()
     def _clear_bad(self) -> None:
         """Zero the gradients of the last micro-batch if one of them is not finite."""
-        bad = {flag.device: flag for flag in self._flags[-1:]}
+        flag = self._found[-1][0]
+        bad = {flag.device: flag}
         for param in self._params:
             if param.grad is not None:
                 device = param.grad.device
                 if device not in bad:
-                    bad[device] = moved(self._flags[-1], device)
+                    bad[device] = moved(flag, device)
                 part_of(param.grad).masked_fill_(bad[device] > 0, 0)
 
     @torch.no_grad()
@@ -299,11 +302,12 @@ class AccumulationWindow:
         loss_scale = self._loss_scale()
         if loss_scale is None or self._nonfinite is None:
             return
-        flags = torch.stack([moved(flag, self._flags[-1].device) for flag in self._flags])
+        device = self._found[-1].device
+        flags, with_gradients = torch.stack([moved(found, device) for found in self._found]).unbind(1)
         bad = pad(self._nonfinite.clamp(max=1.0), (0, len(self._params) - len(self._nonfinite)))
         if self._leave_out:
             loss_scale.optimizer_states.orphans += (flags.amax(0),)  # the next update lowers the scale
-            self._weigh(flags, bad)
+            self._weigh(flags, with_gradients, bad)
         else:
             # A bad sum stays bad: only the first bad micro-batch is known.
             flags = flags.diff(prepend=torch.zeros_like(flags[:1])).clamp_(min=0)
@@ -323,15 +327,16 @@ class AccumulationWindow:
             bad = torch.stack([flag for _, flag in pairs]) if pairs else bad[:0]  # an index would wait
         return tuple((name_of(p, self._scaler._log.names), p.numel()) for p in params), bad
 
-    def _weigh(self, flags: Tensor, bad: Tensor) -> None:
+    def _weigh(self, flags: Tensor, with_gradients: Tensor, bad: Tensor) -> None:
         """Multiply the sum of the good micro-batches; if nothing is good, let the step be skipped.
 
         Args:
             flags: for each micro-batch, 1.0 if it is bad.
+            with_gradients: for each micro-batch, 1.0 if it has gradients.
             bad: for each parameter, 1.0 if a gradient of it was.
         """
-        good = flags.numel() - flags.sum()
-        factor = flags.numel() / good if self._reweight else torch.ones_like(good)
+        good = (with_gradients - flags).sum()
+        factor = with_gradients.sum() / good if self._reweight else torch.ones_like(good)
         nothing_else = self._began_with_gradients(good.device) == 0
         if self._earlier is None:
             return

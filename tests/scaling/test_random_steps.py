@@ -100,9 +100,10 @@ def wanted_step(window: list[MicroBatch], program: dict[str, Any]) -> list[Tenso
     counted = window
     if bad and program["use_window"]:
         counted = [m for m in window if m not in bad]
-    if not used or (bad and (not program["use_window"] or not counted)):
+    if not used or (bad and (not program["use_window"] or len(bad) == len(used))):
         return None
-    factor = len(window) / len(counted) if program["use_window"] and program["reweight"] else 1.0
+    reweight = program["use_window"] and program["reweight"]
+    factor = len(used) / (len(used) - len(bad)) if reweight else 1.0
     sums = [torch.zeros(2, 3, dtype=torch.float64) for _ in range(3)]
     for micro_batch in counted:
         for total, seed in zip(sums, micro_batch.seeds, strict=True):

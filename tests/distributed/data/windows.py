@@ -50,6 +50,7 @@ def windows() -> None:
             torch.testing.assert_close(params, wanted, rtol=1e-5, atol=1e-6)
     interrupted()
     in_bfloat16()
+    reduced_in_pairs()
 
 
 def trained(
@@ -128,6 +129,31 @@ def in_bfloat16() -> None:
                     scaler.scale(net(batch.bfloat16()).float().square().mean()).backward()
         sums.append([whole(p.grad) for p in net.parameters()])
     torch.testing.assert_close(*sums)
+
+
+def reduced_in_pairs() -> None:
+    """Of micro-batches that FSDP reduces together, some count as good, or lead to a step on zeros."""
+    for bad in ((), (1,), (2,), (0, 3)):
+        net = sharded()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.125)
+        scaler = amp_core.GradScaler("cpu", 64.0)
+        with amp_core.AccumulationWindow(scaler, optimizer) as window:
+            for number, batch in enumerate(BATCHES):
+                net.set_requires_gradient_sync(number % 2 == 1)
+                with window.micro_batch():
+                    factor = math.inf if number in bad else 1.0
+                    scaler.scale(net(batch).square().mean() * factor).backward()
+        sums = [whole(p.grad).clone() for p in net.parameters()]
+        scaler.step(optimizer)
+        scaler.update()
+        good = [pair for pair in ((0, 1), (2, 3)) if not set(pair) & set(bad)]
+        assert scaler.last_step[optimizer].skipped == (not good)
+        plain = model()
+        for pair in good:
+            for number in pair:
+                (plain(BATCHES[number]).square().mean() * 64.0 * 2 / len(good)).backward()
+        if good:
+            torch.testing.assert_close(sums, [p.grad for p in plain.parameters()])
 
 
 def _disabled() -> amp_core.GradScaler:
