@@ -8,19 +8,17 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 from torch.optim import Optimizer
 
 from amp_core._torch.tensors import is_dtensor, is_tensor_view, part_of, summed
 from amp_core._torch.tracing import outside_graphs
 from amp_core.common.optimizers import parameters_of
-from amp_core.scaling.arithmetic import combine, moved
-from amp_core.scaling.collective import Ranks, agreed
-from amp_core.scaling.distributed import agree_on_flag
+from amp_core.scaling.arithmetic import moved
 from amp_core.scaling.grad_scaler import GradScaler
-from amp_core.scaling.gradients import IN_COMMON, Gradients, group_by_device, joined
+from amp_core.scaling.gradients import IN_COMMON, group_by_device, joined
 from amp_core.scaling.loss_scale import LossScale
 from amp_core.scaling.loss_scales import as_list, check_key, check_optimizers
+from amp_core.scaling.micro_batches import MicroBatches
 from amp_core.scaling.optimizer_state import ParameterNames, Window
 from amp_core.scaling.step_record import name_of
 from amp_core.states.loss_scale import OptState
@@ -43,7 +41,7 @@ class AccumulationWindow:
     It waits for the device only if some parameters get no gradient: once for each set of such parameters.
     It costs memory for a second set of gradients, and for a third if there were gradients before; three
     passes over them for each micro-batch, and one at the end. Ranks that step as one (see `GradScaler`)
-    leave out the same micro-batches: one collective of one number for each, and one at the end.
+    leave out the same micro-batches: one collective of two numbers for each, and one of one at the end.
 
     Under ``DistributedDataParallel`` every micro-batch must be reduced, so do not use ``no_sync``: what one
     rank adds up without the others is not a gradient of the model. Micro-batches that ``fully_shard`` reduces
@@ -96,11 +94,8 @@ class AccumulationWindow:
         self._params: list[Tensor] = []
         self._ids: tuple[int, ...] = ()
         self._find_parameters()
-        self._places: dict[tuple[int, ...], Tensor] = {}
-        self._found: list[Tensor] = []  # for each micro-batch: is it bad, are there gradients
+        self._micro_batches = MicroBatches()
         self._earlier: list[Tensor | None] | None = None  # gradients from before the first micro-batch
-        self._nonfinite: Tensor | None = None
-        self._ranks: Ranks | None = None
         self._is_open = self._in_micro_batch = False
 
     def _find_parameters(self) -> None:
@@ -130,9 +125,10 @@ class AccumulationWindow:
                     f"Another AccumulationWindow of this {type(each).__name__} is open. Leave it first."
                 )
         if not self._held().keys() >= set(self._ids):  # some have left
-            self._params, self._ids, self._places = [], (), {}
+            self._params, self._ids, self._micro_batches = [], (), MicroBatches()
             self._find_parameters()
-        self._found, self._nonfinite, self._earlier = [], None, None
+        self._micro_batches.restart()
+        self._earlier = None
         opened = [*scales.in_window, *[(each, self._key) for each in self._optimizers]]
         # Interrupts come after calls, of which there are none from here on: __exit__ would not run.
         if is_enabled:
@@ -251,36 +247,12 @@ class AccumulationWindow:
             raise TypeError("An AccumulationWindow cannot take sparse gradients out of a sum.")
         parts = joined([group_by_device(each, allow_fp16=True) for each in self._optimizers])
         device = parts[0].device if parts else self._params[0].device
-        stats = [part.grad_stats(2.0) for part in parts]
-        flag, any_gradient = combine([s.found_inf for s in stats], device), float(bool(parts))
-        found = torch.stack([flag, torch.full_like(flag, any_gradient)])
-        # All ranks leave out the same micro-batches.
-        ranks = self._ranks = self._scaler._unscaler.deciders().ranks([part.sharding for part in parts])
-        self._found.append(found if ranks is None else agreed(found, ranks, largest=True))
-        if ranks is not None and self._nonfinite is None:
-            self._nonfinite = torch.zeros(len(self._params), dtype=torch.float32, device=device)
-        for part, stat in zip(parts, stats, strict=True):
-            self._add_nonfinite(part, moved(stat.nonfinite, device))
-
-    def _add_nonfinite(self, part: Gradients, nonfinite: Tensor) -> None:
-        count, device = len(self._params), nonfinite.device
-        if self._nonfinite is None:
-            self._nonfinite = torch.zeros(count, dtype=torch.float32, device=device)
-        elif len(self._nonfinite) < count:
-            self._nonfinite = pad(self._nonfinite.to(device), (0, count - len(self._nonfinite)))
-        ids = tuple(map(id, part.params))
-        if ids == self._ids:
-            self._nonfinite.add_(nonfinite)
-            return
-        if ids not in self._places:  # cached: the copy to the device may wait
-            places = list(map(self._ids.index, ids))
-            self._places[ids] = torch.tensor(places, device="cpu").to(device)
-        self._nonfinite.index_add_(0, self._places[ids], nonfinite)
+        self._micro_batches.add(parts, self._ids, device, self._scaler._unscaler.deciders())
 
     @torch.no_grad()
     def _clear_bad(self) -> None:
         """Zero the gradients of the last micro-batch if one of them is not finite."""
-        flag = self._found[-1][0]
+        flag = self._micro_batches.last_is_bad
         bad = {flag.device: flag}
         for param in self._params:
             if param.grad is not None:
@@ -300,11 +272,10 @@ class AccumulationWindow:
     @torch.no_grad()
     def _close(self) -> None:
         loss_scale = self._loss_scale()
-        if loss_scale is None or self._nonfinite is None:
+        if loss_scale is None or not self._micro_batches.have_gradients:
             return
-        device = self._found[-1].device
-        flags, with_gradients = torch.stack([moved(found, device) for found in self._found]).unbind(1)
-        bad = pad(self._nonfinite.clamp(max=1.0), (0, len(self._params) - len(self._nonfinite)))
+        flags, with_gradients = self._micro_batches.table()
+        bad = self._micro_batches.bad_parameters(len(self._params))
         if self._leave_out:
             loss_scale.optimizer_states.orphans += (flags.amax(0),)  # the next update lowers the scale
             self._weigh(flags, with_gradients, bad)
@@ -352,7 +323,7 @@ class AccumulationWindow:
         # Zeros are what zero_grad(set_to_none=False) has left.
         earlier = [p.grad for p in self._params] if self._earlier is None else self._earlier
         flags = [part_of(grad).any().float() for grad in earlier if grad is not None]
-        return combine(flags, device) if self._ranks is None else agree_on_flag(flags, self._ranks, device)
+        return self._micro_batches.any_of(flags, device)
 
 
 def _own_memory(gradient: Tensor | None) -> Tensor | None:
