@@ -18,7 +18,7 @@ from amp_compat.migrate.model import Finding, Level, Rewritten
 from amp_compat.migrate.names import Legacy, Target, parse_legacy
 from amp_compat.migrate.plan import Plan, Use
 from amp_compat.migrate.prune import prune
-from amp_compat.migrate.rules import (
+from amp_compat.migrate.settle import (
     note_partials,
     note_reachable,
     settle_aliases,
