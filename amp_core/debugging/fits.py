@@ -115,6 +115,7 @@ def fits_of_parameters(
         and parameter.is_floating_point()
         and parameter.dim()
         and parameter.layout is torch.strided
+        and not parameter.is_meta
     }
 
 

@@ -17,12 +17,13 @@ from amp_core._torch.modules import CompiledCall, is_compiled_in_place
 from amp_core._torch.tracing import is_in_compiled_call, outside_graphs, untraced
 from amp_core.common.arguments import as_whole, check_module
 from amp_core.common.fsdp import is_sharded
+from amp_core.common.generators import generator_states, with_generators
 from amp_core.common.identity import WeakIdentityMapping
 from amp_core.common.optimizers import parameters_of, watch_steps
 from amp_core.debugging.attached import Attached, Hook
 from amp_core.debugging.op_faults import FaultFinder, OpFault, have_nan, in_reals, readable
 from amp_core.debugging.op_kinds import numbers_in
-from amp_core.debugging.state_keeper import generator_states, with_generators, with_own_buffers
+from amp_core.debugging.state_keeper import with_own_buffers
 from amp_core.debugging.tap import Tap, muted
 from amp_core.errors import AmpError, NonFiniteError
 from amp_core.plugin import hookimpl, register, unregister

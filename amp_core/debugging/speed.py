@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from amp_core._torch.autograd import current_autograd_node
 from amp_core._torch.tracing import calls_are_captured
 from amp_core.common.containers import map_tensors, tensors_in
+from amp_core.common.generators import seeded
 from amp_core.common.text import counted
 from amp_core.debugging.advice import ORIGIN, OpTime, SpeedAdvice
 from amp_core.debugging.agreement import Ranks
 from amp_core.debugging.capture import Capture
 from amp_core.debugging.places import Places
-from amp_core.debugging.state_keeper import StateKeeper, seeded
+from amp_core.debugging.state_keeper import StateKeeper
 from amp_core.debugging.step import Step, is_of_freed_graph
 from amp_core.debugging.tap import eager
 from amp_core.debugging.timing import interleaved

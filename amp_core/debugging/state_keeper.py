@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
-import random
 import sys
 import threading
 from collections.abc import Iterable, Iterator
@@ -18,7 +17,6 @@ from torch.optim.optimizer import Optimizer
 from amp_core._torch.tensors import is_wrapper, part_of, version_of
 from amp_core._torch.tracing import calls_are_captured, outside_graphs
 from amp_core._torch.transformed_tensors import outside_transforms, unwrapped
-from amp_core.common.generators import kept_generators
 from amp_core.common.optimizers import exact_states, watch_steps
 from amp_core.errors import AmpError
 
@@ -64,7 +62,7 @@ class _Module(NamedTuple):
 class _Kept(NamedTuple):
     """A tensor, this rank's part of it with an alias of its memory, and what they were.
 
-    A wrapper, which may not know how to compare its values, is judged by its version.
+    A wrapper or a sparse tensor, which may not know how to compare its values, is judged by its version.
     """
 
     tensor: Tensor
@@ -78,11 +76,16 @@ class _Kept(NamedTuple):
     def restore(self) -> None:
         if (self.part.dtype, self.part.device) != (self.memory.dtype, self.memory.device):
             self.part.data = self.memory  # Module.to() gave it another one
-        freed = self.part.untyped_storage().nbytes() < self.value.nbytes  # by its owner
-        if not freed and self._has_changed():  # else a graph may need it at this version
+        if not self._is_freed() and self._has_changed():  # else a graph may need it at this version
             self.part.copy_(self.value)
         if self.leaf:
             self.tensor.grad = self.grad
+
+    def _is_freed(self) -> bool:
+        """Whether the owner of the memory has given it back, or there is none."""
+        if self.part.layout is not torch.strided:
+            return False
+        return self.part.is_meta or self.part.untyped_storage().nbytes() < self.value.nbytes
 
     def _has_changed(self) -> bool:
         if self.version is None:
@@ -102,8 +105,9 @@ class StateKeeper:
         """Save the parameters, buffers and training flags of `model`, and clear its gradients.
 
         Raises:
-            AmpError: FSDP1 shards it.
+            AmpError: FSDP1 shards it, TorchScript compiled a part of it, or a parameter is not initialised.
         """
+        _check(model)
         _reshard(model.modules())
         swapped = _swapped()
         for module in model.modules():
@@ -124,7 +128,8 @@ class StateKeeper:
             part = part_of(tensor)
             leaf = tensor.is_leaf  # later, the base of a view may have changed
             grad = tensor.grad if leaf else None
-            version = version_of(part) if is_wrapper(part) and not part.is_inference() else None
+            by_version = is_wrapper(part) or part.layout is not torch.strided
+            version = version_of(part) if by_version and not part.is_inference() else None
             memory = part.detach()
             self._tensors[id(tensor)] = _Kept(tensor, part, memory, memory.clone(), version, grad, leaf)
         if leaf:
@@ -179,6 +184,27 @@ class StateKeeper:
         self._modules.clear()
 
 
+def _check(model: nn.Module) -> None:
+    """Raise AmpError unless runs of `model` can be compared."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise AmpError(
+                f"{_named(name, module)} is compiled by TorchScript, which casts by rules of its own: it has "
+                f"no float32 run to compare with. Compare the model before it is compiled."
+            )
+    for name, parameter in (*model.named_parameters(), *model.named_buffers()):
+        if nn.parameter.is_lazy(parameter):
+            raise AmpError(
+                f"{name} is not initialised yet, and a step that is run several times must start from the "
+                f"same values. Call the model on a batch before."
+            )
+
+
+def _named(name: str, module: nn.Module) -> str:
+    kind = getattr(module, "original_name", type(module).__name__)
+    return f"{name} ({kind})" if name else f"The model ({kind})"
+
+
 _FUNCTIONAL_CALLS = {
     torch.func.functional_call.__code__,
     inspect.unwrap(torch.nn.utils.stateless.functional_call).__code__,
@@ -225,55 +251,3 @@ def with_own_buffers(model: nn.Module) -> Iterator[None]:
         for buffers, originals in kept:
             buffers.clear()
             buffers.update(originals)
-
-
-Generators = tuple[object, Tensor, "Tensor | None"]
-"""The states of Python's, the CPU's and the current accelerator's generator."""
-
-
-def generator_states() -> Generators:
-    """Return the states of the generators that a forward pass draws from by default."""
-    module = _accelerator()
-    return random.getstate(), torch.get_rng_state(), None if module is None else module.get_rng_state()
-
-
-@contextlib.contextmanager
-def with_generators(states: Generators) -> Iterator[None]:
-    """Let the generators continue from `states` in a block, and afterwards from where they were."""
-    before = generator_states()
-    try:
-        _set_generators(states)
-        yield
-    finally:
-        _set_generators(before)
-
-
-def _set_generators(states: Generators) -> None:
-    of_python, of_cpu, of_accelerator = states
-    random.setstate(of_python)  # type: ignore[arg-type]
-    torch.set_rng_state(of_cpu)
-    module = _accelerator()
-    if module is not None and of_accelerator is not None:
-        module.set_rng_state(of_accelerator)
-
-
-def _accelerator() -> Any:
-    """Return the module of the accelerator in use; None without one, or if it has no generator."""
-    accelerator = torch.accelerator.current_accelerator()
-    module: Any = None if accelerator is None else torch.get_device_module(accelerator)
-    if not hasattr(module, "get_rng_state") or not getattr(module, "is_initialized", lambda: True)():
-        return None
-    return module
-
-
-@contextlib.contextmanager
-def seeded(seed: int, device_type: str) -> Iterator[None]:
-    """Seed torch and `random` for a block, and restore their state afterwards."""
-    state = random.getstate()
-    with kept_generators(device_type):
-        torch.manual_seed(seed % 2**64)  # more is an error
-        random.seed(seed)
-        try:
-            yield
-        finally:
-            random.setstate(state)

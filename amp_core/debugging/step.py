@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 from amp_core.casts.shards import whole
 from amp_core.common.arguments import as_whole, device_type_of
+from amp_core.common.generators import seeded
 from amp_core.debugging.capture import Capture, Run
 from amp_core.debugging.fits import fits_of_parameters
 from amp_core.debugging.places import Place, Places
-from amp_core.debugging.state_keeper import StateKeeper, seeded
+from amp_core.debugging.state_keeper import StateKeeper
 from amp_core.debugging.tap import muted
 from amp_core.dispatch.activate import activation, check_policy, default_policy, pop, with_recipe
 from amp_core.errors import AmpError
@@ -197,6 +198,8 @@ def is_of_freed_graph(error: RuntimeError) -> bool:
 
 def _run_backward(result: Any, scale: float, capture: Capture, keeper: StateKeeper) -> bool:
     """Run the backward pass from the scaled loss unless `fn` ran it; return whether it ran here."""
+    if isinstance(result, Tensor) and result.is_meta:
+        raise AmpError("fn returned a tensor on the meta device: it has no values to compare.")
     if not isinstance(result, Tensor) or not result.requires_grad:
         return False
     # A pass that left no gradients may have been another one, as for a penalty on gradients.

@@ -17,7 +17,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 import amp_core
-from amp_core import NonFiniteError, autocast, cached_casts, master_weights
+from amp_core import AmpError, NonFiniteError, autocast, cached_casts, master_weights
 
 X = torch.linspace(-1, 1, 24).reshape(4, 6)
 
@@ -329,3 +329,73 @@ def test_storage_refuses_weights_of_other_libraries() -> None:
     assert model[2].weight.dtype is torch.float32
     master_weights(model, optimizer, "remainder", keep=["0.weight"])
     assert model[2].weight.dtype is torch.bfloat16
+
+
+class OnGraph(nn.Module):
+    """A layer on a graph whose edges are a sparse buffer, which a call changes, and a sparse parameter."""
+
+    def __init__(self, layout: torch.layout) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+        dense = torch.eye(4) + torch.eye(4).roll(1, 0)
+        self.register_buffer("edges", dense.to_sparse(layout=layout))
+        self.weights = nn.Parameter(dense.to_sparse())
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.edges.mul_(0.5)
+        x = self.layer(x)
+        with autocast("cpu", enabled=False):
+            return torch.sparse.mm(self.weights, torch.sparse.mm(self.edges, x.float()))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+@pytest.mark.parametrize("goal", ["accuracy", "speed"])
+def test_sparse_weights_are_compared_and_put_back(layout: torch.layout, goal: str) -> None:
+    """Graph networks cannot be compared, or their edges stay changed."""
+    torch.manual_seed(0)
+    model = OnGraph(layout)
+    edges, weights = model.edges.to_dense(), model.weights.detach().to_dense()
+
+    def step() -> Tensor:
+        return model(X).square().mean()
+
+    if goal == "accuracy":
+        assert any(each.size for each in amp_core.compare(step, "cpu").differences)
+    amp_core.advise(step, "cpu", goal=goal)
+    assert torch.equal(model.edges.to_dense(), edges)
+    assert torch.equal(model.weights.detach().to_dense(), weights)
+    assert model.weights.grad is None
+
+
+def test_parts_on_the_meta_device_are_left_there() -> None:
+    """A model with parts that are loaded later, or offloaded, cannot be compared."""
+    model = make()
+    model.later = nn.Linear(3, 3, device="meta")
+    forward = model[:3]
+
+    def step() -> Tensor:
+        return forward(X).square().mean()
+
+    assert amp_core.compare(step, "cpu", format="mxfp8", model=model).differences
+    assert model.later.weight.is_meta
+
+    def without_values() -> Tensor:
+        return make().to("meta")(X.to("meta")).sum()
+
+    with pytest.raises(AmpError, match="no values to compare"):
+        amp_core.compare(without_values, "cpu")
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit", "ignore:Lazy modules are a new feature")
+def test_models_that_cannot_run_twice_are_refused_in_words() -> None:
+    """The error is one of the restoring, or the reference run is in low precision as well."""
+    for model, message in (
+        (make(lazy=True), r"0\.weight is not initialised yet"),
+        (torch.jit.script(make()), r"The model \(Sequential\) is compiled by TorchScript"),
+        (nn.Sequential(torch.jit.trace(make(), X)), r"^0 \(Sequential\) is compiled by TorchScript"),
+    ):
+        for tool in (amp_core.compare, amp_core.advise):
+            with pytest.raises(AmpError, match=message):
+                tool(lambda model=model: model(X).sum(), "cpu")
