@@ -49,6 +49,13 @@ def _undecorated(fn: Any) -> tuple[list[tuple[str, torch.dtype, bool]], types.Fu
     """Return the regions that decorators put around `fn`, outermost first, and the undecorated function."""
     regions: list[tuple[str, torch.dtype, bool]] = []
     while region := _decorating_region(fn):
+        if region._enabled and getattr(region, "_policy", None) is not None:
+            inner = inspect.unwrap(fn)
+            raise ScriptRegionError(
+                f"{_file_of(inner)}:{inner.__code__.co_firstlineno}: the decorator's region has "
+                f"policy= or dtype=torch.float8_e4m3fn, which cannot be compiled; put such a region around "
+                f"the call of the scripted function."
+            )
         regions.append((region.device, region.fast_dtype, region._enabled))
         fn = fn.__wrapped__
     if not isinstance(fn, types.FunctionType):
@@ -62,9 +69,13 @@ def _decorating_region(fn: Any) -> torch.autocast | None:
     return next((value for value in values if isinstance(value, torch_autocast)), None)
 
 
+def _file_of(fn: types.FunctionType) -> str:
+    return inspect.getsourcefile(fn) or fn.__code__.co_filename
+
+
 def _parse(fn: types.FunctionType) -> tuple[ast.FunctionDef, str]:
     """Return the definition of `fn`, with the line numbers of its file, and the file."""
-    file = inspect.getsourcefile(fn) or fn.__code__.co_filename
+    file = _file_of(fn)
     try:
         lines, first = inspect.getsourcelines(fn)
     except OSError as error:

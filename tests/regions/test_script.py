@@ -337,6 +337,34 @@ def splat(a: Tensor, options: dict[str, bool]) -> Tensor:
         return torch.mm(a, a)
 
 
+@torch.autocast("cpu")
+@amp_core.autocast("cpu", policy=amp_core.OpPolicy.float32("cpu"))
+def decorated_with_policy(a: Tensor) -> Tensor:
+    return torch.mm(a, a)
+
+
+@amp_core.autocast("cpu", dtype=torch.float8_e4m3fn)
+def decorated_with_recipes(a: Tensor) -> Tensor:
+    return torch.mm(a, a)
+
+
+def calls_decorated(a: Tensor) -> Tensor:
+    return decorated_with_policy(a)
+
+
+def test_policies_of_decorators_are_refused() -> None:
+    """The decorated function, or one that calls it, computes by the device's policy, and nothing tells."""
+    for fn, place in (
+        (decorated_with_policy, decorated_with_policy),
+        (decorated_with_recipes, decorated_with_recipes),
+        (calls_decorated, decorated_with_policy),
+    ):
+        _, line = inspect.getsourcelines(place)
+        with pytest.raises(ScriptRegionError, match=r"policy= or dtype=torch\.float8_e4m3fn") as caught:
+            script(fn)
+        assert str(caught.value).startswith(f"{__file__}:{line}: ")
+
+
 DIAGNOSED = {
     calls_traced: "was traced",
     runtime_dtype: "known only at run time",
