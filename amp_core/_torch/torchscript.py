@@ -59,7 +59,15 @@ def original_of(function: object) -> types.FunctionType | None:
 
 def has_regions(function: Any) -> bool:
     """Whether the graph of `function` holds a ``with``; a traced one never does."""
-    return any(node.kind() == "prim::Enter" for node in function.inlined_graph.nodes())
+    graph = function.inlined_graph  # its nodes do not keep it alive
+    return bool(graph.findAllNodes("prim::Enter", recurse=True))
+
+
+def splits_addmm(function: Any) -> bool:
+    """Whether TorchScript will compute an ``addmm`` of `function` as ``mm`` and ``add``."""
+    graph = function.inlined_graph
+    found = graph.findAllNodes("aten::addmm", recurse=True)
+    return any(factor.toIValue() == 1 for node in found for factor in [*node.inputs()][3:])
 
 
 def let_script_compile(wrapper: Callable[..., Any], function: Callable[..., Any]) -> None:

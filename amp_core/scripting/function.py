@@ -56,20 +56,21 @@ def script(fn: F) -> F:
     plain = rewrite(fn)
 
     @functools.lru_cache(maxsize=16)
-    def compiled(ambient: Ambient, _with_gradients: bool) -> Any:
+    def compiled(ambient: Ambient, _optimized: bool) -> Any:
         # One executor for each kind of call: it keeps the plan of its first calls.
         with warnings.catch_warnings():
             # Callers of this function chose TorchScript; the documentation names its replacement. That torch
             # does not support it on their Python (3.14 and later) is news to them.
             warnings.filterwarnings("ignore", "`torch.jit.* is deprecated")
-            return torch.jit.script(rewrite(fn, ambient) if ambient else plain)
+            return torch.jit.script(rewrite(fn, ambient))  # it would know a function that it has compiled
 
     def call(ambient: Ambient, *args: Any, **kwargs: Any) -> Any:
-        if not (torch.is_grad_enabled() and (ambient or has_regions)):
-            return compiled(ambient, False)(*args, **kwargs)
-        # TorchScript's own formulas for gradients do not see the casts of eager autocast.
-        with torch.jit.optimized_execution(False):
-            return compiled(ambient, True)(*args, **kwargs)
+        # TorchScript's own formulas for gradients do not see the casts of eager autocast. Nor does its
+        # optimized `addmm`, which is a product and an addition.
+        if (ambient or has_regions) and (torch.is_grad_enabled() or splits_addmm):
+            with torch.jit.optimized_execution(False):
+                return compiled(ambient, False)(*args, **kwargs)
+        return compiled(ambient, True)(*args, **kwargs)
 
     @functools.wraps(plain)
     def scripted(*args: Any, **kwargs: Any) -> Any:
@@ -82,6 +83,7 @@ def script(fn: F) -> F:
             return call(ambient, *args, **kwargs)
 
     _torch_script.let_script_compile(scripted, plain)
-    scripted.scripted = compiled((), False)  # type: ignore[attr-defined]
+    scripted.scripted = compiled((), True)  # type: ignore[attr-defined]
     has_regions = _torch_script.has_regions(scripted.scripted)  # type: ignore[attr-defined]
+    splits_addmm = _torch_script.splits_addmm(scripted.scripted)  # type: ignore[attr-defined]
     return scripted  # type: ignore[return-value]
