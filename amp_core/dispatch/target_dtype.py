@@ -113,7 +113,11 @@ def _promoted(op: Overload, one: torch.dtype, other: torch.dtype) -> torch.dtype
 
 
 def _destination(_op: Overload, device_type: str) -> TargetDtype:
-    return lambda args, _kwargs: args[0].dtype if eligible(args[0], device_type) else None
+    def choose(args: Args, _kwargs: Kwargs) -> torch.dtype | None:
+        first = args[0]  # perhaps a number in place of a tensor
+        return first.dtype if isinstance(first, torch.Tensor) and eligible(first, device_type) else None
+
+    return choose
 
 
 def _if_mixed(_op: Overload, device_type: str) -> TargetDtype:
