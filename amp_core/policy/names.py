@@ -182,10 +182,11 @@ def _text(name: object) -> str:
 
 def _packet(namespace: str, base: str) -> Packet | None:
     try:
-        packet: Packet = getattr(getattr(torch.ops, namespace), base)
+        found = getattr(getattr(torch.ops, namespace), base)
     except (AttributeError, RuntimeError):
         return None
-    return packet
+    # A namespace has attributes of its own, such as `name`.
+    return found if isinstance(found, Packet) else None
 
 
 def _overload(packet: Packet, overload: str) -> Overload:
@@ -242,7 +243,9 @@ def _unknown(text: str) -> str:
 
 def near_names(text: str) -> list[str]:
     """Return up to three op names similar to `text`."""
-    namespace, wanted, _ = split(text)
+    namespace, wanted, rest = split(text)
     known = {base for space, base, _ in map(split, all_op_names()) if space == (namespace or "aten")}
-    close = difflib.get_close_matches(wanted, sorted(known), n=3, cutoff=0.6)
+    in_python = [f"{wanted}_{rest}".replace(".", "_"), rest.rpartition(".")[2]]  # torch.linalg.inv, F.gelu
+    close = [name for name in in_python if name in known][:1]
+    close = close or difflib.get_close_matches(wanted, sorted(known), n=3, cutoff=0.6)
     return [name if namespace in ("", "aten") else f"{namespace}::{name}" for name in close]
