@@ -262,5 +262,9 @@ def _of_tensor(own: Tensor, amax: Tensor | None, quantization: Quantization) -> 
     whole = own.amax() if own.numel() else own.new_zeros(())
     if amax is None:
         return whole
+    if amax.numel() != 1:
+        raise ValueError(
+            f"amax has {counted(amax.numel(), 'element')}; for e4m3 scales it is that of the tensor: one."
+        )
     given = amax.to(torch.float32).view(())
     return torch.where((given > 0) & whole.isfinite(), given, whole)

@@ -85,7 +85,9 @@ def fields_of(data: dict[str, Any], file: toml.Document, table: str = "") -> dic
         except (TypeError, ValueError) as error:
             raise PolicyError(f"{file.place(role, table)}: [{role}]: {error}") from error
     if not any(fields[role] for role in ROLES):
-        raise PolicyError(f"{file.name}: quantises nothing; add a table [input], [weight] or [grad_output].")
+        parent, _, name = table.rpartition(".")
+        where = file.place(name, parent) if table else file.name
+        raise PolicyError(f"{where}: quantises nothing; add a table [input], [weight] or [grad_output].")
     return fields
 
 
@@ -106,7 +108,7 @@ def _role(table: object) -> Quantization | None:
         raise ValueError(f"unknown key {unknown[0]!r}; the keys are {', '.join(_ROLE_KEYS)}.")
     if "element" not in table:
         raise ValueError(f"element is missing: one of {', '.join(ELEMENTS)}.")
-    if table["element"] not in ELEMENTS:
+    if table["element"] not in [*ELEMENTS]:  # a list has no hash
         raise ValueError(f"element must be one of {', '.join(ELEMENTS)}, got {table['element']!r}.")
     fields = {k: v for k, v in table.items() if k not in _DELAYED} | {"element": ELEMENTS[table["element"]]}
     delayed = {k: v for k, v in table.items() if k in _DELAYED}

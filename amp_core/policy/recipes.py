@@ -190,6 +190,9 @@ def from_toml(tables: Any, file: toml.Document) -> dict[str, Recipe]:
     from amp_core.formats.recipe_toml import fields_of
 
     for name in tables:
+        if not re.fullmatch(r"\S+", name):
+            place = file.place(name, "recipes")
+            raise PolicyError(f"{place}: {name!r} is not one word, so no rule {_WORD!r} NAME can mean it.")
         if name in Recipe.names():
             place = file.place(name, "recipes")
             raise PolicyError(f"{place}: {name!r} is a published recipe; give yours another name.")

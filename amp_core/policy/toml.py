@@ -192,6 +192,12 @@ def _base(kind: type[P], name: object, device_type: str, file: toml.Document) ->
 def _override(policy: P, data: Mapping[str, Any], file: toml.Document) -> P:
     for op, rule in data.get("rules", {}).items():
         place = file.place(op, "rules")
+        if isinstance(rule, dict):
+            name = f"{op}.{next(iter(rule), 'default')}"
+            raise PolicyError(
+                f"{file.place(name, 'rules')}: TOML reads {op!r} as a table. Put a name with dots in quotes: "
+                f"{toml.quoted(name)} = ..."
+            )
         try:
             known = recipes.as_rule(rule, data["recipes"])
             policy = policy.override({op: known}, origin=place)

@@ -246,6 +246,8 @@ def test_what_cannot_be_quantised_is_refused() -> None:
         quantize(torch.ones(2), Quantization(E4M3, found=Delayed()))
     with pytest.raises(ValueError, match=r"amax has 3 elements; the scales are of shape \(\)"):
         quantize(torch.ones(2), Quantization(E4M3), amax=torch.ones(3))
+    with pytest.raises(ValueError, match="amax has 2 elements; for e4m3 scales it is that of the tensor"):
+        quantize(torch.ones(4, 32), Recipe.nvfp4().weight, amax=torch.ones(2))
     with pytest.raises(TypeError, match=r"Quantization of one role, such as .* got Recipe"):
         quantize(torch.ones(2), Recipe.mxfp8())  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="takes a tensor, got list"):

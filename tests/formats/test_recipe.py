@@ -64,6 +64,7 @@ def test_contradictions_are_refused() -> None:
     ("text", "line", "message"),
     [
         ("\n[input]\nelement = 'e9m9'\n", 2, "element must be one of"),
+        ("\n[input]\nelement = ['e4m3']\n", 2, "element must be one of"),
         ("\n[input]\ngranularity = 'row'\n", 2, "element is missing: one of e4m3"),
         ("\n[weight]\nelement = 'e4m3'\nscales = 'e8m0'\n", 2, "unknown key 'scales'"),
         ("\naccumulate = 'float33'\n", 2, "no floating-point dtype 'float33'"),

@@ -273,6 +273,8 @@ def test_files_define_recipes(tmp_path: Path) -> None:
         ("recipe mine above", "recipe mime above", r":5: There is no recipe 'mime'.* mine"),
         ("recipes.mine.", "recipes.mxfp8.", "'mxfp8' is a published recipe"),
         ("[recipes.mine.input]", "[recipes]", ":10: recipes must be tables"),
+        ("recipes.mine.", 'recipes."my own".', ":10: 'my own' is not one word"),
+        ("[recipes.mine.input]", "[recipes.less]\n[recipes.mine.input]", ":10: quantises nothing"),
     ]:
         with pytest.raises(PolicyError, match=message):
             OpPolicy.from_toml(FILE.replace(old, new))
