@@ -551,6 +551,19 @@ def test_results_in_dataclasses_and_what_is_written_are_compared(writes: bool) -
         materialize(Differing().eval(), (torch.randn(2, 6),), dtype=LOW)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, LOW, torch.complex64, torch.float8_e4m3fn])
+def test_zeros_of_another_sign_are_other_bits(dtype: torch.dtype) -> None:
+    """The check takes -0.0 for 0.0, by which a later division is infinite with the other sign."""
+
+    class Differing(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            zeros = torch.zeros_like(x)
+            return (-zeros if torch.compiler.is_compiling() else zeros).to(dtype)
+
+    with pytest.raises(MaterializeError, match="does not give the bits"):
+        materialize(Differing().eval(), (torch.randn(2, 6),), dtype=LOW)
+
+
 def test_the_fused_path_of_torch_is_named() -> None:
     """Torch's own encoder runs as one kernel without gradients: without a word, nobody finds why."""
     torch.manual_seed(0)
