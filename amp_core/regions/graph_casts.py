@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
+from amp_core._torch.dispatcher import Overload, is_view
 from amp_core._torch.tracing import checks_dtype, to_copy
 
 
@@ -46,13 +48,23 @@ def _share_casts(graph: fx.Graph) -> None:
             graph.erase_node(node)
         elif _is_cast(node):
             earlier = casts.setdefault((node.args[0], node.kwargs["dtype"]), node)
-            if earlier is not node:
+            if earlier is not node and not _is_returned(node):
                 node.replace_all_uses_with(earlier)
                 graph.erase_node(node)
 
 
 def _is_cast(node: fx.Node) -> bool:
     return node.target is to_copy and set(node.kwargs) == {"dtype"}
+
+
+def _is_returned(node: fx.Node) -> bool:
+    """Return whether the caller gets the memory of `node`, and may write to it: it must be new memory."""
+    return any(user.op == "output" or (_is_part(user) and _is_returned(user)) for user in node.users)
+
+
+def _is_part(node: fx.Node) -> bool:
+    op = node.target
+    return op is operator.getitem or (isinstance(op, Overload) and is_view(op))
 
 
 _aten = torch.ops.aten
@@ -98,7 +110,7 @@ def _path_to_cast(weight: fx.Node, user: fx.Node) -> list[fx.Node] | None:
             return None
         source, user = user, next(iter(user.users))
         path.append(user)
-    return path
+    return None if _is_returned(user) else path
 
 
 def _store_low(module: fx.GraphModule) -> None:
@@ -106,7 +118,8 @@ def _store_low(module: fx.GraphModule) -> None:
     for node in list(module.graph.find_nodes(op="get_attr")):
         owner, _, name = node.target.rpartition(".")
         weight, users = getattr(module.get_submodule(owner), name), list(node.users)
-        if isinstance(weight, Tensor) and len(users) == 1 and _is_cast(users[0]):
+        is_cast = len(users) == 1 and _is_cast(users[0]) and not _is_returned(users[0])
+        if isinstance(weight, Tensor) and is_cast:
             _replace(module, node.target, weight.detach().to(users[0].kwargs["dtype"]))
             node.meta = users[0].meta
             users[0].replace_all_uses_with(node)

@@ -551,6 +551,28 @@ def test_results_in_dataclasses_and_what_is_written_are_compared(writes: bool) -
         materialize(Differing().eval(), (torch.randn(2, 6),), dtype=LOW)
 
 
+def test_results_that_are_casts_are_the_callers() -> None:
+    """A caller that writes to a result, such as a table of cosines, changes the model or another result."""
+
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("cos", torch.randn(8, 4))
+            self.weight, self.scale = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4))
+
+        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+            parts = self.weight.t().to(LOW).split(2)
+            return (*parts, self.cos[:3].to(LOW), self.scale.to(LOW), x.to(LOW), x.to(LOW) + 1, x.to(LOW)[1:])
+
+    model, x = Table().eval(), torch.randn(3, 4)
+    low = materialize(model, (x,), dtype=LOW)
+    for _ in range(2):
+        results = low(x)
+        assert all(map(torch.equal, results, in_region(model, x)))
+        wanted = [each.clone().add_(1) for each in results]
+        assert all(map(torch.equal, [each.add_(1) for each in results], wanted))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, LOW, torch.complex64, torch.float8_e4m3fn])
 def test_zeros_of_another_sign_are_other_bits(dtype: torch.dtype) -> None:
     """The check takes -0.0 for 0.0, by which a later division is infinite with the other sign."""
