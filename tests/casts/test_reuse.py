@@ -72,6 +72,9 @@ def test_plain_steps_of_a_small_model_are_left_to_torch(scope: Any, fused: bool,
         next(plain)
         assert not is_served()
         assert casts.nbytes() == 0
+        next(accumulating)
+        forward(model)  # what is served again is kept again
+        assert casts.nbytes() == 2 * (36 + 6 + 36 + 6)
     assert not is_served()
 
 
@@ -174,13 +177,14 @@ def test_several_optimizers_of_one_model(scope: Any) -> None:
 
 
 @SCOPES
-def test_a_part_that_joins_later(scope: Any) -> None:
-    """A frozen backbone joins a small model, and is cast at each use for good."""
+@pytest.mark.parametrize(("width", "is_trained"), [(6, False), (2**18, True)])
+def test_a_part_that_joins_later(scope: Any, width: int, is_trained: bool) -> None:
+    """A frozen backbone or a large layer joins a small model, and is cast at each use for good."""
     model = make()
     plain = steps(model, False, 1)
     with scope(model):
         next(plain)
-        model.append(nn.Linear(6, 6).requires_grad_(False))
+        model.append(nn.Linear(6, width).requires_grad_(is_trained))
         next(plain)
         assert is_served()
 
