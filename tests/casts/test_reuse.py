@@ -199,3 +199,16 @@ def test_the_end_of_a_region_costs_a_served_scope_nothing(monkeypatch: pytest.Mo
             with autocast("cpu"):
                 pass
     assert len(reads) <= 2
+
+
+@SCOPES
+def test_a_part_that_was_used_before_it_joins(scope: Any) -> None:
+    """A layer that the scope has met as another model's is cast at each use for good."""
+    model, other = make().eval(), nn.Linear(6, 6)
+    with scope(model) as casts:
+        forward(other)
+        forward(model)
+        before = casts.nbytes()
+        model.append(other)
+        forward(model)
+        assert casts.nbytes() == before + 2 * (36 + 6)
