@@ -287,6 +287,8 @@ class GradScaler(TorchNames):
         unchecked = not (ready or state.found_inf_per_device) and max_norm is None
         if unchecked and _has_gradients(optimizer):
             raise AssertionError(_no_checks(optimizer))
+        if ready:
+            state.restart()  # a step that raised may have left what it found in other gradients
         overridden = ready and self._check_as_overridden(entry)
         divisor = scale if overridden else None
         if max_norm is not None or (ready and not overridden):

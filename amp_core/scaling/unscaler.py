@@ -99,9 +99,8 @@ class Unscaler:
             raise RuntimeError(_NONFINITE_NORM.format(norm_type=norm_type))
         divisor = torch.ones_like(scale) if unscaled else scale
         norm, factor, stats = clip_factor(parts, stats, divisor, max_norm, norm_type, deciders)
-        before = states[0].found_inf_per_device
-        if len(states) > 1:
-            before = by_device([flag for state in states for flag in state.found_inf_per_device.items()])
+        known = states if unscaled else []  # a step that raised has left flags of other gradients
+        before = by_device([flag for state in known for flag in state.found_inf_per_device.items()])
         found = multiply_and_flag_(parts, factor, stats, before, deciders, allow_fp16=self.allow_fp16)
         for state in states:
             state.stage, state.found_inf_per_device, state.total_norm = OptState.UNSCALED, found, norm

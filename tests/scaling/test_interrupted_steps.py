@@ -149,6 +149,27 @@ def test_a_step_that_raises_leaves_no_record(fused: bool, before: bool) -> None:
     assert record.bad_parameters
 
 
+@pytest.mark.parametrize("retry", ["step", "clipped step", "clip_grad_norm_"])
+def test_a_fused_step_after_one_that_raised(retry: str) -> None:
+    """Good gradients are skipped, and reported with a norm, for what a step that raised found in others."""
+    weight = torch.ones(4, requires_grad=True)
+    optimizer = Failing([weight], lr=0.1, fused=True)
+    scaler = GradScaler("cpu", init_scale=64.0)
+    scaler.scale(weight.sum() * float("inf")).backward()
+    with pytest.raises(KeyError):
+        scaler.step(optimizer, max_norm=9.0)
+    optimizer.zero_grad()
+    scaler.scale(weight.sum()).backward()
+    if retry == "clip_grad_norm_":
+        scaler.clip_grad_norm_(optimizer, 9.0)
+    scaler.step(optimizer, max_norm=9.0 if retry == "clipped step" else None)
+    record = scaler.last_step[optimizer]
+    assert (record.skipped, record.total_norm) == (False, None if retry == "step" else 2.0)
+    assert weight.tolist() == pytest.approx([0.9] * 4)
+    scaler.update()
+    assert scaler.get_scale() == 64.0
+
+
 def test_an_optimizer_with_the_id_of_another_one() -> None:
     """The skip of an optimizer that is gone is told to nobody."""
     weight = torch.ones(4, requires_grad=True)
