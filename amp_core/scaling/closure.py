@@ -40,7 +40,9 @@ class Snapshot:
             for each in optimizers
             for state in (each.state, getattr(each, "_amp_core_first", {}))  # see `StoredWeights`
         ]
-        self._groups = [(group, copied_group(group)) for each in optimizers for group in each.param_groups]
+        self._groups = [
+            (group, dict(group), copied_group(group)) for each in optimizers for group in each.param_groups
+        ]
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -50,9 +52,18 @@ class Snapshot:
         for state, before in self._states:
             state.clear()
             state.update(before)
-        for group, options in self._groups:
+        for group, held, options in self._groups:
             group.clear()  # also of options that the step added
-            group.update(options)
+            group.update({name: _restored(held[name], value) for name, value in options.items()})
+
+
+def _restored(held: Any, value: Any) -> Any:
+    """Return an option with its former value; a tensor stays the same one, which the program may hold."""
+    if isinstance(held, Tensor):
+        return held.copy_(value)
+    if type(held) is tuple:
+        return tuple(map(_restored, held, value))
+    return value
 
 
 def check_closure(optimizer: object, closure: object) -> None:

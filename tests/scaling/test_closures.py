@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import operator
 from typing import Any
 
 import pytest
@@ -366,6 +367,25 @@ def test_a_skipped_step_leaves_no_option_behind() -> None:
     assert "k" not in run.optimizer.param_groups[0]
     run.step()
     assert run.optimizer.param_groups[0]["k"] == 1
+
+
+class Decaying(torch.optim.Adam):
+    """Lowers its learning rate itself, in place."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.param_groups[0]["lr"].mul_(0.5)
+        return super().step(closure)
+
+
+def test_a_skipped_step_keeps_the_tensors_of_options() -> None:
+    """A learning rate that the program holds and sets has no effect after a skipped step."""
+    rate, betas = torch.tensor(0.5), (torch.tensor(0.75), torch.tensor(0.875))
+    run = Problem(lambda params: Decaying(params, lr=rate, betas=betas), GradScaler("cpu"))
+    run.step(spoil=0)
+    (group,) = run.optimizer.param_groups
+    assert group["lr"] is rate
+    assert all(map(operator.is_, group["betas"], betas))
+    assert (rate, *betas) == (0.5, 0.75, 0.875)
 
 
 def test_an_error_in_inference_mode() -> None:
