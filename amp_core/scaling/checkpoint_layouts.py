@@ -262,7 +262,7 @@ def _read_paddle(state: Any, schedule: LossScaleSchedule | None) -> _Scales:
         hysteresis=_count(state, "decr_every_n_nan_or_inf"),
         hysteresis_kind=Hysteresis.EVERY,
     )
-    left = rule.hysteresis - _count(state, "decr_count")
+    left = max(rule.hysteresis - _count(state, "decr_count"), 0)
     return {None: (ScaleState(scale, _count(state, "incr_count"), left), rule)}
 
 

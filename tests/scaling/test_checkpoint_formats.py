@@ -288,6 +288,16 @@ def test_scales_that_do_not_move(state: dict[str, Any]) -> None:
     assert again["scale"] == 64.0
 
 
+def test_a_schedule_with_fewer_overflows_than_were_counted() -> None:
+    """The state has a negative count, which no scaler loads."""
+    rule = LossScaleSchedule(hysteresis=2, hysteresis_kind=Hysteresis.EVERY)
+    saved = {**Paddle().state(), "scale": [64.0], "decr_every_n_nan_or_inf": 5, "decr_count": 4}
+    ours = Torch(GradScaler)
+    ours.load(convert_scaler_state(saved, schedule=rule))
+    ours.step(overflow=True)
+    assert ours.scale == 32.0
+
+
 @pytest.mark.parametrize("state", [{}, {"scale": 1.0}, {"loss_scaler": 3}])
 def test_states_of_no_system(state: Any) -> None:
     """Something else is taken for a state, or refused without saying what it is."""
