@@ -80,10 +80,11 @@ class StepLog:
         """Record a step of `optimizer`; does not wait for the device."""
         scale = loss_scale.check("step")
         window, norm, nonfinite = state.window, state.total_norm, state.nonfinite
+        flag = combine(state.flags(), scale.device)
         record = StepRecord(
             self.updates,
             type(optimizer).__name__,
-            combine(state.flags(), scale.device),
+            flag,
             snapshot(scale),
             _total_norm=norm,
             key=loss_scale.key,
@@ -91,6 +92,8 @@ class StepLog:
             _device=scale.device,
         )
         _note_bad(record, window, nonfinite)
+        if on_host(flag) and read(flag):  # at the update, the gradients may be others
+            record._bad = self.bad_parameters(optimizer) or None
         state.window = state.total_norm = state.nonfinite = None
         state.recorded = state.found_inf_per_device
         self.history.append(record)
@@ -126,7 +129,7 @@ class StepLog:
         """Return whether the step that was recorded is to be skipped, and note why; waits for the device."""
         record = self.last_step[optimizer]
         skipped = record.skipped
-        if skipped:
+        if skipped and record._bad is None:
             record._bad = self.bad_parameters(optimizer)
         return skipped
 
@@ -229,8 +232,10 @@ class StepLog:
         return bool(flag)
 
     def _explain(self, record: StepRecord, owner: Optimizer, row: int) -> None:
-        if not record._bad:
-            record._bad = self.bad_parameters(owner) or record._bad
+        if record._bad is None:
+            known, now = record.bad_parameters, self.bad_parameters(owner)
+            if not known or {bad.name for bad in known} == {bad.name for bad in now}:  # else they are others
+                record._bad = now or record._bad
         if row == self.warn_after:
             warnings.warn(_endless(row, record), SkippedStepsWarning, stacklevel=level_outside())
 

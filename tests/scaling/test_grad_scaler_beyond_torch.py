@@ -421,6 +421,23 @@ def test_float16_gradients_on_request() -> None:
     assert torch.equal(parameter, torch.zeros(2, dtype=torch.float16))
 
 
+@pytest.mark.parametrize("unscales", [False, True])
+@pytest.mark.parametrize("also", [False, True])
+def test_a_backward_pass_between_a_fused_step_and_the_update(unscales: bool, also: bool) -> None:
+    """The record names parameters that were fine: the other loss of a GAN has overflowed in them since."""
+    bad, fine = weight(), weight()
+    optimizer = torch.optim.SGD([bad, fine], lr=1.0, fused=True)
+    scaler = OURS("cpu", 8.0, named_parameters={"bad": bad, "fine": fine}.items())
+    scaler.scale(bad.sum() * math.inf + fine.sum()).backward()
+    if unscales:
+        scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    optimizer.zero_grad()
+    scaler.scale(fine.sum() * math.inf + (bad.sum() if also else 0.0)).backward()
+    scaler.update()
+    assert [each.name for each in scaler.last_step[optimizer].bad_parameters] == ["bad"]
+
+
 def test_records_print_as_lines() -> None:
     """A user who prints what a record holds meets private tensors instead of what happened."""
     parameter = weight()

@@ -228,14 +228,14 @@ def test_rows_of_skips_are_counted_for_each_optimizer(fused: bool) -> None:
 
 
 def test_fused_steps_name_their_parameters() -> None:
-    """A step that the device decided to skip names nobody."""
+    """A step that the optimizer decided to skip names nobody."""
     run = Run(fused=True)
     run.optimizer.zero_grad()
     run.scaler.scale(run.model(torch.ones(1, 2)).sum()).backward()
     run.model.weight.grad[0, 0] = math.inf
     run.scaler.step(run.optimizer)
     record = run.scaler.last_step[run.optimizer]
-    assert record.bad_parameters == (amp_core.BadParameter("weight", None, 4),)
+    assert record.bad_parameters == (amp_core.BadParameter("weight", 1, 4),)
     assert record.skipped
 
 
