@@ -159,7 +159,7 @@ class DelayedScales(Local):
         if self._group is not None:
             past = self._past.setdefault(names, [])
             past.append(self._agree(names, self._group) if largest is None else largest)
-            del past[: -max(Delayed.history, *self._lengths())]
+            del past[: -max([Delayed.history, *self._lengths()])]
         for name, role in _slots(names):
             history = self._known_history(name, role)
             if history is not None:

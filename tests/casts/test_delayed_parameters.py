@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.testing import assert_close as assert_same
 
-from amp_core import OpPolicy, PolicyError, Recipe, autocast, delayed_scales
+from amp_core import AmpWarning, OpPolicy, PolicyError, Recipe, autocast, delayed_scales
 
 
 def test_delayed_scales_follow_the_parameters_of_the_model() -> None:
@@ -109,3 +109,21 @@ def test_a_weight_that_other_ranks_have_used_for_long(one_rank: None) -> None:
         states = scales.state_dict()
     assert states["1.weight"]["input"]["seen"].tolist() == [0.0] * 100 + [7.0] + [1.0] * 1099
     assert_same(states["1.weight"]["input"]["seen"], states["0.weight"]["input"]["seen"])
+
+
+@pytest.mark.parametrize("steps", [False, True])
+def test_a_state_is_loaded_over_what_ranks_agreed_on(steps: bool, one_rank: None) -> None:
+    """A weight that the state does not know gets a history of steps from before it, or of a skipped one."""
+    policy = OpPolicy.default("cpu").override({"linear": Recipe.fp8_delayed(history=2)})
+    model = nn.Sequential(nn.Linear(4, 4, bias=False))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with delayed_scales(model, process_group=torch.distributed.group.WORLD) as scales:
+        scales.settle(torch.full((3,), 7.0), [optimizer])
+        if steps:
+            scales.step(optimizer)
+        with pytest.warns(AmpWarning, match="is empty"):
+            scales.load_state_dict({})
+        scales.step(optimizer)
+        with autocast("cpu", torch.bfloat16, policy=policy):
+            model(torch.ones(2, 4))
+        assert scales.state_dict()["0.weight"]["input"]["seen"].tolist() == [0.0, 0.0]
