@@ -228,6 +228,7 @@ class History(Sequence[StepRecord]):
 
     def __init__(self, size: int | None) -> None:
         self._records: deque[StepRecord] = deque(maxlen=None if size is None else min(size, sys.maxsize))
+        self._dropped: StepRecord | None = None  # by the last step, which may raise yet
 
     @property
     def size(self) -> int | None:
@@ -236,13 +237,17 @@ class History(Sequence[StepRecord]):
 
     def append(self, record: StepRecord) -> None:
         """Add a step; the oldest is dropped if the history is full."""
+        self._dropped = self._records[0] if self._records and len(self) == self.size else None
         self._records.append(record)
 
     def remove(self, record: StepRecord) -> None:
-        """Take out a step."""
+        """Take out a step; the one that was dropped for the last comes back."""
         for place in range(len(self._records) - 1, -1, -1):  # other optimizers may have stepped since
             if self._records[place] is record:
                 del self._records[place]
+                if self._dropped is not None:
+                    self._records.appendleft(self._dropped)
+                    self._dropped = None
                 return
 
     def __len__(self) -> int:

@@ -149,6 +149,24 @@ def test_a_step_that_raises_leaves_no_record(fused: bool, before: bool) -> None:
     assert record.bad_parameters
 
 
+@pytest.mark.parametrize("size", [0, 1, 2, 3])
+def test_a_step_that_raises_while_the_history_is_full(size: int) -> None:
+    """Each step that raises costs the history its oldest record."""
+    weight = torch.ones(4, requires_grad=True)
+    optimizer, scaler = Failing([weight], lr=0.1), GradScaler("cpu", history=size)
+    optimizer.fails = False
+    scaler.scale(weight.sum()).backward()
+    for _ in range(2):
+        scaler.step(optimizer)
+        scaler.update()
+    before, optimizer.fails = [*scaler.history], True
+    with pytest.raises(KeyError):
+        scaler.step(optimizer)
+    assert [*scaler.history] == before
+    scaler.step(optimizer)
+    assert [record.number for record in scaler.history] == [0, 1, 2][3 - size :]
+
+
 @pytest.mark.parametrize("retry", ["step", "clipped step", "clip_grad_norm_"])
 def test_a_fused_step_after_one_that_raised(retry: str) -> None:
     """Good gradients are skipped, and reported with a norm, for what a step that raised found in others."""
