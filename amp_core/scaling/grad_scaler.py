@@ -150,13 +150,14 @@ class GradScaler(TorchNames):
         """Multiply `outputs` by the scale.
 
         Args:
-            outputs: a tensor, or any nesting of containers of tensors. A float16 tensor comes back as
-                float32, in which the product does not overflow.
+            outputs: a tensor, or any nesting of containers and other iterables of tensors. A float16 tensor
+                comes back as float32, in which the product does not overflow.
             key: gives this loss a scale and a schedule of its own. Pass the same key to `step` (and
                 `unscale_`, `clip_grad_norm_`) for the optimizer that uses its gradients.
 
         Returns:
-            The products, in containers of the same types; `outputs` itself if the scaler is disabled.
+            The products, in containers of the same types, of other iterables an iterator; `outputs` itself if
+            the scaler is disabled.
 
         Raises:
             ValueError: `outputs` contains something that is not a tensor; torch's text.
@@ -170,7 +171,7 @@ class GradScaler(TorchNames):
         if not self._enabled:
             return outputs
         loss_scale = self._scales.for_loss(key)
-        return map_tensors(outputs, loss_scale.multiply, other=_refuse_output)
+        return _scaled(outputs, loss_scale)
 
     # -- stepping --------------------------------------------------------------------------------
 
@@ -880,7 +881,14 @@ def _shown(loss_scale: LossScale) -> str:
     return f"{read(scale):g}" if on_host(scale) else f"on {scale.device}"
 
 
-def _refuse_output(value: Any) -> Any:  # noqa: ARG001
+def _scaled(outputs: Any, loss_scale: LossScale) -> Any:
+    return map_tensors(outputs, loss_scale.multiply, other=lambda value: _scaled_iterable(value, loss_scale))
+
+
+def _scaled_iterable(value: Any, loss_scale: LossScale) -> Any:
+    """Return an iterator over the products of an iterable that is no container, such as ``dict.values()``."""
+    if isinstance(value, Iterable) and not isinstance(value, str):  # which consists of itself
+        return _scaled(iter(value), loss_scale)
     raise ValueError("outputs must be a Tensor or an iterable of Tensors")
 
 

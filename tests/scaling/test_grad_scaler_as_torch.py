@@ -6,6 +6,8 @@ import copy
 import pickle
 import subprocess
 import sys
+from collections import UserList
+from collections.abc import Iterator
 from typing import Any
 
 import hypothesis.strategies as st
@@ -193,6 +195,31 @@ def test_scaled_outputs(outputs: Any) -> None:
     theirs, ours = (cls("cpu", 4.0).scale(outputs) for cls in (torch.amp.GradScaler, amp_core.GradScaler))
     flat, other = torch.utils._pytree.tree_leaves(ours), torch.utils._pytree.tree_leaves(theirs)
     assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(flat, other, strict=True))
+
+
+@pytest.mark.parametrize(
+    "outputs",
+    [
+        {"a": torch.ones(2), "b": torch.ones(1)}.values(),
+        UserList([torch.ones(1)]),
+        torch.nn.ParameterList([torch.ones(2)]),
+        [{"a": torch.ones(1)}.values(), torch.ones(2)],
+    ],
+)
+def test_iterables_that_are_no_containers(outputs: Any) -> None:
+    """The losses of a dict, ``losses.values()``, are refused."""
+    theirs, ours = (cls("cpu", 4.0).scale(outputs) for cls in (torch.amp.GradScaler, amp_core.GradScaler))
+    assert type(ours) is list if isinstance(outputs, list) else isinstance(ours, Iterator)
+    for one, other in zip(ours, theirs, strict=True):
+        pairs = [(one, other)] if isinstance(one, torch.Tensor) else zip(one, other, strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize("outputs", ["loss", b"loss", 3.0, None, {"a": 1.0}.values(), torch.nn.Linear(1, 1)])
+def test_outputs_that_hold_no_tensors(outputs: Any) -> None:
+    """Something else than losses is taken, or a string is followed without end."""
+    with pytest.raises(ValueError, match="outputs must be a Tensor or an iterable of Tensors"):
+        amp_core.GradScaler("cpu").scale(outputs)
 
 
 def test_signature_begins_as_torchs() -> None:
