@@ -50,7 +50,7 @@ class Document(NamedTuple):
     def place(self, key: str, table: str = "") -> str:
         """Return ``file:line`` of the line that sets `key` in `table`, quoted or not, or opens its table."""
         wanted, here = _bare(f"{table}.{key}"), ""
-        for number, line in enumerate(self.text.splitlines(), 1):
+        for number, line in enumerate(self.text.split("\n"), 1):
             is_head = line.lstrip().startswith("[")
             found = _bare(line.partition("#")[0]) if is_head else _bare(f"{here}.{line.partition('=')[0]}")
             if found == wanted or (is_head and found.startswith(f"{wanted}.")):

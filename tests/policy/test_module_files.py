@@ -113,6 +113,7 @@ OPS = ("softmax", "aten::mm.default", "linear", Square)
         ('[modules]\n"0" = 1\n', 2, "1 is not a rule for a module"),
         ('[rules]\nmm = "fp32"\n', None, "has no rules for modules"),
         ('[rules]\n0 = "x"\n[modules]\n# 0 = 1\n0 = "bad"\n', 5, "not a rule for a module"),
+        ('# a\u2028b\n[modules]\n"0" = "fp16"\n', 3, "not a rule for a module"),
         ('[rules]\n0 = "x"\n[modules."0"]\nsoftmaks = "fp32"\n', 3, "softmaks"),
     ],
 )
@@ -121,7 +122,7 @@ def test_bad_files_name_the_line(
 ) -> None:
     """A user has to search the file, or the model is left with half of the rules."""
     path = tmp_path / "modules.toml"
-    path.write_text(text)
+    path.write_text(text, encoding="utf-8")
     before = [dict(vars(m)) for m in model.modules()]
     with pytest.raises(PolicyError, match=message) as caught:
         apply_policy(model, path)
