@@ -56,6 +56,14 @@ def test_diff_applies(tree: Path, capsys) -> None:
     assert "-scaler = torch.cuda.amp.GradScaler()" in out
 
 
+def test_a_diff_of_a_file_with_form_feeds(tree: Path, capsys) -> None:
+    """No program applies the patch: a line of it ends where no line of the file does."""
+    (tree / "train.py").write_text("\f\n" + OLD)
+    main(["migrate", "--diff", str(tree / "train.py")])
+    assert "\n \f\n" in (out := capsys.readouterr().out)
+    assert "No newline" not in out
+
+
 def test_json_report(tree: Path, capsys) -> None:
     """--json gives every finding with file, line, level, name and message."""
     data = report(capsys, "--to", "amp_core", str(tree))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import codecs
 import difflib
+import io
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,9 +77,9 @@ def _check(text: str) -> None:
 
 def _diff(path: Path, before: str, after: str) -> str:
     name = path.as_posix().lstrip("/")
-    lines = difflib.unified_diff(
-        before.splitlines(keepends=True), after.splitlines(keepends=True), f"a/{name}", f"b/{name}"
-    )
+    # splitlines() would split at form feeds too, where no line of a patch ends.
+    old, new = (io.StringIO(text, newline="\n").readlines() for text in (before, after))
+    lines = difflib.unified_diff(old, new, f"a/{name}", f"b/{name}")
     return "".join(
         line if line.endswith("\n") else f"{line}{os.linesep}\\ No newline at end of file\n" for line in lines
     )
