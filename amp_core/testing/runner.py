@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from amp_core._torch.autocast import is_device_type
 from amp_core.common.extras import needing
 from amp_core.plugin import Backend, get_backend
+from amp_core.plugin.results import described
 from amp_core.plugin.status import unknown_to_torch
 from amp_core.testing.report import CheckResult, Report
 
@@ -94,8 +95,11 @@ def load_fixtures(name: str | None) -> type | None:
     module, _, attribute = name.partition(":")
     try:
         found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
-        raise ValueError(f"{name} names no fixtures, as package.module:Class does: {error}") from error
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # the module's own code may exit, or skip, as pytest.importorskip does
+        why = described(error)
+        raise ValueError(f"{name} names no fixtures, as package.module:Class does: {why}") from error
     _require_fixtures(found, name)
     return found  # type: ignore[no-any-return]
 

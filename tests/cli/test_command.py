@@ -140,6 +140,21 @@ def test_a_report_needs_a_name(option: str, capsys: pytest.CaptureFixture[str]) 
     assert "no report can be written to '': its name is empty" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option", ["--badge", "--junit", "--markdown"])
+def test_a_report_on_a_full_disk_is_one_line(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The run ends in a traceback of many lines that does not name the file."""
+    if not Path("/dev/full").exists():
+        pytest.skip("no device that is always full")
+    assert main(["check", "cpu", "--area", "availability", option, "/dev/full"]) == 2
+    assert capsys.readouterr().err == "amp check: /dev/full cannot be written: No space left on device.\n"
+
+
+def test_check_without_a_console(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without standard error, as under ``2>&-``, the kit ends before its first check, and says nothing."""
+    monkeypatch.setattr(sys, "stderr", None)
+    assert main(["check", "cpu", "--area", "availability"]) == 0
+
+
 REASON = """
 import sys, torch
 from amp_core.cli import main
@@ -207,3 +222,30 @@ def test_a_wrong_option_of_check_is_one_line(
     assert main(["check", "cpu", "--area", "availability", *options]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"amp check: {words}")
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("raise RuntimeError('no device here')", "RuntimeError: no device here"),
+        ("import sys; sys.exit(0)", "SystemExit: 0"),
+        ("import pytest; pytest.importorskip('no_such_device')", "Skipped: could not import"),
+        ("class Mine(:", "SyntaxError: "),
+        ("def __getattr__(name): raise KeyError(name)", "KeyError: 'Mine'"),
+    ],
+)
+def test_fixtures_that_cannot_be_loaded_are_one_line(
+    code: str,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A module of fixtures that raises gives a traceback; one that exits ends the command as a success."""
+    (tmp_path / "fixtures_that_fail.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "fixtures_that_fail", raising=False)
+    assert main(["check", "cpu", "--fixtures", "fixtures_that_fail:Mine"]) == 2
+    assert f"fixtures_that_fail:Mine names no fixtures, as package.module:Class does: {message}" in (
+        capsys.readouterr().err
+    )
