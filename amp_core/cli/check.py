@@ -40,9 +40,9 @@ def run(args: argparse.Namespace) -> int:
     finally:
         _show_progress("")
     if args.markdown:
-        Path(args.markdown).write_text(report.to_markdown(), encoding="utf-8")
+        _write(args.markdown, report.to_markdown())
     if args.badge:
-        Path(args.badge).write_text(report.to_svg(), encoding="utf-8")
+        _write(args.badge, report.to_svg())
     if args.json:
         print(report.to_json())
     else:
@@ -78,11 +78,27 @@ def _check(args: argparse.Namespace) -> Report:
         )
     except (BackendError, ImportError, ValueError) as error:
         raise UsageError(str(error)) from error
+    except OSError as error:
+        if args.junit is None:
+            raise
+        raise _unwritable(args.junit, error) from error
+
+
+def _write(path: str, text: str) -> None:
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise _unwritable(path, error) from error
+
+
+def _unwritable(path: str, error: OSError) -> UsageError:
+    """Return the error of a report that could be opened before the run: the disk is full now."""
+    return UsageError(f"{path} cannot be written: {error.strerror}.")
 
 
 def _show_progress(text: str) -> None:
     """Write over the line of the check before, in a terminal."""
-    if sys.stderr.isatty():
+    if sys.stderr is not None and sys.stderr.isatty():  # a program without a console has none
         print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 
 

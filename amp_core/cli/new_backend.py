@@ -34,9 +34,9 @@ def run(args: argparse.Namespace) -> int:
     """Write the files and print the next steps."""
     _require_usable(args.name)
     folder = args.directory / f"amp-backend-{args.name.replace('_', '-')}"
-    if folder.exists():
-        raise UsageError(f"{folder} exists already; remove it or choose another --directory.")
     try:
+        if folder.exists():
+            raise UsageError(f"{folder} exists already; remove it or choose another --directory.")
         for target, template in _FILES.items():
             path = folder / target.format(name=args.name)
             path.parent.mkdir(parents=True, exist_ok=True)

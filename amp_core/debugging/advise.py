@@ -176,7 +176,7 @@ def advise(
 
 def _progress_line(shown: bool | None) -> Callable[[str], None]:
     """Return a function that writes numbered lines to stderr; by default only to a terminal."""
-    if not (sys.stderr.isatty() if shown is None else shown):
+    if not ((sys.stderr is not None and sys.stderr.isatty()) if shown is None else shown):
         return lambda _words: None
     numbers = itertools.count(1)
     return lambda words: print(f"advise: run {next(numbers)}, {words}", file=sys.stderr, flush=True)  # noqa: T201

@@ -43,11 +43,12 @@ def test_names_that_cannot_be_device_types_are_refused(name, tmp_path, capsys):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_directory_that_is_a_file_is_named(tmp_path, capsys):
+def test_a_directory_that_cannot_be_is_named(tmp_path, capsys):
     """The answer to a mistyped folder would be a traceback."""
     (tmp_path / "notes").write_text("")
-    assert main(["new-backend", "npu", "--directory", str(tmp_path / "notes")]) == 2
-    assert "cannot be written" in capsys.readouterr().err
+    for folder in ("notes", "a" * 300):
+        assert main(["new-backend", "npu", "--directory", str(tmp_path / folder)]) == 2
+        assert "cannot be written" in capsys.readouterr().err
 
 
 def test_nothing_is_overwritten(tmp_path, capsys):

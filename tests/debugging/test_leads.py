@@ -189,6 +189,12 @@ def test_progress(attention, step, capsys):
     assert not capsys.readouterr().err
 
 
+def test_advise_without_a_console(step, monkeypatch):
+    """A program without standard error, as under pythonw, gets an AttributeError."""
+    monkeypatch.setattr("sys.stderr", None)
+    assert amp_core.advise(step(nn.Linear(16, 4)), "cpu")
+
+
 def test_a_notebook_shows_the_page(step):
     """A notebook shows the bare text, or a page whose styles spread to the rest of the notebook."""
     comparison = amp_core.compare(step(nn.Linear(16, 4)), "cpu")
