@@ -8,6 +8,7 @@ import resource
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,12 @@ def test_check_tells_by_exit_code(tree: Path) -> None:
     assert main(["migrate", "--write", str(tree)]) == 0
     assert (tree / "train.py").read_text() == NEW
     assert main(["migrate", "--check", str(tree)]) == 0
+
+
+def test_diff_without_a_console(tree: Path, monkeypatch) -> None:
+    """A program without standard output gets a traceback in place of the exit code."""
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main(["migrate", "--check", "--diff", str(tree)]) == 1
 
 
 def test_diff_applies(tree: Path, capsys) -> None:
@@ -316,9 +323,54 @@ def test_the_last_line_counts_in_words(tree: Path, capsys: pytest.CaptureFixture
 
 
 def test_missing_path_is_one_line(capsys) -> None:
-    """A path that does not exist is a usage error, not a traceback."""
-    assert main(["migrate", "/no/such/place"]) == 2
-    assert "no such file or folder: /no/such/place" in capsys.readouterr().err
+    """A path that does not exist is a usage error, not a traceback, however long its name is."""
+    for path in ("/no/such/place", "a" * 300):
+        assert main(["migrate", path]) == 2
+        assert f"no such file or folder: {path}\n" in capsys.readouterr().err
+
+
+def test_an_empty_path_is_no_folder(tree: Path, monkeypatch, capsys) -> None:
+    """``amp migrate --write "$UNSET"`` rewrites the current folder."""
+    monkeypatch.chdir(tree)
+    assert main(["migrate", "--write", ""]) == 2
+    assert "no such file or folder: ''" in capsys.readouterr().err
+    assert (tree / "train.py").read_text() == OLD
+
+
+AS_NOBODY = """
+import os, sys
+import amp_compat.migrate.cli, amp_compat.migrate.worker
+from amp_core.cli import main
+if os.geteuid() == 0:
+    os.seteuid(65534)
+raise SystemExit(main(["migrate", "--untracked", "--jobs", "1", *sys.argv[1:]]))
+"""
+
+
+def test_folders_that_cannot_be_listed_are_reported() -> None:
+    """A folder without permission counts as one without files: ``--check`` passes. A path in it crashes."""
+    with tempfile.TemporaryDirectory() as name:  # that of pytest is its user's alone
+        locked = Path(name, "locked")
+        locked.mkdir()
+        (locked / "train.py").write_text(OLD)
+        Path(name).chmod(0o755)
+        locked.chmod(0)
+
+        def run(path: Path) -> subprocess.CompletedProcess[str]:
+            words = [sys.executable, "-c", AS_NOBODY, "--check", str(path)]
+            return subprocess.run(words, capture_output=True, text=True, check=False)
+
+        try:
+            for path in (Path(name), locked):
+                done = run(path)
+                assert (done.returncode, done.stderr) == (1, "")
+                assert f"{locked}: error: Permission denied" in done.stdout
+                assert ", 1 failed" in done.stdout
+            done = run(locked / "train.py")
+            assert (done.returncode, done.stdout) == (2, "")
+            assert done.stderr == f"amp migrate: no such file or folder: {locked / 'train.py'}\n"
+        finally:
+            locked.chmod(0o700)
 
 
 def test_worker_processes(tree: Path) -> None:

@@ -7,7 +7,6 @@ import json
 import multiprocessing
 import os
 import signal
-import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -51,8 +50,9 @@ def run(args: argparse.Namespace) -> int:
     _require_libcst()
     discovered = discover(args.paths, untracked=args.untracked)
     if discovered.missing:
-        raise UsageError(f"no such file or folder: {', '.join(map(str, discovered.missing))}")
+        raise UsageError(f"no such file or folder: {', '.join(discovered.missing)}")
     reports = _migrate_all(discovered.files, args)
+    reports += [FileReport(str(error.filename), error=error.strerror) for error in discovered.unreadable]
     if args.json:
         print(json.dumps(_as_json(discovered, reports, args), indent=2))
     else:
@@ -168,7 +168,7 @@ def _as_json(discovered: Discovered, reports: list[FileReport], args: argparse.N
 def _print_report(discovered: Discovered, reports: list[FileReport], args: argparse.Namespace) -> None:
     for report in reports:
         if report.diff:
-            sys.stdout.write(report.diff)
+            print(report.diff, end="")
         if report.error:
             print(f"{report.path}: error: {report.error}")
         for finding in report.findings:

@@ -6,7 +6,7 @@ import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -31,12 +31,13 @@ _FOREIGN = frozenset({b"torch", b"apex", b"amp_core"})
 
 @dataclass
 class Discovered:
-    """The files under the given paths, and those skipped."""
+    """The files under the given paths, those skipped, and the errors of folders that cannot be listed."""
 
     files: list[Path] = field(default_factory=list)
     links: list[Path] = field(default_factory=list)
     untracked: int = 0
-    missing: list[Path] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    unreadable: list[OSError] = field(default_factory=list)
 
 
 def discover(paths: Iterable[str], *, untracked: bool = False) -> Discovered:
@@ -48,12 +49,14 @@ def discover(paths: Iterable[str], *, untracked: bool = False) -> Discovered:
     discovered = Discovered()
     for text in paths:
         path = Path(text)
-        if path.is_dir():
+        if not text:  # an unset variable in a script, which Path takes for the current folder
+            discovered.missing.append("''")
+        elif os.path.isdir(path):
             _discover_folder(path, discovered, untracked=untracked)
-        elif path.is_file():
+        elif os.path.isfile(path):
             discovered.files.append(path)
         else:
-            discovered.missing.append(path)
+            discovered.missing.append(str(path))
     unique: dict[Path, Path] = {}
     for path in discovered.files:
         unique.setdefault(path.absolute(), path)
@@ -63,7 +66,7 @@ def discover(paths: Iterable[str], *, untracked: bool = False) -> Discovered:
 
 def _discover_folder(folder: Path, discovered: Discovered, *, untracked: bool) -> None:
     tracked = None if untracked else git_files(folder)
-    for path in _walk(folder):
+    for path in _walk(folder, discovered.unreadable.append):
         if path.is_symlink():
             discovered.links.append(path)
         elif tracked is not None and os.path.abspath(path) not in tracked:
@@ -72,8 +75,8 @@ def _discover_folder(folder: Path, discovered: Discovered, *, untracked: bool) -
             discovered.files.append(path)
 
 
-def _walk(folder: Path) -> Iterator[Path]:
-    for base, folders, names in os.walk(folder, followlinks=False):
+def _walk(folder: Path, on_error: Callable[[OSError], object]) -> Iterator[Path]:
+    for base, folders, names in os.walk(folder, onerror=on_error, followlinks=False):
         folders[:] = sorted(name for name in folders if _should_enter(base, name))
         for name in sorted(names):
             if name.endswith(SUFFIXES):
