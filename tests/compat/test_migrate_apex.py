@@ -222,6 +222,29 @@ def test_a_rewritten_program_trains_as_one_written_by_hand(name, options, expect
         assert torch.equal(ours, theirs)
 
 
+ALTERNATING = PLAIN.replace(
+    """    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()  # scaled
+""",
+    """    if len(seen) % 2:
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+    else:
+        loss.backward()
+""",
+)
+
+
+def test_a_loss_of_the_other_branch_is_scaled_unless_the_scaler_is_off_there() -> None:
+    """The step divides gradients by a scale that their loss was never multiplied with, so they vanish."""
+    for ours, theirs in zip(trained(migrate_source(ALTERNATING, TORCH).text), by_hand(), strict=True):
+        assert torch.equal(ours, theirs)
+    for condition in ("len(seen) % 2", "not (len(seen) % 2)"):
+        guarded = ALTERNATING.replace("model, optimizer =", f"if {condition}:\n    model, optimizer =")
+        text = migrate_source(guarded, TORCH).text
+        assert ("else:\n        loss.backward()" in text) == (not condition.startswith("not"))
+
+
 def test_comments_and_branches_stay() -> None:
     """A comment of a statement that goes is lost, or a loss that is made in branches is not found."""
     branches = """    if y is None:
@@ -290,6 +313,10 @@ REFUSED = {
     ),
     "no step here": (PLAIN.replace(STEP, "    take(optimizer)\n"), "does not call optimizer.step()"),
     "a step elsewhere": (PLAIN + "\ndef take(optimizer):\n    optimizer.step()\n", "outside the function"),
+    "another loss in the other branch": (
+        ALTERNATING.replace("        loss.backward", "        other.backward"),
+        "not scaled",
+    ),
     "a loss that is not scaled": (PLAIN.replace(STEP, "    other.backward()\n" + STEP), "not scaled"),
     "no name": (PLAIN.replace("as scaled_loss:", "as self.loss:"), "as name"),
     "a closure": (PLAIN.replace("optimizer.step()", "optimizer.step(closure)"), "without arguments"),

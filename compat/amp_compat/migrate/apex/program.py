@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from itertools import pairwise
 
 import libcst as cst
 from libcst.metadata import ImportAssignment
 
 from amp_compat.migrate.apex.calls import CannotFollowError, Initialize, arguments, read_initialize
+from amp_compat.migrate.apex.parts import Backward, Block, Import, Program, Region
 from amp_compat.migrate.apex.search import (
     BACKWARD,
     BACKWARD_OR_STEP,
@@ -23,59 +24,6 @@ from amp_compat.migrate.apex.search import (
 )
 from amp_compat.migrate.bindings import Resolver
 from amp_compat.migrate.tree import Parents, around
-
-Block = cst.IndentedBlock | cst.Module
-Statement = cst.SimpleStatementLine | cst.BaseCompoundStatement
-
-
-@dataclass
-class Region:
-    """Statements `first` to `last` of `block`, which run under autocast; `last` binds the loss."""
-
-    block: Block
-    first: int
-    last: int
-
-
-@dataclass
-class Backward:
-    """``with amp.scale_loss(loss, optimizer) as scaled: ...`` and the related code in its function.
-
-    Attributes:
-        node: the statement.
-        loss: the loss expression.
-        optimizer: source code of the optimizer.
-        region: the forward pass that computes the loss.
-        steps: the statements ``optimizer.step()``.
-        unscale_before: the first statement that reads gradients before the step, or None.
-    """
-
-    node: cst.With
-    loss: cst.BaseExpression
-    optimizer: str
-    region: Region
-    steps: list[cst.SimpleStatementLine]
-    unscale_before: cst.CSTNode | None
-
-
-@dataclass
-class Import:
-    """An ``apex.amp`` import to remove; with `others`, the statement's other names stay."""
-
-    statement: cst.CSTNode
-    others: bool = False
-
-
-@dataclass
-class Program:
-    """Every use of ``apex.amp`` in a file, grouped by purpose."""
-
-    uses: list[tuple[cst.CSTNode, str]]
-    imports: list[Import]
-    initialize: Initialize
-    backwards: list[Backward]
-    params: list[cst.Call]
-    states: list[cst.Call]
 
 
 class Reader:
@@ -112,9 +60,11 @@ class Reader:
         backwards = [self._backward(call, initialize) for name, call in calls if name == "scale_loss"]
         states = [call for name, call in calls if name.endswith("state_dict")]
         self._check_scopes(initializers[0], params, backwards)
-        self._check_losses([b.node for b in backwards])
+        losses = self._other_losses(initialize, backwards)
         self._note_other_uses(initialize, backwards)
-        return Program(collected.uses, self._imports(collected), initialize, backwards, params, states)
+        return Program(
+            collected.uses, self._imports(collected), initialize, backwards, losses, params, states
+        )
 
     # -- enclosing nodes ----------------------------------------------------------------------------
 
@@ -251,27 +201,51 @@ class Reader:
         backward = self.place_in(block, node) or 0
         for read in reads:
             place = self.place_in(block, read)
-            if (place is None and not self._in_other_branch(read, node)) or (
-                place is not None and place < backward
-            ):
+            if (place is None and self._fork(read, node) is None) or (place is not None and place < backward):
                 raise CannotFollowError(read, "gradients are read here before the backward pass")
         if backward + 1 == len(block.body):
             raise CannotFollowError(reads[0], "gradients are read in one branch and scaled in another")
         return block.body[backward + 1]
 
-    def _in_other_branch(self, one: cst.CSTNode, other: cst.CSTNode) -> bool:
+    def _fork(self, one: cst.CSTNode, other: cst.CSTNode) -> cst.If | None:
+        """Return the ``if`` that has `one` and `other` in different branches, or None."""
         above = [other, *self.around(other)]
         path = [one, *self.around(one)]
         fork = next(n for n in path if n in above)
-        return isinstance(fork, cst.If) and path[path.index(fork) - 1] is not above[above.index(fork) - 1]
+        apart = path[path.index(fork) - 1] is not above[above.index(fork) - 1]
+        return fork if isinstance(fork, cst.If) and apart else None
 
-    def _check_losses(self, scaled: Sequence[cst.With]) -> None:
-        """Refuse a function that mixes scaled and unscaled backward passes."""
+    def _other_losses(
+        self, initialize: Initialize, backwards: Sequence[Backward]
+    ) -> list[cst.BaseExpression]:
+        """Return the losses of other branches that may run with the scaler on: the step unscales them, too.
+
+        Raises:
+            CannotFollowError: a function mixes scaled and unscaled backward passes.
+        """
+        guards = {initialize.enabled}  # without one of these, the scaler is off
+        path = [initialize.line, *self.around(initialize.line)]
+        for inner, outer in pairwise(path):
+            if isinstance(outer, cst.If) and outer.body is inner:
+                guards.add(self._module.code_for_node(outer.test))
+        losses: list[cst.BaseExpression] = []
         for call in calls_in(self._module, BACKWARD):
-            here = [node for node in scaled if self.scope_of(node) is self.scope_of(call)]
-            inside = any(node in self.around(call) for node in here)
-            if here and not inside and not any(self._in_other_branch(call, node) for node in here):
+            here = [b for b in backwards if self.scope_of(b.node) is self.scope_of(call)]
+            if not here or any(b.node in self.around(call) for b in here):
+                continue
+            forks = [(b, fork) for b in here if (fork := self._fork(call, b.node)) is not None]
+            if any(self._is_off(b, fork, guards) for b, fork in forks):
+                continue
+            loss = cst.ensure_type(call.func, cst.Attribute).value
+            if not any(loss.deep_equals(b.loss) for b, _ in forks):
                 raise CannotFollowError(call, "this backward pass runs on a loss that is not scaled")
+            losses.append(loss)
+        return losses
+
+    def _is_off(self, backward: Backward, fork: cst.If, guards: set[str]) -> bool:
+        """Return whether the scaler is off in the branch of `fork` that does not scale the loss."""
+        scales = fork.body in self.around(backward.node)
+        return scales and self._module.code_for_node(fork.test) in guards
 
     def _note_other_uses(self, initialize: Initialize, backwards: Sequence[Backward]) -> None:
         inside = [s for b in backwards for s in b.region.block.body[b.region.first : b.region.last + 1]]

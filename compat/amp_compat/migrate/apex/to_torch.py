@@ -11,7 +11,8 @@ import libcst as cst
 from libcst import matchers
 
 from amp_compat.migrate.apex.calls import ApexFinding, CannotFollowError
-from amp_compat.migrate.apex.program import Backward, Program, Reader
+from amp_compat.migrate.apex.parts import Backward, Program
+from amp_compat.migrate.apex.program import Reader
 from amp_compat.migrate.apex.write import Lines, Write, comments_of
 from amp_compat.migrate.bindings import Resolver, star_names
 from amp_compat.migrate.imports import ImportEditor, bound_names
@@ -97,6 +98,8 @@ class _Rewriter:
         self._define_when_off()
         for backward in self._program.backwards:
             self._write(backward)
+        for loss in self._program.losses:
+            self._expressions[loss] = f"{scaler.name}.scale({self._module.code_for_node(loss)})"
         for call in self._program.params:
             optimizer = self._module.code_for_node(call.args[0].value)
             groups = f"{optimizer}.param_groups"

@@ -7,7 +7,7 @@ from typing import Any
 
 import libcst as cst
 
-from amp_compat.migrate.apex.program import Block
+from amp_compat.migrate.apex.parts import Block
 
 Lines = list[Any]
 
