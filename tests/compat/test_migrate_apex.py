@@ -245,6 +245,15 @@ def test_a_loss_of_the_other_branch_is_scaled_unless_the_scaler_is_off_there() -
         assert ("else:\n        loss.backward()" in text) == (not condition.startswith("not"))
 
 
+def test_a_program_of_one_step() -> None:
+    """The region begins before the scaler that says whether it is enabled."""
+    source = PLAIN.replace("for x, y in data:\n", "x, y = data[0]\n").replace("\n    ", "\n")
+    source = source.replace("scaled_loss:\n", "scaled_loss:\n    ").replace('"O1"', "args.level")
+    text = migrate_source(source, TORCH).text
+    assert "\nscaler = torch.amp.GradScaler(" in text
+    assert not torch.equal(trained(text)[0], parts()[0][0].weight)
+
+
 def test_comments_and_branches_stay() -> None:
     """A comment of a statement that goes is lost, or a loss that is made in branches is not found."""
     branches = """    if y is None:

@@ -144,7 +144,7 @@ class Reader:
         if isinstance(given["optimizers"], (cst.List, cst.Tuple)):
             raise CannotFollowError(call, "amp.scale_loss is passed several optimizers")
         steps = self._steps(call, optimizer)
-        region = self._region(node, given["loss"], initialize.model)
+        region = self._region(node, given["loss"], initialize)
         return Backward(node, given["loss"], optimizer, region, steps, self._unscale_before(node, steps))
 
     def _steps(self, call: cst.Call, optimizer: str) -> list[cst.SimpleStatementLine]:
@@ -160,13 +160,14 @@ class Reader:
             raise CannotFollowError(call, f"the loss's function does not call {optimizer}.step()")
         return steps
 
-    def _region(self, node: cst.With, loss: cst.BaseExpression, model: str) -> Region:
+    def _region(self, node: cst.With, loss: cst.BaseExpression, initialize: Initialize) -> Region:
         """Find the forward pass: from the first use of the model to the last assignment of the loss."""
-        function = self.scope_of(node)
+        model, function = initialize.model, self.scope_of(node)
         inner = function.body if isinstance(function, cst.FunctionDef) else function
         for block in [b for b in self.around(node) if isinstance(b, (cst.IndentedBlock, cst.Module))]:
             end = self.place_in(block, node) or 0
-            done = [i for i in range(end) if calls_in(block.body[i], BACKWARD_OR_STEP)]
+            made = self.place_in(block, initialize.line)
+            done = [i for i in range(end) if i == made or calls_in(block.body[i], BACKWARD_OR_STEP)]
             start = done[-1] + 1 if done else 0
             uses = [i for i in range(start, end) if uses_model(self._module, block.body[i], model)]
             bound = [i for i in range(start, end) if binds(block.body[i], loss)]
