@@ -245,6 +245,24 @@ def test_a_loss_of_the_other_branch_is_scaled_unless_the_scaler_is_off_there() -
         assert ("else:\n        loss.backward()" in text) == (not condition.startswith("not"))
 
 
+@pytest.mark.parametrize(
+    ("options", "enabled"),
+    [
+        ('"O1", enabled=torch.cuda.is_available()', "torch.cuda.is_available()"),
+        ('"O1", enabled=bool(args.a)', "bool(args.a)"),
+        ('"O1", enabled=(args.a or b) and (args.c)', "(args.a or b) and (args.c)"),
+        ('args.level or "O1"', '(args.level or "O1") != "O0"'),
+        ('"O1" if a else "O0"', '("O1" if a else "O0") != "O0"'),
+        ("args.level, enabled=a or b", '(a or b) and args.level != "O0"'),
+        ('"O0", enabled=a', "False"),
+    ],
+)
+def test_the_condition_of_a_scaler_keeps_its_meaning(options: str, enabled: str) -> None:
+    """A call loses its parentheses and is always true; or an operator takes the wrong operands."""
+    text = migrate_source(PLAIN.replace('"O1"', options), TORCH).text
+    assert f'\nscaler = torch.amp.GradScaler("cuda", enabled={enabled})\n' in text
+
+
 def test_a_program_of_one_step() -> None:
     """The region begins before the scaler that says whether it is enabled."""
     source = PLAIN.replace("for x, y in data:\n", "x, y = data[0]\n").replace("\n    ", "\n")

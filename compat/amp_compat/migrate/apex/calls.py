@@ -118,20 +118,27 @@ def _switch(
     result: Initialize, call: cst.Call, given: Mapping[str, cst.BaseExpression], module: cst.Module
 ) -> None:
     level, enabled = given.get("opt_level"), given.get("enabled")
-    terms = [f"({module.code_for_node(enabled)})"] if enabled is not None else []
+    result.enabled = module.code_for_node(enabled) if enabled is not None else ""
     if level is not None and not isinstance(level, cst.SimpleString):
         code = module.code_for_node(level)
-        terms.append(f'{code} != "O0"')
+        on = f'{_operand(level, module)} != "O0"'
+        result.enabled = on if enabled is None else f"{_operand(enabled, module)} and {on}"
         result.notes.append(f"{code} now only selects O0 or not: O2 and O3 run as O1")
     elif level is not None and level.evaluated_value == "O0":
-        terms = ["False"]
+        result.enabled = "False"
     elif level is not None and level.evaluated_value == "O2":
         result.notes.append(
             "O2 kept float16 weights beside float32 ones; now each use casts the float32 weight"
         )
     elif level is not None and level.evaluated_value != "O1":
         raise CannotFollowError(call, "O3 is not mixed precision: use model.half() without a scaler")
-    result.enabled = terms[0].strip("()") if len(terms) == 1 else " and ".join(terms)
+
+
+def _operand(node: cst.BaseExpression, module: cst.Module) -> str:
+    """Return the source code of `node` as part of a larger expression."""
+    code = module.code_for_node(node)
+    is_atom = isinstance(node, (cst.Name, cst.Attribute, cst.Call, cst.Subscript)) or node.lpar
+    return code if is_atom else f"({code})"
 
 
 def _scale(result: Initialize, given: Mapping[str, cst.BaseExpression], module: cst.Module) -> None:
