@@ -94,7 +94,7 @@ def cpu_capability() -> str:
 def rank() -> int:
     """``RANK``: the rank of this process, as set by launchers such as torchrun (default 0)."""
     text = os.environ.get(RANK, "").strip()
-    return int(text) if text.isdigit() else 0
+    return int(text) if text.isdecimal() else 0
 
 
 def hidden_gpus() -> str:

@@ -278,7 +278,19 @@ def _warn_no_rules(device_type: str) -> None:
 
 @lru_cache(maxsize=64)
 def with_recipe(policy: OpPolicy, recipe: Recipe, origin: str) -> OpPolicy:
-    """Return `policy` with `recipe` for those matrix products that it runs in the dtype of the region."""
+    """Return `policy` with `recipe` for those matrix products that it runs in the dtype of the region.
+
+    Raises:
+        PolicyError: it runs some in this dtype only above a threshold.
+    """
+    for op in OPS:
+        rule, _, size = policy.rules.get(op, "").partition(" above ")
+        if size and rule == r.LOWER_PRECISION_FP:
+            raise PolicyError(
+                f"{origin} cannot quantise {names.short(op)}, which has the rule '{rule} above {size}': no "
+                f"rule has a recipe for large calls and float32 for small ones. Give it {rule!r}, or a rule "
+                f"such as 'recipe mxfp8 above {size}', which runs small calls in low precision."
+            )
     low = [op for op in OPS if policy.rules.get(op) == r.LOWER_PRECISION_FP]
     return policy.override(dict.fromkeys(low, recipe), origin=origin)
 

@@ -59,6 +59,9 @@ class LossScales:
         self.in_window: list[tuple[Optimizer, str | None]] = []
         self._init_scale, self._schedules = init_scale, dict(schedules)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "in_window": []}  # no window closes on a copy
+
     def for_loss(self, key: str | None) -> LossScale:
         """Return the scale for a loss with this key; its first use creates it.
 

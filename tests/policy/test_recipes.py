@@ -641,6 +641,11 @@ def test_float8_as_the_dtype_of_a_region() -> None:
         assert torch.equal(x @ x.t(), wanted)
     with pytest.raises(PolicyError, match="must be an OpPolicy"):
         autocast("cpu", dtype=torch.float8_e4m3fn, policy="fp8")
+    by_size = CPU.override({"mm": "lower_precision_fp above 8 MFLOP"})  # as of advise(goal="speed")
+    with pytest.raises(PolicyError, match=r"dtype=torch\.float8_e4m3fn cannot quantise mm, .* above 8 MFLOP"):
+        autocast("cpu", dtype=torch.float8_e4m3fn, policy=by_size)
+    with pytest.raises(PolicyError, match="format=mxfp8 cannot quantise mm"):
+        amp_core.compare(lambda: None, "cpu", policy=by_size, format="mxfp8")
     torch.set_autocast_dtype("cpu", torch.float16)
     try:
         assert autocast("cpu", dtype=torch.float8_e4m3fn).fast_dtype is LOW

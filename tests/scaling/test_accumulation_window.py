@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
+import pickle
 from contextlib import ExitStack, suppress
 from typing import Any
 
@@ -424,6 +426,19 @@ def test_another_optimizer_may_step_beside_a_window() -> None:
     scaler.step(mine, key="mine")
     scaler.update()
     assert [p.tolist() for p in params] == [[0.0, 0.0]] * 2
+
+
+def test_a_copy_of_a_scaler_is_in_no_window() -> None:
+    """A scaler that was copied while a window was open could never update."""
+    run = Run()
+    with AccumulationWindow(run.scaler, run.optimizer) as window:
+        copies = [copy.deepcopy(run.scaler), pickle.loads(pickle.dumps(run.scaler))]
+        with window.micro_batch():
+            run.backward(0)
+    for scaler in copies:
+        scaler.scale(torch.ones(()))
+        scaler.step(run.optimizer)
+        scaler.update()
 
 
 def test_gradients_cleared_within_a_window() -> None:
