@@ -367,6 +367,13 @@ REFUSED = {
         ),
         "may matter",
     ),
+    "a name that may be None": (
+        PLAIN.replace(
+            "from apex import amp  # mixed precision",
+            "try:\n    from apex import amp\nexcept ImportError:\n    amp = None",
+        ),
+        "`amp` is also assigned here",
+    ),
     "no loss": ("from apex import amp\nmodel = amp.initialize(model)\n", "no loss is scaled"),
     "initialized elsewhere": (PLAIN.replace("model, optimizer = amp.init", "# "), "called 0 times"),
     "both": (PLAIN + "with torch.cuda.amp.autocast():\n    pass\n", "uses both apex.amp"),

@@ -10,7 +10,7 @@ from libcst import matchers as m
 from libcst.metadata import BaseAssignment
 
 from amp_compat.migrate.apex.calls import CannotFollowError
-from amp_compat.migrate.bindings import Resolver
+from amp_compat.migrate.bindings import Resolved, Resolver
 from amp_compat.migrate.model import CELL_MARK
 from amp_compat.migrate.tree import NameWalker
 
@@ -24,10 +24,23 @@ class Uses(NameWalker):
         self.uses: list[tuple[cst.CSTNode, str]] = []
         self.bindings: list[BaseAssignment] = []
 
+    def visit_AssignTarget(self, node: cst.AssignTarget) -> None:  # libcst's name
+        """Refuse an assignment for programs without apex, such as ``amp = None``."""
+        if isinstance(node.target, cst.Name) and self._resolved(node.target) is not None:
+            raise CannotFollowError(
+                node,
+                f"`{node.target.value}` is also assigned here: remove this, and the checks for it, first",
+            )
+
+    def _resolved(self, node: cst.BaseExpression) -> Resolved | None:
+        resolved = self._resolver.resolve(node)
+        is_ours = resolved is not None and f"{resolved.dotted}.".startswith("apex.amp.")
+        return resolved if is_ours else None
+
     def take(self, node: cst.BaseExpression) -> bool:
         """Record a use, and the binding of its first name."""
-        resolved = self._resolver.resolve(node)
-        if resolved is None or not f"{resolved.dotted}.".startswith("apex.amp."):
+        resolved = self._resolved(node)
+        if resolved is None:
             return False
         if resolved.conflict or resolved.dotted == "apex.amp":
             raise CannotFollowError(node, resolved.conflict or "the module apex.amp is used as an object")
