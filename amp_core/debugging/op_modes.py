@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from amp_core._torch.dispatcher import Overload
+from amp_core._torch.dispatcher import Overload, run_with_numbers
 from amp_core._torch.tensors import is_dtensor_type
 from amp_core._torch.tracing import (
     TorchDispatchMode,
@@ -77,11 +77,11 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         alone = types or self._below_rule or not _calls_others(func) or calls_are_captured()
         regions = [] if alone else regions_as_called()
         if not regions or _has_rule(func, (args, kwargs), regions) or _is_below_another():
-            return func(*args, **kwargs)
+            return _call(func, args, kwargs)
         earlier, self.running = self.running, func
         try:
             with back_in_regions(regions):
-                return func(*args, **kwargs)
+                return _call(func, args, kwargs)
         finally:
             self.running = earlier
 
@@ -110,6 +110,15 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Report an op to all observers."""
         for each in self.observers:
             each(func, args, kwargs, result)
+
+
+def _call(func: Any, args: Any, kwargs: Any) -> Any:
+    try:
+        return func(*args, **kwargs)
+    except RuntimeError:
+        if not isinstance(func, Overload):
+            raise
+        return run_with_numbers(func, args, kwargs)  # as `torch._foreach_pow` hands them on
 
 
 def _is_below_another() -> bool:

@@ -157,3 +157,10 @@ def test_recordings_of_any_op() -> None:
             assert all(map(same, expected, got)), (op.name, expected, got)
             compared += 1
     assert compared > 10
+
+
+def test_a_number_that_a_kernel_hands_on() -> None:
+    """A comparison of ``2**x`` over a list ends in an error: the op inside takes a tensor for the 2."""
+    results = []
+    amp_core.compare(lambda: results.extend(torch._foreach_pow(2, [torch.arange(3.0)])), "cpu")
+    assert [each.tolist() for each in results] == [[1.0, 2.0, 4.0]] * 2
