@@ -57,6 +57,30 @@ def test_o0_is_float32_training() -> None:
     assert train("O0")[0] == plain
 
 
+def test_sparse_gradients() -> None:
+    """An embedding with sparse gradients ends in an error of torch's about SparseCPU."""
+
+    def train_embedding(with_amp: bool) -> torch.Tensor:
+        torch.manual_seed(0)
+        table = nn.Embedding(4, 8, sparse=True)
+        optimizer = torch.optim.SGD(table.parameters(), lr=0.5)
+        if with_amp:
+            table, optimizer = amp.initialize(table, optimizer, opt_level="O0", loss_scale="dynamic")
+        for rows in ([0, 1, 1], [1, 3, 0]):
+            optimizer.zero_grad()
+            for row in rows:
+                loss = table(torch.tensor([row])).square().mean()
+                if with_amp:
+                    with amp.scale_loss(loss, optimizer) as scaled:
+                        scaled.backward()
+                else:
+                    loss.backward()
+            optimizer.step()
+        return table.weight.detach()
+
+    assert torch.equal(train_embedding(with_amp=True), train_embedding(with_amp=False))
+
+
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_levels_train_close_to_float32(level: str) -> None:
     """Each low-precision level follows the float32 losses to float16's precision, and gets better."""

@@ -17,6 +17,7 @@ import amp_core
 from amp_compat.apex import _models
 from amp_compat.apex._levels import LossScale, Properties, properties
 from amp_core.common.text import counted
+from amp_core.scaling.gradients import group_by_device
 from amp_core.states.loss_scale import LossScaleSchedule, ScaleState, next_scale
 
 master_params = _models.master_params
@@ -179,18 +180,14 @@ def _set_aside(optimizer: Optimizer) -> list[Tensor | None]:
 def _unscale(
     scaler: _Scaler, optimizers: Sequence[Optimizer], earlier: Sequence[Sequence[Tensor | None]]
 ) -> None:
-    kernels = amp_core.get_backend(_state.device_type).kernels()
     overflow = False
     for optimizer, before in zip(optimizers, earlier, strict=True):
         _models.move_gradients(optimizer)
-        params = list(master_params(optimizer))
-        grads = [param.grad for param in params if param.grad is not None]
-        if grads:
-            flag = torch.zeros((), device=grads[0].device)
-            factor = torch.tensor(1.0 / scaler.state.scale, device=grads[0].device)
-            kernels.multiply_(grads, factor, flag)
+        for part in group_by_device(optimizer, allow_fp16=True):
+            flag = torch.zeros((), device=part.device)
+            part.multiply_(torch.tensor(1.0 / scaler.state.scale, device=part.device), flag)
             overflow = overflow or bool(flag.item())
-        _add(params, before)
+        _add(list(master_params(optimizer)), before)
     if not scaler.dynamic:
         return
     scaler.state = next_scale(scaler.state, overflow, scaler.schedule)
