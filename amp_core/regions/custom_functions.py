@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, Protocol, TypeVar, overload
 
 import torch
@@ -166,6 +166,8 @@ def custom_bwd(bwd: Callable[P, R] | None = None, *, device_type: Device) -> Cal
     if bwd is None:
         return functools.partial(custom_bwd, device_type=device_type)
     _check_callable(bwd, "custom_bwd")
+    global _decorated_backwards  # noqa: PLW0603
+    _decorated_backwards += 1
     function = bwd
 
     @functools.wraps(function)
@@ -212,23 +214,38 @@ class _Pending(threading.local):
 
 _pending = _Pending()
 _wrapping = new_lock()
+_decorated_backwards = 0
 
 
 def _pass_to_setup_context(decorated: Callable[..., Any], state: _ForwardState) -> None:
     """Have the matching ``setup_context``, which torch calls next in this thread, store `state`."""
     _pending.state = state
-    if _WRAPPED in decorated.__dict__:
-        return
-    if torch.compiler.is_dynamo_compiling() and not _is_forward(decorated):
+    if torch.compiler.is_dynamo_compiling():
+        if _WRAPPED in decorated.__dict__ or not _is_forward(decorated):
+            return
+    elif _is_wrapped(decorated):
         return
     with _wrapping:
-        if _WRAPPED not in decorated.__dict__:
-            for cls in _functions_with(decorated):
+        classes = tuple(_functions_with(decorated))
+        for cls in classes:
+            if getattr(cls.setup_context, _STORES, None) is not cls.setup_context:
                 cls.setup_context = staticmethod(_storing(cls.setup_context))
-            decorated.__dict__[_WRAPPED] = True  # last: other threads go on when they see it
+        # Last: other threads go on when they see it.
+        decorated.__dict__[_WRAPPED] = classes, _defined(classes)
 
 
-_WRAPPED = "_amp_core_wraps_setup"
+_WRAPPED, _STORES = "_amp_core_wrapped", "_amp_core_stores"
+
+
+def _is_wrapped(decorated: Callable[..., Any]) -> bool:
+    """Whether all autograd functions with this ``forward`` store the state."""
+    wrapped = decorated.__dict__.get(_WRAPPED)
+    return wrapped is not None and wrapped[1] == _defined(wrapped[0])
+
+
+def _defined(classes: Iterable[Any]) -> list[int]:
+    """Return what changes when another class may have got the ``forward`` of these."""
+    return [_decorated_backwards, *[len(cls.__subclasses__()) for cls in classes]]
 
 
 def _is_forward(decorated: Callable[..., Any]) -> bool:
@@ -240,8 +257,15 @@ when_loaded(lambda: torch.compiler.assume_constant_result(_is_forward))  # type:
 
 
 def _functions_with(decorated: Callable[..., Any]) -> Iterator[Any]:
+    """Yield the autograd functions that have or inherit `decorated`, each after those it inherits from.
+
+    Their ``forward`` may be a wrapper of it, as by a rule for the function.
+    """
     for cls in _subclasses(torch.autograd.Function):
-        if getattr(cls.__dict__.get("forward"), "__func__", None) is decorated:
+        forward = getattr(cls, "forward", None)
+        while forward is not decorated and forward is not None:
+            forward = getattr(forward, "__wrapped__", None)
+        if forward is not None:
             yield cls
 
 
@@ -251,6 +275,7 @@ def _storing(setup_context: Callable[..., Any]) -> Callable[..., Any]:
         _store(ctx, _pending.state)
         return setup_context(ctx, inputs, output)
 
+    setattr(stores, _STORES, stores)  # a function that wraps this one gets the attribute, and is another
     return stores
 
 

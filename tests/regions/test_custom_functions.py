@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import types
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -103,6 +104,64 @@ def test_setup_context_in_several_threads(in_threads: Callable[..., None]) -> No
             function.apply(x, w).sum().backward()
 
         in_threads(*[work] * 8)
+
+
+@pytest.mark.parametrize("first", [[], ["base"], ["base", "inherits"]])
+def test_functions_with_the_same_forward(first: list[str]) -> None:
+    """A class that inherits `forward`, or is defined after the first call, has no state in its backward."""
+    base = make(amp_core, None, True, [])
+    functions = {"base": base}
+
+    def gradient(name: str) -> torch.Tensor:
+        x = torch.rand(3, 3, requires_grad=True)
+        with amp_core.autocast("cpu"):
+            out = functions[name].apply(x, x.detach())
+        out.sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+
+    if first:
+        gradient("base")
+    functions["inherits"] = type("Inherits", (base,), {"setup_context": staticmethod(setup_context)})
+    if "inherits" in first:
+        gradient("inherits")
+    other = make(amp_core, None, True, [])
+    other.forward = staticmethod(base.forward)
+    other.setup_context = staticmethod(functools.wraps(base.setup_context)(setup_context))
+    again = type("Again", (functions["inherits"],), {"setup_context": staticmethod(setup_context)})
+    functions |= {"shares": other, "inherits again": again}
+    for name in ("inherits again", "shares", "inherits", "base"):
+        gradient(name)
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    @amp_core.custom_fwd(device_type="cpu")
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.factor = 2
+
+    @staticmethod
+    @amp_core.custom_bwd(device_type="cpu")
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad * ctx.factor
+
+
+def test_setup_context_of_a_function_with_a_rule() -> None:
+    """The rule's wrapper hides the decorated forward, and the backward finds no state."""
+    x = torch.ones(2, requires_grad=True)
+    policy = amp_core.OpPolicy.default("cpu").override({Doubled: "lower_precision_fp"})
+    with amp_core.autocast("cpu", policy=policy):
+        out = Doubled.apply(x)
+    out.sum().backward()
+    assert out.dtype is torch.bfloat16
+    assert torch.equal(x.grad, torch.full((2,), 2.0))
 
 
 class Product(torch.autograd.Function):
