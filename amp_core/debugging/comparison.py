@@ -252,9 +252,11 @@ def compare(
             checked for inf and NaN.
 
     Raises:
-        AmpError: `fn` returned a tensor that is not a scalar, or came to the end of an iterator; FSDP1 shards
-            its model, or `reference` is not supported.
-        PolicyError: there is no recipe `format`, or it cannot be a rule.
+        AmpError: `fn` returned a tensor that is not a scalar or has no values, or came to the end of an
+            iterator; FSDP1 shards its model, TorchScript compiled a part of it, or a parameter is not
+            initialised yet; or `reference` is not supported.
+        PolicyError: there is no recipe `format`, or it cannot be a rule; or `policy` has products in low
+            precision by size, and `format` is given.
         TypeError: `fn` is not callable, `model` is not a module, or another argument has the wrong type.
         ValueError: `scale` or `limit` is out of range, or the device has no regions of `dtype`.
 

@@ -175,7 +175,8 @@ def quantising(
     """Return `policy`, or the device's, with a recipe for its low-precision products, and the region's dtype.
 
     Raises:
-        PolicyError: there is no recipe of that name, or it cannot be a rule.
+        PolicyError: there is no recipe of that name, or it cannot be a rule; or `policy` has products in low
+            precision by size.
     """
     if not isinstance(recipe, (str, Recipe)) or not recipe:
         raise TypeError(f"format= must be an amp_core.Recipe or the name of one, not {recipe!r}.")

@@ -48,7 +48,8 @@ class autocast(Region):  # noqa: N801  # torch's name
         BackendDisabledError: ``AMP_DISABLE_BACKENDS`` names the device type.
         ValueError: `device_type` is not a valid device type, device or tensor.
         TypeError: `dtype` is no dtype.
-        PolicyError: `policy` is no `OpPolicy`, or is for another device type.
+        PolicyError: `policy` is no `OpPolicy`, or is for another device type; or `dtype` is
+            ``torch.float8_e4m3fn``, and the policy has products in low precision by size.
 
     Warns:
         UserWarning: the device is missing or does not support `dtype`; the region is disabled.
