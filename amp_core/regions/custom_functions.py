@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, Protocol, TypeVar, overload
 
@@ -226,12 +227,13 @@ def _pass_to_setup_context(decorated: Callable[..., Any], state: _ForwardState) 
     elif _is_wrapped(decorated):
         return
     with _wrapping:
-        classes = tuple(_functions_with(decorated))
+        classes = list(_functions_with(decorated))
         for cls in classes:
             if getattr(cls.setup_context, _STORES, None) is not cls.setup_context:
                 cls.setup_context = staticmethod(_storing(cls.setup_context))
         # Last: other threads go on when they see it.
-        decorated.__dict__[_WRAPPED] = classes, _defined(classes)
+        known = list(map(weakref.ref, classes))
+        decorated.__dict__[_WRAPPED] = known, _defined(known)
 
 
 _WRAPPED, _STORES = "_amp_core_wrapped", "_amp_core_stores"
@@ -243,9 +245,9 @@ def _is_wrapped(decorated: Callable[..., Any]) -> bool:
     return wrapped is not None and wrapped[1] == _defined(wrapped[0])
 
 
-def _defined(classes: Iterable[Any]) -> list[int]:
-    """Return what changes when another class may have got the ``forward`` of these."""
-    return [_decorated_backwards, *[len(cls.__subclasses__()) for cls in classes]]
+def _defined(known: Iterable[Callable[[], Any]]) -> list[int]:
+    """Return what changes when another class may have got the ``forward`` of those known."""
+    return [_decorated_backwards, *[len(cls.__subclasses__()) for ref in known if (cls := ref()) is not None]]
 
 
 def _is_forward(decorated: Callable[..., Any]) -> bool:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import gc
 import types
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -135,6 +137,22 @@ def test_functions_with_the_same_forward(first: list[str]) -> None:
     functions |= {"shares": other, "inherits again": again}
     for name in ("inherits again", "shares", "inherits", "base"):
         gradient(name)
+
+
+def test_functions_that_are_made_anew_are_freed() -> None:
+    """A forward that they share keeps each of them, and their number grows with the calls."""
+    shared = make(amp_core, None, True, []).forward
+
+    def made() -> weakref.ref[Any]:
+        function = make(amp_core, None, True, [])
+        function.forward = staticmethod(shared)
+        x = torch.rand(3, 3, requires_grad=True)
+        function.apply(x, x).sum().backward()
+        return weakref.ref(function)
+
+    refs = [made() for _ in range(3)]
+    gc.collect()
+    assert [ref() for ref in refs] == [None] * 3
 
 
 class Doubled(torch.autograd.Function):
