@@ -46,6 +46,12 @@ class Watch(Attached, Report):
         check_module(model, "watch")
         if uncompiled(model) is not model:
             raise TypeError("watch() needs the model itself: pass the one that was given to torch.compile().")
+        for name, module in model.named_modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                raise TypeError(
+                    f"watch() cannot see into {name or 'the model'}, which TorchScript has compiled. Watch "
+                    f"the model before torch.jit.script or torch.jit.trace."
+                )
         self.entries: list[Entry] = []
         self.format = Format.of(_default_dtype(model) if dtype is None else dtype)
         self.environment = saved.environment()
@@ -278,7 +284,8 @@ def watch(
         A `Watch` to print, save, draw or compare.
 
     Raises:
-        TypeError: `model` is not a module, or is the result of `torch.compile`; or `format` is no format.
+        TypeError: `model` is not a module, is the result of `torch.compile`, or has parts that TorchScript
+            has compiled; or `format` is no format.
         ValueError: `every` or `limit` is below 1, or `format` has no such numbers of bits.
 
     Example:

@@ -289,6 +289,17 @@ def test_scripting_an_observed_model_is_refused_in_words(tool):
         torch.jit.script(handle.model)
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit")
+def test_scripted_modules_are_refused():
+    """The first step of the training raises, in a hook: a scripted module takes none."""
+    model = nn.Sequential(nn.Linear(8, 8), torch.jit.script(nn.Linear(8, 8)))
+    with pytest.raises(TypeError, match=r"into 1, which TorchScript"):
+        amp_core.watch(model)
+    with pytest.raises(TypeError, match=r"into the model, which TorchScript"):
+        amp_core.watch(model[1])
+    model(torch.ones(1, 8))
+
+
 class Power(nn.Module):
     """The square of the magnitude of complex numbers."""
 
