@@ -101,17 +101,23 @@ def test_a_program_keeps_its_output(monkeypatch: pytest.MonkeyPatch) -> None:
     assert in_memory.tell() > 0
 
 
+@pytest.fixture
+def full_disk() -> Path:
+    """A file that takes nothing, of Linux."""
+    file = Path("/dev/full")
+    if not file.exists():
+        pytest.skip("no device that is always full")
+    return file
+
+
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize("command", [["policy", "--long"], ["backends"], ["--help"]])
 def test_an_output_that_takes_nothing(
-    command: list[str], unbuffered: str, monkeypatch: pytest.MonkeyPatch
+    command: list[str], unbuffered: str, full_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A full disk ends in a traceback, or goes unnoticed."""
-    full = Path("/dev/full")
-    if not full.exists():
-        pytest.skip("no device that is always full")
     monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
-    with full.open("wb") as output:
+    with full_disk.open("wb") as output:
         done = subprocess.run(
             [sys.executable, "-m", "amp_core", *command],
             stdout=output,
@@ -141,12 +147,12 @@ def test_a_report_needs_a_name(option: str, capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.parametrize("option", ["--badge", "--junit", "--markdown"])
-def test_a_report_on_a_full_disk_is_one_line(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_report_on_a_full_disk_is_one_line(
+    option: str, full_disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The run ends in a traceback of many lines that does not name the file."""
-    if not Path("/dev/full").exists():
-        pytest.skip("no device that is always full")
-    assert main(["check", "cpu", "--area", "availability", option, "/dev/full"]) == 2
-    assert capsys.readouterr().err == "amp check: /dev/full cannot be written: No space left on device.\n"
+    assert main(["check", "cpu", "--area", "availability", option, str(full_disk)]) == 2
+    assert capsys.readouterr().err == f"amp check: {full_disk} cannot be written: No space left on device.\n"
 
 
 def test_check_without_a_console(monkeypatch: pytest.MonkeyPatch) -> None:
