@@ -191,8 +191,14 @@ def _writing_back(
     kept = parameters[0] if first_stays else None
 
     def cast_all(values: Kwargs, dtype: torch.dtype) -> Kwargs:
-        # Bypass the cache: the op must not write to a cached cast.
-        return {n: v if n == kept else cast_to(v, dtype, device_type, keep=False) for n, v in values.items()}
+        # Bypass the cache: the op must not write to a cached cast. A tensor that is given twice has one cast.
+        given = argument_tensors(v for n, v in values.items() if n != kept)
+        casts = {id(each): cast_to(each, dtype, device_type, keep=False) for each in given}
+
+        def cast(value: Any) -> Any:
+            return [*map(cast, value)] if isinstance(value, (list, tuple)) else casts.get(id(value), value)
+
+        return {n: v if n == kept else cast(v) for n, v in values.items()}
 
     def run(_keyset: Any, args: Args, kwargs: Kwargs) -> Any:
         dtype = target(args, kwargs)

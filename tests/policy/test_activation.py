@@ -209,6 +209,18 @@ def test_an_op_that_writes_under_a_rule(region, op, rule) -> None:
     torch.testing.assert_close(result, WRITES[op](), atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.parametrize("rule", ["lower_precision_fp", "low_in_fp32_out", "fp32"])
+@pytest.mark.parametrize("dtype", [HIGH, LOW])
+def test_a_tensor_that_an_op_writes_twice(region, dtype, rule) -> None:
+    """A tensor that is in a list twice has two casts, and the write to one of them is lost."""
+    x = torch.ones(3, dtype=dtype)
+    with region(CPU.override({"_foreach_mul_": rule, "_foreach_addcmul_": rule})):
+        torch._foreach_mul_([x, x], 2.0)
+        assert x.tolist() == [4, 4, 4]
+        torch._foreach_addcmul_((x, x), [x, x], [torch.ones(3)] * 2)
+    assert x.tolist() == [16, 16, 16]
+
+
 def test_match_destination(region) -> None:
     """Index and scatter ops with another dtype than their destination raise in torch on cpu."""
     where = torch.tensor([0, 1])
