@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 from amp_core.errors import PolicyError
 
+_DOTTED = re.compile(r"\s*[\w-]+(\s*\.\s*[\w-]+)+(?=\s*=)")
+
 
 def quoted(text: str) -> str:
     """Return `text` as a TOML string."""
@@ -57,6 +59,16 @@ class Document(NamedTuple):
                 return f"{self.name}:{number}"
             here = found if is_head else here
         return f"{self.name}:1"
+
+    def dotted_key(self, table: str) -> tuple[str, str]:
+        """Return the first key with dots but without quotes in `table`, and its ``file:line``; or empty."""
+        here = ""
+        for number, line in enumerate(self.text.split("\n"), 1):
+            if line.lstrip().startswith("["):
+                here = _bare(line.partition("#")[0])
+            elif here.partition(".")[0] == table and (match := _DOTTED.match(line)):
+                return _bare(match[0]), f"{self.name}:{number}"
+        return "", ""
 
 
 def load(source: str | PathLike[str]) -> Document:

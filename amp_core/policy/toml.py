@@ -97,8 +97,22 @@ def parsed(source: str | PathLike[str]) -> tuple[dict[str, Any], toml.Document]:
     for table, entries in _TABLES.items():
         if not isinstance(data.get(table, {}), dict):
             raise PolicyError(f"{file.place(table)}: {table} must be a table, [{table}]{entries}.")
+    _check_dots(file)
     data["recipes"] = recipes.from_toml(data.get("recipes", {}), file)
     return data, file
+
+
+def _check_dots(file: toml.Document) -> None:
+    """Raise PolicyError where TOML takes a name for tables and the rule of it for that of something else."""
+    for table in ("rules", "modules"):
+        name, place = file.dotted_key(table)
+        if name:
+            first, _, last = name.rpartition(".")
+            meant = f"; or if {last!r} is an op, {toml.quoted(first)} = {{ {last} = ... }}"
+            raise PolicyError(
+                f"{place}: TOML reads {first!r} as a table. Put a name with dots in quotes: "
+                f"{toml.quoted(name)} = ...{meant if table == 'modules' else ''}"
+            )
 
 
 def modules_of(data: Mapping[str, Any], file: toml.Document) -> tuple[dict[str, Any], dict[str, str]]:
@@ -112,12 +126,23 @@ def modules_of(data: Mapping[str, Any], file: toml.Document) -> tuple[dict[str, 
     for glob, place in places.items():
         what = rules[glob] = data["modules"][glob]
         if isinstance(what, dict):
+            _check_flat(glob, what, place)
             rules[glob] = {op: _rule(rule, data["recipes"], place) for op, rule in what.items()}
         elif what != FP32:
             raise PolicyError(
                 f"{place}: {glob!r}: {what!r} is not a rule for a module; use {FP32!r} or op rules."
             )
     return rules, places
+
+
+def _check_flat(glob: str, what: dict[str, Any], place: str) -> None:
+    for op, rule in what.items():
+        if isinstance(rule, dict):
+            names = f"{glob}.{op}", _path_of(op, rule)
+            raise PolicyError(
+                f"{place}: TOML reads {op!r} in {glob!r} as a table. Put a name with dots in quotes, the "
+                f"module's or the op's: {' or '.join(map(toml.quoted, names))}."
+            )
 
 
 def checked_modules(data: Mapping[str, Any], file: toml.Document) -> dict[str, Any]:
@@ -193,7 +218,7 @@ def _override(policy: P, data: Mapping[str, Any], file: toml.Document) -> P:
     for op, rule in data.get("rules", {}).items():
         place = file.place(op, "rules")
         if isinstance(rule, dict):
-            name = f"{op}.{next(iter(rule), 'default')}"
+            name = _path_of(op, rule)
             raise PolicyError(
                 f"{file.place(name, 'rules')}: TOML reads {op!r} as a table. Put a name with dots in quotes: "
                 f"{toml.quoted(name)} = ..."
@@ -204,3 +229,11 @@ def _override(policy: P, data: Mapping[str, Any], file: toml.Document) -> P:
         except PolicyError as error:
             raise PolicyError(f"{place}: {error}") from error
     return policy
+
+
+def _path_of(name: str, value: Any) -> str:
+    """Return the dotted name of the first value in the tables below `name`."""
+    while isinstance(value, dict) and value:
+        key, value = next(iter(value.items()))
+        name = f"{name}.{key}"
+    return name

@@ -115,6 +115,16 @@ OPS = ("softmax", "aten::mm.default", "linear", Square)
         ('[rules]\n0 = "x"\n[modules]\n# 0 = 1\n0 = "bad"\n', 5, "not a rule for a module"),
         ('# a\u2028b\n[modules]\n"0" = "fp16"\n', 3, "not a rule for a module"),
         ('[rules]\n0 = "x"\n[modules."0"]\nsoftmaks = "fp32"\n', 3, "softmaks"),
+        # TOML takes these for a rule of an op, and "softmax" and others are both ops and names of modules.
+        (
+            '[modules]\n1 . softmax = "fp32"\n',
+            2,
+            r'quotes: "1\.softmax" = \.\.\.; or if .* op, "1" = { softmax',
+        ),
+        ('[modules]\n\n1.0 = { linear = "fp32" }\n', 3, 'in quotes: "1.0" = '),
+        ('[modules.1.0]\nlinear = "fp32"\n', 1, 'in quotes, .*: "1.0" or "0.linear"'),
+        ('[modules."1"]\nsoftmax.int = "fp32"\n', 2, 'in quotes: "softmax.int" = '),
+        ('[modules]\n"1" = { softmax.int = "fp32" }\n', 2, 'or "softmax.int"'),
     ],
 )
 def test_bad_files_name_the_line(
@@ -128,6 +138,14 @@ def test_bad_files_name_the_line(
         apply_policy(model, path)
     assert str(caught.value).startswith(f"{path}:{line}:" if line else f"{path}:")
     assert [dict(vars(m)) for m in model.modules()] == before
+
+
+def test_quoted_parts_of_a_dotted_key_are_meant(model: nn.Module, tmp_path: Path) -> None:
+    """A rule of an op that TOML allows in one line, and that cannot be a mistake, is refused."""
+    path = tmp_path / "modules.toml"
+    path.write_text('[modules]\n"1".softmax = "fp32"\n')
+    with apply_policy(model, path) as applied:
+        assert applied.explain("1", "aten::softmax.int")[0].rule == "fp32"
 
 
 def test_regions_pass_the_modules_over(tmp_path: Path) -> None:

@@ -190,6 +190,8 @@ def test_toml_from_a_file_says_where(tmp_path: Path) -> None:
         ('device_type = "cpu"\n[rules]\nsoftmx = "fp32"\n', 3, "Did you mean 'softmax'"),
         ('device_type = "cpu"\n[rules]\nsoftmax.int = "fp32"\n', 3, 'in quotes: "softmax.int" = '),
         ('device_type = "cpu"\n[rules.softmax]\nint = "fp32"\n', 3, 'in quotes: "softmax.int" = '),
+        ('[rules]\naten.softmax.int = "fp32"\n', 2, 'in quotes: "aten.softmax.int" = '),
+        ('device_type = "cpu"\n[rules.aten.softmax]\nint = "fp32"\n', 3, 'in quotes: "aten.softmax.int" = '),
         ('device_type = "cpu"\n[modules.a]\nmm = "fp32"\n[rules]\nmm = "fp33"\n', 5, "Unknown rule 'fp33'"),
         ('device_type = "cpu"\n[modul.a]\nmm = "fp32"\n', 2, "unknown key 'modul'"),
         ('device_type = "cpu"\ndtype = "bf16"\n', 2, "unknown key 'dtype'"),
