@@ -40,6 +40,22 @@ def resolve(changes: Mapping[OpName, str | Recipe]) -> dict[str, str]:
     return rules
 
 
+def resolve_of_module(selector: object, what: object) -> dict[str, str] | None:
+    """Return full op names with the rules of a module; None for ``"fp32"``.
+
+    Raises:
+        PolicyError: as for `resolve`, or it is another text; the message names the selector.
+    """
+    if what == r.FP32:
+        return None
+    if isinstance(what, str):
+        raise PolicyError(f"{selector!r}: {what!r} is not a rule for a module; use {r.FP32!r} or op rules.")
+    try:
+        return resolve(what)  # type: ignore[arg-type]  # it raises for others
+    except PolicyError as error:
+        raise PolicyError(f"{selector!r}: {error}") from error
+
+
 def _applicable(op: OpName, rule: str) -> list[str]:
     _check_rule(op, rule)
     reasons = {name: _refusal(rule, name) for name in names.full_names(op)}

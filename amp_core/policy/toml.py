@@ -13,7 +13,7 @@ from typing_extensions import Self
 from amp_core.common import toml
 from amp_core.errors import BackendNotFoundError, PolicyError
 from amp_core.policy import recipes
-from amp_core.policy.changes import check_device_type, resolve
+from amp_core.policy.changes import check_device_type, resolve_of_module
 from amp_core.policy.rules import FP32
 
 if TYPE_CHECKING:
@@ -154,9 +154,9 @@ def checked_modules(data: Mapping[str, Any], file: toml.Document) -> dict[str, A
     rules, places = modules_of(data, file)
     for glob, what in rules.items():
         try:
-            resolve({} if isinstance(what, str) else what)
+            resolve_of_module(glob, what)
         except PolicyError as error:
-            raise PolicyError(f"{places[glob]}: {glob!r}: {error}") from error
+            raise PolicyError(f"{places[glob]}: {error}") from error
     return rules
 
 

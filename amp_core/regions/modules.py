@@ -16,11 +16,10 @@ from amp_core.common.handle import Handle
 from amp_core.common.text import counted
 from amp_core.dispatch.activate import RuleOverrides
 from amp_core.errors import PolicyError
-from amp_core.policy.changes import OpName, check_device_type, resolve
+from amp_core.policy.changes import OpName, check_device_type, resolve, resolve_of_module
 from amp_core.policy.explanations import Explanations
 from amp_core.policy.op_policy import OpPolicy
 from amp_core.policy.recipes import as_rule
-from amp_core.policy.rules import FP32
 from amp_core.policy.toml import modules_of, parsed, write_modules
 from amp_core.regions.module_region import ModuleRegion
 from amp_core.regions.replaced_forward import ReplacedForward
@@ -207,14 +206,9 @@ class AppliedPolicy(Handle):
 
 
 def _module_region(device_type: str, selector: str, what: Rules) -> ModuleRegion:
-    if isinstance(what, str):
-        if what != FP32:
-            raise PolicyError(f"{selector!r}: {what!r} is not a rule for a module; use 'fp32' or op rules.")
+    rules = resolve_of_module(selector, what)
+    if rules is None:
         return ModuleRegion(device_type, None)
-    try:
-        rules = OpPolicy(device_type, what).rules
-    except PolicyError as error:
-        raise PolicyError(f"{selector!r}: {error}") from error
     kind = "class" if CLASS_PATH.fullmatch(selector) else "glob"
     return ModuleRegion(device_type, RuleOverrides(device_type, rules, f"module {kind} {selector!r}"))
 

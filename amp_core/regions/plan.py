@@ -14,6 +14,7 @@ from torch import nn
 from amp_core.common.arguments import check_module
 from amp_core.common.handle import Handle
 from amp_core.errors import PolicyError
+from amp_core.policy.changes import resolve_of_module
 from amp_core.policy.op_policy import OpPolicy
 from amp_core.policy.rules import FP32
 from amp_core.policy.toml import checked_modules, parsed, policy_of
@@ -53,7 +54,8 @@ class PrecisionPlan:
         state_dtype: the narrowest dtype of the optimizer's state; only checked too.
 
     Raises:
-        PolicyError: a dtype is not float32, bfloat16 or float16, or another attribute has the wrong type.
+        PolicyError: a dtype is not float32, bfloat16 or float16, another attribute has the wrong type, or
+            modules have a rule that is unknown or that cannot apply to its op.
 
     Example:
         >>> import torch, amp_core
@@ -68,7 +70,7 @@ class PrecisionPlan:
     """
 
     policy: OpPolicy
-    modules: Mapping[Selector, Rules] = field(default_factory=dict)
+    modules: Mapping[Selector, Rules] = field(default_factory=dict, hash=False)
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
@@ -86,8 +88,12 @@ class PrecisionPlan:
             raise PolicyError(
                 f"modules must map modules to rules, as for apply_policy, not {self.modules!r}."
             )
+        for selector, what in self.modules.items():
+            resolve_of_module(selector, what)
         for name in _settings():
             _check(name, getattr(self, name))
+        for name in _GLOBS:
+            object.__setattr__(self, name, tuple(getattr(self, name)))
 
     @classmethod
     def from_toml(cls, source: str | PathLike[str], device_type: str | None = None) -> PrecisionPlan:
@@ -253,7 +259,7 @@ def _value(key: str, value: Any, place: str) -> Any:
     if key.endswith("_dtype") and isinstance(value, str):
         value = _DTYPES.get(value, value)
     _check(key, value, f"{place}: ")
-    return tuple(value) if key in _GLOBS else value
+    return value
 
 
 def _settings() -> list[str]:

@@ -113,12 +113,35 @@ def test_the_table_must_be_one() -> None:
         ("param_dtype", torch.int8, r"must be one of torch\.float32, torch\.bfloat16, .*, not torch\.int8"),
         ("cast_forward_inputs", "no", "must be true or false, not 'no'"),
         ("float32_buffers", "rotary", "must be a list of globs, .*, not 'rotary'"),
+        ("modules", 3, "must map modules to rules"),
     ],
 )
 def test_attributes_are_checked(name: str, value: object, message: str) -> None:
     """``cast_forward_inputs="no"`` casts, and a wrong dtype fails inside FSDP2."""
     with pytest.raises(PolicyError, match=f"{name} {message}"):
         PrecisionPlan(OpPolicy.default("cpu"), **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ("float32", "'float32' is not a rule for a module; use 'fp32' or op rules"),
+        (torch.float32, "Rules must be a mapping from op to rule, not dtype"),
+        ({"linear": "fp16"}, "Unknown rule 'fp16' for 'linear'"),
+    ],
+)
+def test_rules_of_modules_are_checked(rules: object, message: str) -> None:
+    """FSDP2 computes with weights in low precision that "float32", which is no rule, should have kept."""
+    with pytest.raises(PolicyError, match=rf"'\*\*\.norm': {message}"):
+        PrecisionPlan(OpPolicy.default("cpu"), {"**.norm": rules}, torch.bfloat16)
+
+
+def test_equal_plans_have_one_hash() -> None:
+    """A plan is no key of a cache, as a policy is; or one with a list of globs is another plan."""
+    policy, rules = OpPolicy.default("cpu"), {"norm": "fp32"}
+    plans = [PrecisionPlan(policy, dict(rules), float32_buffers=globs) for globs in (["a"], ("a",))]
+    assert plans[0] == plans[1]
+    assert len({*plans, PrecisionPlan(policy, float32_buffers=("a",))}) == 2
 
 
 def test_a_unit_of_float32_weights_computes_in_float32(mesh: object) -> None:
