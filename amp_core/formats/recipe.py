@@ -34,7 +34,7 @@ class Recipe:
         source: where the recipe was published.
 
     Raises:
-        TypeError: a role is not a `Quantization`, or `accumulate` not a dtype.
+        TypeError: a role is not a `Quantization`, `accumulate` not a dtype, or `name` or `source` no string.
         ValueError: no role is quantised, or `accumulate` is not a floating-point dtype.
 
     Example::
@@ -60,6 +60,9 @@ class Recipe:
                 raise TypeError(f"{role} must be a Quantization or None, got {quantization!r}.")
         if not any(roles.values()):
             raise ValueError(f"The recipe {self.name!r} quantises nothing: give it at least one role.")
+        for field in ("name", "source"):
+            if not isinstance(getattr(self, field), str):
+                raise TypeError(f"{field} must be a string, got {getattr(self, field)!r}.")
         if not isinstance(self.accumulate, torch.dtype):
             raise TypeError(f"accumulate must be a torch.dtype, got {self.accumulate!r}.")
         if not self.accumulate.is_floating_point:
@@ -227,6 +230,9 @@ class Recipe:
 
     def to_toml(self) -> str:
         """Return the recipe as TOML, one table per role; `from_toml` reads it.
+
+        Raises:
+            PolicyError: it has an element format of your own, which a file cannot hold.
 
         Example::
 

@@ -22,7 +22,11 @@ _ROLE_KEYS = ("element", "granularity", "scale", "found", *_DELAYED, "rounding",
 
 
 def write(fields: Mapping[str, Any]) -> str:
-    """Return the fields of a `Recipe` as TOML, which `read` takes apart."""
+    """Return the fields of a `Recipe` as TOML, which `read` takes apart.
+
+    Raises:
+        PolicyError: a role has another element format than those of `ELEMENTS`, as files name these.
+    """
     lines = [f"{key} = {toml.quoted(fields[key])}" for key in ("name", "source")]
     lines.append(f'accumulate = "{dtype_name(fields["accumulate"])}"')
     for role in ROLES:
@@ -32,8 +36,14 @@ def write(fields: Mapping[str, Any]) -> str:
 
 
 def _role_lines(quantization: Quantization) -> list[str]:
+    element = quantization.element
+    if ELEMENTS.get(element.name) != element:
+        raise PolicyError(
+            f"TOML holds only the names of element formats: {', '.join(ELEMENTS)}. This recipe has another "
+            f"one, {element}, so define the recipe in Python."
+        )
     values: dict[str, Any] = {
-        "element": quantization.element.name,
+        "element": element.name,
         "granularity": quantization.granularity,
         "scale": quantization.scale,
         "found": "current",

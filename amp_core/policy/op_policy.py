@@ -244,6 +244,9 @@ class OpPolicy:
         Returns:
             Text that `from_toml` reads.
 
+        Raises:
+            PolicyError: a recipe has an element format of your own, which a file cannot hold.
+
         Example::
 
             text = OpPolicy("cpu").override({"linear": "fp32"}).to_toml()

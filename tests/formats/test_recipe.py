@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from amp_core import PolicyError, Quantization, Recipe
+from amp_core import OpPolicy, PolicyError, Quantization, Recipe
 from amp_core.formats import E4M3, Delayed
 
 
@@ -58,6 +58,23 @@ def test_contradictions_are_refused() -> None:
         Recipe.mxfp8(scale="float32")
     with pytest.raises(TypeError, match=r"E4M3, E5M2, .* not their names"):
         Quantization("e4m3")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("field", ["name", "source"])
+def test_texts_are_checked(field: str) -> None:
+    """A recipe whose name is a number writes a file that nothing reads."""
+    with pytest.raises(TypeError, match=f"{field} must be a string, got 3"):
+        replace(Recipe.mxfp8(), **{field: 3})
+
+
+@pytest.mark.parametrize("change", [{"max": 240.0}, {"name": "mine"}])
+def test_a_file_refuses_formats_that_it_cannot_name(change: dict[str, object]) -> None:
+    """A format of one's own is read from the file as the published one of that name, or not at all."""
+    mine = replace(E4M3, **change)
+    with pytest.raises(PolicyError, match="TOML holds only the names of element formats"):
+        Recipe(None, Quantization(mine), None).to_toml()
+    with pytest.raises(PolicyError, match="define the recipe in Python"):
+        OpPolicy("cpu", {"mm": Recipe(None, Quantization(mine), None)}).to_toml()
 
 
 @pytest.mark.parametrize(
