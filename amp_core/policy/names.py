@@ -245,7 +245,8 @@ def near_names(text: str) -> list[str]:
     """Return up to three op names similar to `text`."""
     namespace, wanted, rest = split(text)
     known = {base for space, base, _ in map(split, all_op_names()) if space == (namespace or "aten")}
-    in_python = [f"{wanted}_{rest}".replace(".", "_"), rest.rpartition(".")[2]]  # torch.linalg.inv, F.gelu
+    # torch.linalg.inv; F.gelu, or aten.mm.default, as torch prints ops
+    in_python = [f"{wanted}_{rest}".replace(".", "_"), *reversed(rest.split("."))]
     close = [name for name in in_python if name in known][:1]
     close = close or difflib.get_close_matches(wanted, sorted(known), n=3, cutoff=0.6)
     return [name if namespace in ("", "aten") else f"{namespace}::{name}" for name in close]

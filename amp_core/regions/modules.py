@@ -195,7 +195,7 @@ class AppliedPolicy(Handle):
         Raises:
             PolicyError: the module has no rules of its own, or the op is unknown.
         """
-        if module not in self._regions:
+        if module not in self.modules:
             raise PolicyError(f"The module {module!r} has no rules of its own; {listed(self.modules)}.")
         return self._regions[module].on(OpPolicy.default(self._device_type)).explain(op)
 

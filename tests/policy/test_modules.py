@@ -108,6 +108,8 @@ def test_explain_names_the_glob(model: Encoder) -> None:
         assert applied.explain("probe", "softmax")[0].origin == "module glob 'pro*'"
         with pytest.raises(PolicyError, match="The module 'head' has no rules of its own"):
             applied.explain("head", "softmax")
+        with pytest.raises(PolicyError, match=r"The module \['probe'\] has no rules"):
+            applied.explain(["probe"], "softmax")
 
 
 def test_copies_compute_with_their_own_weights(model: Encoder) -> None:

@@ -71,6 +71,8 @@ def test_names_of_ops(name: object, expected: set[str]) -> None:
         ({"aten::_dir": "fp32"}, "has no op 'aten::_dir'"),
         ({"torch.linalg.inv": "fp32"}, "Did you mean 'linalg_inv'"),
         ({"F.gelu": "fp32"}, "Did you mean 'gelu'"),
+        ({"aten.mm.default": "fp32"}, "Did you mean 'mm'"),  # as torch prints the op
+        ({"torch.ops.aten.softmax.int": "fp32"}, "Did you mean 'softmax'"),
         ({"pkg.mod:Cls": "promote"}, "an autograd function can have only lower_precision_fp, fp32"),
         ({"no_such_*": "fp32"}, "matches no op"),
         ({"no_such_library::*": "fp32"}, "matches no op .* First import the module that defines its ops"),
