@@ -49,8 +49,9 @@ def apply_policy(
             the model, a class (with its subclasses; in a file, its path, such as
             ``"torch.nn.modules.normalization:LayerNorm"``), or a glob over the names in
             ``model.named_modules()``: ``*`` matches one part of a name, ``**`` any number of parts, ``""``
-            the model itself. If several select a module, later ones take precedence. Alternatively, the
-            path of a TOML file with such rules in its ``modules`` table.
+            the model itself. A module that others share is selected by each of its names. If several select
+            a module, later ones take precedence. Alternatively, the path of a TOML file with such rules in
+            its ``modules`` table.
         device_type: defaults to the device type of the model's first parameter or buffer; on the meta
             device, to that of the accelerator, or the CPU.
 
@@ -137,7 +138,7 @@ class AppliedPolicy(Handle):
     """The rules that `apply_policy` applied to a model. As a context manager, removes them on exit.
 
     Attributes:
-        modules: the names of the modules with their own rules.
+        modules: the first names of the modules with their own rules.
     """
 
     def __init__(

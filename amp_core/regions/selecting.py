@@ -24,14 +24,13 @@ def _class_name(cls: type) -> str:
 
 
 def select(model: nn.Module, selector: Selector) -> tuple[list[str], str]:
-    """Return the names of the modules that `selector` selects, and the selector as text.
+    """Return the first names of the modules that `selector` selects, and the selector as text.
 
     Raises:
         PolicyError: it selects none.
     """
-    modules = dict(model.named_modules())
     if isinstance(selector, nn.Module):
-        names = [name for name, module in modules.items() if module is selector]
+        names = _first_names(model, [selector])
         if not names:
             raise PolicyError(
                 f"The {type(selector).__name__} is not a module of this {type(model).__name__}."
@@ -42,15 +41,21 @@ def select(model: nn.Module, selector: Selector) -> tuple[list[str], str]:
     if not isinstance(selector, str):
         raise PolicyError(f"{selector!r} does not select modules; use a glob, a module or a module class.")
     if CLASS_PATH.fullmatch(selector):
-        kinds = {name: [*map(_class_name, type(module).__mro__)] for name, module in modules.items()}
-        names = [name for name in modules if selector in kinds[name]]
+        kinds = {module: [*map(_class_name, type(module).__mro__)] for module in model.modules()}
+        selected = [module for module, classes in kinds.items() if selector in classes]
         near = sorted({classes[0] for classes in kinds.values()})
     else:
-        names = [name for name in modules if matches(name, selector)]
-        near = list(modules)
-    if not names:
+        named = [*model.named_modules(remove_duplicate=False)]  # modules may share one
+        selected = [module for name, module in named if matches(name, selector)]
+        near = [name for name, _ in named]
+    if not selected:
         raise _matches_no("module", selector, model, near)
-    return names, selector
+    return _first_names(model, selected), selector
+
+
+def _first_names(model: nn.Module, selected: Iterable[nn.Module]) -> list[str]:
+    ids = set(map(id, selected))
+    return [name for name, module in model.named_modules() if id(module) in ids]
 
 
 def glob_of(name: str) -> str:

@@ -102,6 +102,17 @@ def test_rules_change_the_policy_of_the_region_around(model: Encoder) -> None:
     assert [linear.dtype, weights.dtype, head.dtype] == [HIGH, HIGH, HIGH]
 
 
+def test_a_shared_module_is_selected_by_each_of_its_names() -> None:
+    """A glob that matches the second name of a module leaves it in low precision, and says nothing."""
+    model = nn.ModuleDict({"encoder": nn.ModuleDict({"proj": nn.Linear(16, 16)})})
+    model["decoder"] = nn.ModuleDict({"proj": model["encoder"]["proj"], "norm": nn.LayerNorm(16)})
+    with apply_policy(model, {"decoder.*": "fp32"}) as applied, autocast("cpu"):
+        assert applied.modules == ("encoder.proj", "decoder.norm")
+        assert model["decoder"]["proj"](X).dtype is HIGH
+    with apply_policy(model, {"*.proj": {"linear": "fp32"}}) as applied:
+        assert applied.explain("encoder.proj", "linear")[0].origin == "module glob '*.proj'"
+
+
 def test_explain_names_the_glob(model: Encoder) -> None:
     """Who wonders about a dtype must be led to the glob."""
     with apply_policy(model, {"pro*": {"softmax": "fp32"}}) as applied:
