@@ -46,7 +46,8 @@ class Recording(Report, Sink):
         unruled: the matrix products and custom ops of `ops` that ran in a region without a rule.
         collectives: what ranks exchanged, by `CollectiveKey`.
         tensors: the number of elements of each parameter and buffer, and of the gradients and optimizer
-            state that there were in a step or at the end of the block, by `TensorKey`.
+            state that there were in a step or at the end of the block, by `TensorKey`. Of a tied parameter
+            or buffer, all names but the first have 0 elements.
         plan: the plan that the report checks.
         met_compiled: whether a backward pass ran that was compiled before the block.
     """

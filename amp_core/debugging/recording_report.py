@@ -186,7 +186,7 @@ def _tensors(found: dict[TensorKey, int]) -> Table:
     names: dict[tuple[str, ...], str] = {}
     for key, size in found.items():
         group = key.kind, key.state, key.dtype
-        counts[group] += 1
+        counts[group] += size > 0
         elements[group] += size
         names.setdefault(group, key.name)
     rows: list[tuple[Value, ...]]

@@ -31,12 +31,19 @@ class TensorKey(NamedTuple):
 
 
 def of_model(model: nn.Module) -> Iterator[tuple[TensorKey, int]]:
-    """Yield the floating-point tensors of `model`, and the number of their elements over all ranks."""
-    for name, param in model.named_parameters():
-        yield from _entry(PARAMETER, name, "", param)
-        yield from _entry(GRADIENT, name, "", param.grad)
-    for name, buffer in model.named_buffers():
-        yield from _entry(BUFFER, name, "", buffer)
+    """Yield the floating-point tensors of `model`, and the number of their elements over all ranks.
+
+    A tied parameter or buffer is there by each of its names, as globs match any, with 0 elements but once.
+    """
+    seen: set[int] = set()
+    for name, param in model.named_parameters(remove_duplicate=False):
+        yield from _entry(PARAMETER, name, "", param, counts=id(param) not in seen)
+        if id(param) not in seen:
+            yield from _entry(GRADIENT, name, "", param.grad)
+        seen.add(id(param))
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        yield from _entry(BUFFER, name, "", buffer, counts=id(buffer) not in seen)
+        seen.add(id(buffer))
 
 
 def of_step(optimizer: Optimizer, name_of: Callable[[Tensor], str]) -> Iterator[tuple[TensorKey, int]]:
@@ -48,7 +55,9 @@ def of_step(optimizer: Optimizer, name_of: Callable[[Tensor], str]) -> Iterator[
             yield from _entry(STATE, name, str(key), value)
 
 
-def _entry(kind: str, name: str, state: str, tensor: Any) -> Iterator[tuple[TensorKey, int]]:
+def _entry(
+    kind: str, name: str, state: str, tensor: Any, *, counts: bool = True
+) -> Iterator[tuple[TensorKey, int]]:
     is_tensor = isinstance(tensor, Tensor) and not nn.parameter.is_lazy(tensor)  # which has no size yet
     if is_tensor and tensor.is_floating_point():
-        yield TensorKey(kind, name, state, dtype_name(tensor.dtype)), tensor.numel()
+        yield TensorKey(kind, name, state, dtype_name(tensor.dtype)), tensor.numel() if counts else 0

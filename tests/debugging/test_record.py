@@ -251,6 +251,19 @@ def test_integers_and_what_is_as_planned_are_no_violation(net, x):
     r.check()
 
 
+@pytest.mark.parametrize("glob", ["0.*", "1.*"])
+def test_tied_weights_break_a_plan_by_each_of_their_names(glob):
+    """A plan that keeps a tied weight by its second name is said to be kept, or its elements count twice."""
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    model[1].weight = model[0].weight
+    policy = amp_core.OpPolicy.default("cpu")
+    with amp_core.record(model, plan=amp_core.PrecisionPlan(policy, float32_parameters=(glob,))) as r:
+        model.bfloat16()
+    assert [v.where for v in r.violations()] == [glob.replace("*", "weight")]
+    (stored,) = (row for row in json.loads(r.to_json())["tensors"] if row["kind"] == "parameter")
+    assert (stored["calls"], stored["elements"]) == (1, 16)
+
+
 def test_casts_bytes_and_repeats_of_weights(net, x):
     """The cost of casting the same weight again would not show, or show where there is none."""
     with amp_core.record() as r:
