@@ -189,6 +189,35 @@ def test_delayed_gradients_are_unscaled_with_the_last(level: str, delayed: tuple
         optimizer.zero_grad()
 
 
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("delayed", [False, True])
+def test_a_failed_block_keeps_the_gradients_before_it(level: str, backward: bool, delayed: bool) -> None:
+    """One bad micro-batch loses the gradients of the others, or the next block mixes up their scale."""
+    model, optimizer, x = make()
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale=128.0, verbosity=0)
+
+    def add(*, delay: bool = False) -> None:
+        with amp.scale_loss(model(x).float().pow(2).mean(), optimizer, delay_unscale=delay) as scaled:
+            scaled.backward()
+
+    def fail() -> None:
+        with amp.scale_loss(model(x).float().pow(2).mean(), optimizer) as scaled:
+            if backward and not delayed:
+                scaled.backward()
+            raise ValueError("bad batch")
+
+    add()
+    once = [param.grad.clone() for param in amp.master_params(optimizer)]
+    optimizer.zero_grad()
+    add(delay=delayed)
+    with pytest.raises(ValueError, match="bad batch"):
+        fail()
+    add()
+    for param, grad in zip(amp.master_params(optimizer), once, strict=True):
+        torch.testing.assert_close(param.grad, 2 * grad, rtol=1e-2, atol=1e-3)
+
+
 def test_o2_steps_on_from_loaded_weights() -> None:
     """The float32 copies keep the initial weights: the first step after a resume undoes what was loaded."""
     model, optimizer, _ = make()

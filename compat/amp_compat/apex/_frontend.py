@@ -22,6 +22,8 @@ from amp_core.states.loss_scale import LossScaleSchedule, ScaleState, next_scale
 
 master_params = _models.master_params
 
+_Gradients = list[tuple[nn.Parameter, Tensor | None]]
+
 
 @dataclass
 class _Scaler:
@@ -144,6 +146,9 @@ def scale_loss(  # apex's signature
         delay_unscale: leave the gradients scaled because another backward pass precedes the step.
         delay_overflow_check: ignored.
 
+    An exception in the block leaves the gradients as they were before it, except those that `delay_unscale`
+    left scaled, to which a part of the failed backward pass may have been added.
+
     Raises:
         RuntimeError: `initialize` was not called.
     """
@@ -152,10 +157,15 @@ def scale_loss(  # apex's signature
         return
     scaler, chosen = _state.scalers[loss_id], _as_list(optimizers)
     earlier = [] if delay_unscale else [_set_aside(optimizer) for optimizer in chosen]
-    # apex patched only Python functions, so its backward passes ran without autocast.
-    with amp_core.autocast(_state.device_type, enabled=False):
-        yield loss.float() * scaler.state.scale
-    torch.clear_autocast_cache()
+    try:
+        # apex patched only Python functions, so its backward passes ran without autocast.
+        with amp_core.autocast(_state.device_type, enabled=False):
+            yield loss.float() * scaler.state.scale
+    except BaseException:
+        _put_back(chosen, earlier)
+        raise
+    finally:
+        torch.clear_autocast_cache()
     if delay_unscale:
         for optimizer in chosen:
             optimizer._amp_scaled = True
@@ -163,31 +173,41 @@ def scale_loss(  # apex's signature
         _unscale(scaler, chosen, earlier)
 
 
-def _set_aside(optimizer: Optimizer) -> list[Tensor | None]:
+def _set_aside(optimizer: Optimizer) -> _Gradients:
     """Detach and return the gradients of earlier backward passes that are already unscaled."""
-    still_scaled = vars(optimizer).pop("_amp_scaled", False)
     masters = _models.masters_of(optimizer)
-    earlier: list[Tensor | None] = []
-    for param in master_params(optimizer):
-        unscaled = not still_scaled or param in masters  # those of masters arrive when they are unscaled
-        earlier.append(param.grad if unscaled else None)
-        if unscaled:
-            param.grad = None
+    still_scaled = _is_scaled(optimizer)  # those of masters arrive when they are unscaled
+    params = [p for p in master_params(optimizer) if not still_scaled or p in masters]
+    earlier = [(param, param.grad) for param in params]
+    for param in params:
+        param.grad = None
     return earlier
 
 
+def _is_scaled(optimizer: Optimizer) -> bool:
+    return bool(vars(optimizer).get("_amp_scaled", False))
+
+
+def _put_back(optimizers: Sequence[Optimizer], earlier: Sequence[_Gradients]) -> None:
+    """Undo `_set_aside` after a failed backward pass, and drop the gradients that it left."""
+    for optimizer, before in zip(optimizers, earlier, strict=False):  # none if `delay_unscale`
+        for param, grad in before:
+            param.grad = grad
+        if not _is_scaled(optimizer):
+            _models.drop_gradients(optimizer)
+
+
 @torch.no_grad()
-def _unscale(
-    scaler: _Scaler, optimizers: Sequence[Optimizer], earlier: Sequence[Sequence[Tensor | None]]
-) -> None:
+def _unscale(scaler: _Scaler, optimizers: Sequence[Optimizer], earlier: Sequence[_Gradients]) -> None:
     overflow = False
     for optimizer, before in zip(optimizers, earlier, strict=True):
+        vars(optimizer).pop("_amp_scaled", None)
         _models.move_gradients(optimizer)
         for part in group_by_device(optimizer, allow_fp16=True):
             flag = torch.zeros((), device=part.device)
             part.multiply_(torch.tensor(1.0 / scaler.state.scale, device=part.device), flag)
             overflow = overflow or bool(flag.item())
-        _add(list(master_params(optimizer)), before)
+        _add(before)
     if not scaler.dynamic:
         return
     scaler.state = next_scale(scaler.state, overflow, scaler.schedule)
@@ -196,8 +216,8 @@ def _unscale(
             _skip_next_step(optimizer)
 
 
-def _add(params: Sequence[nn.Parameter], earlier: Sequence[Tensor | None]) -> None:
-    for param, before in zip(params, earlier, strict=True):
+def _add(earlier: _Gradients) -> None:
+    for param, before in earlier:
         if before is not None:
             param.grad = before if param.grad is None else param.grad.add_(before)
 

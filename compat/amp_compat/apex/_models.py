@@ -114,3 +114,9 @@ def move_gradients(optimizer: Optimizer) -> None:
         if param.grad is not None:
             master.grad = param.grad.float()
             param.grad = None
+
+
+def drop_gradients(optimizer: Optimizer) -> None:
+    """Remove the gradients of low-precision parameters that have not been moved to their float32 copies."""
+    for param, _ in getattr(optimizer, "_amp_pairs", ()):
+        param.grad = None
