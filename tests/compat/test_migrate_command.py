@@ -49,6 +49,14 @@ def test_check_tells_by_exit_code(tree: Path) -> None:
     assert main(["migrate", "--check", str(tree)]) == 0
 
 
+@pytest.mark.parametrize("jobs", ["0", "-1"])
+def test_jobs_must_be_positive(tree: Path, jobs: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A negative number quietly means one process, and 0 all cores."""
+    with pytest.raises(SystemExit):
+        main(["migrate", "--jobs", jobs, str(tree)])
+    assert f"{jobs} is not a positive number" in capsys.readouterr().err
+
+
 def test_diff_without_a_console(tree: Path, monkeypatch) -> None:
     """A program without standard output gets a traceback in place of the exit code."""
     monkeypatch.setattr(sys, "stdout", None)

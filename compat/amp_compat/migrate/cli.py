@@ -17,6 +17,7 @@ from typing import Any
 from amp_compat.migrate.files import Discovered, discover, is_candidate, module_stem, names_taken, words_for
 from amp_compat.migrate.model import FileReport
 from amp_core.cli import UsageError
+from amp_core.cli.demo import count
 from amp_core.common.text import counted
 
 _INLINE = 8  # starting processes costs more than migrating this many files
@@ -42,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="in a git work tree, also migrate files that git does not track",
     )
-    add("--jobs", type=int, default=0, metavar="N", help="worker processes (default: one per core)")
+    add("--jobs", type=count, metavar="N", help="worker processes (default: one per core)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -111,10 +112,10 @@ def _candidates(files: list[Path]) -> tuple[list[Path], dict[str, set[str]], lis
 
 
 @contextmanager
-def _mapper(count: int, jobs: int) -> Iterator[Callable[..., Any]]:
+def _mapper(files: int, jobs: int | None) -> Iterator[Callable[..., Any]]:
     """Map over the files, using several processes if there are enough files."""
-    workers = min(jobs or os.cpu_count() or 1, count)
-    if workers < 2 or count < _INLINE:
+    workers = min(jobs or os.cpu_count() or 1, files)
+    if workers < 2 or files < _INLINE:
         yield map
         return
     # spawn: torch has started threads in the parent, so a forked child can hang.
@@ -179,20 +180,22 @@ def _print_report(discovered: Discovered, reports: list[FileReport], args: argpa
     print(_closing_line(_summary(discovered, reports), args))
 
 
-def _closing_line(count: dict[str, int], args: argparse.Namespace) -> str:
+def _closing_line(counts: dict[str, int], args: argparse.Namespace) -> str:
     verb = "changed" if args.write else "would change"
-    changed = count["files_written" if args.write else "files_changed"]
-    rewritten, manual = count["changed"] + count["review"], count["manual"]
+    changed = counts["files_written" if args.write else "files_changed"]
+    rewritten, manual = counts["changed"] + counts["review"], counts["manual"]
     parts = [
-        f"{counted(count['files'], 'file')}: {changed} {verb}",
-        f"{counted(rewritten, 'place')} rewritten, {count['review']} of them to review",
+        f"{counted(counts['files'], 'file')}: {changed} {verb}",
+        f"{counted(rewritten, 'place')} rewritten, {counts['review']} of them to review",
         f"{manual} {'needs' if manual == 1 else 'need'} a human",
     ]
-    if count["files_failed"]:
-        parts.append(f"{count['files_failed']} failed")
-    if count["symlinks_skipped"]:
-        parts.append(f"{counted(count['symlinks_skipped'], 'symlink')} skipped")
-    if count["untracked_skipped"]:
-        parts.append(f"{count['untracked_skipped']} untracked skipped")
-    hint = "" if args.write or args.check or not count["files_changed"] else " (nothing written; use --write)"
+    if counts["files_failed"]:
+        parts.append(f"{counts['files_failed']} failed")
+    if counts["symlinks_skipped"]:
+        parts.append(f"{counted(counts['symlinks_skipped'], 'symlink')} skipped")
+    if counts["untracked_skipped"]:
+        parts.append(f"{counts['untracked_skipped']} untracked skipped")
+    hint = (
+        "" if args.write or args.check or not counts["files_changed"] else " (nothing written; use --write)"
+    )
     return ", ".join(parts) + hint
