@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 
+from amp_compat.migrate.files import is_candidate
 from amp_compat.migrate.names import TARGETS
 from amp_compat.migrate.source import migrate_source
 
@@ -15,6 +16,15 @@ REWRITES = {
     "inside an f-string": (
         "import torch\nprint(f\"{torch.cuda.amp.autocast()}\", f'{torch.cuda.amp.GradScaler()}')\n",
         "import torch\nprint(f\"{torch.amp.autocast('cuda')}\", f'{torch.amp.GradScaler(\"cuda\")}')\n",
+    ),
+    "a partial inside an f-string": (
+        'import torch, functools\nprint(f"{functools.partial(torch.cuda.amp.autocast)}{(torch.cuda.amp.autocast if x else y)()}")\n',
+        "import torch, functools\nprint(f\"{functools.partial(torch.amp.autocast, 'cuda')}"
+        "{(functools.partial(torch.amp.autocast, 'cuda') if x else y)()}\")\n",
+    ),
+    "torch imported in the function": (
+        "def f():\n    import torch\n    from torch.cuda.amp import autocast_mode\n    autocast_mode.autocast()\n",
+        'import torch\ndef f():\n    import torch\n    torch.amp.autocast("cuda")\n',
     ),
     "a generator by position": (
         "import torch\ntorch.cuda.amp.autocast(on for on in switches)\n",
@@ -363,6 +373,43 @@ HUMAN = {
         "import torch\nc = torch.cuda.amp.autocast_mode._cast\ndef f(): return torch.cuda.amp.autocast_mode._cast\nc(x, low)\n",
         "`_cast` takes (value, device_type, dtype) now",
     ),
+    "replaced by a patch of its path": (
+        "import torch\nwith mock.patch('torch.cuda.amp.autocast', mine):\n    torch.cuda.amp.autocast(False)\n",
+        "this file replaces `torch.cuda.amp.autocast`",
+    ),
+    "replaced by a patch of the module": (
+        "import torch\nwith mock.patch.object(torch.cuda.amp, 'autocast'):\n    torch.cuda.amp.autocast(False)\n",
+        "this file replaces `torch.cuda.amp.autocast`",
+    ),
+    "replaced by a patch of several": (
+        "import torch\nwith patch.multiple(torch.cuda.amp, GradScaler=X):\n    torch.cuda.amp.GradScaler()\n",
+        "this file replaces `torch.cuda.amp.GradScaler`",
+    ),
+    "replaced by setattr": (
+        "import torch\nsetattr(torch.cuda.amp, 'autocast', mine)\nwith torch.cuda.amp.autocast(False):\n    pass\n",
+        "this file replaces `torch.cuda.amp.autocast`",
+    ),
+    "torch hidden by a parameter": (
+        "from torch.cuda.amp import autocast_mode\ndef f(torch):\n    return autocast_mode.autocast(False)\n",
+        "`torch` is a local variable here",
+    ),
+    "functools hidden by a variable": (
+        "import torch\ndef f():\n    functools = 1\n    g = torch.cuda.amp.autocast\n    return g(False)\n",
+        "`functools` is a local variable here",
+    ),
+    "inside f-strings with both marks": (
+        "import torch\nprint(f'{f\"{torch.cuda.amp.autocast()}\"}')\n",
+        "use both quotation marks",
+    ),
+    "constructor called by name": (
+        "import torch\nclass S(torch.cuda.amp.GradScaler):\n    def __init__(self, x):\n"
+        "        torch.cuda.amp.GradScaler.__init__(self, x)\n",
+        "class S does not call super().__init__ once",
+    ),
+    "type comment": (
+        "import torch\ndef f(a,  # type: Optional[torch.cuda.amp.GradScaler]\n      b): ...\n",
+        "this type comment has the deprecated name",
+    ),
     "computed attribute": ("import torch\ngetattr(torch.cuda.amp, name)()\n", "used as an object"),
     "name in a string": ("import torch\nS = eval('torch.cuda.amp.GradScaler()')\n", "string contains"),
     "inherited constructor": (
@@ -377,7 +424,7 @@ HUMAN = {
     "replaced from outside": (
         "import torch\nold = torch.cuda.amp.autocast\ntorch.cuda.amp.autocast = mine\n"
         "with torch.cuda.amp.autocast(False), old(False):\n    pass\ntorch.cuda.amp.autocast = old\n",
-        "this file assigns to `torch.cuda.amp.autocast`",
+        "this file replaces `torch.cuda.amp.autocast`",
     ),
     "module that may be missing": (
         "import torch\namp = getattr(torch.cuda, 'amp', None)\nif amp is not None:\n    amp.autocast(False)\n",
@@ -594,6 +641,26 @@ def test_apex_imports_are_followed(source: str) -> None:
     assert result.text == APEX_IMPORTS[source]
     assert {f.level for f in result.findings} == {"changed"}
     assert migrate_source(result.text, CORE).text == result.text
+
+
+@pytest.mark.parametrize("source", ["from apex import amp\n", "import apex.amp as amp\n"])
+def test_apex_without_a_successor_is_reported_again(source: str) -> None:
+    """A second run over the migrated file calls it done, and it fails with an AttributeError."""
+    source += "amp.initialize(m)\namp.register_half_function(torch, 'mm')\namp.__dict__\n"
+    once = migrate_source(source, CORE)
+    twice = migrate_source(once.text, CORE)
+    assert is_candidate(once.text.encode())
+    assert twice.text == once.text
+    assert twice.findings == [f for f in once.findings if f.level == "manual"] != []
+    assert migrate_source(once.text, TORCH).findings == []
+
+
+def test_a_local_variable_does_not_hide_amp_core() -> None:
+    """The rewritten call reads the parameter, not the module."""
+    source = "import torch\ndef f(amp_core):\n    return torch.cuda.amp.autocast(False)\n"
+    result = migrate_source(source, CORE)
+    assert (result.text, [f.level for f in result.findings]) == (source, ["manual"])
+    assert "torch.amp" in migrate_source(source, TORCH).text
 
 
 def test_apex_import_among_others_is_left() -> None:

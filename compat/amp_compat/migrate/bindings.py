@@ -88,6 +88,16 @@ class Resolver:
         meanings = [(b, self._meaning(b, binding.name)) for b in binding.scope[binding.name]]
         return [b for b, m in meanings if not (m and parse_legacy(m.dotted))]
 
+    def is_local(self, name: str, module: str, at: cst.CSTNode) -> bool:
+        """Return whether `name` is a local variable at the node `at`, but not an import of `module`."""
+        scope = self.scope_of(at)
+        return scope is not None and any(
+            isinstance(binding, Assignment)
+            and not isinstance(binding.scope, GlobalScope)
+            and self.import_meaning(binding, name) != module
+            for binding in scope[name]
+        )
+
     def scope_of(self, node: cst.CSTNode) -> Scope | None:
         """Return the scope of `node`."""
         scopes = (self._scopes.get(each) for each in (node, *around(node, self.parents)))

@@ -36,8 +36,10 @@ from amp_compat.migrate.tree import (
     quote_of,
     root_of,
     super_init,
+    type_comments,
 )
 
+_COMMENT = "this type comment has the deprecated name; change it by hand"
 _EXPORTED = "`{}` is in __all__, in a class, in a magic or used by other files; its signature would change"
 
 
@@ -80,6 +82,10 @@ class ModuleRewriter:
             self._rewrite(use)
         for string in plan.strings:
             self._string(string)
+        for comment in type_comments(self.module, self.text):
+            self._find(
+                comment, "manual", "torch.cuda.amp" if "cuda" in comment.value else "torch.cpu.amp", _COMMENT
+            )
         if "apex" in self.text:
             self._apex()
         self._import_edits()
@@ -108,9 +114,15 @@ class ModuleRewriter:
     def _try_site(self, use: Use) -> None:
         """Check that the arguments of the use can be converted."""
         try:
+            through_alias = use.resolved.alias and isinstance(use.node, cst.Name)
+            hidden = "" if through_alias else self.expressions.hidden_name(use.node, use.kind)
+            if hidden:
+                raise CannotConvertError(
+                    f"`{hidden}` is a local variable here; rename it, or rewrite this by hand"
+                )
             self._site_edit(use)
             if use.kind in {"value", "alias", "decorator"}:
-                convert_args(use.legacy, [], self.quote)
+                convert_args(use.legacy, [], self._quote_at(use.node))
         except CannotConvertError as error:
             use.manual = str(error)
 
@@ -219,7 +231,7 @@ class ModuleRewriter:
     def _replace(self, use: Use) -> None:
         new = self._expression(use)
         if use.kind in {"value", "alias"}:
-            new = self.expressions.partial(use.legacy, new, at=use.node)
+            new = self.expressions.partial(use.legacy, new, use.node, self._quote_at(use.node))
             if isinstance(self.resolver.scope_of(use.node), ClassScope):  # Python 3.14 binds partials
                 new = cst.Call(cst.Name("staticmethod"), [cst.Arg(new)])
         elif use.kind == "decorator":
@@ -243,12 +255,15 @@ class ModuleRewriter:
         return None if call is None or edit is None else (call, edit)
 
     def _quote_at(self, node: cst.CSTNode) -> str:
-        """Return the file's quotation mark, or the other one inside an f-string that uses it."""
-        strings = (n for n in (node, *around(node, self.parents)) if isinstance(n, cst.FormattedString))
-        outer = next(strings, None)
-        if outer is None:
-            return self.quote
-        return '"' if outer.quote[0] == "'" else "'"
+        """Return the file's quotation mark, or one that the f-strings around `node` do not use."""
+        strings = [n.quote for n in around(node, self.parents) if isinstance(n, cst.FormattedString)]
+        for free in (lambda mark: mark not in "".join(strings), lambda mark: mark not in strings):
+            for mark in dict.fromkeys([self.quote, '"', "'"]):
+                if free(mark):
+                    return mark
+        raise CannotConvertError(
+            "the f-strings around it use both quotation marks; move the call out of them"
+        )
 
     def _call_edit(self, legacy: Legacy, call: cst.Call, *, bare: bool) -> Edit | None:
         if bare:
@@ -261,13 +276,14 @@ class ModuleRewriter:
         return lambda new: new.with_changes(args=convert_args(legacy, args_of(new), quote))
 
     def _partial_edit(self, legacy: Legacy, call: cst.Call) -> Edit:
-        convert_args(legacy, call.args[1:], self.quote)
+        quote = self._quote_at(call)
+        convert_args(legacy, call.args[1:], quote)
 
         def edit(new: cst.CSTNode) -> cst.CSTNode:
             first, *rest = args_of(new)
             space = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
             comma = first.comma if isinstance(first.comma, cst.Comma) else space
-            converted = convert_args(legacy, rest, self.quote)
+            converted = convert_args(legacy, rest, quote)
             return new.with_changes(args=[first.with_changes(comma=comma), *converted])
 
         return edit

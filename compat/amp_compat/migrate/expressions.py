@@ -11,6 +11,7 @@ from amp_compat.migrate.bindings import Resolver
 from amp_compat.migrate.calls import convert_args
 from amp_compat.migrate.imports import ImportEditor, bound_names
 from amp_compat.migrate.names import Legacy, Target
+from amp_compat.migrate.tree import root_of
 
 
 class Expressions:
@@ -44,7 +45,7 @@ class Expressions:
         suffix = self._target.suffix(legacy.name) if legacy.name else ""
         return cst.parse_expression(".".join(filter(None, [self._module_of(root), suffix])))
 
-    def partial(self, legacy: Legacy, successor: cst.BaseExpression, at: cst.CSTNode) -> cst.Call:
+    def partial(self, legacy: Legacy, successor: cst.BaseExpression, at: cst.CSTNode, quote: str) -> cst.Call:
         """Return ``functools.partial(successor, device)``, which takes the deprecated keyword arguments."""
         functools: cst.BaseExpression | None = self._name_for("functools.partial", above=at)
         if functools is None:
@@ -52,13 +53,13 @@ class Expressions:
             if module is None:
                 self._imports.need("functools")
             functools = cst.Attribute(module or cst.Name("functools"), cst.Name("partial"))
-        return self._filled_in(functools, legacy, successor)
+        return _filled_in(functools, legacy, successor, quote)
 
     def rebound(self, name: cst.Name, legacy: Legacy, at: cst.CSTNode) -> list[cst.BaseSmallStatement]:
         """Return ``name = functools.partial(name, device)`` as statements to follow the import `at`."""
         known = self._name_for("functools", above=at)
         functools = known or cst.Name("functools")
-        call = self._filled_in(cst.Attribute(functools, cst.Name("partial")), legacy, name)
+        call = _filled_in(cst.Attribute(functools, cst.Name("partial")), legacy, name, self._quote)
         assign = cst.Assign([cst.AssignTarget(name)], call)
         if known is None and self._imports.at_top(at):  # needed imports are added below it
             return [cst.Import([cst.ImportAlias(functools)]), assign]
@@ -66,17 +67,21 @@ class Expressions:
             self._imports.need("functools")
         return [assign]
 
+    def hidden_name(self, node: cst.BaseExpression, kind: str) -> str:
+        """Return the first name that a rewrite of `node` needs and that means something else there, or ""."""
+        modules = ["functools"] if kind in {"value", "alias"} else []
+        root = root_of(node)
+        meaning = self._resolver.resolve(root)
+        if meaning is None or meaning.dotted != self._target.root:
+            modules.append(self._target.root)
+        names = [(module, (self._name_for(module) or cst.Name(module)).value) for module in modules]
+        return next((name for module, name in names if self._resolver.is_local(name, module, at=node)), "")
+
     def in_words(self, legacy: Legacy) -> str:
         """Describe the successor and its device for a report."""
         suffix = f".{self._target.suffix(legacy.name)}" if legacy.name else ""
         device = "" if legacy.name in {"", "OptState"} else f" on '{legacy.device}'"
         return f"{self._target.module}{suffix}{device}"
-
-    def _filled_in(
-        self, partial: cst.BaseExpression, legacy: Legacy, successor: cst.BaseExpression
-    ) -> cst.Call:
-        first = cst.Arg(successor, comma=cst.Comma(whitespace_after=cst.SimpleWhitespace(" ")))
-        return cst.Call(partial, [first, *convert_args(legacy, [], self._quote)])
 
     def _module_of(self, root: cst.BaseExpression | None) -> str:
         if self._target.module == "torch.amp" and isinstance(root, cst.Name):
@@ -99,3 +104,10 @@ class Expressions:
             if above is None or min(lines) < self._positions[above].start.line:
                 return cst.Name(name)
         return None
+
+
+def _filled_in(
+    partial: cst.BaseExpression, legacy: Legacy, successor: cst.BaseExpression, quote: str
+) -> cst.Call:
+    first = cst.Arg(successor, comma=cst.Comma(whitespace_after=cst.SimpleWhitespace(" ")))
+    return cst.Call(partial, [first, *convert_args(legacy, [], quote)])

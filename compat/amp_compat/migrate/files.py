@@ -16,7 +16,7 @@ _SKIPPED = frozenset({"__pycache__", "node_modules", "site-packages", "__pypacka
 # A file that matches none of these cannot contain a deprecated name and is not parsed.
 _CANDIDATE = re.compile(
     rb"(?:cuda|cpu)\s*\.\s*amp\b|torch\s*\.\s*(?:cuda|cpu)\s+import|torch\s*\.\s*(?:cuda|cpu)\s+as\b"
-    rb"|torch\s+import[^\n]*\b(?:cuda|cpu)\b|(?:cuda|cpu)\s*,\s*\\?[\"']amp|\bapex\b[^\n]*\bamp\b|\bamp\b[^\n]*\bapex\b"
+    rb"|torch\s+import[^\n]*\b(?:cuda|cpu)\b|(?:cuda|cpu)\s*,\s*\\?[\"']amp|\bapex\b[^\n]*\bamp\b|\bamp\b[^\n]*\bapex\b|\bamp_compat\b[^\n]*\bapex\b"
 )
 _NAMES = ("autocast", "GradScaler", "custom_fwd", "custom_bwd", "amp")
 # In notebooks, lines begin with a quotation mark. Parentheses may hold comments, which may hold parentheses.

@@ -9,6 +9,7 @@ from libcst.metadata import Assignment, BaseAssignment, ClassScope, GlobalScope
 
 from amp_compat.migrate.bindings import Resolved, Resolver
 from amp_compat.migrate.calls import AUTOCAST_ORDER, has_positional, keyword_of
+from amp_compat.migrate.names import OBJECTS, Legacy, parse_legacy
 from amp_compat.migrate.plan import Plan, Use
 from amp_compat.migrate.rules import PARTIAL_NOTE, classify
 from amp_compat.migrate.tree import Parents
@@ -18,10 +19,42 @@ _CLASS_KINDS = {"type", "base", "partial"}
 
 def settle_replaced(plan: Plan, parents: Parents) -> None:
     """Leave the names that the file itself replaces: it expects its own object where it uses them."""
-    replaced = {use.legacy for use in plan.uses if isinstance(parents[use.node], cst.AssignTarget)}
+    replaced = {legacy for use in plan.uses for legacy in _replaced_at(use, parents)}
+    replaced.update(legacy for string in plan.strings if (legacy := _patched(string, parents)) is not None)
     for use in plan.uses:
         if use.legacy in replaced:
-            use.manual = f"this file assigns to `{use.legacy.dotted}`; rewrite that and its uses by hand"
+            use.manual = f"this file replaces `{use.legacy.dotted}`; rewrite that and its uses by hand"
+
+
+def _replaced_at(use: Use, parents: Parents) -> list[Legacy]:
+    """Return what an assignment, ``setattr(torch.cuda.amp, "name", ...)`` or ``patch.object`` replaces."""
+    parent = parents[use.node]
+    if isinstance(parent, cst.AssignTarget):
+        return [use.legacy]
+    call = parents[parent] if isinstance(parent, cst.Arg) else None
+    if use.legacy.name or not isinstance(call, cst.Call) or _last_name(call.func) in {"getattr", "hasattr"}:
+        return []
+    words = [arg.keyword.value for arg in call.args if arg.keyword is not None]
+    words += [str(a.value.evaluated_value) for a in call.args[1:2] if isinstance(a.value, cst.SimpleString)]
+    return [Legacy(use.legacy.device, word) for word in words if word in OBJECTS]
+
+
+def _patched(string: cst.SimpleString, parents: Parents) -> Legacy | None:
+    """Return what ``mock.patch("torch.cuda.amp.name")`` or ``monkeypatch.setattr`` of a path replaces."""
+    parent = parents[string]
+    call = parents[parent] if isinstance(parent, cst.Arg) else None
+    if (
+        isinstance(call, cst.Call)
+        and call.args[0] is parent
+        and _last_name(call.func) in {"patch", "setattr"}
+    ):
+        return parse_legacy(str(string.evaluated_value))
+    return None
+
+
+def _last_name(node: cst.BaseExpression) -> str:
+    name = node.attr if isinstance(node, cst.Attribute) else node
+    return name.value if isinstance(name, cst.Name) else ""
 
 
 def settle_aliases(plan: Plan, resolver: Resolver) -> None:

@@ -132,7 +132,12 @@ def super_init(node: cst.ClassDef) -> cst.Call:
     """Return the only call of ``super().__init__`` in the class's own ``__init__``."""
     own = [s for s in node.body.body if isinstance(s, cst.FunctionDef) and s.name.value == "__init__"]
     calls = [call for function in own for call in m.findall(function, _SUPER_INIT)]
-    if len(calls) != 1:
+    if own and len(calls) != 1:
+        raise CannotConvertError(
+            f"class {node.name.value} does not call super().__init__ once: pass the device first where it "
+            "calls this constructor, then change the base"
+        )
+    if not own:
         raise CannotConvertError(
             f"class {node.name.value} inherits the constructor, which now takes the device first: "
             "callers must pass it"
@@ -148,6 +153,17 @@ def dunder_all(module: cst.Module, text: str) -> set[str]:
     naming = [statement for statement in statements if m.findall(statement, m.Name("__all__"))]
     strings = [string for statement in naming for string in m.findall(statement, m.SimpleString())]
     return {word for string in strings for word in re.findall(r"\w+", cast("cst.SimpleString", string).value)}
+
+
+_TYPE_COMMENT = re.compile(r"#\s*type:.*\btorch\.(?:cuda|cpu)\.amp\b.*")
+
+
+def type_comments(module: cst.Module, text: str) -> list[cst.Comment]:
+    """Return the comments that give a deprecated name as a type."""
+    if not _TYPE_COMMENT.search(text):
+        return []
+    comments = m.findall(module, m.Comment(m.MatchRegex(_TYPE_COMMENT)))
+    return [cast("cst.Comment", comment) for comment in comments]
 
 
 def quote_of(text: str) -> str:

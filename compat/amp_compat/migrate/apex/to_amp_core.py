@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import libcst as cst
@@ -14,6 +15,8 @@ from amp_compat.migrate.names import Target
 from amp_compat.migrate.tree import NameWalker
 
 SUPPORTED = frozenset({"initialize", "scale_loss", "master_params", "state_dict", "load_state_dict"})
+
+_USED = re.compile(r"(apex\.amp|amp_compat\.apex)\.(.+)")
 
 _ADVICE = {
     "initialize": (
@@ -69,10 +72,13 @@ class ApexRewriter(NameWalker):
     def take(self, node: cst.BaseExpression) -> bool:
         """Edit a use, or report why it cannot be edited."""
         resolved = self._resolver.resolve(node)
-        if resolved is None or not resolved.dotted.startswith("apex.amp."):
+        found = _USED.fullmatch(resolved.dotted) if resolved is not None else None
+        if resolved is None or found is None:
             return False
-        name = resolved.dotted[len("apex.amp.") :]
+        module, name = found.groups()
         label = f"apex.amp.{name}"
+        if module == "amp_compat.apex" and (name in SUPPORTED or not self._rewrites):
+            return True
         if name not in SUPPORTED:
             self.findings.append((node, "manual", label, _OTHER))
         elif not self._rewrites:
