@@ -133,6 +133,20 @@ REWRITES = {
         "try:\n    from torch.amp import autocast\nexcept ImportError:\n    autocast = None\n"
         'def f():\n    with autocast("cuda", enabled=True):\n        pass\n',
     ),
+    "import with stand-ins in one line": (
+        "try:\n    from torch.cuda.amp import autocast, GradScaler\nexcept ImportError:\n"
+        "    autocast, GradScaler = None, None\ns = GradScaler() if GradScaler else None\n"
+        "if autocast and not s:\n    autocast(False)\n",
+        "try:\n    from torch.amp import autocast, GradScaler\nexcept ImportError:\n"
+        '    autocast, GradScaler = None, None\ns = GradScaler("cuda") if GradScaler else None\n'
+        'if autocast and not s:\n    autocast("cuda", enabled=False)\n',
+    ),
+    "module that may be None": (
+        "try:\n    from torch.cuda import amp\nexcept ImportError:\n    amp = None\nassert amp\n"
+        "while amp and on:\n    amp.autocast(False)\n",
+        "try:\n    from torch import amp\nexcept ImportError:\n    amp = None\nassert amp\n"
+        'while amp and on:\n    amp.autocast("cuda", enabled=False)\n',
+    ),
     "beside another device": (
         "import torch\nif torch.cuda.is_available():\n    c = torch.cuda.amp.autocast()\nelse:\n"
         "    c = torch.autocast('cpu')\n",
@@ -410,6 +424,14 @@ HUMAN = {
         "import torch\ndef f(a,  # type: Optional[torch.cuda.amp.GradScaler]\n      b): ...\n",
         "this type comment has the deprecated name",
     ),
+    "replaced among others": (
+        "import torch\ntorch.cuda.amp.autocast, x = mine, 1\nwith torch.cuda.amp.autocast(False):\n    pass\n",
+        "this file replaces `torch.cuda.amp.autocast`",
+    ),
+    "partial by keyword": (
+        "from functools import partial\nimport torch\npartial(func=torch.cuda.amp.autocast)\n",
+        "is used as a value here",
+    ),
     "computed attribute": ("import torch\ngetattr(torch.cuda.amp, name)()\n", "used as an object"),
     "name in a string": ("import torch\nS = eval('torch.cuda.amp.GradScaler()')\n", "string contains"),
     "inherited constructor": (
@@ -479,6 +501,21 @@ def test_one_doubtful_use_keeps_the_import_for_itself() -> None:
         'with torch.amp.autocast("cuda"):\n    pass\n'
     )
     assert migrate_source(source, TORCH).text == expected
+
+
+@pytest.mark.parametrize("test", ["amp is not None", "amp"])
+@pytest.mark.parametrize(("path", "name"), [("torch.cuda", "amp"), ("torch.cuda.amp", "GradScaler")])
+def test_a_test_of_an_import_that_stays_asks_for_its_name(test: str, path: str, name: str) -> None:
+    """The program asks whether it has imported the name yet; the successor always exists."""
+    test = test.replace("amp", name)
+    made = "amp.GradScaler()" if name == "amp" else "GradScaler()"
+    source = (
+        f"{name} = None\ndef setup():\n    global {name}\n    from {path} import {name}\n"
+        f"def use():\n    if {test}:\n        {made}\n    register({name})\n"
+    )
+    result = migrate_source(source, TORCH)
+    assert result.text == "import torch\n" + source.replace(made, 'torch.amp.GradScaler("cuda")')
+    assert [(f.line, f.level) for f in result.findings] == [(7, "changed"), (8, "manual")]
 
 
 def test_names_that_other_files_import_stay() -> None:

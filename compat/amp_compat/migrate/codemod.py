@@ -213,6 +213,8 @@ class ModuleRewriter:
         if use.manual:
             self._find(use.node, "manual", use.legacy.dotted, use.manual)
             return
+        if use.tested and self._keeps_import(use):  # its name may also be None, or not imported yet
+            return
         through_alias = use.resolved.alias and isinstance(use.node, cst.Name)
         if not through_alias:
             self._replace(use)
@@ -241,6 +243,12 @@ class ModuleRewriter:
         if not (isinstance(new, cst.Name) and isinstance(use.node, cst.Name) and new.value == use.node.value):
             self.edits[use.node] = lambda _: replacement
 
+    def _keeps_import(self, use: Use) -> bool:
+        return any(
+            isinstance(b, ImportAssignment) and not self.imports.is_renamed(b.node, b.name)
+            for b in use.resolved.bindings
+        )
+
     def _site_edit(self, use: Use) -> tuple[cst.CSTNode, Edit] | None:
         """Return the call to change because of a use, and how."""
         call, edit = use.site, None
@@ -257,10 +265,11 @@ class ModuleRewriter:
     def _quote_at(self, node: cst.CSTNode) -> str:
         """Return the file's quotation mark, or one that the f-strings around `node` do not use."""
         strings = [n.quote for n in around(node, self.parents) if isinstance(n, cst.FormattedString)]
-        for free in (lambda mark: mark not in "".join(strings), lambda mark: mark not in strings):
-            for mark in dict.fromkeys([self.quote, '"', "'"]):
-                if free(mark):
-                    return mark
+        marks = [self.quote, '"', "'"]
+        free = [mark for mark in marks if mark not in "".join(strings)]
+        free += [mark for mark in marks if mark not in strings]
+        if free:
+            return free[0]
         raise CannotConvertError(
             "the f-strings around it use both quotation marks; move the call out of them"
         )

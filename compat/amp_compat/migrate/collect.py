@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
 
 import libcst as cst
 
@@ -56,8 +57,11 @@ class Collector(NameWalker):
         return False
 
     def visit_AssignTarget(self, node: cst.AssignTarget) -> bool:
-        """Skip a plain name on the left: it is a binding, not a use."""
-        return not isinstance(node.target, cst.Name)
+        """Skip the plain names on the left: they are bindings, not uses."""
+        for target in _parts(node.target):
+            if not isinstance(target, cst.Name):
+                target.visit(self)
+        return False
 
     def visit_AnnAssign(self, node: cst.AnnAssign) -> bool:
         """Skip a plain name on the left, as in `visit_AssignTarget`."""
@@ -86,6 +90,14 @@ class Collector(NameWalker):
             classify(use, self._parents, self._resolver)
         self.plan.add(use)
         return True
+
+
+def _parts(target: cst.BaseExpression) -> Iterator[cst.BaseExpression]:
+    if isinstance(target, (cst.Tuple, cst.List)):
+        for element in target.elements:
+            yield from _parts(element.value)
+    else:
+        yield target
 
 
 def _is_code(text: str) -> bool:

@@ -58,6 +58,10 @@ class ImportEditor:
         self._renamed[node].add(bound)
         self._followed[node].extend(then)
 
+    def is_renamed(self, node: cst.CSTNode, bound: str) -> bool:
+        """Return whether the import at `node` binds `bound` from the target, or no longer."""
+        return bound in self._renamed.get(node, ())
+
     def at_top(self, node: cst.CSTNode) -> bool:
         """Return whether the import statement `node` is at the top level of the module."""
         return self._parents[self._parents[node]] is self._module

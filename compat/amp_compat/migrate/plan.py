@@ -24,6 +24,7 @@ class Use:
         site: the call, argument or class to rewrite.
         manual: why it must be rewritten by hand, or "".
         review: what to check after the rewrite, or "".
+        tested: a name by itself, of which only the truth or identity matters.
         direct: the module alias that leads to it stays as it is, so the use must not go through it.
     """
 
@@ -34,6 +35,7 @@ class Use:
     site: cst.CSTNode | None = None
     manual: str = ""
     review: str = ""
+    tested: bool = False
     direct: bool = False
 
 

@@ -16,6 +16,7 @@ from amp_compat.migrate.tree import Parents, around
 def classify(use: Use, parents: Parents, resolver: Resolver) -> None:
     """Set `kind`, `site`, `manual` and `review` of a use from its context."""
     parent = parents[use.node]
+    use.tested = isinstance(use.node, cst.Name) and is_condition(use.node, parents)
     if not use.legacy.name:
         _classify_module(use, parent, parents)
         return
@@ -23,7 +24,7 @@ def classify(use: Use, parents: Parents, resolver: Resolver) -> None:
         use.kind = "type"
         return
     place = _Place(parents, resolver)
-    for rule in (_call, _decorator, _argument, _attribute, _typed, _assigned):
+    for rule in (_call, _decorator, _argument, _attribute, _tested, _typed, _assigned):
         if rule(use, parent, place):
             return
     if isinstance(parent, (cst.Return, cst.IfExp, cst.Lambda)):
@@ -93,7 +94,7 @@ def _argument(use: Use, parent: cst.CSTNode, at: _Place) -> bool:
         use.kind, use.site = "base", owner
         if owner.bases[0] is not parent:
             use.review = "another base comes first: check that its constructor passes the device on"
-    elif isinstance(owner, cst.Call) and owner.args[0] is parent and _is_partial(owner, at.resolver):
+    elif isinstance(owner, cst.Call) and _is_first(parent, owner) and _is_partial(owner, at.resolver):
         use.kind, use.site = "partial", owner
     elif owner is not None and _is_type_test(owner):
         use.kind = "type"
@@ -102,6 +103,10 @@ def _argument(use: Use, parent: cst.CSTNode, at: _Place) -> bool:
     else:
         return False
     return True
+
+
+def _is_first(arg: cst.CSTNode, call: cst.Call) -> bool:
+    return call.args[0] is arg and call.args[0].keyword is None
 
 
 def _is_partial(call: cst.Call, resolver: Resolver) -> bool:
@@ -117,6 +122,13 @@ def _attribute(use: Use, parent: cst.CSTNode, at: _Place) -> bool:
         use.manual = (
             f"`{parent.attr.value}` of the successor takes the device first; rewrite this call by hand"
         )
+    return True
+
+
+def _tested(use: Use, parent: cst.CSTNode, at: _Place) -> bool:
+    if not is_condition(use.node, at.parents):
+        return False
+    use.kind = "type"
     return True
 
 
@@ -166,9 +178,9 @@ def _classify_module(use: Use, parent: cst.CSTNode, parents: Parents) -> None:
     elif isinstance(owner, cst.Call) and owner.args[0] is parent and _tests_name(owner, "hasattr"):
         return
     elif isinstance(owner, cst.Call) and owner.args[0] is parent and _tests_name(owner, "getattr"):
-        if not _is_condition(owner, parents):
+        if not is_condition(owner, parents):
             use.manual = "getattr with a default: the value may have either signature; rewrite it by hand"
-    elif isinstance(parent, (cst.Comparison, cst.Expr)):
+    elif isinstance(parent, cst.Expr) or is_condition(use.node, parents):
         return  # a check whether the name exists
     elif isinstance(parent, cst.Attribute):
         use.manual = f"`{use.legacy.dotted}.{parent.attr.value}` has no successor of that name"
@@ -176,10 +188,16 @@ def _classify_module(use: Use, parent: cst.CSTNode, parents: Parents) -> None:
         use.manual = f"the module `{use.legacy.dotted}` is used as an object; rewrite its uses by hand"
 
 
-def _is_condition(node: cst.CSTNode, parents: Parents) -> bool:
-    """Return whether only the truth of `node` matters; ``or`` and ``and`` may return it."""
-    outer = next(each for each in around(node, parents) if not isinstance(each, cst.BooleanOperation))
-    return isinstance(outer, (cst.Comparison, cst.If, cst.UnaryOperation))
+def is_condition(node: cst.CSTNode, parents: Parents) -> bool:
+    """Return whether only the truth or identity of `node` matters; ``or`` and ``and`` may return it."""
+    inner = node
+    for outer in around(node, parents):
+        if isinstance(outer, (cst.Comparison, cst.ComparisonTarget, cst.UnaryOperation)):
+            return True
+        if not isinstance(outer, cst.BooleanOperation):
+            return isinstance(outer, (cst.If, cst.IfExp, cst.While, cst.Assert)) and outer.test is inner
+        inner = outer
+    return False
 
 
 def _tests_name(call: cst.Call, name: str) -> bool:

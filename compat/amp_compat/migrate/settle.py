@@ -12,8 +12,9 @@ from amp_compat.migrate.calls import AUTOCAST_ORDER, has_positional, keyword_of
 from amp_compat.migrate.names import OBJECTS, Legacy, parse_legacy
 from amp_compat.migrate.plan import Plan, Use
 from amp_compat.migrate.rules import PARTIAL_NOTE, classify
-from amp_compat.migrate.tree import Parents
+from amp_compat.migrate.tree import Parents, around
 
+_PARTS = (cst.Element, cst.StarredElement, cst.Tuple, cst.List)
 _CLASS_KINDS = {"type", "base", "partial"}
 
 
@@ -29,7 +30,8 @@ def settle_replaced(plan: Plan, parents: Parents) -> None:
 def _replaced_at(use: Use, parents: Parents) -> list[Legacy]:
     """Return what an assignment, ``setattr(torch.cuda.amp, "name", ...)`` or ``patch.object`` replaces."""
     parent = parents[use.node]
-    if isinstance(parent, cst.AssignTarget):
+    outer = next(each for each in around(use.node, parents) if not isinstance(each, _PARTS))
+    if isinstance(outer, cst.AssignTarget):
         return [use.legacy]
     call = parents[parent] if isinstance(parent, cst.Arg) else None
     if use.legacy.name or not isinstance(call, cst.Call) or _last_name(call.func) in {"getattr", "hasattr"}:
