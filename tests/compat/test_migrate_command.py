@@ -259,6 +259,39 @@ def test_deprecated_names_in_magics_are_reported(tmp_path: Path, capsys) -> None
     assert places == [(2, 2, len("%time s = "), "manual")]
 
 
+@pytest.mark.parametrize(
+    ("cell", "place"),
+    [
+        ("%%writefile train.py\nx = 1\nwith torch.cuda.amp.autocast(False): ...", (3, 5)),
+        ("%%writefile train.py\nfrom torch.cuda import nvtx, amp", (2, 5)),
+        ("%%file train.py\nfrom apex import amp", (2, 5)),
+        ("%%bash\npython -c 'import torch; torch.cpu.amp.autocast(0)'", (2, 25)),
+        ("%%wandb\nGradScaler()", (2, 0)),
+        ("%%wandb\nmade = Scaler()", (2, 7)),
+        ("%%bash\npython train.py --amp", None),
+        ("%%writefile train.py\nfrom torch.amp import GradScaler", None),
+    ],
+)
+def test_cells_of_other_magics_are_reported(tmp_path: Path, capsys, cell: str, place) -> None:
+    """The notebook counts as migrated, and goes on to use the deprecated name, or one that lacks a device."""
+    path = tmp_path / "demo.ipynb"
+    cells = [_cell("from torch.cuda.amp import GradScaler as Scaler\nScaler()"), _cell(cell)]
+    path.write_text(json.dumps({"cells": cells, "nbformat": 4}))
+    (file,) = report(capsys, str(path))["files"]
+    found = [(f["line"], f["column"]) for f in file["findings"] if (f["cell"], f["level"]) == (2, "manual")]
+    assert found == ([place] if place else [])
+
+
+def test_an_expression_with_a_line_that_begins_with_percent_is_no_magic(tmp_path: Path) -> None:
+    """The cell counts as no valid Python, and stays as it is."""
+    path = tmp_path / "demo.ipynb"
+    cell = "from torch.cuda.amp import autocast\nprint(\n    'step %d'\n    % 3\n)\nautocast()"
+    path.write_text(json.dumps({"cells": [_cell(cell)], "nbformat": 4}))
+    assert main(["migrate", "--write", str(path)]) == 0
+    new = cell.replace("torch.cuda.amp", "torch.amp").replace("autocast()", "autocast('cuda')")
+    assert "".join(json.loads(path.read_text())["cells"][0]["source"]) == new
+
+
 def test_a_cell_magic_stays_the_first_line(tmp_path: Path) -> None:
     """The first cell no longer runs: below another line, ``%%time`` means nothing."""
     path = tmp_path / "demo.ipynb"

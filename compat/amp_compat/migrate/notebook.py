@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from collections.abc import Collection
@@ -20,6 +21,8 @@ _TIMED = re.compile(r"^[^#%]*%%?(?:time|timeit|prun|memit|mprun|lprun)\b(.*)", r
 _SOURCE = re.compile(r'(?<!\\)"source"\s*:\s*')
 _HIDDEN = re.compile(r"^(\s*)pass  # amp-core magic (.*)$")
 _PYTHON_MAGICS = ("%%time", "%%timeit", "%%capture", "%%debug", "%%prun", "%%memit", "%%mprun", "%%lprun")
+_FILES = ("%%writefile", "%%file")
+_PATH = r"torch\.(?:cuda|cpu)(?:\.amp\b|\s+import\b.*\bamp\b)|\bapex\b.*\bamp\b"
 
 
 @dataclass
@@ -48,6 +51,7 @@ def migrate_notebook(text: str, target: Target, exported: Collection[str] = ()) 
             changed = True
             _store(notebook["cells"][cell.index], new[cell.number])
     findings = _relocate(result.findings, cells) + skipped + [f for cell in cells for f in _in_magics(cell)]
+    findings.sort(key=lambda f: (f.cell or 0, f.line, f.column))
     return Rewritten(_dump(notebook, text) if changed else text, findings)
 
 
@@ -56,9 +60,10 @@ def _code_cells(raw: list[dict[str, Any]]) -> tuple[list[_Cell], list[Finding]]:
     skipped: list[Finding] = []
     texts = {index: _text(cell) for index, cell in enumerate(raw) if cell.get("cell_type") == "code"}
     names = names_bound_to("\n".join(texts.values()))
-    deprecated = re.compile("|".join(["amp|autocast|GradScaler", *(rf"\b{name}\b" for name in names)]))
+    deprecated = re.compile(rf"\b(?:{'|'.join(['amp|autocast|GradScaler|custom_[fb]wd', *names])})\b")
     for number, (index, text) in enumerate(texts.items(), start=1):
         if text.lstrip().startswith("%%") and not text.lstrip().startswith(_PYTHON_MAGICS):
+            skipped += _in_other_cell(text, number, names)
             continue
         try:
             cst.parse_module(_hide_magics(text))
@@ -69,6 +74,19 @@ def _code_cells(raw: list[dict[str, Any]]) -> tuple[list[_Cell], list[Finding]]:
             continue
         cells.append(_Cell(index, number, text))
     return cells, skipped
+
+
+def _in_other_cell(text: str, number: int, names: Collection[str]) -> list[Finding]:
+    """Return a finding if a cell that begins with an unsupported magic has a deprecated name."""
+    magic, *_ = text.split(maxsplit=1)
+    # A file has its own imports. The word amp alone is most often an option of a command.
+    words = [] if magic in _FILES else ["autocast", "GradScaler", "custom_[fb]wd", *names]
+    for row, line in enumerate(text.splitlines(), start=1):
+        found = re.search("|".join([_PATH, *(rf"\b{word}\b" for word in words if word != "amp")]), line)
+        if found is not None:
+            reason = f"cells with {magic} are not rewritten; change it by hand"
+            return [Finding(row, found.start(), "manual", found[0], reason, number)]
+    return []
 
 
 def _text(cell: dict[str, Any]) -> str:
@@ -100,6 +118,8 @@ def _block(cell: _Cell) -> str:
 def _hide_magics(text: str) -> str:
     """Turn IPython lines into valid Python statements."""
     lines = text.split("\n")
+    if not any(map(_MAGIC.match, lines)) or _is_python(text):  # a line of an expression may begin with %
+        return text
     continued = False
     for position, line in enumerate(lines):
         match = _MAGIC.match(line)
@@ -108,6 +128,14 @@ def _hide_magics(text: str) -> str:
             lines[position] = f"{indent}pass  # amp-core magic {rest}"
             continued = line.endswith("\\")
     return "\n".join(lines)
+
+
+def _is_python(text: str) -> bool:
+    try:
+        ast.parse(text)
+    except (SyntaxError, ValueError):
+        return False
+    return True
 
 
 def _split(text: str) -> dict[int, str]:
