@@ -432,6 +432,10 @@ HUMAN = {
         "from functools import partial\nimport torch\npartial(func=torch.cuda.amp.autocast)\n",
         "is used as a value here",
     ),
+    "unused star import": (
+        "from torch.cuda.amp import *\nfrom torch.amp import autocast\nautocast('cpu')\n",
+        "this file uses none of its names",
+    ),
     "computed attribute": ("import torch\ngetattr(torch.cuda.amp, name)()\n", "used as an object"),
     "name in a string": ("import torch\nS = eval('torch.cuda.amp.GradScaler()')\n", "string contains"),
     "inherited constructor": (

@@ -149,7 +149,9 @@ class ModuleRewriter:
         starred = [u for u in plan.uses if isinstance(u.node, cst.Name) and not u.resolved.bindings]
         kept = sorted(self.exported & self.stars.keys())
         if kept:
-            self._keep_star(kept)
+            self._keep_star(_EXPORTED.format("`, `".join(kept)))
+        elif not starred:
+            self._keep_star("this file uses none of its names; remove it")
         elif not any(use.manual for use in starred):  # such a use needs the star import
             self.imports.star_uses.update(u.node.value for u in starred if isinstance(u.node, cst.Name))
         return renamed
@@ -177,9 +179,9 @@ class ModuleRewriter:
     def _keep_exported(self, binding: ImportAssignment) -> None:
         self._find(binding.node, "manual", binding.name, _EXPORTED.format(binding.name))
 
-    def _keep_star(self, names: list[str]) -> None:
+    def _keep_star(self, reason: str) -> None:
         for star in star_imports(self.module.body):
-            self._find(star, "manual", module_name(star) or "", _EXPORTED.format("`, `".join(names)))
+            self._find(star, "manual", module_name(star) or "", reason)
 
     def _beside_successor(self, binding: ImportAssignment) -> None:
         """Report an import for old versions of torch, unless it is a fallback in an `except`."""
