@@ -292,6 +292,16 @@ def test_an_expression_with_a_line_that_begins_with_percent_is_no_magic(tmp_path
     assert "".join(json.loads(path.read_text())["cells"][0]["source"]) == new
 
 
+def test_a_shell_command_goes_on_below_a_windows_line_ending(tmp_path: Path) -> None:
+    """The rest of the command counts as Python, and the cell stays as it is."""
+    path = tmp_path / "demo.ipynb"
+    cell = "!pip install \\\r\n  torch\r\nfrom torch.cuda.amp import autocast\r\nautocast()"
+    path.write_text(json.dumps({"cells": [_cell(cell)], "nbformat": 4}))
+    assert main(["migrate", "--write", str(path)]) == 0
+    new = cell.replace("torch.cuda.amp", "torch.amp").replace("autocast()", 'autocast("cuda")')
+    assert "".join(json.loads(path.read_text())["cells"][0]["source"]) == new
+
+
 def test_a_cell_magic_stays_the_first_line(tmp_path: Path) -> None:
     """The first cell no longer runs: below another line, ``%%time`` means nothing."""
     path = tmp_path / "demo.ipynb"

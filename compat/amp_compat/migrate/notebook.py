@@ -126,7 +126,7 @@ def _hide_magics(text: str) -> str:
         if match or continued:
             indent, rest = match.groups() if match else ("", line)
             lines[position] = f"{indent}pass  # amp-core magic {rest}"
-            continued = line.endswith("\\")
+            continued = line.rstrip("\r").endswith("\\")
     return "\n".join(lines)
 
 
