@@ -30,9 +30,9 @@ from amp_compat.migrate.tree import (
     Apply,
     Edit,
     args_of,
-    around,
     dunder_all,
     metadata_of,
+    quote_at,
     quote_of,
     root_of,
     super_init,
@@ -122,7 +122,7 @@ class ModuleRewriter:
                 )
             self._site_edit(use)
             if use.kind in {"value", "alias", "decorator"}:
-                convert_args(use.legacy, [], self._quote_at(use.node))
+                convert_args(use.legacy, [], quote_at(use.node, self.parents, self.quote))
         except CannotConvertError as error:
             use.manual = str(error)
 
@@ -235,7 +235,9 @@ class ModuleRewriter:
     def _replace(self, use: Use) -> None:
         new = self._expression(use)
         if use.kind in {"value", "alias"}:
-            new = self.expressions.partial(use.legacy, new, use.node, self._quote_at(use.node))
+            new = self.expressions.partial(
+                use.legacy, new, use.node, quote_at(use.node, self.parents, self.quote)
+            )
             if isinstance(self.resolver.scope_of(use.node), ClassScope):  # Python 3.14 binds partials
                 new = cst.Call(cst.Name("staticmethod"), [cst.Arg(new)])
         elif use.kind == "decorator":
@@ -264,30 +266,18 @@ class ModuleRewriter:
             edit = self._call_edit(use.legacy, call, bare=False)
         return None if call is None or edit is None else (call, edit)
 
-    def _quote_at(self, node: cst.CSTNode) -> str:
-        """Return the file's quotation mark, or one that the f-strings around `node` do not use."""
-        strings = [n.quote for n in around(node, self.parents) if isinstance(n, cst.FormattedString)]
-        marks = [self.quote, '"', "'"]
-        free = [mark for mark in marks if mark not in "".join(strings)]
-        free += [mark for mark in marks if mark not in strings]
-        if free:
-            return free[0]
-        raise CannotConvertError(
-            "the f-strings around it use both quotation marks; move the call out of them"
-        )
-
     def _call_edit(self, legacy: Legacy, call: cst.Call, *, bare: bool) -> Edit | None:
         if bare:
             if legacy.name != "autocast" or not has_positional(call.args):
                 return None
             name_positional(call.args)
             return lambda new: new.with_changes(args=name_positional(args_of(new)))
-        quote = self._quote_at(call)
+        quote = quote_at(call, self.parents, self.quote)
         convert_args(legacy, call.args, quote)
         return lambda new: new.with_changes(args=convert_args(legacy, args_of(new), quote))
 
     def _partial_edit(self, legacy: Legacy, call: cst.Call) -> Edit:
-        quote = self._quote_at(call)
+        quote = quote_at(call, self.parents, self.quote)
         convert_args(legacy, call.args[1:], quote)
 
         def edit(new: cst.CSTNode) -> cst.CSTNode:

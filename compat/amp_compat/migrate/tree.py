@@ -169,3 +169,16 @@ def type_comments(module: cst.Module, text: str) -> list[cst.Comment]:
 def quote_of(text: str) -> str:
     """Return the quotation mark that `text` uses most."""
     return "'" if text.count("'") > text.count('"') else '"'
+
+
+def quote_at(node: cst.CSTNode, parents: Parents, usual: str) -> str:
+    """Return the quotation mark `usual`, or one that the f-strings around `node` do not use."""
+    strings = [n.quote for n in around(node, parents) if isinstance(n, cst.FormattedString)]
+    marks = [usual, '"', "'"]
+    free = [mark for mark in marks if mark not in "".join(strings)]
+    free += [mark for mark in marks if mark not in strings]
+    if not free:
+        raise CannotConvertError(
+            "the f-strings around it use both quotation marks; move the call out of them"
+        )
+    return free[0]
