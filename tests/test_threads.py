@@ -223,3 +223,23 @@ def test_what_is_made_once_is_made_by_one_thread(in_threads: InThreads) -> None:
 
     in_threads(*[lambda: hook("step")] * THREADS)
     assert len(made) == 1
+
+
+@pytest.mark.parametrize("key", [None, "g"])
+def test_threads_that_scale_the_first_losses(key: str | None, in_threads: InThreads) -> None:
+    """A stage of a pipeline finds the counts of a scale that another one is making, and raises."""
+    both_look = threading.Barrier(THREADS)
+
+    class Slow(Tensor):
+        """Its device is asked for when the scale has been found missing."""
+
+        @property
+        def device(self) -> torch.device:
+            if scaler._scales.for_loss(key).scale is None:
+                both_look.wait()
+            return super().device
+
+    scaler = GradScaler("cpu", 4.0)
+    ones = [torch.ones(()).as_subclass(Slow) for _ in range(THREADS)]
+    in_threads(*[lambda one=one: scaler.scale(one, key) for one in ones])
+    assert scaler.get_scale(key) == 4.0

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from amp_core.common.locks import new_lock
 from amp_core.kernels import ScaleTensors
 from amp_core.kernels.interface import as_int32
 from amp_core.kernels.memory import on_host, read
@@ -24,6 +25,8 @@ from amp_core.states.loss_scale import (
     saved_form,
     valid_scale,
 )
+
+_allocating = new_lock()
 
 _NO_SCALE = (
     "This may indicate your script did not use scaler.scale(loss or outputs) earlier in the iteration."
@@ -75,14 +78,25 @@ class LossScale:
         """Create the tensors on `device`."""
         if self.growth_tracker is not None:
             raise AssertionError("_growth_tracker initialized before _scale")
-        self.scale = torch.full((), self.init_scale, dtype=torch.float32, device=device)
-        self.growth_tracker = torch.full((), self.init_growth_tracker, dtype=torch.int32, device=device)
-        self.hysteresis_left = torch.full((), self.init_hysteresis_left, dtype=torch.int32, device=device)
+        scale = torch.full((), self.init_scale, dtype=torch.float32, device=device)
+        tracker = torch.full((), self.init_growth_tracker, dtype=torch.int32, device=device)
+        left = torch.full((), self.init_hysteresis_left, dtype=torch.int32, device=device)
+        # Other threads look for `scale`: it comes last.
+        self.growth_tracker, self.hysteresis_left, self.scale = tracker, left, scale
+
+    def _allocate_once(self, device: torch.device) -> None:
+        """Create the tensors in one of the threads that scale the first losses, as pipeline stages do."""
+        if is_tracing():
+            self.allocate(device)
+            return
+        with _allocating:
+            if self.scale is None:
+                self.allocate(device)
 
     def multiply(self, tensor: Tensor) -> Tensor:
         """Return `tensor` times the scale; float16 is widened to float32, so that it does not overflow."""
         if self.scale is None:
-            self.allocate(tensor.device)
+            self._allocate_once(tensor.device)
         if not is_tracing():  # a count would recompile the graph at every step
             self.losses += 1
         wide = tensor.float() if tensor.dtype is torch.float16 else tensor

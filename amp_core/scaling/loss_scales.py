@@ -71,9 +71,9 @@ class LossScales:
         if key is None:
             return self.own
         check_key(key)
-        if key not in self.keyed:
-            self.keyed[key] = self._new(key)
-        return self.keyed[key]
+        known = self.keyed.get(key)
+        # Of several threads that come first, all get the same.
+        return self.keyed.setdefault(key, self._new(key)) if known is None else known
 
     def _new(self, key: str) -> LossScale:
         return LossScale(self._init_scale, self._schedules.get(key, self.own.schedule), key)
