@@ -243,8 +243,9 @@ class AccumulationWindow:
     @outside_graphs
     def _check(self) -> None:
         self._find_parameters()
-        if any(p.grad is not None and p.grad.is_sparse for p in self._params):
-            raise TypeError("An AccumulationWindow cannot take sparse gradients out of a sum.")
+        sparse = next((p for p in self._params if p.grad is not None and p.grad.is_sparse), None)
+        if sparse is not None:
+            raise TypeError(_SPARSE.format(name=name_of(sparse, self._scaler._log.names)))
         parts = joined([group_by_device(each, allow_fp16=True) for each in self._optimizers])
         device = parts[0].device if parts else self._params[0].device
         self._micro_batches.add(parts, self._ids, device, self._scaler._unscaler.deciders())
@@ -324,6 +325,12 @@ class AccumulationWindow:
         earlier = [p.grad for p in self._params] if self._earlier is None else self._earlier
         flags = [part_of(grad).any().float() for grad in earlier if grad is not None]
         return self._micro_batches.any_of(flags, device)
+
+
+_SPARSE = (
+    "The gradient of {name} is sparse, and an AccumulationWindow cannot take sparse gradients out of a sum. "
+    "Build the embedding with sparse=False, or accumulate this optimizer's gradients without a window."
+)
 
 
 def _own_memory(gradient: Tensor | None) -> Tensor | None:

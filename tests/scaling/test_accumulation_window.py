@@ -291,7 +291,8 @@ def test_what_a_window_cannot_take() -> None:
         pass
     table = torch.nn.Embedding(3, 2, sparse=True)
     window = AccumulationWindow(run.scaler, torch.optim.SGD(table.parameters(), lr=0.1))
-    with pytest.raises(TypeError, match="sparse"), window, window.micro_batch():
+    text = r"The gradient of parameter of shape \(3, 2\) is sparse.*sparse=False"
+    with pytest.raises(TypeError, match=text), window, window.micro_batch():
         run.scaler.scale(table(torch.tensor([1])).sum()).backward()
     assert table.weight.grad is None
 
