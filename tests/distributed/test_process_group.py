@@ -34,6 +34,13 @@ def test_ranks_decide_as_one_process_with_all_gradients(on_ranks: Callable[..., 
     assert on_ranks(SCRIPT.with_name("decisions.py"), ranks=count).count("all is well") == count
 
 
+@pytest.mark.parametrize("count", [8, pytest.param(150, marks=pytest.mark.slow)])
+def test_programs_train_as_scaling_by_hand(on_ranks: Callable[..., str], count: int) -> None:
+    """A pair of features that no other test has takes another step on two ranks than on one."""
+    printed = on_ranks(SCRIPT.with_name("training.py"), str(count))
+    assert printed.count("all is well") == 2
+
+
 @pytest.mark.slow
 def test_products_of_shards_are_those_of_the_whole(on_ranks: Callable[..., str]) -> None:
     """Under tensor parallelism a recipe gives NaN, scales of a part, or torch's error of a cut block."""
