@@ -9,6 +9,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 import amp_core
 from amp_core import (
+    AccumulationWindow,
     GradScaler,
     OpPolicy,
     Recipe,
@@ -30,7 +32,7 @@ from amp_core.common.once import once
 from amp_core.dispatch.activate import RuleOverrides
 from amp_core.formats import E4M3, Quantization
 
-from .drawn import TIMES
+from .drawn import TIMES, programs
 
 InThreads = Callable[..., None]
 DEFAULT = OpPolicy.default("cpu")
@@ -243,3 +245,62 @@ def test_threads_that_scale_the_first_losses(key: str | None, in_threads: InThre
     ones = [torch.ones(()).as_subclass(Slow) for _ in range(THREADS)]
     in_threads(*[lambda one=one: scaler.scale(one, key) for one in ones])
     assert scaler.get_scale(key) == 4.0
+
+
+def trained(draw: random.Random, run: Callable[..., object]) -> list[Any]:
+    """Train models by one scaler; `run` takes what each does in a step. Return all that is found."""
+    torch.manual_seed(draw.randrange(2**30))
+    models = [make(i) for i in range(THREADS)]
+    kinds = draw.choices([{"fused": True}, {"foreach": True}, {"foreach": False}], k=THREADS)
+    optimizers = [
+        torch.optim.AdamW(each.parameters(), 0.01, **how) for each, how in zip(models, kinds, strict=True)
+    ]
+    scaler = GradScaler("cpu", 64.0, growth_interval=2, overlap=draw.random() < 0.5)
+    keys = [None, *draw.choices([None, "a", "b"], k=THREADS - 1)]
+    style, max_norm = draw.choice(["plain", "closure", "window"]), draw.choice([None, 0.1])
+    found: list[Any] = []
+
+    def job(i: int, factors: list[float]) -> None:
+        optimizer, scope = optimizers[i], nullcontext
+        window = AccumulationWindow(scaler, optimizer, key=keys[i])
+
+        def backward() -> float:
+            optimizer.zero_grad()
+            for factor in factors:
+                with scope():
+                    scaler.scale(models[i](A).square().mean() * factor, keys[i]).backward()
+            return 0.0
+
+        if style == "closure":
+            scaler.step_closure(optimizer, backward, key=keys[i], max_norm=max_norm)
+            return
+        if style == "window":
+            scope = window.micro_batch
+            with window:
+                backward()
+        else:
+            backward()
+        scaler.step(optimizer, key=keys[i], max_norm=max_norm)
+
+    for _ in range(3):
+        factors = [draw.choices([1.0, torch.inf], [9, 1], k=2) for _ in models]
+        run(*[lambda i=i, own=own: job(i, own) for i, own in enumerate(factors)])
+        records = [scaler.last_step[each] for each in optimizers]
+        found += [(each.skipped, each.total_norm, each.bad_micro_batches) for each in records]
+        scaler.update()
+        found += [scaler.get_scale(key) for key in keys]
+    return [*found, len(scaler.history), *[p.tolist() for each in models for p in each.parameters()]]
+
+
+def test_one_scaler_steps_in_many_threads(in_threads: InThreads) -> None:
+    """Flags, norms, records or scales of optimizers under one key, or under several, get mixed up."""
+
+    def one_by_one(*jobs: Callable[[], object]) -> None:
+        for job in jobs:
+            job()
+
+    for draw in programs(3.0, number="one scaler"):
+        state = draw.getstate()
+        expected = trained(draw, one_by_one)
+        draw.setstate(state)
+        assert str(trained(draw, in_threads)) == str(expected)
