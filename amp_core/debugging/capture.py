@@ -113,25 +113,25 @@ class Capture(Sink):
 
     Args:
         limit: maximum number of elements to keep per tensor.
-        ops: see `Tap`.
-        model: see `Tap`.
         on_leaf: called with each leaf tensor that requires a gradient when an op uses it.
 
     Attributes:
         run: what it has found.
     """
 
-    def __init__(
-        self, limit: int, ops: Iterable[str], model: nn.Module | None, on_leaf: Callable[[Tensor], None]
-    ) -> None:
+    def __init__(self, limit: int, on_leaf: Callable[[Tensor], None]) -> None:
         self.run = Run()
-        self.tap = Tap(self, model, ops)
-        self.tap.places.on_return = self._returned
         self._limit = limit
         self._on_leaf = on_leaf
         self._lines = Lines()
         self._calls: Counter[tuple[Any, ...]] = Counter()
         self._producers: WeakIdentityMapping[torch.UntypedStorage, Key | None] = WeakIdentityMapping()
+
+    def tap(self, model: nn.Module | None, ops: Iterable[str] = ()) -> Tap:
+        """Return a `Tap` that reports to this sink, which does not keep it: it holds the models."""
+        tap = Tap(self, model, ops)
+        tap.places.on_return = self._returned
+        return tap
 
     # Callbacks of the tap.
 

@@ -120,13 +120,13 @@ class SpeedSearch:
         step, keeper = self._step, self._keeper
         if step.model is not None:
             keeper.keep(step.model)
-        capture = Capture(1, (), step.model, keeper.keep_tensor)
-        places = capture.tap.places
-        places.on_call = keeper.keep
+        capture = Capture(1, keeper.keep_tensor)
+        tap = capture.tap(step.model)
+        tap.places.on_call = keeper.keep
         region = autocast(step.device_type, dtype=step.dtype, enabled=False)
-        with capture.tap, self._watched(self._count_in_region), region:
+        with tap, self._watched(self._count_in_region), region:
             result = step.fn()
-        step.roots = [step.model] if step.model is not None else places.roots
+        step.roots = [step.model] if step.model is not None else tap.places.roots
         self._runs_backward = not keeper.has_gradients()
         for root in step.roots:
             keeper.keep(root)  # it may only have run inside a functional_call

@@ -139,19 +139,20 @@ class Step:
     ) -> Run:
         ops = {*self._float32.rules, *self.policy.rules}
         keeper = StateKeeper()
-        capture = Capture(self._limit, ops, self.model, keeper.keep_tensor)
-        capture.tap.places.on_call = keeper.keep
+        capture = Capture(self._limit, keeper.keep_tensor)
+        tap = capture.tap(self.model, ops)
+        tap.places.on_call = keeper.keep
         run = capture.run
         with keeper.restored(), seeded(self.seed, self.device_type):
             if self.model is not None:
                 keeper.keep(self.model)
             with contextlib.ExitStack() as stack:
-                stack.enter_context(capture.tap)
+                stack.enter_context(tap)
                 stack.enter_context(self.in_force(policy))
                 with autocast(self.device_type, dtype=dtype, policy=policy):
                     result = self.fn()
                 self.leaves_backward = _run_backward(result, scale, capture, keeper)
-                self.roots = [self.model] if self.model is not None else capture.tap.places.roots
+                self.roots = [self.model] if self.model is not None else tap.places.roots
                 with muted():
                     _keep_gradients(self.roots, capture)
                     if run.recipe is not None:

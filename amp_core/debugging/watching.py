@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -69,7 +70,7 @@ class Watch(Attached, Report):
         if self.step % self._every:
             return
         for name, module in self.model.named_modules():
-            self._hooks.append(module.register_forward_hook(Hook(self._of_module(name))))
+            self._hooks.append(module.register_forward_hook(Hook(functools.partial(self._of_module, name))))
         for name, parameter in self.model.named_parameters():
             self._add("weight", name, parameter)
             if parameter.requires_grad and is_readable(parameter):
@@ -80,20 +81,16 @@ class Watch(Attached, Report):
             self._hooks.pop().remove()
         self._seen.clear()
 
-    def _of_module(self, name: str) -> Callable[..., None]:
-        @outside_graphs
-        def hook(_module: nn.Module, _args: Any, result: Any) -> None:
-            if not self._hooks or is_rehearsing() or repeats_forward():  # compiled code keeps removed hooks
-                return
-            tensors = floats_in(result)[:1]
-            for tensor in tensors:
-                if tensor not in self._seen:  # else it is the result of an inner module
-                    self._seen[tensor] = True
-                    self._add("activation", name, tensor)
-                    if tensor.requires_grad:
-                        tensor.register_hook(self._of_result(name))  # type: ignore[no-untyped-call]
-
-        return hook
+    @outside_graphs
+    def _of_module(self, name: str, _module: nn.Module, _args: Any, result: Any) -> None:
+        if not self._hooks or is_rehearsing() or repeats_forward():  # compiled code keeps removed hooks
+            return
+        for tensor in floats_in(result)[:1]:
+            if tensor not in self._seen:  # else it is the result of an inner module
+                self._seen[tensor] = True
+                self._add("activation", name, tensor)
+                if tensor.requires_grad:
+                    tensor.register_hook(self._of_result(name))  # type: ignore[no-untyped-call]
 
     def _of_result(self, name: str) -> Callable[[Tensor], None]:
         def add(gradient: Tensor) -> None:
