@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import operator
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -60,8 +61,8 @@ def materialize(
         device_type: the region's device type; defaults to that of the first parameter.
         dynamic_shapes: as for ``torch.export.export``.
         check: run both models on copies of the example arguments and compare bit for bit the results, and
-            what was written to the copies. Buffers and random generators are restored afterwards. Switch it
-            off for models with random results or on devices whose kernels are not deterministic.
+            what was written to the copies. Parameters, buffers and random generators are restored afterwards.
+            Switch it off for models with random results or on devices whose kernels are not deterministic.
 
     Returns:
         The model as a ``torch.fx.GraphModule``, with frozen weights.
@@ -119,6 +120,7 @@ def materialize(
         ) from error
     store_casts(graph_module)
     ops = {names.full_name(n.target) for n in graph_module.graph.nodes if isinstance(n.target, Overload)}
+    written = _written(graph_module)
     graph_module = call_directly(graph_module, in_spec)
     for name in ("train", "eval"):  # torch.export forbids both; this graph has one mode
         graph_module.__dict__.pop(name, None)
@@ -127,9 +129,9 @@ def materialize(
         with torch.no_grad():
             outside = autocast(region.device, enabled=False)
             mine, its = [map_tensors((tuple(args), kwargs), Tensor.clone) for _ in range(2)]  # to write to
-            with _left_as_it_is(graph_module), kept_generators(region.device), outside:
+            with _left_as_it_is(graph_module, written), kept_generators(region.device), outside:
                 result = graph_module(*mine[0], **mine[1])
-            with _left_as_it_is(model), kept_generators(region.device), _frozen(model), region:
+            with _left_as_it_is(model, written), kept_generators(region.device), _frozen(model), region:
                 wanted = model(*its[0], **its[1])
         _compare((result, mine), (wanted, its), model, ops, in_force)
     return graph_module
@@ -172,21 +174,28 @@ def _frozen(model: nn.Module) -> Iterator[None]:
             parameter.requires_grad_(True)
 
 
+def _written(module: fx.GraphModule) -> list[Tensor]:
+    """Return the weights to which the graph writes: their memory is that of the traced model's."""
+    writes = module.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+    names = [node.args[0].target for node in writes if node.args[0].op == "get_attr"]
+    return [operator.attrgetter(name)(module) for name in names]
+
+
 @contextmanager
-def _left_as_it_is(model: nn.Module) -> Iterator[None]:
-    """Undo what the block does to the buffers of `model`, such as running statistics."""
+def _left_as_it_is(model: nn.Module, written: list[Tensor]) -> Iterator[None]:
+    """Undo what the block does to `written` and to the buffers of `model`, such as running statistics."""
     modules = [(module, dict(module._buffers)) for module in model.modules()]
-    buffers = [b for _, named in modules for b in named.values() if b is not None and not b.is_inference()]
-    values = [(b, b.clone()) for b in buffers if b.layout is torch.strided]
+    tensors = [b for _, named in modules for b in named.values() if b is not None] + written
+    values = [(t, t.clone()) for t in tensors if t.layout is torch.strided and not t.is_inference()]
     try:
         yield
     finally:
         for module, named in modules:
             module._buffers.clear()
             module._buffers.update(named)
-        for buffer, value in values:
-            if not torch.equal(buffer, value):  # batch norms leave the version counter
-                buffer.copy_(value)
+        for tensor, value in values:
+            if not torch.equal(tensor, value):  # batch norms leave the version counter
+                tensor.copy_(value)
 
 
 def _compare(result: Any, wanted: Any, model: nn.Module, ops: set[str], policy: OpPolicy) -> None:

@@ -501,6 +501,27 @@ def test_the_check_leaves_buffers_and_generators_as_they_are() -> None:
     assert all(torch.equal(b, before[name]) for name, b in low.named_buffers() if name in before)
 
 
+def test_the_check_leaves_parameters_as_they_are() -> None:
+    """A model that clamps or scales its weights has other ones afterwards, or is refused for them."""
+
+    class Scaling(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.gain = nn.Linear(6, 6), nn.Parameter(torch.ones(6))
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.linear.weight.clamp_(-0.1, 0.1)
+                self.gain.mul_(0.5)
+            return self.linear(x) * self.gain
+
+    model, x = Scaling(), torch.randn(5, 6)
+    before = copy.deepcopy(model.state_dict())
+    low = materialize(model, (x,), dtype=LOW)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert torch.equal(copy.deepcopy(low)(x), in_region(model, x))
+
+
 class Caching(nn.Module):
     """Writes to an argument, before it uses it."""
 
