@@ -7,7 +7,6 @@ import operator
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -16,18 +15,16 @@ from torch import Tensor, fx, nn
 from amp_core._torch.dispatcher import Overload, autograd_key, dispatcher_name, is_view, returns_tensors
 from amp_core._torch.op_kernels import has_kernel, key_set, native_kernel
 from amp_core.common.arguments import check_dtype, check_module, device_type_of
-from amp_core.common.containers import map_tensors, tensors_in
-from amp_core.common.generators import kept_generators
 from amp_core.dispatch.activate import default_policy
 from amp_core.dispatch.casting import Runner, make_runner
 from amp_core.errors import AmpWarning, MaterializeError, PolicyError
 from amp_core.plugin import get_backend
 from amp_core.policy import OpPolicy, names
-from amp_core.policy.coverage import REDUCTION, missing
 from amp_core.policy.recipes import RecipeRule
 from amp_core.policy.rules import NATIVE, UNCHANGED
 from amp_core.regions.direct_calls import call_directly
 from amp_core.regions.graph_casts import store_casts
+from amp_core.regions.graph_check import check_graph, frozen
 from amp_core.regions.region import autocast
 
 
@@ -107,7 +104,7 @@ def materialize(
             f"cached_casts(model, persistent=True)."
         )
     try:
-        with _frozen(model):
+        with frozen(model):
             graph_module, in_spec = _traced(model, args, kwargs, dynamic_shapes, region, in_force)
     except PolicyError:
         raise
@@ -126,14 +123,7 @@ def materialize(
         graph_module.__dict__.pop(name, None)
     graph_module.eval()
     if check:
-        with torch.no_grad():
-            outside = autocast(region.device, enabled=False)
-            mine, its = [map_tensors((tuple(args), kwargs), Tensor.clone) for _ in range(2)]  # to write to
-            with _left_as_it_is(graph_module, written), kept_generators(region.device), outside:
-                result = graph_module(*mine[0], **mine[1])
-            with _left_as_it_is(model, written), kept_generators(region.device), _frozen(model), region:
-                wanted = model(*its[0], **its[1])
-        _compare((result, mine), (wanted, its), model, ops, in_force)
+        check_graph(graph_module, model, (tuple(args), kwargs), region, in_force, ops, written)
     return graph_module
 
 
@@ -161,79 +151,11 @@ def _traced(
     return module, program.call_spec.in_spec
 
 
-@contextmanager
-def _frozen(model: nn.Module) -> Iterator[None]:
-    """Let torch choose its kernels as for the graph, whose weights require no gradients."""
-    trained = [p for p in model.parameters() if p.requires_grad and not p.is_inference()]
-    try:
-        for parameter in trained:
-            parameter.requires_grad_(False)
-        yield
-    finally:
-        for parameter in trained:
-            parameter.requires_grad_(True)
-
-
 def _written(module: fx.GraphModule) -> list[Tensor]:
     """Return the weights to which the graph writes: their memory is that of the traced model's."""
     writes = module.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
     names = [node.args[0].target for node in writes if node.args[0].op == "get_attr"]
     return [operator.attrgetter(name)(module) for name in names]
-
-
-@contextmanager
-def _left_as_it_is(model: nn.Module, written: list[Tensor]) -> Iterator[None]:
-    """Undo what the block does to `written` and to the buffers of `model`, such as running statistics."""
-    modules = [(module, dict(module._buffers)) for module in model.modules()]
-    tensors = [b for _, named in modules for b in named.values() if b is not None] + written
-    values = [(t, t.clone()) for t in tensors if t.layout is torch.strided and not t.is_inference()]
-    try:
-        yield
-    finally:
-        for module, named in modules:
-            module._buffers.clear()
-            module._buffers.update(named)
-        for tensor, value in values:
-            if not torch.equal(tensor, value):  # batch norms leave the version counter
-                tensor.copy_(value)
-
-
-def _compare(result: Any, wanted: Any, model: nn.Module, ops: set[str], policy: OpPolicy) -> None:
-    if all(_same(a, b) for a, b in zip(tensors_in(result), tensors_in(wanted), strict=True)):
-        return
-    name = type(model).__name__
-    differs = f"The graph of {name} does not give the bits of the region on the example arguments. "
-    fused = next((path for path, module in model.named_modules() if _has_fused_path(module)), None)
-    if fused is not None:
-        raise MaterializeError(
-            f"{differs}Without gradients, {fused or name} runs as torch's fused kernel, which rounds "
-            f"elsewhere and which no trace has. Call torch.backends.mha.set_fastpath_enabled(False) before "
-            f"materialize, and before the region that is to give the same bits."
-        )
-    unruled = [op for op, kind in missing(policy).items() if kind != REDUCTION and op in ops]
-    raise MaterializeError(
-        f"{differs}Its matrix products and custom ops without a rule: {', '.join(unruled) or 'none'}; give "
-        f"each one (OpPolicy.override). A model that asks whether it is traced (torch.compiler.is_compiling) "
-        f"may run other ops then. If the results are random or the kernels not deterministic, pass "
-        f"check=False."
-    )
-
-
-def _has_fused_path(module: nn.Module) -> bool:
-    fused = isinstance(module, (nn.MultiheadAttention, nn.TransformerEncoderLayer))
-    return fused and not module.training and torch.backends.mha.get_fastpath_enabled()
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    if a.dtype is not b.dtype or a.shape != b.shape or a.layout is not b.layout:
-        return False
-    a, b = (t if t.layout is torch.strided else t.to_dense() for t in (a, b))
-    differs = (_bytes(a) != _bytes(b)).any(-1)  # 0.0 equals -0.0, but their bits differ
-    return not (differs & ~(a.isnan() & b.isnan())).any()
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.resolve_conj().resolve_neg().contiguous().unsqueeze(-1).view(torch.uint8)
 
 
 def _decompose_unruled(program: torch.export.ExportedProgram, policy: OpPolicy) -> bool:

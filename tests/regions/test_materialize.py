@@ -522,6 +522,26 @@ def test_the_check_leaves_parameters_as_they_are() -> None:
     assert torch.equal(copy.deepcopy(low)(x), in_region(model, x))
 
 
+class Replacing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = self.mean + x.mean(0)
+        return x - self.mean
+
+
+def test_a_buffer_whose_replacement_the_trace_loses() -> None:
+    """The graph gives the bits of the first call forever, and the check makes only that one."""
+    x, model = torch.randn(5, 6), nn.Sequential(nn.Linear(6, 6), Replacing())
+    with pytest.raises(MaterializeError, match=r"called again.*loses the buffers that a submodule replaces"):
+        materialize(model, (x,), dtype=LOW)
+    low, again = copy.deepcopy(materialize(Replacing(), (x,), dtype=LOW)), Replacing()  # no submodule
+    for _ in range(2):
+        assert torch.equal(low(x), in_region(again, x))
+
+
 class Caching(nn.Module):
     """Writes to an argument, before it uses it."""
 
