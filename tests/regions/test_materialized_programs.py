@@ -17,13 +17,15 @@ from torch.nn.utils import parametrizations
 
 import amp_core
 from amp_core import OpPolicy, autocast, materialize
+from amp_core.common.containers import tensors_in
 
+from ..alike import same
 from ..drawn import programs
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch copies its own graphs
 
 LOW = torch.bfloat16
-RULES = ("lower_precision_fp", "fp32", "unchanged", "low_in_fp32_out", "fp32_set_opt_dtype")
+RULES = ("lower_precision_fp", "fp32", "unchanged", "low_in_fp32_out")
 OPS = ("linear", "softmax", "layer_norm", "add", "mul", "gelu", "sum", "matmul", "embedding", "cat")
 
 
@@ -48,7 +50,7 @@ class Part(nn.Module):
 
 
 class Statistic(nn.Module):
-    """Keeps a mean: written in place, replaced, or as a parameter."""
+    """Keeps a mean, as a buffer or as a parameter."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -61,11 +63,8 @@ class Statistic(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = self.linear(x)
         now = y.detach().mean((0, 1)).to(self.mean.dtype)
-        if self.kind == "replaced":
-            self.mean = self.mean.lerp(now, 0.5)
-        else:
-            with torch.no_grad():
-                self.mean.lerp_(now, 0.5)
+        with torch.no_grad():
+            self.mean.lerp_(now, 0.5)
         return y - self.mean
 
 
@@ -93,12 +92,13 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Tensor]]] = {
     "cat": (lambda: nn.Linear(8, 4), lambda f, x: torch.cat([f(x), x[..., :4]], -1)),
     "weight norm": (lambda: parametrizations.weight_norm(nn.Linear(8, 8)), lambda f, x: f(x)),
     "in place": (lambda: nn.Linear(8, 8), lambda f, x: f(x).mul_(0.5).add_(1)),
-    "write": (lambda: nn.Linear(8, 8), lambda f, x: torch.zeros_like(x).index_copy_(
-        2, torch.arange(8), f(x).to(x.dtype))),
-    "cond": (lambda: nn.Linear(8, 8), lambda f, x: torch.cond(x.sum() > 0, f, lambda x: f(x) * 2, (x,))),
+    "write": (
+        lambda: nn.Linear(8, 8),
+        lambda f, x: torch.zeros(x.shape, dtype=x.dtype).index_copy_(2, torch.arange(8), f(x).to(x.dtype)),
+    ),
     **{
         f"mean {kind}": (lambda kind=kind: Statistic(kind), lambda f, x: f(x))
-        for kind in ("buffer", "hidden", "replaced", "parameter")
+        for kind in ("buffer", "hidden", "parameter")
     },
 }
 
@@ -133,77 +133,75 @@ class Model(nn.Module):
         }[self.gives]()
 
 
-def flat(result: Any) -> list[Tensor]:
-    return [leaf for leaf in torch.utils._pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+class Program:
+    """A model, what surrounds it, and batches for it."""
 
+    def __init__(self, choose: random.Random) -> None:
+        torch.manual_seed(choose.randrange(1000))
+        self.model = Model(choose).train(choose.random() < 0.5).requires_grad_(choose.random() < 0.3)
+        self.rules = {op: choose.choice(RULES) for op in choose.sample(OPS, choose.randrange(4))}
+        self.policy = OpPolicy.default("cpu").override(self.rules) if self.rules else None
+        self.module_rule = choose.random() < 0.2
+        if self.module_rule:
+            amp_core.apply_policy(self.model, {"parts.0": "fp32"}, device_type="cpu")
+        self.kwargs = {"scale": torch.rand(1) + 0.5} if choose.random() < 0.5 else {}
+        self.shapes: Any = None
+        if choose.random() < 0.5:
+            self.shapes = {"inputs": {"x": {0: torch.export.Dim.AUTO}}, **dict.fromkeys(self.kwargs)}
+        self.is_exported = choose.random() < 0.5
+        first = torch.randn(3, 4, 8)
+        self.batches = [first, torch.randn(3 if self.shapes is None else 5, 4, 8), first]
 
-def check(choose: random.Random, about: dict[str, Any]) -> None:
-    torch.manual_seed(choose.randrange(1000))
-    model = Model(choose)
-    about["model"] = model.about
-    model.train(choose.random() < 0.5)
-    policy = None
-    if choose.random() < 0.6:
-        rules = {op: choose.choice(RULES) for op in choose.sample(OPS, choose.randrange(1, 4))}
-        about["rules"] = rules
-        policy = OpPolicy.default("cpu").override(rules)
-    if choose.random() < 0.2:
-        about["module rule"] = True
-        amp_core.apply_policy(model, {"parts.0": "fp32"})
-    dynamic = choose.random() < 0.5
-    shapes = None
-    kwargs = {"scale": torch.rand(1) + 0.5} if choose.random() < 0.5 else {}
-    if dynamic:
-        shapes = {"inputs": {"x": {0: torch.export.Dim.AUTO}}}
-        if kwargs:
-            shapes["scale"] = None
-    about["dynamic"], about["kwargs"] = dynamic, list(kwargs)
-    x, more = torch.randn(3, 4, 8), torch.randn(5 if dynamic else 3, 4, 8)
-    model.requires_grad_(choose.random() < 0.3)
-    before = copy.deepcopy(model.state_dict())
-    held = {name: id(t) for name, t in (*model.named_parameters(), *model.named_buffers())}
-    needs = [p.requires_grad for p in model.parameters()]
-    runs = []
-    wanted_model = copy.deepcopy(model).requires_grad_(False)
-    try:
-        with torch.no_grad(), autocast("cpu", LOW, policy=policy):
-            for value in (x, more, x):
-                runs.append(flat(wanted_model({"x": value.clone()}, **kwargs)))
-    except RuntimeError as error:
-        about["skipped"] = str(error)[:80]
-        return
-    low = materialize(model, ({"x": x},), kwargs, policy=policy, dtype=LOW, dynamic_shapes=shapes)
-    after = model.state_dict()
-    assert all(torch.equal(value, after[name]) for name, value in before.items()), "state changed"
-    assert held == {n: id(t) for n, t in (*model.named_parameters(), *model.named_buffers())}
-    assert needs == [p.requires_grad for p in model.parameters()]
-    graphs = {"copy": copy.deepcopy(low)}
-    if choose.random() < 0.5:
-        about["exported"] = True
-        program = torch.export.export(copy.deepcopy(low), ({"x": x},), kwargs, dynamic_shapes=shapes)
+    def __repr__(self) -> str:
+        return f"{self.model.about} {self.rules} {self.module_rule=} {self.shapes=} {self.kwargs=}"
+
+    def results(self, model: nn.Module) -> list[Tensor]:
+        """Return what the model returns and keeps, call after call."""
+        with torch.no_grad():
+            found = [model({"x": batch.clone()}, **self.kwargs) for batch in self.batches]
+        kept = dict([*model.named_parameters(), *model.named_buffers()])
+        return [*tensors_in(found), *(kept[name] for name in sorted(kept) if name.endswith("mean"))]
+
+    def state(self) -> list[Any]:
+        tensors = dict([*self.model.named_parameters(), *self.model.named_buffers()])
+        return [
+            [(name, id(each), each.requires_grad) for name, each in tensors.items()],
+            *(each.detach().clone() for each in tensors.values()),
+        ]
+
+    def loaded(self, low: nn.Module) -> nn.Module:
+        """Return the model after `torch.export`, save and load."""
+        given = ({"x": self.batches[0]},)
+        program = torch.export.export(copy.deepcopy(low), given, self.kwargs, dynamic_shapes=self.shapes)
         file = io.BytesIO()
         torch.export.save(program, file)
         file.seek(0)
-        graphs["loaded"] = torch.export.load(file).module()
-    for name, graph in graphs.items():
-        for number, (value, wanted) in enumerate(zip((x, more, x), runs, strict=True)):
-            with torch.no_grad():
-                got = flat(graph({"x": value.clone()}, **kwargs))
-            assert len(got) == len(wanted)
-            for a, b in zip(got, wanted, strict=True):
-                assert a.dtype is b.dtype and torch.equal(a.nan_to_num(), b.nan_to_num()), (name, number)
-        mine = {n: t for n, t in (*graph.named_parameters(), *graph.named_buffers())}
-        for n, t in (*wanted_model.named_buffers(), *wanted_model.named_parameters()):
-            if "mean" in n and n in mine:
-                assert torch.equal(mine[n], t), (name, n)
+        return torch.export.load(file).module()
+
+    def check(self) -> None:
+        in_region = copy.deepcopy(self.model).requires_grad_(False)
+        with autocast("cpu", LOW, policy=self.policy):
+            wanted = self.results(in_region)
+        before, given = self.state(), ({"x": self.batches[0]},)
+        low = materialize(
+            self.model, given, self.kwargs, policy=self.policy, dtype=LOW, dynamic_shapes=self.shapes
+        )
+        for one, other in zip(before, self.state(), strict=True):
+            assert same(one, other, 0, 0)
+        for graph in [copy.deepcopy(low), *([self.loaded(low)] if self.is_exported else [])]:
+            for one, other in zip(self.results(graph), wanted, strict=True):
+                assert same(one, other, 0, 0)
 
 
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning")  # torch 2.12's load
 def test_materialized_programs() -> None:
-    """A graph rounds elsewhere, keeps other statistics, or the check changes the model."""
+    """A graph rounds elsewhere or keeps other statistics, or the check changes the model."""
     for choose in programs(seconds=8):
-        about: dict[str, Any] = {}
+        program = Program(choose)
         try:
-            check(choose, about)
+            program.check()
         except BaseException as error:
-            error.add_note(f"program: {about}")
+            if "expected compiled_fn to be GraphModule" in str(error):
+                continue  # torch cannot take the graph apart, as of a buffer that is written to twice
+            error.add_note(f"program: {program}")
             raise
