@@ -113,7 +113,7 @@ ACCEPTED = {
     "max_norm": "none 0 3 1.5 inf nan_tensor",
     "max_scale": "3 1.5 inf",
     "min_scale": "3 1.5",
-    "modules": "dict numbers",
+    "modules": "dict",
     "named_parameters": "list tuple dict",
     "new_factor": "3 1.5",
     "new_interval": "3",
