@@ -389,7 +389,7 @@ def test_an_empty_path_is_no_folder(tree: Path, monkeypatch, capsys) -> None:
 
 
 AS_NOBODY = """
-import os, sys
+import locale, os, sys  # Python 3.10 imports locale when it first prints, where nobody may not read
 import amp_compat.migrate.cli, amp_compat.migrate.worker
 from amp_core.cli import main
 if os.geteuid() == 0:
