@@ -49,6 +49,20 @@ def test_check_tells_by_exit_code(tree: Path) -> None:
     assert main(["migrate", "--check", str(tree)]) == 0
 
 
+def test_what_python_warns_of_in_a_file_is_not_shown(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Warnings about `<unknown>:2` among the report; as errors, they leave a good file unchanged."""
+    number = 'number = "\\d"\n'
+    source = ["!pip install torch\n", number, *OLD.splitlines(keepends=True)]
+    cell = {"cell_type": "code", "source": source, "metadata": {}, "outputs": [], "execution_count": None}
+    notebook = {"cells": [cell], "metadata": {}, "nbformat": 4, "nbformat_minor": 5}
+    (tree / "train.ipynb").write_text(json.dumps(notebook))
+    (tree / "train.py").write_text(number + OLD)
+    assert main(["migrate", "--write", str(tree)]) == 0
+    assert capsys.readouterr().err == ""
+    assert (tree / "train.py").read_text() == number + NEW
+    assert "".join(json.loads((tree / "train.ipynb").read_text())["cells"][0]["source"][1:]) == number + NEW
+
+
 @pytest.mark.parametrize("jobs", ["0", "-1"])
 def test_jobs_must_be_positive(tree: Path, jobs: str, capsys: pytest.CaptureFixture[str]) -> None:
     """A negative number quietly means one process, and 0 all cores."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Iterator
 
 import libcst as cst
@@ -11,7 +10,7 @@ from amp_compat.migrate.bindings import Resolver
 from amp_compat.migrate.names import parse_legacy
 from amp_compat.migrate.plan import Plan, Use
 from amp_compat.migrate.rules import classify
-from amp_compat.migrate.tree import NameWalker, Parents
+from amp_compat.migrate.tree import NameWalker, Parents, syntax_error
 from amp_compat.migrate.versions import beside_successor
 
 _BINDING = (
@@ -102,8 +101,4 @@ def _parts(target: cst.BaseExpression) -> Iterator[cst.BaseExpression]:
 
 def _is_code(text: str) -> bool:
     """Return whether `text` parses as an expression, such as a ``mock.patch`` path or an annotation."""
-    try:
-        ast.parse(text.strip(), mode="eval")
-    except (SyntaxError, ValueError):
-        return False
-    return True
+    return syntax_error(text.strip(), "eval") is None

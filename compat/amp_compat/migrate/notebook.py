@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 from collections.abc import Collection
@@ -15,6 +14,7 @@ from amp_compat.migrate.model import CELL_MARK, Finding, Rewritten
 from amp_compat.migrate.names import Target
 from amp_compat.migrate.prune import names_bound_to
 from amp_compat.migrate.source import migrate_source
+from amp_compat.migrate.tree import syntax_error
 
 _MAGIC = re.compile(r"^(\s*)([%!?].*|[\w., ]+=\s*[%!].*|[\w.]+\?\??\s*)$")
 _TIMED = re.compile(r"^[^#%]*%%?(?:time|timeit|prun|memit|mprun|lprun)\b(.*)", re.MULTILINE)
@@ -118,7 +118,8 @@ def _block(cell: _Cell) -> str:
 def _hide_magics(text: str) -> str:
     """Turn IPython lines into valid Python statements."""
     lines = text.split("\n")
-    if not any(map(_MAGIC.match, lines)) or _is_python(text):  # a line of an expression may begin with %
+    # A line of an expression may begin with %.
+    if not any(map(_MAGIC.match, lines)) or syntax_error(text) is None:
         return text
     continued = False
     for position, line in enumerate(lines):
@@ -128,14 +129,6 @@ def _hide_magics(text: str) -> str:
             lines[position] = f"{indent}pass  # amp-core magic {rest}"
             continued = line.rstrip("\r").endswith("\\")
     return "\n".join(lines)
-
-
-def _is_python(text: str) -> bool:
-    try:
-        ast.parse(text)
-    except (SyntaxError, ValueError):
-        return False
-    return True
 
 
 def _split(text: str) -> dict[int, str]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import re
+import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import libcst as cst
 from libcst import matchers as m
@@ -164,6 +166,17 @@ def type_comments(module: cst.Module, text: str) -> list[cst.Comment]:
         return []
     comments = m.findall(module, m.Comment(m.MatchRegex(_TYPE_COMMENT)))
     return [cast("cst.Comment", comment) for comment in comments]
+
+
+def syntax_error(text: str, mode: Literal["exec", "eval"] = "exec") -> Exception | None:
+    """Return why Python cannot parse `text`, or None. Its warnings, as of invalid escapes, are dropped."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            ast.parse(text, mode=mode)
+    except (SyntaxError, ValueError) as error:
+        return error
+    return None
 
 
 def quote_of(text: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import codecs
 import difflib
 import io
@@ -17,6 +16,7 @@ from amp_compat.migrate.model import FileReport, Rewritten
 from amp_compat.migrate.names import TARGETS
 from amp_compat.migrate.notebook import migrate_notebook
 from amp_compat.migrate.source import migrate_source
+from amp_compat.migrate.tree import syntax_error
 
 
 @dataclass(frozen=True)
@@ -69,9 +69,8 @@ def _rewrite(job: Job, text: str) -> Rewritten:
 
 def _check(text: str) -> None:
     """Refuse to write text that Python cannot parse."""
-    try:
-        ast.parse(text)
-    except SyntaxError as error:
+    error = syntax_error(text)
+    if error is not None:
         raise ValueError(f"left unchanged: the rewritten file would not parse ({error})") from error
 
 
