@@ -177,7 +177,7 @@ class Comparison(Report):
         """The largest relative error of the loss and of gradients, those over the largest gradient's norm."""
         gradients = [d for d in self.at(PARAMETER) if not d.noise]
         largest = max((d.size for d in gradients), default=0.0)
-        errors = (d.error * d.size / largest if d.size else d.error for d in gradients)
+        errors = (_weight(d) / largest if largest else d.error for d in gradients)
         return max(self.loss_error, *errors, 0.0)
 
     def __repr__(self) -> str:
@@ -186,9 +186,7 @@ class Comparison(Report):
 
 def _weight(gradient: Difference) -> float:
     """Return the size of an error, which counts against the largest gradient: next to it, it may be noise."""
-    if gradient.error == math.inf:  # also in place of zeros
-        return math.inf
-    return gradient.error * gradient.size
+    return math.inf if gradient.error == math.inf else gradient.distance
 
 
 def compared(

@@ -26,7 +26,8 @@ class Difference:
         key: identifies the value.
         order: its position in the order of computation.
         dtype: its dtype in mixed precision.
-        error: norm of the difference over norm of the reference; inf if finite values became inf or NaN.
+        error: norm of the difference over norm of the reference, or 1 if only the reference is 0; inf if
+            finite values became inf or NaN.
         given: the largest error among the inputs of its op.
         added: the error that the op adds, ``error - given``; inf if it turned finite values into inf or NaN.
         overflow: share of its values that are inf or NaN although the reference is finite.
@@ -35,6 +36,7 @@ class Difference:
         random: whether the op draws random numbers, which may differ between dtypes.
         noise: whether the reference is only rounding noise left by canceling larger float32 numbers.
         size: norm of the finite values of the reference.
+        distance: norm of the difference, where both are finite.
         line: ``file:line`` of the program that called the op, or the forward op of a backward op.
     """
 
@@ -50,6 +52,7 @@ class Difference:
     random: bool
     noise: bool
     size: float
+    distance: float
     line: str = ""
 
 
@@ -95,7 +98,7 @@ class Found(NamedTuple):
         )
 
 
-_MEASURES = ("error", "given", "added", "overflow", "underflow", "largest", "size")
+_MEASURES = ("error", "given", "added", "overflow", "underflow", "largest", "size", "distance")
 
 
 def _largest(differences: list[Difference]) -> Difference:
@@ -130,11 +133,13 @@ def _difference(
     exact, values = wanted.values.cpu().double(), sample.values.cpu().double()  # some devices have no float64
     lost = exact.isfinite() & ~values.isfinite()
     overflows = bool(lost.any()) or sample.not_finite > wanted.not_finite
-    error = math.inf if overflows else _relative(values, exact)
+    away, whole = _norms(values, exact)
+    error = math.inf if overflows else _ratio(away, whole)
     parents = [known[p] for p in sample.parents if p in known]
     given = max((parent.error for parent in parents), default=0.0)
     norm = float(exact[exact.isfinite()].norm())
-    size = norm * math.sqrt(math.prod(sample.shape) / max(1, exact.numel()))
+    kept = math.sqrt(math.prod(sample.shape) / max(1, exact.numel()))
+    size = norm * kept
     noise = not overflows and _is_noise(key, size, parents)
     return Difference(
         key,
@@ -149,6 +154,7 @@ def _difference(
         wanted.random or sample.random,
         noise,
         size,
+        away * kept,
         sample.line,
     )
 
@@ -164,14 +170,16 @@ def _is_noise(key: Key, size: float, parents: list[Difference]) -> bool:
     return sums and size < _NOISE * max((parent.size for parent in parents), default=0.0)
 
 
-def _relative(values: Tensor, exact: Tensor) -> float:
+def _norms(values: Tensor, exact: Tensor) -> tuple[float, float]:
+    """Return the norms of the difference and of the reference, where both are finite."""
     finite = exact.isfinite() & values.isfinite()
     zero = torch.zeros((), dtype=exact.dtype, device=exact.device)
-    size = float(torch.where(finite, exact, zero).norm())
-    away = float(torch.where(finite, values - exact, zero).norm())
-    if size == 0:
-        return 1.0 if away else 0.0
-    return away / size
+    away, whole = (torch.where(finite, each, zero).norm() for each in (values - exact, exact))
+    return float(away), float(whole)
+
+
+def _ratio(away: float, whole: float) -> float:
+    return away / whole if whole else float(away > 0)
 
 
 def _overflow_share(lost: Tensor, sample: Sample, overflows: bool) -> float:

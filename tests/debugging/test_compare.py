@@ -300,6 +300,33 @@ def test_gradients_that_are_noise_are_no_fault():
     assert "cancel" in str(c)
 
 
+@pytest.mark.parametrize("factor", [1e-6, 1e3])
+def test_a_gradient_in_place_of_zeros_counts_by_its_size(factor):
+    """However small it is, no format is good enough; or it goes unseen, however large it is."""
+
+    class Hinge(nn.Module):
+        """Beside a layer, a margin that only bfloat16 exceeds."""
+
+        def __init__(self):
+            super().__init__()
+            self.layer, self.side = nn.Linear(4, 4), nn.Linear(1, 1, bias=False)
+            nn.init.ones_(self.side.weight)
+
+        def forward(self, x):
+            margin = self.side(torch.full((1, 1), 1.006)).float() - 1.007
+            return self.layer(x).float().square().mean() + factor * torch.relu(margin).sum()
+
+    torch.manual_seed(0)
+    model, x = Hinge(), torch.randn(8, 4)
+    found = amp_core.compare(lambda: model(x), "cpu", model=model)
+    gradients = {d.key.name: d for d in found.at(PARAMETER)}
+    side, layer = gradients["side.weight"], gradients["layer.weight"]
+    assert (side.error, side.size) == (1.0, 0.0)
+    assert side.distance == pytest.approx(1.006 * factor, rel=0.01)
+    assert layer.distance == pytest.approx(layer.error * layer.size)
+    assert found.result_error == pytest.approx(max(found.loss_error, layer.error, side.distance / layer.size))
+
+
 def test_gradients_of_inputs_are_put_back_too():
     """The gradient of an input would add up over the runs, and differ for that reason."""
     model, x = nn.Linear(8, 1), torch.randn(4, 8, requires_grad=True)
