@@ -121,15 +121,16 @@ class OpPolicy:
     def from_lists(cls, device_type: str, lists: tables.Lists) -> OpPolicy:
         """Return the policy of `device_type`'s native autocast kernels, given the rules they implement.
 
-        An op that has a native kernel but appears in no list gets the rule ``native``. A device without
-        native kernels gets `uniform`.
+        An op that has a native kernel but appears in no list gets the rule ``native``. An op that this torch
+        does not have is left out, as lists serve several versions. A device without native kernels gets
+        `uniform`.
 
         Args:
             device_type: a device type, such as ``"cuda"``.
             lists: rule to op names, separated by whitespace.
 
         Raises:
-            PolicyError: `device_type` is no device type, or a rule or op is unknown.
+            PolicyError: `device_type` is no device type, or a rule is unknown.
         """
         check_device_type(device_type)
         if not isinstance(lists, Mapping):
