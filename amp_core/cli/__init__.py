@@ -57,6 +57,14 @@ class UsageError(Exception):
     """An error that the user can correct; the text is the whole message."""
 
 
+def count(text: str) -> int:
+    """Return a number of the command line that must be positive."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not a positive number")
+    return value
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``amp`` with `argv` (default: the process's own) and return its exit code."""
     with _output() as stream, redirect_stdout(stream) as output:

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from amp_core.cli import UsageError
+from amp_core.cli import UsageError, count
 from amp_core.common.files import why_unwritable
 
 if TYPE_CHECKING:
@@ -153,14 +153,6 @@ def _require_writable(path: Path) -> None:
     why = why_unwritable(path)
     if why:
         raise UsageError(f"--output {path} cannot be written: {why}.")
-
-
-def count(text: str) -> int:
-    """Return a number of the command line that must be positive."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not a positive number")
-    return value
 
 
 def seed(text: str) -> int:

@@ -52,10 +52,8 @@ def test_check_tells_by_exit_code(tree: Path) -> None:
 def test_what_python_warns_of_in_a_file_is_not_shown(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Warnings about `<unknown>:2` among the report; as errors, they leave a good file unchanged."""
     number = 'number = "\\d"\n'
-    source = ["!pip install torch\n", number, *OLD.splitlines(keepends=True)]
-    cell = {"cell_type": "code", "source": source, "metadata": {}, "outputs": [], "execution_count": None}
-    notebook = {"cells": [cell], "metadata": {}, "nbformat": 4, "nbformat_minor": 5}
-    (tree / "train.ipynb").write_text(json.dumps(notebook))
+    cells = [_cell(f"!pip install torch\n{number}{OLD}")]
+    (tree / "train.ipynb").write_text(json.dumps({"cells": cells, "nbformat": 4}))
     (tree / "train.py").write_text(number + OLD)
     assert main(["migrate", "--write", str(tree)]) == 0
     assert capsys.readouterr().err == ""
@@ -296,23 +294,20 @@ def test_cells_of_other_magics_are_reported(tmp_path: Path, capsys, cell: str, p
     assert found == ([place] if place else [])
 
 
-def test_an_expression_with_a_line_that_begins_with_percent_is_no_magic(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("cell", "device"),
+    [
+        ("from torch.cuda.amp import autocast\nprint(\n    'step %d'\n    % 3\n)\nautocast()", "'cuda'"),
+        ("!pip install \\\r\n  torch\r\nfrom torch.cuda.amp import autocast\r\nautocast()", '"cuda"'),
+    ],
+    ids=["an expression with %", "a command of two lines"],
+)
+def test_lines_of_magics_are_told_from_those_of_python(tmp_path: Path, cell: str, device: str) -> None:
     """The cell counts as no valid Python, and stays as it is."""
     path = tmp_path / "demo.ipynb"
-    cell = "from torch.cuda.amp import autocast\nprint(\n    'step %d'\n    % 3\n)\nautocast()"
     path.write_text(json.dumps({"cells": [_cell(cell)], "nbformat": 4}))
     assert main(["migrate", "--write", str(path)]) == 0
-    new = cell.replace("torch.cuda.amp", "torch.amp").replace("autocast()", "autocast('cuda')")
-    assert "".join(json.loads(path.read_text())["cells"][0]["source"]) == new
-
-
-def test_a_shell_command_goes_on_below_a_windows_line_ending(tmp_path: Path) -> None:
-    """The rest of the command counts as Python, and the cell stays as it is."""
-    path = tmp_path / "demo.ipynb"
-    cell = "!pip install \\\r\n  torch\r\nfrom torch.cuda.amp import autocast\r\nautocast()"
-    path.write_text(json.dumps({"cells": [_cell(cell)], "nbformat": 4}))
-    assert main(["migrate", "--write", str(path)]) == 0
-    new = cell.replace("torch.cuda.amp", "torch.amp").replace("autocast()", 'autocast("cuda")')
+    new = cell.replace("torch.cuda.amp", "torch.amp").replace("autocast()", f"autocast({device})")
     assert "".join(json.loads(path.read_text())["cells"][0]["source"]) == new
 
 

@@ -16,8 +16,7 @@ from typing import Any
 
 from amp_compat.migrate.files import Discovered, discover, is_candidate, module_stem, names_taken, words_for
 from amp_compat.migrate.model import FileReport
-from amp_core.cli import UsageError
-from amp_core.cli.demo import count
+from amp_core.cli import UsageError, count
 from amp_core.common.text import counted
 
 _INLINE = 8  # starting processes costs more than migrating this many files
