@@ -61,11 +61,12 @@ def _binding(op: Overload) -> Callable[..., Any] | None:
     """Return torch's own Python function for `op`, which parses arguments in half the time.
 
     It chooses an overload by the arguments, so it must know `op` by them. Of the losses, some have another
-    default for `reduction` than the schema.
+    default for `reduction` than the schema; lists of tensors may not hold None, as those of indices do.
     """
     name = short_name(op)
     private = name.startswith("_") or not dispatcher_name(op).startswith("aten::")
-    if private or any(a.name == "reduction" for a in arguments(op)):
+    kinds = {str(a.real_type) for a in arguments(op)}
+    if private or "List[Optional[Tensor]]" in kinds or any(a.name == "reduction" for a in arguments(op)):
         return None
     found = [vars(module).get(name) for module in (torch, torch.nn.functional)]
     own = {("torch", name), ("torch._C._nn", name)}  # a program may have put another function there
