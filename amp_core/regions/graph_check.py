@@ -124,11 +124,12 @@ def _compare(result: Any, wanted: Any, model: nn.Module, ops: set[str], policy: 
             f"materialize, and before the region that is to give the same bits."
         )
     unruled = [op for op, kind in missing(policy).items() if kind != REDUCTION and op in ops]
+    without_rule = f"Its matrix products and custom ops without a rule: {', '.join(unruled)}; give each one "
+    advice = f"{without_rule}(OpPolicy.override). " if unruled else ""
     raise MaterializeError(
-        f"{differs}Its matrix products and custom ops without a rule: {', '.join(unruled) or 'none'}; give "
-        f"each one (OpPolicy.override). A model that asks whether it is traced (torch.compiler.is_compiling) "
-        f"may run other ops then. If the results are random or the kernels not deterministic, pass "
-        f"check=False."
+        f"{differs}{advice}A model that asks whether it is traced (torch.compiler.is_compiling) may run "
+        f"other ops then: compare what torch.export makes of it, without a region, with the model. If "
+        f"the results are random or the kernels not deterministic, pass check=False."
     )
 
 
