@@ -2,7 +2,8 @@
 
 A rule wraps ``forward`` and ``setup_context``, where torch has recorded the function's inputs already: it
 casts what the function computes with and saves, and autograd casts the gradients back to the dtypes of the
-inputs. Outside regions whose policy has the rule, both run as they are.
+inputs. It wraps ``jvp`` and ``vmap``, too, which torch calls after ``forward`` and in its place. Outside
+regions whose policy has the rule, all run as they are.
 """
 
 from __future__ import annotations
@@ -67,21 +68,24 @@ def _watch_definitions() -> None:
 
 
 def _wrap_class(cls: Any, name: str) -> None:
-    cls.forward = staticmethod(_casting(cls.forward, name))
+    for method in ("forward", "jvp", "vmap"):
+        own = getattr(cls, method)
+        if own is not getattr(Function, method):
+            setattr(cls, method, staticmethod(_casting(own, name)))
     if cls.setup_context is not Function.setup_context:
         cls.setup_context = staticmethod(_casting_inputs(cls.setup_context, name))
 
 
-def _casting(forward: Callable[..., Any], name: str) -> Callable[..., Any]:
-    @functools.wraps(forward)
+def _casting(method: Callable[..., Any], name: str) -> Callable[..., Any]:
+    @functools.wraps(method)
     def run(*args: Any, **kwargs: Any) -> Any:
         ruled = rule_in_force(name, _devices(args, kwargs))
         if ruled is None:
-            return forward(*args, **kwargs)
+            return method(*args, **kwargs)
         args = tuple(_cast(a, *ruled) for a in args)
         kwargs = {k: _cast(v, *ruled) for k, v in kwargs.items()}
         with autocast_off(ruled[0]):
-            return forward(*args, **kwargs)
+            return method(*args, **kwargs)
 
     return run
 
