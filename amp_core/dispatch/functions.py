@@ -25,6 +25,7 @@ from amp_core.policy import rules as r
 
 _lock = new_lock()
 _wrapped: set[str] = set()
+_when_defined: list[Callable[[Any], None]] = []
 
 
 def wrap(name: str) -> None:
@@ -33,7 +34,7 @@ def wrap(name: str) -> None:
         if name in _wrapped:
             return
         _wrapped.add(name)
-        _watch_definitions()  # also of a class that is there: a module that is reloaded defines it again
+        _wrap_when_defined()  # also a class that is there: a module that is reloaded defines it again
         cls = _imported(name)
         if cls is not None:
             _wrap_class(cls, name)
@@ -55,14 +56,30 @@ def _imported(name: str) -> Any:
 
 
 @functools.cache
+def _wrap_when_defined() -> None:
+    when_defined(_wrap_defined)
+
+
+def _wrap_defined(cls: Any) -> None:
+    name = f"{cls.__module__}:{cls.__qualname__}"
+    if name in _wrapped:
+        _wrap_class(cls, name)
+
+
+def when_defined(call: Callable[[Any], None]) -> None:
+    """Have `call` get every subclass of ``Function`` that is defined from now on."""
+    _watch_definitions()
+    _when_defined.append(call)
+
+
+@functools.cache
 def _watch_definitions() -> None:
     """Have every new subclass of ``Function`` report itself, once for the process."""
 
     def defined(cls: Any, /, **kwargs: Any) -> None:
         super(Function, cls).__init_subclass__(**kwargs)
-        name = f"{cls.__module__}:{cls.__qualname__}"
-        if name in _wrapped:
-            _wrap_class(cls, name)
+        for call in _when_defined:
+            call(cls)
 
     Function.__init_subclass__ = classmethod(defined)  # type: ignore[assignment]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, Protocol, TypeVar, overload
@@ -21,6 +20,7 @@ from amp_core.common.locks import new_lock
 from amp_core.common.text import counted
 from amp_core.dispatch.activate import default_policy
 from amp_core.dispatch.engine import engine
+from amp_core.dispatch.functions import when_defined
 from amp_core.plugin.default_manager import get_backend
 from amp_core.plugin.results import wrong_kernel
 from amp_core.policy import OpPolicy
@@ -105,29 +105,30 @@ def custom_fwd(
     _check_callable(fwd, "custom_fwd")
     function = fwd
 
+    def state_now() -> _ForwardState:
+        enabled = torch.is_autocast_enabled(device_type) and cast_inputs is None
+        return _ForwardState(enabled, torch.get_autocast_dtype(device_type), _policy_in_force(device_type))
+
     @functools.wraps(function)
     def decorate_fwd(*args: P.args, **kwargs: P.kwargs) -> R:
-        enabled = torch.is_autocast_enabled(device_type)
-        state = _ForwardState(
-            enabled and cast_inputs is None,
-            torch.get_autocast_dtype(device_type),
-            _policy_in_force(device_type),
-        )
+        state = state_now()
         if has_ctx := bool(args) and isinstance(args[0], FunctionCtx):
             _store(args[0], state)
         elif args and _may_stand_for_ctx(args[0]):
             with contextlib.suppress(AttributeError):  # a frozen input of a function with setup_context
                 _store(args[0], state)
-        if cast_inputs is None or not enabled:
+        if cast_inputs is None or not torch.is_autocast_enabled(device_type):
             result = function(*args, **kwargs)
         else:
             with autocast(device_type, enabled=False):
                 args, kwargs = _cast((args, kwargs), device_type, cast_inputs)
                 result = function(*args, **kwargs)
         if not has_ctx:
-            _pass_to_setup_context(decorate_fwd, state)
+            _carry_to_setup_context(decorate_fwd)
         return result
 
+    setattr(decorate_fwd, _STATE, state_now)
+    _carry_when_defined()
     return decorate_fwd
 
 
@@ -209,18 +210,12 @@ def _forward_state(ctx: Any) -> _ForwardState:
         ) from None
 
 
-class _Pending(threading.local):
-    state: _ForwardState
-
-
-_pending = _Pending()
 _wrapping = new_lock()
 _decorated_backwards = 0
 
 
-def _pass_to_setup_context(decorated: Callable[..., Any], state: _ForwardState) -> None:
-    """Have the matching ``setup_context``, which torch calls next in this thread, store `state`."""
-    _pending.state = state
+def _carry_to_setup_context(decorated: Callable[..., Any]) -> None:
+    """Have the matching ``setup_context``, which torch calls next in this thread, store the state."""
     if torch.compiler.is_dynamo_compiling():
         if _WRAPPED in decorated.__dict__ or not _is_forward(decorated):
             return
@@ -229,14 +224,29 @@ def _pass_to_setup_context(decorated: Callable[..., Any], state: _ForwardState) 
     with _wrapping:
         classes = list(_functions_with(decorated))
         for cls in classes:
-            if getattr(cls.setup_context, _STORES, None) is not cls.setup_context:
-                cls.setup_context = staticmethod(_storing(cls.setup_context))
+            _carry_state(cls)
         # Last: other threads go on when they see it.
         known = list(map(weakref.ref, classes))
         decorated.__dict__[_WRAPPED] = known, _defined(known)
 
 
-_WRAPPED, _STORES = "_amp_core_wrapped", "_amp_core_stores"
+_WRAPPED, _STORES, _STATE = "_amp_core_wrapped", "_amp_core_stores", "_amp_core_state"
+
+
+@functools.cache
+def _carry_when_defined() -> None:
+    """Have functions store the state from their definition on: torch may call only their ``vmap``."""
+    when_defined(_carry_state)
+
+
+def _carry_state(cls: Any) -> None:
+    """Have ``setup_context`` store the state if ``forward`` is decorated."""
+    state_now = getattr(cls.forward, _STATE, None)
+    known = getattr(cls.setup_context, _STORES, None)
+    if state_now is None or known == (cls.setup_context, state_now):
+        return
+    if cls.setup_context is not torch.autograd.Function.setup_context:
+        cls.setup_context = staticmethod(_storing(cls.setup_context, state_now))
 
 
 def _is_wrapped(decorated: Callable[..., Any]) -> bool:
@@ -271,13 +281,14 @@ def _functions_with(decorated: Callable[..., Any]) -> Iterator[Any]:
             yield cls
 
 
-def _storing(setup_context: Callable[..., Any]) -> Callable[..., Any]:
+def _storing(setup_context: Callable[..., Any], state_now: Callable[[], _ForwardState]) -> Callable[..., Any]:
     @functools.wraps(setup_context)
     def stores(ctx: Any, inputs: Any, output: Any) -> Any:
-        _store(ctx, _pending.state)
-        return setup_context(ctx, inputs, output)
+        result = setup_context(ctx, inputs, output)  # first: it may store the state for an inherited forward
+        _store(ctx, state_now())
+        return result
 
-    setattr(stores, _STORES, stores)  # a function that wraps this one gets the attribute, and is another
+    setattr(stores, _STORES, (stores, state_now))  # a function that wraps this one gets the attribute, too
     return stores
 
 
