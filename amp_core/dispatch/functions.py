@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -35,8 +35,8 @@ def wrap(name: str) -> None:
             return
         _wrapped.add(name)
         _wrap_when_defined()  # also a class that is there: a module that is reloaded defines it again
-        cls = _imported(name)
-        if cls is not None:
+        found = {cls for cls in subclasses(Function) if _name_of(cls) == name}  # from any loader of modules
+        for cls in found | {_imported(name)} - {None}:
             _wrap_class(cls, name)
 
 
@@ -61,9 +61,20 @@ def _wrap_when_defined() -> None:
 
 
 def _wrap_defined(cls: Any) -> None:
-    name = f"{cls.__module__}:{cls.__qualname__}"
+    name = _name_of(cls)
     if name in _wrapped:
         _wrap_class(cls, name)
+
+
+def _name_of(cls: Any) -> str:
+    return f"{cls.__module__}:{cls.__qualname__}"
+
+
+def subclasses(cls: Any) -> Iterator[Any]:
+    """Yield the subclasses of `cls`, each after those it inherits from; some more than once."""
+    for sub in cls.__subclasses__():
+        yield sub
+        yield from subclasses(sub)
 
 
 def when_defined(call: Callable[[Any], None]) -> None:

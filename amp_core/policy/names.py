@@ -58,7 +58,7 @@ def overloads(name: object) -> list[Overload]:
 
 
 _OP = re.compile(r"[!-9;-~]+::[A-Za-z_]\w*(\.\w+)?", re.ASCII)  # what torch can parse
-_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+_FUNCTION = re.compile(r"[^\s:*?\[]+:[^\W\d][\w.]*")  # importlib loads modules of any name
 
 
 def full_names(name: object) -> list[str]:

@@ -20,7 +20,7 @@ from amp_core.common.locks import new_lock
 from amp_core.common.text import counted
 from amp_core.dispatch.activate import default_policy
 from amp_core.dispatch.engine import engine
-from amp_core.dispatch.functions import when_defined
+from amp_core.dispatch.functions import subclasses, when_defined
 from amp_core.plugin.default_manager import get_backend
 from amp_core.plugin.results import wrong_kernel
 from amp_core.policy import OpPolicy
@@ -273,7 +273,7 @@ def _functions_with(decorated: Callable[..., Any]) -> Iterator[Any]:
 
     Their ``forward`` may be a wrapper of it, as by a rule for the function.
     """
-    for cls in _subclasses(torch.autograd.Function):
+    for cls in subclasses(torch.autograd.Function):
         forward = getattr(cls, "forward", None)
         while forward is not decorated and forward is not None:
             forward = getattr(forward, "__wrapped__", None)
@@ -290,12 +290,6 @@ def _storing(setup_context: Callable[..., Any], state_now: Callable[[], _Forward
 
     setattr(stores, _STORES, (stores, state_now))  # a function that wraps this one gets the attribute, too
     return stores
-
-
-def _subclasses(cls: Any) -> Iterator[Any]:
-    for sub in cls.__subclasses__():
-        yield sub
-        yield from _subclasses(sub)
 
 
 def _cast(value: Any, device_type: str, dtype: torch.dtype) -> Any:

@@ -15,7 +15,7 @@ from amp_core.errors import PolicyError
 Selector = Any
 """A glob over names, a class of modules or its name, or a module."""
 
-CLASS_PATH = re.compile(r"[\w.]+:[\w.<>]+")
+CLASS_PATH = re.compile(r"[^\s:*?\[]+:[\w.<>]+")
 """Matches ``package.module:Class``."""
 
 

@@ -437,6 +437,9 @@ class Norm(nn.LayerNorm):
     """A subclass, which a rule for its base covers."""
 
 
+Norm.__module__ = "repo-name.<version>.norm"  # of a module that `importlib` or `torch.package` loaded
+
+
 def layers() -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 8), Norm(8), nn.Linear(8, 8))
 
@@ -446,10 +449,11 @@ def layers() -> nn.Sequential:
     [
         (lambda _model: nn.LayerNorm, "torch.nn.modules.normalization:LayerNorm", ("1",)),
         (lambda _model: "torch.nn.modules.linear:Linear", "torch.nn.modules.linear:Linear", ("0", "2")),
+        (lambda _model: Norm, "repo-name.<version>.norm:Norm", ("1",)),
         (lambda model: model[2], "2", ("2",)),
         (lambda model: model, "", ("",)),
     ],
-    ids=["class", "name of a class", "module", "the model"],
+    ids=["class", "name of a class", "class of a module with an odd name", "module", "the model"],
 )
 def test_rules_by_class_and_by_module(select, text, selected, tmp_path) -> None:
     """A rule for a class or a module misses it, or is lost on the way through a file."""

@@ -305,6 +305,22 @@ def test_a_function_can_be_given_as_a_class(module: tuple[str, Callable[[], type
         assert sys.modules[name].square(torch.ones(2, dtype=LOW)).dtype is HIGH
 
 
+@pytest.mark.parametrize("name", ["repo-name.kernels", "3rd.kernels", "<torch_package_0>.kernels", "größe"])
+@pytest.mark.parametrize("listed", [True, False])
+def test_a_function_of_a_module_that_no_import_statement_names(
+    name: str, listed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rule of a module that `importlib` or `torch.package` loaded is lost, or taken for that of an op."""
+    loaded = types.ModuleType(name)
+    if listed:
+        monkeypatch.setitem(sys.modules, name, loaded)
+    exec(SQUARE.replace("Square", "Öffnung"), loaded.__dict__)
+    policy = OpPolicy.from_toml(DEFAULT.override({loaded.Öffnung: "fp32"}).to_toml())
+    assert policy.rule(f"{name}:Öffnung") == "fp32"
+    with autocast("cpu", policy=policy):
+        assert loaded.square(torch.ones(2, dtype=LOW)).dtype is HIGH
+
+
 def test_a_function_that_is_defined_again_keeps_its_rule(
     module: tuple[str, Callable[[], types.ModuleType]],
 ) -> None:
