@@ -20,11 +20,12 @@ CASTS = (to_copy, torch.ops.prims.convert_element_type.default)
 
 def copied(func: Overload, args: tuple[Any, ...], result: Any) -> Iterable[tuple[Tensor, Tensor]]:
     """Return (source, copy) for each tensor that the op copies and possibly casts."""
-    if func in CASTS:
-        return [(args[0], result)] if isinstance(args[0], Tensor) else ()  # vmap passes numbers
-    if func is _aten.copy_.default:
-        return [(args[1], args[0])]
-    return zip(args[1], args[0], strict=True) if func is copy_lists else ()
+    if func is copy_lists:
+        return zip(args[1], args[0], strict=True)
+    if func not in (*CASTS, _aten.copy_.default):
+        return ()
+    source, copy = (args[0], result) if func in CASTS else (args[1], args[0])
+    return [(source, copy)] if isinstance(source, Tensor) else ()  # programs and vmap pass numbers
 
 
 _MOVES = {

@@ -281,6 +281,16 @@ def test_casts_bytes_and_repeats_of_weights(net, x):
     assert sum(c.repeats for k, c in r.casts.items() if k.weight) == 2
 
 
+def test_numbers_that_are_copied_into_tensors_are_no_casts() -> None:
+    """``x.copy_(2)`` works outside of a recording and raises inside."""
+    x = torch.ones(3)
+    with amp_core.record() as recording:
+        x.copy_(2)
+        torch.ops.aten.copy_(x[1:], 2.5)
+    assert x.tolist() == [2.0, 2.5, 2.5]
+    assert not recording.casts
+
+
 def test_repeats_go_by_memory() -> None:
     """Each call makes a new tensor of the same part, or reuses the address of one of another part."""
     x = torch.randn(4, 4)
