@@ -61,7 +61,8 @@ HOOKS: Mapping[str, Promise] = MappingProxyType(
             errors="none: what is wrong is the reason",
         ),
         "default_dtype": Promise(
-            "the dtype of a region that names none, one of `supported_dtypes()`. Where torch has a setting, "
+            "the dtype of a region that names none and is in no other region for the device, one of "
+            "`supported_dtypes()`. Where torch has a setting, "
             "which users may set to any dtype, it is the setting: a region warns of one that is not "
             "supported and is disabled, as torch's"
         ),

@@ -54,10 +54,10 @@ API_VERSION = 1
 class Backend(ABC):
     """Mixed-precision support for one device type.
 
-    Building a region without ``dtype=`` calls `default_dtype`. The first region of each dtype also calls
-    `autocast_refusal`, which asks `supported_dtypes`; the first one, `op_policy`. Building a scaler calls
-    `scaler_refusal`. Entering a region calls none of these. `availability` only serves to describe the
-    device, as in ``amp backends``. All may query the driver but must not allocate on the device.
+    Building an outermost region without ``dtype=`` calls `default_dtype`. The first region of each dtype
+    also calls `autocast_refusal`, which asks `supported_dtypes`; the first one, `op_policy`. Building a
+    scaler calls `scaler_refusal`. Entering a region calls none of these. `availability` only serves to
+    describe the device, as in ``amp backends``. All may query the driver but must not allocate on the device.
     Several threads may call any method at once.
     """
 
@@ -109,7 +109,7 @@ class Backend(ABC):
 
     @abstractmethod
     def default_dtype(self) -> torch.dtype:
-        """Return the dtype of a region that passes none."""
+        """Return the dtype of a region that passes none. Within another region it has that one's instead."""
 
     @abstractmethod
     def supported_dtypes(self) -> tuple[torch.dtype, ...]:

@@ -18,6 +18,7 @@ from amp_core.dispatch.activate import Activation, activation, default_policy, w
 from amp_core.plugin.default_manager import get_backend
 from amp_core.policy import OpPolicy
 from amp_core.regions.decorator import autocast_decorator
+from amp_core.states.region_stack import thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -64,7 +65,7 @@ class Region(torch.autocast):
         if enabled and dtype is torch.float8_e4m3fn:
             dtype, policy = format_dtype(backend), _fp8_policy(backend, policy)
         self._policy = policy
-        self.fast_dtype = fast_dtype = backend.default_dtype() if dtype is None else dtype
+        self.fast_dtype = fast_dtype = _dtype_unnamed(backend, device_type) if dtype is None else dtype
         self._activation = None
         if enabled:
             self._activation, refusal = _resolve(backend, fast_dtype, policy)
@@ -107,6 +108,24 @@ class Region(torch.autocast):
             f"{type(self).__qualname__}({self.device!r}, dtype={self.fast_dtype}, enabled={self._enabled}, "
             f"cache_enabled={self._keeps_casts})"
         )
+
+
+def _dtype_unnamed(backend: Backend, device_type: str) -> torch.dtype:
+    """Return the dtype of a region that names none: that of the region around it, else the device's default.
+
+    Many plugins have a default of their own, which is not torch's setting; a region changes the setting.
+    """
+    regions = thread.regions
+    if _is_on(device_type) or (regions and any([frame.region.device == device_type for frame in regions])):
+        return torch.get_autocast_dtype(device_type)
+    return backend.default_dtype()
+
+
+def _is_on(device_type: str) -> bool:
+    try:
+        return torch.is_autocast_enabled(device_type)
+    except RuntimeError:  # a device type that torch does not know, as where its package is not imported
+        return False
 
 
 def format_dtype(backend: Backend) -> torch.dtype:

@@ -32,7 +32,8 @@ class autocast(Region):  # noqa: N801  # torch's name
     Args:
         device_type: a device type with a backend (``amp backends`` lists them), a ``torch.device``, a tensor,
             or ``"auto"`` for the accelerator that is present, or the CPU if there is none.
-        dtype: the dtype of low-precision ops; defaults to ``torch.get_autocast_dtype(device_type)``.
+        dtype: the dtype of low-precision ops; defaults to that of the region around this one, else to the
+            backend's default, which is ``torch.get_autocast_dtype(device_type)`` on torch's own devices.
             ``torch.float8_e4m3fn`` means bfloat16 (the device's default dtype if it has no bfloat16), with
             the device's recommended `Recipe` for the matrix products that would run in it.
         enabled: ``False`` switches mixed precision off inside the region.
