@@ -66,7 +66,7 @@ def _abilities(device_type: str, status: str) -> dict[str, Any]:
         }
     except Exception as error:
         # One broken plugin must not hide the others.
-        return {**nothing, "kernels_reason": f"{type(error).__name__}: {error}".splitlines()[0]}
+        return {**nothing, "kernels_reason": " ".join(f"{type(error).__name__}: {error}".split())}
 
 
 def _formats(backend: Backend) -> dict[str, Any]:

@@ -94,28 +94,30 @@ def _title(settings: Settings) -> str:
 
 
 def _settings(args: argparse.Namespace) -> Settings:
+    from amp_core import BackendError
     from amp_core.demo.train import Settings
 
-    device, backend = _device(args.device)
-    return Settings(device, _dtype(args.dtype, backend), args.model, args.epochs, args.batch_size, args.seed)
+    try:
+        device, backend = _device(args.device)
+        dtype = _dtype(args.dtype, backend)
+    except (BackendError, RuntimeError, AssertionError) as error:
+        raise UsageError(_one_line(error)) from error
+    return Settings(device, dtype, args.model, args.epochs, args.batch_size, args.seed)
 
 
 def _device(name: str) -> tuple[torch.device, Backend]:
     import torch
 
-    from amp_core import BackendError, get_backend
+    from amp_core import get_backend
     from amp_core.common.arguments import device_type_of
 
     device_type = device_type_of(name)
-    try:
-        backend = get_backend(device_type)
-        available = backend.availability()
-        if not available:
-            raise UsageError(f"{device_type} cannot be used: {available.reason}.")
-        device = torch.device(device_type if name == "auto" else name)
-        torch.empty(0, device=device)
-    except (BackendError, RuntimeError, AssertionError) as error:
-        raise UsageError(_one_line(error)) from error
+    backend = get_backend(device_type)
+    available = backend.availability()
+    if not available:
+        raise UsageError(f"{device_type} cannot be used: {available.reason}.")
+    device = torch.device(device_type if name == "auto" else name)
+    torch.empty(0, device=device)
     return device, backend
 
 
@@ -124,16 +126,16 @@ def _dtype(name: str | None, backend: Backend) -> torch.dtype:
 
     from amp_core.common.text import dtype_name
 
+    dtype: object
     if name is None:
-        return backend.default_dtype()
-    dtype = getattr(torch, _SHORT.get(name, name), None)
-    legal = ", ".join(map(dtype_name, backend.supported_dtypes()))
+        dtype, given = backend.default_dtype(), "the default dtype"
+    else:
+        dtype, given = getattr(torch, _SHORT.get(name, name), None), f"--dtype {name}"
+    legal = f"{backend.device_type} can use {', '.join(map(dtype_name, backend.supported_dtypes()))}"
     if not isinstance(dtype, torch.dtype):
-        raise UsageError(f"--dtype {name} is not a dtype of torch; {backend.device_type} can use {legal}.")
+        raise UsageError(f"{given} is not a dtype of torch; {legal}.")
     if dtype not in backend.supported_dtypes():
-        raise UsageError(
-            f"--dtype {name}: {backend.dtype_reason(dtype)}; {backend.device_type} can use {legal}."
-        )
+        raise UsageError(f"{given}: {backend.dtype_reason(dtype)}; {legal}.")
     return dtype
 
 

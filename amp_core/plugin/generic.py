@@ -6,7 +6,7 @@ import torch
 
 from amp_core._torch.autocast import privateuse1_amp_dtypes, privateuse1_name
 from amp_core.plugin.interface import Backend
-from amp_core.plugin.results import Availability
+from amp_core.plugin.results import Availability, described
 
 
 class TorchBackend(Backend):
@@ -26,7 +26,12 @@ class TorchBackend(Backend):
         is_available = getattr(module, "is_available", None)
         if not callable(is_available):
             return Availability(False, f"no module torch.{self.device_type} is loaded; import its package")
-        if not is_available():
+        try:
+            usable = is_available()
+        except Exception as error:
+            what = f"torch.{self.device_type}.is_available() raised"
+            return Availability(False, f"{what} {described(error)}")
+        if not usable:
             return Availability(False, f"torch.{self.device_type}.is_available() is False")
         return Availability(True, f"torch.{self.device_type}.is_available() is True")
 

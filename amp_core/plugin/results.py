@@ -160,7 +160,7 @@ def _checked(name: str, method: Callable[[Any], Any]) -> Callable[[Any], Any]:
         except (BackendError, SettingError):  # a setting is its user's
             raise
         except (Exception, SystemExit) as error:  # one that exits must not end the program
-            raise BackendError(_text(self, name, f"raised {described(error)}")) from error
+            raise BackendError(_text(self, name, f"raised {described(error).rstrip('.')}.")) from error
         if result is last:
             return result
         if not accepts(result):

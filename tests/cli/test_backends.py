@@ -111,13 +111,14 @@ def test_the_reason_of_kernels_that_failed(
 
     class Broken(Loopback):
         def kernels(self) -> Kernels:
-            raise OSError("no driver")
+            raise OSError("no driver:\nlibnpu.so")
 
-    monkeypatch.setenv("COLUMNS", "300")
+    monkeypatch.setenv("COLUMNS", "400")
     with serving(Broken()):
         assert main(["backends"]) == 0
     printed = capsys.readouterr().out
     assert " BackendError: Broken.kernels()" in printed
+    assert "no driver: libnpu.so. This is a bug in that plugin" in printed
     assert ": BackendError" not in printed
 
 

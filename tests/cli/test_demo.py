@@ -14,6 +14,8 @@ from amp_core.cli import demo, main
 from amp_core.demo.data import load_digits
 from amp_core.demo.report import verdict
 from amp_core.demo.train import History, Settings, Trainer, train
+from amp_core.testing import Loopback
+from amp_core.testing.fixtures import serving
 
 CPU = torch.device("cpu")
 
@@ -113,6 +115,38 @@ def test_what_cannot_work_is_one_line_before_the_training(options, words, capsys
     assert not out
 
 
+class OtherDefault(Loopback):
+    """Its default dtype is not one of its dtypes, as on a device of torch's that has bfloat16 alone."""
+
+    def supported_dtypes(self):
+        return (torch.bfloat16,)
+
+    def default_dtype(self):
+        return torch.float16
+
+
+class WrongDtypes(Loopback):
+    """A plugin with a fault."""
+
+    def supported_dtypes(self):
+        return [torch.bfloat16]
+
+
+@pytest.mark.parametrize(
+    ("backend", "words"),
+    [(OtherDefault, "the default dtype: torch.float16 is not"), (WrongDtypes, "returned [torch.bfloat16]")],
+)
+def test_a_backend_that_is_at_fault_is_one_line(backend, words, capsys, monkeypatch):
+    """The demo would train in float32, and then end in a traceback."""
+    monkeypatch.setattr(demo, "_train", lambda *_: pytest.fail("the training began"))
+    with serving(backend()):
+        code, _, err = amp_demo(capsys, "--device", "cpu")
+    assert code == 2
+    assert words in err
+    assert err.startswith("amp demo: ")
+    assert err.count("\n") == 1
+
+
 def test_missing_extras_are_named(capsys, monkeypatch):
     """Without the extra, an ImportError would name a module that is not the package to install."""
     monkeypatch.setattr(demo, "find_spec", lambda name: None if name == "sklearn" else object())
@@ -158,7 +192,7 @@ module = types.ModuleType("fox")
 module.is_available = lambda: True
 module.device_count = lambda: 1
 module.current_device = lambda: 0
-module.get_amp_supported_dtype = lambda: [torch.bfloat16]
+module.get_amp_supported_dtype = lambda: [torch.float16]
 torch.utils.rename_privateuse1_backend("fox")
 torch._register_device_module("fox", module)
 sys.exit(main(["demo", "--device", "fox"]))

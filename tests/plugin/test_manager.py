@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 
 import pytest
 import torch
@@ -145,6 +145,18 @@ def test_the_generic_backend_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) 
     first = amp_core.get_backend("mps")
     monkeypatch.setattr(entry_points, "_declared", lambda: pytest.fail("metadata was read again"))
     assert amp_core.get_backend("mps") is first
+
+
+def test_what_a_module_of_a_device_raises_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`amp backends` said "division by zero", of no function, and `amp check` ended in a traceback."""
+
+    def is_available() -> bool:
+        raise OSError("libnpu.so is too old")
+
+    monkeypatch.setattr(torch, "hpu", SimpleNamespace(is_available=is_available), raising=False)
+    available = Manager().get("hpu").availability()
+    assert not available
+    assert available.reason == "torch.hpu.is_available() raised OSError: libnpu.so is too old"
 
 
 def test_a_backend_is_found_after_its_op_lists() -> None:
