@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -33,6 +34,25 @@ def test_the_command_checks_the_cpu_and_writes_every_report(tmp_path, capsys):
     assert {"torch", "amp-core", "python"} <= set(found["versions"])
     assert len(ET.parse(junit).findall(".//testcase")) == len(found["results"])
     assert "| update | 6 | 0 | 0 | 0 |" in page.read_text()
+
+
+class Untracked(Portable):
+    """Writes past torch, as a kernel in another language does that gets addresses, and has one dtype."""
+
+    def multiply_(self, grads, factor, found_inf=None):
+        super().multiply_([grad.data for grad in grads], factor, found_inf)
+
+    def grad_stats(self, grads, norm_type=2.0):
+        found = super().grad_stats(grads, norm_type)
+        return dataclasses.replace(found, norm=found.norm.float())
+
+
+def test_a_failure_says_what_is_missing():
+    """The maker of a device reads that something is wrong, and neither what is right nor what to call."""
+    report = check(Loopback(kernels=Untracked()), keyword="multiply_of_special or grad_stats_norms")
+    messages = {result.check: result.message for result in report.results}
+    assert "torch.autograd.graph.increment_version(tensors)" in messages["multiply_of_special_numbers"]
+    assert "is torch.float32 () in place of torch.float64 ()" in " ".join(messages.values())
 
 
 def test_a_report_without_results_says_so():

@@ -19,7 +19,7 @@ from amp_core.states.loss_scale import LossScaleSchedule, ScaleState, next_scale
 from amp_core.testing.suite import data, reference
 from amp_core.testing.suite.comparisons import Comparisons
 from amp_core.testing.suite.manners import References
-from amp_core.testing.suite.tensors import LAYOUTS, Memory, Spec, host
+from amp_core.testing.suite.tensors import LAYOUTS, UNTRACKED, Memory, Spec, host
 
 Tensors = Sequence[Tensor]
 
@@ -189,7 +189,7 @@ class Judge(Comparisons):
         if flag is not None:
             right = torch.full(flag_shape, 1.0 if bad else flag, dtype=torch.float32, device="cpu")
             self._assert_values(flags[0], right, f"{what} found_inf after {flag}, {factor}")
-            assert not bad or flag or version_of(flags[0]) > 0, "found_inf was set behind autograd"
+            assert not bad or flag or version_of(flags[0]) > 0, f"{UNTRACKED} to found_inf"
 
     def _judge_stats(
         self, grads: Tensors, order: float = 2.0, what: str = "", given: Tensors | None = None
@@ -207,7 +207,7 @@ class Judge(Comparisons):
         ):
             part = getattr(stats, name)
             right = (tuple(part.shape), part.dtype) == (shape, kind)
-            assert right, f"{what} {name} is {part.dtype} {part.shape}"
+            assert right, f"{what} {name} is {part.dtype} {tuple(part.shape)} in place of {kind} {shape}"
         expected = [reference.norm(v, order) for v in values]
         flags = [float(reference.nonfinite(v)) for v in values]
         wrong = [i for i, (a, b) in enumerate(zip(stats.nonfinite.tolist(), flags, strict=True)) if a != b]
@@ -244,7 +244,7 @@ class Judge(Comparisons):
             expected = expected._replace(scale=after.scale)  # the product was one of float32 numbers
         assert after == expected, f"from {state}, found_inf={found}"
         moved = after.scale == state.scale or version_of(tensors.scale) > 0
-        assert moved, "the scale changed behind autograd, without its version counter"
+        assert moved, f"{UNTRACKED} to the scale"
         return after
 
     def _kernel_calls(self, tensors: Tensors) -> dict[str, Callable[[], Any]]:

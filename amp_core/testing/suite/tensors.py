@@ -17,6 +17,11 @@ from amp_core._torch.steps import neg_view
 from amp_core._torch.tensors import version_of
 from amp_core.testing.suite import data
 
+UNTRACKED = (
+    "a write did not move the version counter, which tells autograd and caches of it: after a write that is "
+    "none of torch's ops, call torch.autograd.graph.increment_version(tensors). It is missing for writes"
+)
+
 GUARD = 8
 """Elements of a tensor's storage before and after it. They hold NaN; kernels must not touch them."""
 
@@ -269,7 +274,7 @@ class Memory:
         stale = [
             t.shape for t, now, then in pairs if wrote and t.numel() and not t.is_inference() and now <= then
         ]
-        assert not stale, f"it wrote behind autograd, without moving the version counters of {stale}"
+        assert not stale, f"{UNTRACKED} to tensors of shapes {sorted({*map(tuple, stale)})}"
 
 
 def _raw(tensor: Tensor) -> bytes:
