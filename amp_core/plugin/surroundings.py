@@ -30,15 +30,31 @@ def _folder() -> str:
         return ""
 
 
+def _precision() -> tuple[str, ...]:
+    """Return what torch's older setting is, if it is any, and those of `torch.backends`."""
+    try:
+        older = torch.get_float32_matmul_precision()
+    except RuntimeError:  # the newer ones have values for which the older has no name
+        older = ""
+    return (older, *(each.fp32_precision for each in _PRODUCTS))
+
+
+def _set_precision(value: str | tuple[str, ...]) -> None:
+    older, *newer = (value,) if isinstance(value, str) else value
+    if older:
+        torch.set_float32_matmul_precision(older)
+    for each, precision in zip(_PRODUCTS, newer, strict=False):
+        each.fp32_precision = precision
+
+
+_PRODUCTS: Any = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
+
 SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "the default dtype": (torch.get_default_dtype, torch.set_default_dtype),
     "the default device": (torch.get_default_device, _set_default_device),
     "grad mode": (torch.is_grad_enabled, torch.set_grad_enabled),
     "the number of threads": (torch.get_num_threads, torch.set_num_threads),
-    "the precision of float32 products": (
-        torch.get_float32_matmul_precision,
-        torch.set_float32_matmul_precision,
-    ),
+    "the precision of float32 products": (_precision, _set_precision),
     "torch's generator": (_random_state, _set_random_state),
     "the working directory": (_folder, os.chdir),
 }

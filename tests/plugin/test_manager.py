@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from types import MappingProxyType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from amp_core.plugin import (
 )
 from amp_core.plugin.manager import Manager
 from amp_core.plugin.registry import Owner
+from amp_core.plugin.surroundings import restored
 
 
 class Npu(Backend):
@@ -318,3 +320,26 @@ def test_the_owner_of_a_fallback_is_known() -> None:
     """`amp backends` says that mps, mtia and maia come from nowhere."""
     status = amp_core.backends()["mps"]
     assert (status.distribution, amp_core.get_backend("mps").origin[:14]) == ("amp-core", "plugin 'torch'")
+
+
+@pytest.mark.parametrize("change", ["tf32", "ieee", "medium"])
+@pytest.mark.parametrize("given", ["tf32", "ieee", "high"])
+def test_the_precision_of_products_by_either_of_torchs_settings(given: str, change: str) -> None:
+    """A program that has set it by `torch.backends` could load no plugin: torch does not tell it."""
+    products: Any = torch.backends.cuda.matmul
+
+    def put(value: str) -> None:
+        if value in {"tf32", "ieee"}:
+            products.fp32_precision = value
+        else:
+            torch.set_float32_matmul_precision(value)
+
+    with restored():
+        torch.set_float32_matmul_precision("highest")
+        put(given)
+        before = products.fp32_precision
+        with restored() as changed:
+            put(change)
+        assert products.fp32_precision == before
+        assert [text.partition(" (")[0] for text in changed] in ([], ["the precision of float32 products"])
+        assert changed or change in {given, before}
