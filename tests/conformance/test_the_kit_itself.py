@@ -215,6 +215,16 @@ def test_a_known_failure_that_no_check_has_is_an_error():
     assert report.failed == ["known_failures_name_checks_that_exist"]
 
 
+def test_a_run_of_one_area_takes_the_known_failures_of_others():
+    """A backend with a known failure would fail each run of a part that leaves the check out."""
+
+    class Excused(BackendFixtures):
+        known_failures = {"update_never_grows_past_float32": "the driver does this"}  # noqa: RUF012
+
+    only = "known_failures_name_checks_that_exist"
+    assert check(Loopback(), areas=["availability"], keyword=only, fixtures=Excused).ok
+
+
 def test_the_kit_puts_the_installed_backend_back():
     """Checking a backend would leave it in charge of the device."""
     from amp_core.plugin import get_backend
