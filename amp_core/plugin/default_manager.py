@@ -85,7 +85,7 @@ def register(plugin: object, name: str | None = None) -> None:
         name: the name in messages; defaults to the plugin's own.
 
     Raises:
-        ValueError: the plugin is already registered, or has no hook.
+        ValueError: the plugin is already registered, has no hook, or is a class in place of an instance.
         pluggy.PluginValidationError: a hook is unknown, or declares an unknown argument.
     """
     manager().add(plugin, name)

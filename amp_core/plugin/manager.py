@@ -25,6 +25,7 @@ from amp_core.errors import (
 from amp_core.plugin import entry_points, hookspecs
 from amp_core.plugin.entry_points import Candidate
 from amp_core.plugin.generic import TorchBackend
+from amp_core.plugin.hook_errors import has_methods, hooks_named
 from amp_core.plugin.interface import Backend
 from amp_core.plugin.registry import Owner, Registry
 from amp_core.plugin.status import BackendStatus, Failure, status_of, status_of_failure, unknown_text
@@ -181,7 +182,8 @@ class Manager:
                 return None  # another entry point names the same module
             stage, owner = "register", candidate.owner(module)
             self._register(module, owner)
-            self._pluggy.check_pending()
+            with hooks_named():
+                self._pluggy.check_pending()
             self._check_added(candidate, owner)
         except BaseException as error:
             self.registry.drop(owner)
@@ -215,7 +217,7 @@ class Manager:
             )
 
     def _register(self, module: ModuleType, owner: Owner) -> None:
-        with self.registry.claimed(owner):
+        with self.registry.claimed(owner), hooks_named():
             self._pluggy.register(module, name=f"{owner.plugin}:{module.__name__}")
         self._update_listens()
 
@@ -231,13 +233,18 @@ class Manager:
         with self._lock:
             if self._pluggy.is_registered(plugin):
                 raise ValueError(f"{plugin!r} is already registered with amp-core.")
+            if isinstance(plugin, type) and has_methods(plugin):
+                raise ValueError(
+                    f"{plugin!r} is a class whose hooks are methods. Register an instance of it."
+                )
             if name is not None and self._pluggy.has_plugin(name):
                 raise ValueError(f"Another plugin is registered as {name!r}. Pass another name.")
             self._load_built_in()  # first: its backends would come in the way, its fallbacks take precedence
             before = self.registry.added()
             try:
-                registered = self._pluggy.register(plugin, name)
-                self._pluggy.check_pending()
+                with hooks_named():
+                    registered = self._pluggy.register(plugin, name)
+                    self._pluggy.check_pending()
                 if not self._pluggy.get_hookcallers(plugin):
                     known = ", ".join(sorted(hookspecs.__all__))
                     raise ValueError(

@@ -199,11 +199,37 @@ def test_a_wrong_plugin_is_refused_whole() -> None:
         module = types.ModuleType("wrong")
         setattr(module, hook.__name__, hook)
         for _ in range(2):
-            with pytest.raises(pluggy.PluginValidationError, match=r"rekord|unknown hook 'amp_skipped'"):
+            wrong = r"(rekord|unknown hook 'amp_skipped')[^$]* hooks of amp-core.*amp_skip\(scaler, record\)"
+            with pytest.raises(pluggy.PluginValidationError, match=wrong):
                 plugin.register(module)
     with pytest.raises(ValueError, match=re.escape("has no hook of amp-core's") + ".*amp_scale_change"):
         plugin.register(types.ModuleType("empty"))
     Run().step(bad=True)
+
+
+def test_a_class_is_a_plugin_only_if_its_hooks_need_no_instance() -> None:
+    """`register(Listener)`, without the parentheses, is found out in the middle of a training."""
+    seen = []
+
+    class Listener:
+        @plugin.hookimpl
+        def amp_skip(self, record: StepRecord) -> None:
+            seen.append(record)
+
+    class Static:
+        @staticmethod
+        @plugin.hookimpl
+        def amp_skip(record: StepRecord) -> None:
+            seen.append(record)
+
+    with pytest.raises(ValueError, match="is a class whose hooks are methods"):
+        plugin.register(Listener)
+    plugin.register(Static)
+    try:
+        Run().step(bad=True)
+    finally:
+        plugin.unregister(Static)
+    assert len(seen) == 1
 
 
 @pytest.mark.parametrize("fused", [False, True])
