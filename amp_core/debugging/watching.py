@@ -15,7 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from amp_core._torch.dynamo import never_compile
 from amp_core._torch.modules import uncompiled
-from amp_core._torch.tensors import part_of
+from amp_core._torch.tensors import part_of, version_of
 from amp_core._torch.tracing import outside_graphs, untraced
 from amp_core.common.arguments import as_whole, check_module, home_of
 from amp_core.common.text import counted, dtype_name
@@ -86,8 +86,9 @@ class Watch(Attached, Report):
         if not self._hooks or is_rehearsing() or repeats_forward():  # compiled code keeps removed hooks
             return
         for tensor in floats_in(result)[:1]:
-            if tensor not in self._seen:  # else it is the result of an inner module
-                self._seen[tensor] = True
+            version = 0 if tensor.is_inference() else version_of(tensor)
+            if self._seen.get(tensor) != version:  # else it is the result of an inner module, as that left it
+                self._seen[tensor] = version
                 self._add("activation", name, tensor)
                 if tensor.requires_grad:
                     tensor.register_hook(self._of_result(name))  # type: ignore[no-untyped-call]

@@ -318,3 +318,29 @@ def test_complex_parameters_are_watched_by_their_parts():
         model().backward()
     found = {entry.kind: (entry.dtype, entry.largest) for entry in watch.entries if entry.name == "number"}
     assert found == {"weight": ("complex64", 8.0), "weight gradient": ("complex64", 16.0)}
+
+
+class Adding(nn.Module):
+    """A layer, to whose result the model adds in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.layer(x).add_(1.0)
+
+
+def test_results_written_in_place_are_measured():
+    """The ranges behind a ReLU that works in place are missing, though what it left is what flows on."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(inplace=True), nn.Identity(), nn.Linear(16, 8), Adding())
+    results = {}
+    for name, module in model.named_modules():
+        module.register_forward_hook(lambda *call, n=name: results.update({n: call[2].detach().clone()}))
+    with amp_core.watch(model, every=1) as ranges:
+        model(torch.randn(4, 8)).sum().backward()
+    measured = {e.name: e for e in ranges.entries if e.kind == "activation"}
+    assert set(measured) == {"0", "1", "3", "4", "4.layer"}
+    for name, entry in measured.items():
+        assert (entry.largest, entry.zeros) == (results[name].abs().max(), (results[name] == 0).sum()), name
+    assert {e.name for e in ranges.entries if e.kind == "gradient"} == set(measured)
