@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 
 from amp_core.debugging import saved
@@ -87,11 +87,11 @@ def _most(entries: list[Entry], measure: Callable[[Entry], float]) -> str:
 
 @content_of.register
 def _(diff: WatchDiff) -> Content:
-    here, there = ({(e.step, e.kind, e.name): e for e in watch.entries} for watch in (diff.here, diff.there))
+    here, there = _by_call(diff.here.entries), _by_call(diff.there.entries)
     rows = [
-        (*_row(here[key], diff.here.format)[:2], *pair, key[0])
-        for key in here.keys() & there.keys()
-        if (pair := _pair(here[key], there[key]))
+        (*_row(entry, diff.here.format)[:2], *pair, entry.step)
+        for key, entry in here.items()
+        if key in there and (pair := _pair(entry, there[key]))
     ]
     rows.sort(key=lambda row: (row[-1], -row[-2]))
     alone = len(here.keys() ^ there.keys())
@@ -107,6 +107,14 @@ def _(diff: WatchDiff) -> Content:
     return Content(
         "Two watched runs compared", facts, [], [Table("changes", "What changed", spec, rows, about)]
     )
+
+
+def _by_call(entries: list[Entry]) -> dict[tuple[int, str, str, int], Entry]:
+    """Return entries by step, kind, name and number: of a module that is called again there are several."""
+    calls: defaultdict[tuple[int, str, str], list[Entry]] = defaultdict(list)
+    for entry in entries:
+        calls[entry.step, entry.kind, entry.name].append(entry)
+    return {(*key, n): entry for key, each in calls.items() for n, entry in enumerate(each)}
 
 
 def _pair(here: Entry, there: Entry) -> tuple[float, float, float] | None:

@@ -344,3 +344,27 @@ def test_results_written_in_place_are_measured():
     for name, entry in measured.items():
         assert (entry.largest, entry.zeros) == (results[name].abs().max(), (results[name] == 0).sum()), name
     assert {e.name for e in ranges.entries if e.kind == "gradient"} == set(measured)
+
+
+class Twice(nn.Module):
+    """A layer that is called twice, the second time always with the same."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.layer(x) + self.layer(torch.ones_like(x))
+
+
+def test_runs_are_compared_call_by_call():
+    """Of a layer that is called several times in a step, only the last call is compared, without a word."""
+    model, x, runs = Twice(), torch.randn(4, 8), []
+    for factor in (1.0, 1000.0):
+        with amp_core.watch(model, every=1) as ranges:
+            model(x * factor)
+        runs.append(ranges)
+    diff = runs[0].diff(runs[1]).content()
+    (changes,) = diff.tables
+    assert diff.facts["ranges"] == "5 in both runs, 2 differ, 0 in one only"
+    assert {row[:2] for row in changes.rows} == {("activation", "layer"), ("activation", "(the model)")}
