@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable
 
@@ -118,8 +119,14 @@ def _by_call(entries: list[Entry]) -> dict[tuple[int, str, str, int], Entry]:
 
 
 def _pair(here: Entry, there: Entry) -> tuple[float, float, float] | None:
-    mine, theirs = here.exponents, there.exponents
+    mine, theirs = _all_exponents(here), _all_exponents(there)
     total = max(1, sum(mine.values()), sum(theirs.values()))
     moved = sum(abs(mine.get(e, 0) - theirs.get(e, 0)) for e in mine.keys() | theirs.keys()) / 2 / total
     same = moved < 0.01 and here.not_finite == there.not_finite
     return None if same else (here.largest, there.largest, moved)
+
+
+def _all_exponents(entry: Entry) -> dict[float, int]:
+    """Return how many values have each exponent: that of 0 is minus infinity, of inf and NaN infinity."""
+    ends = {-math.inf: entry.zeros, math.inf: entry.not_finite}
+    return ends | entry.exponents

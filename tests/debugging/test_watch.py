@@ -368,3 +368,17 @@ def test_runs_are_compared_call_by_call():
     (changes,) = diff.tables
     assert diff.facts["ranges"] == "5 in both runs, 2 differ, 0 in one only"
     assert {row[:2] for row in changes.rows} == {("activation", "layer"), ("activation", "(the model)")}
+
+
+@pytest.mark.parametrize("other", [0.0, math.inf])
+def test_values_that_became_zero_or_inf_have_moved(other):
+    """Of gradients that vanish in the other run, half are said to have moved; of those that overflow, too."""
+    model, runs = nn.Linear(4, 4), []
+    for spoiled in (0, 2):
+        with torch.no_grad():
+            model.weight.fill_(1.0)[:spoiled] = other
+        with amp_core.watch(model, every=1) as ranges:
+            model(torch.ones(1, 4))
+        runs.append(ranges)
+    (changes,) = runs[0].diff(runs[1]).content().tables
+    assert {row[1]: row[4] for row in changes.rows} == {"weight": 0.5, "(the model)": 0.5}
