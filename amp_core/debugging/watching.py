@@ -59,14 +59,24 @@ class Watch(Attached, Report):
         self._every, self._limit = as_whole(every, "every", 1), as_whole(limit, "limit", 1)
         self._hooks: list[Any] = []
         self._seen: Any = WeakIdKeyDictionary()
+        self._in_step = False
         super().__init__(model)  # last: a watch that is refused must leave no hook
         self._removers.append(self._end)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_hooks": [], "_seen": None}
 
+    @outside_graphs
+    def _enter(self, *call: Any) -> None:
+        self._in_step = False
+        super()._enter(*call)
+
+    def _after(self, args: Any, kwargs: Any, result: Any) -> None:  # noqa: ARG002
+        self._in_step = False
+
     def _before(self) -> None:
         self._end()
+        self._in_step = True
         if self.step % self._every:
             return
         for name, module in self.model.named_modules():
@@ -84,6 +94,8 @@ class Watch(Attached, Report):
     @outside_graphs
     def _of_module(self, name: str, _module: nn.Module, _args: Any, result: Any) -> None:
         if not self._hooks or is_rehearsing() or repeats_forward():  # compiled code keeps removed hooks
+            return
+        if not (self._in_step or torch.is_grad_enabled()):  # an evaluation after the step
             return
         for tensor in floats_in(result)[:1]:
             version = 0 if tensor.is_inference() else version_of(tensor)

@@ -382,3 +382,42 @@ def test_values_that_became_zero_or_inf_have_moved(other):
         runs.append(ranges)
     (changes,) = runs[0].diff(runs[1]).content().tables
     assert {row[1]: row[4] for row in changes.rows} == {"weight": 0.5, "(the model)": 0.5}
+
+
+def test_an_evaluation_after_a_watched_step_is_not_measured():
+    """Every batch of an evaluation counts as part of the last step, if that was one of those watched."""
+    model = net()
+    with amp_core.watch(model, every=1) as ranges:
+        train(model, 1)
+        measured = [*ranges.entries]
+        with torch.no_grad():
+            model(torch.randn(4, 8))
+            model[:2](torch.randn(4, 8))
+        assert ranges.entries == measured
+        with pytest.raises(RuntimeError, match="shapes"):
+            model(torch.randn(4, 9))  # a step that fails
+        measured = [*ranges.entries]
+        with torch.no_grad():
+            model(torch.randn(4, 8))
+        assert ranges.entries == measured
+
+
+class Frozen(nn.Module):
+    """A layer that is called without gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.frozen, self.head = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        with torch.no_grad():
+            x = self.frozen(x)
+        return self.head(x)
+
+
+def test_layers_without_gradients_are_measured_in_a_step():
+    """What a frozen part of the model computes is taken for an evaluation."""
+    model = Frozen()
+    with amp_core.watch(model, every=1) as ranges:
+        model(torch.randn(4, 8)).sum().backward()
+    assert [e.name for e in ranges.entries if e.kind == "activation"] == ["frozen", "head"]
