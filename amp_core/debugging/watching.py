@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from amp_core._torch.autograd import current_autograd_node
 from amp_core._torch.dynamo import never_compile
 from amp_core._torch.modules import uncompiled
 from amp_core._torch.tensors import part_of, version_of
@@ -101,7 +102,8 @@ class Watch(Attached, Report):
             version = 0 if tensor.is_inference() else version_of(tensor)
             if self._seen.get(tensor) != version:  # else it is the result of an inner module, as that left it
                 self._seen[tensor] = version
-                self._add("activation", name, tensor)
+                if self._in_step or current_autograd_node() is None:  # else a checkpoint repeats it
+                    self._add("activation", name, tensor)
                 if tensor.requires_grad:
                     tensor.register_hook(self._of_result(name))  # type: ignore[no-untyped-call]
 

@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import amp_core
 from amp_core import AmpError, OpPolicy, autocast
@@ -421,3 +422,27 @@ def test_layers_without_gradients_are_measured_in_a_step():
     with amp_core.watch(model, every=1) as ranges:
         model(torch.randn(4, 8)).sum().backward()
     assert [e.name for e in ranges.entries if e.kind == "activation"] == ["frozen", "head"]
+
+
+class Checkpointed(nn.Module):
+    """Two layers, the second in a checkpoint."""
+
+    def __init__(self, reentrant):
+        super().__init__()
+        self.first, self.second, self.reentrant = nn.Linear(8, 8), nn.Linear(8, 8), reentrant
+
+    def forward(self, x):
+        return checkpoint(self.second, self.first(x), use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_what_a_checkpoint_repeats_is_measured_once(reentrant, whole):
+    """Layers in a checkpoint count twice, or their gradients are missing."""
+    model = Checkpointed(reentrant and not whole)
+    with amp_core.watch(model, every=1) as ranges:
+        x = torch.randn(4, 8, requires_grad=True)
+        (checkpoint(model, x, use_reentrant=reentrant) if whole else model(x)).sum().backward()
+    for kind in ("activation", "gradient"):
+        names = [e.name for e in ranges.entries if e.kind == kind and e.name]
+        assert sorted(names) == ["first", "second"], kind
