@@ -13,7 +13,12 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from amp_core._torch.autograd import current_autograd_node, next_sequence_number, sequence_number
+from amp_core._torch.autograd import (
+    current_autograd_node,
+    in_backward,
+    next_sequence_number,
+    sequence_number,
+)
 from amp_core._torch.modules import uncompiled
 from amp_core.common.call_site import place_outside
 from amp_core.common.locks import new_lock
@@ -59,10 +64,11 @@ class Places:
     modules start and end, which map a node in the backward pass to its module.
 
     Args:
-        model: the model that names the modules; by default, the outermost called module.
+        model: the model that names the modules; by default, the outermost called module. Parts that a
+            checkpoint calls again, in the backward pass, keep the names of the first call.
 
     Attributes:
-        roots: the outermost called modules, in order.
+        roots: the outermost called modules, in order, without those parts that a checkpoint calls again.
         on_call: called with the outermost module before each call.
         on_return: called with each module's place, arguments and result.
     """
@@ -72,6 +78,7 @@ class Places:
         self.on_call: Callable[[nn.Module], None] | None = None
         self.on_return: Callable[[Place, Any, Any], None] | None = None
         self._model = model
+        self._repeated: list[nn.Module] = []
         self._stack: list[tuple[nn.Module, Place]] = []
         self._names: dict[nn.Module, dict[int, Place]] = {}
         self._parameters: dict[int, _Parameter] = {}
@@ -148,11 +155,13 @@ class Places:
         if threading.get_ident() == self._thread:
             if not self._stack:
                 self._names.clear()  # layers may be others than in the call before
+                self._repeated = [*self.roots] if in_backward() else []  # a checkpoint calls parts of these
             place = self._place(module)  # first: it may raise
             if not self._stack:
                 if self.on_call is not None:
                     self.on_call(uncompiled(module))
-                _add(self.roots, uncompiled(module))
+                if not any(id(uncompiled(module)) in self._named(root) for root in self._repeated):
+                    _add(self.roots, uncompiled(module))
             self._stack.append((module, place))
             self._mark()
 
@@ -171,7 +180,7 @@ class Places:
 
     def _place(self, module: nn.Module) -> Place:
         outermost = self._stack[0][0] if self._stack else module
-        for root in (self._model, uncompiled(outermost)):
+        for root in (self._model, *self._repeated, uncompiled(outermost)):
             place = None if root is None else self._named(root).get(id(uncompiled(module)))
             if place is not None:
                 return place

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import amp_core
 from amp_core import Advice, GradScaler, autocast
@@ -22,6 +23,14 @@ def test_an_overflow_in_one_attention_block(attention, step):
     assert advice.after.first_not_finite is None
     assert advice.after.loss_error < 1e-3
     assert advice.after.gradient_error < 0.01
+
+
+def test_an_overflow_in_a_checkpoint(attention, step):
+    """Parts that a checkpoint repeats pass for other models, and the op runs in float32 in all modules."""
+    block = attention.blocks[2]
+    block.forward = lambda x: x + checkpoint(block.attn, block.norm(x), use_reentrant=False)
+    advice = amp_core.advise(step(attention), "cpu", dtype=FP16)
+    assert advice.modules == {"blocks.2.attn": {"aten::matmul.default": "fp32"}}
 
 
 def test_a_gradient_that_underflows(shrinking, step):

@@ -361,6 +361,22 @@ def test_a_recomputed_forward_counts_as_forward(net, x):
     assert set(found) == {("forward", "first"), ("forward", "head.1")}
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_layer_that_a_checkpoint_repeats_keeps_its_name(net, x, reentrant):
+    """The repeated layers of a model that checkpoints some have names of their own, and count twice."""
+    net.forward = lambda x: checkpoint(net.head, net.first(x), use_reentrant=reentrant)
+    with amp_core.record() as r:
+        with autocast("cpu"):
+            y = net(x)
+        y.float().sum().backward()
+    found = {str(k.place): n for k, n in ops(r, kernel="aten::native_layer_norm")}
+    assert found == {"head.0": 2}
+    assert {str(k.place) for k, _ in ops(r, op="aten::linear.default")} == {"first", "head.1"}
+    assert {k.place.module for k, _ in ops(r, phase="backward")} <= {"first", "head.0", "head.1", ""}
+    sizes = {key.name: n for key, n in r.tensors.items() if key.kind == "parameter"}
+    assert sizes == {name: p.numel() for name, p in net.named_parameters()}
+
+
 def test_results_and_gradients_are_the_same(net, x):
     """To look would change what is looked at."""
 
