@@ -16,6 +16,7 @@ from typing_extensions import Self
 from amp_core._torch.autocast import autocast_devices_enabled
 from amp_core._torch.autograd import current_autograd_node, in_backward
 from amp_core._torch.dispatcher import Overload
+from amp_core.common.call_site import callers
 from amp_core.common.containers import tensors_in
 from amp_core.common.locks import new_lock
 from amp_core.debugging.collectives import Collectives, given, kind_of
@@ -197,7 +198,8 @@ class Tap:
             rule = _MODULE_RULE if self.places.in_float32 else None
             return Where(FORWARD, self.places.here, tuple(self._frames), rule)
         self.met_compiled |= node.name().startswith("CompiledFunction")
-        return Where(BACKWARD, self.places.of_node(node), tuple(self._frames))
+        phase = FORWARD if torch.is_grad_enabled() and _in_checkpoint() else BACKWARD
+        return Where(phase, self.places.of_node(node), tuple(self._frames))
 
     def _observe(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         if _MUTED.on or self._ended or not isinstance(func, Overload):
@@ -221,6 +223,16 @@ class Tap:
         of = self._collectives.purpose(inputs, where.phase == BACKWARD, self.places.in_module)
         outputs = [*tensors_in(result)] or [*tensors_in(args)]
         self._sink.communicated(kind, of, inputs, outputs, where)
+
+
+def _in_checkpoint() -> bool:
+    """Whether the innermost backward pass repeats a function that a checkpoint has called."""
+    modules = (frame.f_globals.get("__name__") for frame in callers())
+    found = next((name for name in modules if name in (_CHECKPOINT, _BACKWARD_PASS)), None)
+    return found == _CHECKPOINT
+
+
+_CHECKPOINT, _BACKWARD_PASS = "torch.utils.checkpoint", "torch.autograd.graph"
 
 
 class _Entered(threading.local):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
@@ -359,6 +360,24 @@ def test_a_recomputed_forward_counts_as_forward(net, x):
     found = {(k.phase, k.place.module): n for k, n in ops(r, op="aten::linear.default", dtypes=BF16)}
     assert found["forward", "first"] == 2
     assert set(found) == {("forward", "first"), ("forward", "head.1")}
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_ops_that_a_checkpoint_repeats_count_as_forward(net, x, reentrant):
+    """Of a checkpointed function, what is in no layer is taken for a part of the backward pass."""
+    around = functools.partial(checkpoint, lambda y: (y @ y.T).tanh().sin(), use_reentrant=reentrant)
+    net.forward = lambda x: around(net.first(x))
+    with amp_core.record() as r:
+        with autocast("cpu"):
+            y = net(x)
+        (gradient,) = torch.autograd.grad(y.float().square().sum(), y, create_graph=True)
+        y.backward(gradient)
+    found = {key.kernel: (key.phase, str(key.place), n) for key, n in ops(r, op="aten::matmul.default")}
+    assert found == {"aten::mm": ("forward", "(Net)", 2)}
+    assert [n for _, n in ops(r, kernel="aten::tanh", phase="forward")] == [2]
+    assert not ops(r, kernel="aten::tanh", phase="backward")
+    assert {key.phase for key, _ in ops(r, kernel="aten::tanh_backward")} == {"backward"}
+    assert {key.phase for key, _ in ops(r, kernel="aten::mul.Scalar")} == {"backward"}  # with create_graph
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
