@@ -120,9 +120,14 @@ _graph_task = _BACKWARD.function("torch._C._current_graph_task_id", lambda: -1, 
 _AFTER_GRADIENTS = ("torch::autograd::AccumulateGrad", "RegisterPostBackwardFunctionBackward")
 
 
+def backward_pass() -> int:
+    """Return the number of the backward pass that this thread runs, also between its nodes; -1 if none."""
+    return int(_graph_task())
+
+
 def in_backward() -> bool:
     """Whether this thread runs a backward pass, including callbacks between or after its nodes."""
-    return bool(_graph_task() != -1)
+    return backward_pass() != -1
 
 
 def at_weight_gradients() -> bool:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from amp_core._torch.autograd import in_backward
 from amp_core._torch.dispatcher import Overload, dispatcher_name
 from amp_core._torch.tensors import is_dtensor, part_of
 from amp_core.casts.shards import whole
@@ -170,7 +171,7 @@ class Capture(Sink):
         for operand in product.operands:
             key = key_of(operand, where)
             run.fits[key] = run.fits.get(key, Fit()) + fit_of(exact[operand.role], operand.quantized)
-        if where.frames and not run.ran_backward:  # checkpoints that are recomputed count once
+        if where.frames and not in_backward():  # checkpoints that are recomputed count once
             run.work[where.place, where.frames[-1].op] += _work(where.frames[-1].op, product)
 
     def communicated(

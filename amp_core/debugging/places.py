@@ -14,6 +14,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils.hooks import RemovableHandle
 
 from amp_core._torch.autograd import (
+    backward_pass,
     current_autograd_node,
     in_backward,
     next_sequence_number,
@@ -39,6 +40,14 @@ class Place(NamedTuple):
 
     def __str__(self) -> str:
         return self.module or (f"({self.model})" if self.model else "(outside modules)")
+
+
+class _Call(NamedTuple):
+    """A call of a module, and the backward pass that made it, if one did."""
+
+    module: nn.Module
+    place: Place
+    backward_pass: int
 
 
 class _Parameter(NamedTuple):
@@ -79,7 +88,7 @@ class Places:
         self.on_return: Callable[[Place, Any, Any], None] | None = None
         self._model = model
         self._repeated: list[nn.Module] = []
-        self._stack: list[tuple[nn.Module, Place]] = []
+        self._stack: list[_Call] = []
         self._names: dict[nn.Module, dict[int, Place]] = {}
         self._parameters: dict[int, _Parameter] = {}
         self._filters: list[Any] = []
@@ -126,17 +135,17 @@ class Places:
     @property
     def here(self) -> Place:
         """The innermost module in the current call."""
-        return self._stack[-1][1] if self._stack else NOWHERE
+        return self._stack[-1].place if self._stack else NOWHERE
 
     @property
     def in_float32(self) -> bool:
         """Whether the current call is inside a module with the rule ``"fp32"`` from `apply_policy`."""
-        return any(runs_in_float32(module) for module, _ in self._stack)
+        return any(runs_in_float32(call.module) for call in self._stack)
 
     @property
     def in_module(self) -> bool:
-        """Whether a module call is in progress."""
-        return bool(self._stack)
+        """Whether a module call is in progress, and not a backward pass that began within it."""
+        return bool(self._stack) and self._stack[-1].backward_pass == backward_pass()
 
     def of_node(self, node: Any) -> Place:
         """Return the module whose call created the autograd node."""
@@ -162,14 +171,14 @@ class Places:
                     self.on_call(uncompiled(module))
                 if not any(id(uncompiled(module)) in self._named(root) for root in self._repeated):
                     _add(self.roots, uncompiled(module))
-            self._stack.append((module, place))
+            self._stack.append(_Call(module, place, backward_pass()))
             self._mark()
 
     def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
-        if threading.get_ident() == self._thread and any(m is module for m, _ in self._stack):
-            while self._stack[-1][0] is not module:
+        if threading.get_ident() == self._thread and any(call.module is module for call in self._stack):
+            while self._stack[-1].module is not module:
                 self._stack.pop()
-            place = self._stack.pop()[1]
+            place = self._stack.pop().place
             self._mark()
             if self.on_return is not None and result is not None:
                 self.on_return(place, args, result)
@@ -179,12 +188,12 @@ class Places:
         self._places.append(self.here)
 
     def _place(self, module: nn.Module) -> Place:
-        outermost = self._stack[0][0] if self._stack else module
+        outermost = self._stack[0].module if self._stack else module
         for root in (self._model, *self._repeated, uncompiled(outermost)):
             place = None if root is None else self._named(root).get(id(uncompiled(module)))
             if place is not None:
                 return place
-        above = self._stack[-1][1]
+        above = self._stack[-1].place
         return Place(above.model, f"{above.module}.<{type(module).__name__}>".lstrip("."))
 
     def _named(self, root: nn.Module) -> dict[int, Place]:

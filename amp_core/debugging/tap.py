@@ -194,7 +194,7 @@ class Tap:
         node = current_autograd_node()
         if node is None and in_backward() and not self.places.in_module:
             return Where(BACKWARD, NOWHERE, tuple(self._frames))
-        if node is None or self.places.in_module:  # a module call in a node: a checkpoint being recomputed
+        if node is None or self.places.in_module:  # called in a node: a checkpoint repeats it
             rule = _MODULE_RULE if self.places.in_float32 else None
             return Where(FORWARD, self.places.here, tuple(self._frames), rule)
         self.met_compiled |= node.name().startswith("CompiledFunction")

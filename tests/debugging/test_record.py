@@ -362,6 +362,34 @@ def test_a_recomputed_forward_counts_as_forward(net, x):
     assert set(found) == {("forward", "first"), ("forward", "head.1")}
 
 
+class Forces(nn.Module):
+    """A layer and the derivative of what it computes."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 1)
+
+    def forward(self, x):
+        energy = self.layer(x).tanh().sum()
+        return energy, *torch.autograd.grad(energy, x, create_graph=True)
+
+
+@pytest.mark.parametrize("repeated", [False, True])
+def test_a_backward_pass_within_a_module(x, repeated):
+    """Its ops are taken for those of the forward pass, and of the module that starts it."""
+    model, x = Forces(), x.requires_grad_()
+    with amp_core.record() as r, autocast("cpu"):
+        if repeated:
+            sum(t.float().sum() for t in checkpoint(model, x, use_reentrant=False)).backward()
+        else:
+            model(x)
+    assert {(k.phase, str(k.place)) for k, _ in ops(r, kernel="aten::tanh")} == {("forward", "(Forces)")}
+    assert {k.phase for k, _ in ops(r, kernel="aten::tanh_backward")} == {"backward"}
+    places = {str(k.place) for k, _ in ops(r, kernel="aten::mm", phase="backward")}
+    assert places == ({"layer", "(Forces)"} if repeated else {"layer"})  # second derivatives
+    assert not ops(r, kernel="aten::mm", phase="forward")
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_ops_that_a_checkpoint_repeats_count_as_forward(net, x, reentrant):
     """Of a checkpointed function, what is in no layer is taken for a part of the backward pass."""
