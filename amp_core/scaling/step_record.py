@@ -312,7 +312,9 @@ def count_nonfinite(
     for param, grad in zip(params, grads, strict=True):
         count = int((~grad.detach().isfinite()).sum().item())
         if count:
-            bad.append(BadParameter(name_of(param, names), count, grad.numel()))
+            sparse = param.grad is not None and param.grad.is_sparse  # of such, `grad` has some rows only
+            elements = param.numel() if sparse else grad.numel()
+            bad.append(BadParameter(name_of(param, names), count, elements))
     return tuple(bad)
 
 

@@ -353,6 +353,17 @@ def test_a_tensor_that_can_be_no_scale_is_refused(value: float) -> None:
             assert scaler.get_scale() == 8.0
 
 
+def test_bad_rows_of_a_sparse_gradient() -> None:
+    """The record gives the number of elements in the rows that were used for that of the parameter."""
+    table = torch.nn.Embedding(5, 3, sparse=True)
+    optimizer = torch.optim.SGD(table.parameters(), lr=0.1)
+    scaler = OURS("cpu", init_scale=4.0, named_parameters=table.named_parameters())
+    scaler.scale((table(torch.tensor([1, 1, 2])) * torch.tensor([1.0, math.inf, 2.0])).sum()).backward()
+    scaler.step(optimizer)
+    (bad,) = scaler.last_step[optimizer].bad_parameters
+    assert (bad.name, bad.nonfinite, bad.elements) == ("weight", 2, 15)
+
+
 def test_duplicates_in_a_sparse_gradient() -> None:
     """Entries that overflow when they are added up are taken for finite, and stepped."""
     for cls, finite in ((THEIRS, False), (OURS, True)):
