@@ -159,6 +159,19 @@ class Places:
         known = self._parameters.get(id(tensor))
         return (NOWHERE, "") if known is None else (known.place, known.name)
 
+    @property
+    def models(self) -> list[nn.Module]:
+        """The given model and the roots, each once."""
+        models = [self._model] if self._model is not None else []
+        for root in self.roots:
+            _add(models, root)
+        return models
+
+    def model_of(self, tensor: Any) -> nn.Module | None:
+        """Return the model that names a parameter; None for other tensors."""
+        known = self._parameters.get(id(tensor))
+        return None if known is None else known.root
+
     def enter(self, module: nn.Module, _args: Any = None) -> None:
         """Note that a call of `module` begins."""
         if threading.get_ident() == self._thread:

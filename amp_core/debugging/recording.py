@@ -91,8 +91,8 @@ class Recording(Report, Sink):
         del self._end_watching  # it holds the model
         self._tap.__exit__(*exc)
         self.met_compiled |= self._tap.met_compiled
-        for root in [self._model] if self._model is not None else self._tap.places.roots:
-            self.tensors.update(stored_dtypes.of_model(root))
+        models = self._tap.places.models
+        self.tensors.update(stored_dtypes.of_models(models if self._model is None else models[:1]))
         self._tap = None
         self._forget_versions()
 
@@ -253,7 +253,12 @@ class Recording(Report, Sink):
 
     @outside_graphs
     def _after_step(self, optimizer: Any, places: Places) -> None:
-        self.tensors.update(stored_dtypes.of_step(optimizer, lambda tensor: _name_in(places, tensor)))
+        numbers = {id(model): number for number, model in enumerate(places.models)}
+
+        def name_of(parameter: Tensor) -> tuple[str, int]:
+            return _name_in(places, parameter), numbers.get(id(places.model_of(parameter)), 0)
+
+        self.tensors.update(stored_dtypes.of_step(optimizer, name_of))
         self._forget_versions()  # fused optimizers change weights without a version bump
 
     def _forget_versions(self) -> None:

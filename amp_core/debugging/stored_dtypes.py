@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -22,20 +23,28 @@ class TensorKey(NamedTuple):
         name: the name of the parameter or buffer in the model.
         state: the entry of the optimizer's state, such as ``exp_avg``; otherwise empty.
         dtype: its dtype.
+        model: the number of the model, from 0, if several are called side by side.
     """
 
     kind: str
     name: str
     state: str
     dtype: str
+    model: int = 0
 
 
-def of_model(model: nn.Module) -> Iterator[tuple[TensorKey, int]]:
-    """Yield the floating-point tensors of `model`, and the number of their elements over all ranks.
+def of_models(models: Iterable[nn.Module]) -> Iterator[tuple[TensorKey, int]]:
+    """Yield the floating-point tensors of `models`, and the number of their elements over all ranks.
 
     A tied parameter or buffer is there by each of its names, as globs match any, with 0 elements but once.
     """
     seen: set[int] = set()
+    for number, model in enumerate(models):
+        for key, size in _of_model(model, seen):
+            yield key._replace(model=number), size
+
+
+def _of_model(model: nn.Module, seen: set[int]) -> Iterator[tuple[TensorKey, int]]:
     for name, param in model.named_parameters(remove_duplicate=False):
         yield from _entry(PARAMETER, name, "", param, counts=id(param) not in seen)
         if id(param) not in seen:
@@ -46,13 +55,16 @@ def of_model(model: nn.Module) -> Iterator[tuple[TensorKey, int]]:
         seen.add(id(buffer))
 
 
-def of_step(optimizer: Optimizer, name_of: Callable[[Tensor], str]) -> Iterator[tuple[TensorKey, int]]:
+def of_step(
+    optimizer: Optimizer, name_of: Callable[[Tensor], tuple[str, int]]
+) -> Iterator[tuple[TensorKey, int]]:
     """Yield the gradients that `optimizer` has just used, and its state."""
     for param in parameters_of(optimizer):
-        name = name_of(param)
-        yield from _entry(GRADIENT, name, "", param.grad)
-        for key, value in optimizer.state.get(param, {}).items():
-            yield from _entry(STATE, name, str(key), value)
+        name, model = name_of(param)
+        values = {str(key): value for key, value in optimizer.state.get(param, {}).items()}
+        entries = [_entry(STATE, name, key, value) for key, value in values.items()]
+        for key, size in itertools.chain(_entry(GRADIENT, name, "", param.grad), *entries):
+            yield key._replace(model=model), size
 
 
 def _entry(

@@ -252,6 +252,26 @@ def test_integers_and_what_is_as_planned_are_no_violation(net, x):
     r.check()
 
 
+@pytest.mark.parametrize("alone", [False, True])
+def test_stored_tensors_of_several_models(x, tmp_path, alone):
+    """Tensors of one name count for one model alone, and those of a layer that is called by itself twice."""
+    models = [nn.Sequential(nn.Linear(8, 8)), nn.Sequential(nn.ReLU(), nn.Linear(8, 4))]
+    models = models if alone else [models[0], nn.Sequential(nn.Linear(8, 4))]
+    optimizers = [torch.optim.Adam(model.parameters()) for model in models]
+    with amp_core.record() as r:
+        if alone:
+            x = models[0][0](x)
+        models[1](models[0](x)).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    sizes = [8 * 8, 8, 8 * 4, 4]
+    for kind, state in (("parameter", ""), ("gradient", ""), ("optimizer state", "exp_avg")):
+        found = [n for key, n in r.tensors.items() if (key.kind, key.state) == (kind, state) and n]
+        assert sorted(found) == sorted(sizes), kind
+    r.save(tmp_path / "r.json")
+    assert amp_core.Recording.load(tmp_path / "r.json").tensors == r.tensors
+
+
 @pytest.mark.parametrize("glob", ["0.*", "1.*"])
 def test_tied_weights_break_a_plan_by_each_of_their_names(glob):
     """A plan that keeps a tied weight by its second name is said to be kept, or its elements count twice."""
