@@ -80,9 +80,12 @@ class LossScale:
             raise AssertionError("_growth_tracker initialized before _scale")
         scale = torch.full((), self.init_scale, dtype=torch.float32, device=device)
         tracker = torch.full((), self.init_growth_tracker, dtype=torch.int32, device=device)
-        left = torch.full((), self.init_hysteresis_left, dtype=torch.int32, device=device)
+        left = self._new_hysteresis_left(device)
         # Other threads look for `scale`: it comes last.
         self.growth_tracker, self.hysteresis_left, self.scale = tracker, left, scale
+
+    def _new_hysteresis_left(self, device: torch.device) -> Tensor:
+        return torch.full((), self.init_hysteresis_left, dtype=torch.int32, device=device)
 
     def _allocate_once(self, device: torch.device) -> None:
         """Create the tensors in one of the threads that scale the first losses, as pipeline stages do."""
@@ -127,13 +130,14 @@ class LossScale:
         Raises:
             AssertionError: no gradients were checked since the last update; torch's text.
         """
-        scale, tracker, left = self.check("update"), self.growth_tracker, self.hysteresis_left
-        assert tracker is not None
-        assert left is not None
+        scale, tracker = self.check("update"), cast(Tensor, self.growth_tracker)
         flags = self.optimizer_states.found_infs()
         if not flags:  # no assert statement: Dynamo would make an operation of it
             raise AssertionError("No inf checks were recorded prior to update.")
         found_inf = combine(flags, scale.device)
+        if self.hysteresis_left is None:  # code written for torch has set the other two
+            self.hysteresis_left = self._new_hysteresis_left(scale.device)
+        left = self.hysteresis_left
         if on_host(found_inf, scale, tracker, left):
             _advance_on_host(found_inf, scale, tracker, left, self.schedule)
         else:
@@ -176,9 +180,12 @@ class LossScale:
 
     def state(self) -> ScaleState:
         """Return the scale and both counts; waits for the device."""
-        if self.growth_tracker is None or self.hysteresis_left is None:
-            return ScaleState(self.init_scale, self.init_growth_tracker, self.init_hysteresis_left)
-        return ScaleState(self.value(), int(self.growth_tracker.item()), int(self.hysteresis_left.item()))
+        tracker, left = self.growth_tracker, self.hysteresis_left
+        return ScaleState(
+            self.value(),
+            self.init_growth_tracker if tracker is None else int(tracker.item()),
+            self.init_hysteresis_left if left is None else int(left.item()),
+        )
 
     # -- saving ----------------------------------------------------------------------------------
 

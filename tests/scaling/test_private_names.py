@@ -1,0 +1,41 @@
+"""What programs do with the private names of torch's scaler: the same is true of ours."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from amp_core import GradScaler
+
+BOTH = (torch.amp.GradScaler, GradScaler)
+
+
+def started(fused: bool = False) -> tuple[nn.Parameter, torch.optim.Optimizer]:
+    param = nn.Parameter(torch.ones(2))
+    return param, torch.optim.SGD([param], lr=1.0, fused=fused)
+
+
+@pytest.mark.parametrize("base", BOTH)
+def test_a_scaler_that_takes_the_scale_of_another(base: Any) -> None:
+    """As in mmrazor: `update` ends in an AssertionError without a text."""
+    (param, optimizer), scaler, other = started(), base("cpu", 4.0, growth_interval=1), base("cpu", 16.0)
+    scaler.scale(param.sum()).backward()
+    other._scale, other._growth_tracker = scaler._scale, scaler._growth_tracker
+    other.step(optimizer)
+    other.update()
+    assert param.tolist() == [0.0, 0.0]
+    assert (other.state_dict()["scale"], other.state_dict()["_growth_tracker"]) == (4.0, 1)
+
+
+@pytest.mark.parametrize("save", [lambda s: s, copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))])
+@pytest.mark.parametrize("base", BOTH)
+def test_a_scale_that_is_set_before_the_first_loss_is_saved(base: Any, save: Any) -> None:
+    """A checkpoint holds the scale from the constructor in place of the one in use."""
+    scaler = base("cpu", 16.0)
+    scaler._scale = torch.tensor(2048.0)
+    assert save(scaler).state_dict()["scale"] == scaler.get_scale() == 2048.0
