@@ -180,7 +180,10 @@ class OptimizerStates(dict[int, OptimizerState]):
     fresh: Callable[[], OptimizerState | Mapping[str, Any]] = OptimizerState
 
     def __setitem__(self, key: int, state: OptimizerState | Mapping[str, Any]) -> None:
-        super().__setitem__(key, as_state(state))
+        ours = as_state(state)
+        if ours.owner is not None and id(ours.owner()) != key:  # a wrapper's, for what it wraps
+            ours.owner = None
+        super().__setitem__(key, ours)
 
     def of(self, optimizer: torch.optim.Optimizer) -> OptimizerState:
         """Return the state of `optimizer`, a fresh one if it has none."""

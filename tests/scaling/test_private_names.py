@@ -39,3 +39,19 @@ def test_a_scale_that_is_set_before_the_first_loss_is_saved(base: Any, save: Any
     scaler = base("cpu", 16.0)
     scaler._scale = torch.tensor(2048.0)
     assert save(scaler).state_dict()["scale"] == scaler.get_scale() == 2048.0
+
+
+@pytest.mark.parametrize("take", [lambda state: state, copy.deepcopy])
+@pytest.mark.parametrize("factor", [1.0, float("inf")])
+@pytest.mark.parametrize("base", BOTH)
+def test_a_wrapper_that_passes_its_state_on_to_what_it_wraps(base: Any, factor: float, take: Any) -> None:
+    """As in hivemind: the gradients are divided by the scale twice, and the overflow counts for another."""
+    (param, outer), scaler = started(), base("cpu", 4.0)
+    inner = torch.optim.SGD(outer.param_groups, lr=1.0)
+    scaler.scale(param.sum() * factor).backward()
+    scaler.unscale_(outer)
+    scaler._per_optimizer_states[id(inner)] = take(scaler._per_optimizer_states[id(outer)])
+    scaler.step(inner)
+    scaler.update()
+    assert param.tolist() == ([0.0, 0.0] if factor == 1.0 else [1.0, 1.0])
+    assert scaler.get_scale() == (4.0 if factor == 1.0 else 2.0)
