@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -88,10 +88,11 @@ class Undo(NamedTuple):
 
 
 @dataclass(eq=False, slots=True)
-class OptimizerState:
+class OptimizerState(MutableMapping[str, Any]):
     """What the scaler knows about one optimizer since the last update. It refers to no gradient.
 
-    Code written for torch reads ``state["stage"]`` and ``state["found_inf_per_device"]``.
+    For code written for torch it is a mapping of ``"stage"``, ``"found_inf_per_device"`` and what that code
+    adds.
 
     Attributes:
         stage: see `amp_core.states.loss_scale.next_stage`.
@@ -104,6 +105,7 @@ class OptimizerState:
         unscaled: what the gradients were when they were unscaled last, for `refuse_mixed`.
         undo: what `StepLog.withdraw` needs, after a record.
         delegated: whether a method of a subclass unscales the gradients now.
+        added: what other code keeps here.
     """
 
     stage: OptState = OptState.READY
@@ -116,21 +118,28 @@ class OptimizerState:
     unscaled: Unscaled | None = None
     undo: Undo | None = None
     delegated: bool = False
+    added: dict[str, Any] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> Any:
-        if name not in _TORCH_NAMES:
-            raise KeyError(name)
-        return getattr(self, name)
+        return getattr(self, name) if name in _TORCH_NAMES else self.added[name]
 
     def __setitem__(self, name: str, value: Any) -> None:
-        if name not in _TORCH_NAMES:
-            raise KeyError(name)
-        setattr(self, name, value)
+        if name in _TORCH_NAMES:
+            setattr(self, name, value)
+        else:
+            self.added[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self.added[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter((*_TORCH_NAMES, *self.added))
+
+    def __len__(self) -> int:
+        return len(_TORCH_NAMES) + len(self.added)
 
     def __eq__(self, other: object) -> bool:
-        if isinstance(other, OptimizerState):
-            return self is other
-        return isinstance(other, Mapping) and {name: self[name] for name in _TORCH_NAMES} == other
+        return self is other if isinstance(other, OptimizerState) else Mapping.__eq__(self, other)
 
     __hash__ = object.__hash__
 
@@ -149,7 +158,11 @@ _TORCH_NAMES = ("stage", "found_inf_per_device")
 
 def as_state(state: OptimizerState | Mapping[str, Any]) -> OptimizerState:
     """Return a state in torch's form or ours."""
-    return state if isinstance(state, OptimizerState) else OptimizerState(**state)
+    if isinstance(state, OptimizerState):
+        return state
+    ours = OptimizerState()
+    ours.update(state)
+    return ours
 
 
 def as_states(states: Mapping[int, OptimizerState | Mapping[str, Any]]) -> OptimizerStates:

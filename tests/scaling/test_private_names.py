@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.amp.grad_scaler import _refresh_per_optimizer_state
 
 from amp_core import GradScaler
 
@@ -55,3 +56,20 @@ def test_a_wrapper_that_passes_its_state_on_to_what_it_wraps(base: Any, factor: 
     scaler.update()
     assert param.tolist() == ([0.0, 0.0] if factor == 1.0 else [1.0, 1.0])
     assert scaler.get_scale() == (4.0 if factor == 1.0 else 2.0)
+
+
+@pytest.mark.parametrize("base", BOTH)
+def test_the_state_of_an_optimizer_is_a_mapping(base: Any) -> None:
+    """Code that asks `state.get("stage")`, or keeps a count in the state, fails."""
+    (param, optimizer), scaler = started(), base("cpu", 4.0)
+    scaler.scale(param.sum()).backward()
+    scaler.unscale_(optimizer)
+    state = scaler._per_optimizer_states[id(optimizer)]
+    assert state.get("stage").name == "UNSCALED"
+    assert ("stage" in state, state.get("tries", 0), len(state)) == (True, 0, 2)
+    state["tries"] = 1
+    assert {**state} == state != _refresh_per_optimizer_state()
+    scaler._per_optimizer_states[id(optimizer)] = {**state, "tries": 2}
+    scaler.step(optimizer)
+    assert scaler._per_optimizer_states[id(optimizer)].pop("tries") == 2
+    assert param.tolist() == [0.0, 0.0]
