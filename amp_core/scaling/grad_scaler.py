@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
+from typing_extensions import Self
 
 from amp_core._torch.steps import is_fused
 from amp_core._torch.tracing import dynamo_callback, outside_graphs
@@ -825,6 +827,15 @@ class GradScaler(TorchNames):
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__.copy()  # `LossScale` refuses to be pickled while gradients are unscaled
+
+    def __copy__(self) -> Self:  # by default, both would have one scale
+        state = self.__getstate__()
+        own = {name: value for name, value in state.items() if name in ("_scales", "_log", "_unscaler")}
+        copied = object.__new__(type(self))
+        copied.__setstate__({**state, **copy.deepcopy(own)})
+        if self._enabled:
+            copied._unscaler.process_group = self._unscaler.process_group
+        return copied
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "_scales" not in state:  # of an instance of torch's class, pickled before amp_compat.install()

@@ -54,17 +54,17 @@ class Unscaler:
         overlap: bool,
     ) -> None:
         self.allow_fp16, self._log = allow_fp16, log
-        self._process_group = None if process_group is None else check_group(process_group)
+        self.process_group = None if process_group is None else check_group(process_group)
         if sharded_over is not None:
-            describe_sharding(sharded_over, self._process_group)
+            describe_sharding(sharded_over, self.process_group)
         self._overlap = Overlap() if overlap else None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_process_group": None}
+        return {**self.__dict__, "process_group": None}
 
     def deciders(self, *optimizers: Optimizer) -> Deciders:
         """Return who decides whether `optimizers` step."""
-        return Deciders(self._process_group, optimizers, None if is_tracing() else self._log.updates)
+        return Deciders(self.process_group, optimizers, None if is_tracing() else self._log.updates)
 
     def unscale(
         self, optimizers: Sequence[Optimizer], inverse: Tensor, found_inf: Tensor, *, allow_fp16: bool

@@ -73,3 +73,25 @@ def test_the_state_of_an_optimizer_is_a_mapping(base: Any) -> None:
     scaler.step(optimizer)
     assert scaler._per_optimizer_states[id(optimizer)].pop("tries") == 2
     assert param.tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("base", BOTH)
+def test_a_shallow_copy_has_a_scale_of_its_own(base: Any) -> None:
+    """Each of the two moves the scale of the other, which then has gradients of another scale."""
+    (param, optimizer), scaler = started(), base("cpu", 4.0, growth_interval=1)
+    scaler.scale(param.sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    copied = copy.copy(scaler)
+    scaler.update(2.0)
+    copied.set_growth_factor(3.0)
+    assert (copied.get_scale(), scaler.get_scale(), scaler.get_growth_factor()) == (8.0, 2.0, 2.0)
+    param.grad = None
+    copied.scale(param.sum()).backward()
+    copied.step(optimizer)
+    copied.update()
+    assert (copied.get_scale(), scaler.get_scale(), param.tolist()) == (24.0, 2.0, [-1.0, -1.0])
+    scaler.scale(param.sum())
+    scaler.unscale_(optimizer)
+    with pytest.raises(AssertionError, match="may only be pickled at the beginning"):
+        copy.copy(scaler)
