@@ -52,14 +52,14 @@ def step_on_device(
         divisor = divisor * preset
     values = {"grad_scale": preset if divisor is None else divisor, "found_inf": found_inf}
     # Set for this step alone: a retry after an error must not find them.
-    before = {name: optimizer.__dict__[name] for name in values if name in optimizer.__dict__}
+    before = {name: getattr(optimizer, name) for name in values if hasattr(optimizer, name)}
     first = _groups_without_momentum(optimizer)
     try:
-        optimizer.__dict__.update(values)
+        _set(optimizer, values)
         result = take_step(optimizer, args, kwargs)
     except BaseException:
         _remove(optimizer, values)
-        optimizer.__dict__.update(before)
+        _set(optimizer, before)
         raise
     _remove(optimizer, values)  # torch, too, consumes a preset grad_scale
     _clear_momentum(optimizer, first, found_inf)
@@ -81,9 +81,15 @@ _takes_scaler: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 """Cached: reading a signature takes as long as reading a few small gradients."""
 
 
+def _set(optimizer: torch.optim.Optimizer, values: Mapping[str, Any]) -> None:
+    for name, value in values.items():  # a wrapper may pass them on to what it wraps
+        setattr(optimizer, name, value)
+
+
 def _remove(optimizer: torch.optim.Optimizer, names: Iterable[str]) -> None:
     for name in names:
-        optimizer.__dict__.pop(name, None)
+        if hasattr(optimizer, name):
+            delattr(optimizer, name)
 
 
 # Workaround for torch's fused SGD, which leaves momentum uninitialised if its first step is skipped:

@@ -423,3 +423,72 @@ def test_numbers_of_numpy() -> None:
     file.seek(0)
     assert torch.load(file, weights_only=True) == scaler.state_dict()
     assert len(scaler.history) == 1
+
+
+class Passing(torch.optim.Optimizer):
+    """Steps a fused optimizer, to which its properties pass on what the scaler sets."""
+
+    _step_supports_amp_scaling = True
+    grad_scale, found_inf = (
+        property(
+            lambda self, name=name: getattr(self.inner, name),
+            lambda self, value, name=name: setattr(self.inner, name, value),
+            lambda self, name=name: delattr(self.inner, name),
+        )
+        for name in ("grad_scale", "found_inf")
+    )
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.fails = inner, False
+        super().__init__(inner.param_groups, {})
+
+    def step(self, closure: Any = None) -> Any:
+        if self.fails:
+            raise KeyError
+        return self.inner.step(closure)
+
+
+class Delegating:
+    """Has nothing of its own, as wrappers that pass on each attribute."""
+
+    def __init__(self, inner: Any) -> None:
+        vars(self)["inner"] = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["inner"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.inner, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self.inner, name)
+
+
+@pytest.mark.parametrize("wrap", [Passing, Delegating, lambda inner: Delegating(Passing(inner))])
+@pytest.mark.parametrize("base", BOTH)
+def test_wrappers_that_pass_on_what_a_fused_optimizer_gets(base: Any, wrap: Any) -> None:
+    """The inner optimizer steps on scaled gradients, and on those that are infinite."""
+    scaler, param = base("cpu", 4.0), nn.Parameter(torch.ones(2))
+    inner = torch.optim.SGD([param], lr=0.25, fused=True)
+    optimizer = wrap(inner)
+    for factor in (1.0, math.inf, 1.0):
+        optimizer.zero_grad()
+        scaler.scale(param.sum() * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert not {"grad_scale", "found_inf"} & vars(inner).keys()
+    assert (scaler.get_scale(), param.tolist()) == (2.0, [0.5, 0.5])
+
+
+def test_a_wrapper_whose_step_raises_gets_back_what_was_set_before() -> None:
+    """The retry divides by the scale twice, or forgets the divisor of the program."""
+    scaler, param = GradScaler("cpu", 4.0), nn.Parameter(torch.ones(2))
+    optimizer = Passing(torch.optim.SGD([param], lr=1.0, fused=True))
+    scaler.scale(param.sum()).backward()
+    optimizer.grad_scale, optimizer.fails = torch.tensor(2.0), True
+    with pytest.raises(KeyError):
+        scaler.step(optimizer)
+    assert optimizer.grad_scale == 2.0
+    optimizer.fails = False
+    scaler.step(optimizer)
+    assert param.tolist() == [0.5, 0.5]
