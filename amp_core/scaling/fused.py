@@ -77,6 +77,19 @@ def takes_scaler(optimizer: torch.optim.Optimizer) -> bool:
     return known
 
 
+def refuse_beyond_scaler(optimizer: torch.optim.Optimizer, max_norm: float | None, key: str | None) -> None:
+    """Raise ValueError for what an optimizer that takes ``grad_scaler`` would not do."""
+    name = "key" if max_norm is None else "max_norm"
+    if max_norm is not None or key is not None:
+        raise ValueError(_BEYOND_SCALER.format(name=name, optimizer=type(optimizer).__name__))
+
+
+_BEYOND_SCALER = (
+    "step({name}=...) has no effect on this {optimizer}: its step takes grad_scaler and unscales by itself, "
+    "by the scale of losses without a key. Clip with clip_grad_norm_() before, if its step accepts unscaled "
+    "gradients, and scale its losses without a key."
+)
+
 _takes_scaler: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 """Cached: reading a signature takes as long as reading a few small gradients."""
 

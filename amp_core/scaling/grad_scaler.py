@@ -211,8 +211,9 @@ class GradScaler(TorchNames):
             AssertionError: no loss was scaled yet; or no parameter has a gradient, or had one when the
                 gradients were unscaled.
             ValueError: a gradient is float16, ``allow_fp16_gradients`` is not set, and the optimizer is not
-                fused (torch accepts those, too); no loss was scaled under `key`; or `max_norm` or
-                `norm_type` is out of range.
+                fused (torch accepts those, too); no loss was scaled under `key`; `max_norm` or `norm_type`
+                is out of range; or one of `max_norm` and `key` is given, and ``optimizer.step`` takes
+                ``grad_scaler``, so that it unscales by itself.
             TypeError: an argument has the wrong type.
 
         Example::
@@ -284,6 +285,7 @@ class GradScaler(TorchNames):
     ) -> Any:
         (optimizer,), loss_scale, scale, (state,) = entry
         if fused.takes_scaler(optimizer):
+            fused.refuse_beyond_scaler(optimizer, max_norm, loss_scale.key)
             warnings.warn(fused.PASSES_ITSELF, FutureWarning, stacklevel=level_outside())
             return take_step(optimizer, args, {**kwargs, "grad_scaler": self})
         ready = state.stage is not OptState.UNSCALED

@@ -492,3 +492,25 @@ def test_a_wrapper_whose_step_raises_gets_back_what_was_set_before() -> None:
     optimizer.fails = False
     scaler.step(optimizer)
     assert param.tolist() == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("given", [{"max_norm": 1.0}, {"key": "a"}, {"key": "a", "max_norm": 1.0}])
+def test_an_optimizer_that_takes_the_scaler_neither_clips_nor_knows_keys(given: dict[str, Any]) -> None:
+    """The step is taken without clipping, or divided by the scale of other losses, in silence."""
+
+    class Old(torch.optim.SGD):
+        _step_supports_amp_scaling = True
+
+        def step(self, closure: Any = None, *, grad_scaler: Any = None) -> Any:
+            grad_scaler.unscale_(self)
+            return super().step(closure)
+
+    scaler, param = GradScaler("cpu", 4.0), nn.Parameter(torch.ones(2))
+    optimizer = Old([param], lr=1.0)
+    scaler.scale(torch.ones(()))
+    scaler.scale(param.sum() * 8, given.get("key")).backward()
+    name = "max_norm" if "max_norm" in given else "key"
+    with pytest.raises(ValueError, match=rf"step\({name}=...\) has no effect on this Old: its step takes"):
+        scaler.step(optimizer, **given)
+    assert param.tolist() == [1.0, 1.0]
+    assert not scaler.history
