@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast, overload
 
@@ -173,7 +173,15 @@ class GradScaler(TorchNames):
         if not self._enabled:
             return outputs
         loss_scale = self._scales.for_loss(key)
-        return _scaled(outputs, loss_scale)
+        multiply = loss_scale.multiply
+        if loss_scale.scale is None and self._overrides("_lazy_init_scale_growth_tracker", loss_scale):
+            multiply = self._multiply_first
+        return _scaled(outputs, multiply)
+
+    def _multiply_first(self, tensor: Tensor) -> Tensor:
+        if self._scale is None:
+            self._lazy_init_scale_growth_tracker(tensor.device)
+        return self._scales.own.multiply(tensor)
 
     # -- stepping --------------------------------------------------------------------------------
 
@@ -894,14 +902,14 @@ def _shown(loss_scale: LossScale) -> str:
     return f"{read(scale):g}" if on_host(scale) else f"on {scale.device}"
 
 
-def _scaled(outputs: Any, loss_scale: LossScale) -> Any:
-    return map_tensors(outputs, loss_scale.multiply, other=lambda value: _scaled_iterable(value, loss_scale))
+def _scaled(outputs: Any, multiply: Callable[[Tensor], Tensor]) -> Any:
+    return map_tensors(outputs, multiply, other=lambda value: _scaled_iterable(value, multiply))
 
 
-def _scaled_iterable(value: Any, loss_scale: LossScale) -> Any:
+def _scaled_iterable(value: Any, multiply: Callable[[Tensor], Tensor]) -> Any:
     """Return an iterator over the products of an iterable that is no container, such as ``dict.values()``."""
     if isinstance(value, Iterable) and not isinstance(value, str):  # which consists of itself
-        return _scaled(iter(value), loss_scale)
+        return _scaled(iter(value), multiply)
     raise ValueError("outputs must be a Tensor or an iterable of Tensors")
 
 

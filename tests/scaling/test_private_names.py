@@ -95,3 +95,32 @@ def test_a_shallow_copy_has_a_scale_of_its_own(base: Any) -> None:
     scaler.unscale_(optimizer)
     with pytest.raises(AssertionError, match="may only be pickled at the beginning"):
         copy.copy(scaler)
+
+
+WRAPPERS = {
+    "tensor": (lambda loss: loss, lambda scaled: scaled),
+    "iterator": (lambda loss: iter([loss]), next),
+    "nested": (lambda loss: [(loss,)], lambda scaled: scaled[0][0]),
+}
+
+
+@pytest.mark.parametrize(("wrap", "unwrap"), WRAPPERS.values(), ids=WRAPPERS)
+@pytest.mark.parametrize("base", BOTH)
+def test_a_subclass_that_makes_the_scale_itself(base: Any, wrap: Any, unwrap: Any) -> None:
+    """The scale is another than the one that the subclass makes, or on a device that it does not want."""
+
+    class Scaler(base):  # type: ignore[misc]
+        calls = 0
+
+        def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+            self.calls += 1
+            self._init_scale /= 2
+            super()._lazy_init_scale_growth_tracker(dev)
+
+    (param, optimizer), scaler = started(), Scaler("cpu", 4.0)
+    for _ in range(2):
+        optimizer.zero_grad()
+        unwrap(scaler.scale(wrap(param.sum()))).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert (scaler.calls, scaler.get_scale(), param.tolist()) == (1, 2.0, [-1.0, -1.0])
