@@ -94,9 +94,6 @@ class StepLog:
         _note_bad(record, window, nonfinite)
         if on_host(flag) and read(flag):  # at the update, the gradients may be others
             record._bad = self.bad_parameters(optimizer) or None
-        state.window = state.total_norm = state.nonfinite = None
-        state.recorded = state.found_inf_per_device
-        self.history.append(record)
         before = self.last_step.get(optimizer)
         # A fused step that raised has clipped nothing, so the next attempt finds norm and flags itself.
         found = (norm, nonfinite) if state.stage is OptState.UNSCALED else (None, None)
@@ -105,7 +102,11 @@ class StepLog:
         other = pending.pop(id(optimizer), None)
         if other is not None and other is not before:  # of a collected optimizer that had this id
             pending[id(other)] = other
-        pending[id(optimizer)] = self.last_step[optimizer] = record
+        pending[id(optimizer)] = record  # first: from here on, `withdraw` undoes what an interrupt breaks off
+        self.last_step[optimizer] = record
+        self.history.append(record)
+        state.window = state.total_norm = state.nonfinite = None
+        state.recorded = state.found_inf_per_device
         return record
 
     def withdraw(self, optimizer: Optimizer, loss_scale: LossScale, state: OptimizerState) -> None:

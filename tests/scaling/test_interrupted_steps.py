@@ -13,6 +13,9 @@ import torch
 
 from amp_core import AccumulationWindow, GradScaler
 from amp_core.scaling import fused
+from amp_core.scaling.step_log import StepLog
+
+CALLERS = ("_step", "_step_plain", "_step_fused", "step")
 
 
 def trained(interrupt_at: int | None) -> tuple[torch.Tensor, bool]:
@@ -249,3 +252,45 @@ def test_a_step_that_raises_after_an_update() -> None:
     with pytest.raises(ArithmeticError):
         scaler.step(optimizer)
     assert [record.scale_after for record in scaler.history] == [64.0]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("factor", [1.0, float("inf")])
+def test_a_step_that_is_broken_off_while_it_is_recorded(fused: bool, factor: float) -> None:
+    """The history has two records of the step, one of which no update completes, or has lost an old one."""
+
+    def records(broken_off_at: int) -> tuple[list[str], int]:
+        weight = torch.ones(4, requires_grad=True)
+        optimizer, lines = torch.optim.SGD([weight], lr=0.1, fused=fused), 0
+        scaler, told = GradScaler("cpu", init_scale=64.0, history=2), []
+        scaler.register_step_hook(lambda _, record: told.append(record))
+
+        def tracer(frame: FrameType, event: str, _arg: object) -> Any:
+            nonlocal lines
+            if frame.f_code is not StepLog.record.__code__:
+                return tracer if frame.f_code.co_name in CALLERS else None
+            lines += event == "line"
+            if event == "line" and lines == broken_off_at:
+                raise KeyboardInterrupt
+            return tracer
+
+        for trace in (None, None, tracer, None):
+            optimizer.zero_grad()
+            scaler.scale(weight.sum() * factor).backward()
+            sys.settrace(trace)
+            try:
+                scaler.step(optimizer)
+            except KeyboardInterrupt:
+                sys.settrace(None)
+                scaler.step(optimizer)
+            finally:
+                sys.settrace(None)
+            assert scaler.history[-1] is scaler.last_step[optimizer]
+            scaler.update()
+            assert [*map(id, scaler.history)] == [*map(id, told[-2:])]
+        return list(map(str, told)), lines
+
+    wanted, count = records(0)
+    assert count > 10
+    for line in range(1, count + 1):
+        assert records(line)[0] == wanted, line
