@@ -32,7 +32,7 @@ from amp_core.scaling.grad_passes import by_device
 from amp_core.scaling.hooks import ScaleHook, StepHook, add_hook
 from amp_core.scaling.loss_scale import LossScale
 from amp_core.scaling.loss_scales import Entry, LossScales, as_list
-from amp_core.scaling.mixed import note_unscaled
+from amp_core.scaling.mixed import is_clipped, note_clipped, note_unscaled
 from amp_core.scaling.optimizer_state import as_state
 from amp_core.scaling.step_log import StepLog
 from amp_core.scaling.step_record import History, StepRecord
@@ -267,12 +267,19 @@ class GradScaler(TorchNames):
         self, entry: Entry, max_norm: float | None, norm_type: float, args: Any, kwargs: Any
     ) -> Any:
         (optimizer,), loss_scale, _, (state,) = entry
-        if max_norm is not None or state.stage is OptState.READY:
+        if max_norm is None:
+            if state.stage is OptState.READY:
+                self._prepare(entry, None, norm_type)
+        elif not is_clipped(entry, max_norm, norm_type):  # by this step, which raised then
             self._prepare(entry, max_norm, norm_type)
         if not state.found_inf_per_device:
             raise AssertionError(_no_checks(optimizer))
         self._log.record(optimizer, loss_scale, state)
-        return self._maybe_opt_step(optimizer, state, *args, **kwargs)  # type: ignore[arg-type]
+        try:
+            return self._maybe_opt_step(optimizer, state, *args, **kwargs)  # type: ignore[arg-type]
+        except BaseException:
+            note_clipped(entry, max_norm, norm_type)
+            raise
 
     def _maybe_opt_step(
         self,

@@ -1,10 +1,15 @@
-"""Refuse gradients that are partly unscaled: a backward pass has added to them after they were unscaled."""
+"""Tell whether gradients have changed since they were unscaled or clipped.
+
+A backward pass may have added to unscaled ones: such sums are refused. Gradients that a step has clipped
+before it raised are not clipped again.
+"""
 
 from __future__ import annotations
 
 from torch.optim import Optimizer
 
 from amp_core._torch.tensors import identity_of, version_of
+from amp_core.common.optimizers import parameters_of
 from amp_core.scaling.arithmetic import is_tracing
 from amp_core.scaling.loss_scales import Entry
 from amp_core.scaling.optimizer_state import Unscaled
@@ -33,6 +38,29 @@ def refuse_mixed(entry: Entry) -> None:
         changed = now not in (None, before.first) and now == _first_gradient(optimizer)
         if changed and entry.loss_scale.losses != before.losses:
             raise RuntimeError(_MIXED.format(optimizer=type(optimizer).__name__))
+
+
+def note_clipped(entry: Entry, max_norm: float | None, norm_type: float) -> None:
+    """Keep, after a step that raised, what `is_clipped` compares with."""
+    (optimizer,), (state,) = entry.optimizers, entry.states
+    if max_norm is not None and not is_tracing():
+        versions = _versions(optimizer)
+        state.clipped = None if versions is None else (max_norm, norm_type, versions)
+
+
+def is_clipped(entry: Entry, max_norm: float, norm_type: float) -> bool:
+    """Whether a step that raised has clipped the gradients so, and nothing has changed them since."""
+    (optimizer,), (state,) = entry.optimizers, entry.states
+    if state.clipped is None or state.stage is not OptState.UNSCALED:
+        return False
+    return state.clipped == (max_norm, norm_type, _versions(optimizer))
+
+
+def _versions(optimizer: Optimizer) -> list[tuple[int, int]] | None:
+    grads = [param.grad for param in parameters_of(optimizer) if param.grad is not None]
+    if any([grad.is_inference() for grad in grads]):  # which has no version
+        return None
+    return [(identity_of(grad), version_of(grad)) for grad in grads]
 
 
 def _first_gradient(optimizer: Optimizer) -> tuple[int, int] | None:

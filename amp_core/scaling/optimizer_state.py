@@ -103,6 +103,7 @@ class OptimizerState(MutableMapping[str, Any]):
         window: what `AccumulationWindow` found, if there was one since the last step.
         owner: the optimizer; None while Dynamo traces.
         unscaled: what the gradients were when they were unscaled last, for `refuse_mixed`.
+        clipped: the arguments of a clipped step that raised, and what the gradients were then.
         undo: what `StepLog.withdraw` needs, after a record.
         delegated: whether a method of a subclass unscales the gradients now.
         added: what other code keeps here.
@@ -116,6 +117,7 @@ class OptimizerState(MutableMapping[str, Any]):
     window: Window | None = None
     owner: Callable[[], torch.optim.Optimizer | None] | None = None
     unscaled: Unscaled | None = None
+    clipped: tuple[float, float, list[tuple[int, int]]] | None = None
     undo: Undo | None = None
     delegated: bool = False
     added: dict[str, Any] = field(default_factory=dict)

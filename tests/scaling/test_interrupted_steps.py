@@ -294,3 +294,39 @@ def test_a_step_that_is_broken_off_while_it_is_recorded(fused: bool, factor: flo
     assert count > 10
     for line in range(1, count + 1):
         assert records(line)[0] == wanted, line
+
+
+@pytest.mark.parametrize("between", ["nothing", "another norm", "a write", "other gradients"])
+@pytest.mark.parametrize("factor", [1.0, float("inf")])
+def test_a_clipped_step_that_is_taken_again(between: str, factor: float) -> None:
+    """The record has the norm after clipping, or nan, and the gradients are clipped twice."""
+
+    def taken(fails: bool) -> tuple[list[float], Any, Any]:
+        weight = torch.arange(1.0, 5.0, requires_grad=True)
+        optimizer, scaler = Failing([weight], lr=0.1), GradScaler("cpu", init_scale=64.0)
+        optimizer.fails = fails
+        scaler.scale(weight.square().sum() * factor).backward()
+        if factor == 1.0 and fails:
+            with pytest.raises(KeyError):
+                scaler.step(optimizer, max_norm=0.5)
+        elif fails:
+            with (
+                mock.patch.object(scaler, "_maybe_opt_step", side_effect=KeyboardInterrupt),
+                pytest.raises(KeyboardInterrupt),
+            ):
+                scaler.step(optimizer, max_norm=0.5)
+        if between == "a write" and fails:
+            weight.grad.mul_(4.0)
+        if between == "other gradients" and fails:
+            weight.grad = weight.grad * 4.0
+        scaler.step(optimizer, max_norm=0.25 if between == "another norm" else 0.5)
+        record = scaler.last_step[optimizer]
+        return weight.tolist(), record.total_norm, record.skipped
+
+    wanted, got = taken(False), taken(True)
+    assert got[2] == wanted[2] == (factor != 1.0)
+    if between == "nothing":
+        assert got == wanted
+    elif factor == 1.0:
+        assert got[0] == pytest.approx(wanted[0], rel=1e-6)
+        assert got[1] == pytest.approx(0.5 if between == "another norm" else 2.0, rel=1e-5)
