@@ -7,6 +7,7 @@ the optimizer's own state, so that its checkpoints hold everything.
 
 from __future__ import annotations
 
+import contextlib
 import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -176,29 +177,34 @@ class StoredWeights(LocalHandle):
         params = [p for _, pairs in bucket for _, p in pairs if self._is_stored(p) and p.grad is not None]
         wide: dict[int, Tensor] = {}
         try:
-            for param in params:  # each step of it takes memory, so it may fail
-                wide[id(param)] = self._widened(param)
+            for param in params:
+                stand_in, state = self._widened(param)  # takes memory, so it may fail
+                wide[id(param)] = stand_in
+                self.optimizer.state[stand_in] = state
+                self.optimizer.state.pop(param, None)
+                self._first.pop(param, None)
             with in_place_of(self.optimizer, bucket, wide):
                 self._inner()
         finally:
-            for group, pairs in bucket:
-                for index, param in pairs:
-                    if id(param) in wide:
-                        self._take_back(param, wide.pop(id(param)), Draw(self._seed, group[STEPS], index))
+            self._take_back_all(bucket, wide)
 
-    def _widened(self, param: Tensor) -> Tensor:
-        """Return a float32 stand-in for `param`, with its gradient, which gets the optimizer's state."""
+    def _take_back_all(self, bucket: Bucket, wide: dict[int, Tensor]) -> None:
+        """Take back each stand-in, the others too if one fails: it has the only state of its parameter."""
+        with contextlib.ExitStack() as stack:
+            for group, pairs in reversed(bucket):
+                for index, param in reversed(pairs):
+                    if id(param) in wide:
+                        draw = Draw(self._seed, group[STEPS], index)
+                        stack.callback(self._take_back, param, wide.pop(id(param)), draw)
+
+    def _widened(self, param: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        """Return a float32 stand-in for `param`, with its gradient, and the state that it needs."""
         stand_in = like(param, self._wide(param)).requires_grad_()
         assert param.grad is not None
         stand_in.grad = self._float32(param.grad)
         stand_in._amp_core_kept = self._kept(param)  # type: ignore[attr-defined]
         state = {key: value for key, value in self.optimizer.state.get(param, {}).items() if key != KEPT}
-        # Nothing is moved before all that takes memory, and may fail, is done.
-        self.optimizer.state[stand_in] = {k: widen_state(v) for k, v in state.items()}
-        self.optimizer.state.pop(param, None)
-        if param in self._first:
-            del self._first[param]
-        return stand_in
+        return stand_in, {k: widen_state(v) for k, v in state.items()}
 
     def _kept(self, param: Tensor) -> Tensor | None:
         """Return what is kept beside `param`, as the storage keeps it."""
@@ -226,22 +232,25 @@ class StoredWeights(LocalHandle):
         return self._memory.empty_like(grad, torch.float32).copy_(grad)
 
     def _take_back(self, param: Tensor, stand_in: Tensor, draw: Draw) -> None:
-        state = self.optimizer.state.pop(stand_in)
+        states = self.optimizer.state
+        if stand_in not in states:  # an interrupt came first
+            return
         wide, kept = part_of(stand_in).detach(), stand_in._amp_core_kept  # type: ignore[attr-defined]
+        state = states[stand_in]
         if kept is not None:
             state[KEPT] = kept
-        self.optimizer.state[param] = state
+        states[param] = states.pop(stand_in)
         if getattr(self.optimizer, "grad_scale", None) is not None:  # torch's fused steps unscale gradients
             part_of(param.grad).detach().copy_(part_of(stand_in.grad).detach())  # type: ignore[arg-type]
         before = None if self._lost is None else self._wide(param)
         changed = None if before is None else wide != before  # `wide` is overwritten
         kept = self._how.narrow(wide, param, draw, None if kept is None else part_of(kept))
         self._versions[param] = _version(param)
+        if kept is not None:
+            state[KEPT] = like(param, kept)
         if self._state_dtype is not torch.float32:
             for i, name in enumerate(sorted(state.keys() - {KEPT})):
                 state[name] = narrow_state(state[name], param, draw.key(1 + i))
-        if kept is not None:
-            state[KEPT] = like(param, kept)
         if not state:  # FSDP1 refuses an empty one, which torch's SGD never has
             del self.optimizer.state[param]
         if self._lost is not None and changed is not None and self._names[param]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 from amp_core import GradScaler, StoredWeights, autocast, master_weights
-from amp_core.casts import stand_ins
+from amp_core.casts import stand_ins, stored
 
 STORAGES = ["remainder", "stochastic", "kahan"]
 LOW, WIDE = torch.bfloat16, torch.float32
@@ -519,6 +520,44 @@ def test_a_step_that_runs_out_of_memory_changes_nothing(how: str, begun: bool) -
     torch.testing.assert_close(kept(), before, rtol=0, atol=0)
     set_grads(model, 1)
     optimizer.step()
+
+
+@pytest.mark.parametrize("how", STORAGES)
+@pytest.mark.parametrize("begun", [True, False])
+@pytest.mark.parametrize("broken_off", [torch.OutOfMemoryError, KeyboardInterrupt])
+def test_memory_runs_out_where_the_states_are_rounded(
+    how: str, begun: bool, broken_off: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The parameters after the first lose their moments, and what their weights lack, in silence."""
+
+    def trained(fails: bool) -> tuple[nn.Module, dict[int, dict[str, Any]]]:
+        model = make()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        master_weights(model, optimizer, how, state_dtype=LOW)
+        params, rounded = [*model.parameters()], stored.narrow_state
+
+        def narrow(value: Any, param: Tensor, key: int) -> Any:
+            if param is params[1]:
+                raise broken_off
+            return rounded(value, param, key)
+
+        for number in range(3):
+            set_grads(model, number)
+            with contextlib.ExitStack() as stack:
+                if fails and number == (1 if begun else 0):
+                    stack.enter_context(pytest.raises(broken_off))
+                    patch = stack.enter_context(monkeypatch.context())
+                    patch.setattr(stored, "narrow_state", narrow)
+                optimizer.step()
+        return model, optimizer.state_dict()["state"]
+
+    (model, wanted), (other, got) = trained(False), trained(True)
+    assert [*wanted] == [*got]
+    assert all([*wanted[number]] == [*got[number]] for number in wanted)
+    for number, (one, two) in enumerate(zip(model.parameters(), other.parameters(), strict=True)):
+        if number != 1:
+            assert torch.equal(one, two)
+            torch.testing.assert_close(got[number], wanted[number], rtol=0, atol=0)
 
 
 class Sparse(nn.Module):
