@@ -25,7 +25,7 @@ StepArguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     """Return the parameters of all groups in order."""
-    groups = optimizer.param_groups
+    groups = [*optimizer.param_groups]  # of another class, they may be any iterable
     if len(groups) == 1:
         return list(groups[0]["params"])
     return [param for group in groups for param in group["params"]]

@@ -514,3 +514,31 @@ def test_an_optimizer_that_takes_the_scaler_neither_clips_nor_knows_keys(given: 
         scaler.step(optimizer, **given)
     assert param.tolist() == [1.0, 1.0]
     assert not scaler.history
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("base", BOTH)
+def test_parameter_groups_that_are_no_list(base: Any, fused: bool) -> None:
+    """An optimizer that makes its groups anew for each request fails in `len`, or in an index."""
+
+    class Grouped:
+        def __init__(self, inner: Any) -> None:
+            self.inner, self._step_supports_amp_scaling = inner, fused
+
+        @property
+        def param_groups(self) -> Any:
+            return ({"params": iter([param])} for param in self.inner.param_groups[0]["params"])
+
+        def step(self) -> None:
+            if fused:
+                self.inner.grad_scale, self.inner.found_inf = self.grad_scale, self.found_inf
+            self.inner.step()
+
+    scaler, param = base("cpu", 4.0), nn.Parameter(torch.ones(2))
+    optimizer = Grouped(torch.optim.SGD([param], lr=0.5, fused=fused))
+    for factor in (1.0, math.inf):
+        param.grad = None
+        scaler.scale(param.sum() * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert (scaler.get_scale(), param.tolist()) == (2.0, [0.5, 0.5])
