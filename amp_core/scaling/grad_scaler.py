@@ -449,11 +449,10 @@ class GradScaler(TorchNames):
         inverse = reciprocal(scale)
         found_inf = torch.zeros_like(inverse)  # half the time of zeros()
         allow_fp16 = self._unscaler.allow_fp16
-        if len(optimizers) == 1:
-            found = self._unscale_grads_(optimizers[0], inverse, found_inf, allow_fp16)
-        elif self._overrides("_unscale_grads_"):
-            each = [self._unscale_grads_(o, inverse, found_inf.clone(), allow_fp16) for o in optimizers]
-            found = by_device([flag for flags in each for flag in flags.items()])
+        if self._overrides("_unscale_grads_"):
+            found, *others = [self._unscale_grads_(o, inverse, found_inf, allow_fp16) for o in optimizers]
+            if others:
+                found = by_device([flag for flags in (found, *others) for flag in flags.items()])
         else:
             found = self._unscaler.unscale(optimizers, inverse, found_inf, allow_fp16=allow_fp16)
         for state in states:

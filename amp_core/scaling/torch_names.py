@@ -62,7 +62,8 @@ class TorchNames(torch.amp.GradScaler):
         found_inf: Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:
-        return self._unscaler.unscale([optimizer], inv_scale, found_inf, allow_fp16=allow_fp16)
+        # A copy: code written for torch may pass one tensor for several optimizers.
+        return self._unscaler.unscale([optimizer], inv_scale, found_inf.clone(), allow_fp16=allow_fp16)
 
     def _get_scale_async(self) -> Tensor | None:
         return self._scales.own.scale

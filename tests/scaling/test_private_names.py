@@ -124,3 +124,14 @@ def test_a_subclass_that_makes_the_scale_itself(base: Any, wrap: Any, unwrap: An
         scaler.step(optimizer)
         scaler.update()
     assert (scaler.calls, scaler.get_scale(), param.tolist()) == (1, 2.0, [-1.0, -1.0])
+
+
+@pytest.mark.parametrize("base", BOTH)
+def test_one_flag_for_the_gradients_of_several_optimizers(base: Any) -> None:
+    """The overflow of one optimizer becomes that of all that a loop unscales after it, or before."""
+    (good, one), (bad, other), scaler = started(), started(), base("cpu", 4.0)
+    scaler.scale(good.sum() + bad.sum() * float("inf")).backward()
+    found_inf, inverse = torch.zeros(()), torch.tensor(0.25)
+    found = [scaler._unscale_grads_(each, inverse, found_inf, False) for each in (one, other, one)]
+    assert [[flag.item() for flag in flags.values()] for flags in found] == [[0.0], [1.0], [0.0]]
+    assert found_inf == 0.0
