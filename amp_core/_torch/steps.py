@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
 import torch
@@ -31,7 +31,8 @@ def is_fused(optimizer: torch.optim.Optimizer) -> bool:
     """Whether `optimizer` takes ``grad_scale`` and ``found_inf``; warns if torch's no longer say so."""
     if takes_scale(optimizer):
         return True
-    if getattr(optimizer, "defaults", {}).get("fused"):
+    defaults = getattr(optimizer, "defaults", None)  # of another class, it may be anything
+    if isinstance(defaults, Mapping) and defaults.get("fused"):
         _FUSED.works_or_warn()
     return False
 

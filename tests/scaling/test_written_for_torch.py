@@ -519,9 +519,14 @@ def test_an_optimizer_that_takes_the_scaler_neither_clips_nor_knows_keys(given: 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("base", BOTH)
 def test_parameter_groups_that_are_no_list(base: Any, fused: bool) -> None:
-    """An optimizer that makes its groups anew for each request fails in `len`, or in an index."""
+    """An optimizer that makes its groups anew for each request fails in `len`, or in an index.
+
+    Or it fails because its defaults are none.
+    """
 
     class Grouped:
+        defaults = None
+
         def __init__(self, inner: Any) -> None:
             self.inner, self._step_supports_amp_scaling = inner, fused
 
