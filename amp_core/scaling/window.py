@@ -202,11 +202,11 @@ class AccumulationWindow:
         try:
             yield
             self._check()
+            if self._leave_out:
+                self._clear_bad()
         except BaseException:
             self._put(kept)
             raise
-        if self._leave_out:
-            self._clear_bad()
         if is_first and all(param.grad is None for param in self._params):
             self._put(kept)
         elif is_first:  # these are not of this window, which weighs its own

@@ -109,6 +109,29 @@ def test_a_window_that_was_broken_off_while_it_closed(name: str) -> None:
     assert weight.grad.tolist() == [1.0, 1.0]
 
 
+@pytest.mark.parametrize("name", ["_check", "_clear_bad"])
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_micro_batch_that_was_broken_off_at_its_end(name: str, number: int) -> None:
+    """The gradients from before the window, or the sum, are lost, and those of the micro-batch are there."""
+    weight = torch.ones(2, requires_grad=True)
+    optimizer, scaler = torch.optim.SGD([weight]), GradScaler("cpu", init_scale=1.0)
+    window = AccumulationWindow(scaler, optimizer)
+    weight.grad = torch.full((2,), 100.0)
+    with window:
+        for _ in range(number):
+            with window.micro_batch():
+                scaler.scale(weight.sum()).backward()
+        before = weight.grad.tolist()
+        with (
+            mock.patch.object(window, name, side_effect=KeyboardInterrupt),
+            pytest.raises(KeyboardInterrupt),
+            window.micro_batch(),
+        ):
+            scaler.scale(weight.sum() * 7).backward()
+        assert weight.grad.tolist() == before
+    assert weight.grad.tolist() == [100.0 + number] * 2
+
+
 class Failing(torch.optim.SGD):
     """Raises an error in its first step."""
 
