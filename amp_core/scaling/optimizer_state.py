@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from typing_extensions import Self
 
 from amp_core.common.identity import weak
 from amp_core.scaling.arithmetic import is_tracing, moved
@@ -199,6 +200,21 @@ class OptimizerStates(dict[int, OptimizerState]):
         if ours.owner is not None and id(ours.owner()) != key:  # a wrapper's, for what it wraps
             ours.owner = None
         super().__setitem__(key, ours)
+
+    def update(self, *states: Any, **_: Any) -> None:
+        """Put in states in torch's form or ours; ``dict.update`` would go past `__setitem__`."""
+        for key, state in dict[int, Any](*states).items():
+            self[key] = state
+
+    def __ior__(self, states: Any) -> Self:  # type: ignore[override,misc]
+        self.update(states)
+        return self
+
+    def setdefault(self, key: int, default: Any = None) -> OptimizerState:
+        """Return the state of `key`, after putting in `default` if there is none."""
+        if key not in self:
+            self[key] = default
+        return self[key]
 
     def of(self, optimizer: torch.optim.Optimizer) -> OptimizerState:
         """Return the state of `optimizer`, a fresh one if it has none."""

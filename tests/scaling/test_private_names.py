@@ -135,3 +135,24 @@ def test_one_flag_for_the_gradients_of_several_optimizers(base: Any) -> None:
     found = [scaler._unscale_grads_(each, inverse, found_inf, False) for each in (one, other, one)]
     assert [[flag.item() for flag in flags.values()] for flags in found] == [[0.0], [1.0], [0.0]]
     assert found_inf == 0.0
+
+
+PUT = {
+    "update": lambda states, key, state: states.update({key: state}),
+    "or": lambda states, key, state: states.__ior__({key: state}),
+    "setdefault": lambda states, key, state: (states.pop(key), states.setdefault(key, state)),
+}
+
+
+@pytest.mark.parametrize("put", PUT.values(), ids=PUT)
+@pytest.mark.parametrize("base", BOTH)
+def test_states_that_are_put_in_by_the_methods_of_a_dict(base: Any, put: Any) -> None:
+    """A state in torch's form stays one, and the step finds no attributes."""
+    (param, optimizer), scaler = started(), base("cpu", 4.0)
+    scaler.scale(param.sum()).backward()
+    scaler.unscale_(optimizer)
+    param.grad = torch.full((2,), 4.0)
+    put(scaler._per_optimizer_states, id(optimizer), _refresh_per_optimizer_state())
+    scaler.step(optimizer)
+    scaler.update()
+    assert param.tolist() == [0.0, 0.0]
