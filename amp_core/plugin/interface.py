@@ -90,8 +90,13 @@ class Backend(ABC):
     origin: str = ""
     """The plugin that registered the backend, for errors; set by amp-core."""
 
+    _default_is_torchs: ClassVar[bool] = False
+    """Whether `default_dtype` is torch's setting, which building a region can read in half the time."""
+
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
+        if "default_dtype" in vars(cls):  # of another one than the class above
+            cls._default_is_torchs = vars(cls).get("_default_is_torchs", False)
         if not cls.__module__.startswith("amp_core."):
             for name in RESULTS:
                 owner = next(each for each in cls.__mro__ if name in vars(each))

@@ -65,16 +65,19 @@ class Region(torch.autocast):
         if enabled and dtype is torch.float8_e4m3fn:
             dtype, policy = format_dtype(backend), _fp8_policy(backend, policy)
         self._policy = policy
-        self.fast_dtype = fast_dtype = _dtype_unnamed(backend, device_type) if dtype is None else dtype
+        if dtype is None:
+            is_torchs = backend._default_is_torchs
+            dtype = torch.get_autocast_dtype(device_type) if is_torchs else _dtype_unnamed(backend)
+        self.fast_dtype = dtype
         self._activation = None
         if enabled:
-            self._activation, refusal = _resolve(backend, fast_dtype, policy)
+            self._activation, refusal = _resolve(backend, dtype, policy)
             if refusal is not None:
                 warnings.warn(refusal, stacklevel=self._warning_stacklevel)
                 enabled = False
         self._enabled = enabled
         self._keeps_casts = torch.is_autocast_cache_enabled() if cache_enabled is None else cache_enabled
-        self._settings = device_type, enabled, fast_dtype, self._keeps_casts
+        self._settings = device_type, enabled, dtype, self._keeps_casts
 
     @property
     def _cache_enabled(self) -> bool:  # type: ignore[override]  # in torch, an attribute that only torch sets
@@ -110,13 +113,13 @@ class Region(torch.autocast):
         )
 
 
-def _dtype_unnamed(backend: Backend, device_type: str) -> torch.dtype:
+def _dtype_unnamed(backend: Backend) -> torch.dtype:
     """Return the dtype of a region that names none: that of the region around it, else the device's default.
 
     Many plugins have a default of their own, which is not torch's setting; a region changes the setting.
     """
-    regions = thread.regions
-    if _is_on(device_type) or (regions and any([frame.region.device == device_type for frame in regions])):
+    device_type = backend.device_type
+    if _is_on(device_type) or any(frame.region.device == device_type for frame in thread.regions):
         return torch.get_autocast_dtype(device_type)
     return backend.default_dtype()
 

@@ -16,6 +16,7 @@ class CpuBackend(Backend):
 
     device_type = "cpu"
     api_version = 1
+    _default_is_torchs = True
     op_lists = LISTS
     grad_bucket_nbytes = 1 << 20  # fits in a core's cache
     caches_memory = False

@@ -23,6 +23,7 @@ class CudaBackend(Backend):
 
     device_type = "cuda"
     api_version = 1
+    _default_is_torchs = True
     op_lists = LISTS
     also_casts = frozenset({"xla"})  # torch_xla runs programs for "cuda" on its own tensors
     aliases = ("gpu", "nvidia", "hip", "rocm")

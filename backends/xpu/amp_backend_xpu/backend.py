@@ -15,6 +15,7 @@ class XpuBackend(Backend):
 
     device_type = "xpu"
     api_version = 1
+    _default_is_torchs = True
     op_lists = SHARED
     aliases = ("intel",)
 
