@@ -27,7 +27,11 @@ class ElementFormat:
         max: the largest finite value.
         has_inf: whether it represents inf.
         has_nan: whether it represents NaN.
-        dtype: torch's dtype; None for the formats of 6 bits, for which torch has none.
+        dtype: torch's dtype; None if torch has none, as for 6 bits.
+
+    Raises:
+        ValueError: it has more than 8 bits or no exponent, `max` is none of its values, or `dtype` does not
+            hold them.
     """
 
     name: str
@@ -38,6 +42,29 @@ class ElementFormat:
     has_inf: bool
     has_nan: bool
     dtype: torch.dtype | None
+
+    def __post_init__(self) -> None:
+        if self.bits > 8 or self.exponent_bits < 1 or self.mantissa_bits < 0:
+            raise ValueError(
+                f"An element has a sign, at least one exponent bit, and at most 8 bits in all; {self.name} "
+                f"has {self.exponent_bits} exponent bits and {self.mantissa_bits} mantissa bits."
+            )
+        step = max(2.0 ** (self.max_exponent - self.mantissa_bits), self.smallest_subnormal)
+        beyond = 2.0 ** (2**self.exponent_bits - self.bias)
+        if not (0 < self.max < beyond and (self.max / step).is_integer()):
+            raise ValueError(f"max of {self.name} must be one of its values, got {self.max!r}.")
+        if self.bits == 8 and self.dtype is not None and not self._fits(torch.finfo(self.dtype)):
+            raise ValueError(f"{self.dtype} does not hold the values of {self.name}; pass dtype=None.")
+
+    def _fits(self, wide: torch.finfo) -> bool:
+        least = wide.smallest_normal * wide.eps
+        precise = wide.eps <= 2.0**-self.mantissa_bits and least <= self.smallest_subnormal
+        return precise and wide.min <= -self.max and self.max <= wide.max
+
+    @property
+    def is_torchs(self) -> bool:
+        """Whether values are stored in `dtype`; otherwise as codes."""
+        return self.bits == 8 and self.dtype is not None
 
     @property
     def bits(self) -> int:

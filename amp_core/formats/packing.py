@@ -14,18 +14,17 @@ from amp_core.formats.scales import exponent_field
 def pack(values: Tensor, element: ElementFormat) -> Tensor:
     """Return float32 values of `element` in its storage.
 
-    fp8 is a tensor of torch's dtype. Other formats are codes in uint8: one per byte for 6 bits; for 4 bits
-    two per byte along the last dimension, the first in the low half.
+    fp8 is a tensor of torch's dtype. Other formats are codes in uint8: one per byte, but for e2m1 two per
+    byte along the last dimension, the first in the low half.
     """
-    if element.bits == 8:
-        assert element.dtype is not None
+    if element.is_torchs:
         return values.to(element.dtype)
     return pack_codes(_encode(values, element), element)
 
 
 def pack_codes(codes: Tensor, element: ElementFormat) -> Tensor:
     """Return codes of `element`, one per uint8, in its storage."""
-    if element.bits == 8:
+    if element.is_torchs:
         assert element.dtype is not None
         return codes.view(element.dtype)
     if element is not E2M1 or not codes.dim():
@@ -38,7 +37,7 @@ def pack_codes(codes: Tensor, element: ElementFormat) -> Tensor:
 
 def unpack(packed: Tensor, element: ElementFormat, length: int) -> Tensor:
     """Undo `pack` of values whose last dimension had `length` elements."""
-    if element.bits == 8:
+    if element.is_torchs:
         return packed.to(torch.float32)
     if element is E2M1 and packed.dim():
         packed = torch.stack((packed & 0xF, packed.bitwise_right_shift(4)), dim=-1).flatten(-2)[..., :length]

@@ -81,8 +81,9 @@ class Quantized:
     def packed(self) -> Quantized:
         """Return this in the bits of its formats.
 
-        fp8 has torch's dtype, 4 bits are two to a byte along the last dimension, the first in the low half,
-        6 bits one to a byte. Scales are float8_e8m0fnu, float8_e4m3fn or float32.
+        fp8 has torch's dtype. Other formats are codes in uint8: e2m1 two to a byte along the last dimension,
+        the first in the low half; the others one to a byte. Scales are float8_e8m0fnu, float8_e4m3fn or
+        float32.
         """
         if self.is_packed:
             return self

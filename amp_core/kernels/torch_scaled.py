@@ -16,9 +16,9 @@ _CONTRACTED, _OUTER = 32, 16
 
 def kind_of(how: Quantization) -> str:
     """Return which operand of ``scaled_mm`` this is: tensor, row, mxfp8 or nvfp4; empty if none."""
-    if how.element.bits == 8 and how.granularity in ("tensor", "row") and how.scale != "e4m3":
+    if how.element.is_torchs and how.granularity in ("tensor", "row") and how.scale != "e4m3":
         return str(how.granularity)
-    if how.element.bits == 8 and how.granularity == 32 and how.scale.startswith("e8m0"):
+    if how.element.is_torchs and how.granularity == 32 and how.scale.startswith("e8m0"):
         return "mxfp8"
     if how.element is E2M1 and how.granularity in (16, (16, 16)) and how.scale == "e4m3":
         return "nvfp4"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from dataclasses import replace
 from fractions import Fraction
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +19,13 @@ from amp_core.formats.packing import pack, unpack
 
 from ..drawn import examples
 
+OWN = (
+    ElementFormat("e3m4", 3, 4, 3, 31.0, has_inf=False, has_nan=False, dtype=None),
+    ElementFormat("e4m3fnuz", 4, 3, 8, 240.0, has_inf=False, has_nan=True, dtype=torch.float8_e4m3fnuz),
+    ElementFormat("e4m2", 4, 2, 7, 448.0, has_inf=False, has_nan=False, dtype=None),
+    ElementFormat("e1m2", 1, 2, 1, 1.75, has_inf=False, has_nan=False, dtype=None),
+    ElementFormat("e3m0", 3, 0, 3, 16.0, has_inf=False, has_nan=False, dtype=None),
+)
 each = pytest.mark.parametrize("element", ELEMENTS.values(), ids=list(ELEMENTS))
 
 
@@ -142,3 +151,26 @@ def test_packing_holds_every_value(element: ElementFormat) -> None:
         assert packed.tolist() == list(range(2 * half))
     if element.bits == 4:  # the first of two in the low half
         assert packed.tolist() == [low | (low + 1) << 4 for low in range(0, 16, 2)]
+
+
+@pytest.mark.parametrize("element", OWN, ids=[element.name for element in OWN])
+def test_packing_holds_every_value_of_an_own_format(element: ElementFormat) -> None:
+    """A format without a dtype of torch cannot be kept, or other values are read than were kept."""
+    values = torch.tensor([float(v) for v in table(element)])
+    both = torch.cat([values, -values[1:]])
+    packed = pack(both, element)
+    assert packed.element_size() == 1
+    assert same_bits(unpack(packed, element, len(both)), both)
+
+
+_IMPOSSIBLE: list[dict[str, Any]] = [
+    *({"mantissa_bits": 4}, {"exponent_bits": 0}, {"max": 450.0}, {"max": 480.0}, {"max": 512.0}),
+    *({"max": math.inf}, {"bias": 8, "max": 224.0}),
+]
+
+
+@pytest.mark.parametrize("change", _IMPOSSIBLE)
+def test_formats_that_nothing_holds_are_refused(change: dict[str, Any]) -> None:
+    """Codes of nine bits, or values that torch's dtype lacks, are cut off where they are stored."""
+    with pytest.raises(ValueError, match=r"at most 8 bits|one of its values|does not hold the values"):
+        replace(ELEMENTS["e4m3"], **change)

@@ -20,6 +20,7 @@ from amp_core.formats import ELEMENTS, SCALES, ElementFormat
 from amp_core.formats.passes import PortablePasses
 
 from ..drawn import examples
+from ..formats.test_elements import OWN
 
 COMPILED = cpu.load()
 pytestmark = [
@@ -206,3 +207,14 @@ def test_the_scale_of_every_magnitude(kind: str) -> None:
                 if theirs.tensor_scale is not None:
                     assert ours.tensor_scale is not None
                     assert_same(ours.tensor_scale, theirs.tensor_scale)
+
+
+@pytest.mark.parametrize("element", OWN, ids=[element.name for element in OWN])
+def test_own_formats(element: ElementFormat) -> None:
+    """An own format is packed in codes of a published one: a negative value that becomes 0 is NaN."""
+    x = torch.randn(6, 40, generator=torch.Generator().manual_seed(0))
+    x[1, ::3] = -1e-9
+    x[2, 1] = -0.0
+    for granularity in ("tensor", 16):
+        judge(x, Quantization(element, granularity))
+        judge(x.to(torch.bfloat16).t(), Quantization(element, granularity, rounding="stochastic"), -2, seed=3)

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from amp_backend_cpu.library import threads_for
 from amp_core.common.counter_random import key_of
-from amp_core.formats.elements import E2M1, ElementFormat
+from amp_core.formats.elements import E2M1, ELEMENTS, ElementFormat
 from amp_core.formats.groups import Groups
-from amp_core.formats.packing import pack_codes
+from amp_core.formats.packing import pack, pack_codes
 from amp_core.formats.passes import Passes, Rounding
 from amp_core.formats.scales import SCALES, GroupScales, outer_scale
 from amp_core.kernels.memory import are_real
@@ -87,6 +87,9 @@ class CompiledPasses(Passes):
         return GroupScales(encode, scale, outer)
 
     def round(self, x: Tensor, groups: Groups, encode: Tensor, rounding: Rounding) -> tuple[Tensor, Tensor]:
+        if rounding.packed and rounding.element not in ELEMENTS.values():  # its codes may be others
+            values, counts = self.round(x, groups, encode, rounding._replace(packed=False))
+            return pack(values, rounding.element), counts
         single = groups.granularity == "tensor"
         if single:
             tiles = _flat(x) if rounding.seed is None else _lines(x)
