@@ -27,7 +27,7 @@ def pack_codes(codes: Tensor, element: ElementFormat) -> Tensor:
     if element.is_torchs:
         assert element.dtype is not None
         return codes.view(element.dtype)
-    if element is not E2M1 or not codes.dim():
+    if element != E2M1 or not codes.dim():
         return codes
     if codes.shape[-1] % 2:
         codes = pad(codes, [0, 1])
@@ -39,7 +39,7 @@ def unpack(packed: Tensor, element: ElementFormat, length: int) -> Tensor:
     """Undo `pack` of values whose last dimension had `length` elements."""
     if element.is_torchs:
         return packed.to(torch.float32)
-    if element is E2M1 and packed.dim():
+    if element == E2M1 and packed.dim():
         packed = torch.stack((packed & 0xF, packed.bitwise_right_shift(4)), dim=-1).flatten(-2)[..., :length]
     return _decode(packed, element)
 

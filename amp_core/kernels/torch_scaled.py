@@ -20,7 +20,7 @@ def kind_of(how: Quantization) -> str:
         return str(how.granularity)
     if how.element.is_torchs and how.granularity == 32 and how.scale.startswith("e8m0"):
         return "mxfp8"
-    if how.element is E2M1 and how.granularity in (16, (16, 16)) and how.scale == "e4m3":
+    if how.element == E2M1 and how.granularity in (16, (16, 16)) and how.scale == "e4m3":
         return "nvfp4"
     return ""
 
@@ -85,7 +85,7 @@ def _rows(operand: Quantized) -> int:
 def _values(operand: Quantized) -> Tensor:
     """Return the packed values as rows along the contracted dimension, padded with zeros."""
     values, element = operand.values, operand.quantization.element
-    if element is not E2M1:
+    if element != E2M1:
         rows = (values if operand.dim == -1 else values.mT).view(torch.uint8)
         return _padded(rows, _OUTER, _CONTRACTED).view(values.dtype)
     if operand.dim != -1:  # pairs lie along the other dimension

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 from bisect import bisect_left
 from dataclasses import replace
 from fractions import Fraction
@@ -14,8 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from amp_core.formats import ELEMENTS, ElementFormat
+from amp_core import Recipe, quantize
+from amp_core.formats import E2M1, ELEMENTS, ElementFormat
 from amp_core.formats.packing import pack, unpack
+from amp_core.kernels.torch_scaled import kind_of
 
 from ..drawn import examples
 
@@ -174,3 +178,15 @@ def test_formats_that_nothing_holds_are_refused(change: dict[str, Any]) -> None:
     """Codes of nine bits, or values that torch's dtype lacks, are cut off where they are stored."""
     with pytest.raises(ValueError, match=r"at most 8 bits|one of its values|does not hold the values"):
         replace(ELEMENTS["e4m3"], **change)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda recipe: pickle.loads(pickle.dumps(recipe))])
+def test_a_copied_recipe_packs_as_the_original(copied: Any) -> None:
+    """A recipe that went to another process or into a copied policy takes a byte for each 4 bits."""
+    recipe = copied(Recipe.nvfp4())
+    assert recipe.weight.element is not E2M1
+    x = torch.randn(16, 32)
+    packed, wanted = quantize(x, recipe.weight).packed(), quantize(x, Recipe.nvfp4().weight).packed()
+    assert torch.equal(packed.values, wanted.values)
+    assert torch.equal(packed.dequantize(), wanted.dequantize())
+    assert kind_of(recipe.weight) == "nvfp4"

@@ -95,7 +95,7 @@ class CompiledPasses(Passes):
             tiles = _flat(x) if rounding.seed is None else _lines(x)
         else:
             tiles, encode = _tiles(x, groups), _swapped(groups.outward(encode), x).contiguous()
-        paired = rounding.packed and rounding.element is E2M1 and _is_pairable(x, tiles)
+        paired = rounding.packed and rounding.element == E2M1 and _is_pairable(x, tiles)
         if paired:
             out = x.new_empty((*x.shape[:-1], x.shape[-1] // 2), dtype=torch.uint8)
         else:

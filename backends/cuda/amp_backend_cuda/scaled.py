@@ -25,7 +25,7 @@ class CudaScaledProducts(TorchScaledProducts):
         if self._capability < needed:
             has, needs = (".".join(map(str, each)) for each in (self._capability, needed))
             return f"{kind} products need compute capability {needs}, and a GPU has {has}"
-        wide = [how.element is E5M2 for how in (a, b)]
+        wide = [how.element == E5M2 for how in (a, b)]
         if all(wide):
             return "CUDA multiplies no e5m2 by e5m2"
         return "CUDA multiplies no rows of e5m2" if kind == "row" and any(wide) else ""
