@@ -41,19 +41,36 @@ class Bilinear(NamedTuple):
         return lambda other, grad: self.gradient("grad_weight", other, grad, like)
 
 
+def _given(op: Overload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    return {**dict(zip([argument.name for argument in arguments(op)], args, strict=False)), **kwargs}
+
+
+def _channels(op: Overload, given: Mapping[str, Any]) -> int:
+    """Return how many channels the result of a convolution has."""
+    weight: Tensor = given["weight"]
+    groups: int = given.get("groups", 1)
+    return weight.shape[1] * groups if "transpose" in dispatcher_name(op) else weight.shape[0]
+
+
+def can_take_apart(op: Overload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether both factors have more than one dimension, and a bias fits; else torch refuses it."""
+    given = _given(op, args, kwargs)
+    if min(factor.dim() for factor in args[:2]) < 2:
+        return False
+    bias = given.get("bias")
+    return bias is None or "weight" not in given or bias.shape == (_channels(op, given),)
+
+
 def bilinear(
     op: Overload, call: Callable[..., Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Bilinear:
     """Take a call of `op` apart; `call` runs it."""
     takes = [argument.name for argument in arguments(op)]
-    given = {**dict(zip(takes, args, strict=False)), **kwargs}
+    given = _given(op, args, kwargs)
     rest = {name: value for name, value in given.items() if name not in (*takes[:2], "bias", "out_dtype")}
     bias, dtype = given.get("bias"), given.get("out_dtype")
     if bias is not None and "weight" in takes:  # of a convolution: one element per channel
-        out, per_group, *window = given["weight"].shape
-        if "transpose" in dispatcher_name(op):
-            out = per_group * given.get("groups", 1)
-        bias = bias.view(out, *[1] * len(window))
+        bias = bias.view(_channels(op, given), *[1] * (given["weight"].dim() - 2))
 
     def compute(a: Tensor, b: Tensor) -> Tensor:
         values = {takes[0]: a, takes[1]: b, "bias": None, **rest}

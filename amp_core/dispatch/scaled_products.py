@@ -20,7 +20,7 @@ from amp_core._torch.dispatcher import Overload, autocast_key, dispatcher_name
 from amp_core._torch.op_kernels import key_set
 from amp_core._torch.tracing import calls_are_captured, functorch_is_at_work
 from amp_core.dispatch import delayed_scales, kept_operands, products
-from amp_core.dispatch.bilinear import Bilinear, bilinear
+from amp_core.dispatch.bilinear import Bilinear, bilinear, can_take_apart
 from amp_core.dispatch.quantized_products import Call, product, watching
 from amp_core.dispatch.work import work
 from amp_core.errors import PolicyError
@@ -71,7 +71,7 @@ def scaled(
         low = torch.get_autocast_dtype(device_type)
         small = limit is not None and work(op, args, kwargs) <= limit
         factors = args[first], args[first + 1]
-        fit = min(t.dim() for t in factors) > 1 if takes_apart else _can_multiply(name, *factors)
+        fit = can_take_apart(op, args, kwargs) if takes_apart else _can_multiply(name, *factors, args)
         if small or not (fit and _are_low(args, low)):
             return call(*args, **kwargs)
         _check(name, rule, args)
@@ -103,12 +103,13 @@ def _are_low(args: Any, low: torch.dtype) -> bool:
     return low is not torch.float32 and dtypes == {low}
 
 
-def _can_multiply(name: str, a: Tensor, b: Tensor) -> bool:
-    """Return whether the factors have dimensions, and those match."""
+def _can_multiply(name: str, a: Tensor, b: Tensor, args: Any) -> bool:
+    """Return whether the factors among `args` have dimensions, and those match."""
     if 0 in (a.dim(), b.dim()):
         return False
     if name == "aten::linear":
-        return bool(b.dim() < 3 and a.shape[-1] == b.shape[-1])
+        is_matrix = b.dim() == 2 or (b.dim() == 1 and all(each is None for each in args[2:]))
+        return bool(is_matrix and a.shape[-1] == b.shape[-1])
     dims = _OPS[name].dims
     if dims is not None and not a.dim() == b.dim() == dims:
         return False

@@ -166,6 +166,9 @@ def test_wrong_shapes_raise_as_in_torch(function: Any, shapes: list[tuple[int, .
         lambda: F.conv2d(R(1, 3, 5, 5), R(2, 3, 3, 3), R(2).double()),
         lambda: F.conv_transpose2d(R(1, 4, 5, 5), R(4, 3, 3, 3), R(1), groups=2),
         lambda: F.conv1d(R(3), R(3)),
+        lambda: F.conv1d(R(2, 3, 5), R(4, 3, 2), R(1, 4)),
+        lambda: F.conv_transpose1d(R(2, 3, 5), R(3, 4, 2), R(1, 4)),
+        lambda: F.linear(R(3, 4), R(4), R(1)),
     ],
 )
 def test_calls_that_torch_refuses_are_refused(call: Any) -> None:
