@@ -36,4 +36,7 @@ def linear(product: Product, x: Tensor, weight: Tensor, bias: Tensor | None = No
 def plus(product: Product, bias: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
     """Compute ``torch.addmm`` or ``torch.baddbmm``."""
     result = product(a, b) if alpha == 1 else product(a, b) * alpha
-    return result if beta == 0 else torch.add(result, bias.expand(result.shape), alpha=beta)
+    bias = bias.expand(result.shape)
+    if beta == 0:  # inf and NaN do not count, and the gradient is zeros
+        return torch.where(torch.zeros((), dtype=torch.bool, device=bias.device), bias, result)
+    return result + bias if beta == 1 else torch.add(result, bias, alpha=beta)

@@ -135,6 +135,26 @@ def test_what_is_added_is_rounded_once(op: str) -> None:
     assert torch.equal(got, torch.add(exact, 100 * bias, alpha=1 / 3).to(LOW))
 
 
+@pytest.mark.parametrize("rule", [Recipe.fp8_rowwise(), "low_in_fp32_out", "lower_precision_fp"])
+@pytest.mark.parametrize("op", ["addmm", "baddbmm"])
+def test_what_is_added_zero_times_has_a_gradient(op: str, rule: Any) -> None:
+    """The gradient of what is added is missing, so an optimizer does not decay it, or its NaN is added."""
+    shapes = ((1,), (3, 4), (4, 5)) if op == "addmm" else ((2, 1, 5), (2, 3, 4), (2, 4, 5))
+    bias, a, b = (R(*shape).requires_grad_() for shape in shapes)
+    with torch.no_grad():
+        bias.fill_(math.nan)
+    with region(rule, op):
+        result = getattr(torch, op)(bias, a, b, beta=0)
+    result.sum().backward()
+    assert result.isfinite().all()
+    assert bias.grad is not None
+    assert torch.equal(bias.grad, torch.zeros_like(bias))
+    with region(rule, op):
+        assert torch.equal(
+            getattr(torch, op)(a @ b, a, b, beta=True), getattr(torch, op)(a @ b, a, b, beta=1)
+        )
+
+
 @pytest.mark.parametrize(
     ("function", "shapes"),
     [
@@ -169,6 +189,7 @@ def test_wrong_shapes_raise_as_in_torch(function: Any, shapes: list[tuple[int, .
         lambda: F.conv1d(R(2, 3, 5), R(4, 3, 2), R(1, 4)),
         lambda: F.conv_transpose1d(R(2, 3, 5), R(3, 4, 2), R(1, 4)),
         lambda: F.linear(R(3, 4), R(4), R(1)),
+        lambda: torch.addmm(R(3), R(3, 4), R(4, 5), beta=0),
     ],
 )
 def test_calls_that_torch_refuses_are_refused(call: Any) -> None:
