@@ -202,9 +202,10 @@ class PrecisionPlan:
         rules = {name: what for selector, what in self.modules.items() for name in select(model, selector)[0]}
         whole = [name for name, what in rules.items() if what == FP32]  # of several rules, the last
         params = dict(model.named_parameters(remove_duplicate=False))  # a tied one by each of its names
-        names = {name for name in params if any(name.startswith(f"{m}." if m else "") for m in whole)}
-        names |= matching(params, self.float32_parameters, "parameter", model)
-        return {id(params[name]) for name in names}
+        kept = [params[name] for name in matching(params, self.float32_parameters, "parameter", model)]
+        # Not by names: those of a checkpoint_wrapper's parameters lack a part that its modules' names have.
+        kept += [param for name in whole for param in model.get_submodule(name).parameters()]
+        return {*map(id, kept)}
 
 
 class AppliedPlan(Handle):
@@ -284,12 +285,14 @@ def _owned(model: nn.Module, unit: nn.Module) -> dict[str, nn.Parameter]:
     """Return the floating-point parameters that ``fully_shard(unit)`` manages, by their name in `model`."""
     from torch.distributed.fsdp import FSDPModule
 
-    (prefix,), _ = select(model, unit)
-    inner = [name for name, module in unit.named_modules() if name and isinstance(module, FSDPModule)]
+    select(model, unit)  # raises if it is none of the model's
+    inner = [module for module in unit.modules() if module is not unit and isinstance(module, FSDPModule)]
+    others = {id(param) for module in inner for param in module.parameters()}
+    names = {id(param): name for name, param in model.named_parameters()}
     return {
-        f"{prefix}.{name}".lstrip("."): param
-        for name, param in unit.named_parameters()
-        if param.is_floating_point() and not any(name.startswith(f"{other}.") for other in inner)
+        names[id(param)]: param
+        for param in unit.parameters()
+        if param.is_floating_point() and id(param) not in others
     }
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.utils import prune
@@ -196,6 +197,29 @@ def test_tied_weights_are_kept_by_each_of_their_names(mesh: object, table: str, 
     model["head"].weight = model["embedding"].weight
     assert read.fsdp_policy(model).param_dtype is torch.float32
     assert read.fsdp_policy(model, model["embedding"]).param_dtype is torch.float32
+
+
+@pytest.mark.parametrize(
+    ("table", "head"),
+    [("", '[modules]\n"**.1" = "fp32"'), ('float32_parameters = ["**.1.*"]', "")],
+    ids=["module", "parameter"],
+)
+@pytest.mark.parametrize("where", ["unit", "model"])
+def test_blocks_in_a_checkpoint_wrapper(mesh: object, where: str, table: str, head: str) -> None:
+    """A block is refused for norms that have a unit of their own, or they are rounded in silence.
+
+    The names of the wrapper's parameters lack a part that those of its modules have.
+    """
+    read, model = plan(f'param_dtype = "bfloat16"\n{table}', head), Net()
+    if where == "unit":
+        model.body = checkpoint_wrapper(model.body)
+    else:
+        model = checkpoint_wrapper(model.body)
+    block = model.body if where == "unit" else model
+    assert read.fsdp_policy(model, block[1]).param_dtype is torch.float32
+    fully_shard(block[1], mesh=mesh, mp_policy=read.fsdp_policy(model, block[1]))
+    assert read.fsdp_policy(model, block).param_dtype is torch.bfloat16
+    assert read.fsdp_policy(model).param_dtype is torch.bfloat16
 
 
 def test_of_several_rules_for_a_module_the_last_decides_its_weights(mesh: object) -> None:
