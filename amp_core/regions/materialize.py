@@ -14,7 +14,9 @@ from torch import Tensor, fx, nn
 
 from amp_core._torch.dispatcher import Overload, autograd_key, dispatcher_name, is_view, returns_tensors
 from amp_core._torch.op_kernels import has_kernel, key_set, native_kernel
+from amp_core._torch.tensors import is_dtensor
 from amp_core.common.arguments import check_dtype, check_module, device_type_of
+from amp_core.common.fsdp import is_sharded
 from amp_core.dispatch.activate import default_policy
 from amp_core.dispatch.casting import Runner, make_runner
 from amp_core.errors import AmpWarning, MaterializeError, PolicyError
@@ -65,8 +67,8 @@ def materialize(
         The model as a ``torch.fx.GraphModule``, with frozen weights.
 
     Raises:
-        MaterializeError: the model cannot be written as one graph (the message names the line), or the check
-            failed.
+        MaterializeError: the model cannot be written as one graph (the message names the line), is sharded or
+            wrapped in DistributedDataParallel, or the check failed.
         PolicyError: `policy` is for another device or has recipes, or a region inside the model has a policy
             of its own.
         BackendNotFoundError: no backend serves the device type.
@@ -88,6 +90,7 @@ def materialize(
     if not isinstance(kwargs, Mapping | None):
         raise TypeError(f"kwargs= must map names to arguments, not {kwargs!r}.")
     kwargs = dict(kwargs or {})
+    _check_unwrapped(model)
     if device_type is None:
         first = next(model.parameters(), None)
         device_type = "cpu" if first is None else first.device.type
@@ -125,6 +128,21 @@ def materialize(
     if check:
         check_graph(graph_module, model, (tuple(args), kwargs), region, in_force, ops, written)
     return graph_module
+
+
+def _check_unwrapped(model: nn.Module) -> None:
+    """Raise MaterializeError if `model` is wrapped for several ranks; a trace would leave FSDP broken."""
+    for name, module in model.named_modules():
+        where = f"The module {name!r}" if name else "The model"
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            raise MaterializeError(
+                f"{where} is a DistributedDataParallel, which cannot be part of a graph: pass its `.module`."
+            )
+        if is_sharded(module) or any(map(is_dtensor, module.parameters(recurse=False))):
+            raise MaterializeError(
+                f"{where} is sharded, and a graph needs whole weights. Call materialize before the model is "
+                f"sharded, or on a plain model that has loaded its full state dict."
+            )
 
 
 def _traced(

@@ -10,8 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from amp_core import OpPolicy, autocast, materialize
+from amp_core import MaterializeError, OpPolicy, autocast, materialize
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch copies its own graphs
 
@@ -146,3 +149,23 @@ def test_what_pickle_cannot_load_is_stored_as_a_program(tmp_path: Path) -> None:
         wanted = in_region(model, inputs)
         for copied in (copy.deepcopy(low), loaded):
             assert torch.equal(copied(inputs), wanted)
+
+
+@pytest.mark.parametrize(
+    ("wrap", "text"),
+    [
+        (nn.parallel.DistributedDataParallel, r"'0' is a DistributedDataParallel.*pass its `\.module`"),
+        (fully_shard, "'0' is sharded.*before the model is sharded"),
+        (
+            lambda layer: parallelize_module(layer, init_device_mesh("cpu", (1,)), ColwiseParallel()),
+            "'0' is sharded.*before the model is sharded",
+        ),
+    ],
+    ids=["ddp", "fsdp", "tensors"],
+)
+def test_models_that_are_wrapped_for_several_ranks(one_rank: None, wrap: Any, text: str) -> None:
+    """The trace leaves FSDP's state half made, so the model cannot run any more; the error is torch's."""
+    model, x = nn.Sequential(wrap(nn.Linear(4, 4)), nn.ReLU()).eval(), torch.ones(2, 4)
+    with pytest.raises(MaterializeError, match=text):
+        materialize(model, (x,))
+    assert model(x).shape == (2, 4)
