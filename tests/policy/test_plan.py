@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import io
 import itertools
+import random
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.utils import prune
 
 from amp_core import OpPolicy, PolicyError, PrecisionPlan, autocast
+
+from ..drawn import programs
 
 LOW = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 BY_PARAMETER = "param_dtype_override_fn" in {each.name for each in dataclasses.fields(MixedPrecisionPolicy)}
@@ -323,3 +326,46 @@ def test_ddp_reduces_in_the_dtype_of_the_plan(mesh: object, kept: torch.dtype, r
     through = x.to(kept if reduced is None else getattr(torch, reduced))
     assert model.weight.grad.dtype is kept
     assert torch.equal(model.weight.grad, through.to(kept))
+
+
+def tree(draw: random.Random, depth: int = 2) -> nn.Module:
+    """Return a random module of layers, of which some are called twice or in a checkpoint wrapper."""
+    if not depth or draw.random() < 0.2:
+        made: nn.Module = nn.Linear(4, 4)
+    else:
+        parts = [tree(draw, depth - 1) for _ in range(draw.randint(1, 3))]
+        made = nn.Sequential(*parts, *parts[: draw.random() < 0.2])
+    return checkpoint_wrapper(made) if draw.random() < 0.3 else made
+
+
+def test_random_models_compute_in_the_dtypes_of_their_plan(mesh: object) -> None:
+    """A weight is gathered in another dtype than the plan says, or a good plan is refused."""
+    for draw in programs(seconds=4, number="plans"):
+        model = tree(draw)
+        modules = dict(model.named_modules())
+        leaves = {name: each for name, each in modules.items() if isinstance(each, nn.Linear)}
+        whole = {each for each in modules.values() if draw.random() < 0.15}
+        kept = {leaf for leaf in leaves.values() if draw.random() < 0.3}
+        params = dict(model.named_parameters(remove_duplicate=False))
+        ids = {id(param) for leaf in kept for param in leaf.parameters()}
+        globs = [name for name, param in params.items() if id(param) in ids]
+        read = PrecisionPlan(
+            OpPolicy.default("cpu"),
+            dict.fromkeys(whole, "fp32"),
+            torch.bfloat16,
+            float32_parameters=globs,
+        )
+        kept.update(leaf for each in whole for leaf in each.modules() if leaf in leaves.values())
+        seen: dict[nn.Module, torch.dtype] = {}
+        for leaf in leaves.values():  # before those of FSDP2, which free the weights
+            leaf.register_forward_hook(lambda leaf, _x, _y, seen=seen: seen.update({leaf: leaf.weight.dtype}))
+        read.apply(model)
+        for module in reversed(list(model.modules())):  # the inner ones first
+            if module in kept or module is model or draw.random() < 0.2:
+                fully_shard(module, mesh=mesh, mp_policy=read.fsdp_policy(model, module))
+        with autocast("cpu", policy=read.policy):
+            loss = model(torch.ones(2, 4)).float().sum()
+        loss.backward()
+        wanted = {leaf: torch.float32 if leaf in kept else torch.bfloat16 for leaf in leaves.values()}
+        assert seen == wanted, model
+        assert {param.grad.dtype for param in model.parameters()} == {torch.float32}, model
