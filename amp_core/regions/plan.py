@@ -164,7 +164,8 @@ class PrecisionPlan:
     def ddp_hook(self) -> Callable[[Any, Any], torch.futures.Future[torch.Tensor]]:
         """Return the hook for ``DistributedDataParallel.register_comm_hook(None, hook)``.
 
-        It averages each bucket of gradients in `reduce_dtype`, which may be narrower or wider than the
+        In place of None, which means all ranks, pass the process group of DDP if it is another one. The hook
+        averages each bucket of gradients in `reduce_dtype`, which may be narrower or wider than the
         gradients; None means their own dtype. The gradients keep their dtype.
         """
         return _average_in(self.reduce_dtype)
