@@ -153,8 +153,9 @@ class DelayedScales(Local):
         if optimizer is not None:
             check_optimizer(optimizer, "DelayedScales.step")
         largest = None if optimizer is None else self._agreed.pop(optimizer, None)
-        if self._group is not None and largest is None:
-            self.look_again()  # other ranks may have met a new parameter
+        met = self._group is not None and largest is None  # other ranks may have met a new parameter
+        if met or (optimizer is not None and not self._has_all_of(optimizer)):
+            self.look_again()  # FSDP2 replaces parameters by gathered ones while a module runs
         names = self._names_of(optimizer)
         if self._group is not None:
             past = self._past.setdefault(names, [])
@@ -221,6 +222,9 @@ class DelayedScales(Local):
             return tuple(name for name, _ in self._weights.values())
         ids = set(map(id, parameters_of(optimizer)))
         return tuple(name for key, (name, _) in self._weights.items() if key in ids)
+
+    def _has_all_of(self, optimizer: torch.optim.Optimizer) -> bool:
+        return all(id(param) in self._weights for param in parameters_of(optimizer))
 
     @untraced
     def state_dict(self) -> dict[str, dict[str, dict[str, Tensor]]]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.testing import assert_close as assert_same
 
 from amp_core import AmpWarning, OpPolicy, PolicyError, Recipe, autocast, delayed_scales
@@ -127,3 +129,31 @@ def test_a_state_is_loaded_over_what_ranks_agreed_on(steps: bool, one_rank: None
         with autocast("cpu", torch.bfloat16, policy=policy):
             model(torch.ones(2, 4))
         assert scales.state_dict()["0.weight"]["input"]["seen"].tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("units", ["whole", "layers"])
+def test_weights_that_are_gathered_while_a_module_runs(units: str, one_rank: None) -> None:
+    """Under FSDP2 no step ends that of the histories, and every scale is that of the current tensor."""
+    policy = OpPolicy.default("cpu").override({"linear": Recipe.fp8_delayed(history=2)})
+
+    def losses(shards: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
+        if shards:
+            mesh = init_device_mesh("cpu", (1,))
+            for unit in (model[0], model[2], model) if units == "layers" else (model,):
+                fully_shard(unit, mesh=mesh)
+        optimizer, found = torch.optim.SGD(model.parameters(), lr=0.1), []
+        with delayed_scales(model) as scales:
+            for step in range(4):
+                with autocast("cpu", torch.bfloat16, policy=policy):
+                    loss = model(torch.randn(8, 16) * (1 + step)).float().square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                found.append(loss.detach())
+            seen = scales.state_dict()["0.weight"]["weight"]["seen"]
+        assert seen.all()
+        return found
+
+    assert_same(losses(shards=True), losses(shards=False), rtol=0, atol=0)
