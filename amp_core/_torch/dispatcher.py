@@ -213,11 +213,22 @@ def run_with_numbers(op: Overload, args: Sequence[Any], kwargs: Mapping[str, Any
     try:
         return op.overloadpacket(*args, **kwargs)  # finds the overload that takes a number there
     except RuntimeError:
-        tensors = [torch.scalar_tensor(a) if number else a for a, number in zip(args, numbers, strict=True)]
+        tensors = [_as_tensor(a) if number else a for a, number in zip(args, numbers, strict=True)]
         return entry_of(op)(*tensors, **kwargs)
 
 
 _NUMBERS = (bool, int, float, complex, torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+def _as_tensor(number: Any) -> torch.Tensor:
+    dtype = None  # the default one, which `scalar_tensor` has for numbers of any kind
+    if isinstance(number, (bool, torch.SymBool)):
+        dtype = torch.bool
+    elif isinstance(number, (int, torch.SymInt)):
+        dtype = torch.int64
+    elif isinstance(number, complex):
+        dtype = torch.get_default_dtype().to_complex()
+    return torch.scalar_tensor(number, dtype=dtype)
 
 
 # ---- Dynamo ------------------------------------------------------------------------------------------
