@@ -21,6 +21,7 @@ from amp_core._torch.dispatcher import (
     is_mutable,
     redispatch_below,
     run_with_numbers,
+    short_name,
 )
 from amp_core._torch.op_kernels import dispatch_key, is_excluded, set_excluded
 from amp_core.common.cast import to_dtype
@@ -85,7 +86,7 @@ def _make(op: Overload, rule: str, device_type: str) -> Runner:
         return _SPECIAL[rule](op, call, device_type)
     target = target_dtype(rule, op, device_type)
     first_stays = rule == r.MATCH_DESTINATION
-    if is_mutable(op):
+    if _writes(op):
         return _writing_back(op, call, target, device_type, first_stays)
     return _casting(op, call, target, device_type, first_stays)
 
@@ -174,6 +175,21 @@ def cast_to(value: Any, dtype: torch.dtype, device_type: str, *, keep: bool = Tr
     return value
 
 
+_STATISTICS = frozenset({"running_mean", "running_var"})
+
+
+def _writes(op: Overload) -> bool:
+    return is_mutable(op) or _statistics_flag(op) is not None
+
+
+def _statistics_flag(op: Overload) -> str | None:
+    """Return the argument by which `op` updates running statistics, which few schemas say are written."""
+    names = {a.name for a in arguments(op)}
+    updates = names >= _STATISTICS and not short_name(op).endswith("_functional")  # those return new ones
+    flags = names & {"training", "use_input_stats"} if updates else ()
+    return next(iter(flags), None)
+
+
 def _writing_back(
     op: Overload,
     call: Callable[..., Any],
@@ -188,6 +204,8 @@ def _writing_back(
     """
     parameters = [a.name for a in arguments(op)]
     written = {a.name for a in arguments(op) if a.alias_info is not None and a.alias_info.is_write}
+    flag = _statistics_flag(op)
+    statistics = frozenset() if flag is None else _STATISTICS
     kept = parameters[0] if first_stays else None
 
     def cast_all(values: Kwargs, dtype: torch.dtype) -> Kwargs:
@@ -208,7 +226,9 @@ def _writing_back(
         rounded = None if rounding is None else rounding(args, kwargs)
         cast = cast_all(given if rounded is None else cast_all(given, rounded), dtype)
         result = call(*(cast[n] for n in parameters[: len(args)]), **{n: cast[n] for n in kwargs})
-        return _put_back(result, [(given[n], cast[n]) for n in given if n in written])
+        updates = flag is None or given[flag]
+        now = written | statistics if updates else written - statistics
+        return _put_back(result, [(given[n], cast[n]) for n in given if n in now])
 
     return run
 
@@ -229,7 +249,7 @@ def _put_back(result: Any, pairs: list[tuple[Any, Any]]) -> Any:
 
 def _low_in_fp32_out(op: Overload, call: Callable[..., Any], device_type: str) -> Runner:
     low, wide = (target_dtype(rule, op, device_type) for rule in (r.LOWER_PRECISION_FP, r.FP32))
-    if is_mutable(op):
+    if _writes(op):
         return _writing_back(op, call, wide, device_type, rounding=low)
     of_products = composed(op, device_type)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from amp_core import OpPolicy, PolicyError, autocast
@@ -157,3 +157,62 @@ def test_rules_by_hand() -> None:
         assert (torch.is_autocast_enabled("cpu"), pushed()) == (False, 0)
         compared.add(op.__name__)
     assert len(compared) > 3
+
+
+STATISTICS = {
+    "batch_norm": nn.BatchNorm2d,
+    "instance_norm": functools.partial(nn.InstanceNorm2d, affine=True, track_running_stats=True),
+}
+
+
+@pytest.mark.parametrize("op", STATISTICS)
+@pytest.mark.parametrize("kept_in", [LOW, HIGH])
+@pytest.mark.parametrize("rule", ["fp32", "lower_precision_fp", "low_in_fp32_out"])
+def test_running_statistics(op: str, rule: str, kept_in: torch.dtype) -> None:
+    """A norm updates casts of its running statistics, which are lost: evaluation then uses the first ones."""
+    x, norm = torch.randn(4, 3, 5, 5).to(LOW), STATISTICS[op](3).to(kept_in)
+    region = autocast("cpu", dtype=LOW, policy=NOTHING.override({op: rule}))
+    names = ("running_mean", "running_var")
+    dtype = LOW if rule == "lower_precision_fp" else HIGH
+    wanted = {name: getattr(norm, name).to(dtype, copy=True) for name in names}
+    getattr(torch, op)(x.to(dtype), None, None, *wanted.values(), True, 0.1, 1e-5, False)
+    with region:
+        gradients = torch.autograd.grad(norm(x).float().square().sum(), norm.weight)
+    assert gradients[0].dtype is kept_in
+    for name in names:
+        torch.testing.assert_close(getattr(norm, name).float(), wanted[name].float(), rtol=0.01, atol=0.001)
+    kept = {name: getattr(norm, name).normal_().abs_().clone() for name in names}
+    with region:
+        norm.eval()(x)
+    assert all(torch.equal(getattr(norm, name), kept[name]) for name in names)
+
+
+@pytest.mark.parametrize("rule", ["fp32", "lower_precision_fp"])
+def test_running_statistics_in_compiled_code(rule: str) -> None:
+    """A compiled norm loses its running statistics, or a graph writes to them apart from the op."""
+    x, kept_in = torch.randn(4, 3, 5, 5).to(LOW), LOW if rule == "fp32" else HIGH
+    norms = [nn.BatchNorm2d(3).to(kept_in) for _ in range(2)]
+    policy = NOTHING.override({"batch_norm": rule})
+
+    def step(norm: nn.Module) -> Tensor:
+        with autocast("cpu", dtype=LOW, policy=policy):
+            result: Tensor = norm(x)
+        return result
+
+    step(norms[0])
+    torch.compile(step, backend="aot_eager", fullgraph=True)(norms[1])
+    assert norms[0].running_mean.any()
+    pairs = zip(norms[0].buffers(), norms[1].buffers(), strict=True)
+    assert all(alike.same(one, other, 1e-6, 1e-6) for one, other in pairs)
+
+
+def test_the_functional_form_of_a_norm() -> None:
+    """It returns new statistics, and a rule must not round those that it was given."""
+    policy = NOTHING.override({"_native_batch_norm_legit_functional": "lower_precision_fp"})
+    statistics = [torch.rand(3) for _ in range(2)]
+    kept = [each.clone() for each in statistics]
+    with autocast("cpu", dtype=LOW, policy=policy):
+        torch.ops.aten._native_batch_norm_legit_functional(
+            torch.randn(4, 3, 2), None, None, *statistics, True, 0.1, 1e-5
+        )
+    assert all(map(torch.equal, statistics, kept))
