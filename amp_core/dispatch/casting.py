@@ -238,7 +238,7 @@ def _put_back(result: Any, pairs: list[tuple[Any, Any]]) -> Any:
     for given, cast in pairs:
         for mine, theirs in zip(argument_tensors([given]), argument_tensors([cast]), strict=True):
             if theirs is not mine:
-                if mine.shape != theirs.shape:  # the op resized ``out=``
+                if not mine.is_nested and mine.shape != theirs.shape:  # the op resized ``out=``
                     mine.resize_(theirs.shape)
                 mine.copy_(theirs)
                 originals[id(theirs)] = mine

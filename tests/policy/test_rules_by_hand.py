@@ -216,3 +216,15 @@ def test_the_functional_form_of_a_norm() -> None:
             torch.randn(4, 3, 2), None, None, *statistics, True, 0.1, 1e-5
         )
     assert all(map(torch.equal, statistics, kept))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("rule", ["lower_precision_fp", "low_in_fp32_out", "promote"])
+def test_writes_to_nested_tensors(rule: str) -> None:
+    """A strided nested tensor has no sizes to compare, so that no op under a rule can write to one."""
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    nested = nested.to(LOW if rule == "promote" else HIGH)
+    others = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    with autocast("cpu", dtype=LOW, policy=NOTHING.override({"add_": rule})):
+        assert nested.add_(others) is nested
+    assert [part.tolist() for part in nested.unbind()] == [[2.0] * 2, [2.0] * 3]
