@@ -234,6 +234,17 @@ def test_o2_steps_on_from_loaded_weights() -> None:
     assert all(torch.equal(master, before) for master, before in zip(masters, exact, strict=True))
 
 
+def test_o2_steps_on_from_weights_that_are_loaded_into_a_part_of_the_model() -> None:
+    """A pretrained body that is loaded after `initialize` is undone by the first step."""
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)), nn.Linear(3, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    body = model[0]
+    body.load_state_dict({name: tensor + 1 for name, tensor in body.state_dict().items()})
+    for param, master in zip(model.parameters(), amp.master_params(optimizer), strict=True):
+        assert torch.equal(master, param.float())
+
+
 def test_state_round_trip_and_apex_checkpoints() -> None:
     """A state from apex is taken; one with another number of losses is refused and changes nothing."""
     model, optimizer, _ = make()

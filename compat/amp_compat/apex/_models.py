@@ -88,15 +88,18 @@ def masters_of(optimizer: Optimizer) -> set[nn.Parameter]:
 
 
 def load_into_masters(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Let what is loaded into `model` reach the float32 copies, from which the next step starts."""
-    pairs = [pair for optimizer in optimizers for pair in getattr(optimizer, "_amp_pairs", ())]
+    """Let what is loaded into `model`, or into a part of it, reach the float32 copies of the next step."""
+    masters = {param: master for each in optimizers for param, master in getattr(each, "_amp_pairs", ())}
 
     @torch.no_grad()
-    def refresh(*_: Any) -> None:
-        for param, master in pairs:
-            master.copy_(torch.where(param == master.to(param.dtype), master, param))
+    def refresh(module: nn.Module, _: Any) -> None:
+        for param in module.parameters(recurse=False):
+            if (master := masters.get(param)) is not None:
+                master.copy_(torch.where(param == master.to(param.dtype), master, param))
 
-    model.register_load_state_dict_post_hook(refresh)  # type: ignore[no-untyped-call]
+    for module in model.modules():
+        if any(param in masters for param in module.parameters(recurse=False)):
+            module.register_load_state_dict_post_hook(refresh)  # type: ignore[no-untyped-call]
 
 
 def master_params(optimizer: Optimizer) -> Iterator[nn.Parameter]:
