@@ -49,6 +49,22 @@ def test_check_tells_by_exit_code(tree: Path) -> None:
     assert main(["migrate", "--check", str(tree)]) == 0
 
 
+def test_what_is_left_is_named_where_it_is_in_the_written_file(tree: Path, capsys) -> None:
+    """--write adds lines, so the places that it prints would be lines above those to change by hand."""
+    head = "from torch.cuda.amp import GradScaler, autocast as ac\nimport torch\n"
+    text = f"{head}scaler = ac(*args), ac(dtype=torch.half)\nclass Scaler(GradScaler):\n    pass\n"
+    (tree / "train.py").write_text(text)
+    cells = [_cell("import torch\n1 +\ntorch.cuda.amp"), _cell(text)]
+    (tree / "train.ipynb").write_text(json.dumps({"cells": cells, "nbformat": 4}))
+
+    written, left = (report(capsys, *words, str(tree))["files"] for words in (["--write"], []))
+    manual = [
+        [f for file in files for f in file["findings"] if f["level"] == "manual"] for files in (written, left)
+    ]
+    assert len(manual[0]) == 5
+    assert manual[0] == manual[1]
+
+
 def test_what_python_warns_of_in_a_file_is_not_shown(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Warnings about `<unknown>:2` among the report; as errors, they leave a good file unchanged."""
     number = 'number = "\\d"\n'

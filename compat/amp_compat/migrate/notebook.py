@@ -12,6 +12,7 @@ import libcst as cst
 
 from amp_compat.migrate.model import CELL_MARK, Finding, Rewritten
 from amp_compat.migrate.names import Target
+from amp_compat.migrate.positions import moved
 from amp_compat.migrate.prune import names_bound_to
 from amp_compat.migrate.source import migrate_source
 from amp_compat.migrate.tree import syntax_error
@@ -55,10 +56,24 @@ def migrate_notebook(text: str, target: Target, exported: Collection[str] = ()) 
     return Rewritten(_dump(notebook, text) if changed else text, findings)
 
 
+def moved_in_notebook(findings: list[Finding], before: str, after: str) -> list[Finding]:
+    """Return the findings in the notebook `before` with their lines and columns in `after`."""
+    old, new = (list(_code_texts(json.loads(text)["cells"]).values()) for text in (before, after))
+    found: list[Finding] = []
+    for number in sorted({finding.cell for finding in findings if finding.cell}):
+        here = [finding for finding in findings if finding.cell == number]
+        found += moved(here, old[number - 1], new[number - 1])
+    return found
+
+
+def _code_texts(raw: list[dict[str, Any]]) -> dict[int, str]:
+    return {index: _text(cell) for index, cell in enumerate(raw) if cell.get("cell_type") == "code"}
+
+
 def _code_cells(raw: list[dict[str, Any]]) -> tuple[list[_Cell], list[Finding]]:
     cells: list[_Cell] = []
     skipped: list[Finding] = []
-    texts = {index: _text(cell) for index, cell in enumerate(raw) if cell.get("cell_type") == "code"}
+    texts = _code_texts(raw)
     names = names_bound_to("\n".join(texts.values()))
     deprecated = re.compile(rf"\b(?:{'|'.join(['amp|autocast|GradScaler|custom_[fb]wd', *names])})\b")
     for number, (index, text) in enumerate(texts.items(), start=1):

@@ -14,7 +14,8 @@ import libcst as cst
 from amp_compat.migrate.files import write_whole
 from amp_compat.migrate.model import FileReport, Rewritten
 from amp_compat.migrate.names import TARGETS
-from amp_compat.migrate.notebook import migrate_notebook
+from amp_compat.migrate.notebook import migrate_notebook, moved_in_notebook
+from amp_compat.migrate.positions import moved
 from amp_compat.migrate.source import migrate_source
 from amp_compat.migrate.tree import syntax_error
 
@@ -60,6 +61,8 @@ def _migrate(job: Job, before: bytes, report: FileReport) -> None:
     if job.write:
         write_whole(job.path, before, bom + result.text.encode("utf-8"))
         report.written = True
+        move = moved_in_notebook if job.path.suffix == ".ipynb" else moved
+        report.findings = move(report.findings, text, result.text)
 
 
 def _rewrite(job: Job, text: str) -> Rewritten:
