@@ -377,6 +377,8 @@ REFUSED = {
     "no loss": ("from apex import amp\nmodel = amp.initialize(model)\n", "no loss is scaled"),
     "initialized elsewhere": (PLAIN.replace("model, optimizer = amp.init", "# "), "called 0 times"),
     "both": (PLAIN + "with torch.cuda.amp.autocast():\n    pass\n", "uses both apex.amp"),
+    "both, in current names": (PLAIN + "with torch.autocast('cuda'):\n    pass\n", "uses both apex.amp"),
+    "both, imported": (PLAIN + "from torch.amp import GradScaler\n", "uses both apex.amp"),
     "on one line": (PLAIN.replace(STEP, "    if last: optimizer.step()\n"), "separate statement"),
 }
 
@@ -391,6 +393,7 @@ def test_what_cannot_be_followed_is_left_whole(why) -> None:
     assert result.text.replace('"cuda"', "'cuda'") == kept
     manual = [f for f in result.findings if f.level == "manual"]
     assert any(reason in f.message for f in manual), manual
+    assert migrate_source(result.text, TORCH).text == result.text, "a second run rewrites it after all"
 
 
 def test_functions_in_a_branch_share_a_scaler_of_the_module() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Collection
 
@@ -12,10 +13,13 @@ from amp_compat.migrate.codemod import ModuleRewriter
 from amp_compat.migrate.imports import bound_names
 from amp_compat.migrate.model import Finding, Rewritten
 from amp_compat.migrate.names import Target
-from amp_compat.migrate.tree import quote_of
+from amp_compat.migrate.tree import quote_of, syntax_error
 
 _APEX = re.compile(r"\bapex\b")
-_MIXED = "the file uses both apex.amp and torch's deprecated names; which one runs is ambiguous"
+_CURRENT = re.compile(
+    r"\btorch\.(?:amp|autocast)\b|^\s*from torch import .*\b(?:amp|autocast)\b", re.MULTILINE
+)
+_MIXED = "the file uses both apex.amp and torch's own mixed precision; which one runs is ambiguous"
 _EXPORTED = "other files import {names} from here"
 
 
@@ -44,9 +48,14 @@ def migrate_source(text: str, target: Target, exported: Collection[str] = ()) ->
     return Rewritten(rest.text, sorted([*rejected, *rest.findings], key=lambda f: (f.line, f.column)))
 
 
+def _code(text: str) -> str:
+    """Return `text` without comments, if Python can parse it."""
+    return text if syntax_error(text) else ast.unparse(ast.parse(text))
+
+
 def _why_not(text: str, new: str, target: Target, exported: Collection[str]) -> str:
     """Return why `new` cannot replace `text`, or ""."""
-    if ModuleRewriter(new, target, exported).rewrite().findings:
+    if _CURRENT.search(_code(text)) or ModuleRewriter(new, target, exported).rewrite().findings:
         return _MIXED
     gone = set(bound_names(cst.parse_module(text))) - set(bound_names(cst.parse_module(new)))
     names = ", ".join(sorted(gone & set(exported)))
