@@ -50,8 +50,7 @@ _ABOUT_FIGURES = (
 
 def format_tables(comparison: Comparison) -> list[Table]:
     """Return the tables of what a comparison found about a format."""
-    tables = [quantized_table(comparison.quantized, comparison.fits)]
-    return [*tables, _parameters_table(comparison.parameters)] if comparison.parameters else tables
+    return [quantized_table(comparison.quantized, comparison.fits), _parameters_table(comparison.parameters)]
 
 
 def _parameters_table(parameters: Mapping[str, Fit]) -> Table:

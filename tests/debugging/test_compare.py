@@ -552,3 +552,11 @@ def test_a_fault_after_another_backward_pass(goal):
 
     with pytest.raises(RuntimeError, match="a fault of the step"):
         amp_core.advise(step, "cpu", goal=goal) if goal else amp_core.compare(step, "cpu")
+
+
+def test_each_table_of_a_comparison_in_a_format_is_in_the_json():
+    """A program that reads `in_format` fails on models whose parameters are all in products."""
+    model, x = nn.Linear(4, 4), torch.randn(2, 4)
+    tables = json.loads(amp_core.compare(lambda: model(x).sum(), "cpu", format="mxfp8").to_json())
+    assert tables["quantized"]
+    assert tables["in_format"] == []
