@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from amp_core.common.text import dtype_name
+from amp_core.debugging.tables import as_share
 from amp_core.debugging.values import extent, in_parts
 
 KINDS = ("activation", "gradient", "weight", "weight gradient")
@@ -43,7 +44,7 @@ class Extent:
         return cls(tensor.dtype, tuple(tensor.shape), smallest, largest, count / max(1, flat.numel()))
 
     def __str__(self) -> str:
-        bad = f", {self.not_finite:.1%} inf or NaN" if self.not_finite else ""
+        bad = f", {as_share(self.not_finite)} inf or NaN" if self.not_finite else ""
         span = f"magnitudes {self.smallest:.3g} to {self.largest:.3g}"
         return f"{dtype_name(self.dtype)} {[*self.shape]}, {span}{bad}"
 

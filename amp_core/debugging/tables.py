@@ -109,9 +109,11 @@ def as_bytes(count: float) -> str:
 
 
 def as_share(share: float) -> str:
-    """Format a share as a percentage; small nonzero shares stay distinct from 0."""
+    """Format a share as a percentage; small nonzero shares stay distinct from 0, and large ones from 1."""
     if 0 < share < 0.001:
         return "<0.1 %"
+    if 0.999 < share < 1:
+        return ">99.9 %"
     return f"{share:.1%}".replace("%", " %") if share else "0 %"
 
 

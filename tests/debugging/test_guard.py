@@ -450,3 +450,14 @@ def test_a_rehearsal_whose_backward_pass_runs_in_another_thread():
         with pytest.raises(NonFiniteError):
             step()
     assert len(threads) > 1
+
+
+@pytest.mark.parametrize(("zeros", "share"), [(1, "<0.1 %"), (9999, ">99.9 %"), (10_000, "100.0 %")])
+def test_a_few_values_that_are_not_finite_or_still_finite_are_told_from_none(zeros, share):
+    """The message says that 0.0 % of the result are inf, or all of it where a number is left."""
+    x = torch.ones(10_000)
+    x[:zeros] = 0
+    with amp_core.guard(nn.Identity(), steps=[0]) as guard:
+        guard.model(x)
+        with pytest.raises(NonFiniteError, match=f", {share} inf or NaN$"):
+            x.log()
