@@ -437,6 +437,10 @@ HUMAN = {
         "this file uses none of its names",
     ),
     "computed attribute": ("import torch\ngetattr(torch.cuda.amp, name)()\n", "used as an object"),
+    "availability": (
+        "import torch\ntorch.cuda.amp.common.amp_definitely_not_available()\n",
+        "write `not torch.cuda.is_available()`",
+    ),
     "name in a string": ("import torch\nS = eval('torch.cuda.amp.GradScaler()')\n", "string contains"),
     "inherited constructor": (
         "import torch\nclass S(torch.cuda.amp.GradScaler): ...\n",

@@ -183,7 +183,10 @@ def _classify_module(use: Use, parent: cst.CSTNode, parents: Parents) -> None:
     elif isinstance(parent, cst.Expr) or is_condition(use.node, parents):
         return  # a check whether the name exists
     elif isinstance(parent, cst.Attribute):
-        use.manual = f"`{use.legacy.dotted}.{parent.attr.value}` has no successor of that name"
+        name = parent.attr.value
+        use.manual = f"`{use.legacy.dotted}.{name}` has no successor of that name"
+        if name == "amp_definitely_not_available":
+            use.manual = f"`{name}` has no successor; write `not torch.cuda.is_available()`"
     else:
         use.manual = f"the module `{use.legacy.dotted}` is used as an object; rewrite its uses by hand"
 
