@@ -15,6 +15,8 @@ import pytest
 
 from amp_compat.migrate.cli import _mapper
 from amp_compat.migrate.files import write_whole
+from amp_compat.migrate.model import Finding
+from amp_compat.migrate.positions import moved
 from amp_core.cli import main
 
 OLD = "import torch\nscaler = torch.cuda.amp.GradScaler()\n"
@@ -63,6 +65,14 @@ def test_what_is_left_is_named_where_it_is_in_the_written_file(tree: Path, capsy
     ]
     assert len(manual[0]) == 5
     assert manual[0] == manual[1]
+
+
+def test_places_in_a_long_file_of_equal_lines() -> None:
+    """Comparing each pair of equal lines takes minutes for a file of thousands of lines."""
+    body = "with old():\n    pass\n\n" * 400
+    places = [Finding(line, 5, "manual", "old", "") for line in range(1, 1200, 3)]
+    found = moved(places, f"{body}end\n", f"import torch\n{body.replace('old', 'new')}end\n")
+    assert [(f.line, f.column) for f in found] == [(f.line + 1, 5) for f in places]
 
 
 def test_what_python_warns_of_in_a_file_is_not_shown(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
