@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
@@ -32,7 +32,7 @@ def is_fused(optimizer: torch.optim.Optimizer) -> bool:
     if takes_scale(optimizer):
         return True
     defaults = getattr(optimizer, "defaults", None)  # of another class, it may be anything
-    if isinstance(defaults, Mapping) and defaults.get("fused"):
+    if isinstance(defaults, dict) and defaults.get("fused"):
         _FUSED.works_or_warn()
     return False
 
