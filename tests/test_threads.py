@@ -304,3 +304,24 @@ def test_one_scaler_steps_in_many_threads(in_threads: InThreads) -> None:
         expected = trained(draw, one_by_one)
         draw.setstate(state)
         assert str(trained(draw, in_threads)) == str(expected)
+
+
+def test_windows_that_close_in_many_threads(in_threads: InThreads) -> None:
+    """Threads note what their windows found at once: an overflow is lost, and the scale stays."""
+    weights = [nn.Parameter(torch.ones(1)) for _ in range(THREADS)]
+    optimizers = [torch.optim.SGD([each], 0.0) for each in weights]
+    scaler = GradScaler("cpu", 4.0)
+    windows = [AccumulationWindow(scaler, each) for each in optimizers]
+    for step in range(int(200 * TIMES)):
+        scaler.scale(torch.ones(()))
+        for i, (window, weight) in enumerate(zip(windows, weights, strict=True)):
+            window.__enter__()
+            for value in (1.0, torch.inf if i == step % THREADS else 1.0):
+                with window.micro_batch():
+                    weight.grad = torch.full((1,), value)
+        in_threads(*[lambda each=each: each.__exit__(None, None, None) for each in windows])
+        for each in optimizers:
+            scaler.step(each)
+        scaler.update()
+        assert scaler.get_scale() == 2.0
+        scaler.update(4.0)

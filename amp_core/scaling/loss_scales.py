@@ -41,7 +41,7 @@ class LossScales:
     Attributes:
         own: the scale of losses without a key.
         keyed: key -> scale, for the keys that were used.
-        in_window: each optimizer with an open `AccumulationWindow`, and the key of its scale.
+        in_window: the id of each optimizer with an open `AccumulationWindow`, and the key of its scale.
     """
 
     def __init__(
@@ -56,11 +56,11 @@ class LossScales:
                 raise TypeError(f"A schedule must be an amp_core.LossScaleSchedule, not {each!r}.")
         self.own = LossScale(init_scale, schedule)
         self.keyed: dict[str, LossScale] = {}
-        self.in_window: list[tuple[Optimizer, str | None]] = []
+        self.in_window: dict[int, str | None] = {}
         self._init_scale, self._schedules = init_scale, dict(schedules)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "in_window": []}  # no window closes on a copy
+        return {**self.__dict__, "in_window": {}}  # no window closes on a copy
 
     def for_loss(self, key: str | None) -> LossScale:
         """Return the scale for a loss with this key; its first use creates it.
@@ -122,8 +122,8 @@ class LossScales:
 
     def refuse_in_window(self, optimizers: Sequence[Optimizer], call: str) -> None:
         """Raise RuntimeError if one of `optimizers` has an open `AccumulationWindow`."""
-        for each, _ in self.in_window:
-            if any(each is optimizer for optimizer in optimizers):
+        for each in optimizers if self.in_window else ():
+            if id(each) in self.in_window:
                 raise RuntimeError(_IN_WINDOW.format(call=call, of=f" of this {type(each).__name__}"))
 
     def _chosen(self, optimizer: Optimizer, key: str | None, call: str) -> LossScale:
@@ -165,7 +165,8 @@ class LossScales:
             scales = [self.of(key)]
         else:
             scales = [s for s in (self.own, *self.keyed.values()) if s.has_flags()] or [self.own]
-        if any(scale.key == used for scale in scales for _, used in self.in_window):
+        used = [*self.in_window.values()]
+        if used and any(scale.key in used for scale in scales):
             raise RuntimeError(_IN_WINDOW.format(call="update", of=""))
         return scales
 

@@ -192,8 +192,11 @@ class OptimizerStates(dict[int, OptimizerState]):
     that has none: a subclass of torch's scaler may have an enumeration of stages of its own.
     """
 
-    orphans: tuple[Tensor, ...] = ()
     fresh: Callable[[], OptimizerState | Mapping[str, Any]] = OptimizerState
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.orphans: list[Tensor] = []  # threads add to it while others do
 
     def __setitem__(self, key: int, state: OptimizerState | Mapping[str, Any]) -> None:
         ours = as_state(state)
@@ -230,7 +233,7 @@ class OptimizerStates(dict[int, OptimizerState]):
         if state is None or is_tracing() or state.owner is None or state.owner() is optimizer:
             return state
         del self[id(optimizer)]
-        self.orphans += tuple(state.flags())
+        self.orphans.extend(state.flags())
         return None
 
     def __missing__(self, key: int) -> OptimizerState:
@@ -240,4 +243,4 @@ class OptimizerStates(dict[int, OptimizerState]):
     def found_infs(self) -> list[Tensor]:
         """Return every flag recorded since the last update."""
         flags = [flag for state in self.values() for flag in state.found_inf_per_device.values()]
-        return [*flags, *self.orphans] if self.orphans else flags
+        return [*flags, *self.orphans]

@@ -120,7 +120,7 @@ class AccumulationWindow:
             raise RuntimeError("This AccumulationWindow is already open. Enter it once for each step.")
         scales, is_enabled = self._scaler._scales, self._scaler.is_enabled()
         for each in self._optimizers if is_enabled else ():
-            if any(each is other for other, _ in scales.in_window):
+            if id(each) in scales.in_window:
                 raise RuntimeError(
                     f"Another AccumulationWindow of this {type(each).__name__} is open. Leave it first."
                 )
@@ -129,19 +129,18 @@ class AccumulationWindow:
             self._find_parameters()
         self._micro_batches.restart()
         self._earlier = None
-        opened = [*scales.in_window, *[(each, self._key) for each in self._optimizers]]
+        opened = {id(each): self._key for each in self._optimizers}
         # Interrupts come after calls, of which there are none from here on: __exit__ would not run.
         if is_enabled:
-            scales.in_window = opened
+            scales.in_window |= opened  # the same dict: other threads open windows, too
         self._is_open = True
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
         self._is_open = False
         if self._scaler.is_enabled():
-            scales = self._scaler._scales
-            mine = set(map(id, self._optimizers))
-            scales.in_window = [each for each in scales.in_window if id(each[0]) not in mine]
+            for each in self._optimizers:
+                self._scaler._scales.in_window.pop(id(each), None)
         closes = kind is None
         try:
             if closes:
@@ -278,7 +277,7 @@ class AccumulationWindow:
         flags, with_gradients = self._micro_batches.table()
         bad = self._micro_batches.bad_parameters(len(self._params))
         if self._leave_out:
-            loss_scale.optimizer_states.orphans += (flags.amax(0),)  # the next update lowers the scale
+            loss_scale.optimizer_states.orphans.append(flags.amax(0))  # the next update lowers the scale
             self._weigh(flags, with_gradients, bad)
         else:
             # A bad sum stays bad: only the first bad micro-batch is known.
