@@ -17,7 +17,7 @@ from amp_core.common.call_site import level_outside
 from amp_core.common.handle import Local
 from amp_core.common.identity import WeakIdentityMapping
 from amp_core.common.locks import new_lock
-from amp_core.common.optimizers import parameters_of
+from amp_core.common.optimizers import leaves_weights, parameters_of
 from amp_core.dispatch.sources import history_sources
 from amp_core.errors import AmpWarning
 from amp_core.formats import AmaxHistory, Delayed
@@ -145,7 +145,8 @@ class DelayedScales(Local):
         do so when they decided on the step.
 
         Args:
-            optimizer: limits it to the weights that it has.
+            optimizer: limits it to the weights that it has. If its learning rates are 0 and there were no
+                products of them, nothing ends.
 
         Raises:
             TypeError: `optimizer` is no optimizer.
@@ -157,9 +158,15 @@ class DelayedScales(Local):
         if met or (optimizer is not None and not self._has_all_of(optimizer)):
             self.look_again()  # FSDP2 replaces parameters by gathered ones while a module runs
         names = self._names_of(optimizer)
-        if self._group is not None:
+        if self._group is not None and largest is None:
+            largest = self._agree(names, self._group)
+        if optimizer is not None and leaves_weights(optimizer):
+            seen = self._largest(names) if largest is None else largest
+            if not bool(seen.any()):  # a step by which torch reads or sets its states
+                return
+        if largest is not None:
             past = self._past.setdefault(names, [])
-            past.append(self._agree(names, self._group) if largest is None else largest)
+            past.append(largest)
             del past[: -max([Delayed.history, *self._lengths()])]
         for name, role in _slots(names):
             history = self._known_history(name, role)

@@ -33,7 +33,7 @@ from amp_core.casts.stored_parameters import (
 from amp_core.common.arguments import as_whole, check_module
 from amp_core.common.containers import map_tensors
 from amp_core.common.handle import LocalHandle
-from amp_core.common.optimizers import exact_states, numbered, parameters_of
+from amp_core.common.optimizers import exact_states, leaves_weights, numbered, parameters_of
 
 KEPT = "amp_core_kept"
 """The entry of the optimizer's state, per parameter, that holds what its weight lacks."""
@@ -157,8 +157,9 @@ class StoredWeights(LocalHandle):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        counts = not leaves_weights(self.optimizer)  # a checkpoint must not change later random bits
         for group in self.optimizer.param_groups:
-            group[STEPS] = group.get(STEPS, 0) + 1
+            group[STEPS] = group.get(STEPS, 0) + counts
         self._look_for_new()
         if self._lost is not None:
             self._look_up()  # layers may have moved

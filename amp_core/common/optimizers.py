@@ -123,6 +123,16 @@ class _Closure:
         return getattr(self.__wrapped__, name)
 
 
+def leaves_weights(optimizer: Optimizer) -> bool:
+    """Return whether all learning rates are 0 now; a tensor on a device that the host would wait for is not.
+
+    They are in the step by which ``torch.distributed.checkpoint.state_dict`` lets an optimizer make its
+    states: each time that states of an optimizer are read or set which has none, as SGD without momentum.
+    """
+    rates = [group.get("lr") for group in optimizer.param_groups]
+    return all([(not isinstance(rate, Tensor) or rate.is_cpu) and bool(rate == 0) for rate in rates])
+
+
 def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
     """Return the optimizers that `optimizer`, which has all of their parameters, steps itself."""
     values = getattr(optimizer, "__dict__", {}).values()

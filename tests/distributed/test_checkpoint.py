@@ -88,6 +88,57 @@ def test_histories_that_a_checkpoint_has_and_the_run_has_not(tmp_path: Path) -> 
     torch.testing.assert_close(again.state_dict(), scales.state_dict(), rtol=0, atol=0)
 
 
+def test_histories_of_a_run_whose_optimizer_has_no_states() -> None:
+    """To read or set its states, torch lets such an optimizer step, which adds a step without products.
+
+    The next scales follow from fewer steps, or from none.
+    """
+    torch.manual_seed(0)
+    model = torch.nn.Linear(16, 16)
+    policy = OpPolicy.default("cpu").override({"linear": Recipe.fp8_delayed(history=2)})
+    for rate in (0.1, torch.tensor(0.1)):
+        optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+        with delayed_scales(model) as scales:
+            for _ in range(2):
+                with autocast("cpu", policy=policy):
+                    model(torch.ones(2, 16)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            before = scales.state_dict()
+            states = get_state_dict(model, optimizer)
+            torch.testing.assert_close(scales.state_dict(), before, rtol=0, atol=0)
+            scales.load_state_dict(before)
+            again = torch.optim.SGD(model.parameters(), lr=rate)
+            set_state_dict(model, again, model_state_dict=states[0], optim_state_dict=states[1])
+            torch.testing.assert_close(scales.state_dict(), before, rtol=0, atol=0)
+
+
+def test_the_first_step_of_a_warm_up_counts() -> None:
+    """The histories of a run whose learning rate begins at 0 miss its first step."""
+    model = torch.nn.Linear(16, 16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    policy = OpPolicy.default("cpu").override({"linear": Recipe.fp8_delayed(history=2)})
+    with delayed_scales(model) as scales:
+        with autocast("cpu", policy=policy):
+            model(torch.ones(2, 16)).sum().backward()
+        optimizer.step()
+    assert scales.state_dict()["weight"]["input"]["seen"].tolist() == [0.0, 1.0]
+
+
+def test_a_checkpoint_leaves_the_random_bits_of_a_run() -> None:
+    """A run that saves checkpoints rounds other weights up than one that does not."""
+    weights = []
+    for saves in (False, True):
+        run = Run(storage="stochastic", kind=torch.optim.SGD)
+        for _ in range(4):
+            run.step()
+            run.optimizer.zero_grad()
+            if saves:
+                get_state_dict(run.model, run.optimizer)
+        weights.append(run.everything()["exact"])
+    assert weights[0] == weights[1]
+
+
 @pytest.mark.parametrize("storage", ["remainder", "kahan"])
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adagrad])
 def test_flattened_states(kind: type, storage: str) -> None:
