@@ -31,8 +31,8 @@ class Sharding(NamedTuple):
 
     Attributes:
         shards: the number of pieces it is cut into, of which this rank has one; 1 if it is whole. None for
-            a flattened parameter of ``FullyShardedDataParallel``, which does not say: the ranks of the
-            scaler's process group then hold one piece each.
+            a flattened parameter of ``FullyShardedDataParallel``, which does not say, and that nobody has
+            described: the ranks of the scaler's process group then hold one piece each.
         mesh: the ranks that hold the pieces, for a DTensor; otherwise None.
         over: the number of ranks, or meshes, that each hold another part of the model; see `describe`.
     """
@@ -208,7 +208,7 @@ def _sharding_of(param: Tensor, gradient: Any, is_fsdp_shard: bool) -> Sharding:
     over = _over.get(id(param), 1) if _over else 1
     if is_dtensor(gradient):
         return Sharding(_shards_of(gradient), gradient.device_mesh, over)
-    if is_fsdp_shard:
+    if is_fsdp_shard and over == 1:
         return _FSDP1
     return WHOLE if over == 1 else Sharding(over=over)
 

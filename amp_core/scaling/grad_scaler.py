@@ -73,7 +73,8 @@ class GradScaler(TorchNames):
         process_group: the ranks that share the parameters and must all step or all skip. They agree on
             overflow and norm in one collective of two numbers. By default these are the ranks of the widest
             mesh if gradients are DTensors, as under ``fully_shard``; otherwise ranks do not communicate.
-            ``FullyShardedDataParallel`` needs it: ``process_group=model.process_group``. It is not pickled.
+            ``FullyShardedDataParallel`` needs it: ``process_group=model.process_group``. With a wider group
+            (all ranks, under ``HYBRID_SHARD``), describe the parameters by `sharded_over`. It is not pickled.
         sharded_over: process group or mesh -> the parameters of which its ranks hold different parts, though
             they are not DTensors on it: pipeline stages, experts, tensors that the trainer cut itself. A
             parameter under several groups is cut over all of them. The norm then counts each element once.

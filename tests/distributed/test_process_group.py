@@ -20,7 +20,7 @@ SCRIPT = Path(__file__).parent / "data" / "ranks.py"
         ("plain beyond everywhere bucket_views delayed resumed uneven joined summands windows", 2),
         pytest.param("fsdp fsdp1 overlap reduced", 2, marks=pytest.mark.slow),
         pytest.param("groups", 3, marks=pytest.mark.slow),
-        pytest.param("mesh slices decision experts", 4, marks=pytest.mark.slow),
+        pytest.param("mesh slices decision experts hybrid", 4, marks=pytest.mark.slow),
     ],
 )
 def test_all_ranks_take_the_same_step(on_ranks: Callable[..., str], scenes: str, count: int) -> None:

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from drawn import programs
 from experts import experts  # noqa: F401
+from hybrid import hybrid  # noqa: F401
 from joined import joined  # noqa: F401
 from summands import summands  # noqa: F401
 from torch import nn
