@@ -34,6 +34,12 @@ def test_ranks_decide_as_one_process_with_all_gradients(on_ranks: Callable[..., 
     assert on_ranks(SCRIPT.with_name("decisions.py"), ranks=count).count("all is well") == count
 
 
+@pytest.mark.slow
+def test_ranks_with_random_placements_decide_as_one_process(on_ranks: Callable[..., str]) -> None:
+    """Elements count twice or not at all in a norm, as of DTensors on slices of a mesh beside plain ones."""
+    assert on_ranks(SCRIPT.with_name("placements.py"), ranks=4).count("all is well") == 4
+
+
 @pytest.mark.parametrize("count", [8, pytest.param(150, marks=pytest.mark.slow)])
 def test_programs_train_as_scaling_by_hand(on_ranks: Callable[..., str], count: int) -> None:
     """A pair of features that no other test has takes another step on two ranks than on one."""
