@@ -28,7 +28,7 @@ class MicroBatches:
 
     def restart(self) -> None:
         """Forget all micro-batches; parameters keep their places."""
-        self._found, self._nonfinite = [], None
+        self._found, self._nonfinite, self._ranks = [], None, None
 
     def add(
         self, parts: Sequence[Gradients], ids: tuple[int, ...], device: torch.device, deciders: Deciders
@@ -44,7 +44,8 @@ class MicroBatches:
         stats = [part.grad_stats(2.0) for part in parts]
         flag = combine([s.found_inf for s in stats], device)
         found = torch.stack([flag, torch.full_like(flag, float(bool(parts)))])
-        ranks = self._ranks = deciders.ranks([part.sharding for part in parts])
+        ranks = deciders.ranks([part.sharding for part in parts])
+        self._ranks = ranks or self._ranks  # DTensors of an earlier micro-batch may have told
         self._found.append(found if ranks is None else agreed(found, ranks, largest=True))
         if parts or ranks is not None:
             self._make_room(len(ids), device)

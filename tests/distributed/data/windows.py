@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import amp_core
@@ -51,6 +51,7 @@ def windows() -> None:
     interrupted()
     in_bfloat16()
     reduced_in_pairs()
+    before_a_micro_batch_without_gradients()
 
 
 def trained(
@@ -154,6 +155,28 @@ def reduced_in_pairs() -> None:
                 (plain(BATCHES[number]).square().mean() * 64.0 * 2 / len(good)).backward()
         if good:
             torch.testing.assert_close(sums, [p.grad for p in plain.parameters()])
+
+
+def before_a_micro_batch_without_gradients() -> None:
+    """The step is skipped though one rank had gradients before the window, which the others do not know."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+
+    def sharded_over_ranks(*values: float) -> Tensor:
+        return distribute_tensor(torch.tensor(values), mesh, [Shard(0)])
+
+    param = nn.Parameter(sharded_over_ranks(0.0, 0.0))
+    optimizer = torch.optim.SGD([param], lr=1.0)
+    scaler = amp_core.GradScaler("cpu", 1.0)
+    scaler.scale(torch.ones(()))
+    param.grad = sharded_over_ranks(0.0, 1.0)
+    with amp_core.AccumulationWindow(scaler, optimizer) as window:
+        with window.micro_batch():
+            param.grad = sharded_over_ranks(math.inf, 1.0)
+        with window.micro_batch():
+            pass
+    scaler.step(optimizer)
+    scaler.update()
+    assert whole(param).tolist() == [0.0, -1.0]
 
 
 def _disabled() -> amp_core.GradScaler:
