@@ -38,10 +38,10 @@ class _Slot:
 class WeightCache:
     """The casts of one model's weights.
 
-    A cast is valid only while the weight's version counter, memory, shape, strides, ``requires_grad`` and the
-    presence of gradient hooks are unchanged. When one cast is stale, all stale casts that ops have requested
-    before are renewed in one call. The small weights of a CPU are cast one by one, as ops need them: nothing
-    is launched, and the cast is still in the CPU's caches when the op reads it.
+    A cast is valid only while the weight's version counter, memory, shape, strides and ``requires_grad``, and
+    in a bucket the presence of gradient hooks, are unchanged. When one cast is stale, all stale casts that
+    ops have requested before are renewed in one call. The small weights of a CPU are cast one by one, as ops
+    need them: nothing is launched, and the cast is still in the CPU's caches when the op reads it.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class WeightCache:
         if _has_no_memory(weight):
             return None
         before, state = self.invalidations, fingerprint(weight)
-        entry = cached(weight, state, cast_alone(weight, dtype))
+        entry = cached(weight, state, cast_alone(weight, dtype), alone=True)
         with self._lock:
             if before == self.invalidations and self.is_kept:  # no other thread has stepped meanwhile
                 self._casts[dtype][id(weight)] = entry

@@ -268,10 +268,10 @@ def cached_casts(model: nn.Module, *, persistent: bool = False, debug: bool = Fa
 
     A cast is renewed when the weight's version counter, memory, shape, strides or ``requires_grad`` change
     (in-place updates, ``load_state_dict``, ``.to()``, ``.data = ...``). It is also renewed after an optimizer
-    step (fused optimizers do not change the version counter), when the weight gains its first gradient hook
-    or loses its last, and when another parameter replaces the weight in the model. Gradients are bit-equal to
-    plain autocast's, unless one backward pass reaches uses of a weight in several regions: these are summed
-    in the lower precision.
+    step (fused optimizers do not change the version counter), when a weight above 4 MiB gains its first
+    gradient hook or loses its last, and when another parameter replaces the weight in the model. Gradients
+    are bit-equal to plain autocast's, unless one backward pass reaches uses of a weight in several regions:
+    these are summed in the lower precision.
 
     Writes through ``.data`` (``w.data += ...`` too) or a NumPy view, or by other processes (shared memory),
     cannot be detected: call `CachedCasts.invalidate` after them.

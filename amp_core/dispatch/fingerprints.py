@@ -59,11 +59,15 @@ def is_cacheable(weight: Tensor) -> bool:
 
 
 class CachedCast(NamedTuple):
-    """A cast, with the fingerprint and the storage that its weight had when it was cast."""
+    """A cast, with the fingerprint and the storage that its weight had when it was cast.
+
+    A backward pass through a cast that is `alone` calls the hooks that its weight has then.
+    """
 
     fingerprint: Fingerprint
     memory: WeakStorage
     cast: Tensor
+    alone: bool = False
 
     def is_only_hooked(self, weight: Tensor) -> bool:
         """Return whether `weight` is unchanged but for its gradient hooks."""
@@ -71,10 +75,12 @@ class CachedCast(NamedTuple):
 
     def is_fresh(self, weight: Tensor) -> bool:
         """Return whether `weight` is unchanged, as far as torch can tell."""
+        if self.alone:
+            return self.is_only_hooked(weight)
         # Another tensor may reuse freed memory at the same address.
         return fingerprint(weight) == self.fingerprint and not is_freed(self.memory.cdata)
 
 
-def cached(weight: Tensor, state: Fingerprint, cast: Tensor) -> CachedCast:
+def cached(weight: Tensor, state: Fingerprint, cast: Tensor, *, alone: bool = False) -> CachedCast:
     """Return the cache entry for a cast of `weight` made when its fingerprint was `state`."""
-    return CachedCast(state, weak_memory(weight), cast)
+    return CachedCast(state, weak_memory(weight), cast, alone)

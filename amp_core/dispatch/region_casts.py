@@ -41,7 +41,7 @@ def cast_for_rule(weight: Tensor, dtype: torch.dtype) -> Tensor:
     state = fingerprint(weight)
     with torch.enable_grad():  # a first use under no_grad must not detach later uses from the graph
         cast = to_dtype(weight, dtype)
-    casts[id(weight)] = weight, cached(weight, state, cast)
+    casts[id(weight)] = weight, cached(weight, state, cast, alone=True)
     return cast
 
 
