@@ -84,31 +84,40 @@ def _called(model: nn.Module, given: tuple[Any, Any]) -> list[Tensor]:
 
 
 @contextmanager
+def kept_buffers(model: nn.Module) -> Iterator[list[tuple[nn.Module, dict[str, Tensor | None]]]]:
+    """Put back the buffers that the block replaces in `model`; yield them by module."""
+    modules = [(module, dict(module._buffers)) for module in model.modules()]
+    try:
+        yield modules
+    finally:
+        for module, named in modules:
+            module._buffers.clear()
+            module._buffers.update(named)
+
+
+@contextmanager
 def _left_as_it_is(model: nn.Module, written: list[Tensor]) -> Iterator[Callable[[], bool]]:
     """Undo what the block does to `written` and to the buffers of `model`, such as running statistics.
 
     Yields:
         Whether it has done anything to them yet.
     """
-    modules = [(module, dict(module._buffers)) for module in model.modules()]
-    tensors = [b for _, named in modules for b in named.values() if b is not None] + written
-    values = [(t, t.clone()) for t in tensors if t.layout is torch.strided and not t.is_inference()]
+    with kept_buffers(model) as modules:
+        tensors = [b for _, named in modules for b in named.values() if b is not None] + written
+        values = [(t, t.clone()) for t in tensors if t.layout is torch.strided and not t.is_inference()]
 
-    def has_changed() -> bool:
-        replaced = any(
-            module._buffers.get(name) is not b for module, named in modules for name, b in named.items()
-        )
-        return replaced or not all(torch.equal(tensor, value) for tensor, value in values)
+        def has_changed() -> bool:
+            replaced = any(
+                module._buffers.get(name) is not b for module, named in modules for name, b in named.items()
+            )
+            return replaced or not all(torch.equal(tensor, value) for tensor, value in values)
 
-    try:
-        yield has_changed
-    finally:
-        for module, named in modules:
-            module._buffers.clear()
-            module._buffers.update(named)
-        for tensor, value in values:
-            if not torch.equal(tensor, value):  # batch norms leave the version counter
-                tensor.copy_(value)
+        try:
+            yield has_changed
+        finally:
+            for tensor, value in values:
+                if not torch.equal(tensor, value):  # batch norms leave the version counter
+                    tensor.copy_(value)
 
 
 def _compare(result: Any, wanted: Any, model: nn.Module, ops: set[str], policy: OpPolicy) -> None:

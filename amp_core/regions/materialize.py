@@ -26,7 +26,7 @@ from amp_core.policy.recipes import RecipeRule
 from amp_core.policy.rules import NATIVE, UNCHANGED
 from amp_core.regions.direct_calls import call_directly
 from amp_core.regions.graph_casts import store_casts
-from amp_core.regions.graph_check import check_graph, frozen
+from amp_core.regions.graph_check import check_graph, frozen, kept_buffers
 from amp_core.regions.region import autocast
 
 
@@ -107,7 +107,7 @@ def materialize(
             f"cached_casts(model, persistent=True)."
         )
     try:
-        with frozen(model):
+        with frozen(model), kept_buffers(model):  # torch.export leaves fake tensors in those that it replaces
             graph_module, in_spec = _traced(model, args, kwargs, dynamic_shapes, region, in_force)
     except PolicyError:
         raise

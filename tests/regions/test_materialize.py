@@ -542,6 +542,28 @@ def test_a_buffer_whose_replacement_the_trace_loses() -> None:
         assert torch.equal(low(x), in_region(again, x))
 
 
+class Positions(nn.Module):
+    def __init__(self, refuses: bool) -> None:
+        super().__init__()
+        self.refuses = refuses
+        self.register_buffer("bias", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.bias is None:
+            self.register_buffer("bias", torch.arange(x.shape[0]).float().unsqueeze(1))
+        return x + self.bias if not self.refuses or x.sum() > 0 else x
+
+
+@pytest.mark.parametrize("refuses", [True, False])
+def test_a_buffer_that_the_first_call_fills_is_not_left_without_memory(refuses: bool) -> None:
+    """The buffer has a FakeTensor of the trace, the check fails on it, and the model returns such tensors."""
+    x, model = torch.randn(5, 6), Positions(refuses)
+    with pytest.raises(MaterializeError, match="cannot be one graph" if refuses else "called again"):
+        materialize(model, (x,), dtype=LOW)
+    assert model.bias is None
+    assert torch.equal(in_region(model, x), in_region(Positions(refuses), x))
+
+
 class Caching(nn.Module):
     """Writes to an argument, before it uses it."""
 
