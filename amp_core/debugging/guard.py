@@ -137,7 +137,13 @@ class Guard(Attached):
             with_generators(self._generators),
             with_own_buffers(model),
         ):
-            model(*args, **kwargs)
+            result = model(*args, **kwargs)
+        if self._all_finite(numbers_in(result)):
+            raise NonFiniteError(
+                f"The result of step {self.step} has inf or NaN, but not when the forward pass runs again: "
+                f"it depends on what the first one has changed. To find the op, run the program again with "
+                f"amp_core.guard(model, steps=[{self.step}])."
+            )
         return finder
 
     def _optimize(self, optimizer: Optimizer, parameters: list[Tensor]) -> None:
@@ -215,9 +221,9 @@ def guard(
     The guard stays on the model until ``remove()``, or to the end of a ``with`` block. In most steps it only
     checks the model's result and, before an optimizer without a scaler steps, the gradients: one pass over
     each. If the result is not finite, it runs the forward pass again, with the same random numbers and on
-    copies of the buffers, and stops at the op. If FSDP shards the model, it stops, and asks you to run the
-    program again. In the chosen steps it checks every op, forward and backward; they take several times as
-    long.
+    copies of the buffers, and stops at the op. If FSDP shards the model, or the forward pass has changed what
+    the result depends on, it stops, and asks you to run the program again. In the chosen steps it checks
+    every op, forward and backward; they take several times as long.
 
     amp-core's `GradScaler` may skip steps: the guard stops only after `patience` of them in a row, at the op
     of the next backward pass; each ``update`` of the scaler then waits for the device. Values that a mask

@@ -220,6 +220,33 @@ def test_values_that_no_op_made(place):
         model(x)
 
 
+class Codebook(nn.Module):
+    """Divides by counts of 0 in its first call, as quantizers that keep averages of their input do."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("counts", torch.zeros(4))
+
+    def forward(self, x):
+        result = x / self.counts
+        self.counts += 1
+        return result
+
+
+def test_an_op_that_a_second_forward_pass_does_not_show():
+    """The user looks for another tensor that has inf or NaN, and there is none."""
+    with (
+        amp_core.guard(Codebook()) as guard,
+        pytest.raises(NonFiniteError, match=r"changed\..*guard\(model, steps=\[0\]\)"),
+    ):
+        guard.model(torch.ones(2, 4))
+    with (
+        amp_core.guard(Codebook(), steps=[0]) as guard,
+        pytest.raises(NonFiniteError, match=r"div.*makes inf"),
+    ):
+        guard.model(torch.ones(2, 4))
+
+
 class Masked(nn.Linear):
     def forward(self, x):
         return super().forward(x).masked_fill(x < 0, -math.inf)
