@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -99,8 +100,15 @@ _dispatch_mode = _CAPTURE.function("torch._C._get_dispatch_mode", lambda _key: "
 _PROXY_MODE = _CAPTURE.value("torch._C._TorchDispatchModeKey.PROXY", None)
 _FAKE_MODE = _CAPTURE.value("torch._C._TorchDispatchModeKey.FAKE", None)
 _CAPTURE.attempt(lambda: (_dispatch_mode(_PROXY_MODE), _dispatch_mode(_FAKE_MODE)))
+
+
+def _check_mode_at(mode_at: Callable[[int], object]) -> None:
+    with suppress(RuntimeError):  # no mode is on
+        mode_at(0)
+
+
 _count_modes = _CAPTURE.function("torch._C._len_torch_dispatch_stack", lambda: 0, check=lambda f: f() + 0)
-_mode_at = _CAPTURE.function("torch._C._get_dispatch_stack_at")
+_mode_at = _CAPTURE.function("torch._C._get_dispatch_stack_at", check=_check_mode_at)
 _COMPARING = tuple(
     _CAPTURE.value(f"torch.utils.checkpoint.{name}", object)
     for name in ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
@@ -157,6 +165,21 @@ def calls_are_compared() -> bool:
 def uncompared() -> AbstractContextManager[None]:
     """Keep ops that are not the program's, and that write or run once, from selective checkpointing."""
     return without_modes() if calls_are_compared() else nullcontext()
+
+
+def _modes() -> list[Any]:
+    return [_mode_at(index) for index in range(_count_modes())] if _CAPTURE.complete else []
+
+
+@contextmanager
+def modes_above(mode: object) -> Iterator[None]:
+    """Leave the dispatch modes that are above `mode`, or all if it is not on, for a block."""
+    with ExitStack() as stack:
+        for each in itertools.takewhile(lambda other: other is not mode, reversed(_modes())):
+            # By the methods of the base class: a mode's own may print, or end more.
+            TorchDispatchMode.__exit__(each, None, None, None)  # type: ignore[no-untyped-call]
+            stack.callback(TorchDispatchMode.__enter__, each)
+        yield
 
 
 _FAKE = Feature(

@@ -19,6 +19,7 @@ from amp_core._torch.tracing import (
     back_in_regions,
     calls_are_captured,
     consists_of_others,
+    modes_above,
     regions_as_called,
     run_in_parts,
 )
@@ -185,12 +186,14 @@ def calling(*, casts: bool) -> AbstractContextManager[None]:
 def observe_ops(observe: Callable[..., None]) -> Callable[[], None]:
     """Call `observe` after each op of this thread; return a function that ends it.
 
-    All taps of a thread share one mode: torch's modes must end in the order of a stack, and taps may not.
+    All taps of a thread share one mode: torch's modes must end in the order of a stack, and taps may not. It
+    is below the program's modes, which may end before it or after it.
     """
     mode = _THREAD.mode
     if mode is None:
         mode = _Mode()
-        mode.__enter__()  # type: ignore[no-untyped-call]
+        with modes_above(mode):
+            mode.__enter__()  # type: ignore[no-untyped-call]
         _THREAD.mode = mode  # last: a recording in a signal handler must not end what was not entered
     mode.observers = (*mode.observers, observe)
 
@@ -198,6 +201,7 @@ def observe_ops(observe: Callable[..., None]) -> Callable[[], None]:
         mode.observers = tuple(other for other in mode.observers if other is not observe)
         if not mode.observers:
             _THREAD.mode = None
-            mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            with modes_above(mode):
+                mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     return end
