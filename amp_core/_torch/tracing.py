@@ -171,6 +171,12 @@ def _modes() -> list[Any]:
     return [_mode_at(index) for index in range(_count_modes())] if _CAPTURE.complete else []
 
 
+def outside_modes(but: object) -> AbstractContextManager[None]:
+    """Keep ops that are not the program's from its dispatch modes but `but`, unless a graph is traced."""
+    others = any(mode is not but for mode in _modes())
+    return without_modes() if others and not calls_are_captured() else nullcontext()
+
+
 @contextmanager
 def modes_above(mode: object) -> Iterator[None]:
     """Leave the dispatch modes that are above `mode`, or all if it is not on, for a block."""

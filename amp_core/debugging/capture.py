@@ -21,7 +21,7 @@ from amp_core.debugging.op_kinds import floats_in
 from amp_core.debugging.places import Lines, Place
 from amp_core.debugging.quantized_counts import QuantizedCounts, QuantizedKey, key_of
 from amp_core.debugging.sink import BACKWARD, FORWARD, Frame, Sink, Where
-from amp_core.debugging.tap import Tap, muted
+from amp_core.debugging.tap import Tap, measuring
 from amp_core.debugging.values import extent, in_parts, is_readable
 from amp_core.dispatch.quantized_products import ScaledProduct
 from amp_core.errors import AmpError
@@ -187,7 +187,7 @@ class Capture(Sink):
             self._keep(OP, where.phase, where.place, frame.op, inputs, outputs)
 
     def _returned(self, place: Place, given: Any, result: Any) -> None:
-        with muted():
+        with measuring():
             inputs, outputs = floats_in(given), floats_in(result)
             if not outputs:
                 return
@@ -196,7 +196,7 @@ class Capture(Sink):
                 outputs[0].register_hook(lambda grad: self._gradient(place, grad))  # type: ignore[no-untyped-call]
 
     def _gradient(self, place: Place, gradient: Tensor) -> None:
-        with muted():
+        with measuring():
             self._keep(MODULE, BACKWARD, place, "output", [], [gradient], produces=False)
 
     def parameter(self, place: Place, name: str, gradient: Tensor) -> None:

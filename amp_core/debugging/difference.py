@@ -15,7 +15,7 @@ from torch import Tensor
 
 from amp_core.debugging.capture import PARAMETER, Key, Run, Sample
 from amp_core.debugging.places import Place
-from amp_core.debugging.tap import muted
+from amp_core.debugging.tap import measuring
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def _differences(reference: Run, mixed: Run) -> dict[Key, Difference]:
     return differences
 
 
-@muted()
+@measuring()
 @torch.no_grad()
 def _difference(
     key: Key, order: int, wanted: Sample, sample: Sample, known: Mapping[Key, Difference]

@@ -24,7 +24,7 @@ from amp_core.debugging.attached import Attached, Hook
 from amp_core.debugging.op_faults import FaultFinder, OpFault, have_nan, in_reals, readable
 from amp_core.debugging.op_kinds import numbers_in
 from amp_core.debugging.state_keeper import with_own_buffers
-from amp_core.debugging.tap import Tap, muted
+from amp_core.debugging.tap import Tap, measuring
 from amp_core.errors import AmpError, NonFiniteError
 from amp_core.plugin import hookimpl, register, unregister
 from amp_core.scaling.gradients import kernels_of, read_once
@@ -174,9 +174,9 @@ class Guard(Attached):
 
     def _all_finite(self, tensors: list[Tensor]) -> bool:
         by_device: dict[torch.device, list[Tensor]] = {}
-        for tensor in readable(tensors):
-            by_device.setdefault(tensor.device, []).append(in_reals(tensor))
-        with muted():
+        with measuring():
+            for tensor in readable(tensors):
+                by_device.setdefault(tensor.device, []).append(in_reals(tensor))
             read = (read_once(kernels_of(device), group, 2.0, device) for device, group in by_device.items())
             return not any(bool(stats.found_inf) for stats in read)
 

@@ -19,7 +19,7 @@ from amp_core.debugging.places import Lines, Place
 from amp_core.debugging.ranges import Extent
 from amp_core.debugging.sink import BACKWARD, Sink, Where
 from amp_core.debugging.state_keeper import is_rehearsing
-from amp_core.debugging.tap import muted
+from amp_core.debugging.tap import measuring
 from amp_core.debugging.values import extent, in_parts, is_readable, wide
 from amp_core.errors import NonFiniteError
 from amp_core.policy.names import short
@@ -108,7 +108,7 @@ class FaultFinder(Sink):
         self._check(where.frames[0].op if where.frames else kernel, kernel, inputs, outputs, where, line)
 
     def _note(self, tensors: list[Tensor]) -> list[Tensor]:
-        with muted():
+        with measuring():
             bad = [t for t in readable(tensors) if extent(in_reals(t).reshape(-1))[1]]
         for tensor in bad:
             self._not_finite[tensor.untyped_storage()] = None
@@ -119,7 +119,7 @@ class FaultFinder(Sink):
     ) -> None:
         if self._is_done:  # the program went on after the error
             return
-        with muted():
+        with measuring():
             inputs, outputs = readable(inputs), readable(outputs[:1])
             written = [t for t in inputs if any(t is output for output in outputs)]
             given = any(t.untyped_storage() in self._not_finite for t in written)
@@ -162,5 +162,5 @@ def in_reals(tensor: Tensor) -> Tensor:
 
 def have_nan(tensors: list[Tensor]) -> bool:
     """Return whether one of the tensors that can be read has a NaN."""
-    with muted():
+    with measuring():
         return any(bool(in_reals(t).isnan().any()) for t in readable(tensors))

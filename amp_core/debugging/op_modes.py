@@ -20,6 +20,7 @@ from amp_core._torch.tracing import (
     calls_are_captured,
     consists_of_others,
     modes_above,
+    outside_modes,
     regions_as_called,
     run_in_parts,
 )
@@ -165,6 +166,11 @@ class _Thread(threading.local):
 
 
 _THREAD = _Thread()
+
+
+def outside_program_modes() -> AbstractContextManager[None]:
+    """Keep ops in a block from the dispatch modes of the program: a tool runs them, and not the program."""
+    return outside_modes(_THREAD.mode)
 
 
 def runs_kernel_of(op: str) -> bool:

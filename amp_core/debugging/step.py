@@ -16,7 +16,7 @@ from amp_core.debugging.capture import Capture, Run
 from amp_core.debugging.fits import fits_of_parameters
 from amp_core.debugging.places import Place, Places
 from amp_core.debugging.state_keeper import StateKeeper
-from amp_core.debugging.tap import muted
+from amp_core.debugging.tap import measuring, muted
 from amp_core.dispatch.activate import activation, check_policy, default_policy, pop, with_recipe
 from amp_core.errors import AmpError
 from amp_core.formats import Recipe
@@ -153,7 +153,7 @@ class Step:
                     result = self.fn()
                 self.leaves_backward = _run_backward(result, scale, capture, keeper)
                 self.roots = [self.model] if self.model is not None else tap.places.roots
-                with muted():
+                with measuring():
                     _keep_gradients(self.roots, capture)
                     if run.recipe is not None:
                         done = {key.place.module for key in run.fits}

@@ -21,7 +21,7 @@ from amp_core.common.containers import tensors_in
 from amp_core.common.locks import new_lock
 from amp_core.debugging.collectives import Collectives, given, kind_of
 from amp_core.debugging.op_kinds import copied, dtypes_of, floats_in, only_moves
-from amp_core.debugging.op_modes import calling, observe_ops, runs_kernel_of
+from amp_core.debugging.op_modes import calling, observe_ops, outside_program_modes, runs_kernel_of
 from amp_core.debugging.places import NOWHERE, Places
 from amp_core.debugging.sink import BACKWARD, FORWARD, Frame, Sink, Where
 from amp_core.dispatch.activate import default_policy
@@ -46,13 +46,20 @@ _MUTED = _Muted()
 
 @contextlib.contextmanager
 def muted() -> Iterator[None]:
-    """Hide what this thread runs in a block from all taps: a tool's measurements are not the program's."""
+    """Hide what this thread runs in a block from all taps."""
     earlier = _MUTED.on
     try:
         _MUTED.on = True
         yield
     finally:
         _MUTED.on = earlier
+
+
+@contextlib.contextmanager
+def measuring() -> Iterator[None]:
+    """Hide a tool's measurements in a block from all taps, and from the program's dispatch modes."""
+    with muted(), outside_program_modes():
+        yield
 
 
 class _Eager:
@@ -165,7 +172,7 @@ class Tap:
                 result = call()
         finally:
             self._frames.pop()
-        with muted():
+        with measuring():
             self._sink.framed(frame, inputs, floats_in(result), self._where())
         return result
 
@@ -173,7 +180,7 @@ class Tap:
         """Report a product of quantised operands as one op: its parts are not ops of the program."""
         if _MUTED.on or self._ended:
             return
-        with muted():
+        with measuring():
             where = self._where()
             formats = "+".join(sorted({each.quantization.element.name for each in product.operands}))
             where = replace(where, formats=formats, module_rule=(str(product.rule), _FORWARD_OP))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from amp_core._torch.tensors import is_dtensor, is_wrapper
 from amp_core._torch.tracing import calls_are_captured
-from amp_core.debugging.tap import muted
+from amp_core.debugging.tap import measuring
 from amp_core.kernels.portable import finite
 
 
@@ -65,7 +65,7 @@ def is_readable(tensor: Tensor) -> bool:
     return not is_wrapper(tensor) or is_dtensor(tensor) or _computes(tensor)
 
 
-@muted()
+@measuring()
 @torch.no_grad()
 def _computes(wrapper: Tensor) -> bool:
     try:

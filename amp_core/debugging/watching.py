@@ -26,7 +26,7 @@ from amp_core.debugging.op_kinds import floats_in
 from amp_core.debugging.ranges import KINDS, Entry, Format
 from amp_core.debugging.report import Report
 from amp_core.debugging.state_keeper import is_rehearsing
-from amp_core.debugging.tap import muted
+from amp_core.debugging.tap import measuring
 from amp_core.debugging.values import extent, in_parts, is_readable, numbers
 from amp_core.plugin import get_backend
 from amp_core.regions.selecting import listed, matches
@@ -129,7 +129,7 @@ class Watch(Attached, Report):
         never_compile(written)
         return parameter.register_post_accumulate_grad_hook(written)  # type: ignore[no-untyped-call]
 
-    @muted()
+    @measuring()
     @torch.no_grad()
     def _add(self, kind: str, name: str, tensor: Tensor) -> None:
         tensor = part_of(tensor)
@@ -264,7 +264,8 @@ class WatchDiff(Report):
 
 
 def _default_dtype(model: nn.Module) -> torch.dtype:
-    return get_backend(home_of(next(iter(model.parameters()), torch.empty(0)))).default_dtype()
+    weight = next(iter(model.parameters()), None)
+    return get_backend("cpu" if weight is None else home_of(weight)).default_dtype()
 
 
 @untraced
