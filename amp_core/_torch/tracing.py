@@ -177,6 +177,16 @@ def outside_modes(but: object) -> AbstractContextManager[None]:
     return without_modes() if others and not calls_are_captured() else nullcontext()
 
 
+_FUNCTIONS = Feature(
+    "torch_functions",
+    "guard, watch, compare and advise fail on subclasses of tensors whose __torch_function__ refuses a call",
+)
+# A context in which no ``__torch_function__`` is called, of a subclass or of a mode.
+without_torch_functions: Callable[[], AbstractContextManager[Any]] = _FUNCTIONS.function(
+    "torch._C.DisableTorchFunction", nullcontext
+)
+
+
 @contextmanager
 def modes_above(mode: object) -> Iterator[None]:
     """Leave the dispatch modes that are above `mode`, or all if it is not on, for a block."""

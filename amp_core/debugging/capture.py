@@ -251,6 +251,7 @@ def _work(op: str, product: ScaledProduct) -> int:
 
 
 @torch.no_grad()
+@measuring()
 def _storage(tensor: Tensor) -> torch.UntypedStorage:
     """Return the memory of this rank's part, also of one that a collective has yet to deliver."""
     part: Any = part_of(tensor)

@@ -105,7 +105,8 @@ class Guard(Attached):
         return any(skips >= self._patience for skips in self._skips.values())
 
     def _after(self, args: Any, kwargs: Any, result: Any) -> None:
-        results = numbers_in(result)
+        with measuring():
+            results = numbers_in(result)
         if self._all_finite(results) or (self._masks_result and not have_nan(results)):
             return
         finder = self._finder or self._replay(args, kwargs)

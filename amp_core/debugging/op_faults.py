@@ -110,8 +110,8 @@ class FaultFinder(Sink):
     def _note(self, tensors: list[Tensor]) -> list[Tensor]:
         with measuring():
             bad = [t for t in readable(tensors) if extent(in_reals(t).reshape(-1))[1]]
-        for tensor in bad:
-            self._not_finite[tensor.untyped_storage()] = None
+            for tensor in bad:
+                self._not_finite[tensor.untyped_storage()] = None
         return bad
 
     def _check(

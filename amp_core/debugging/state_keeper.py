@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from amp_core._torch.tensors import is_wrapper, part_of, version_of
-from amp_core._torch.tracing import calls_are_captured, outside_graphs
+from amp_core._torch.tracing import calls_are_captured, outside_graphs, without_torch_functions
 from amp_core._torch.transformed_tensors import outside_transforms, unwrapped
 from amp_core.common.optimizers import exact_states, watch_steps
 from amp_core.errors import AmpError
@@ -124,7 +124,7 @@ class StateKeeper:
     def _keep_own(self, tensor: Tensor) -> None:
         if id(tensor) in self._tensors or calls_are_captured():  # captured calls change no values
             return
-        with torch.no_grad():
+        with torch.no_grad(), without_torch_functions():
             part = part_of(tensor)
             leaf = tensor.is_leaf  # later, the base of a view may have changed
             grad = tensor.grad if leaf else None
@@ -173,7 +173,7 @@ class StateKeeper:
                 if param in optimizer.state:
                     optimizer.state[param].update(exact)
         _reshard(each.module for each in self._modules.values())
-        with torch.no_grad():
+        with torch.no_grad(), without_torch_functions():
             # Backwards: a view of a tensor may have been kept after it.
             for kept in reversed(self._tensors.values()):
                 kept.restore()

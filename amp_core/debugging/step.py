@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from amp_core._torch.tracing import without_torch_functions
 from amp_core.casts.shards import whole
 from amp_core.common.arguments import as_whole, device_type_of
 from amp_core.common.generators import seeded
@@ -204,11 +205,13 @@ def _run_backward(result: Any, scale: float, capture: Capture, keeper: StateKeep
         raise AmpError("fn returned a tensor on the meta device: it has no values to compare.")
     if not isinstance(result, Tensor) or not result.requires_grad:
         return False
+    with without_torch_functions():
+        size = result.numel()
     # A pass that left no gradients may have been another one, as for a penalty on gradients.
     may_have_run = capture.run.ran_backward
-    if may_have_run and (keeper.has_gradients() or result.numel() != 1):
+    if may_have_run and (keeper.has_gradients() or size != 1):
         return False
-    if result.numel() != 1:
+    if size != 1:
         raise AmpError(
             f"fn returned a tensor of shape {tuple(result.shape)}; return the loss, a single number."
         )
@@ -232,5 +235,6 @@ def _keep_gradients(roots: list[nn.Module], capture: Capture) -> None:
                 capture.parameter(place, name, parameter.grad)
 
 
+@measuring()
 def _number(result: Any) -> float | None:
     return float(whole(result.detach())) if isinstance(result, Tensor) and result.numel() == 1 else None

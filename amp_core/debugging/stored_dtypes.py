@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
+from amp_core._torch.tracing import without_torch_functions
 from amp_core.common.optimizers import parameters_of
 from amp_core.common.text import dtype_name
 
@@ -70,6 +71,9 @@ def of_step(
 def _entry(
     kind: str, name: str, state: str, tensor: Any, *, counts: bool = True
 ) -> Iterator[tuple[TensorKey, int]]:
-    is_tensor = isinstance(tensor, Tensor) and not nn.parameter.is_lazy(tensor)  # which has no size yet
-    if is_tensor and tensor.is_floating_point():
-        yield TensorKey(kind, name, state, dtype_name(tensor.dtype)), tensor.numel() if counts else 0
+    if not isinstance(tensor, Tensor) or nn.parameter.is_lazy(tensor):  # which has no size yet
+        return
+    with without_torch_functions():
+        is_float, dtype, size = tensor.is_floating_point(), dtype_name(tensor.dtype), tensor.numel()
+    if is_float:
+        yield TensorKey(kind, name, state, dtype), size if counts else 0

@@ -16,6 +16,7 @@ from typing_extensions import Self
 from amp_core._torch.autocast import autocast_devices_enabled
 from amp_core._torch.autograd import current_autograd_node, in_backward
 from amp_core._torch.dispatcher import Overload
+from amp_core._torch.tracing import without_torch_functions
 from amp_core.common.call_site import callers
 from amp_core.common.containers import tensors_in
 from amp_core.common.locks import new_lock
@@ -57,8 +58,8 @@ def muted() -> Iterator[None]:
 
 @contextlib.contextmanager
 def measuring() -> Iterator[None]:
-    """Hide a tool's measurements in a block from all taps, and from the program's dispatch modes."""
-    with muted(), outside_program_modes():
+    """Hide a tool's measurements in a block from all taps, and from the program's modes and subclasses."""
+    with muted(), outside_program_modes(), without_torch_functions():
         yield
 
 

@@ -6,10 +6,10 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from amp_core._torch.tensors import is_dtensor, is_wrapper
-from amp_core._torch.tracing import calls_are_captured
+from amp_core._torch.tracing import calls_are_captured, without_torch_functions
 from amp_core.debugging.tap import measuring
 from amp_core.kernels.portable import finite
 
@@ -47,22 +47,27 @@ def numbers(vector: Tensor) -> list[Any]:
 
 
 def is_readable(tensor: Tensor) -> bool:
-    """Return whether a tensor is dense and has values to read, and no graph is being traced.
+    """Return whether a tensor is dense and has numbers to read, and no graph is being traced.
 
     Whatever a tool computed from the values would become part of such a graph. Quantised tensors of other
     libraries may be able to do no more than multiply.
     """
-    if tensor.layout is not torch.strided or tensor.is_nested or calls_are_captured():
+    if nn.parameter.is_lazy(tensor):
+        return False
+    with without_torch_functions():
+        return _is_in_memory(tensor) and (not is_wrapper(tensor) or is_dtensor(tensor) or _computes(tensor))
+
+
+def _is_in_memory(tensor: Tensor) -> bool:
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized or calls_are_captured():
         return False
     try:
         memory = tensor.untyped_storage()
         if type(tensor) is Tensor:  # subclasses may keep their values elsewhere
             memory.data_ptr()  # raises where there is none, as for forward-mode zeros
-    except (RuntimeError, ValueError):  # also for a batch of gradients, and an uninitialized parameter
+    except RuntimeError:  # also for a batch of gradients
         return False
-    if memory.device.type == "meta":  # fake tensors have such memory too
-        return False
-    return not is_wrapper(tensor) or is_dtensor(tensor) or _computes(tensor)
+    return memory.device.type != "meta"  # fake tensors have such memory too
 
 
 @measuring()

@@ -93,6 +93,7 @@ class Watch(Attached, Report):
         self._seen.clear()
 
     @outside_graphs
+    @measuring()
     def _of_module(self, name: str, _module: nn.Module, _args: Any, result: Any) -> None:
         if not self._hooks or is_rehearsing() or repeats_forward():  # compiled code keeps removed hooks
             return
@@ -114,6 +115,7 @@ class Watch(Attached, Report):
         never_compile(add)
         return add
 
+    @measuring()
     def _hook_gradient(self, name: str, parameter: Tensor) -> Any:
         def add(gradient: Tensor | None) -> None:
             if gradient is not None and not is_rehearsing(self._thread):
