@@ -48,6 +48,12 @@ class _Ours:
         self._policy = policy
         self._modules: WeakSet[nn.Module] = WeakSet()  # that Fabric has set up
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_modules": list(self._modules)}  # pickle refuses the set
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _modules=WeakSet(state["_modules"]))
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the scaler after all steps so far."""
         finish_update(self.scaler)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import pickle
 from typing import Any
 
 import pytest
@@ -232,6 +234,15 @@ def test_a_callback_reads_true_gradients() -> None:
     fit(exact, precision="32-true", callbacks=[Callback()])
     assert len(ours.norms) == 2
     assert ours.norms == pytest.approx(exact.norms, rel=1e-2)
+
+
+@pytest.mark.parametrize("ours", [MixedPrecision, FabricMixedPrecision])
+def test_a_copy_of_the_plugin(ours: type) -> None:
+    """Strategies that spawn their processes, as ``ddp_spawn`` does, cannot pickle the plugin."""
+    plugin = ours("16-mixed", "cpu", GradScaler("cpu", 512.0))
+    for same in (pickle.loads(pickle.dumps(plugin)), copy.deepcopy(plugin)):
+        assert same.state_dict() == plugin.state_dict()
+        same.convert_module(torch.nn.Linear(2, 1))
 
 
 def test_a_disabled_scaler_trains() -> None:
