@@ -31,6 +31,7 @@ class Backward:
         region: the forward pass that computes the loss.
         steps: the statements ``optimizer.step()``.
         unscale_before: the first statement that reads gradients before the step, or None.
+        leaves: the lines after it that leave out the step.
     """
 
     node: cst.With
@@ -39,6 +40,7 @@ class Backward:
     region: Region
     steps: list[cst.SimpleStatementLine]
     unscale_before: cst.CSTNode | None
+    leaves: list[cst.CSTNode]
 
 
 @dataclass

@@ -17,8 +17,11 @@ from amp_compat.migrate.apex.search import (
     binds,
     calls_in,
     calls_of,
+    gradient_readers,
     gradient_reads,
     has_no_effect,
+    leaving,
+    likely_reads,
     starts_cell,
     uses_model,
 )
@@ -39,6 +42,7 @@ class Reader:
         self._module = module
         self._resolver = resolver
         self._parents = parents
+        self._readers = gradient_readers(module)
 
     def read(self) -> Program | None:
         """Return the module's program, or None if it does not use apex.amp.
@@ -145,7 +149,9 @@ class Reader:
             raise CannotFollowError(call, "amp.scale_loss is passed several optimizers")
         steps = self._steps(call, optimizer)
         region = self._region(node, given["loss"], initialize)
-        return Backward(node, given["loss"], optimizer, region, steps, self._unscale_before(node, steps))
+        unscaled = self._unscale_before(node, steps)
+        leaves = [] if unscaled is None else self._leaves(unscaled, steps[0])
+        return Backward(node, given["loss"], optimizer, region, steps, unscaled, leaves)
 
     def _steps(self, call: cst.Call, optimizer: str) -> list[cst.SimpleStatementLine]:
         steps: list[cst.SimpleStatementLine] = []
@@ -182,12 +188,14 @@ class Reader:
 
     def _unscale_before(self, node: cst.With, steps: Sequence[cst.SimpleStatementLine]) -> cst.CSTNode | None:
         """Return the first statement that needs unscaled gradients, or None."""
-        found = gradient_reads(self.scope_of(node))
+        found = gradient_reads(self.scope_of(node), self._readers)
         reads = [read for read in found if node not in self.around(read)]
-        if not reads:
-            return None
         block = self.block_of(steps[0])
         end, backward = self.place_in(block, steps[0]), self.place_in(block, node)
+        between = slice(0 if backward is None else backward + 1, end)
+        reads += [read for each in block.body[between] for read in likely_reads(each)]
+        if not reads:
+            return None
         places = [self.place_in(block, read) for read in reads]
         known = [p for p in places if p is not None and end is not None and (backward or 0) <= p < end]
         if len(steps) > 1 or len(known) != len(reads):
@@ -195,6 +203,15 @@ class Reader:
             raise CannotFollowError(reads[0], reason)
         beside = [read for read, place in zip(reads, places, strict=True) if place == backward]
         return self._after(node, beside) if beside else block.body[min(known)]
+
+    def _leaves(self, unscaled: cst.CSTNode, step: cst.CSTNode) -> list[cst.CSTNode]:
+        """Return the lines that leave out the step, once the gradients are unscaled."""
+        block = self.block_of(step)
+        places = (self.place_in(block, each) for each in (unscaled, step))
+        lines = [self._parents[jump] for each in block.body[slice(*places)] for jump in leaving(each)]
+        for line in lines:
+            self.block_of(line)
+        return lines
 
     def _after(self, node: cst.With, reads: Sequence[cst.CSTNode]) -> cst.CSTNode:
         """Return the statement after `node` if all `reads` follow it or are in the other branch."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections import defaultdict
+from collections.abc import Collection, Sequence
 from typing import Any, cast
 
 import libcst as cst
 from libcst import matchers as m
+from libcst.helpers import get_full_name_for_node
 from libcst.metadata import BaseAssignment
 
 from amp_compat.migrate.apex.calls import CannotFollowError
@@ -51,11 +54,65 @@ class Uses(NameWalker):
 
 _READER = m.Name(m.MatchIfTrue(lambda name: name == "master_params" or "clip_grad" in name))
 _READS = m.Attribute(attr=m.Name("grad") | _READER) | m.Call(func=_READER)
+_LIKELY = re.compile(r"(?:^|_)grad(?:s|ients?)?(?:_|$)")
+_UNLIKELY = re.compile(r"zero|no_grad|requires|enable|retain|accum|checkpoint|toggle")
 
 
-def gradient_reads(within: cst.CSTNode) -> Sequence[cst.CSTNode]:
-    """Return the code that reads gradients: ``.grad``, ``clip_grad...``, ``amp.master_params``."""
-    return m.findall(within, _READS)
+def gradient_reads(within: cst.CSTNode, readers: Collection[str] = ()) -> Sequence[cst.CSTNode]:
+    """Return the code that reads gradients: ``.grad``, ``clip_grad...``, ``amp.master_params``, `readers`."""
+    called: Any = m.MatchIfTrue(lambda func: get_full_name_for_node(func) in readers)
+    return m.findall(within, _READS | m.Call(func=called))
+
+
+def likely_reads(within: cst.CSTNode) -> Sequence[cst.CSTNode]:
+    """Return the calls of functions that read gradients by their name, such as ``plot_grad_flow``."""
+    name = m.Name(m.MatchIfTrue(lambda name: bool(_LIKELY.search(name)) and not _UNLIKELY.search(name)))
+    return m.findall(within, m.Call(func=name | m.Attribute(attr=name)))
+
+
+def gradient_readers(module: cst.Module) -> set[str]:
+    """Return the names that `module` binds to functions that read gradients."""
+    functions: dict[str, list[cst.CSTNode]] = defaultdict(list)
+    bound = m.FunctionDef() | m.Assign([m.AssignTarget(m.Name())]) | m.ImportAlias(asname=m.AsName())
+    for node in m.findall(module, bound | m.ClassDef()):
+        if isinstance(node, cst.ClassDef):
+            for method in (s for s in node.body.body if isinstance(s, cst.FunctionDef)):
+                for base in ("self", "cls", node.name.value):
+                    functions[f"{base}.{method.name.value}"].append(method.body)
+        elif isinstance(node, cst.FunctionDef):
+            functions[node.name.value].append(node.body)
+        elif isinstance(node, cst.ImportAlias):
+            functions[node.evaluated_alias or ""].append(cst.Call(node.name))
+        elif isinstance(node, cst.Assign) and not m.matches(node.value, m.Call() & ~_PARTIAL):
+            functions[cst.ensure_type(node.targets[0].target, cst.Name).value] += _called(node.value)
+    readers: set[str] = set()
+    while found := {n for n in functions.keys() - readers if _read(functions[n], readers)}:
+        readers |= found
+    return readers
+
+
+_PARTIAL = m.Call(func=m.Name("partial") | m.Attribute(attr=m.Name("partial")))
+
+
+def _called(value: cst.BaseExpression) -> list[cst.CSTNode]:
+    """Return what calls of a name that is bound to `value` run."""
+    if isinstance(value, cst.Call):  # a partial
+        return [cst.Call(arg.value) for arg in value.args[:1]]
+    return [value if isinstance(value, cst.Lambda) else cst.Call(value)]
+
+
+def _read(bodies: Sequence[cst.CSTNode], readers: Collection[str]) -> bool:
+    return any(gradient_reads(body, readers) for body in bodies)
+
+
+def leaving(node: cst.CSTNode, *, in_loop: bool = False) -> list[cst.CSTNode]:
+    """Return the ``continue``, ``break`` and ``return`` in `node` that leave the block around it."""
+    if isinstance(node, cst.FunctionDef):
+        return []
+    if isinstance(node, cst.Return) or (isinstance(node, (cst.Continue, cst.Break)) and not in_loop):
+        return [node]
+    in_loop = in_loop or isinstance(node, (cst.For, cst.While))
+    return [jump for child in node.children for jump in leaving(child, in_loop=in_loop)]
 
 
 _ANY = m.Call()

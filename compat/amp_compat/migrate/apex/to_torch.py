@@ -179,7 +179,8 @@ class _Rewriter:
     def _write(self, backward: Backward) -> None:
         name = self._scaler.name
         loss = self._module.code_for_node(backward.loss)
-        self._replace[backward.node] = lambda node: _scaled(node, f"{name}.scale({loss})")
+        used = self._is_used_elsewhere(backward)
+        self._replace[backward.node] = lambda node: _scaled(node, f"{name}.scale({loss})", named=used)
         for step in backward.steps:
             self._replace[step] = lambda line: [
                 _line(f"{name}.step({backward.optimizer})", line),
@@ -189,6 +190,15 @@ class _Rewriter:
         if statement is not None and statement not in self._unscaled:
             self._unscaled.add(statement)
             self._before[statement].append(cst.parse_statement(f"{name}.unscale_({backward.optimizer})"))
+            for line in backward.leaves:  # else the next call of unscale_ is the second
+                self._before[line].append(cst.parse_statement(f"{name}.update()"))
+
+    def _is_used_elsewhere(self, backward: Backward) -> bool:
+        """Return whether code outside of the ``with`` reads the name of the scaled loss."""
+        name = _name_of(backward.node)
+        withs = {each.node for each in self._program.backwards}
+        nodes = matchers.findall(self._reader.scope_of(backward.node), matchers.Name(name))
+        return any(withs.isdisjoint(self._reader.around(node)) for node in nodes)
 
 
 def _without_amp(line: Any) -> Lines:
@@ -212,12 +222,15 @@ def _line(code: str, old: Any) -> cst.SimpleStatementLine:
     return new.with_changes(leading_lines=old.leading_lines, trailing_whitespace=trailing)
 
 
-def _scaled(node: cst.With, scaled: str) -> Lines:
-    """Return the body of ``with amp.scale_loss(...) as name``, using the scaled loss."""
+def _name_of(node: cst.With) -> str:
     asname = node.items[0].asname
     assert asname is not None
-    assert isinstance(asname.name, cst.Name)
-    name = asname.name.value
+    return cst.ensure_type(asname.name, cst.Name).value
+
+
+def _scaled(node: cst.With, scaled: str, *, named: bool) -> Lines:
+    """Return the body of ``with amp.scale_loss(...) as name`` with the scaled loss, `named` if it is kept."""
+    name = _name_of(node)
     body: Lines = list(node.body.body)
     if isinstance(node.body, cst.SimpleStatementSuite):
         body = [cst.SimpleStatementLine([s.with_changes(semicolon=cst.MaybeSentinel.DEFAULT)]) for s in body]
@@ -225,7 +238,7 @@ def _scaled(node: cst.With, scaled: str) -> Lines:
         lead = [*node.leading_lines, *comments_of([node.body.header])]
         node = node.with_changes(leading_lines=lead)
     first = body[0]
-    call = _backward_of(first, name) if len(body) == 1 else None
+    call = _backward_of(first, name) if len(body) == 1 and not named else None
     if call is not None:
         func = call.func.with_changes(value=cst.parse_expression(scaled))
         lines = [*node.leading_lines, *first.leading_lines]
