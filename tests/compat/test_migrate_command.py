@@ -167,6 +167,13 @@ def test_links_are_not_followed(tree: Path, tmp_path_factory, capsys) -> None:
     assert (tree / "link.py").is_symlink()
 
 
+def test_pipes_are_left_out(tree: Path, capsys) -> None:
+    """The command waits for ever for what someone may write to a pipe in a folder."""
+    before = report(capsys, str(tree))
+    os.mkfifo(tree / "pipe.py")
+    assert report(capsys, str(tree)) == before
+
+
 def test_untracked_files_and_environments_are_left_out(tree: Path, capsys) -> None:
     """In a git work tree only tracked files are touched; virtual environments never are."""
     for folder in ("scratch", "env"):

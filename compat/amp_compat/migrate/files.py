@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
@@ -79,8 +80,17 @@ def _walk(folder: Path, on_error: Callable[[OSError], object]) -> Iterator[Path]
     for base, folders, names in os.walk(folder, onerror=on_error, followlinks=False):
         folders[:] = sorted(name for name in folders if _should_enter(base, name))
         for name in sorted(names):
-            if name.endswith(SUFFIXES):
-                yield Path(base, name)
+            path = Path(base, name)
+            if name.endswith(SUFFIXES) and not _is_special(path):
+                yield path
+
+
+def _is_special(path: Path) -> bool:
+    """Return whether `path` is no file but a pipe or a device, which may wait for ever when it is read."""
+    try:
+        return not stat.S_ISREG(path.stat().st_mode)
+    except OSError:  # a broken link, or a folder that may not be entered, which is reported
+        return False
 
 
 def _should_enter(base: str, name: str) -> bool:
