@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ class Accelerator(accelerate.Accelerator):
     Args:
         scaler: a `GradScaler`; by default, one from the ``GradScalerKwargs`` for ``"fp16"``.
         policy: the `OpPolicy` of forward passes; by default the device's.
+        args: as for ``accelerate.Accelerator``.
         kwargs: as for ``accelerate.Accelerator``.
 
     Raises:
@@ -42,10 +43,10 @@ class Accelerator(accelerate.Accelerator):
     """
 
     def __init__(
-        self, *, scaler: GradScaler | None = None, policy: OpPolicy | None = None, **kwargs: Any
+        self, *args: Any, scaler: GradScaler | None = None, policy: OpPolicy | None = None, **kwargs: Any
     ) -> None:
         check_scaler(scaler)
-        super().__init__(**kwargs)
+        super().__init__(*args, **kwargs)
         for refusal in self._refusals(scaler, policy):
             raise ValueError(refusal)
         self.native_amp = self.mixed_precision in _DTYPES
@@ -70,9 +71,11 @@ class Accelerator(accelerate.Accelerator):
         if policy is not None and precision == "no":
             yield "policy= needs mixed precision, and mixed_precision is 'no'."
 
-    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
-        """Return an amp-core region; `autocast_handler` overrides the accelerator's own."""
-        return self._region(self.native_amp, autocast_handler or self.autocast_handler)
+    @contextmanager
+    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> Iterator[None]:
+        """Run a block or a function in an amp-core region; `autocast_handler` overrides the accelerator's."""
+        with self._region(self.native_amp, autocast_handler or self.autocast_handler):
+            yield
 
     def _region(self, native_amp: bool, handler: AutocastKwargs | None) -> AbstractContextManager[Any]:
         if not native_amp:

@@ -136,6 +136,13 @@ def test_mixed_precision(
     assert dtype_of_a_forward(accelerator) is dtype
     with accelerator.autocast():
         assert dtype_of_an_op() is dtype
+    assert accelerator.autocast()(dtype_of_an_op)() is dtype
+
+
+def test_arguments_by_position() -> None:
+    """A script that passes them so, as to accelerate's own class, fails."""
+    accelerator = Accelerator(True, False, "bf16", cpu=True)
+    assert accelerator.mixed_precision == "bf16"
 
 
 def test_no_mixed_precision_is_the_default() -> None:
