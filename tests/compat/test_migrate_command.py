@@ -128,15 +128,17 @@ def test_json_report(tree: Path, capsys) -> None:
 
 
 def test_broken_files_are_reported_and_the_rest_goes_on(tree: Path, capsys) -> None:
-    """A syntax error, Latin-1 text and a read-only file each get a reason; the others are written."""
+    """Syntax errors, Latin-1, broken JSON and a read-only file each get a reason; the others are written."""
     (tree / "python2.py").write_text("import torch\ntorch.cuda.amp.autocast()\nprint 'x'\n")
     (tree / "latin.py").write_bytes(b"# caf\xe9\nimport torch\ntorch.cuda.amp.autocast()\n")
+    (tree / "cut.ipynb").write_text('{"cells": [\n"torch.cuda.amp')
     (tree / "locked.py").write_text(OLD)
     (tree / "locked.py").chmod(0o444)
     data = report(capsys, "--write", str(tree))
     errors = {Path(file["path"]).name: file["error"] for file in data["files"]}
     assert "does not parse: line 3" in errors["python2.py"]
     assert errors["latin.py"] == "not UTF-8: byte 5 is 0xe9"
+    assert "not a notebook: line 2 is no JSON" in errors["cut.ipynb"]
     assert "read-only" in errors["locked.py"]
     assert data["summary"]["changed"] == 1  # of the file that is written
     assert errors["train.py"] is None

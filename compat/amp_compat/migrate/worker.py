@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import difflib
 import io
+import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +42,8 @@ def migrate_file(job: Job) -> FileReport:
         report.error = f"not UTF-8: byte {error.start} is {before[error.start]:#04x}"
     except cst.ParserSyntaxError as error:
         report.error = f"does not parse: line {error.raw_line}: {error.message.splitlines()[0]}"
+    except json.JSONDecodeError as error:
+        report.error = f"not a notebook: line {error.lineno} is no JSON: {error.msg}"
     except (OSError, ValueError, RecursionError) as error:
         report.error = getattr(error, "strerror", None) or str(error) or type(error).__name__
     return report
