@@ -173,11 +173,11 @@ class GradScaler(TorchNames):
         """
         if not self._enabled:
             return outputs
-        loss_scale = self._scales.for_loss(key)
+        loss_scale = self._scales.own if key is None else self._scales.for_loss(key)
         multiply = loss_scale.multiply
         if loss_scale.scale is None and self._overrides("_lazy_init_scale_growth_tracker", loss_scale):
             multiply = self._multiply_first
-        return _scaled(outputs, multiply)
+        return multiply(outputs) if isinstance(outputs, Tensor) else _scaled(outputs, multiply)
 
     def _multiply_first(self, tensor: Tensor) -> Tensor:
         if self._scale is None:
@@ -270,9 +270,9 @@ class GradScaler(TorchNames):
         (optimizer,), loss_scale, _, (state,) = entry
         if max_norm is None:
             if state.stage is OptState.READY:
-                self._prepare(entry, None, norm_type)
+                self._unscale_as_overridden(entry)
         elif not is_clipped(entry, max_norm, norm_type):  # by this step, which raised then
-            self._prepare(entry, max_norm, norm_type)
+            self._clip(entry, max_norm, norm_type)
         if not state.found_inf_per_device:
             raise AssertionError(_no_checks(optimizer))
         self._log.record(optimizer, loss_scale, state)
@@ -292,9 +292,8 @@ class GradScaler(TorchNames):
         state = as_state(optimizer_state)
         if state.recorded is not state.found_inf_per_device:  # a subclass has a `step` of its own
             self._log.record(optimizer, self._scales.own, state)
-        if self._log.skipped(optimizer):
-            return None
-        return cast("float | None", take_step(optimizer, args, kwargs))
+        result: float | None = None if self._log.skipped(optimizer) else take_step(optimizer, args, kwargs)
+        return result
 
     def _step_fused(
         self, entry: Entry, max_norm: float | None, norm_type: float, args: Any, kwargs: Any
@@ -404,8 +403,10 @@ class GradScaler(TorchNames):
         def unscaled() -> Any:
             loss = evaluate(closure)
             entry = Entry([optimizer], loss_scale, loss_scale.check("step_closure"), [state])
-            if max_norm is not None or state.stage is not OptState.UNSCALED:
-                self._prepare(entry, max_norm, norm_type)
+            if max_norm is not None:
+                self._clip(entry, max_norm, norm_type)
+            elif state.stage is not OptState.UNSCALED:
+                self._unscale_as_overridden(entry)
             return loss
 
         result, bad = step_whole(optimizer, unscaled, state, self._log)
@@ -458,12 +459,6 @@ class GradScaler(TorchNames):
             found = self._unscaler.unscale(optimizers, inverse, found_inf, allow_fp16=allow_fp16)
         for state in states:
             state.stage, state.found_inf_per_device = stage, found
-
-    def _prepare(self, entry: Entry, max_norm: float | None, norm_type: float) -> None:
-        if max_norm is None:
-            self._unscale_as_overridden(entry)
-        else:
-            self._clip(entry, max_norm, norm_type)
 
     def _unscale_as_overridden(self, entry: Entry) -> None:
         if self._overrides("unscale_", entry.loss_scale):
@@ -796,6 +791,8 @@ class GradScaler(TorchNames):
         Torch's methods know nothing of keys. Those that do not look for the scale serve any `loss_scale`.
         """
         if loss_scale is not None and loss_scale is not self._scales.own:
+            return False
+        if type(self) is GradScaler and name not in self.__dict__:
             return False
         # Under Dynamo, `__func__` of a bound method is never the function of the class.
         method = getattr(type(self), name) if is_tracing() else getattr(getattr(self, name), "__func__", None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -87,23 +87,23 @@ class LossScale:
     def _new_hysteresis_left(self, device: torch.device) -> Tensor:
         return torch.full((), self.init_hysteresis_left, dtype=torch.int32, device=device)
 
-    def _allocate_once(self, device: torch.device) -> None:
+    def _allocate_once(self, device: torch.device) -> Tensor:
         """Create the tensors in one of the threads that scale the first losses, as pipeline stages do."""
         if is_tracing():
             self.allocate(device)
-            return
-        with _allocating:
-            if self.scale is None:
-                self.allocate(device)
+        else:
+            with _allocating:
+                if self.scale is None:
+                    self.allocate(device)
+        return self.check("scale")
 
     def multiply(self, tensor: Tensor) -> Tensor:
         """Return `tensor` times the scale; float16 is widened to float32, so that it does not overflow."""
-        if self.scale is None:
-            self._allocate_once(tensor.device)
+        scale = self._allocate_once(tensor.device) if self.scale is None else self.scale
         if not is_tracing():  # a count would recompile the graph at every step
             self.losses += 1
         wide = tensor.float() if tensor.dtype is torch.float16 else tensor
-        return wide * moved(cast(Tensor, self.scale), tensor.device)
+        return wide * (scale if scale.device == tensor.device else moved(scale, tensor.device))
 
     def check(self, call: str) -> Tensor:
         """Return the scale.
@@ -130,7 +130,8 @@ class LossScale:
         Raises:
             AssertionError: no gradients were checked since the last update; torch's text.
         """
-        scale, tracker = self.check("update"), cast(Tensor, self.growth_tracker)
+        scale, tracker = self.check("update"), self.growth_tracker
+        assert tracker is not None  # or `check` has raised
         flags = self.optimizer_states.found_infs()
         if not flags:  # no assert statement: Dynamo would make an operation of it
             raise AssertionError("No inf checks were recorded prior to update.")

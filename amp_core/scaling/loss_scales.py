@@ -108,7 +108,8 @@ class LossScales:
             TypeError: one is no optimizer.
         """
         check_optimizers(optimizers, call)
-        self.refuse_in_window(optimizers, call)
+        if self.in_window:
+            self.refuse_in_window(optimizers, call)
         loss_scale = self.own
         if key is not None or self.keyed:
             loss_scale, *others = [self._chosen(optimizer, key, call) for optimizer in optimizers]
@@ -122,7 +123,7 @@ class LossScales:
 
     def refuse_in_window(self, optimizers: Sequence[Optimizer], call: str) -> None:
         """Raise RuntimeError if one of `optimizers` has an open `AccumulationWindow`."""
-        for each in optimizers if self.in_window else ():
+        for each in optimizers:
             if id(each) in self.in_window:
                 raise RuntimeError(_IN_WINDOW.format(call=call, of=f" of this {type(each).__name__}"))
 

@@ -221,7 +221,7 @@ class OptimizerStates(dict[int, OptimizerState]):
 
     def of(self, optimizer: torch.optim.Optimizer) -> OptimizerState:
         """Return the state of `optimizer`, a fresh one if it has none."""
-        state = self.known(optimizer)
+        state = self.known(optimizer) if id(optimizer) in self else None
         if state is None:
             state = OptimizerState(owner=None if is_tracing() else weak(optimizer))
             super().__setitem__(id(optimizer), state)

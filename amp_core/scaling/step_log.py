@@ -81,18 +81,19 @@ class StepLog:
         scale = loss_scale.check("step")
         window, norm, nonfinite = state.window, state.total_norm, state.nonfinite
         flag = combine(state.flags(), scale.device)
+        is_known = on_host(flag, scale)
         record = StepRecord(
             self.updates,
             type(optimizer).__name__,
             flag,
-            snapshot(scale),
+            read(scale) if is_known else scale.clone(),
             _total_norm=norm,
             key=loss_scale.key,
             _lost=getattr(optimizer, "_amp_core_lost_updates", None),  # the step fills it
             _device=scale.device,
         )
         _note_bad(record, window, nonfinite)
-        if on_host(flag) and read(flag):  # at the update, the gradients may be others
+        if is_known and read(flag):  # at the update, the gradients may be others
             record._bad = self.bad_parameters(optimizer) or None
         before = self.last_step.get(optimizer)
         # A fused step that raised has clipped nothing, so the next attempt finds norm and flags itself.

@@ -237,8 +237,9 @@ class History(Sequence[StepRecord]):
 
     def append(self, record: StepRecord) -> None:
         """Add a step; the oldest is dropped if the history is full."""
-        self._dropped = self._records[0] if self._records and len(self) == self.size else None
-        self._records.append(record)
+        records = self._records
+        self._dropped = records[0] if records and len(records) == records.maxlen else None
+        records.append(record)
 
     def remove(self, record: StepRecord) -> None:
         """Take out a step; the one that was dropped for the last comes back."""
