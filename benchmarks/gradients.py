@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import nn
 
 import amp_core
 from benchmarks.ab import Ratio, compare
@@ -45,11 +47,12 @@ class Recorded(torch.amp.GradScaler):
 
 
 def run() -> Iterator[Ratio]:
-    """Compare whole steps (unscale, check, clip, step, update) for several models and optimizers.
+    """Compare steps (unscale, check, clip, step, update) for several models and optimizers.
 
     The limit of a few small tensors is what torch's own scaler takes if it, too, keeps a record of each
     step; that of many large ones is to read them all once and to read and write them all once. The limit of a
-    fused optimizer is to read them all once before it steps.
+    fused optimizer is to read them all once before it steps. A training step of a small model has all the
+    rest, too: region, forward and backward pass, which leave little of the scaler in the CPU's caches.
     """
     models = {
         "10 tensors of 1k": many(10),
@@ -62,6 +65,9 @@ def run() -> Iterator[Ratio]:
         yield _steps(f"{name}, no-op, clip", shapes, NoStep, {}, clip=True)
         yield _steps(f"{name}, no-op, no clip", shapes, NoStep, {}, clip=False)
     yield _steps("10 tensors of 1k, no-op, no clip: limit", many(10), NoStep, {}, clip=False, ours=Recorded)
+    yield _training_step("training step of a small model, clip", clip=True)
+    yield _training_step("training step of a small model, no clip", clip=False)
+    yield _training_step("training step of a small model, no clip: limit", clip=False, limit=True)
     yield _two_passes("GPT-2 small, no-op, clip: limit", models["GPT-2 small"])
     adamw = torch.optim.AdamW
     for name in ("200 tensors of 1k", "24 tensors of 250k", "GPT-2 small"):
@@ -125,6 +131,31 @@ def _step(scaler: Any, optimizer: Any, params: list[torch.nn.Parameter], clip: b
         scaler.update()
 
     return theirs
+
+
+def _training_step(name: str, *, clip: bool, limit: bool = False) -> Ratio:
+    ours = (torch.amp.autocast, Recorded) if limit else (amp_core.autocast, amp_core.GradScaler)
+    sides = []
+    for autocast, scaler_of in ((torch.amp.autocast, torch.amp.GradScaler), ours):
+        model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+        scaler = scaler_of("cpu", 1.0)
+        step = _step(scaler, optimizer, list(model.parameters()), clip)
+        sides.append(functools.partial(_train, model, optimizer, autocast, scaler, step))
+    return compare(name, *sides, rounds=1000)
+
+
+def _train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, autocast: Any, scaler: Any, step: Callable[[], None]
+) -> None:
+    optimizer.zero_grad()
+    with autocast("cpu", dtype=torch.bfloat16):
+        loss = nn.functional.cross_entropy(model(_INPUTS), _TARGETS)
+    scaler.scale(loss).backward()
+    step()
+
+
+_INPUTS, _TARGETS = torch.randn(32, 64), torch.arange(32) % 10
 
 
 def _two_passes(name: str, shapes: list[tuple[int, ...]]) -> Ratio:
