@@ -229,8 +229,12 @@ class LossScale:
 def _advance_on_host(
     found_inf: Tensor, scale: Tensor, tracker: Tensor, left: Tensor, schedule: LossScaleSchedule
 ) -> None:
-    before = ScaleState(read(scale), read(tracker), read(left))
-    after = next_scale(before, read(found_inf) > 0.0, schedule)
+    overflow, steps, hysteresis_left = read(found_inf) > 0.0, read(tracker), read(left)
+    if not overflow and steps + 1 < schedule.growth_interval and hysteresis_left == schedule.hysteresis:
+        tracker.fill_(steps + 1)  # the usual case of `next_scale`
+        return
+    before = ScaleState(read(scale), steps, hysteresis_left)
+    after = next_scale(before, overflow, schedule)
     tracker.fill_(after.growth_tracker)
     if after.scale != before.scale:
         scale.fill_(after.scale)
