@@ -15,6 +15,7 @@ from amp_core._torch.tensors import (
     is_dtensor,
     is_freed,
     is_tensor_view,
+    is_wrapper,
     part_of,
     version_of,
     weak_memory,
@@ -32,7 +33,7 @@ def fingerprint(weight: Tensor) -> Fingerprint:
         identity_of(weight),
         _version(weight),
         0 if part is weight else _version(part),  # the program may write to a DTensor's part, too
-        part.data_ptr(),
+        0 if type(part) not in _PLAIN and is_wrapper(part) else part.data_ptr(),
         part.shape,
         part.stride(),
         weight.requires_grad,
@@ -49,9 +50,13 @@ def _version(tensor: Tensor) -> object:
 
 def is_cacheable(weight: Tensor) -> bool:
     """Return whether a cast of `weight` may be cached: a float32 leaf, plain or a DTensor, with a version."""
+    return (type(weight) in _PLAIN or is_dtensor(weight)) and is_float32_leaf(weight)
+
+
+def is_float32_leaf(weight: Tensor) -> bool:
+    """Return whether `weight`, of any type, is one whose casts torch's regions keep if it requires grad."""
     return (
         weight.dtype is torch.float32
-        and (type(weight) in _PLAIN or is_dtensor(weight))
         and weight.is_leaf
         and weight.layout is torch.strided
         and not (is_tensor_view(weight) or weight.is_nested or weight.is_inference())

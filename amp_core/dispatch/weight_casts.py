@@ -15,7 +15,7 @@ from torch import Tensor
 
 from amp_core._torch.tracing import calls_are_captured, calls_are_compared
 from amp_core.dispatch import kept_operands, region_casts
-from amp_core.dispatch.fingerprints import CachedCast, is_cacheable
+from amp_core.dispatch.fingerprints import CachedCast, is_cacheable, is_float32_leaf
 from amp_core.dispatch.sources import Sources
 from amp_core.dispatch.target_dtype import eligible
 
@@ -94,10 +94,10 @@ def kept_cast(tensor: Tensor, dtype: torch.dtype, device_type: str) -> Tensor | 
     """
     if not (tensor.requires_grad or sources.active):  # most are activations in inference
         return None
-    cacheable = dtype is torch.get_autocast_dtype(device_type) and is_cacheable(tensor)
+    cacheable = dtype is torch.get_autocast_dtype(device_type) and is_float32_leaf(tensor)
     if not cacheable or _must_cast_anew():
         return None
-    scope_cast = _from_scopes(tensor, dtype)
+    scope_cast = _from_scopes(tensor, dtype) if is_cacheable(tensor) else None
     if scope_cast is not None:
         kept_operands.begin(scope_cast)
         return scope_cast

@@ -5,12 +5,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
 
 import amp_core
 from amp_core import OpPolicy
+from amp_core.common.containers import map_tensors
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 CPU = OpPolicy.default("cpu")
@@ -47,6 +49,52 @@ def test_weight_casts_are_cached_as_in_torch(region) -> None:
     sum(k.float().sum() for k in kept[:3]).backward()
     assert weight.grad.dtype is HIGH
     assert torch.equal(weight.grad, torch.full((8, 8), 3.0))
+
+
+class OwnParameter(torch.nn.Parameter):
+    """A parameter of another class."""
+
+
+class Boxed(torch.Tensor):
+    """A tensor that computes with the one that it holds, as quantised weights do."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Boxed:
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner: torch.Tensor) -> None:
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = map_tensors((args, kwargs or {}), unboxed)
+        result = func(*args, **kwargs)
+        keeps = func in (torch.ops.aten.detach.default, torch.ops.aten._to_copy.default)
+        return cls(result) if keeps else result
+
+
+def unboxed(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.inner if isinstance(tensor, Boxed) else tensor
+
+
+@pytest.mark.parametrize("make", [OwnParameter, lambda data: torch.nn.Parameter(Boxed(data))])
+def test_casts_of_weights_of_other_types_are_kept_as_in_torch(
+    make: Callable[[torch.Tensor], torch.nn.Parameter],
+) -> None:
+    """The gradients of several uses are summed in float32, and each use casts the weight."""
+
+    def gradient(region: Any) -> torch.Tensor:
+        torch.manual_seed(0)
+        weight, inputs = make(torch.randn(8, 8)), torch.randn(5, 3, 8)
+        with region:
+            loss = sum(torch.nn.functional.linear(x, weight).float().sin().sum() for x in inputs)
+        loss.backward()
+        return unboxed(weight.grad)
+
+    policy = CPU.override({"linear": "lower_precision_fp above 1 FLOP"})
+    wanted = gradient(torch.autocast("cpu"))
+    assert not torch.equal(wanted, gradient(torch.autocast("cpu", cache_enabled=False)))
+    assert torch.equal(gradient(amp_core.autocast("cpu", policy=policy)), wanted)
 
 
 def test_memory_that_a_weight_leaves_is_freed(region) -> None:
