@@ -10,6 +10,7 @@ from torch import fx
 from amp_core._torch.bindings import binding, forget_tracer
 from amp_core._torch.dispatcher import Overload
 from amp_core._torch.tracing import to_copy
+from amp_core.regions.graph_pickles import PickledGraph
 
 _CONDITIONS = "_guards_fn"
 
@@ -33,7 +34,7 @@ def call_directly(module: fx.GraphModule, in_spec: Any) -> fx.GraphModule:
         module.recompile()
         return module
     forget_tracer(graph)
-    direct, kept = fx.GraphModule(module, graph), module.state_dict().keys()
+    direct, kept = PickledGraph(module, graph), module.state_dict().keys()
     for path, buffer in list(direct.named_buffers()):
         owner, _, name = path.rpartition(".")
         direct.get_submodule(owner).register_buffer(name, buffer, persistent=path in kept)

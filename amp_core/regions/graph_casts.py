@@ -19,7 +19,7 @@ def store_casts(module: fx.GraphModule) -> None:
     """
     _join_tied(module)
     for name, weight in list(module.named_parameters()):
-        _replace(module, name, weight.detach())
+        as_parameter(module, name, weight.detach())
     _cast_before_moves(module.graph)
     _share_casts(module.graph)
     _store_low(module)
@@ -120,13 +120,14 @@ def _store_low(module: fx.GraphModule) -> None:
         weight, users = getattr(module.get_submodule(owner), name), list(node.users)
         is_cast = len(users) == 1 and _is_cast(users[0]) and not _is_returned(users[0])
         if isinstance(weight, Tensor) and is_cast:
-            _replace(module, node.target, weight.detach().to(users[0].kwargs["dtype"]))
+            as_parameter(module, node.target, weight.detach().to(users[0].kwargs["dtype"]))
             node.meta = users[0].meta
             users[0].replace_all_uses_with(node)
             module.graph.erase_node(users[0])
 
 
-def _replace(module: nn.Module, path: str, weight: Tensor) -> None:
+def as_parameter(module: nn.Module, path: str, weight: Tensor) -> None:
+    """Replace the tensor at `path` by a frozen parameter with the memory of `weight`."""
     owner, _, name = path.rpartition(".")
     parent = module.get_submodule(owner)
     delattr(parent, name)

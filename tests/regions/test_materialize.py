@@ -289,6 +289,39 @@ def test_pickled_and_copied_with_its_conditions(shapes: Any) -> None:
             other(x, x)
 
 
+def test_pickled_with_buffers_that_ops_take_alone() -> None:
+    """Such ops run where fx loads the file: a counter stops, and values loaded later are not used."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+            self.register_buffer("scale", torch.rand(8))
+            self.register_buffer("steps", torch.tensor(0))
+            self.register_buffer("decay", torch.rand(8), persistent=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.steps.add_(1)
+            self.decay.mul_(0.5)
+            return self.linear(x) * self.scale.sqrt() * self.steps + self.decay.sin()
+
+    def results(model: nn.Module) -> Tensor:
+        first = model(x)
+        model.load_state_dict({**model.state_dict(), "scale": torch.full((8,), 0.25)})
+        return torch.stack([first, model(x)])
+
+    model, x = Model().eval(), torch.randn(3, 8)
+    low = materialize(model, (x,), dtype=LOW)
+    data = pickle.dumps(copy.deepcopy(low))
+    assert b"amp_core" not in data
+    loaded = pickle.loads(pickle.dumps(pickle.loads(data)))
+    assert {name for name, _ in low.named_buffers()} == {"scale", "steps", "decay"}
+    with torch.no_grad(), autocast("cpu", LOW):
+        wanted = results(copy.deepcopy(model))  # the graph writes to the buffers of the model itself
+    for each in (low, loaded):
+        assert torch.equal(results(each), wanted)
+
+
 def test_sizes_that_a_model_reads() -> None:
     """With dynamic shapes, a model that reads its batch size would be traced again without end."""
 

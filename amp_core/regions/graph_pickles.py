@@ -1,0 +1,52 @@
+"""A graph module that computes the same after it was pickled."""
+
+from __future__ import annotations
+
+import copy
+import operator
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from amp_core.regions.graph_casts import as_parameter
+
+
+class PickledGraph(fx.GraphModule):
+    """A graph module in whose pickles, which are of torch's class, buffers may be parameters.
+
+    fx, which loads a pickle, runs an op on buffers alone there, and keeps the result. For arguments and
+    parameters it has stand-ins.
+    """
+
+    def __reduce__(self) -> Any:
+        """Return what pickle stores."""
+        twin = fx.GraphModule(self, copy.deepcopy(self.graph))
+        kept = self.state_dict().keys()
+        for path, buffer in list(twin.named_buffers()):
+            owner, _, name = path.rpartition(".")
+            twin.get_submodule(owner).register_buffer(name, buffer, persistent=path in kept)
+        twin.train(self.training)
+        for name in _run_alone(twin):
+            as_parameter(twin, name, operator.attrgetter(name)(twin))
+        return twin.__reduce__()
+
+
+def _run_alone(module: fx.GraphModule) -> list[str]:
+    """Return the buffers that may change and are given to ops without an argument or a parameter."""
+    sources: dict[fx.Node, set[str]] = {}
+    used: set[str] = set()
+    for node in module.graph.nodes:
+        inputs = node.all_input_nodes
+        if node.op == "get_attr":
+            is_weight = isinstance(operator.attrgetter(node.target)(module), nn.Parameter)
+            sources.update({} if is_weight else {node: {node.target}})
+        elif node.op in ("call_function", "call_method") and inputs and all(n in sources for n in inputs):
+            sources[node] = set().union(*(sources[each] for each in inputs))
+            used |= sources[node]
+    return sorted(used & (_written(module) | module.state_dict().keys()))
+
+
+def _written(module: fx.GraphModule) -> set[str]:
+    writes = module.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+    return {node.args[0].target for node in writes if node.args[0].op == "get_attr"}
