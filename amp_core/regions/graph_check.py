@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -20,6 +21,11 @@ _LOST = (
     "The graph of {name} gives the bits of the region once, but not when it is called again: it does not "
     "keep what a call writes to the buffers. torch.export loses the buffers that a submodule replaces, as in "
     "self.mean = self.mean + x. Write to them, as in self.mean.copy_(self.mean + x)."
+)
+_MOVED = (
+    "{name} puts tensors into the containers among its arguments, or takes some out, and its graph does not: "
+    "torch.export keeps ops on tensors alone. Return such tensors, or write to those that are there, as in "
+    'cache["x"].copy_(x).'
 )
 
 
@@ -47,6 +53,7 @@ def check_graph(
         MaterializeError: the results differ, or what was written to the arguments.
     """
     mine, its = [map_tensors(given, Tensor.clone) for _ in range(2)]  # to write to
+    its_tensors = [*tensors_in(its)]
     outside = autocast(region.device, enabled=False)
     with (
         torch.no_grad(),
@@ -62,6 +69,8 @@ def check_graph(
         results = [_called(graph, mine) for _ in wanted]
     if not _all_same(results[1:], wanted[1:]) and _all_same(results[:1], wanted[:1]):
         raise MaterializeError(_LOST.format(name=type(model).__name__))
+    if not _all_same(mine, its) and any(a is not b for a, b in zip_longest(its_tensors, tensors_in(its))):
+        raise MaterializeError(_MOVED.format(name=type(model).__name__))
     _compare((results, mine), (wanted, its), model, ops, policy)
 
 
@@ -148,7 +157,8 @@ def _has_fused_path(module: nn.Module) -> bool:
 
 
 def _all_same(a: Any, b: Any) -> bool:
-    return all(_same(x, y) for x, y in zip(tensors_in(a), tensors_in(b), strict=True))
+    pairs = zip_longest(tensors_in(a), tensors_in(b))
+    return all(x is not None and y is not None and _same(x, y) for x, y in pairs)
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

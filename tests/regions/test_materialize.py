@@ -621,6 +621,21 @@ def test_a_model_that_writes_to_its_arguments() -> None:
     assert not torch.equal(ours["seen"], before)
 
 
+@pytest.mark.parametrize("puts", [True, False])
+def test_a_model_that_fills_its_arguments_is_refused(puts: bool) -> None:
+    """The check counts one tensor more or less than the graph has, and fails with an error of zip()."""
+
+    class Filling(nn.Module):
+        def forward(self, values: dict[str, Tensor]) -> Tensor:
+            if puts:
+                values["twice"] = 2 * values["x"]
+                return values["twice"]
+            return 2 * values.pop("x")
+
+    with pytest.raises(MaterializeError, match="Filling puts tensors into the containers"):
+        materialize(Filling(), ({"x": torch.ones(3)},), dtype=LOW)
+
+
 @dataclasses.dataclass
 class Outputs:
     """What a model may return, once `torch.export` knows it."""
