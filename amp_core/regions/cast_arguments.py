@@ -18,13 +18,14 @@ class CastArguments:
     def __init__(self, cast: Callable[[Tensor], Tensor]) -> None:
         self._cast = cast
         self._casts = 0
+        self._tensors: list[tuple[Tensor, Tensor]] = []  # a tensor that is given twice has one cast
         self._around: list[Any] = []  # dataclasses, which may lead back to themselves
         self._copies: list[tuple[Any, Any, dict[Any, Any], dict[Any, Any]]] = []
 
     def of(self, value: Any) -> Any:
         """Return `value` with its tensors cast: `value` itself if the cast changes none."""
         if isinstance(value, Tensor):
-            tensor = self._cast(value)
+            tensor = self._cast_once(value)
             self._casts += tensor is not value
             return tensor
         given = parts_of(value)
@@ -41,6 +42,15 @@ class CastArguments:
         if not isinstance(value, tuple):
             self._copies.append((value, copy, given, dict(cast)))
         return copy
+
+    def _cast_once(self, tensor: Tensor) -> Tensor:
+        for given, cast in self._tensors:
+            if given is tensor:
+                return cast
+        cast = self._cast(tensor)
+        if cast is not tensor:
+            self._tensors.append((tensor, cast))
+        return cast
 
     def write_back(self) -> None:
         """Write to the containers what was written to their copies."""

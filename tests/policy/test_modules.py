@@ -406,6 +406,23 @@ def test_a_float32_module_takes_and_writes_dataclasses(compiled: bool) -> None:
     assert [t[0, 0].item() for t in (*batch.seen, batch.named["both"])] == [2, 1, 5]
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_tensor_that_a_float32_module_is_given_twice_is_one_tensor(compiled: bool) -> None:
+    """Attention takes its queries and keys for different tensors: it projects and rounds in another way."""
+
+    class Comparing(nn.Module):
+        def forward(
+            self, query: torch.Tensor, key: torch.Tensor, *, values: list[torch.Tensor]
+        ) -> torch.Tensor:
+            assert query.dtype is HIGH
+            return query + 1 if query is key and key is values[0] else query
+
+    model, x = nn.Sequential(Comparing()), torch.zeros(2, 4, dtype=LOW)
+    with apply_policy(model, {"0": "fp32"}, device_type="cpu"), autocast("cpu"):
+        run = torch.compile(model[0], backend="aot_eager") if compiled else model[0]
+        assert torch.equal(run(x, x, values=[x]), torch.ones(2, 4))
+
+
 class Remembering(nn.Linear):
     """Moves tensors within the containers that it is given, and from one to the other."""
 
