@@ -143,6 +143,13 @@ def is_mutable(op: Overload) -> bool:
     return op._schema.is_mutable
 
 
+def written(op: Overload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Return the arguments of a call to which `op` writes, by its schema."""
+    schema = op._schema.arguments
+    given = {**dict(zip((a.name for a in schema), args, strict=False)), **kwargs}
+    return [given[a.name] for a in schema if a.name in given and a.alias_info and a.alias_info.is_write]
+
+
 def is_view(op: Overload) -> bool:
     """Whether the op returns a view of an argument, by its schema."""
     return bool(op.is_view)

@@ -30,6 +30,7 @@ def copied(func: Overload, args: tuple[Any, ...], result: Any) -> Iterable[tuple
 
 _MOVES = {
     "_foreach_copy_",
+    "_foreach_zero_",
     "_to_copy",
     "_unsafe_view",
     "convert_element_type",
@@ -56,7 +57,8 @@ _MOVES = {
 @functools.cache
 def only_moves(op: Overload) -> bool:
     """Return whether the op computes nothing and only creates a view, a copy or a new tensor."""
-    return is_view(op) or op.namespace in ("fsdp", "profiler") or short_name(op) in _MOVES
+    looks_anew = is_view(op) or torch.Tag.inplace_view in op.tags
+    return looks_anew or op.namespace in ("fsdp", "profiler") or short_name(op) in _MOVES
 
 
 def dtypes_of(tensors: Iterable[Tensor]) -> tuple[torch.dtype, ...]:

@@ -15,7 +15,7 @@ from typing_extensions import Self
 
 from amp_core._torch.autocast import autocast_devices_enabled
 from amp_core._torch.autograd import current_autograd_node, in_backward
-from amp_core._torch.dispatcher import Overload
+from amp_core._torch.dispatcher import Overload, is_mutable, written
 from amp_core._torch.tracing import without_torch_functions
 from amp_core.common.call_site import callers
 from amp_core.common.containers import tensors_in
@@ -221,6 +221,8 @@ class Tap:
             if source.dtype is not copy.dtype and source.is_floating_point() and copy.is_floating_point():
                 self._sink.cast(source, copy, self._where())
         inputs, outputs = self._sink.seen_in((args, kwargs)), self._sink.seen_in(result)
+        if not outputs and is_mutable(func):
+            outputs = self._sink.seen_in(written(func, args, kwargs))
         if only_moves(func) or not inputs:
             self._sink.moved(inputs, outputs)
         elif outputs:

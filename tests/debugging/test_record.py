@@ -656,6 +656,30 @@ def test_per_sample_gradients() -> None:
     assert r.ops
 
 
+def test_ops_that_return_nothing_or_a_view_in_place() -> None:
+    """Steps of optimizers and kernels that fill their results are missing, and views are counted."""
+
+    @torch.library.custom_op("amp_record_test::scaled", mutates_args=("out",))
+    def scaled(out: torch.Tensor, x: torch.Tensor) -> None:
+        out.copy_(x * 2)
+
+    x, weight = torch.ones(2, 3), nn.Parameter(torch.ones(3))
+    weight.grad = torch.ones(3)
+    optimizers = [torch.optim.SGD([weight], **{kind: True}) for kind in ("fused", "foreach")]
+    with amp_core.record() as recording:
+        scaled(torch.empty(2, 3, dtype=torch.bfloat16), x)
+        torch._foreach_zero_([torch.ones(3)])
+        x.clone().unsqueeze_(0).squeeze_().t_().resize_(3, 3)
+        for optimizer in optimizers:
+            optimizer.step()
+    counted = {(key.kernel, key.dtypes, key.result) for key in recording.ops}
+    assert counted == {
+        ("amp_record_test::scaled", "bfloat16+float32", "bfloat16"),
+        ("aten::_fused_sgd_", "float32", "float32"),
+        ("aten::_foreach_add_.List", "float32", "float32"),
+    }
+
+
 def test_a_model_with_a_part_in_another_process(tmp_path: Path) -> None:
     """The names of its modules cannot be asked for; an error would leave hooks that break each later call."""
     script = Path(__file__).parent / "data" / "remote.py"

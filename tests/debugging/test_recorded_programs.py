@@ -139,7 +139,8 @@ def drawn_program(seed: int) -> tuple[nn.Module, Callable[[], list[Tensor | None
     torch.manual_seed(seed)
     model = nn.Sequential(*[Block(draw, 2, layers) for _ in range(draw.randrange(1, 4))])
     region, inside, steps = drawn_region(draw), draw.random() < 0.3, draw.randrange(1, 3)
-    optimizer = draw.choice([torch.optim.SGD, torch.optim.Adam])(model.parameters(), lr=0.01, fused=True)
+    kind = draw.choice([torch.optim.SGD, torch.optim.Adam])
+    optimizer = kind(model.parameters(), lr=0.01, **{draw.choice(["fused", "foreach"]): True})
 
     def run() -> list[Tensor | None]:
         torch.manual_seed(0)
@@ -224,9 +225,10 @@ class Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name, where = op._schema.name, self._where()
         if name in ("aten::_to_copy", "aten::copy_"):
             self._cast(*((args[0], result) if name == "aten::_to_copy" else (args[1], args[0])), where)
-        given, made = floats((args, kwargs)), floats(result)
+        writes = op._schema.name.endswith("_")  # those on lists return nothing
+        given, made = floats((args, kwargs)), floats(result) or (floats(args[0]) if writes else [])
         aliases = [each.alias_info for each in op._schema.returns]
-        is_view = all(info is not None and not info.is_write for info in aliases)
+        is_view = bool(aliases) and all(info is not None and not info.is_write for info in aliases)
         if given and made and not is_view and name.removeprefix("aten::") not in COPIES:
             dtypes = "+".join(
                 str(d)[6:] for d in sorted({t.dtype for t in given}, key=lambda d: (d.itemsize, str(d)))
