@@ -97,7 +97,7 @@ def kept_cast(tensor: Tensor, dtype: torch.dtype, device_type: str) -> Tensor | 
     cacheable = dtype is torch.get_autocast_dtype(device_type) and is_float32_leaf(tensor)
     if not cacheable or _must_cast_anew():
         return None
-    scope_cast = _from_scopes(tensor, dtype) if is_cacheable(tensor) else None
+    scope_cast = _from_scopes(tensor, dtype) if sources.active and is_cacheable(tensor) else None
     if scope_cast is not None:
         kept_operands.begin(scope_cast)
         return scope_cast
