@@ -183,7 +183,7 @@ def _text(name: object) -> str:
 def _packet(namespace: str, base: str) -> Packet | None:
     try:
         found = getattr(getattr(torch.ops, namespace), base)
-    except (AttributeError, RuntimeError):
+    except (AttributeError, RuntimeError, TypeError):  # the last for text that is no UTF-8
         return None
     # A namespace has attributes of its own, such as `name`.
     return found if isinstance(found, Packet) else None

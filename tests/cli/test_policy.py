@@ -98,6 +98,7 @@ def test_uniform_is_the_same_everywhere(capsys: pytest.CaptureFixture[str]) -> N
     ("arguments", "text"),
     [
         (["cuda", "--op", "softmaks"], "softmax"),
+        (["cpu", "--op", "m\udcff"], r"has no op 'm\udcff'"),  # as Python reads the byte 0xff
         (["npu9"], "npu9"),
         (["./nowhere.toml"], "nowhere.toml cannot be read: No such file or directory."),
         (["cpu", "--diff", "cpu", "cuda"], "cannot be combined with another policy"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 from pathlib import Path
@@ -86,6 +87,21 @@ def test_bad_changes_say_what_is_wrong(changes: dict[object, object], text: str)
     """A wrong op or rule must not pass silently, nor as a KeyError."""
     with pytest.raises(PolicyError, match=".*" + text.replace("(", r"\(")):
         CPU.override(changes)  # type: ignore[arg-type]
+
+
+_PIECES = [
+    *("aten", "mm", "::", ".", ":", "*", "[", "?", "torch.", "name", "default", "__class__", "op", "_"),
+    *("\udcff", "\0", "\n", " ", "1", "é", "prim", "os:path", "higher_order", "load_library"),
+]
+
+
+@given(st.lists(st.sampled_from(_PIECES), min_size=1, max_size=5).map("".join))
+@examples(60)
+def test_any_text_names_ops_or_is_refused(name: str) -> None:
+    """A name that torch cannot look up ends in an error of torch's bindings, many lines long."""
+    for use in (OpPolicy.default("cpu").explain, lambda text: OpPolicy("cpu", {text: "fp32"})):
+        with contextlib.suppress(PolicyError):
+            use(name)
 
 
 def test_a_glob_leaves_views_alone() -> None:
