@@ -6,6 +6,8 @@ import argparse
 import keyword
 import os
 import re
+import shlex
+import subprocess
 from importlib.resources import files
 from pathlib import Path
 from string import Template
@@ -43,11 +45,17 @@ def run(args: argparse.Namespace) -> int:
             path.write_text(_filled(template, args.name), encoding="utf-8")
     except OSError as error:
         raise UsageError(f"{folder} cannot be written: {error.strerror}.") from error
-    # Without a separator, pip would treat the folder as a package name on the index.
-    print(f"Wrote {folder}. Fill in what `grep -rn 'FILL IN' {folder}` shows, then:")
-    print(f"  pip install {os.curdir + os.sep if not folder.is_absolute() else ''}{folder}")
+    word = _word(folder)
+    print(f"Wrote {folder}. Fill in what `grep -rn 'FILL IN' {word}` shows, then:")
+    print(f"  pip install {word}")
     print(f"  amp check {args.name}")
     return 0
+
+
+def _word(folder: Path) -> str:
+    """Return `folder` as one word of a command line, which pip takes for no package name, and no option."""
+    path = str(folder) if folder.is_absolute() else os.curdir + os.sep + str(folder)
+    return shlex.quote(path) if os.name == "posix" else subprocess.list2cmdline([path])
 
 
 def _filled(template: str, name: str) -> str:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
 import pytest
 
 from amp_core.cli import main
@@ -31,6 +36,18 @@ def test_the_skeleton_of_a_missing_device_says_so(tmp_path):
     found = scope["NpuBackend"]().availability()
     assert not found
     assert "import its package" in found.reason
+
+
+@pytest.mark.parametrize("folder", ["here", "two words", "-x", "~", "$HOME", "it's"])
+def test_the_next_steps_can_be_copied(folder, tmp_path, monkeypatch, capsys):
+    """The commands would name another folder, or an option."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["new-backend", "npu", f"--directory={folder}"]) == 0
+    steps = capsys.readouterr().out
+    (grep,) = re.findall("`(.*)`", steps)
+    (install,) = re.findall("pip install .*", steps)
+    assert "backend.py" in subprocess.run(grep, shell=True, capture_output=True, text=True, check=True).stdout
+    assert Path(shlex.split(install)[2]).resolve() == tmp_path / folder / "amp-backend-npu"
 
 
 @pytest.mark.parametrize(
