@@ -58,7 +58,10 @@ def run(args: argparse.Namespace) -> int:
     runs = _train(settings, digits, console)
     console.print(comparison(runs))
     console.print(verdict(*runs))
-    save_picture(runs, args.output, title)
+    try:
+        save_picture(runs, args.output, title)
+    except OSError as error:  # the disk is full now
+        raise _unwritable(args.output, error.strerror) from error
     console.print(f"Loss and scale curves: {args.output}", soft_wrap=True)
     show_fault(settings, digits, console)
     return 0
@@ -154,7 +157,11 @@ def _require_writable(path: Path) -> None:
         raise UsageError(f"--output {path}: the suffix must be one of {', '.join(sorted(formats))}.")
     why = why_unwritable(path)
     if why:
-        raise UsageError(f"--output {path} cannot be written: {why}.")
+        raise _unwritable(path, why)
+
+
+def _unwritable(path: Path, why: str | None) -> UsageError:
+    return UsageError(f"--output {path} cannot be written: {why}.")
 
 
 def seed(text: str) -> int:

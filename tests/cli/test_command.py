@@ -155,6 +155,20 @@ def test_a_report_on_a_full_disk_is_one_line(
     assert capsys.readouterr().err == f"amp check: {full_disk} cannot be written: No space left on device.\n"
 
 
+def test_a_picture_on_a_full_disk_is_one_line(
+    full_disk: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The demo ends in a traceback of matplotlib's that does not name the file."""
+    pytest.importorskip("sklearn")
+    picture = tmp_path / "curves.png"
+    picture.symlink_to(full_disk)
+    options = ["--epochs", "1", "--model", "mlp", "--batch-size", "1000", "--device", "cpu"]
+    assert main(["demo", *options, "--output", str(picture)]) == 2
+    assert capsys.readouterr().err == (
+        f"amp demo: --output {picture} cannot be written: No space left on device.\n"
+    )
+
+
 def test_check_without_a_console(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without standard error, as under ``2>&-``, the kit ends before its first check, and says nothing."""
     monkeypatch.setattr(sys, "stderr", None)
