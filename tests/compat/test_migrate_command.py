@@ -109,6 +109,22 @@ def test_diff_applies(tree: Path, capsys) -> None:
     assert "-scaler = torch.cuda.amp.GradScaler()" in out
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_diff_is_utf8_as_the_file_is(tree: Path, encoding: str, unbuffered: str) -> None:
+    """No program applies the patch that a shell wrote in the encoding of its locale."""
+    source = "# \N{GREEK SMALL LETTER MU} \xfc\n" + (tree / "train.py").read_text()
+    (tree / "train.py").write_text(source, encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-m", "amp_core", "migrate", "--diff", "train.py"],
+        env={**os.environ, "PYTHONIOENCODING": encoding, "PYTHONUNBUFFERED": unbuffered},
+        cwd=tree,
+        capture_output=True,
+        check=True,
+    )
+    assert " # \N{GREEK SMALL LETTER MU} \xfc\n" in done.stdout.decode("utf-8")
+
+
 def test_a_diff_of_a_file_with_form_feeds(tree: Path, capsys) -> None:
     """No program applies the patch: a line of it ends where no line of the file does."""
     (tree / "train.py").write_text("\f\n" + OLD)

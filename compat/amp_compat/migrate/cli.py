@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import signal
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -168,7 +169,7 @@ def _as_json(discovered: Discovered, reports: list[FileReport], args: argparse.N
 def _print_report(discovered: Discovered, reports: list[FileReport], args: argparse.Namespace) -> None:
     for report in reports:
         if report.diff:
-            print(report.diff, end="")
+            _print_patch(report.diff)
         if report.error:
             print(f"{report.path}: error: {report.error}")
         for finding in report.findings:
@@ -177,6 +178,16 @@ def _print_report(discovered: Discovered, reports: list[FileReport], args: argpa
                 place = f"{report.path}:{cell}{finding.line}:{finding.column + 1}"
                 print(f"{place}: {finding.level}: {finding.name}: {finding.message}")
     print(_closing_line(_summary(discovered, reports), args))
+
+
+def _print_patch(text: str) -> None:
+    """Print lines of files as the files have them, which are UTF-8: escapes are for terminals."""
+    output = getattr(sys.stdout, "buffer", None)
+    if output is None or sys.stdout.isatty():
+        print(text, end="")
+        return
+    sys.stdout.flush()
+    output.write(text.encode("utf-8", "surrogateescape"))
 
 
 def _closing_line(counts: dict[str, int], args: argparse.Namespace) -> str:

@@ -6,7 +6,6 @@ import codecs
 import difflib
 import io
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -86,5 +85,5 @@ def _diff(path: Path, before: str, after: str) -> str:
     old, new = (io.StringIO(text, newline="\n").readlines() for text in (before, after))
     lines = difflib.unified_diff(old, new, f"a/{name}", f"b/{name}")
     return "".join(
-        line if line.endswith("\n") else f"{line}{os.linesep}\\ No newline at end of file\n" for line in lines
+        line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines
     )
