@@ -68,6 +68,8 @@ def _filled(template: str, name: str) -> str:
 
 
 def _require_usable(name: str) -> None:
+    import torch
+
     from amp_core._torch.autocast import autocast_known, is_device_type
     from amp_core.plugin.entry_points import built_in
 
@@ -80,6 +82,10 @@ def _require_usable(name: str) -> None:
         )
     if keyword.iskeyword(name):
         raise UsageError(f"{name!r} is a keyword of Python, so programs could not write torch.{name}.")
+    if hasattr(torch, name) and not is_device_type(name):
+        raise UsageError(
+            f"torch.{name} is something else, so torch would refuse to register the device's module as that."
+        )
     if name == "auto":
         raise UsageError("'auto' stands for the device that is present, so no device type can be named so.")
     if is_device_type(name) and not autocast_known(name):
