@@ -107,33 +107,35 @@ def test_memory_that_a_weight_leaves_is_freed(region) -> None:
         assert left() is None
 
 
-def hook_at_once(model: torch.nn.Module) -> object:
+def hook_at_once(model: torch.nn.Module) -> Any:
     return model.weight.register_hook(lambda grad: None)
 
 
-def watch_every_other_call(model: torch.nn.Module) -> object:
+def watch_every_other_call(model: torch.nn.Module) -> Any:
     return amp_core.watch(model, every=2)
 
 
 @pytest.mark.parametrize("scope", [nullcontext, amp_core.cached_casts])
 @pytest.mark.parametrize("observe", [hook_at_once, watch_every_other_call])
 def test_a_weight_that_gains_or_loses_a_hook_keeps_its_cast(
-    observe: Callable[[torch.nn.Module], object], scope: Callable[[torch.nn.Module], object]
+    observe: Callable[[torch.nn.Module], Any], scope: Callable[[torch.nn.Module], object]
 ) -> None:
     """The gradients of two uses are summed in float32, not as without the hook: watching changes training."""
 
-    def gradient(observed: Callable[[torch.nn.Module], object] | None, first: bool) -> torch.Tensor:
+    def gradient(observed: Callable[[torch.nn.Module], Any] | None, first: bool) -> torch.Tensor:
         torch.manual_seed(0)
         model = torch.nn.Linear(8, 8).eval()
-        inputs = torch.randn(2, 16, 8)
+        inputs, handles = torch.randn(2, 16, 8), []
         with scope(model), amp_core.autocast("cpu", torch.bfloat16, policy=policy):
             if observed is not None and first:
-                observed(model)
+                handles.append(observed(model))
             results = [model(inputs[0])]
             if observed is not None and not first:
-                observed(model)
+                handles.append(observed(model))
             results.append(model(inputs[1]))
         sum(r.float().square().sum() for r in results).backward()
+        for handle in handles:
+            handle.remove()
         return model.weight.grad
 
     policy = CPU.override({"linear": "low_in_fp32_out"})
