@@ -126,6 +126,12 @@ def _store_low(module: fx.GraphModule) -> None:
             module.graph.erase_node(users[0])
 
 
+def written_weights(module: fx.GraphModule) -> set[str]:
+    """Return the paths of the parameters and buffers to which the graph writes."""
+    writes = module.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+    return {node.args[0].target for node in writes if node.args[0].op == "get_attr"}
+
+
 def as_parameter(module: nn.Module, path: str, weight: Tensor) -> None:
     """Replace the tensor at `path` by a frozen parameter with the memory of `weight`."""
     owner, _, name = path.rpartition(".")

@@ -6,10 +6,9 @@ import copy
 import operator
 from typing import Any
 
-import torch
 from torch import fx, nn
 
-from amp_core.regions.graph_casts import as_parameter
+from amp_core.regions.graph_casts import as_parameter, written_weights
 
 
 class PickledGraph(fx.GraphModule):
@@ -44,9 +43,4 @@ def _run_alone(module: fx.GraphModule) -> list[str]:
         elif node.op in ("call_function", "call_method") and inputs and all(n in sources for n in inputs):
             sources[node] = set().union(*(sources[each] for each in inputs))
             used |= sources[node]
-    return sorted(used & (_written(module) | module.state_dict().keys()))
-
-
-def _written(module: fx.GraphModule) -> set[str]:
-    writes = module.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
-    return {node.args[0].target for node in writes if node.args[0].op == "get_attr"}
+    return sorted(used & (written_weights(module) | module.state_dict().keys()))

@@ -25,7 +25,7 @@ from amp_core.policy import OpPolicy, names
 from amp_core.policy.recipes import RecipeRule
 from amp_core.policy.rules import NATIVE, UNCHANGED
 from amp_core.regions.direct_calls import call_directly
-from amp_core.regions.graph_casts import store_casts
+from amp_core.regions.graph_casts import store_casts, written_weights
 from amp_core.regions.graph_check import check_graph, frozen, kept_buffers
 from amp_core.regions.region import autocast
 
@@ -171,9 +171,7 @@ def _traced(
 
 def _written(module: fx.GraphModule) -> list[Tensor]:
     """Return the weights to which the graph writes: their memory is that of the traced model's."""
-    writes = module.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
-    names = [node.args[0].target for node in writes if node.args[0].op == "get_attr"]
-    return [operator.attrgetter(name)(module) for name in names]
+    return [operator.attrgetter(name)(module) for name in sorted(written_weights(module))]
 
 
 def _decompose_unruled(program: torch.export.ExportedProgram, policy: OpPolicy) -> bool:
