@@ -1,4 +1,4 @@
-"""What tests share: real processes over gloo, threads, and a check that no test leaves a region on."""
+"""What tests share: real processes over gloo, threads, and a check that no test leaves anything on."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from amp_core.common.optimizers import _watching_gradients
 from amp_core.plugin.default_manager import plugins_listen
 
 
@@ -51,8 +52,8 @@ def pytest_runtest_call() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def clean_autocast_state() -> Iterator[None]:
-    """Fail the test that leaves autocast on, a dtype changed, the nesting count above zero, or a plugin."""
+def clean_state() -> Iterator[None]:
+    """Fail the test that leaves autocast on, a dtype or the nesting count changed, a plugin, or a tool."""
     before = _state()
     yield
     assert _state() == before
@@ -151,4 +152,9 @@ def _state() -> tuple[object, ...]:
     devices = ("cpu", "cuda", "xpu")
     on = tuple(torch.is_autocast_enabled(d) for d in devices)
     dtypes = tuple(torch.get_autocast_dtype(d) for d in devices)
-    return on, dtypes, torch.is_autocast_cache_enabled(), plugins_listen()
+    return on, dtypes, torch.is_autocast_cache_enabled(), plugins_listen(), _attached_tools()
+
+
+def _attached_tools() -> int:
+    """Return how many guards and watches are on; models of later tests would meet their hooks."""
+    return len(_watching_gradients()) if "amp_core.debugging.attached" in sys.modules else 0
