@@ -124,7 +124,7 @@ def _unruled(ops: Counter[OpKey]) -> Table:
     spec = columns("module, phase=pass, op, given, result, calls")
     about = (
         "Matrix products and custom ops that ran in a region in the dtypes that they were given. "
-        "OpPolicy.override({op: rule}) gives one a rule."
+        "policy.override({op: rule}) gives one a rule."
     )
     return Table("unruled", "Heavy ops without a rule", spec, rows, about)
 
