@@ -302,6 +302,7 @@ class StoredWeights(LocalHandle):
         """Give the loaded states their own dtypes back: torch casts them to that of the parameter."""
         loaded, self._loaded = self._loaded, {}
         self._first.clear()
+        self._versions.clear()  # what is loaded may be of other weights
         # A class that loads in its own way may look for each entry afterwards.
         plain = type(optimizer).load_state_dict is Optimizer.load_state_dict
         self._look_for_new()

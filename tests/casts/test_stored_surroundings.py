@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -134,6 +135,24 @@ def test_weights_that_someone_else_wrote(storage: str, new: float) -> None:
         model["w"].grad = torch.zeros_like(model["w"])
         optimizer.step()
         assert torch.equal(model["w"], torch.full((50,), new).bfloat16())
+
+
+@pytest.mark.parametrize("storage", ["remainder", "stochastic", "kahan"])
+@pytest.mark.parametrize("new", [0.0, 1e-3])
+def test_states_that_were_saved_beside_other_weights(storage: str, new: float) -> None:
+    """Loading the optimizer alone adds what was kept beside large weights to small ones."""
+    torch.manual_seed(0)
+    model = nn.ParameterDict({"w": nn.Parameter(100 * torch.randn(50).bfloat16())})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    with master_weights(model, optimizer, storage) as masters:
+        model["w"].grad = torch.randn(50).bfloat16()
+        optimizer.step()
+        saved = copy.deepcopy(optimizer.state_dict())
+        optimizer.param_groups[0]["lr"] = 0.0
+        model.load_state_dict({"w": torch.full((50,), new)})
+        optimizer.step()
+        optimizer.load_state_dict(saved)
+        assert (masters.float32_weights()["w"] - new).abs().max() <= new * 2**-7 + 1e-30
 
 
 def test_a_compensation_of_other_weights() -> None:
