@@ -134,9 +134,11 @@ class StoredWeights(LocalHandle):
         if state and self._state_dtype is torch.float32:  # DCP loads into them, in the dtype that they have
             state.update({key: widen_state(value) for key, value in state.items() if key != KEPT})
         if param.dtype is torch.float32:
-            wide = param.detach().clone()
+            wide, grad = param.detach().clone(), param.grad
             param.grad = None
             param.data = torch.empty_like(wide, dtype=torch.bfloat16)
+            if grad is not None:  # an attribute since torch 2.13; None allows any
+                param.grad = grad.to(getattr(param, "grad_dtype", param.dtype) or grad.dtype)
         elif state and KEPT not in state:  # as Adagrad's: DCP loads only entries that a state has
             wide = part_of(param).detach().float()
         else:

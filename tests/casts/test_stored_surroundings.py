@@ -11,6 +11,8 @@ from torch import nn
 
 from amp_core import GradScaler, master_weights
 
+GRAD_DTYPES = ["default", *([torch.float32, None] if hasattr(torch.Tensor, "grad_dtype") else [])]
+
 
 @pytest.mark.parametrize("storage", ["remainder", "stochastic", "kahan"])
 def test_float32_weights_that_ddp_has_wrapped(storage: Any, one_rank: None) -> None:
@@ -153,6 +155,22 @@ def test_states_that_were_saved_beside_other_weights(storage: str, new: float) -
         optimizer.step()
         optimizer.load_state_dict(saved)
         assert (masters.float32_weights()["w"] - new).abs().max() <= new * 2**-7 + 1e-30
+
+
+@pytest.mark.parametrize("storage", ["remainder", "stochastic", "kahan"])
+@pytest.mark.parametrize("grad_dtype", GRAD_DTYPES)
+def test_gradients_from_before(storage: Any, grad_dtype: Any) -> None:
+    """A step takes no gradients that were computed before the weights were stored in bfloat16."""
+    model = nn.ParameterDict({"w": nn.Parameter(torch.ones(3))})
+    if grad_dtype != "default":
+        model["w"].grad_dtype = grad_dtype
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    model["w"].sum().backward()
+    with master_weights(model, optimizer, storage):
+        wanted = torch.bfloat16 if grad_dtype == "default" else torch.float32
+        assert model["w"].grad.dtype is wanted
+        optimizer.step()
+        assert torch.equal(model["w"].float(), torch.full((3,), 0.5))
 
 
 def test_a_compensation_of_other_weights() -> None:
