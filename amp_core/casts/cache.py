@@ -16,7 +16,7 @@ from amp_core.casts.bulk import cast_alone, looks_for_hooks
 from amp_core.casts.memory import KeptMemory
 from amp_core.common.locks import new_lock
 from amp_core.dispatch import kept_operands
-from amp_core.dispatch.fingerprints import CachedCast, cached, fingerprint, is_cacheable
+from amp_core.dispatch.fingerprints import CachedCast, address_of, cached, fingerprint, is_cacheable
 from amp_core.dispatch.weight_casts import CASTS
 from amp_core.errors import StaleCastError
 from amp_core.kernels import Kernels
@@ -59,6 +59,7 @@ class WeightCache:
         self.is_outdated = False
         self.invalidations = 0
         self._slots: dict[int, _Slot] = {}
+        self._alike: dict[int, set[int]] = {}  # see _with_one_memory
         # Parameters of other models. A weak reference to a tensor would forbid torch.utils.swap_tensors.
         self._foreign: dict[int, tuple[int, WeakStorage]] = {}
         self._lock = new_lock()  # a signal handler may use the model, too
@@ -138,7 +139,7 @@ class WeightCache:
         with self._lock:
             self.invalidations += 1
             keys = self._slots.keys() if weights is None else self._slots.keys() & {id(w) for w in weights}
-            self._drop(keys)
+            self._drop({*keys}.union(*[self._alike[key] for key in keys & self._alike.keys()]))
 
     def _drop(self, keys: Set[int]) -> None:
         for entries in list(self._casts.values()):
@@ -176,6 +177,7 @@ class WeightCache:
         self._slots = {
             key: self._slots.get(key) or _Slot(weight, name) for key, (name, weight) in present.items()
         }
+        self._alike = _with_one_memory([slot.weight for slot in self._slots.values()])
         self._foreign = {key: seen for key, seen in self._foreign.items() if not is_freed(seen[1].cdata)}
 
     def keys(self) -> Set[int]:
@@ -205,6 +207,18 @@ class WeightCache:
             for key in self.keys()
             if (e := entries.get(key)) is not None
         ]
+
+
+def _with_one_memory(weights: Iterable[Tensor]) -> dict[int, set[int]]:
+    """Return the ``id`` of all weights with the memory of one, by its own, where there are several.
+
+    ``load_state_dict(assign=True)`` makes two parameters of a tied one.
+    """
+    keys: dict[int, set[int]] = defaultdict(set)
+    for weight in weights:
+        keys[address_of(weight)].add(id(weight))
+    keys.pop(0, None)
+    return {key: alike for alike in keys.values() if len(alike) > 1 for key in alike}
 
 
 def _has_no_memory(weight: Tensor) -> bool:

@@ -41,6 +41,12 @@ def fingerprint(weight: Tensor) -> Fingerprint:
     )
 
 
+def address_of(weight: Tensor) -> int:
+    """Return where the memory of `weight` begins; 0 if it has none, or none that it tells."""
+    part = part_of(weight)
+    return 0 if type(part) not in _PLAIN and is_wrapper(part) else part.data_ptr()
+
+
 def _version(tensor: Tensor) -> object:
     try:
         return version_of(tensor)

@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import amp_core
 from amp_core import GradScaler, OpPolicy, Recipe, autocast, cached_casts, master_weights
+from amp_core.casts import accumulating, bulk
 from amp_core.scaling import overlap
 
 X = torch.linspace(-1, 1, 32).reshape(2, 16)
@@ -164,6 +165,27 @@ def test_writes_that_torch_does_not_count(write: Write, scope: Any) -> None:
             forward(model)
         handle.invalidate()
         assert torch.equal(forward(model), forward(copy.deepcopy(model)))
+
+
+@pytest.mark.parametrize("limit", [0, 2**22])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("scope", [cached_casts, master_weights])
+def test_a_step_of_one_of_two_parameters_with_one_memory(
+    scope: Any, fused: bool, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``load_state_dict(assign=True)`` unties parameters but not their memory; a step of one changes both."""
+    monkeypatch.setattr(bulk, "SMALL_ON_HOST", limit)
+    monkeypatch.setattr(accumulating, "_BY_AUTOGRAD", limit)
+    model = make()
+    model[2].weight = model[0].weight
+    with scope(model):
+        model.load_state_dict(model.state_dict(), assign=True)
+        assert model[2].weight is not model[0].weight
+        optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1, fused=fused)
+        for _ in range(3):
+            forward(model).float().sum().backward()
+            optimizer.step()
+            assert torch.equal(forward(model), forward(copy.deepcopy(model)))
 
 
 def test_an_inference_tensor_swapped_in_for_a_weight() -> None:
