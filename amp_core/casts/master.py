@@ -137,8 +137,8 @@ def master_weights(
         StaleCastError: in debug mode, at the use of a weight that changed in a way torch cannot detect.
         RuntimeError: the handle is entered after ``remove()``, or ``optimizer.step`` was replaced before.
         ValueError: the storage is unknown or has no use for an argument, or no parameter can be stored,
-            or float32 ones are in a DistributedDataParallel, sharded or without memory, or some are sparse
-            or of another library's tensor type; or `optimizer` steps another one.
+            or float32 ones are in a DistributedDataParallel, sharded or without memory, or some are sparse,
+            of another library's tensor type or two for one memory; or `optimizer` steps another one.
         PolicyError: a glob of `keep` matches no parameter.
         TypeError: `optimizer` is not a ``torch.optim.Optimizer``.
 

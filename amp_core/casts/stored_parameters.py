@@ -69,6 +69,7 @@ def refuse_unstorable(model: nn.Module, stored: dict[str, Tensor]) -> None:
     in_ddp = _in_ddp(model)
     for name, param in stored.items():
         _refuse(name, param, in_ddp)
+    _refuse_one_memory(stored)
 
 
 def is_dense(param: Tensor) -> bool:
@@ -102,6 +103,20 @@ def _refuse(name: str, param: Tensor, in_ddp: set[int]) -> None:
             f"its gradient in bfloat16: call master_weights on the model, or model.to(torch.bfloat16), and "
             f"wrap it then."
         )
+
+
+def _refuse_one_memory(stored: dict[str, Tensor]) -> None:
+    """Raise ValueError if two parameters have the same memory: the update of one would be lost."""
+    names: dict[int, str] = {}
+    for name, param in stored.items():
+        address = part_of(param).data_ptr()
+        other = names.setdefault(address, name)
+        if address and other != name:
+            raise ValueError(
+                f"{other} and {name} have the same memory and are two parameters, as "
+                f"load_state_dict(assign=True) leaves tied ones. Give both names one parameter again, and "
+                f"create the optimizer then."
+            )
 
 
 def _kept(model: nn.Module, globs: list[str]) -> set[int]:

@@ -593,6 +593,22 @@ def test_weights_are_refused_before_others_are_rounded(last: Callable[[], nn.Mod
     assert {p.dtype for p in model.parameters()} == {WIDE}
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_two_parameters_with_one_memory_are_refused(dtype: torch.dtype) -> None:
+    """Of the updates of both, which plain steps add up, one is lost; or one weight becomes two."""
+    model = nn.Sequential(nn.Linear(4, 4, dtype=dtype), nn.Linear(4, 4, dtype=dtype))
+    for name in ("empty", "also_empty"):
+        model.register_parameter(name, nn.Parameter(torch.empty(0, dtype=dtype)))
+    model[1].weight = model[0].weight
+    model.load_state_dict(model.state_dict(), assign=True)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(ValueError, match=r"0\.weight and 1\.weight have the same memory"):
+        master_weights(model, optimizer, "remainder")
+    assert model[0].bias.dtype is dtype
+    model[1].weight = model[0].weight
+    master_weights(model, torch.optim.AdamW(model.parameters()), "remainder").remove()
+
+
 def test_parameters_draw_random_bits_of_their_own() -> None:
     """All parameters are rounded in the same direction, so their errors add up."""
     model = nn.ParameterList([nn.Parameter(torch.ones(1000)) for _ in range(2)])
