@@ -53,11 +53,12 @@ class Storage(NamedTuple):
             wide: the float32 weight, the part on this rank.
             param: written.
             draw: the random bits; None to round to nearest where the storage would draw some.
-            kept: the memory for what is kept; by default new memory.
+            kept: the memory for what is kept; by default, or if it is of another storage, new memory.
         """
         low = part_of(param).detach()
         if self.kept is not None:
-            kept = torch.empty_like(wide, dtype=self.kept) if kept is None else kept
+            if kept is None or kept.dtype is not self.kept:
+                kept = torch.empty_like(wide, dtype=self.kept)
             _kernels(wide).split_([wide], [low], [kept])
             return kept
         if draw is None:
@@ -86,10 +87,10 @@ def packed(kept: Tensor, *, widened: bool = False) -> Tensor:
 
 
 def unpacked(kept: Tensor, param: Tensor, how: Storage) -> Tensor:
-    """Return what a checkpoint has of `param` as the storage keeps it."""
-    if kept.dtype is torch.uint8:
-        return like(param, part_of(kept).view(torch.int16).squeeze(-1))
-    return kept if how.kept is None else kept.to(how.kept)
+    """Return what a checkpoint has of `param` as the storage keeps it, or the other one that saved it."""
+    if kept.dim() > param.dim():  # bytes, which torch may have loaded in the dtype of the parameter
+        return like(param, part_of(kept).to(torch.uint8).view(torch.int16).squeeze(-1))
+    return kept.to(how.kept or torch.bfloat16) if kept.dtype is torch.float32 else kept
 
 
 def drop_foreign(kept: Tensor, low: Tensor) -> Tensor:

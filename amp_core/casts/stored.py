@@ -135,6 +135,7 @@ class StoredWeights(LocalHandle):
             state.update({key: widen_state(value) for key, value in state.items() if key != KEPT})
         if param.dtype is torch.float32:
             wide, grad = param.detach().clone(), param.grad
+            state.pop(KEPT, None)  # of a checkpoint that was loaded too early: float32 weights lack nothing
             param.grad = None
             param.data = torch.empty_like(wide, dtype=torch.bfloat16)
             if grad is not None:  # an attribute since torch 2.13; None allows any
@@ -213,7 +214,7 @@ class StoredWeights(LocalHandle):
         """Return what is kept beside `param`, as the storage keeps it."""
         state = self.optimizer.state.get(param, {})
         kept: Tensor | None = state.get(KEPT, self._first.get(param))
-        if kept is not None and kept.dtype is torch.uint8:
+        if kept is not None and kept.dim() > param.dim():
             # A class that loads in its own way may put integers back as they were saved.
             kept = state[KEPT] = unpacked(kept.clone(), param, self._how)
         return kept
@@ -251,6 +252,8 @@ class StoredWeights(LocalHandle):
         self._versions[param] = _version(param)
         if kept is not None:
             state[KEPT] = like(param, kept)
+        else:
+            state.pop(KEPT, None)  # of another storage, which a checkpoint may be of
         if self._state_dtype is not torch.float32:
             for i, name in enumerate(sorted(state.keys() - {KEPT})):
                 state[name] = narrow_state(state[name], param, draw.key(1 + i))

@@ -35,6 +35,11 @@ def test_float32_weights_that_ddp_has_wrapped(storage: Any, one_rank: None) -> N
             steps.step()
 
 
+def trained(weights: torch.Tensor) -> tuple[nn.ParameterDict, torch.optim.Optimizer]:
+    model = nn.ParameterDict({"w": nn.Parameter(weights)})
+    return model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
 class Lookahead(torch.optim.Optimizer):
     """Steps another optimizer, as wrappers of third parties do; only with `shared` it has the same state."""
 
@@ -155,6 +160,37 @@ def test_states_that_were_saved_beside_other_weights(storage: str, new: float) -
         optimizer.step()
         optimizer.load_state_dict(saved)
         assert (masters.float32_weights()["w"] - new).abs().max() <= new * 2**-7 + 1e-30
+
+
+@pytest.mark.parametrize("how", ["load", "load too early", "load too early in float32", "copy"])
+@pytest.mark.parametrize("new", ["remainder", "stochastic", "kahan"])
+@pytest.mark.parametrize("old", ["remainder", "stochastic", "kahan"])
+def test_a_checkpoint_of_another_storage(old: Any, new: Any, how: str) -> None:
+    """What one storage has kept is lost, or added at each step of the other, which rounds by itself."""
+    torch.manual_seed(0)
+    model, optimizer = trained(torch.randn(1000))
+    masters = master_weights(model, optimizer, old)
+    model["w"].grad = torch.randn(1000).bfloat16()
+    optimizer.step()
+    exact = masters.float32_weights()["w"]
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    if how == "copy":
+        model, optimizer = copy.deepcopy((model, optimizer))
+    else:
+        dtype = torch.float32 if how.endswith("float32") else torch.bfloat16
+        model, optimizer = trained(torch.zeros(1000, dtype=dtype))
+        masters = master_weights(model, optimizer, new) if how == "load" else masters
+        model.load_state_dict(saved[0])
+        optimizer.load_state_dict(saved[1])
+    masters = masters if how == "load" else master_weights(model, optimizer, new)
+    wanted = model["w"].float() if how.endswith("float32") else exact
+    assert torch.equal(masters.float32_weights()["w"], wanted)
+    optimizer.param_groups[0]["momentum"] = 0.0
+    model["w"].grad = torch.zeros_like(model["w"])
+    for _ in range(20):
+        optimizer.step()
+    unit = 2.0**-7 if new == "stochastic" else 2.0**-15
+    assert ((masters.float32_weights()["w"] - wanted).abs() <= unit * wanted.abs()).all()
 
 
 @pytest.mark.parametrize("storage", ["remainder", "stochastic", "kahan"])
