@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from amp_core._torch.list_writes import see_list_writes
 from amp_core._torch.tensors import identity_of, is_flattened, part_of, version_of
 from amp_core._torch.tracing import outside_graphs, untraced
 from amp_core.casts.lost_updates import Counts
@@ -83,6 +84,7 @@ class StoredWeights(LocalHandle):
             self._convert(param)
         for group in optimizer.param_groups:
             group.setdefault(STEPS, 0)
+        see_list_writes()
         self._inner = unhooked_step(optimizer)
         self._step = types.MethodType(Optimizer.profile_hook_step(self._take_step), optimizer)
         optimizer.step = self._step  # type: ignore[method-assign]
