@@ -35,6 +35,7 @@ from amp_core.common.arguments import as_whole, check_module
 from amp_core.common.containers import map_tensors
 from amp_core.common.handle import LocalHandle
 from amp_core.common.optimizers import exact_states, leaves_weights, numbered, parameters_of
+from amp_core.dispatch.fingerprints import address_of
 
 KEPT = "amp_core_kept"
 """The entry of the optimizer's state, per parameter, that holds what its weight lacks."""
@@ -76,7 +77,7 @@ class StoredWeights(LocalHandle):
         self._names: dict[Tensor, str] = {}  # of the parameters that are stored
         self._known: dict[Tensor, None] = {}  # that the model has, too
         self._lost = Counts(optimizer) if lost_updates else None
-        self._versions: dict[Tensor, tuple[int, int]] = {}  # after the last step; with what it counts for
+        self._versions: dict[Tensor, tuple[int, int, int]] = {}  # after the last step
         # What is kept until the first step: a state shows that it began.
         self._first: dict[Tensor, Tensor] = {}
         optimizer._amp_core_first = self._first  # type: ignore[attr-defined]  # for copies of its state
@@ -361,6 +362,6 @@ class StoredWeights(LocalHandle):
         self._names, self._known, self._versions = {}, {}, {}  # a scheduler may go on calling this step
 
 
-def _version(param: Tensor) -> tuple[int, int]:
-    """Return what differs once `param` was written to, or swapped for another tensor."""
-    return identity_of(param), version_of(param)
+def _version(param: Tensor) -> tuple[int, int, int]:
+    """Return what differs once `param` was written to, swapped, or given other memory by ``.data =``."""
+    return identity_of(param), version_of(param), address_of(param)

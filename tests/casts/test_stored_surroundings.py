@@ -131,6 +131,10 @@ def load(model: nn.ParameterDict, new: float) -> None:
     model.load_state_dict({"w": torch.full((50,), new)})
 
 
+def replace_memory(model: nn.ParameterDict, new: float) -> None:
+    model["w"].data = torch.full((50,), new, dtype=torch.bfloat16)
+
+
 def write_under_a_mode(model: nn.ParameterDict, new: float) -> None:
     """Write to the weight as torch's list ops do, which leave version counters under a mode."""
     with torch.no_grad(), FlopCounterMode(display=False):
@@ -138,7 +142,7 @@ def write_under_a_mode(model: nn.ParameterDict, new: float) -> None:
         torch._foreach_add_([model["w"]], new)
 
 
-@pytest.mark.parametrize("write", [load, write_under_a_mode])
+@pytest.mark.parametrize("write", [load, replace_memory, write_under_a_mode])
 @pytest.mark.parametrize("storage", ["remainder", "stochastic", "kahan"])
 @pytest.mark.parametrize("new", [0.0, 1e-3])
 def test_weights_that_someone_else_wrote(storage: str, new: float, write: Any) -> None:
