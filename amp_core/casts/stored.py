@@ -349,9 +349,10 @@ class StoredWeights(LocalHandle):
         if self.optimizer.__dict__.get("step") is self._step:
             del self.optimizer.step
         self._memory.clear()
+        for param in parameters_of(self.optimizer):  # those too that are float32 by now
+            self.optimizer.state.get(param, {}).pop(KEPT, None)
         for param in self._params():
             state = self.optimizer.state.get(param, {})
-            state.pop(KEPT, None)
             for key, value in state.items():
                 if key != "step":  # as torch's load_state_dict does
                     state[key] = map_tensors(value, lambda t: t.bfloat16() if t.is_floating_point() else t)

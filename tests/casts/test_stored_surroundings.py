@@ -127,6 +127,16 @@ def test_the_optimizer_steps_on_after_removal(kind: Any, options: dict[str, Any]
     assert all(value.dtype is torch.bfloat16 for value in states)
 
 
+def test_removal_leaves_nothing_beside_weights_that_are_float32_by_now() -> None:
+    """The optimizer of a model that was cast back keeps remainders, and saves them."""
+    model, optimizer = trained(torch.ones(3))
+    with master_weights(model, optimizer, "remainder"):
+        model["w"].grad = torch.ones(3).bfloat16()
+        optimizer.step()
+        model.float()
+    assert optimizer.state[model["w"]].keys() == {"momentum_buffer"}
+
+
 def load(model: nn.ParameterDict, new: float) -> None:
     model.load_state_dict({"w": torch.full((50,), new)})
 
