@@ -652,6 +652,12 @@ def test_a_region_that_keeps_its_dtype_is_not_marked(outer: str, arguments: str)
     assert {f.level for f in migrate_source(source, TORCH).findings} == {"changed"}
 
 
+def test_names_that_are_bound_to_attributes_of_each_other() -> None:
+    """Each binding is followed through all others in every order: these twelve would take days."""
+    links = "    c = d.next\n    d = c.next\n" * 6
+    assert migrate_source(f"from apex import amp\ndef last(c, d):\n{links}", TORCH).findings == []
+
+
 def test_line_endings_and_long_functions_are_kept() -> None:
     """Windows line endings and functions that were left out of the analysis come back byte for byte."""
     body = "".join(f"    x{i} = {i}  # kept\r\n" for i in range(20))

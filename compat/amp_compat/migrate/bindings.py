@@ -55,7 +55,7 @@ class Resolver:
         self._scopes = scopes
         self.parents = parents
         self._stars = stars
-        self._active: set[cst.CSTNode] = set()
+        self._active: set[tuple[Scope, str]] = set()
 
     def resolve(self, node: cst.BaseExpression) -> Resolved | None:
         """Return the meaning of `node`, or None if it is unknown."""
@@ -162,14 +162,14 @@ class Resolver:
         if isinstance(binding, ImportAssignment):
             dotted = _imported(binding.node, name)
             return Resolved(dotted) if dotted else None
-        value = self._value(binding)
-        if value is None or value in self._active:
+        value, bound = self._value(binding), (binding.scope, binding.name)
+        if value is None or bound in self._active:
             return None
-        self._active.add(value)
+        self._active.add(bound)
         try:
             meaning = self.resolve(value)
         finally:
-            self._active.discard(value)
+            self._active.discard(bound)
         return meaning if meaning and parse_legacy(meaning.dotted) else None
 
     def _value(self, binding: BaseAssignment) -> cst.BaseExpression | None:
