@@ -144,18 +144,22 @@ def test_json_report(tree: Path, capsys) -> None:
 
 
 def test_broken_files_are_reported_and_the_rest_goes_on(tree: Path, capsys) -> None:
-    """Syntax errors, Latin-1, broken JSON and a read-only file each get a reason; the others are written."""
+    """Each kind of file that cannot be rewritten gets a reason; the others are written."""
     (tree / "python2.py").write_text("import torch\ntorch.cuda.amp.autocast()\nprint 'x'\n")
     (tree / "latin.py").write_bytes(b"# caf\xe9\nimport torch\ntorch.cuda.amp.autocast()\n")
     (tree / "cut.ipynb").write_text('{"cells": [\n"torch.cuda.amp')
     (tree / "locked.py").write_text(OLD)
     (tree / "locked.py").chmod(0o444)
+    (tree / "long.py").write_text(OLD + "if x:\n    pass\n" + "elif y:\n    pass\n" * 600)
+    (tree / "sum.py").write_text(f"{OLD}x = {' + '.join(['1'] * 400)}\n")
     data = report(capsys, "--write", str(tree))
     errors = {Path(file["path"]).name: file["error"] for file in data["files"]}
     assert "does not parse: line 3" in errors["python2.py"]
     assert errors["latin.py"] == "not UTF-8: byte 5 is 0xe9"
     assert "not a notebook: line 2 is no JSON" in errors["cut.ipynb"]
     assert "read-only" in errors["locked.py"]
+    assert "nested too deeply" in errors["long.py"]
+    assert errors["sum.py"] == errors["long.py"]
     assert data["summary"]["changed"] == 1  # of the file that is written
     assert errors["train.py"] is None
     assert (tree / "train.py").read_text() == NEW

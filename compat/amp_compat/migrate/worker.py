@@ -43,9 +43,20 @@ def migrate_file(job: Job) -> FileReport:
         report.error = f"does not parse: line {error.raw_line}: {error.message.splitlines()[0]}"
     except json.JSONDecodeError as error:
         report.error = f"not a notebook: line {error.lineno} is no JSON: {error.msg}"
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         report.error = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    except (RecursionError, KeyError) as error:
+        if not _is_recursion(error):
+            raise
+        report.error = "nested too deeply: an expression, or a chain of elif, is too long"
     return report
+
+
+def _is_recursion(error: BaseException | None) -> bool:
+    """Return whether the stack was too small; libcst then looks for a position that it never reached."""
+    while error is not None and not isinstance(error, RecursionError):
+        error = error.__context__
+    return error is not None
 
 
 def _migrate(job: Job, before: bytes, report: FileReport) -> None:
