@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import zipfile
 from importlib.metadata import distribution
 from pathlib import Path
 
@@ -115,6 +116,26 @@ def test_the_wheel_holds_exactly_our_roots() -> None:
     assert tops == set(ROOTS)
     for root in ROOTS:
         assert any(f.as_posix() == f"{root}/py.typed" for f in files)
+
+
+def test_an_archive_has_all_backends(tmp_path: Path) -> None:
+    """In a zip file, as pex makes, the CPU gets torch's generic backend, and no compiler is to blame."""
+    archive = tmp_path / "application.zip"
+    with zipfile.ZipFile(archive, "w") as file:
+        for source in sources():
+            root = max(index for index, part in enumerate(source.parts) if part in ROOTS)
+            file.write(source, Path(*source.parts[root:]))
+    code = f"""
+import json, sys
+sys.path.insert(0, {str(archive)!r})
+import amp_core
+plugins = {{status.plugin for status in amp_core.backends().values()}}
+print(json.dumps([amp_core.__file__, sorted(plugins), amp_core.get_backend("cpu").kernels().reason]))
+"""
+    file, plugins, reason = run(code)  # type: ignore[misc]
+    assert file == str(archive / "amp_core" / "__init__.py")
+    assert {root for root in ROOTS if "backend" in root} <= {f"amp_backend_{plugin}" for plugin in plugins}
+    assert f"load from a folder, and {archive / 'amp_backend_cpu' / 'native'} is none" in reason
 
 
 def test_own_errors_show_the_public_name() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import pkgutil
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -83,11 +84,14 @@ def _installed(root: Path) -> Iterator[tuple[str, Path]]:
     declared = _declared()
     own = {c.name for c in declared if c.distribution == _OWN}
     theirs = {c.entry_point.value.partition(".")[0] for c in declared if c.distribution != _OWN}
-    for path in sorted(root.glob(f"{_PREFIX}*/hooks.py")):
-        name = path.parent.name.removeprefix(_PREFIX)
+    packages = {path.parent.name for path in root.glob(f"{_PREFIX}*/hooks.py")}
+    if not packages:  # a zip file, or an application that was built from modules, has no folders
+        packages = {found.name for found in pkgutil.iter_modules([str(root)]) if found.ispkg}
+    for package in sorted(packages):
+        name = package.removeprefix(_PREFIX)
         # If our own metadata is missing, treat every package that no other distribution claims as ours.
-        if name in own or (not own and path.parent.name not in theirs):
-            yield name, path.parent
+        if package.startswith(_PREFIX) and (name in own or (not own and package not in theirs)):
+            yield name, root / package
 
 
 def _own_candidate(name: str, folder: Path) -> Candidate:

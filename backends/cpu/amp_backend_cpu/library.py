@@ -27,6 +27,8 @@ _AVX512 = 2
 _NAMES = {"avx2": "AVX2", "avx512": "AVX-512"}
 
 _NOT_BUILT = "the compiled kernels were not built: no C compiler at install time"
+_NO_FOLDER = "the compiled kernels load from a folder, and {} is none"
+_SLOWER = "Clipping, overflow checks and casts on a CPU use torch's kernels, up to three times as slow."
 
 
 class LibraryMissingError(Exception):
@@ -48,12 +50,7 @@ def load() -> ctypes.CDLL:
         raise LibraryMissingError(f"disabled by {_env.COMPILED}")
     file = path()
     if not file.exists():
-        logging.getLogger("amp_core").warning(
-            "amp-core was installed without a C compiler: clipping, overflow checks and casts on the CPU use "
-            "torch's kernels and take up to three times as long. To build the compiled ones, install a C "
-            "compiler and run, in a clone of amp-core: pip install --force-reinstall --no-deps ."
-        )
-        raise LibraryMissingError(_NOT_BUILT)
+        raise LibraryMissingError(_why_missing(file.parent))
     try:
         library = ctypes.CDLL(str(file))
         if library.amp_abi() != _ABI:
@@ -64,6 +61,23 @@ def load() -> ctypes.CDLL:
     library.amp_limit(_LIMITS.get(torch.backends.cpu.get_cpu_capability(), _AVX512))
     library.amp_start()
     return library
+
+
+def _why_missing(folder: Path) -> str:
+    log = logging.getLogger("amp_core")
+    if not folder.is_dir():
+        log.warning(
+            "amp-core runs from an archive, such as a zip file. %s To use the compiled kernels, install "
+            "amp-core, or unpack the archive.",
+            _SLOWER,
+        )
+        return _NO_FOLDER.format(folder)
+    log.warning(
+        "amp-core was installed without a C compiler. %s To build the compiled kernels, install one and run, "
+        "in a clone of amp-core: pip install --force-reinstall --no-deps .",
+        _SLOWER,
+    )
+    return _NOT_BUILT
 
 
 class Tuning:
