@@ -193,6 +193,7 @@ class StepLog:
 
         Raises:
             ScaleFloorError: gradients overflowed at the floor, and the schedule says `AtFloor.RAISE`.
+            Warning: the filters make it an error; counters and hooks know of the steps all the same.
         """
         records = list(self._pending.pop(loss_scale.key, {}).values())
         if records:
@@ -206,8 +207,10 @@ class StepLog:
                 hooks = False  # there is nothing to tell
             else:
                 fetch(records)
-        skipped = [record for record in records if self._count(record)]
+        told: list[Warning] = []  # those that the filters make errors, raised when all is counted
+        skipped = [record for record in records if self._count(record, told)]
         error = self._check_floor(loss_scale, skipped[-1], records) if skipped else None
+        error = error or next(iter(told), None)
         raised = None
         if hooks:
             raised = self.hooks.call(scaler, records, self._change(loss_scale, records, before))
@@ -217,7 +220,7 @@ class StepLog:
         if raised is not None:
             raise raised
 
-    def _count(self, record: StepRecord) -> bool:
+    def _count(self, record: StepRecord, told: list[Warning]) -> bool:
         """Count skips in a row, unless the host would have to wait; return whether the step was skipped."""
         flag = record._found_inf
         if isinstance(flag, Tensor):
@@ -230,16 +233,15 @@ class StepLog:
                 row = self._skips_in_a_row.pop(owner, 0) + 1
                 if record.skipped:
                     self._skips_in_a_row[owner] = row
-                    self._explain(record, owner, row)
+                    told += self._explain(record, owner, row)
         return bool(flag)
 
-    def _explain(self, record: StepRecord, owner: Optimizer, row: int) -> None:
+    def _explain(self, record: StepRecord, owner: Optimizer, row: int) -> list[Warning]:
         if record._bad is None:
             known, now = record.bad_parameters, self.bad_parameters(owner)
             if not known or {bad.name for bad in known} == {bad.name for bad in now}:  # else they are others
                 record._bad = now or record._bad
-        if row == self.warn_after:
-            warnings.warn(_endless(row, record), SkippedStepsWarning, stacklevel=level_outside())
+        return _warn(_endless(row, record), SkippedStepsWarning) if row == self.warn_after else []
 
     def _change(
         self, loss_scale: LossScale, records: Sequence[StepRecord], before: Tensor | None
@@ -255,7 +257,7 @@ class StepLog:
 
     def _check_floor(
         self, loss_scale: LossScale, record: StepRecord, records: Sequence[StepRecord]
-    ) -> ScaleFloorError | None:
+    ) -> Exception | None:
         schedule = loss_scale.schedule
         floor, action = float32(schedule.min_scale), schedule.at_floor
         chosen = action is not AtFloor.WARN or floor < schedule.max_scale
@@ -269,9 +271,17 @@ class StepLog:
             loss_scale.stop()
             for each in records:
                 each._scale_after = 1.0
-        if action is AtFloor.STOP or not was_there:
-            warnings.warn(text, ScaleFloorWarning, stacklevel=level_outside())
-        return None
+        warns = action is AtFloor.STOP or not was_there
+        return next(iter(_warn(text, ScaleFloorWarning)), None) if warns else None
+
+
+def _warn(text: str, category: type[Warning]) -> list[Warning]:
+    """Warn; return the warning if the filters make it an error."""
+    try:
+        warnings.warn(text, category, stacklevel=level_outside())
+    except Warning as error:
+        return [error]
+    return []
 
 
 def _note_bad(

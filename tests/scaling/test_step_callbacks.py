@@ -253,6 +253,32 @@ def test_rows_of_skips_are_counted_for_each_optimizer(fused: bool) -> None:
     assert [w.filename for w in caught] == [__file__]
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("at_floor", [AtFloor.WARN, AtFloor.STOP, AtFloor.RAISE])
+def test_a_warning_made_an_error_loses_no_event(at_floor: AtFloor) -> None:
+    """With ``-W error``, hooks miss the step that warns, rows are counted short, the scale is not stopped."""
+    models = [torch.nn.Linear(2, 1) for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    schedule = LossScaleSchedule(min_scale=4.0, at_floor=at_floor)
+    scaler, seen = GradScaler("cpu", init_scale=4.0, warn_after=2, schedule=schedule), []
+    scaler.register_step_hook(lambda _, record: seen.append(record))
+
+    def step() -> None:
+        scaler.scale(sum(model(torch.ones(2)).sum() for model in models)).backward()
+        for model, optimizer in zip(models, optimizers, strict=True):
+            model.weight.grad[0, 1] = math.inf
+            scaler.step(optimizer)
+        scaler.update()
+
+    for number in (1, 2):
+        wanted = amp_core.ScaleFloorError if at_floor is AtFloor.RAISE else UserWarning
+        with pytest.raises(wanted):
+            step()
+        assert len(seen) == 2 * number
+        assert [*scaler._log._skips_in_a_row.values()] == [number, number]
+        assert scaler.get_scale() == (1.0 if at_floor is AtFloor.STOP else 4.0)
+
+
 def test_fused_steps_name_their_parameters() -> None:
     """A step that the optimizer decided to skip names nobody."""
     run = Run(fused=True)
