@@ -102,17 +102,20 @@ def leave(frames: RegionStack, region: Any, settings: tuple[str, bool, torch.dty
     Raises:
         RuntimeError: the region was not entered in this thread; the state is left unchanged.
     """
-    if not frames or (frame := frames[-1]).region is not region:
+    if (
+        not frames
+        or (top := frames[-1]).region is not region
+        or (nesting := top.nesting) is None
+        or top.leaving
+    ):
         _leave_out_of_order(frames, region)
         return
-    if frame.nesting is None:  # an interrupt stopped its entry
-        _undo(frames, frame)
-        return
+    frame = top  # only now: `_is_at_work` looks for this name
     frame.leaving = True
     try:
         depth = _leave_nesting()
-        if depth >= frame.nesting:
-            depth = _lower_nesting(frame.nesting)
+        if depth >= nesting:
+            depth = _lower_nesting(nesting)
         if frame.policies is not None:
             restore(frame.policies)
         was_enabled, was_dtype, was_cached = frame.before
@@ -134,7 +137,18 @@ def leave(frames: RegionStack, region: Any, settings: tuple[str, bool, torch.dty
 
 
 def _leave_out_of_order(frames: RegionStack, region: Any) -> None:
-    _repair(frames)
+    if frames and (frames[-1].leaving or frames[-1].nesting is None):
+        stopped, own = frames[-1], None
+        for each in frames:
+            if each.region is region and not each.leaving and each.nesting is not None:
+                own = each
+        if own is not None:
+            own.leaving = True  # before the first call, which a stack that is nearly full may not take
+        _repair(frames)
+        if own not in frames and (own is not None or stopped.region is region):
+            return
+        if own is not None:
+            own.leaving = False
     frame = frames.take_out(region)
     if frame.policies is not None:
         take_out(frame.policies)

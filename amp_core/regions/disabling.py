@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable
 from typing import TypeVar
@@ -14,14 +13,25 @@ from amp_core._torch.context_manager import ContextManager, Step
 from amp_core._torch.dynamo import autocast_step, trace_as_context_manager, when_loaded
 from amp_core.regions.decorator import around_generator, autocast_decorator
 from amp_core.regions.region import autocast
+from amp_core.states.region_stack import thread
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
+class _Entry:
+    """An entry of `of`, which is None once it is being left; the next one completes what is stopped."""
+
+    __slots__ = ("of", "regions")
+
+    def __init__(self, of: disable) -> None:
+        self.of: disable | None = of
+        self.regions: list[autocast] = []
+
+
 class _Thread(threading.local):
     def __init__(self) -> None:
-        self.entered: list[tuple[disable, list[autocast]]] = []
+        self.entered: list[_Entry] = []
 
 
 _thread = _Thread()
@@ -51,17 +61,15 @@ class disable:  # noqa: N801  # used as `with disable():`, beside `autocast`
     """
 
     def __enter__(self) -> disable:
-        regions: list[autocast] = []
-        _thread.entered.append((self, regions))
+        entry = _Entry(self)
+        _thread.entered.append(entry)
         try:
             for device in autocast_devices_enabled():
-                regions.append(autocast(device, enabled=False))
-                regions[-1].__enter__()
+                entry.regions.append(autocast(device, enabled=False))
+                entry.regions[-1].__enter__()
         except BaseException:
-            with contextlib.suppress(RuntimeError):  # an interrupt came before the last one was entered
-                if regions:
-                    regions.pop().__exit__(None, None, None)
-            self.__exit__()
+            entry.of = None  # before the first call, which a stack that is nearly full may not take
+            _leave(entry)
             raise
         return self
 
@@ -69,20 +77,32 @@ class disable:  # noqa: N801  # used as `with disable():`, beside `autocast`
         entered = _thread.entered
         # No generator: Python drops an interrupt that comes while one is closed.
         for last in reversed(range(len(entered))):
-            if entered[last][0] is self:
+            if entered[last].of is self:
                 break
         else:
             raise RuntimeError(
                 "amp_core.disable() was left without having been entered in this thread. Enter and leave it "
                 "in the same thread, as a `with` statement does."
             )
-        regions = entered.pop(last)[1]
-        for region in reversed(regions):
-            region.__exit__(None, None, None)
+        entered[last].of = None
+        for entry in reversed(entered[last:]):
+            if entry.of is None:
+                _leave(entry)
 
     def __call__(self, func: Callable[P, R]) -> Callable[P, R]:
         """Return `func` with its body run without mixed precision; see `autocast_decorator`."""
         return autocast_decorator(self, func)
+
+
+def _leave(entry: _Entry) -> None:
+    while entry.regions:
+        region = entry.regions[-1]
+        if region in [
+            frame.region for frame in thread.regions
+        ]:  # else an interrupt came before it was entered
+            region.__exit__(None, None, None)
+        entry.regions.pop()
+    _thread.entered.remove(entry)
 
 
 def _steps() -> list[Step]:

@@ -35,7 +35,7 @@ class RegionStack(list[Frame]):
     """The entered regions of one thread, outermost first."""
 
     def take_out(self, region: Any) -> Frame:
-        """Remove and return the innermost frame of `region`.
+        """Remove and return the innermost frame of `region` that is neither being entered nor being left.
 
         A generator or coroutine may leave its region before one that was entered later. The later region
         stays active and takes over the state to restore.
@@ -44,7 +44,8 @@ class RegionStack(list[Frame]):
             RuntimeError: the region was not entered in this thread.
         """
         for index in range(len(self) - 1, -1, -1):
-            if self[index].region is region:
+            frame = self[index]
+            if frame.region is region and frame.nesting is not None and not frame.leaving:
                 return self._take_out(index)
         raise RuntimeError(
             f"{region!r} was left without having been entered in this thread. Enter and leave a region in "
