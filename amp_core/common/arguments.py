@@ -183,3 +183,15 @@ def is_no_real(value: object) -> bool:
 def named(value: object) -> str:
     """Return what `value` is, for a message: its type, or the name of the class that it is itself."""
     return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
+
+
+def is_of_another_copy(value: object, cls: type) -> bool:
+    """Return whether `value` would be a `cls`, had amp-core not been imported anew since it was made."""
+    return any(
+        each is not cls and (each.__module__, each.__qualname__) == (cls.__module__, cls.__qualname__)
+        for each in type(value).__mro__
+    )
+
+
+ANOTHER_COPY = "an amp_core that was imported before this one. Make it anew, or restart Python"
+"""The end of an error about such a value."""

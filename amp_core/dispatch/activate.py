@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from amp_core._torch.op_kernels import POLICIES
 from amp_core._torch.tracing import calls_are_exported
 from amp_core.common import environment as _env
+from amp_core.common.arguments import ANOTHER_COPY, is_of_another_copy
 from amp_core.common.call_site import level_outside
 from amp_core.common.locks import new_lock
 from amp_core.common.text import counted, digest
@@ -231,7 +232,9 @@ def _of_default(backend: Backend, path: str | None) -> Activation | None:
 def check_policy(policy: object) -> None:
     """Raise PolicyError unless `policy` is one."""
     if not isinstance(policy, OpPolicy):
-        raise PolicyError(f"policy= must be an OpPolicy, not {type(policy).__name__}.")
+        other = is_of_another_copy(policy, OpPolicy)
+        found = f"that of {ANOTHER_COPY}" if other else type(policy).__name__
+        raise PolicyError(f"policy= must be an OpPolicy, not {found}.")
 
 
 def default_policy(backend: Backend) -> OpPolicy:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import TypeVar
 
+from amp_core.common.arguments import ANOTHER_COPY, is_of_another_copy
 from amp_core.errors import BackendConflictError, BackendLoadError
 from amp_core.plugin.interface import API_VERSION, Backend
 from amp_core.plugin.results import wrong_attribute
@@ -174,6 +175,8 @@ def _check(backend: Backend, owner: Owner) -> None:
         what, fix = repr(backend), "derive its class from amp_core.plugin.Backend"
         if isinstance(backend, type):
             what, fix = f"the class {backend.__name__}", f"call registry.add({backend.__name__}())"
+        elif is_of_another_copy(backend, Backend):
+            fix = f"it derives from that of {ANOTHER_COPY}"
         raise TypeError(f"{owner} added {what}, which is no amp_core.plugin.Backend instance; {fix}.")
     name = type(backend).__name__
     device_type = getattr(backend, "device_type", None)

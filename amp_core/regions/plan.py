@@ -13,6 +13,7 @@ from torch import nn
 
 from amp_core.common.arguments import check_module
 from amp_core.common.handle import Handle
+from amp_core.dispatch.activate import check_policy
 from amp_core.errors import PolicyError
 from amp_core.policy.changes import resolve_of_module
 from amp_core.policy.op_policy import OpPolicy
@@ -82,8 +83,7 @@ class PrecisionPlan:
     state_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.policy, OpPolicy):
-            raise PolicyError(f"policy must be an OpPolicy, not {self.policy!r}.")
+        check_policy(self.policy)
         if not isinstance(self.modules, Mapping):
             raise PolicyError(
                 f"modules must map modules to rules, as for apply_policy, not {self.modules!r}."

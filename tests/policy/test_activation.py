@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import importlib.util
 import threading
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import amp_core
-from amp_core import OpPolicy, PolicyError, get_backend
+from amp_core import OpPolicy, PolicyError, PrecisionPlan, get_backend
 from amp_core.dispatch.activate import activation
 from amp_core.dispatch.engine import engine
 from amp_core.dispatch.runners import table_of
 from amp_core.errors import AmpWarning
 from amp_core.plugin import Availability, Backend
+from amp_core.plugin.registry import Registry
 from amp_core.testing.fixtures import serving
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -132,6 +135,28 @@ def test_a_policy_of_another_device() -> None:
         activation(BACKEND, OpPolicy.default("cuda"))
     with pytest.raises(PolicyError, match="must be an OpPolicy, not dict"):
         activation(BACKEND, {"softmax": "fp32"})
+
+
+def imported_anew(name: str) -> Any:
+    """Return the module as it is after ``%autoreload``, or where `sys.modules` has lost it."""
+    spec = importlib.util.find_spec(name)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_objects_of_an_amp_core_imported_before() -> None:
+    """In a notebook that imports amp_core anew: "policy= must be an OpPolicy, not OpPolicy"."""
+    other = imported_anew("amp_core.policy.op_policy").OpPolicy("cpu", {})
+    anew = r"that of an amp_core that was imported before this one\. Make it anew, or restart Python\."
+    for refuse in (lambda: activation(BACKEND, other), lambda: PrecisionPlan(other)):
+        with pytest.raises(PolicyError, match=f"must be an OpPolicy, not {anew}"):
+            refuse()
+    earlier = imported_anew("amp_core.plugin.interface").Backend
+    methods = dict.fromkeys(earlier.__abstractmethods__, lambda _: None)
+    backend = type("Cpu", (earlier,), {"device_type": "cpu", **methods})()
+    with pytest.raises(TypeError, match=f"no amp_core.plugin.Backend instance; it derives from {anew}"):
+        Registry().add(backend)
 
 
 def test_a_device_that_torch_has_no_autocast_for() -> None:
