@@ -49,3 +49,7 @@ class WeakIdentityMapping(MutableMapping[K, V]):
 
     def __len__(self) -> int:
         return len(self._entries)
+
+    def __repr__(self) -> str:
+        entries = [f"{type(key).__name__}: {value!r}" for key, value in self.items()]
+        return f"{{{', '.join(entries)}}}"

@@ -279,6 +279,16 @@ def test_a_warning_made_an_error_loses_no_event(at_floor: AtFloor) -> None:
         assert scaler.get_scale() == (1.0 if at_floor is AtFloor.STOP else 4.0)
 
 
+def test_the_last_steps_are_shown() -> None:
+    """A notebook shows `scaler.last_step` as an object at some address."""
+    run = Run()
+    run.step()
+    run.step(bad=True)
+    shown = f"{{SGD: {run.scaler.last_step[run.optimizer]!r}}}"
+    assert "SGD skipped step 1" in shown
+    assert repr(run.scaler.last_step) == shown
+
+
 def test_fused_steps_name_their_parameters() -> None:
     """A step that the optimizer decided to skip names nobody."""
     run = Run(fused=True)
