@@ -225,6 +225,12 @@ def test_a_run_of_one_area_takes_the_known_failures_of_others():
     assert check(Loopback(), areas=["availability"], keyword=only, fixtures=Excused).ok
 
 
+def test_the_kit_runs_where_numpy_is_kept_out(monkeypatch):
+    """All checks fail with "'NoneType' object has no attribute 'random'"."""
+    monkeypatch.setitem(sys.modules, "numpy", None)
+    assert check(Loopback(), areas=["add"], keyword="shapes").ok
+
+
 def test_the_kit_puts_the_installed_backend_back():
     """Checking a backend would leave it in charge of the device."""
     from amp_core.plugin import get_backend
