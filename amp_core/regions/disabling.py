@@ -96,10 +96,8 @@ class disable:  # noqa: N801  # used as `with disable():`, beside `autocast`
 
 def _leave(entry: _Entry) -> None:
     while entry.regions:
-        region = entry.regions[-1]
-        if region in [
-            frame.region for frame in thread.regions
-        ]:  # else an interrupt came before it was entered
+        region, entered = entry.regions[-1], [frame.region for frame in thread.regions]
+        if region in entered:  # or an interrupt came before it was
             region.__exit__(None, None, None)
         entry.regions.pop()
     _thread.entered.remove(entry)
