@@ -195,9 +195,9 @@ class Capture(Sink):
             if outputs[0].requires_grad:
                 outputs[0].register_hook(lambda grad: self._gradient(place, grad))  # type: ignore[no-untyped-call]
 
-    def _gradient(self, place: Place, gradient: Tensor) -> None:
+    def _gradient(self, place: Place, gradient: Tensor | None) -> None:
         with measuring():
-            self._keep(MODULE, BACKWARD, place, "output", [], [gradient], produces=False)
+            self._keep(MODULE, BACKWARD, place, "output", [], floats_in(gradient), produces=False)
 
     def parameter(self, place: Place, name: str, gradient: Tensor) -> None:
         """Sample the gradient of a parameter."""

@@ -108,9 +108,10 @@ class Watch(Attached, Report):
                 if tensor.requires_grad:
                     tensor.register_hook(self._of_result(name))  # type: ignore[no-untyped-call]
 
-    def _of_result(self, name: str) -> Callable[[Tensor], None]:
-        def add(gradient: Tensor) -> None:
-            self._add("gradient", name, gradient)
+    def _of_result(self, name: str) -> Callable[[Tensor | None], None]:
+        def add(gradient: Tensor | None) -> None:
+            if gradient is not None:
+                self._add("gradient", name, gradient)
 
         never_compile(add)
         return add

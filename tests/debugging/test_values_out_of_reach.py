@@ -65,6 +65,25 @@ def weights_that_are_results(model: nn.Module) -> list[Tensor]:
     return [weight.grad for weight in model.parameters()]
 
 
+class Stop(torch.autograd.Function):
+    """A function that has no gradient for its input: autograd gives None to what computed that."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> None:
+        return None
+
+
+def no_gradients(model: nn.Module) -> list[Tensor]:
+    first = low(model[0], X)
+    stopped = Stop.apply(first)  # type: ignore[no-untyped-call]
+    model[2](stopped).sum().backward()
+    return [stopped, model[2].weight.grad]
+
+
 def fake(model: nn.Module) -> list[Tensor]:
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         result = low(model, mode.from_tensor(X))
@@ -110,6 +129,7 @@ TOOLS: dict[str, Callable[[nn.Module], Any]] = {
         forward_mode,
         batched_gradients,
         weights_that_are_results,
+        no_gradients,
         fake,
         meta,
         exported,
@@ -126,6 +146,17 @@ def test_a_program_goes_on(program: Callable[[nn.Module], list[Tensor]], tool: s
         low(model, X)  # as a tool meets it in training
         got = program(model)
     assert all(map(torch.equal, got, expected))
+
+
+@pytest.mark.parametrize("tool", [amp_core.compare, amp_core.advise])
+def test_a_step_without_some_gradients(tool: Callable[..., Any]) -> None:
+    """The tool ends in an error of its own, as autograd hands it None where a module has no gradient."""
+    model = make()
+
+    def step() -> None:
+        model[2](Stop.apply(model[0](X))).float().sum().backward()  # type: ignore[no-untyped-call]
+
+    assert str(tool(step, "cpu", model=model))
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
