@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_core.casts.shards import whole
+from amp_core.debugging.values import numbers
 from amp_core.formats import Quantization, Quantized, Recipe, quantize
 from amp_core.formats.hadamard import rotate
 
@@ -58,7 +59,7 @@ class Fit:
 @torch.no_grad()
 def fit_of(tensor: Tensor, quantized: Quantized) -> Fit:
     """Return how well `tensor` fits the format that it was rounded to; waits for the device."""
-    _, _, saturated, flushed = quantized.counts.tolist()
+    _, _, saturated, flushed = numbers(quantized.counts)
     exact, rounded = tensor.detach().float(), quantized.dequantize()
     finite = exact.isfinite() & rounded.isfinite()
     changed, size = (_sum_of_squares(torch.where(finite, x, 0.0)) for x in (rounded - exact, exact))

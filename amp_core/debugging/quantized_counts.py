@@ -13,6 +13,7 @@ from torch import Tensor
 from amp_core.casts.shards import whole
 from amp_core.debugging.places import Place
 from amp_core.debugging.sink import Where
+from amp_core.debugging.values import numbers
 from amp_core.dispatch.quantized_products import Operand, ScaledProduct
 from amp_core.formats import COUNTS
 from amp_core.policy.recipes import short
@@ -84,7 +85,7 @@ class QuantizedCounts:
         """Return all counts; waits for the device."""
         for key, tensor in self._on_device.items():
             count = self._counts[key]
-            more = {name: getattr(count, name) + n for name, n in zip(COUNTS, tensor.tolist(), strict=True)}
+            more = {name: getattr(count, name) + n for name, n in zip(COUNTS, numbers(tensor), strict=True)}
             self._counts[key] = replace(count, **more)
         self._on_device.clear()
         return dict(self._counts)

@@ -337,6 +337,23 @@ def test_wrappers_that_compute(tool: str) -> None:
         assert sum(entry.exponents.values()) == 30
 
 
+def test_quantised_operands_of_another_class() -> None:
+    """A report on a format ends in an error: torch reads a list of numbers from no subclass."""
+    found = []
+    for wrap in (torch.clone, lambda x: TwoTensor(x, x.clone())):
+        model, x = make(), wrap(X)
+
+        def step(model: nn.Module = model, x: Tensor = x) -> Tensor:
+            return model(x).float().square().sum()
+
+        with amp_core.record(model) as recording, autocast("cpu", torch.float8_e4m3fn):
+            step()
+        fits = amp_core.compare(step, "cpu", format="mxfp8", model=model).fits
+        found.append(([*recording.quantized.values()], [*fits.values()]))
+    assert found[0] == found[1]
+    assert found[0][0]
+
+
 def test_weights_made_in_inference_mode_are_compared() -> None:
     """Such weights count no versions, and the comparison raised when it asked for one."""
     with torch.inference_mode():
