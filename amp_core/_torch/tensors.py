@@ -78,6 +78,11 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
     return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
 
 
+def numbers(vector: torch.Tensor) -> list[Any]:
+    """Return the values of a vector; torch reads those of a wrapper one by one only."""
+    return [value.item() for value in vector] if is_wrapper(vector) else vector.tolist()
+
+
 _VERSIONS = Feature(
     "versions",
     "cached_casts and master_weights cast weights at every use, GradScaler(overlap=True) reads gradients "

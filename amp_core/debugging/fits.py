@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from amp_core._torch.tensors import numbers
 from amp_core.casts.shards import whole
-from amp_core.debugging.values import numbers
 from amp_core.formats import Quantization, Quantized, Recipe, quantize
 from amp_core.formats.hadamard import rotate
 

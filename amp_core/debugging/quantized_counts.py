@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from amp_core._torch.tensors import numbers
 from amp_core.casts.shards import whole
 from amp_core.debugging.places import Place
 from amp_core.debugging.sink import Where
-from amp_core.debugging.values import numbers
 from amp_core.dispatch.quantized_products import Operand, ScaledProduct
 from amp_core.formats import COUNTS
 from amp_core.policy.recipes import short

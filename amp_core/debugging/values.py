@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,11 +38,6 @@ def wide(tensor: Tensor) -> Tensor:
 
 def _largest(flat: Tensor) -> float:
     return max(abs(float(end)) for end in torch.aminmax(flat))
-
-
-def numbers(vector: Tensor) -> list[Any]:
-    """Return the values of a vector; torch reads those of a wrapper one by one only."""
-    return [value.item() for value in vector] if is_wrapper(vector) else vector.tolist()
 
 
 def is_readable(tensor: Tensor) -> bool:

@@ -16,7 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from amp_core._torch.autograd import current_autograd_node
 from amp_core._torch.dynamo import never_compile
 from amp_core._torch.modules import uncompiled
-from amp_core._torch.tensors import part_of, version_of
+from amp_core._torch.tensors import numbers, part_of, version_of
 from amp_core._torch.tracing import outside_graphs, untraced
 from amp_core.common.arguments import as_whole, check_module, home_of
 from amp_core.common.text import counted, dtype_name
@@ -27,7 +27,7 @@ from amp_core.debugging.ranges import KINDS, Entry, Format
 from amp_core.debugging.report import Report
 from amp_core.debugging.state_keeper import is_rehearsing
 from amp_core.debugging.tap import measuring
-from amp_core.debugging.values import extent, in_parts, is_readable, numbers
+from amp_core.debugging.values import extent, in_parts, is_readable
 from amp_core.plugin import get_backend
 from amp_core.regions.selecting import listed, matches
 from amp_core.scaling.plot import new_figure, plain

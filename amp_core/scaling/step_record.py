@@ -12,6 +12,7 @@ from typing import Any, SupportsIndex, overload
 import torch
 from torch import Tensor
 
+from amp_core._torch.tensors import numbers
 from amp_core.common.files import as_path
 from amp_core.common.text import counted
 
@@ -199,14 +200,14 @@ def fetch(records: Sequence[StepRecord]) -> None:
     wide = any(value.dtype is torch.float64 for _, _, value in pending)
     dtype = torch.float64 if wide else torch.float32
     flat = [value.detach().reshape(-1).to(device, dtype) for _, _, value in pending]
-    values = iter(torch.cat(flat).tolist())
+    values = iter(numbers(torch.cat(flat)))
     for record, name, value in pending:
-        numbers = [next(values) for _ in range(value.numel())]
-        setattr(record, name, numbers if value.dim() else numbers[0])
+        own = [next(values) for _ in range(value.numel())]
+        setattr(record, name, own if value.dim() else own[0])
 
 
 def _values(flags: Tensor | list[float] | None) -> list[float]:
-    return flags.tolist() if isinstance(flags, Tensor) else flags or []
+    return numbers(flags) if isinstance(flags, Tensor) else flags or []
 
 
 def rank() -> int | None:

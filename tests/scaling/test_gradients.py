@@ -9,6 +9,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given
+from torch.testing._internal.two_tensor import TwoTensor
 
 import amp_core
 from amp_core.scaling import gradients
@@ -138,3 +139,20 @@ def test_expanded_gradients_are_refused(amp, fused):
     with pytest.raises(RuntimeError, match=r"more than one element .* Please clone\(\) the tensor"):
         scaler.step(optimizer)
     assert weight.tolist() == before
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_records_of_gradients_of_another_class(fused: bool) -> None:
+    """What a record holds of such gradients can be read neither by the user nor by the next step's record."""
+    weight = torch.nn.Parameter(TwoTensor(torch.ones(3), torch.ones(3)))
+    optimizer = torch.optim.Adam([weight], fused=fused)
+    scaler = amp_core.GradScaler("cpu", 1.0, named_parameters=[("weight", weight)])
+    for value in (torch.inf, 2.0):
+        scaler.scale(torch.ones(()))
+        weight.grad = TwoTensor(*(torch.full((3,), value) for _ in range(2)))
+        scaler.step(optimizer, max_norm=1.0)
+        scaler.update()
+    skipped, taken = scaler.history
+    assert [bad.name for bad in skipped.bad_parameters] == ["weight"]
+    assert (skipped.total_norm, taken.bad_parameters) == (torch.inf, ())
+    assert taken.total_norm == pytest.approx(48**0.5)  # at half the scale
