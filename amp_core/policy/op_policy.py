@@ -353,8 +353,8 @@ class OpPolicy:
         return frozenset(self.origins.items())
 
     def _ruled(self) -> dict[str, str]:
-        """Return the ops with a rule; an explicit `UNCHANGED` equals no rule."""
-        return {op: rule for op, rule in self.rules.items() if rule != r.UNCHANGED}
+        """Return the ops with a rule; an explicit `UNCHANGED` equals none, but for ops of other packages."""
+        return {op: rule for op, rule in self.rules.items() if rule != r.UNCHANGED or names.is_foreign(op)}
 
     def __repr__(self) -> str:
         return f"<OpPolicy for {self.device_type!r}: {counted(len(self.rules), 'rule')}>"

@@ -91,6 +91,23 @@ def test_a_policy_can_take_the_shipped_rule_away() -> None:
 # Custom ops by name.
 
 
+def test_a_policy_can_take_the_rule_of_another_package_away() -> None:
+    """An op keeps a rule that torch.library got after the first policy, though a policy says unchanged."""
+    name = f"amp_core_ruled_{next(_numbers)}::twice"
+    twice = torch.library.custom_op(name, lambda x: x * 2, mutates_args=(), schema="(Tensor x) -> Tensor")
+    twice.register_autocast("cpu", LOW)
+    unchanged, x = DEFAULT.override({name: "unchanged"}), torch.ones(3)
+    policies = {
+        DEFAULT: LOW,
+        unchanged: HIGH,
+        OpPolicy.from_toml(unchanged.to_toml()): HIGH,
+        unchanged.override({name: "native"}): LOW,
+    }
+    for policy, dtype in policies.items():
+        with autocast("cpu", policy=policy):
+            assert twice(x).dtype is dtype
+
+
 @pytest.fixture
 def later() -> Iterator[tuple[str, Callable[[], None]]]:
     """The name of an op that is not defined, and a function that defines it."""
