@@ -55,9 +55,8 @@ def _guards(policy: OpPolicy) -> Table:
 def _changes(policy: OpPolicy) -> dict[str, str]:
     """Return the ops that `policy` treats differently from torch, with their rules."""
     native = {**native_rules(policy.device_type), **added_rules(policy.device_type)}
-    wanted = {op: policy.rules.get(op, r.UNCHANGED) for op in sorted({*native, *policy.rules})}
-    without = {op: r.NATIVE if names.is_foreign(op) else r.UNCHANGED for op in wanted} | native
-    return {op: rule for op, rule in wanted.items() if rule != without[op]}
+    wanted = {op: policy.rules.get(op, r.unstated(op)) for op in sorted({*native, *policy.rules})}
+    return {op: rule for op, rule in wanted.items() if rule != native.get(op, r.unstated(op))}
 
 
 def _warn_of_emulation(policy: OpPolicy) -> None:

@@ -108,11 +108,6 @@ def is_function(name: str) -> bool:
     return _FUNCTION.fullmatch(name) is not None
 
 
-def is_foreign(name: str) -> bool:
-    """Return whether `name` is an op of another package, which may give it an autocast kernel any time."""
-    return "::" in name and not name.startswith("aten::")
-
-
 def _check_function(name: str) -> None:
     path, _, qualname = name.partition(":")
     module = sys.modules.get(path)

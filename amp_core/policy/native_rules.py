@@ -49,3 +49,11 @@ def native_rules_of(device_type: str, lists: tuple[tuple[str, str], ...]) -> Map
     known = tables.flatten(dict(lists))
     full = set(map(names.in_full, registered(key)))
     return {op: known.get(op, r.NATIVE) for op in sorted(full - added_rules(device_type).keys())}
+
+
+def has_own_kernel(op: str, device_type: str) -> bool:
+    """Return whether another package has given its `op`, a full name, an autocast kernel of its own."""
+    key = autocast_key(device_type)
+    if r.unstated(op) != r.NATIVE or not has_dispatch_key(key):
+        return False
+    return op in map(names.in_full, registered(key))

@@ -20,7 +20,7 @@ from amp_core.policy import names, tables, toml
 from amp_core.policy import rules as r
 from amp_core.policy.changes import OpName, check_device_type, resolve
 from amp_core.policy.explanations import Explanation, Explanations, PolicyDiff
-from amp_core.policy.native_rules import added_rules, known_ops, native_rules_of
+from amp_core.policy.native_rules import added_rules, has_own_kernel, known_ops, native_rules_of
 
 if TYPE_CHECKING:
     from amp_core.formats import Recipe
@@ -178,7 +178,8 @@ class OpPolicy:
         """
         known = {**cls.default(device_type).rules, **cls.uniform(device_type).rules}
         kept = (r.FP32_SET_OPT_DTYPE, r.FP32_APPEND_DTYPE, r.MATCH_DESTINATION)
-        rules = {op: rule if rule in kept else r.FP32 for op, rule in known.items() if rule != r.NATIVE}
+        rules = {op: rule if rule in kept else r.FP32 for op, rule in known.items()}
+        rules |= {op: r.UNCHANGED for op, rule in known.items() if rule == r.NATIVE}
         return cls._from_full_names(device_type, rules, "OpPolicy.float32")
 
     @classmethod
@@ -270,7 +271,7 @@ class OpPolicy:
         Raises:
             PolicyError: the op is unknown, or its overloads have different rules.
         """
-        rules = {self.rules.get(name, r.UNCHANGED) for name in names.full_names(op)}
+        rules = {self._explain(name).rule for name in names.full_names(op)}
         explicit = rules - {r.UNCHANGED} or rules
         if len(explicit) > 1:
             raise PolicyError(f"The overloads of {op!r} have different rules; name one:\n{self.explain(op)}")
@@ -298,6 +299,8 @@ class OpPolicy:
         return Explanations(map(self._explain, names.full_names(op)))
 
     def _explain(self, op: str) -> Explanation:
+        if op not in self.rules and has_own_kernel(op, self.device_type):
+            return Explanation(op, r.unstated(op), "by the package of the op")
         if op not in self.rules:
             return Explanation(op, r.UNCHANGED, f"{self.device_type} has no rule for it")
         return Explanation(op, self.rules[op], self.origins[op])
@@ -324,7 +327,7 @@ class OpPolicy:
         if not isinstance(other, OpPolicy):
             raise TypeError(f"diff() compares with another OpPolicy, not with {other!r}.")
         ops = sorted({*self.rules, *other.rules})
-        pairs = ((op, self.rules.get(op, r.UNCHANGED), other.rules.get(op, r.UNCHANGED)) for op in ops)
+        pairs = ((op, self.rules.get(op, r.unstated(op)), other.rules.get(op, r.unstated(op))) for op in ops)
         return PolicyDiff({op: (mine, theirs) for op, mine, theirs in pairs if mine != theirs})
 
     # Mapping, equality, pickling.
@@ -353,8 +356,8 @@ class OpPolicy:
         return frozenset(self.origins.items())
 
     def _ruled(self) -> dict[str, str]:
-        """Return the ops with a rule; an explicit `UNCHANGED` equals none, but for ops of other packages."""
-        return {op: rule for op, rule in self.rules.items() if rule != r.UNCHANGED or names.is_foreign(op)}
+        """Return the ops with a rule; one that says what holds without it equals none."""
+        return {op: rule for op, rule in self.rules.items() if rule != r.unstated(op)}
 
     def __repr__(self) -> str:
         return f"<OpPolicy for {self.device_type!r}: {counted(len(self.rules), 'rule')}>"

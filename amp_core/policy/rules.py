@@ -54,6 +54,14 @@ calls run under `LOWER_PRECISION_FP` if it has a threshold.
 """
 
 
+def unstated(op: str) -> str:
+    """Return the rule of an op that a policy does not name, by its full name.
+
+    Another package may give its op an autocast kernel at any time, which then stays.
+    """
+    return NATIVE if "::" in op and not op.startswith("aten::") else UNCHANGED
+
+
 _THRESHOLD = re.compile(rf"(?:{LOWER_PRECISION_FP}|recipe \S+) above ([0-9]+(?:\.[0-9]+)?) ([kMGT]?)FLOP")
 _UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 

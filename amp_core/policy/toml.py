@@ -12,7 +12,7 @@ from typing_extensions import Self
 
 from amp_core.common import toml
 from amp_core.errors import BackendNotFoundError, PolicyError
-from amp_core.policy import names, recipes
+from amp_core.policy import recipes
 from amp_core.policy.changes import check_device_type, resolve_of_module
 from amp_core.policy.rules import FP32
 
@@ -24,7 +24,6 @@ class Policy(Protocol):
     """The part of `amp_core.OpPolicy` that reading and writing need."""
 
     device_type: str
-    rules: Mapping[str, str]
 
     @classmethod
     def default(cls, device_type: str) -> Self:
@@ -59,10 +58,10 @@ def write(policy: Policy, modules: ModuleRules = MappingProxyType({})) -> str:
     """
     base, start = _start(policy)
     lines = [f'device_type = "{policy.device_type}"', f'base = "{base}"', "", "[rules]"]
-    stated = {op: rule for op, rule in policy.rules.items() if names.is_foreign(op) and op not in start.rules}
-    changes = {**{op: rule for op, (_, rule) in start.diff(policy).items()}, **stated}
-    lines += [f"{toml.quoted(op)} = {toml.quoted(rule)}" for op, rule in sorted(changes.items())]
-    return "\n".join(lines) + "\n" + ("\n" if modules else "") + write_modules(modules, changes.values())
+    changes = start.diff(policy)
+    lines += [f"{toml.quoted(op)} = {toml.quoted(rule)}" for op, (_, rule) in changes.items()]
+    rules = [rule for _, rule in changes.values()]
+    return "\n".join(lines) + "\n" + ("\n" if modules else "") + write_modules(modules, rules)
 
 
 def _start(policy: P) -> tuple[str, P]:

@@ -55,3 +55,11 @@ override = OpPolicy.default("cpu").override({double: "fp32", triple: "fp32"})
 with autocast("cpu", policy=override), FlopCounterMode(display=False):
     assert {y.dtype for y in Both()(X.bfloat16())} == {torch.float32}
 check()
+for policy, dtype in (
+    (OpPolicy.uniform("cpu"), torch.bfloat16),  # as for ops that are defined after the policy
+    (OpPolicy("cpu"), torch.bfloat16),
+    (OpPolicy.from_toml(OpPolicy.uniform("cpu").to_toml()), torch.bfloat16),
+    (OpPolicy.float32("cpu"), torch.float32),
+):
+    with autocast("cpu", policy=policy):
+        assert {y.dtype for y in Both()(X)} == {dtype}, policy
