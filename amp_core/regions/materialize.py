@@ -187,7 +187,7 @@ def _decompose_unruled(program: torch.export.ExportedProgram, policy: OpPolicy) 
         if not returns_tensors(op):  # a size that the model reads: each trace has it again
             continue
         name = dispatcher_name(op)
-        ruled = policy.rules.get(names.full_name(op), UNCHANGED) != UNCHANGED
+        ruled = policy.explain(op)[0].rule != UNCHANGED
         if not ruled and has_kernel(name, "CompositeImplicitAutograd"):
             node.target, found = _parts(name, autograd_key(policy.device_type)), True
     return found

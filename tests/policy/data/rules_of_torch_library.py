@@ -7,7 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
-from amp_core import OpPolicy, autocast, record
+from amp_core import OpPolicy, autocast, materialize, record
 
 
 @torch.library.custom_op("amp_core_rules::double", mutates_args=())
@@ -63,3 +63,18 @@ for policy, dtype in (
 ):
     with autocast("cpu", policy=policy):
         assert {y.dtype for y in Both()(X)} == {dtype}, policy
+torch.library.define("amp_core_rules::square", "(Tensor x) -> Tensor")  # of others, after policies
+torch.library.impl("amp_core_rules::square", "CompositeImplicitAutograd", lambda x: x.mm(x))
+torch.library.register_autocast("amp_core_rules::square", "cpu", torch.float16)
+
+
+class Square(torch.nn.Module):
+    """Calls the op."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the square of `x`."""
+        return torch.ops.amp_core_rules.square(x)
+
+
+for policy in (OpPolicy.default("cpu"), OpPolicy.uniform("cpu")):
+    assert materialize(Square(), (torch.eye(4),), policy=policy)(torch.eye(4)).dtype is torch.float16
