@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from amp_core._torch.list_writes import see_list_writes
-from amp_core._torch.tensors import identity_of, is_flattened, part_of, version_of
+from amp_core._torch.tensors import is_flattened, part_of
 from amp_core._torch.tracing import outside_graphs, untraced
+from amp_core.casts.last_writes import LastWrites
 from amp_core.casts.lost_updates import Counts
 from amp_core.casts.memory import KeptMemory
 from amp_core.casts.shards import like
@@ -35,7 +36,6 @@ from amp_core.common.arguments import as_whole, check_module
 from amp_core.common.containers import map_tensors
 from amp_core.common.handle import LocalHandle
 from amp_core.common.optimizers import exact_states, leaves_weights, numbered, parameters_of
-from amp_core.dispatch.fingerprints import address_of
 
 KEPT = "amp_core_kept"
 """The entry of the optimizer's state, per parameter, that holds what its weight lacks."""
@@ -77,7 +77,6 @@ class StoredWeights(LocalHandle):
         self._names: dict[Tensor, str] = {}  # of the parameters that are stored
         self._known: dict[Tensor, None] = {}  # that the model has, too
         self._lost = Counts(optimizer) if lost_updates else None
-        self._versions: dict[Tensor, tuple[int, int, int]] = {}  # after the last step
         # What is kept until the first step: a state shows that it began.
         self._first: dict[Tensor, Tensor] = {}
         optimizer._amp_core_first = self._first  # type: ignore[attr-defined]  # for copies of its state
@@ -85,6 +84,7 @@ class StoredWeights(LocalHandle):
             self._convert(param)
         for group in optimizer.param_groups:
             group.setdefault(STEPS, 0)
+        self._writes = LastWrites(optimizer)
         see_list_writes()
         self._inner = unhooked_step(optimizer)
         self._step = types.MethodType(Optimizer.profile_hook_step(self._take_step), optimizer)
@@ -127,9 +127,9 @@ class StoredWeights(LocalHandle):
         left = {p: "" if name in taken else name for p, name in stored.items() if p not in now}
         self._names = {**left, **now}
         self._known = dict.fromkeys([*left, *(p for p in self._model.parameters() if p in stepped)])
-        for param in {*self._versions, *self._first} - stepped:
-            self._versions.pop(param, None)
-            self._first.pop(param, None)
+        self._writes.forget_others(stepped)
+        for param in self._first.keys() - stepped:
+            del self._first[param]
 
     def _convert(self, param: Tensor) -> None:
         """Store a float32 parameter, rounded to nearest; no random bits are drawn."""
@@ -159,6 +159,7 @@ class StoredWeights(LocalHandle):
 
     @outside_graphs  # the random bits of each step would be traced, number by number
     def _take_step(self, _optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        self._writes.refuse_two(self._names)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -228,7 +229,7 @@ class StoredWeights(LocalHandle):
         low = part_of(param).detach()
         wide = self._memory.empty_like(low, torch.float32)
         kept = None if kept is None else part_of(kept)
-        if kept is not None and self._versions.get(param) != _version(param):
+        if kept is not None and not self._writes.is_last(param):
             kept = drop_foreign(kept, low)  # doing this at each step would take twice the time
         self._how.widen_(wide, low, kept)
         return wide
@@ -252,7 +253,7 @@ class StoredWeights(LocalHandle):
         before = None if self._lost is None else self._wide(param)
         changed = None if before is None else wide != before  # `wide` is overwritten
         kept = self._how.narrow(wide, param, draw, None if kept is None else part_of(kept))
-        self._versions[param] = _version(param)
+        self._writes.note(param)
         if kept is not None:
             state[KEPT] = like(param, kept)
         else:
@@ -310,7 +311,7 @@ class StoredWeights(LocalHandle):
         """Give the loaded states their own dtypes back: torch casts them to that of the parameter."""
         loaded, self._loaded = self._loaded, {}
         self._first.clear()
-        self._versions.clear()  # what is loaded may be of other weights
+        self._writes.clear()  # what is loaded may be of other weights
         # A class that loads in its own way may look for each entry afterwards.
         plain = type(optimizer).load_state_dict is Optimizer.load_state_dict
         self._look_for_new()
@@ -360,9 +361,5 @@ class StoredWeights(LocalHandle):
         if self._lost is not None:
             self._lost.remove()
             self._lost = None
-        self._names, self._known, self._versions = {}, {}, {}  # a scheduler may go on calling this step
-
-
-def _version(param: Tensor) -> tuple[int, int, int]:
-    """Return what differs once `param` was written to, swapped, or given other memory by ``.data =``."""
-    return identity_of(param), version_of(param), address_of(param)
+        self._writes.end()
+        self._names, self._known = {}, {}  # a scheduler may go on calling this step

@@ -171,6 +171,28 @@ def test_weights_that_someone_else_wrote(storage: str, new: float, write: Any) -
         assert torch.equal(model["w"], torch.full((50,), new).bfloat16())
 
 
+@pytest.mark.parametrize("ends", [False, True])
+@pytest.mark.parametrize("other", ["remainder", "kahan"])
+def test_a_weight_that_is_stored_for_two_optimizers(other: Any, ends: bool) -> None:
+    """Each adds what it has kept to the weight of the other: half of the updates are lost."""
+    model, first = trained(torch.ones(3))
+    second = torch.optim.SGD(model.parameters(), lr=0.05)
+    handles = master_weights(model, first, "remainder"), master_weights(model, second, other)
+    model["w"].grad = torch.ones(3).bfloat16()
+    first.step()
+    second.step()
+    second.step()
+    before = model["w"].detach().clone(), copy.deepcopy(first.state_dict())
+    if ends:
+        handles[1].remove()
+        first.step()
+        return
+    with pytest.raises(RuntimeError, match="'w' is stored for two optimizers, which step it in turn"):
+        first.step()
+    assert torch.equal(model["w"], before[0])
+    assert str(first.state_dict()) == str(before[1])
+
+
 @pytest.mark.parametrize("storage", ["remainder", "stochastic", "kahan"])
 @pytest.mark.parametrize("new", [0.0, 1e-3])
 def test_states_that_were_saved_beside_other_weights(storage: str, new: float) -> None:

@@ -1,0 +1,65 @@
+"""Who wrote to stored weights last: what is kept beside a weight belongs to the value of the last step."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Collection, Mapping
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from amp_core._torch.tensors import identity_of, version_of
+from amp_core.dispatch.fingerprints import address_of
+
+Version = tuple[int, int, int]
+
+_all: weakref.WeakSet[LastWrites] = weakref.WeakSet()
+_clock = itertools.count()
+
+
+class LastWrites:
+    """The last writes of one optimizer to the weights that are stored for it."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self._writes: dict[Tensor, tuple[int, Version]] = {}  # when, and the version afterwards
+        _all.add(self)
+
+    def note(self, param: Tensor) -> None:
+        """Take note that the optimizer has just written to `param`."""
+        self._writes[param] = next(_clock), _version(param)
+
+    def is_last(self, param: Tensor) -> bool:
+        """Return whether nothing is known to have written to `param` since."""
+        return param in self._writes and self._writes[param][1] == _version(param)
+
+    def forget_others(self, stepped: Collection[Tensor]) -> None:
+        """Forget all parameters but those in `stepped`."""
+        for param in self._writes.keys() - stepped:
+            del self._writes[param]
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._writes.clear()
+
+    def end(self) -> None:
+        """Forget all, for good."""
+        _all.discard(self)
+        self.clear()
+
+    def refuse_two(self, names: Mapping[Tensor, str]) -> None:
+        """Raise RuntimeError if weights were stepped since by another optimizer that they are stored for."""
+        for other in tuple(_all) if len(_all) > 1 else ():
+            for param in self._writes.keys() & other._writes.keys():
+                if self._writes[param] < other._writes[param]:
+                    raise RuntimeError(
+                        f"{names.get(param)!r} is stored for two optimizers, which step it in turn: each "
+                        f"would add what it has kept to the weight of the other. Let one of them step it, or "
+                        f"name it in keep= of both."
+                    )
+
+
+def _version(param: Tensor) -> Version:
+    """Return what differs once `param` was written to, swapped, or given other memory by ``.data =``."""
+    return identity_of(param), version_of(param), address_of(param)
