@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from amp_core._torch.tensors import identity_of, version_of
+from amp_core.casts.unseen_writes import may_write_unseen
+from amp_core.common.optimizers import after_every_step, parameters_of
 from amp_core.dispatch.fingerprints import address_of
 
 Version = tuple[int, int, int]
@@ -25,6 +27,7 @@ class LastWrites:
         self.optimizer = optimizer
         self._writes: dict[Tensor, tuple[int, Version]] = {}  # when, and the version afterwards
         _all.add(self)
+        after_every_step(_forget_unseen)
 
     def note(self, param: Tensor) -> None:
         """Take note that the optimizer has just written to `param`."""
@@ -38,6 +41,11 @@ class LastWrites:
         """Forget all parameters but those in `stepped`."""
         for param in self._writes.keys() - stepped:
             del self._writes[param]
+
+    def forget(self, params: Iterable[Tensor]) -> None:
+        """Forget `params`."""
+        for param in params:
+            self._writes.pop(param, None)
 
     def clear(self) -> None:
         """Forget all."""
@@ -58,6 +66,15 @@ class LastWrites:
                         f"would add what it has kept to the weight of the other. Let one of them step it, or "
                         f"name it in keep= of both."
                     )
+
+
+def _forget_unseen(optimizer: Optimizer) -> None:
+    """Forget weights that a step of another optimizer may have written without moving their versions."""
+    if _all and may_write_unseen(optimizer):
+        every = tuple(_all)
+        if all(each.optimizer is not optimizer for each in every):
+            for each in every:
+                each.forget(parameters_of(optimizer))
 
 
 def _version(param: Tensor) -> Version:

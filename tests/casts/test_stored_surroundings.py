@@ -152,7 +152,14 @@ def write_under_a_mode(model: nn.ParameterDict, new: float) -> None:
         torch._foreach_add_([model["w"]], new)
 
 
-@pytest.mark.parametrize("write", [load, replace_memory, write_under_a_mode])
+def step_another(model: nn.ParameterDict, new: float) -> None:
+    """Write to the weight in fused steps of another optimizer, which move no version counter."""
+    for grad, rate in ((0.0, 1.0), (-1.0, new)):
+        model["w"].grad = torch.full_like(model["w"], grad)
+        torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=1.0, fused=True).step()
+
+
+@pytest.mark.parametrize("write", [load, replace_memory, write_under_a_mode, step_another])
 @pytest.mark.parametrize("storage", ["remainder", "stochastic", "kahan"])
 @pytest.mark.parametrize("new", [0.0, 1e-3])
 def test_weights_that_someone_else_wrote(storage: str, new: float, write: Any) -> None:
