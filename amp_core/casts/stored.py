@@ -168,6 +168,9 @@ class StoredWeights(LocalHandle):
         for group in self.optimizer.param_groups:
             group[STEPS] = group.get(STEPS, 0) + counts
         self._look_for_new()
+        for param in self._names:
+            if param.grad is not None and not self._is_stored(param):  # a model that was cast to float32
+                self._drop_kept(param)
         if self._lost is not None:
             self._look_up()  # layers may have moved
             self._lost.begin()
@@ -223,10 +226,14 @@ class StoredWeights(LocalHandle):
             kept = state[KEPT] = unpacked(kept.clone(), param, self._how)
         return kept
 
+    def _drop_kept(self, param: Tensor) -> None:
+        self.optimizer.state.get(param, {}).pop(KEPT, None)
+        self._first.pop(param, None)
+
     def _wide(self, param: Tensor) -> Tensor:
         """Return this rank's part of `param` in float32, as exact as the storage has it."""
         kept = self._kept(param)
-        low = part_of(param).detach()
+        low = part_of(param).detach().bfloat16()
         wide = self._memory.empty_like(low, torch.float32)
         kept = None if kept is None else part_of(kept)
         if kept is not None and not self._writes.is_last(param):
@@ -328,8 +335,12 @@ class StoredWeights(LocalHandle):
     def float32_weights(self) -> dict[str, Tensor]:
         """Return the weights in float32 by name, as exact as the storage has them; for a checkpoint."""
         self._look_up()  # layers may have moved
-        named = [(param, name) for param, name in self._names.items() if name and self._is_stored(param)]
-        return {name: like(param, self._wide(param)) for param, name in named}
+        return {name: like(param, self._exact(param)) for param, name in self._names.items() if name}
+
+    def _exact(self, param: Tensor) -> Tensor:
+        """Return this rank's part of `param` in float32, also if ``model.float()`` has cast it since."""
+        wide, part = self._wide(param), part_of(param).detach()
+        return wide if self._is_stored(param) else torch.where(part == part.bfloat16(), wide, part.float())
 
     def nbytes(self) -> int:
         """Return the bytes that are kept beside the bfloat16 weights."""
@@ -351,7 +362,7 @@ class StoredWeights(LocalHandle):
             del self.optimizer.step
         self._memory.clear()
         for param in parameters_of(self.optimizer):  # those too that are float32 by now
-            self.optimizer.state.get(param, {}).pop(KEPT, None)
+            self._drop_kept(param)
         for param in self._params():
             state = self.optimizer.state.get(param, {})
             for key, value in state.items():

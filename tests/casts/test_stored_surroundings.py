@@ -137,6 +137,31 @@ def test_removal_leaves_nothing_beside_weights_that_are_float32_by_now() -> None
     assert optimizer.state[model["w"]].keys() == {"momentum_buffer"}
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
+@pytest.mark.parametrize("storage", ["remainder", "stochastic", "kahan"])
+def test_the_float32_weights_of_a_model_that_was_cast(storage: Any, dtype: torch.dtype) -> None:
+    """A checkpoint lacks the weights, or their low bits; steps in between come back with older bits."""
+    torch.manual_seed(0)
+    model, optimizer = trained(torch.randn(100))
+    masters = master_weights(model, optimizer, storage)
+    model["w"].grad = torch.randn(100).bfloat16()
+    optimizer.step()
+    exact = masters.float32_weights()["w"]
+    model.to(dtype)
+    is_rounded = model["w"].abs() < 2**-14  # by float16
+    assert torch.equal(masters.float32_weights()["w"][~is_rounded], exact[~is_rounded])
+    with torch.no_grad():
+        model["w"][0] = 0.3
+    assert masters.float32_weights()["w"][0] == model["w"][0].float()
+    if dtype is torch.float16:
+        return  # torch mixes it with no float32 state
+    model["w"].grad = torch.ones(100, dtype=dtype)
+    optimizer.step()
+    assert torch.equal(masters.float32_weights()["w"], model["w"].float())
+    model.bfloat16()
+    assert torch.equal(masters.float32_weights()["w"], model["w"].float())
+
+
 def load(model: nn.ParameterDict, new: float) -> None:
     model.load_state_dict({"w": torch.full((50,), new)})
 
