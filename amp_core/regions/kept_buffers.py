@@ -67,7 +67,8 @@ def _apply(
     module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any
 ) -> nn.Module:
     """Do what torch's own does, and put back buffers that it has cast."""
-    before = {name: module._buffers.get(name) for name in module.__dict__[_KEPT]}  # some may be gone
+    kept = module.__dict__.get(_KEPT, ())  # none if a shallow copy, which has the same buffers, calls later
+    before = {name: module._buffers.get(name) for name in kept}  # some may be gone
     result: nn.Module = apply_to_tensors(module, fn, *args, **kwargs)
     for name, buffer in before.items():
         now = module._buffers.get(name)

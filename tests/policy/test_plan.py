@@ -302,6 +302,17 @@ def test_a_buffer_that_is_deleted_later() -> None:
     assert model.head.weight.dtype is torch.bfloat16
 
 
+def test_a_shallow_copy_outlives_the_plan() -> None:
+    """It cannot be cast any more, as it looks for the plan's entry in the original."""
+    model = Net()
+    with plan('float32_buffers = ["angles"]').apply(model):
+        shallow = copy.copy(model)
+        shallow.bfloat16()
+        assert shallow.angles.dtype is torch.float32
+    shallow.bfloat16()
+    assert shallow.angles.dtype is model.angles.dtype is torch.bfloat16
+
+
 def test_a_rounded_buffer_is_refused() -> None:
     """A plan that comes too late leaves rounded values in float32."""
     read = plan('float32_buffers = ["*"]')
