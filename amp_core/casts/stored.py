@@ -90,6 +90,9 @@ class StoredWeights(LocalHandle):
         self._step = types.MethodType(Optimizer.profile_hook_step(self._take_step), optimizer)
         optimizer.step = self._step  # type: ignore[method-assign]
         self._loaded: dict[str, Any] = {}
+        self._load = types.MethodType(self._load_state_dict, optimizer)
+        if "load_state_dict" not in vars(optimizer):
+            optimizer.load_state_dict = self._load  # type: ignore[method-assign]
         self._hooks = [
             optimizer.register_load_state_dict_pre_hook(self._remember),
             optimizer.register_load_state_dict_post_hook(self._load_exactly),
@@ -308,6 +311,12 @@ class StoredWeights(LocalHandle):
                 widened = key in flattened and kept.dtype is not self._state_dtype
                 states[key] = {**state, KEPT: packed(kept, widened=widened)}
 
+    def _load_state_dict(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Load what all hooks make of a checkpoint: one that matches names may come after this handle's."""
+        self._hooks.pop(0).remove()
+        self._hooks.insert(0, optimizer.register_load_state_dict_pre_hook(self._remember))
+        return type(optimizer).load_state_dict(optimizer, *args, **kwargs)
+
     def _remember(self, _optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         self._loaded = state_dict
         states = state_dict["state"].items()  # Adam takes any state of a parameter for one that has begun
@@ -360,6 +369,8 @@ class StoredWeights(LocalHandle):
             self._hooks.pop().remove()
         if self.optimizer.__dict__.get("step") is self._step:
             del self.optimizer.step
+        if self.optimizer.__dict__.get("load_state_dict") is self._load:
+            del self.optimizer.load_state_dict
         self._memory.clear()
         for param in parameters_of(self.optimizer):  # those too that are float32 by now
             self._drop_kept(param)

@@ -243,6 +243,43 @@ def test_states_that_were_saved_beside_other_weights(storage: str, new: float) -
         assert (masters.float32_weights()["w"] - new).abs().max() <= new * 2**-7 + 1e-30
 
 
+def match_names(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+    """Give parameters the states that were saved under their names, as torch's documentation shows."""
+    (old,), (new,) = saved["param_groups"], optimizer.param_groups
+    number_of = dict(zip(old["param_names"], old["params"], strict=True))
+    states = {i: saved["state"][number_of[name]] for i, name in enumerate(new["param_names"])}
+    group = {**old, "params": [*range(len(states))], "param_names": new["param_names"]}
+    return {"state": states, "param_groups": [group]}
+
+
+@pytest.mark.parametrize("is_last", [False, True])
+@pytest.mark.parametrize("storage", ["remainder", "stochastic", "kahan"])
+def test_a_hook_that_changes_what_is_loaded(storage: Any, is_last: bool) -> None:
+    """Parameters get each other's momentum and low bits, if the hook was registered after the storage."""
+    torch.manual_seed(0)
+    model = nn.ParameterDict({name: nn.Parameter(torch.randn(50)) for name in "abc"})
+    again = copy.deepcopy(model)
+    optimizer = torch.optim.Adam(model.named_parameters())
+    masters = master_weights(model, optimizer, storage)
+    for param in model.values():
+        param.grad = torch.randn(50).bfloat16()
+    optimizer.step()
+    optimizer = torch.optim.Adam([*again.named_parameters()][::-1])
+    if not is_last:
+        optimizer.register_load_state_dict_pre_hook(match_names)
+    masters_again = master_weights(again, optimizer, storage)
+    if is_last:
+        optimizer.register_load_state_dict_pre_hook(match_names)
+    again.load_state_dict(model.state_dict())
+    optimizer.load_state_dict(masters.optimizer.state_dict())
+    for name, weight in masters.float32_weights().items():
+        assert torch.equal(masters_again.float32_weights()[name], weight)
+        ours, theirs = optimizer.state[again[name]], masters.optimizer.state[model[name]]
+        assert torch.equal(ours["exp_avg"], theirs["exp_avg"])
+    masters_again.remove()
+    assert not {"step", "load_state_dict"} & vars(optimizer).keys()
+
+
 @pytest.mark.parametrize("how", ["load", "load too early", "load too early in float32", "copy"])
 @pytest.mark.parametrize("new", ["remainder", "stochastic", "kahan"])
 @pytest.mark.parametrize("old", ["remainder", "stochastic", "kahan"])
