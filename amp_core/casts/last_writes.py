@@ -14,7 +14,7 @@ from amp_core.casts.unseen_writes import may_write_unseen
 from amp_core.common.optimizers import after_every_step, parameters_of
 from amp_core.dispatch.fingerprints import address_of
 
-Version = tuple[int, int, int]
+Versions = list[tuple[int, int, int]]
 
 _all: weakref.WeakSet[LastWrites] = weakref.WeakSet()
 _clock = itertools.count()
@@ -25,17 +25,17 @@ class LastWrites:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
-        self._writes: dict[Tensor, tuple[int, Version]] = {}  # when, and the version afterwards
+        self._writes: dict[Tensor, tuple[int, Versions]] = {}  # when, and the versions afterwards
         _all.add(self)
         after_every_step(_forget_unseen)
 
-    def note(self, param: Tensor) -> None:
-        """Take note that the optimizer has just written to `param`."""
-        self._writes[param] = next(_clock), _version(param)
+    def note(self, param: Tensor, kept: Tensor | None) -> None:
+        """Take note that the optimizer has just written to `param`, and to what is kept beside it."""
+        self._writes[param] = next(_clock), _versions(param, kept)
 
-    def is_last(self, param: Tensor) -> bool:
-        """Return whether nothing is known to have written to `param` since."""
-        return param in self._writes and self._writes[param][1] == _version(param)
+    def is_last(self, param: Tensor, kept: Tensor | None) -> bool:
+        """Return whether nothing is known to have written to these since."""
+        return param in self._writes and self._writes[param][1] == _versions(param, kept)
 
     def forget_others(self, stepped: Collection[Tensor]) -> None:
         """Forget all parameters but those in `stepped`."""
@@ -77,6 +77,7 @@ def _forget_unseen(optimizer: Optimizer) -> None:
                 each.forget(parameters_of(optimizer))
 
 
-def _version(param: Tensor) -> Version:
-    """Return what differs once `param` was written to, swapped, or given other memory by ``.data =``."""
-    return identity_of(param), version_of(param), address_of(param)
+def _versions(param: Tensor, kept: Tensor | None) -> Versions:
+    """Return what differs once one was written to, swapped, replaced, or given other memory."""
+    both = (param,) if kept is None else (param, kept)
+    return [(identity_of(each), version_of(each), address_of(each)) for each in both]

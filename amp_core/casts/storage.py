@@ -69,6 +69,7 @@ class Storage(NamedTuple):
 
 
 STORAGES = {"remainder": Storage(torch.int16), "stochastic": Storage(None), "kahan": Storage(torch.bfloat16)}
+KEPT_DTYPES = (torch.int16, torch.bfloat16)
 
 
 def _kernels(tensor: Tensor) -> Kernels:
@@ -90,7 +91,7 @@ def unpacked(kept: Tensor, param: Tensor, how: Storage) -> Tensor:
     """Return what a checkpoint has of `param` as the storage keeps it, or the other one that saved it."""
     if kept.dim() > param.dim():  # bytes, which torch may have loaded in the dtype of the parameter
         return like(param, part_of(kept).to(torch.uint8).view(torch.int16).squeeze(-1))
-    return kept.to(how.kept or torch.bfloat16) if kept.dtype is torch.float32 else kept
+    return kept if kept.dtype in KEPT_DTYPES else kept.to(how.kept or torch.bfloat16)
 
 
 def drop_foreign(kept: Tensor, low: Tensor) -> Tensor:

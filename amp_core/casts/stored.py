@@ -24,7 +24,16 @@ from amp_core.casts.lost_updates import Counts
 from amp_core.casts.memory import KeptMemory
 from amp_core.casts.shards import like
 from amp_core.casts.stand_ins import Bucket, buckets, in_place_of, unhooked_step
-from amp_core.casts.storage import STORAGES, Draw, drop_foreign, narrow_state, packed, unpacked, widen_state
+from amp_core.casts.storage import (
+    KEPT_DTYPES,
+    STORAGES,
+    Draw,
+    drop_foreign,
+    narrow_state,
+    packed,
+    unpacked,
+    widen_state,
+)
 from amp_core.casts.stored_parameters import (
     checked_globs,
     checked_optimizer,
@@ -224,8 +233,8 @@ class StoredWeights(LocalHandle):
         """Return what is kept beside `param`, as the storage keeps it."""
         state = self.optimizer.state.get(param, {})
         kept: Tensor | None = state.get(KEPT, self._first.get(param))
-        if kept is not None and kept.dim() > param.dim():
-            # A class that loads in its own way may put integers back as they were saved.
+        if kept is not None and (kept.dim() > param.dim() or kept.dtype not in KEPT_DTYPES):
+            # A class that loads in its own way may put integers back as they were saved; others cast states.
             kept = state[KEPT] = unpacked(kept.clone(), param, self._how)
         return kept
 
@@ -235,11 +244,11 @@ class StoredWeights(LocalHandle):
 
     def _wide(self, param: Tensor) -> Tensor:
         """Return this rank's part of `param` in float32, as exact as the storage has it."""
-        kept = self._kept(param)
+        whole = self._kept(param)
         low = part_of(param).detach().bfloat16()
         wide = self._memory.empty_like(low, torch.float32)
-        kept = None if kept is None else part_of(kept)
-        if kept is not None and not self._writes.is_last(param):
+        kept = None if whole is None else part_of(whole)
+        if kept is not None and not self._writes.is_last(param, whole):
             kept = drop_foreign(kept, low)  # doing this at each step would take twice the time
         self._how.widen_(wide, low, kept)
         return wide
@@ -263,11 +272,11 @@ class StoredWeights(LocalHandle):
         before = None if self._lost is None else self._wide(param)
         changed = None if before is None else wide != before  # `wide` is overwritten
         kept = self._how.narrow(wide, param, draw, None if kept is None else part_of(kept))
-        self._writes.note(param)
         if kept is not None:
             state[KEPT] = like(param, kept)
         else:
             state.pop(KEPT, None)  # of another storage, which a checkpoint may be of
+        self._writes.note(param, state.get(KEPT))
         if self._state_dtype is not torch.float32:
             for i, name in enumerate(sorted(state.keys() - {KEPT})):
                 state[name] = narrow_state(state[name], param, draw.key(1 + i))

@@ -243,6 +243,25 @@ def test_states_that_were_saved_beside_other_weights(storage: str, new: float) -
         assert (masters.float32_weights()["w"] - new).abs().max() <= new * 2**-7 + 1e-30
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("storage", ["remainder", "kahan"])
+def test_states_that_someone_has_cast(storage: Any, dtype: torch.dtype) -> None:
+    """Numbers of low bits are added to the weights as they are, as if they were a compensation."""
+    torch.manual_seed(0)
+    model, optimizer = trained(torch.randn(50))
+    with master_weights(model, optimizer, storage) as masters:
+        for _ in range(2):
+            model["w"].grad = torch.randn(50).bfloat16()
+            optimizer.step()
+        before = masters.float32_weights()["w"]
+        for state in optimizer.state.values():
+            state.update({key: value.to(dtype) for key, value in state.items()})
+        after = masters.float32_weights()["w"]
+        assert ((after - model["w"]).abs() <= model["w"].abs() * 2**-8).all()
+        if dtype.itemsize > 2:
+            assert torch.equal(after, before)
+
+
 def match_names(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
     """Give parameters the states that were saved under their names, as torch's documentation shows."""
     (old,), (new,) = saved["param_groups"], optimizer.param_groups
