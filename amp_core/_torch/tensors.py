@@ -95,6 +95,7 @@ _unlike_any = itertools.count()
 version_of: Callable[[torch.Tensor], int] = (
     _VERSIONS.fallback(lambda _tensor: next(_unlike_any)) if _version is None else _version.__get__
 )
+counts_writes: Callable[[], bool] = _VERSIONS.works  # otherwise versions differ at each look
 _IDENTITY = Feature(
     "tensor_identity", "cached_casts and master_weights do not notice torch.utils.swap_tensors on weights"
 )

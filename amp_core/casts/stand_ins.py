@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from amp_core._torch.tensors import part_of
+from amp_core._torch.tensors import counts_writes, part_of, version_of
 from amp_core.common.optimizers import is_torchs
 from amp_core.plugin import get_backend
 
@@ -74,6 +74,18 @@ def in_place_of(optimizer: Optimizer, bucket: Bucket, stand_ins: Mapping[int, Te
         for group, params in originals:
             group["params"] = params
         optimizer.param_groups = all_groups
+
+
+@contextlib.contextmanager
+def refused_writes(optimizer: Optimizer, params: list[Tensor]) -> Iterator[None]:
+    """Raise RuntimeError if `optimizer` has written to `params`, in place of which it has others."""
+    before = [version_of(param) for param in params]
+    yield
+    if counts_writes() and before != [version_of(param) for param in params]:
+        raise RuntimeError(
+            f"{type(optimizer).__name__} steps on weights that it has kept since its creation, not on those "
+            f"of its param_groups, which are float32 in a step: its updates are lost. Use storage='fp32'."
+        )
 
 
 def unhooked_step(optimizer: Optimizer) -> Callable[[], Any]:

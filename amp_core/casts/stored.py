@@ -23,7 +23,7 @@ from amp_core.casts.last_writes import LastWrites
 from amp_core.casts.lost_updates import Counts
 from amp_core.casts.memory import KeptMemory
 from amp_core.casts.shards import like
-from amp_core.casts.stand_ins import Bucket, buckets, in_place_of, unhooked_step
+from amp_core.casts.stand_ins import Bucket, buckets, in_place_of, refused_writes, unhooked_step
 from amp_core.casts.storage import (
     KEPT_DTYPES,
     STORAGES,
@@ -206,7 +206,7 @@ class StoredWeights(LocalHandle):
                 self.optimizer.state[stand_in] = state
                 self.optimizer.state.pop(param, None)
                 self._first.pop(param, None)
-            with in_place_of(self.optimizer, bucket, wide):
+            with refused_writes(self.optimizer, params), in_place_of(self.optimizer, bucket, wide):
                 self._inner()
         finally:
             self._take_back_all(bucket, wide)

@@ -135,6 +135,34 @@ def test_remainder_follows_float32(kind: type[Foreign], resumed: bool) -> None:
         assert all(torch.equal(mine, theirs) for mine, theirs in states)  # what is kept comes last
 
 
+class Hoarding(Stateless):
+    """Steps on the parameters that it got at first."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.own = [*self.param_groups[0]["params"]]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for param in self.own:
+            self._step(param, 0.05)
+
+
+@pytest.mark.parametrize("storage", ["remainder", "stochastic", "kahan"])
+def test_an_optimizer_that_has_parameters_of_its_own(storage: Any) -> None:
+    """Each of its updates is overwritten with the weight from before, and nothing says so."""
+    model = Net()
+    optimizer = Hoarding(model.parameters())
+    masters = master_weights(model, optimizer, storage)
+    give_gradients(model, 0)
+    before = masters.float32_weights()
+    with pytest.raises(RuntimeError, match=r"Hoarding steps on weights that it has kept .* storage='fp32'"):
+        optimizer.step()
+    assert optimizer.param_groups[0]["params"] == [*model.parameters()]
+    if storage != "stochastic":
+        torch.testing.assert_close(masters.float32_weights(), before, rtol=0, atol=0)
+
+
 def test_nested_states_return_to_bfloat16() -> None:
     """After `remove`, an optimizer mixes float32 momentum with bfloat16 gradients."""
     model = Net()
