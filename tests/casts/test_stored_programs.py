@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import pickle
 import random
@@ -27,6 +28,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 SHAPES = [(3,), (4, 5), (2, 3, 2), (1,), (0,), ()]
 EVENTS = ["bad", "freeze", "reload", "copy", "share", "lr", "partial", "micro-batches", "scaler"]
+EVENTS += ["snapshot", "rollback", "rollback the optimizer first", "cast", "swap", "move", "switch", "split"]
 
 
 class Run:
@@ -35,15 +37,17 @@ class Run:
     def __init__(self, drawn: dict[str, Any], stored: bool) -> None:
         torch.manual_seed(drawn["seed"])
         self.drawn, self.stored, self.scaler = drawn, stored, GradScaler("cpu", 64.0)
-        self.start([torch.randn(shape) for shape in drawn["shapes"]])
+        self.snapshot: Any = None
+        number = len(drawn["shapes"])
+        self.start([torch.randn(s) for s in drawn["shapes"]], [1, number - 1] if number > 2 else [number])
 
-    def start(self, values: list[Tensor]) -> None:
+    def start(self, values: list[Tensor], sizes: list[int]) -> None:
         params = [nn.Parameter(value.t().contiguous().t() if value.dim() == 2 else value) for value in values]
-        self.attach(nn.ParameterList(params), self.optimizer_of(params))
-
-    def optimizer_of(self, params: list[nn.Parameter]) -> torch.optim.Optimizer:
-        groups = [{"params": params[:1], "lr": 0.02}, {"params": params[1:]}] if len(params) > 2 else params
-        return OPTIMIZERS[self.drawn["optimizer"]](groups)
+        rest = iter(params)
+        groups = [{"params": [*itertools.islice(rest, size)]} for size in sizes]
+        if len(params) > 2:
+            groups[0]["lr"] = 0.02
+        self.attach(nn.ParameterList(params), OPTIMIZERS[self.drawn["optimizer"]](groups))
 
     def attach(self, model: nn.ParameterList, optimizer: torch.optim.Optimizer) -> None:
         self.model, self.optimizer = model, optimizer
@@ -51,27 +55,74 @@ class Run:
 
     def before(self, event: str) -> None:
         """Do to model, optimizer or scaler what a program does between two steps."""
-        if event == "freeze":
-            self.model[0].requires_grad_(not self.model[0].requires_grad)
-        elif event == "reload":
-            saved = pickle.loads(pickle.dumps((self.model.state_dict(), self.optimizer.state_dict())))
-            trained = [p.requires_grad for p in self.model]
-            self.start([torch.zeros_like(p.detach()) for p in self.model])
-            for param, is_trained in zip(self.model, trained, strict=True):
-                param.requires_grad_(is_trained)
-            self.model.load_state_dict(saved[0])
-            self.optimizer.load_state_dict(saved[1])
-        elif event == "copy":
-            self.attach(*copy.deepcopy((self.model, self.optimizer)))
-        elif event == "share":
-            self.model.share_memory()
-        elif event == "lr":
-            for group in self.optimizer.param_groups:
-                group["lr"] = group["lr"] * 0.5
-        elif event == "scaler":
-            state = self.scaler.state_dict()
-            self.scaler = GradScaler("cpu")
-            self.scaler.load_state_dict(state)
+        getattr(self, "on_" + event.replace(" ", "_"), lambda: None)()
+
+    def on_freeze(self) -> None:
+        self.model[0].requires_grad_(not self.model[0].requires_grad)
+
+    def on_reload(self) -> None:
+        saved = pickle.loads(pickle.dumps((self.model.state_dict(), self.optimizer.state_dict())))
+        trained = [p.requires_grad for p in self.model]
+        sizes = [len(group["params"]) for group in self.optimizer.param_groups]
+        self.start([torch.zeros_like(p.detach()) for p in self.model], sizes)
+        for param, is_trained in zip(self.model, trained, strict=True):
+            param.requires_grad_(is_trained)
+        self.model.load_state_dict(saved[0])
+        self.optimizer.load_state_dict(saved[1])
+
+    def on_copy(self) -> None:
+        self.attach(*copy.deepcopy((self.model, self.optimizer)))
+
+    def on_share(self) -> None:
+        self.model.share_memory()
+
+    def on_lr(self) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["lr"] * 0.5
+
+    def on_snapshot(self) -> None:
+        self.snapshot = copy.deepcopy((self.model.state_dict(), self.optimizer.state_dict()))
+
+    def on_rollback(self, step: int = 1) -> None:
+        if self.snapshot is not None:
+            # A copy, as torch's optimizers step on what they were given.
+            parts = [*zip((self.model, self.optimizer), copy.deepcopy(self.snapshot), strict=True)]
+            for part, saved in parts[::step]:
+                part.load_state_dict(saved)
+
+    def on_rollback_the_optimizer_first(self) -> None:
+        self.on_rollback(-1)
+
+    def on_cast(self) -> None:
+        if self.stored:
+            self.model.float().bfloat16()
+
+    def on_swap(self) -> None:
+        for param in self.model:
+            param.grad = None
+            torch.utils.swap_tensors(param, nn.Parameter(param.detach().clone(), param.requires_grad))
+
+    def on_move(self) -> None:
+        for state in self.optimizer.state.values():
+            state.update({k: v.clone() if isinstance(v, Tensor) else v for k, v in state.items()})
+        for param in self.model:
+            param.data = param.data.clone()
+
+    def on_switch(self) -> None:
+        for group in self.optimizer.param_groups:
+            other_way = not (group["foreach"] or group.get("fused") or isinstance(group["lr"], Tensor))
+            group["foreach"] = other_way
+
+    def on_split(self) -> None:
+        group = self.optimizer.param_groups.pop()
+        for part in (group["params"][:1], group["params"][1:]):
+            self.optimizer.add_param_group({**group, "params": part})
+        self.snapshot = None
+
+    def on_scaler(self) -> None:
+        state = self.scaler.state_dict()
+        self.scaler = GradScaler("cpu")
+        self.scaler.load_state_dict(state)
 
     def step(self, number: int, events: list[str]) -> list[Tensor]:
         """Take a step on gradients that bfloat16 holds exactly; return the float32 weights."""
