@@ -16,8 +16,8 @@ from amp_core.dispatch.fingerprints import address_of
 
 Versions = list[tuple[int, int, int]]
 
-_all: weakref.WeakSet[LastWrites] = weakref.WeakSet()
 _clock = itertools.count()
+_all: dict[int, weakref.ref[LastWrites]] = {}  # not a WeakSet, which other threads must not change meanwhile
 
 
 class LastWrites:
@@ -26,7 +26,8 @@ class LastWrites:
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
         self._writes: dict[Tensor, tuple[int, Versions]] = {}  # when, and the versions afterwards
-        _all.add(self)
+        self._key = key = next(_clock)
+        _all[key] = weakref.ref(self, lambda _: _all.pop(key, None))
         after_every_step(_forget_unseen)
 
     def note(self, param: Tensor, kept: Tensor | None) -> None:
@@ -53,14 +54,15 @@ class LastWrites:
 
     def end(self) -> None:
         """Forget all, for good."""
-        _all.discard(self)
+        _all.pop(self._key, None)
         self.clear()
 
     def refuse_two(self, names: Mapping[Tensor, str]) -> None:
         """Raise RuntimeError if weights were stepped since by another optimizer that they are stored for."""
-        for other in tuple(_all) if len(_all) > 1 else ():
-            for param in self._writes.keys() & other._writes.keys():
-                if self._writes[param] < other._writes[param]:
+        for other in _every() if len(_all) > 1 else ():
+            theirs = other._writes.copy()
+            for param, write in self._writes.items():
+                if param in theirs and write < theirs[param]:
                     raise RuntimeError(
                         f"{names.get(param)!r} is stored for two optimizers, which step it in turn: each "
                         f"would add what it has kept to the weight of the other. Let one of them step it, or "
@@ -68,10 +70,14 @@ class LastWrites:
                     )
 
 
+def _every() -> list[LastWrites]:
+    return [each for ref in [*_all.values()] if (each := ref()) is not None]
+
+
 def _forget_unseen(optimizer: Optimizer) -> None:
     """Forget weights that a step of another optimizer may have written without moving their versions."""
     if _all and may_write_unseen(optimizer):
-        every = tuple(_all)
+        every = _every()
         if all(each.optimizer is not optimizer for each in every):
             for each in every:
                 each.forget(parameters_of(optimizer))
