@@ -104,7 +104,7 @@ class StoredWeights(LocalHandle):
             optimizer.load_state_dict = self._load  # type: ignore[method-assign]
         self._hooks = [
             optimizer.register_load_state_dict_pre_hook(self._remember),
-            optimizer.register_load_state_dict_post_hook(self._load_exactly),
+            optimizer.register_load_state_dict_post_hook(self._load_exactly, prepend=True),
             optimizer.register_state_dict_pre_hook(self._show_first),
             optimizer.register_state_dict_post_hook(self._hide_first),
             optimizer.register_state_dict_post_hook(self._pack),

@@ -272,6 +272,26 @@ def match_names(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> dict
 
 
 @pytest.mark.parametrize("is_last", [False, True])
+def test_a_hook_that_changes_what_was_loaded(is_last: bool) -> None:
+    """A momentum that it has set to 0 comes back, if it was registered before the storage."""
+    model, optimizer = trained(torch.ones(3))
+
+    def forget(optimizer: torch.optim.Optimizer) -> None:
+        for state in optimizer.state.values():
+            state["momentum_buffer"].zero_()
+
+    if not is_last:
+        optimizer.register_load_state_dict_post_hook(forget)
+    with master_weights(model, optimizer, "remainder"):
+        if is_last:
+            optimizer.register_load_state_dict_post_hook(forget)
+        model["w"].grad = torch.ones(3).bfloat16()
+        optimizer.step()
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        assert not optimizer.state[model["w"]]["momentum_buffer"].any()
+
+
+@pytest.mark.parametrize("is_last", [False, True])
 @pytest.mark.parametrize("storage", ["remainder", "stochastic", "kahan"])
 def test_a_hook_that_changes_what_is_loaded(storage: Any, is_last: bool) -> None:
     """Parameters get each other's momentum and low bits, if the hook was registered after the storage."""
