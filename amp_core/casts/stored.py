@@ -106,8 +106,8 @@ class StoredWeights(LocalHandle):
             optimizer.register_load_state_dict_pre_hook(self._remember),
             optimizer.register_load_state_dict_post_hook(self._load_exactly, prepend=True),
             optimizer.register_state_dict_pre_hook(self._show_first),
-            optimizer.register_state_dict_post_hook(self._hide_first),
-            optimizer.register_state_dict_post_hook(self._pack),
+            optimizer.register_state_dict_post_hook(self._pack, prepend=True),
+            optimizer.register_state_dict_post_hook(self._hide_first, prepend=True),
         ]
         self._look_up()
 

@@ -272,6 +272,24 @@ def match_names(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> dict
 
 
 @pytest.mark.parametrize("is_last", [False, True])
+def test_a_hook_that_changes_what_is_saved(is_last: bool) -> None:
+    """It sees integers that no collective takes, or leaves a number out and the next hook fails."""
+    model, optimizer = trained(torch.ones(3))
+
+    def pack(_: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+        groups = [{**group, "params": []} for group in saved["param_groups"]]
+        return {"param_groups": groups, "state": saved["state"]}
+
+    if not is_last:
+        optimizer.register_state_dict_post_hook(pack)
+    with master_weights(model, optimizer, "remainder"):
+        if is_last:
+            optimizer.register_state_dict_post_hook(pack)
+        (state,) = optimizer.state_dict()["state"].values()
+    assert [value.dtype for value in state.values()] == [torch.uint8]
+
+
+@pytest.mark.parametrize("is_last", [False, True])
 def test_a_hook_that_changes_what_was_loaded(is_last: bool) -> None:
     """A momentum that it has set to 0 comes back, if it was registered before the storage."""
     model, optimizer = trained(torch.ones(3))
