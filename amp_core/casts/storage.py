@@ -69,6 +69,8 @@ class Storage(NamedTuple):
 
 
 STORAGES = {"remainder": Storage(torch.int16), "stochastic": Storage(None), "kahan": Storage(torch.bfloat16)}
+KEPT = "amp_core_kept"
+"""The entry of the optimizer's state, per parameter, that holds what its weight lacks."""
 KEPT_DTYPES = (torch.int16, torch.bfloat16)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from amp_core._torch.list_writes import see_list_writes
-from amp_core._torch.tensors import is_flattened, part_of
+from amp_core._torch.tensors import part_of
 from amp_core._torch.tracing import outside_graphs, untraced
 from amp_core.casts.last_writes import LastWrites
 from amp_core.casts.lost_updates import Counts
@@ -25,15 +25,16 @@ from amp_core.casts.memory import KeptMemory
 from amp_core.casts.shards import like
 from amp_core.casts.stand_ins import Bucket, buckets, in_place_of, refused_writes, unhooked_step
 from amp_core.casts.storage import (
+    KEPT,
     KEPT_DTYPES,
     STORAGES,
     Draw,
     drop_foreign,
     narrow_state,
-    packed,
     unpacked,
     widen_state,
 )
+from amp_core.casts.stored_checkpoints import StoredCheckpoints
 from amp_core.casts.stored_parameters import (
     checked_globs,
     checked_optimizer,
@@ -44,10 +45,8 @@ from amp_core.casts.stored_parameters import (
 from amp_core.common.arguments import as_whole, check_module
 from amp_core.common.containers import map_tensors
 from amp_core.common.handle import LocalHandle
-from amp_core.common.optimizers import exact_states, leaves_weights, numbered, parameters_of
+from amp_core.common.optimizers import leaves_weights, parameters_of
 
-KEPT = "amp_core_kept"
-"""The entry of the optimizer's state, per parameter, that holds what its weight lacks."""
 STEPS = "amp_core_steps"
 """The entry of a parameter group that counts steps: the number from which random bits are drawn."""
 _IDLE_BYTES = 32 * 2**20
@@ -98,17 +97,9 @@ class StoredWeights(LocalHandle):
         self._inner = unhooked_step(optimizer)
         self._step = types.MethodType(Optimizer.profile_hook_step(self._take_step), optimizer)
         optimizer.step = self._step  # type: ignore[method-assign]
-        self._loaded: dict[str, Any] = {}
-        self._load = types.MethodType(self._load_state_dict, optimizer)
-        if "load_state_dict" not in vars(optimizer):
-            optimizer.load_state_dict = self._load  # type: ignore[method-assign]
-        self._hooks = [
-            optimizer.register_load_state_dict_pre_hook(self._remember),
-            optimizer.register_load_state_dict_post_hook(self._load_exactly, prepend=True),
-            optimizer.register_state_dict_pre_hook(self._show_first),
-            optimizer.register_state_dict_post_hook(self._pack, prepend=True),
-            optimizer.register_state_dict_post_hook(self._hide_first, prepend=True),
-        ]
+        self._checkpoints: StoredCheckpoints | None = StoredCheckpoints(
+            optimizer, self._how, state_dtype, self._first, self._params, self._writes
+        )
         self._look_up()
 
     def _params(self) -> Iterator[Tensor]:
@@ -126,7 +117,7 @@ class StoredWeights(LocalHandle):
 
     def _look_up(self) -> None:
         """Choose among the parameters that have joined, and name those that are stored as the model does."""
-        if not self._hooks:  # this was removed
+        if self._checkpoints is None:  # this was removed
             return
         stepped = set(parameters_of(self.optimizer))
         stored = {param: name for param, name in self._names.items() if param in stepped}
@@ -295,61 +286,6 @@ class StoredWeights(LocalHandle):
             raise RuntimeError("Pass lost_updates=True to master_weights to have lost updates counted.")
         return self._lost.read()
 
-    # Checkpoints.
-
-    def _show_first(self, optimizer: Optimizer) -> None:
-        for param in self._params():
-            if param in self._first:
-                first = self._first[param]
-                if optimizer.state.get(param):  # Adagrad's is there before its first step
-                    del self._first[param]
-                optimizer.state[param][KEPT] = first
-
-    def _hide_first(self, optimizer: Optimizer, _state_dict: dict[str, Any]) -> None:
-        for param in self._params():
-            if param in self._first:
-                del optimizer.state[param]
-
-    def _pack(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        """Let `state_dict` have what is kept as checkpoints do; the optimizer's own states stay as is."""
-        states = state_dict.get("state", {})
-        flattened = {number for number, param in numbered(optimizer, state_dict) if is_flattened(param)}
-        for key, state in states.items():
-            if isinstance(state, dict) and KEPT in state:
-                kept = state[KEPT]
-                widened = key in flattened and kept.dtype is not self._state_dtype
-                states[key] = {**state, KEPT: packed(kept, widened=widened)}
-
-    def _load_state_dict(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Load what all hooks make of a checkpoint: one that matches names may come after this handle's."""
-        self._hooks.pop(0).remove()
-        self._hooks.insert(0, optimizer.register_load_state_dict_pre_hook(self._remember))
-        return type(optimizer).load_state_dict(optimizer, *args, **kwargs)
-
-    def _remember(self, _optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        self._loaded = state_dict
-        states = state_dict["state"].items()  # Adam takes any state of a parameter for one that has begun
-        begun = {key: s for key, s in states if not isinstance(s, dict) or s.keys() != {KEPT}}
-        return {**state_dict, "state": begun}
-
-    def _load_exactly(self, optimizer: Optimizer) -> None:
-        """Give the loaded states their own dtypes back: torch casts them to that of the parameter."""
-        loaded, self._loaded = self._loaded, {}
-        self._first.clear()
-        self._writes.clear()  # what is loaded may be of other weights
-        # A class that loads in its own way may look for each entry afterwards.
-        plain = type(optimizer).load_state_dict is Optimizer.load_state_dict
-        self._look_for_new()
-        for param, state in exact_states(optimizer, loaded):
-            if not self._is_stored(param):
-                continue
-            if KEPT in state:
-                state[KEPT] = unpacked(state[KEPT], param, self._how)
-            if plain and param not in optimizer.state and KEPT in state:
-                self._first[param] = state[KEPT]
-            elif state:
-                optimizer.state[param].update(state)
-
     def float32_weights(self) -> dict[str, Tensor]:
         """Return the weights in float32 by name, as exact as the storage has them; for a checkpoint."""
         self._look_up()  # layers may have moved
@@ -372,14 +308,12 @@ class StoredWeights(LocalHandle):
 
         Calling it again has no effect.
         """
-        if not self._hooks:
+        if self._checkpoints is None:
             return
-        while self._hooks:
-            self._hooks.pop().remove()
+        self._checkpoints.remove()
+        self._checkpoints = None
         if self.optimizer.__dict__.get("step") is self._step:
             del self.optimizer.step
-        if self.optimizer.__dict__.get("load_state_dict") is self._load:
-            del self.optimizer.load_state_dict
         self._memory.clear()
         for param in parameters_of(self.optimizer):  # those too that are float32 by now
             self._drop_kept(param)
