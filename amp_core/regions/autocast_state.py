@@ -178,7 +178,7 @@ def _undo(frames: RegionStack, frame: Frame) -> None:
         _set_cached(cached)
     if frame.nesting is not None:
         _lower_nesting(frame.nesting)
-    cast_cache.clear()
+    cast_cache.clear_within_region()  # what else follows a region may be what has failed
     if frame in frames:
         frames.remove(frame)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import random
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -89,3 +90,35 @@ def test_a_full_stack_leaves_no_region_in_force() -> None:
             sys.setrecursionlimit(limit)
         assert isinstance(found, RecursionError)
         assert state() == before
+
+
+def test_a_stack_that_is_full_where_a_scope_is_told_of_the_end_of_a_region() -> None:
+    """The region stays on the stack, and the next one, which takes it off, ends a region of torch as well."""
+    limit, model = sys.getrecursionlimit(), nn.Linear(4, 4)
+
+    def use() -> None:
+        with torch.no_grad(), autocast("cpu"):  # without gradients, the scope begins to serve
+            pass
+
+    with amp_core.cached_casts(model):
+        use()
+    before, stopped = state(), 0
+    for room in range(12, 60):
+        with amp_core.cached_casts(model):
+            sys.setrecursionlimit(len(inspect.stack()) + room)
+            found = None
+            try:
+                use()
+            except RecursionError as error:
+                found = error
+            finally:
+                sys.setrecursionlimit(limit)
+            frames = traceback.extract_tb(found.__traceback__) if found else ()
+            if "_after_region" in [frame.name for frame in frames]:
+                stopped += 1
+                with torch.autocast("cpu"):
+                    use()
+                    assert torch.is_autocast_enabled("cpu"), room
+            use()
+            assert state() == before, room
+    assert stopped > 5
