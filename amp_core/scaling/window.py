@@ -138,22 +138,25 @@ class AccumulationWindow:
 
     def __exit__(self, kind: object, *_: object) -> None:
         self._is_open = False
-        if self._scaler.is_enabled():
-            for each in self._optimizers:
-                self._scaler._scales.in_window.pop(id(each), None)
         closes = kind is None
         try:
+            self._leave()
             if closes:
                 self._forget_cleared()
                 self._close()
         except BaseException:
             closes = False
+            self._leave()  # an interrupt may have come within the first call
             raise
         finally:
             if self._earlier is not None:
                 added = [None] * (len(self._params) - len(self._earlier))
                 self._put(self._sums(self._earlier) if closes else [*self._earlier, *added])
                 self._earlier = None
+
+    def _leave(self) -> None:
+        for each in self._optimizers:
+            self._scaler._scales.in_window.pop(id(each), None)
 
     @contextmanager
     def micro_batch(self) -> Iterator[None]:

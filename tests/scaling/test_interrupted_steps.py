@@ -90,6 +90,38 @@ def test_an_interrupt_while_a_window_is_entered_leaves_it_closed() -> None:
     assert 1 < number < 9
 
 
+def test_an_interrupt_while_a_window_begins_to_close_leaves_it_closed() -> None:
+    """No step can be taken any more, and the gradients from before the window are lost."""
+    weights = [torch.ones(2, requires_grad=True) for _ in range(2)]
+    optimizers, scaler = [torch.optim.SGD([weight]) for weight in weights], GradScaler("cpu")
+    window, depth, calls = AccumulationWindow(scaler, optimizers), 0, 0
+
+    def in_exit(frame: FrameType, event: str, _arg: object) -> None:
+        nonlocal depth, calls
+        if frame.f_code is AccumulationWindow.__exit__.__code__:
+            depth += {"call": 1, "return": -1}.get(event, 0)
+        elif depth and event in ("call", "c_return"):
+            calls += 1
+            if calls == number:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+    def run() -> None:
+        with window:
+            with window.micro_batch():
+                scaler.scale(weights[0].sum()).backward()
+            sys.setprofile(in_exit)
+
+    for number in range(1, 8):
+        depth = calls = 0
+        for weight in weights:
+            weight.grad = torch.full((2,), 100.0)
+        with pytest.raises(KeyboardInterrupt):
+            run()
+        assert not scaler._scales.in_window, number
+        assert [weight.grad.tolist() for weight in weights] == [[100.0, 100.0]] * 2, number
+
+
 @pytest.mark.parametrize("name", ["_close", "_weigh", "_sums"])
 def test_a_window_that_was_broken_off_while_it_closed(name: str) -> None:
     """Gradients from before that window are added to those of the next one."""
