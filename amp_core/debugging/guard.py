@@ -56,7 +56,11 @@ class Guard(Attached):
         self._generators = generator_states()  # of the start of a step
         self._call: CompiledCall | None = None
         super().__init__(model)  # last: an interrupt must leave no hook that lacks one of these
-        register(self)
+        try:
+            register(self)
+        except BaseException:
+            self.remove()
+            raise
         self._removers += [lambda: unregister(self), self._stop]
 
     def _watch_calls(self, before: Hook, after: Hook) -> list[Callable[[], None]]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+import sys
 import threading
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
@@ -327,6 +329,23 @@ def test_an_interrupt_while_a_search_begins(interrupted, monkeypatch):
     assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
     assert torch._dynamo.eval_frame._stance.stance == "default"
     assert not torch.nn.modules.module._global_forward_pre_hooks
+
+
+def test_a_guard_that_cannot_be_registered_is_off():
+    """On a stack that is nearly full, guard() raises, and its guard stays on with nobody to remove it."""
+    limit, model, stopped = sys.getrecursionlimit(), nn.Linear(4, 4), 0
+    nn.init.constant_(model.weight, torch.inf)
+    amp_core.guard(model).remove()
+    for room in range(12, 60):
+        sys.setrecursionlimit(len(inspect.stack()) + room)
+        try:
+            amp_core.guard(model).remove()
+        except RecursionError:
+            stopped += 1
+        finally:
+            sys.setrecursionlimit(limit)
+        model(torch.ones(2, 4))
+    assert stopped > 5
 
 
 @pytest.mark.parametrize("bad", [{"model": None}, {"model": 1}, {"model": nn.Linear(1, 1), "patience": 0}])
