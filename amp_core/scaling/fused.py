@@ -57,11 +57,12 @@ def step_on_device(
     try:
         _set(optimizer, values)
         result = take_step(optimizer, args, kwargs)
+        before = {}  # torch, too, consumes a preset grad_scale
+        _remove(optimizer, values)
     except BaseException:
         _remove(optimizer, values)
         _set(optimizer, before)
         raise
-    _remove(optimizer, values)  # torch, too, consumes a preset grad_scale
     _clear_momentum(optimizer, first, found_inf)
     return result
 

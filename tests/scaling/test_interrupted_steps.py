@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from pathlib import Path
 from types import FrameType
@@ -58,6 +59,33 @@ def test_an_interrupt_before_a_fused_step_leaves_no_factor_behind() -> None:
         got, met = trained(line)
         if met:
             assert torch.equal(got, expected), line
+
+
+@pytest.mark.parametrize("preset", [False, True])
+def test_an_interrupt_right_after_a_fused_step_leaves_no_factor_behind(preset: bool) -> None:
+    """The step is taken, and the next one divides the gradients by the scale twice."""
+
+    def at_first_call(frame: FrameType, event: str, _arg: object) -> None:
+        if event == "call" and frame.f_code is fused._remove.__code__:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+
+    def trained(interrupted: bool) -> torch.Tensor:
+        weight = torch.ones(4, requires_grad=True)
+        optimizer = torch.optim.SGD([weight], lr=0.1, fused=True)
+        scaler = GradScaler("cpu", init_scale=64.0)
+        if preset:
+            optimizer.grad_scale = torch.tensor(2.0)
+        for number in range(2):
+            scaler.scale(weight.square().sum()).backward()
+            with pytest.raises(KeyboardInterrupt) if interrupted and not number else contextlib.nullcontext():
+                sys.settrace(at_first_call if interrupted and not number else None)
+                scaler.step(optimizer)
+            scaler.update(64.0)
+            optimizer.zero_grad()
+        return weight.detach()
+
+    assert torch.equal(trained(True), trained(False))
 
 
 def test_an_interrupt_while_a_window_is_entered_leaves_it_closed() -> None:
