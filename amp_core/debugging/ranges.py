@@ -11,7 +11,7 @@ from torch import Tensor
 
 from amp_core.common.text import dtype_name
 from amp_core.debugging.tables import as_share
-from amp_core.debugging.values import extent, in_parts
+from amp_core.debugging.values import extent, in_parts, wide
 
 KINDS = ("activation", "gradient", "weight", "weight gradient")
 
@@ -37,7 +37,7 @@ class Extent:
     @classmethod
     def of(cls, tensor: Tensor) -> Extent:
         """Measure a tensor."""
-        flat = in_parts(tensor.detach()).reshape(-1).float().abs()
+        flat = wide(in_parts(tensor.detach())).reshape(-1).abs()
         largest, count = extent(flat)
         nonzero = flat[(flat > 0) & flat.isfinite()]
         smallest = float(nonzero.min()) if nonzero.numel() else 0.0
