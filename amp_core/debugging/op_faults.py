@@ -14,7 +14,7 @@ from amp_core._torch.dispatcher import Overload, dispatcher_name, short_name
 from amp_core._torch.tensors import part_of
 from amp_core.common.identity import WeakIdentityMapping
 from amp_core.common.text import dtype_name
-from amp_core.debugging.op_kinds import numbers_in
+from amp_core.debugging.op_kinds import numbers_in, results
 from amp_core.debugging.places import Lines, Place
 from amp_core.debugging.ranges import Extent
 from amp_core.debugging.sink import BACKWARD, Sink, Where
@@ -40,7 +40,7 @@ class OpFault:
         line: ``file:line`` of the program that called the op; of a backward op, the line of its forward op.
         rule: the policy rule that decided its dtype, with its origin; empty if none did.
         inputs: the ranges of its inputs; of a complex one, the range of its real and imaginary parts.
-        result: the range of its result.
+        result: the range of its result; of several, of the first with inf or NaN.
     """
 
     step: int
@@ -105,7 +105,8 @@ class FaultFinder(Sink):
             self.masked |= bool(self._note(outputs))
             return
         kernel = dispatcher_name(op)
-        self._check(where.frames[0].op if where.frames else kernel, kernel, inputs, outputs, where, line)
+        called = where.frames[0].op if where.frames else kernel
+        self._check(called, kernel, inputs, results(kernel, outputs), where, line)
 
     def _note(self, tensors: list[Tensor]) -> list[Tensor]:
         with measuring():
@@ -120,8 +121,9 @@ class FaultFinder(Sink):
         if self._is_done:  # the program went on after the error
             return
         with measuring():
-            inputs, outputs = readable(inputs), readable(outputs[:1])
-            written = [t for t in inputs if any(t is output for output in outputs)]
+            inputs, outputs = readable(inputs), readable(outputs)
+            outputs_by_id = set(map(id, outputs))
+            written = [t for t in inputs if id(t) in outputs_by_id]
             given = any(t.untyped_storage() in self._not_finite for t in written)
             bad = self._note(outputs)
             if not bad or given or is_rehearsing(self._thread) or not self._is_new(inputs, written, bad[0]):
@@ -145,7 +147,8 @@ class FaultFinder(Sink):
     @staticmethod
     def _is_new(inputs: list[Tensor], written: list[Tensor], result: Tensor) -> bool:
         """Return whether the op made inf of finite numbers, or NaN of numbers."""
-        others = [in_reals(t) for t in inputs if not any(t is one for one in written)]
+        ids = set(map(id, written))
+        others = [in_reals(t) for t in inputs if id(t) not in ids]
         nan = bool(in_reals(result).isnan().any())
         return not any(bool(t.isnan().any()) if nan else not bool(t.isfinite().all()) for t in others)
 

@@ -61,6 +61,18 @@ def only_moves(op: Overload) -> bool:
     return looks_anew or op.namespace in ("fsdp", "profiler") or short_name(op) in _MOVES
 
 
+def results(op: str, outputs: list[Tensor]) -> list[Tensor]:
+    """Return those outputs of an op that are its result, by its full name.
+
+    Kernels of the forward pass, and ops of other libraries, may return more that only a gradient needs: the
+    logarithms of an attention's sums, which are -inf in rows that are masked.
+    """
+    namespace, _, name = op.partition("::")
+    for_gradients = namespace != "aten" or name.startswith(("_", "native_", "cudnn_", "miopen_"))
+    all_count = not for_gradients or any(part in name for part in ("backward", "_foreach_", "linalg"))
+    return outputs if all_count else outputs[:1]
+
+
 def dtypes_of(tensors: Iterable[Tensor]) -> tuple[torch.dtype, ...]:
     """Return the distinct dtypes of the tensors, narrowest first."""
     return tuple(sorted({t.dtype for t in tensors}, key=lambda d: (d.itemsize, str(d))))

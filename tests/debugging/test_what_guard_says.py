@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
@@ -26,3 +28,100 @@ def test_ranges_of_float64_numbers_that_float32_does_not_hold() -> None:
     given, weight = fault.inputs
     assert (given.largest, given.not_finite) == (1e150, 0.0)
     assert (weight.smallest, weight.largest, weight.not_finite) == (1e-200, 1e200, 0.0)
+
+
+class Sums(nn.Module):
+    """A layer whose weights have large gradients, and are so small that its input has a small one."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.first, self.layer = nn.Conv1d(4, 4, 1), layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.layer(self.first(x))
+        return y.float() * 1000
+
+
+@pytest.mark.parametrize(
+    ("layer", "op"),
+    [
+        (nn.Conv1d(4, 4, 1, bias=False), "aten::convolution_backward"),
+        (nn.GroupNorm(1, 4), "aten::native_group_norm_backward"),
+        (nn.LayerNorm(512), "aten::native_layer_norm_backward"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
+)
+def test_gradients_of_weights_that_overflow(layer: nn.Module, op: str) -> None:
+    """A chosen step looks at the first result of a kernel only, and not at the gradients of the weights."""
+    torch.manual_seed(0)
+    for parameter in layer.parameters():
+        nn.init.constant_(parameter, 2**-10)
+    fault = fault_of(Sums(layer).half(), torch.randn(64, 4, 512, dtype=torch.float16))
+    assert (fault.kernel, fault.phase, fault.place.module) == (op, "backward", "layer")
+    assert fault.result.not_finite > 0
+
+
+class Calling(nn.Module):
+    """Calls a function."""
+
+    def __init__(self, call: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.call = call
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.call(x)
+
+
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    small, large = torch._foreach_mul([x * 1e-3, x], 2.0)
+    return small + large
+
+
+def doubled_in_place(x: torch.Tensor) -> torch.Tensor:
+    parts = [x * 1e-3, x + 0]
+    torch._foreach_mul_(parts, 2.0)
+    return parts[0] + parts[1]
+
+
+def log_of_a_volume(x: torch.Tensor) -> torch.Tensor:
+    return torch.linalg.slogdet(x - x)[1]
+
+
+@pytest.mark.parametrize(
+    ("call", "kernel"),
+    [
+        (doubled, "aten::_foreach_mul.Scalar"),
+        (doubled_in_place, "aten::_foreach_mul_.Scalar"),
+        (log_of_a_volume, "aten::_linalg_slogdet"),
+    ],
+)
+@pytest.mark.parametrize("steps", [None, [0]])
+def test_results_after_the_first(
+    call: Callable[[torch.Tensor], torch.Tensor], kernel: str, steps: list[int] | None
+) -> None:
+    """The guard says that no op made the inf that an op has in its second result."""
+    with amp_core.guard(Calling(call), steps=steps) as guard, pytest.raises(amp_core.NonFiniteError):
+        guard.model(torch.full((2, 2), 3e38))
+    assert guard.fault is not None
+    assert guard.fault.kernel == kernel
+
+
+def attention_of_nothing(x: torch.Tensor) -> torch.Tensor:
+    mask = torch.ones(2, 2, dtype=torch.bool).tril(-1)  # its first row has nothing to attend to
+    return torch.nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=mask).nan_to_num()
+
+
+def alignments(x: torch.Tensor) -> torch.Tensor:
+    lengths = torch.tensor([2, 2])
+    return torch.nn.functional.ctc_loss(
+        x.log_softmax(-1), torch.tensor([[1], [1]]), lengths, torch.tensor([1, 1])
+    )
+
+
+@pytest.mark.parametrize("call", [attention_of_nothing, alignments])
+def test_what_only_gradients_need_is_no_result(call: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Training stops at a logarithm of 0 that a kernel keeps for the backward pass."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 2, 2, 4)[0 if call is alignments else slice(None)].requires_grad_()
+    with amp_core.guard(Calling(call), steps=[0]) as guard:
+        assert guard.model(x).sum().isfinite()
