@@ -67,7 +67,7 @@ def _gain(advice: Advice, more: Mapping[str, Callable[[Comparison], str]] = Mapp
     measures = {
         "relative error of the loss": [number(c.loss_error) for c in both],
         "largest relative error of a parameter's gradient": [number(c.gradient_error) for c in both],
-        "ops whose result has inf or NaN": [str(sum(d.overflow > 0 for d in c.at(OP))) for c in both],
+        "ops whose result has inf or NaN": [_not_finite(c) for c in both],
         "ops in low precision": [_low_share(c) for c in both],
     }
     measures |= {label: [measure(c) for c in both] for label, measure in more.items()}
@@ -76,8 +76,12 @@ def _gain(advice: Advice, more: Mapping[str, Callable[[Comparison], str]] = Mapp
     return Table("gain", "Gain", columns("measure, before, after"), rows, about)
 
 
+def _not_finite(comparison: Comparison) -> str:
+    return str(len({d.key._replace(result=0) for d in comparison.at(OP) if d.overflow}))
+
+
 def _low_share(comparison: Comparison) -> str:
-    ops = comparison.at(OP)
+    ops = [d for d in comparison.at(OP) if not d.key.result]  # of an op with several, the first result
     return as_share(sum(d.dtype == comparison.dtype for d in ops) / len(ops)) if ops else "none"
 
 

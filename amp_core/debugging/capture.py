@@ -17,7 +17,7 @@ from amp_core._torch.tensors import is_dtensor, part_of
 from amp_core.casts.shards import whole
 from amp_core.common.identity import WeakIdentityMapping
 from amp_core.debugging.fits import Fit, fit_of
-from amp_core.debugging.op_kinds import floats_in
+from amp_core.debugging.op_kinds import floats_in, results
 from amp_core.debugging.places import Lines, Place
 from amp_core.debugging.quantized_counts import QuantizedCounts, QuantizedKey, key_of
 from amp_core.debugging.sink import BACKWARD, FORWARD, Frame, Sink, Where
@@ -46,6 +46,7 @@ class Key(NamedTuple):
         place: the module.
         name: the op, ``output`` of a module, or the parameter.
         call: the number of earlier calls of `name` in this module and phase.
+        result: the number of the result, from 0, among those that a call of the op computed.
     """
 
     level: str
@@ -53,6 +54,7 @@ class Key(NamedTuple):
     place: Place
     name: str
     call: int
+    result: int = 0
 
 
 @dataclass(frozen=True)
@@ -226,9 +228,13 @@ class Capture(Sink):
         producers = map(self.producer, inputs)
         parents = tuple(dict.fromkeys(key for key in producers if key is not None))
         line = self._lines.of_op(phase == BACKWARD) if level == OP else ""
-        self.run.samples[key] = _sample(outputs[0], self._limit, parents, random, line)
         if produces:
             self._set_producer(outputs, key)
+        for number, output in enumerate(results(name, outputs) if level == OP else outputs[:1]):
+            one = key._replace(result=number)
+            self.run.samples[one] = _sample(output, self._limit, parents, random, line)
+            if produces:
+                self._set_producer([output], one)
 
     # Producers by storage: torch keeps one Python object per storage for the storage's lifetime.
 

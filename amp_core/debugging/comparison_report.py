@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from amp_core.common.text import counted, dtype_name
-from amp_core.debugging.capture import MODULE, OP, PARAMETER
+from amp_core.debugging.capture import MODULE, OP, PARAMETER, Key
 from amp_core.debugging.chart import Chart, Point
 from amp_core.debugging.comparison import Comparison, tolerances
 from amp_core.debugging.difference import Difference
@@ -71,13 +71,19 @@ def where(difference: Difference) -> str:
     """Describe the location of a value: ``matmul in blocks.2.attn``."""
     key = difference.key
     part = "" if key.phase == FORWARD else ", backward"
-    return f"{short(key.name)} in {key.place}{part}"
+    return f"{_called(key)} in {key.place}{part}"
+
+
+def _called(key: Key) -> str:
+    return short(key.name) + (f" (result {key.result + 1})" if key.result else "")
 
 
 def _facts(comparison: Comparison) -> dict[str, str]:
     cause = "none: the result is within the tolerance"
     if leads := comparison.leads():
         cause = f"{_with_line(leads[0])}, adds {number(leads[0].added)}"
+    elif comparison.result_error > tolerances(comparison.dtype)[1]:
+        cause = "none: no op adds more than the tolerance to the error of the result"
     loss = f"{number(comparison.loss)}, reference {number(comparison.reference_loss)}"
     facts = {
         "loss": f"{loss}: relative error {number(comparison.loss_error)}",
@@ -158,7 +164,7 @@ def _figures(d: Difference) -> tuple[Value, ...]:
 
 def _ops(differences: Sequence[Difference]) -> Table:
     rows = [
-        (str(d.key.place), _PASS[d.key.phase], short(d.key.name), d.key.call + 1, *_figures(d), d.line)
+        (str(d.key.place), _PASS[d.key.phase], _called(d.key), d.key.call + 1, *_figures(d), d.line)
         for d in differences
     ]
     about = (

@@ -236,3 +236,49 @@ def test_charts_of_odd_values(points, bars):
         Chart("title", "x", "y", [Point(x, y, "<a>", '"&') for x, y in points], {"limit": 1.0}, bars)
     )
     assert len([*ElementTree.fromstring(svg).iter("title")]) == len(points)
+
+
+class Sums(nn.Module):
+    """Its last weight has a gradient that float16 does not hold, and its input has a small one."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Conv1d(2, 2, 1), nn.Conv1d(2, 2, 1, bias=False)
+        nn.init.constant_(self.last.weight, 0.001)
+
+    def forward(self, x):
+        return self.last(self.first(x)).float().sum() * 1000
+
+
+def test_the_gradient_of_a_weight_that_a_kernel_returns_beside_that_of_its_input():
+    """The gradient is inf, and the report says that no op is to blame; `advise` finds no fault."""
+    torch.manual_seed(0)
+    model, x = Sums(), torch.full((2, 2, 512), 10.0)
+    found = amp_core.compare(lambda: model(x), "cpu", dtype=FP16)
+    blamed = [(d.key.place.module, d.key.name, d.overflow) for d in found.leads()]
+    assert blamed == [("last", "aten::convolution_backward", 1.0)]
+    assert found.first_not_finite == found.leads()[0]
+    exact = amp_core.compare(lambda: model(x), "cpu", dtype=BF16)
+    of_parameters = {d.key.name: d.largest for d in exact.at("parameter")}
+    assert of_parameters["last.weight"] == found.leads()[0].largest
+    advice = amp_core.advise(lambda: model(x), "cpu", dtype=FP16)
+    assert advice.modules == {"last": "fp32"}
+    assert math.isfinite(advice.after.gradient_error)
+    assert "convolution_backward (result 2) in last, backward produces inf" in advice.findings[0].fault
+
+
+def test_errors_of_which_no_op_adds_much():
+    """A result that is wrong is said to be within the tolerance, as each op adds little."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(model.weight, 1.003)  # 1 in bfloat16
+
+    def step():
+        y = model(torch.ones(1, 1)).float()
+        for _ in range(6):
+            y = y * y
+        return y.sum()
+
+    found = amp_core.compare(step, "cpu", dtype=BF16)
+    assert found.loss_error > 0.125
+    assert not found.leads()
+    assert "within the tolerance" not in str(found)
