@@ -110,9 +110,14 @@ class FaultFinder(Sink):
 
     def _note(self, tensors: list[Tensor]) -> list[Tensor]:
         with measuring():
-            bad = [t for t in readable(tensors) if extent(in_reals(t).reshape(-1))[1]]
-            for tensor in bad:
-                self._not_finite[tensor.untyped_storage()] = None
+            bad = []
+            for tensor in readable(tensors):
+                memory = tensor.untyped_storage()
+                if extent(in_reals(tensor).reshape(-1))[1]:
+                    bad.append(tensor)
+                    self._not_finite[memory] = None
+                elif tensor.is_contiguous() and tensor.nbytes == memory.nbytes():  # written anew as a whole
+                    self._not_finite.pop(memory, None)
         return bad
 
     def _check(

@@ -125,3 +125,32 @@ def test_what_only_gradients_need_is_no_result(call: Callable[[torch.Tensor], to
     x = torch.randn(2, 2, 2, 4)[0 if call is alignments else slice(None)].requires_grad_()
     with amp_core.guard(Calling(call), steps=[0]) as guard:
         assert guard.model(x).sum().isfinite()
+
+
+def maximum_in_place(x: torch.Tensor) -> torch.Tensor:
+    largest = torch.full_like(x, -torch.inf)
+    torch.maximum(largest, x, out=largest)
+    return largest.mul_(10)
+
+
+def sum_in_place(x: torch.Tensor) -> torch.Tensor:
+    total = torch.full_like(x, -torch.inf)
+    total.zero_().add_(x)
+    return total.mul_(10)
+
+
+def copied_over(x: torch.Tensor) -> torch.Tensor:
+    return torch.full_like(x, torch.inf).copy_(x).mul_(10)
+
+
+@pytest.mark.parametrize("call", [maximum_in_place, sum_in_place, copied_over])
+@pytest.mark.parametrize("steps", [None, [0]])
+def test_memory_that_had_inf_before(
+    call: Callable[[torch.Tensor], torch.Tensor], steps: list[int] | None
+) -> None:
+    """The guard says that no op made inf, as the op wrote it where inf had been and gone."""
+    model = Calling(call)
+    with amp_core.guard(model, steps=steps) as guard, pytest.raises(amp_core.NonFiniteError) as caught:
+        model(torch.full((2, 2), 1e38))
+    assert guard.fault is not None, caught.value
+    assert guard.fault.op == "aten::mul_.Tensor"
