@@ -150,6 +150,11 @@ def written(op: Overload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> lis
     return [given[a.name] for a in schema if a.name in given and a.alias_info and a.alias_info.is_write]
 
 
+def has_out(op: Overload) -> bool:
+    """Whether the op writes its result to ``out=``, and does not read what was there."""
+    return any(argument.is_out for argument in arguments(op))
+
+
 def is_view(op: Overload) -> bool:
     """Whether the op returns a view of an argument, by its schema."""
     return bool(op.is_view)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp_core._torch.dispatcher import Overload, dispatcher_name, short_name
+from amp_core._torch.dispatcher import Overload, dispatcher_name, has_out, short_name
 from amp_core._torch.tensors import part_of
 from amp_core.common.identity import WeakIdentityMapping
 from amp_core.common.text import dtype_name
@@ -39,7 +39,8 @@ class OpFault:
         kernel: the op that ran.
         line: ``file:line`` of the program that called the op; of a backward op, the line of its forward op.
         rule: the policy rule that decided its dtype, with its origin; empty if none did.
-        inputs: the ranges of its inputs; of a complex one, the range of its real and imaginary parts.
+        inputs: the ranges of its inputs, without those that it wrote to; of a complex one, the range of its
+            real and imaginary parts.
         result: the range of its result; of several, of the first with inf or NaN.
     """
 
@@ -105,6 +106,8 @@ class FaultFinder(Sink):
             self.masked |= bool(self._note(outputs))
             return
         kernel = dispatcher_name(op)
+        if has_out(op):
+            inputs = inputs[: -len(outputs)]
         called = where.frames[0].op if where.frames else kernel
         self._check(called, kernel, inputs, results(kernel, outputs), where, line)
 
@@ -142,7 +145,7 @@ class FaultFinder(Sink):
                 kernel=kernel,
                 line=line,
                 rule=f"{rule} ({origin})" if rule else "",
-                inputs=tuple(map(Extent.of, inputs)),
+                inputs=tuple(Extent.of(t) for t in inputs if id(t) not in outputs_by_id),
                 result=Extent.of(bad[0]),
             )
         self._is_done = True

@@ -154,3 +154,24 @@ def test_memory_that_had_inf_before(
         model(torch.full((2, 2), 1e38))
     assert guard.fault is not None, caught.value
     assert guard.fault.op == "aten::mul_.Tensor"
+
+
+def to_memory_with_inf(x: torch.Tensor) -> torch.Tensor:
+    memory = torch.full_like(x, -torch.inf)
+    torch.mul(x, x, out=memory)
+    return memory
+
+
+def squared_in_place(x: torch.Tensor) -> torch.Tensor:
+    return x.clone().mul_(x)
+
+
+@pytest.mark.parametrize("call", [to_memory_with_inf, squared_in_place])
+def test_the_range_of_memory_that_an_op_has_written_is_no_input(
+    call: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    """The inf that the op wrote is shown as its input, or hides the op."""
+    fault = fault_of(Calling(call), torch.full((2, 2), 1e30))
+    assert "mul" in fault.op
+    assert all((given.largest, given.not_finite) == (pytest.approx(1e30), 0.0) for given in fault.inputs)
+    assert fault.result.not_finite == 1.0
