@@ -50,6 +50,7 @@ class Guard(Attached):
         self._patience = as_whole(patience, "patience", 1)
         self._skips: MutableMapping[Optimizer, int] = WeakIdentityMapping()
         self._scaled: MutableMapping[Optimizer, object] = WeakIdentityMapping()
+        self._used: MutableMapping[Optimizer, int] = WeakIdentityMapping()  # the step of its last gradients
         self._finder: FaultFinder | None = None  # while every op is checked
         self._search = ExitStack()
         self._masks_result = False
@@ -84,7 +85,7 @@ class Guard(Attached):
         super().remove()
 
     def __getstate__(self) -> dict[str, Any]:
-        left = ["_scaled", "_skips", "_finder", "_search", "_call"]
+        left = ["_scaled", "_skips", "_used", "_finder", "_search", "_call"]
         return {**super().__getstate__(), **dict.fromkeys(left)}
 
     def _before(self) -> None:
@@ -159,13 +160,18 @@ class Guard(Attached):
             )
         if optimizer in self._scaled or getattr(optimizer, "found_inf", None) is not None:
             return  # the scaler checks the gradients and skips the step
+        last = self._used.get(optimizer, max(self._used.values(), default=-1))
+        first, self._used[optimizer] = min(last + 1, self.step), self.step
         if self._all_finite([p.grad for p in parameters if p.grad is not None]):
             return
         mine = [(n, p.grad) for n, p in self.model.named_parameters() if p.grad is not None]
         names = [name for name, grad in mine if not self._all_finite([grad])]
+        which, steps = f"step {self.step}", f"[{self.step}]"
+        if first != self.step:  # they were accumulated
+            which, steps = f"steps {first} to {self.step}", f"range({first}, {self.step + 1})"
         raise NonFiniteError(
-            f"These gradients of step {self.step} have inf or NaN: {', '.join(names)}. To find the op, run "
-            f"the program again with amp_core.guard(model, steps=[{self.step}])."
+            f"These gradients of {which} have inf or NaN: {', '.join(names)}. To find the op, run the "
+            f"program again with amp_core.guard(model, steps={steps})."
         )
 
     @outside_graphs

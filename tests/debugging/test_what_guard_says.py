@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -175,3 +176,46 @@ def test_the_range_of_memory_that_an_op_has_written_is_no_input(
     assert "mul" in fault.op
     assert all((given.largest, given.not_finite) == (pytest.approx(1e30), 0.0) for given in fault.inputs)
     assert fault.result.not_finite == 1.0
+
+
+class Stepped(torch.autograd.Function):
+    """An op whose gradient is inf where it is told so."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, broken: bool) -> torch.Tensor:
+        ctx.broken = broken
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient / (0.0 if ctx.broken else 1.0), None
+
+
+def accumulate(model: nn.Linear, broken: int, micro_batches: int) -> None:
+    """Step after so many calls of the model, one of which is broken, in turn with another optimizer."""
+    of_weight, of_bias = (torch.optim.SGD([p], lr=0.0) for p in (model.weight, model.bias))
+    model.zero_grad()
+    for call in range(broken + micro_batches):
+        Stepped.apply(model(torch.ones(1, 2)), call == broken).sum().backward()  # type: ignore[no-untyped-call]
+        if (call + 1) % micro_batches == 0:
+            of_bias.step()
+            of_weight.step()
+            model.zero_grad()
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 3])
+@pytest.mark.parametrize("broken", range(5))
+def test_the_steps_to_check_for_gradients_that_were_accumulated(micro_batches: int, broken: int) -> None:
+    """The message asks for checks of the last micro-batch, in which there is nothing to find."""
+    torch.manual_seed(0)
+    model = nn.Linear(2, 2)
+    with amp_core.guard(model), pytest.raises(amp_core.NonFiniteError) as caught:
+        accumulate(model, broken, micro_batches)
+    named = str(caught.value).partition("steps=")[2].removesuffix(").")
+    steps = eval(named)
+    first = broken // micro_batches * micro_batches
+    assert [*steps] == [*range(first, first + micro_batches)]
+    with amp_core.guard(model, steps=steps), pytest.raises(amp_core.NonFiniteError) as caught:
+        accumulate(model, broken, micro_batches)
+    assert caught.value.fault is not None
+    assert (caught.value.fault.step, caught.value.fault.phase) == (broken, "backward")
