@@ -148,7 +148,7 @@ def _difference(
         error,
         given,
         0.0 if noise or given == math.inf else max(0.0, error - given),
-        _overflow_share(lost, sample, overflows),
+        _overflow_share(lost, wanted, sample) if overflows else 0.0,
         _underflow_share(exact, values, sample.dtype),
         wanted.largest,
         wanted.random or sample.random,
@@ -182,11 +182,9 @@ def _ratio(away: float, whole: float) -> float:
     return away / whole if whole else float(away > 0)
 
 
-def _overflow_share(lost: Tensor, sample: Sample, overflows: bool) -> float:
-    if not overflows:
-        return 0.0
-    whole = sample.not_finite / max(1, math.prod(sample.shape))
-    return max(float(lost.double().mean()), whole)
+def _overflow_share(lost: Tensor, wanted: Sample, sample: Sample) -> float:
+    more = sample.not_finite - wanted.not_finite  # the elements that were kept may have none of them
+    return max(float(lost.double().mean()), more / math.prod(sample.shape))
 
 
 def _underflow_share(exact: Tensor, values: Tensor, dtype: torch.dtype) -> float:

@@ -282,3 +282,20 @@ def test_errors_of_which_no_op_adds_much():
     assert found.loss_error > 0.125
     assert not found.leads()
     assert "within the tolerance" not in str(found)
+
+
+@pytest.mark.parametrize("limit", [3, 16384])
+def test_the_share_of_inf_beside_a_mask(limit):
+    """Values that the program masks with -inf in both runs are counted among those that overflow."""
+
+    class Masked(nn.Module):
+        def forward(self, x):
+            x = x.masked_fill(torch.arange(100) >= 40, -math.inf)
+            return torch.matmul(x[:, None], torch.full((1, 1), 1e3))
+
+    x = torch.ones(100)
+    x[10:14] = 100.0  # 4 of the 100 products exceed float16
+    model = Masked()
+    found = amp_core.compare(lambda: model(x).softmax(0)[0].sum(), "cpu", dtype=FP16, limit=limit)
+    shares = {d.key.name: d.overflow for d in found.at("op")}
+    assert shares["aten::matmul.default"] == 0.04
