@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
+import torch
+
 from amp_core.common.text import counted
 from amp_core.debugging.advice import Advice, FormatAdvice, LayerInFormat, SpeedAdvice
 from amp_core.debugging.capture import OP
@@ -35,9 +37,12 @@ def _facts(advice: Advice) -> dict[str, str]:
     if advice.after is None:
         return {}
     fixed = sum(bool(f.fix) for f in advice.findings)
+    unscaled = "not needed"
+    if advice.after.dtype is torch.float16 and advice.after.ran_backward:
+        unscaled = "not sought, as fn runs the backward pass itself"
     return {
         "faults found": f"{len(advice.findings)}, {fixed} fixed",
-        "init_scale": "not needed" if advice.init_scale is None else f"{advice.init_scale:g}",
+        "init_scale": unscaled if advice.init_scale is None else f"{advice.init_scale:g}",
     }
 
 

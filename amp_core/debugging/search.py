@@ -81,8 +81,7 @@ class Search:
                 proposal, now = fixed
         if self._optimizer is not None:
             self._note_lost_updates(proposal, self._optimizer)
-        narrow = _is_narrow(self._step.dtype) and before.ran_backward
-        scale = proposal.scale if narrow else None
+        scale = proposal.scale if self._takes_scale(before) else None
         return Advice(proposal.policy, proposal.modules, scale, tuple(self._findings), before, now)
 
     def _try(self, proposal: Proposal, words: str) -> Comparison:
@@ -92,7 +91,7 @@ class Search:
     # The loss scale.
 
     def _scaled(self, proposal: Proposal, now: Comparison) -> tuple[Proposal, Comparison]:
-        if not (_is_narrow(self._step.dtype) and now.ran_backward and self._step.leaves_backward):
+        if not self._takes_scale(now):
             return proposal, now
         scaled = replace(proposal, scale=_fitting_scale(now))
         better = self._try(scaled, f"with a loss scale of {scaled.scale:g}")
@@ -105,6 +104,9 @@ class Search:
                 Finding(what, place, short(lost.key.name), fix, lost.underflow, share, lost.line)
             )
         return scaled, better
+
+    def _takes_scale(self, comparison: Comparison) -> bool:
+        return _is_narrow(self._step.dtype) and comparison.ran_backward and self._step.leaves_backward
 
     def _restores(self, now: Comparison, better: Comparison) -> bool:
         """Return whether the gradient of some parameter is wrong now and right in `better`."""

@@ -165,3 +165,34 @@ def test_toml_round_trip_and_errors(attention, step, tmp_path):
     assert amp_core.apply_policy(attention, path).modules[0] == "blocks.2"
     with pytest.raises(amp_core.PolicyError, match="matches no module"):
         Advice(policy, {"nowhere": "fp32"}, None).apply(attention)
+
+
+def test_no_scale_is_proposed_that_was_not_sought(shrinking, step):
+    """A step that runs its own backward pass is told to train float16 with a scale of 1."""
+
+    def trained():
+        loss = step(shrinking, 1e-3)()
+        loss.backward()
+        return loss
+
+    advice = amp_core.advise(trained, "cpu", dtype=FP16, rounds=0)
+    assert advice.before.gradient_error > 0.9
+    assert advice.init_scale is None
+    assert "init_scale =" not in advice.to_toml()
+    assert "init_scale    not sought" in str(advice)
+
+
+def test_results_of_one_op_count_once():
+    """Shares of ops become those of results, of which the backward pass of a convolution has three."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv1d(4, 4, 1), nn.Conv1d(4, 1, 1))
+    model[1].weight.data.mul_(1e6)
+    x = torch.randn(2, 4, 8)
+    advice = amp_core.advise(lambda: model(x).float().sum(), "cpu", dtype=FP16, rounds=0)
+    ops = {d.key[:5] for d in advice.before.at("op")}
+    low = {d.key[:5] for d in advice.before.at("op") if d.dtype is FP16}
+    bad = {d.key[:5] for d in advice.before.at("op") if d.overflow}
+    assert len(ops) < len(advice.before.at("op"))
+    assert f"{len(low) / len(ops):.1%}".replace("%", " %") in str(advice)
+    text = next(line for line in str(advice).splitlines() if line.startswith("ops whose result"))
+    assert text.split()[-2] == str(len(bad))
