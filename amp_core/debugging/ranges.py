@@ -106,7 +106,11 @@ class Format:
         return entry.share(lambda exponent: exponent < self.subnormal - 1)
 
     def saturation(self, entry: Entry) -> float:
-        """Return the share of nonzero values that are too large, and of inf and NaN."""
+        """Return the share of nonzero values whose exponent is too large, and of inf and NaN.
+
+        Values beyond the largest number that have its exponent do not count: those above 448 and below 512
+        for float8_e4m3fn.
+        """
         return entry.share(lambda exponent: exponent > self.largest)
 
 

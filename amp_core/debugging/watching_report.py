@@ -31,7 +31,8 @@ def _(watch: Watch) -> Content:
     }
     about = (
         "The step in which each tensor fits the format worst. Underflow: the share of its nonzero values "
-        "that would become 0. Saturation: the share that is too large, or inf or NaN."
+        "that would become 0. Saturation: the share whose exponent of 2 is too large, or inf or NaN; larger "
+        "numbers than the largest one do not count if they have its exponent."
     )
     spec = columns(_NAMED + "dtype, " + _FIGURES)
     return Content(
