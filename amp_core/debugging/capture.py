@@ -22,7 +22,7 @@ from amp_core.debugging.places import Lines, Place
 from amp_core.debugging.quantized_counts import QuantizedCounts, QuantizedKey, key_of
 from amp_core.debugging.sink import BACKWARD, FORWARD, Frame, Sink, Where
 from amp_core.debugging.tap import Tap, measuring
-from amp_core.debugging.values import extent, in_parts, is_readable
+from amp_core.debugging.values import extent, fills_memory, in_parts, is_readable
 from amp_core.dispatch.quantized_products import ScaledProduct
 from amp_core.errors import AmpError
 from amp_core.formats import Recipe
@@ -128,7 +128,7 @@ class Capture(Sink):
         self._on_leaf = on_leaf
         self._lines = Lines()
         self._calls: Counter[tuple[Any, ...]] = Counter()
-        self._producers: WeakIdentityMapping[torch.UntypedStorage, Key | None] = WeakIdentityMapping()
+        self._producers: WeakIdentityMapping[torch.UntypedStorage, tuple[Key, ...]] = WeakIdentityMapping()
 
     def tap(self, model: nn.Module | None, ops: Iterable[str] = ()) -> Tap:
         """Return a `Tap` that reports to this sink, which does not keep it: it holds the models."""
@@ -145,7 +145,7 @@ class Capture(Sink):
     def moved(self, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         """Attribute a copy to its source."""
         inputs = [*filter(is_readable, inputs)]
-        self._set_producer([*filter(is_readable, outputs)], self.producer(inputs[0]) if inputs else None)
+        self._set_producers([*filter(is_readable, outputs)], self._producers_of(inputs[:1]))
 
     def ran(self, op: Overload, inputs: list[Tensor], outputs: list[Tensor], where: Where) -> None:
         """Sample the result of an op that autocast does not affect."""
@@ -156,7 +156,7 @@ class Capture(Sink):
             return
         # Part of an op that autocast handles. The backward pass may read it, so attribute it to that op.
         call = OP, where.phase, where.place, where.frames[0].op
-        self._set_producer([*filter(is_readable, outputs)], Key(*call, self._calls[call]))
+        self._set_producers([*filter(is_readable, outputs)], (Key(*call, self._calls[call]),))
 
     def multiplied(self, product: ScaledProduct, where: Where) -> None:
         """Count the operands that a recipe quantised, and see how they fit its formats.
@@ -225,27 +225,32 @@ class Capture(Sink):
         call = self._calls[level, phase, place, name]
         self._calls[level, phase, place, name] += 1
         key = Key(level, phase, place, name, call)
-        producers = map(self.producer, inputs)
-        parents = tuple(dict.fromkeys(key for key in producers if key is not None))
+        parents = self._producers_of(inputs)
         line = self._lines.of_op(phase == BACKWARD) if level == OP else ""
+        kept = results(name, outputs) if level == OP else outputs[:1]
         if produces:
-            self._set_producer(outputs, key)
-        for number, output in enumerate(results(name, outputs) if level == OP else outputs[:1]):
+            self._set_producers(outputs[len(kept) :], (key,))
+        for number, output in enumerate(kept):
             one = key._replace(result=number)
             self.run.samples[one] = _sample(output, self._limit, parents, random, line)
             if produces:
-                self._set_producer([output], one)
+                self._set_producers([output], (one,))
 
     # Producers by storage: torch keeps one Python object per storage for the storage's lifetime.
 
-    def _set_producer(self, tensors: list[Tensor], key: Key | None) -> None:
+    def _set_producers(self, tensors: list[Tensor], keys: tuple[Key, ...]) -> None:
         for tensor in tensors:
-            self._producers[_storage(tensor)] = key
+            memory = _storage(tensor)
+            rest = () if fills_memory(_part(tensor)) else self._producers.get(memory, ())
+            self._producers[memory] = tuple(dict.fromkeys((*rest, *keys)))
+
+    def _producers_of(self, tensors: list[Tensor]) -> tuple[Key, ...]:
+        found = (key for tensor in tensors for key in self._producers.get(_storage(tensor), ()))
+        return tuple(dict.fromkeys(found))
 
     def producer(self, tensor: Tensor) -> Key | None:
-        """Return the op that produced `tensor`; None if the run did not compute it."""
-        producer: Key | None = self._producers.get(_storage(tensor))
-        return producer
+        """Return the op that last wrote to the memory of `tensor`; None if the run did not compute it."""
+        return next(reversed(self._producers_of([tensor])), None)
 
 
 def _work(op: str, product: ScaledProduct) -> int:
@@ -260,8 +265,12 @@ def _work(op: str, product: ScaledProduct) -> int:
 @measuring()
 def _storage(tensor: Tensor) -> torch.UntypedStorage:
     """Return the memory of this rank's part, also of one that a collective has yet to deliver."""
+    return _part(tensor).untyped_storage()
+
+
+def _part(tensor: Tensor) -> Tensor:
     part: Any = part_of(tensor)
-    return getattr(part, "elem", part).untyped_storage()  # type: ignore[no-any-return]
+    return getattr(part, "elem", part)  # type: ignore[no-any-return]
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ from amp_core.debugging.ranges import Extent
 from amp_core.debugging.sink import BACKWARD, Sink, Where
 from amp_core.debugging.state_keeper import is_rehearsing
 from amp_core.debugging.tap import measuring
-from amp_core.debugging.values import extent, in_parts, is_readable, wide
+from amp_core.debugging.values import extent, fills_memory, in_parts, is_readable, wide
 from amp_core.errors import NonFiniteError
 from amp_core.policy.names import short
 
@@ -115,12 +115,11 @@ class FaultFinder(Sink):
         with measuring():
             bad = []
             for tensor in readable(tensors):
-                memory = tensor.untyped_storage()
                 if extent(in_reals(tensor).reshape(-1))[1]:
                     bad.append(tensor)
-                    self._not_finite[memory] = None
-                elif tensor.is_contiguous() and tensor.nbytes == memory.nbytes():  # written anew as a whole
-                    self._not_finite.pop(memory, None)
+                    self._not_finite[tensor.untyped_storage()] = None
+                elif fills_memory(tensor):
+                    self._not_finite.pop(tensor.untyped_storage(), None)
         return bad
 
     def _check(

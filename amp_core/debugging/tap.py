@@ -217,9 +217,14 @@ class Tap:
             self._communicated(func, kind, args, result)
             return
         self._collectives.note(func, result)
-        for source, copy in copied(func, args, result):
+        copies = [*copied(func, args, result)]
+        for source, copy in copies:
             if source.dtype is not copy.dtype and source.is_floating_point() and copy.is_floating_point():
                 self._sink.cast(source, copy, self._where())
+            else:
+                self._sink.moved(self._sink.seen_in(source), self._sink.seen_in(copy))
+        if copies:
+            return
         inputs, outputs = self._sink.seen_in((args, kwargs)), self._sink.seen_in(result)
         if not outputs and is_mutable(func):
             outputs = self._sink.seen_in(written(func, args, kwargs))

@@ -40,6 +40,15 @@ def _largest(flat: Tensor) -> float:
     return max(abs(float(end)) for end in torch.aminmax(flat))
 
 
+@torch.no_grad()
+@measuring()
+def fills_memory(tensor: Tensor) -> bool:
+    """Return whether all of its memory is the tensor's, so that nothing is left there from before."""
+    outermost_first = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    is_dense = tensor.permute(outermost_first).is_contiguous()
+    return is_dense and tensor.nbytes == tensor.untyped_storage().nbytes()
+
+
 def is_readable(tensor: Tensor) -> bool:
     """Return whether a tensor is dense and has numbers to read, and no graph is being traced.
 
