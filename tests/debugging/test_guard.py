@@ -336,7 +336,7 @@ def test_a_guard_that_cannot_be_registered_is_off():
     limit, model, stopped = sys.getrecursionlimit(), nn.Linear(4, 4), 0
     nn.init.constant_(model.weight, torch.inf)
     amp_core.guard(model).remove()
-    for room in range(12, 60):
+    for room in range(12 if sys.version_info < (3, 12) else 4, 60):  # calls of C counted, too
         sys.setrecursionlimit(len(inspect.stack()) + room)
         try:
             amp_core.guard(model).remove()

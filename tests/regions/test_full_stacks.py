@@ -88,7 +88,8 @@ def test_a_full_stack_leaves_no_region_in_force() -> None:
             found = error
         finally:
             sys.setrecursionlimit(limit)
-        assert isinstance(found, RecursionError)
+        # Python 3.10 and torch's C++ code may go on with the error set, which Python then wraps.
+        assert isinstance(found.__cause__ if isinstance(found, SystemError) else found, RecursionError)
         assert state() == before
 
 
