@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from amp_core._torch.tensors import identity_of, version_of
-from amp_core.casts.unseen_writes import may_write_unseen
+from amp_core._torch.tracing import outside_graphs
+from amp_core.casts.unseen_writes import is_traced_and_seen, may_write_unseen
 from amp_core.common.optimizers import after_every_step, parameters_of
 from amp_core.dispatch.fingerprints import address_of
 
@@ -28,7 +29,7 @@ class LastWrites:
         self._writes: dict[Tensor, tuple[int, Versions]] = {}  # when, and the versions afterwards
         self._key = key = next(_clock)
         _all[key] = weakref.ref(self, lambda _: _all.pop(key, None))
-        after_every_step(_forget_unseen)
+        after_every_step(_after_step)
 
     def note(self, param: Tensor, kept: Tensor | None) -> None:
         """Take note that the optimizer has just written to `param`, and to what is kept beside it."""
@@ -74,13 +75,18 @@ def _every() -> list[LastWrites]:
     return [each for ref in [*_all.values()] if (each := ref()) is not None]
 
 
-def _forget_unseen(optimizer: Optimizer) -> None:
+def _after_step(optimizer: Optimizer) -> None:
     """Forget weights that a step of another optimizer may have written without moving their versions."""
-    if _all and may_write_unseen(optimizer):
-        every = _every()
-        if all(each.optimizer is not optimizer for each in every):
-            for each in every:
-                each.forget(parameters_of(optimizer))
+    if not is_traced_and_seen(optimizer) and _all and may_write_unseen(optimizer):
+        _forget_unseen(optimizer)
+
+
+@outside_graphs
+def _forget_unseen(optimizer: Optimizer) -> None:
+    every = _every()
+    if all(each.optimizer is not optimizer for each in every):
+        for each in every:
+            each.forget(parameters_of(optimizer))
 
 
 def _versions(param: Tensor, kept: Tensor | None) -> Versions:

@@ -24,7 +24,7 @@ from amp_core._torch.tracing import outside_graphs, untraced
 from amp_core.casts.bulk import cast_weights, is_small_on_host
 from amp_core.casts.cache import MakeCasts, WeightCache
 from amp_core.casts.reuse import Reuse, only_reuse_pays
-from amp_core.casts.unseen_writes import is_skipped, may_write_unseen
+from amp_core.casts.unseen_writes import is_skipped, is_traced_and_seen, may_write_unseen
 from amp_core.common.arguments import check_module
 from amp_core.common.call_site import level_outside
 from amp_core.common.fsdp import is_sharded
@@ -213,7 +213,7 @@ def _drop(optimizer: Optimizer) -> None:
 
 def _drop_stepped(optimizer: Optimizer) -> None:
     """Drop casts of stepped weights: fused optimizers write without changing version counters."""
-    if not torch.compiler.is_dynamo_compiling() or getattr(optimizer, "defaults", {}).get("fused"):
+    if not is_traced_and_seen(optimizer):
         _after_step(optimizer)
 
 

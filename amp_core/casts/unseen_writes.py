@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -12,6 +13,11 @@ from amp_core.kernels.memory import on_host, read
 def may_write_unseen(optimizer: Optimizer) -> bool:
     """Return whether the next step of `optimizer` may; fused steps and those of other packages do."""
     return not is_torchs(optimizer) or bool(getattr(optimizer, "defaults", {}).get("fused"))
+
+
+def is_traced_and_seen(optimizer: Optimizer) -> bool:
+    """Return whether Dynamo traces a step that changes version counters: each that is not fused."""
+    return torch.compiler.is_dynamo_compiling() and not getattr(optimizer, "defaults", {}).get("fused")
 
 
 def is_skipped(optimizer: Optimizer) -> bool:

@@ -81,6 +81,17 @@ def test_one_graph_and_eager_numbers(backend: str) -> None:
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 12), reason="torch 2.11 cannot trace a write to an optimizer")
+def test_one_graph_beside_stored_weights() -> None:
+    """What looks for writes to stored weights breaks the graph of another model's step."""
+    other = nn.Linear(4, 4)
+    stored = torch.optim.AdamW(other.parameters())
+    step, _, scaler = made(Traceable)
+    scaler.scale(torch.ones(()))
+    with amp_core.master_weights(other, stored, "remainder"):
+        torch.compile(step, fullgraph=True, backend="aot_eager")(BATCHES[0])
+
+
 @pytest.mark.parametrize("fused", [True, False])
 def test_eager_numbers_around_the_graph_breaks_of_torchs_optimizers(fused: bool) -> None:
     """Dynamo cannot go on after the break that torch's optimizers make, or loses what the scaler noted."""

@@ -92,8 +92,8 @@ def compared(kind: object) -> None:
 
 
 def named(difference: object) -> tuple[object, ...]:
-    level, phase, place, name, call = difference.key
-    return level, phase, place.module.removeprefix("module."), name.removeprefix("module."), call
+    level, phase, place, name, *which = difference.key
+    return level, phase, place.module.removeprefix("module."), name.removeprefix("module."), *which
 
 
 def advised(kind: object) -> None:
