@@ -1,35 +1,13 @@
-"""A lock around torch's cache of casts, for the calls of its kernels that come from Python.
-
-torch locks the cache while it casts, and a `TorchDispatchMode` makes the cast run Python code. Ops that are
-called as usual wait for the cache without the interpreter's lock. A kernel that Python calls by itself keeps
-it, so two threads would wait for each other. So would a thread that clears the cache, as torch's own regions
-do when they end, if it has to free a cast that Python has seen.
-"""
+"""When torch clears its cache of casts, as it does at the end of each outermost region."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from amp_core._torch.dynamo import never_compile
-from amp_core.common.locks import new_lock
 from amp_core.common.once import once
-
-_lock = new_lock()
-
-
-def one_at_a_time(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `kernel`, which may cast through torch's cache, for one thread at a time."""
-    _replace_clear()
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with _lock:
-            return kernel(*args, **kwargs)
-
-    return call
 
 
 @once
@@ -51,13 +29,12 @@ _when_regions_end: list[Callable[[], None]] = []
 
 
 def _replace_clear() -> None:
-    global clear, clear_within_region  # a lock takes a tenth of a region's time
+    global clear, clear_within_region  # most programs need no callback, and regions are short
     if clear is not _end_region:
         clear, clear_within_region = _end_region, _clear_alone
         never_compile(_end_region)
         never_compile(_clear_alone)
         setattr(torch, _CLEAR, _end_region)  # torch's regions end with it, too
-        time.sleep(0.001)  # lets calls without the lock that have begun end
 
 
 def _end_region() -> None:
@@ -67,12 +44,8 @@ def _end_region() -> None:
 
 
 def _clear_alone() -> None:
-    if torch.compiler.is_dynamo_compiling():  # a graph has torch's function
-        _torchs_clear()
-        return
-    with _lock:
-        _torchs_clear()
-    for callback in _when_cleared:
+    _torchs_clear()
+    for callback in () if torch.compiler.is_dynamo_compiling() else _when_cleared:
         callback()
 
 

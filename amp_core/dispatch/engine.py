@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any, Protocol
 
-from amp_core._torch.cast_cache import one_at_a_time
 from amp_core._torch.dispatcher import Overload, autocast_key, dispatcher_name, redispatch_below
 from amp_core._torch.dynamo import never_compile
 from amp_core._torch.op_kernels import (
@@ -221,8 +220,7 @@ class Engine:
             return lambda keyset, *args, **kwargs: run(keyset, args, kwargs)
         # An op that was defined after its kernel has this engine's kernel alone.
         if name not in self._installed and has_kernel(dispatcher_name(overload), self.key):
-            kernel = native_kernel(dispatcher_name(overload), self.key)
-            return one_at_a_time(kernel) if self._is_low(name) else kernel
+            return native_kernel(dispatcher_name(overload), self.key)
         return redispatch_below(overload, self.key)
 
 

@@ -1,4 +1,4 @@
-"""Casts for rules that run in Python: kept as torch's own kernels would keep theirs.
+"""Casts for kernels that run in Python: kept as torch's own kernels would keep theirs.
 
 A thread keeps them until its outermost region ends.
 """
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from amp_core._torch import cast_cache
+from amp_core._torch.tensors import is_tensor_view
 from amp_core.common.cast import to_dtype
 from amp_core.dispatch.fingerprints import CachedCast, cached, fingerprint
 
@@ -21,6 +22,7 @@ class _Thread(threading.local):
 
     def __init__(self) -> None:
         self.casts: dict[torch.dtype, dict[int, tuple[Tensor, CachedCast]]] = defaultdict(dict)
+        self.as_torch: dict[torch.dtype, dict[int, tuple[Tensor, Tensor]]] = defaultdict(dict)
 
 
 _thread = _Thread()
@@ -37,14 +39,34 @@ def cast_for_rule(weight: Tensor, dtype: torch.dtype) -> Tensor:
     entry = casts.get(id(weight))
     if entry is not None and entry[0] is weight and entry[1].is_fresh(weight):
         return entry[1].cast
-    cast_cache.when_cleared(_clear)
     state = fingerprint(weight)
-    with torch.enable_grad():  # a first use under no_grad must not detach later uses from the graph
-        cast = to_dtype(weight, dtype)
+    cast = _cast(weight, dtype)
     casts[id(weight)] = weight, cached(weight, state, cast, alone=True)
     return cast
+
+
+def cast_as_torch(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the cast of `tensor`, a float32 leaf, if torch's own kernels would keep it, or else `tensor`.
+
+    As theirs, the cast is that of the first use in the region, even if the weight has changed since.
+    """
+    if not (tensor.requires_grad and region_caches()) or is_tensor_view(tensor):
+        return tensor
+    casts = _thread.as_torch[dtype]
+    entry = casts.get(id(tensor))
+    if entry is None or entry[0] is not tensor:
+        entry = casts[id(tensor)] = tensor, _cast(tensor, dtype)
+    return entry[1]
+
+
+def _cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    cast_cache.when_cleared(_clear)
+    with torch.enable_grad():  # a first use under no_grad must not detach later uses from the graph
+        return to_dtype(weight, dtype)
 
 
 def _clear() -> None:
     for casts in list(_thread.casts.values()):  # a finalizer may add one
         casts.clear()
+    for as_torch in list(_thread.as_torch.values()):
+        as_torch.clear()

@@ -1,13 +1,13 @@
 """Look up casts of weights, for every op under any rule or scope.
 
 There are two caches. A scope such as `cached_casts` keeps the casts of its model until a weight changes, for
-all threads. A thread keeps those of rules that run in Python until its outermost region ends.
+all threads. A thread keeps those of kernels that run in Python until its outermost region ends.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -35,31 +35,39 @@ sources = Sources[CastSource]()
 
 
 def replace_weights(args: Sequence[Any], device_type: str) -> Sequence[Any]:
-    """Replace weights among a low-precision op's arguments with the casts that scopes keep.
+    """Replace weights among a low-precision op's arguments with their casts; torch's kernel casts the rest.
 
-    torch's own kernel casts the rest.
+    These are the casts that scopes keep, and those that the kernel itself would keep until the region ends.
+    For those it would wait for the lock of torch's cache without letting other threads run Python code. One
+    of them may hold that lock and need to: under a `TorchDispatchMode`, casts run Python code.
     """
-    if not sources.active or _must_cast_anew():
-        return args
     dtype = torch.get_autocast_dtype(device_type)
     if dtype is torch.float32:
         return args
-    casts = CASTS[dtype]
-    replaced = []
-    for arg in args:
-        entry = casts.get(id(arg))
-        if entry is not None and entry.is_fresh(arg):
+    scopes = CASTS[dtype] if sources.active and not _must_cast_anew() else None
+    return _replaced(args, dtype, device_type, scopes)
+
+
+def _replaced(
+    values: Sequence[Any], dtype: torch.dtype, device_type: str, scopes: Mapping[int, CachedCast] | None
+) -> list[Any]:
+    replaced: list[Any] = []
+    for value in values:
+        entry = None if scopes is None else scopes.get(id(value))
+        if entry is not None and entry.is_fresh(value):
             replaced.append(entry.cast)
+        elif isinstance(value, (list, tuple)) and value and isinstance(value[0], Tensor):
+            replaced.append(_replaced(value, dtype, device_type, scopes))
         elif (
-            isinstance(arg, Tensor)
-            and arg.dtype is torch.float32  # most are activations
-            and arg.is_leaf
-            and eligible(arg, device_type)
+            isinstance(value, Tensor)
+            and value.dtype is torch.float32  # most are activations
+            and value.is_leaf
+            and eligible(value, device_type)
         ):
-            cast = _from_scopes(arg, dtype)
-            replaced.append(arg if cast is None else cast)
+            cast = None if scopes is None else _from_scopes(value, dtype)
+            replaced.append(region_casts.cast_as_torch(value, dtype) if cast is None else cast)
         else:
-            replaced.append(arg)
+            replaced.append(value)
     return replaced
 
 
