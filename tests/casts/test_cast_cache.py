@@ -11,6 +11,7 @@ from torch import nn
 
 from amp_core import autocast, cached_casts, record
 from amp_core._torch import cast_cache
+from amp_core.dispatch.weight_casts import replace_weights
 
 THREADS_UNDER_A_MODE = """
 import faulthandler, sys, threading
@@ -178,6 +179,17 @@ def test_recorded_regions_keep_casts_as_torch_does(first_grad: bool, cache_enabl
     with record():
         recorded = results()
     assert all(map(torch.equal, plain, recorded))
+
+
+def test_weights_in_lists() -> None:
+    """torch's kernels of `chain_matmul` and `lstm_cell` on CUDA lock its cache for weights in a list."""
+    weight, x = nn.Parameter(torch.ones(2, 2)), torch.ones(2, 2)
+    with autocast("cpu"):
+        (first, other), second, sizes = replace_weights(([weight, x], weight, [1, 1]), "cpu")
+    assert first is second
+    assert first.dtype is torch.bfloat16
+    assert other is x
+    assert sizes == [1, 1]
 
 
 def test_torchs_function_stays_in_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
