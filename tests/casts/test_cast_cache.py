@@ -182,7 +182,7 @@ def test_recorded_regions_keep_casts_as_torch_does(first_grad: bool, cache_enabl
 
 
 def test_weights_in_lists() -> None:
-    """torch's kernels of `chain_matmul` and `lstm_cell` on CUDA lock its cache for weights in a list."""
+    """The kernels of `chain_matmul` and `lstm_cell` on CUDA lock its cache for weights in a list."""
     weight, x = nn.Parameter(torch.ones(2, 2)), torch.ones(2, 2)
     with autocast("cpu"):
         (first, other), second, sizes = replace_weights(([weight, x], weight, [1, 1]), "cpu")
