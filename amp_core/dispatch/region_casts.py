@@ -18,11 +18,11 @@ from amp_core.dispatch.fingerprints import CachedCast, cached, fingerprint
 
 
 class _Thread(threading.local):
-    """The casts of one thread, by dtype and by the weight's ``id``."""
+    """The casts of one thread, by the weight's ``id``; those for rules also by dtype, unlike torch's."""
 
     def __init__(self) -> None:
         self.casts: dict[torch.dtype, dict[int, tuple[Tensor, CachedCast]]] = defaultdict(dict)
-        self.as_torch: dict[torch.dtype, dict[int, tuple[Tensor, Tensor]]] = defaultdict(dict)
+        self.as_torch: dict[int, tuple[Tensor, Tensor]] = {}
 
 
 _thread = _Thread()
@@ -52,7 +52,7 @@ def cast_as_torch(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """
     if not (tensor.requires_grad and region_caches()) or is_tensor_view(tensor):
         return tensor
-    casts = _thread.as_torch[dtype]
+    casts = _thread.as_torch
     entry = casts.get(id(tensor))
     if entry is None or entry[0] is not tensor:
         entry = casts[id(tensor)] = tensor, _cast(tensor, dtype)
@@ -68,5 +68,4 @@ def _cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
 def _clear() -> None:
     for casts in list(_thread.casts.values()):  # a finalizer may add one
         casts.clear()
-    for as_torch in list(_thread.as_torch.values()):
-        as_torch.clear()
+    _thread.as_torch.clear()
