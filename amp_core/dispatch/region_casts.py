@@ -16,13 +16,16 @@ from amp_core._torch.tensors import is_tensor_view
 from amp_core.common.cast import to_dtype
 from amp_core.dispatch.fingerprints import CachedCast, cached, fingerprint
 
+AsTorch = dict[int, tuple[Tensor, Tensor]]
+"""Weights and their casts, by the weight's ``id``, which no other tensor has while its entry exists."""
+
 
 class _Thread(threading.local):
     """The casts of one thread, by the weight's ``id``; those for rules also by dtype, unlike torch's."""
 
     def __init__(self) -> None:
         self.casts: dict[torch.dtype, dict[int, tuple[Tensor, CachedCast]]] = defaultdict(dict)
-        self.as_torch: dict[int, tuple[Tensor, Tensor]] = {}
+        self.as_torch: AsTorch = {}
 
 
 _thread = _Thread()
@@ -45,16 +48,20 @@ def cast_for_rule(weight: Tensor, dtype: torch.dtype) -> Tensor:
     return cast
 
 
-def cast_as_torch(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the cast of `tensor`, a float32 leaf, if torch's own kernels would keep it, or else `tensor`.
+def as_torch() -> AsTorch | None:
+    """Return the casts that this thread keeps in place of torch's own kernels; None if those keep none."""
+    return _thread.as_torch if region_caches() else None
+
+
+def cast_as_torch(tensor: Tensor, dtype: torch.dtype, casts: AsTorch) -> Tensor | None:
+    """Return the cast of `tensor`, a float32 leaf, if torch's own kernels would keep it.
 
     As theirs, the cast is that of the first use in the region, even if the weight has changed since.
     """
-    if not (tensor.requires_grad and region_caches()) or is_tensor_view(tensor):
-        return tensor
-    casts = _thread.as_torch
+    if not tensor.requires_grad or is_tensor_view(tensor):
+        return None
     entry = casts.get(id(tensor))
-    if entry is None or entry[0] is not tensor:
+    if entry is None:
         entry = casts[id(tensor)] = tensor, _cast(tensor, dtype)
     return entry[1]
 

@@ -45,27 +45,43 @@ def replace_weights(args: Sequence[Any], device_type: str) -> Sequence[Any]:
     if dtype is torch.float32:
         return args
     scopes = CASTS[dtype] if sources.active and not _must_cast_anew() else None
-    return _replaced(args, dtype, device_type, scopes)
+    region = region_casts.as_torch()
+    if scopes is None and region is None:
+        return args
+    return _replaced(args, dtype, device_type, scopes, region)
 
 
 def _replaced(
-    values: Sequence[Any], dtype: torch.dtype, device_type: str, scopes: Mapping[int, CachedCast] | None
+    values: Sequence[Any],
+    dtype: torch.dtype,
+    device_type: str,
+    scopes: Mapping[int, CachedCast] | None,
+    region: region_casts.AsTorch | None,
 ) -> list[Any]:
     replaced: list[Any] = []
     for value in values:
-        entry = None if scopes is None else scopes.get(id(value))
-        if entry is not None and entry.is_fresh(value):
+        if scopes is not None and (entry := scopes.get(id(value))) is not None and entry.is_fresh(value):
             replaced.append(entry.cast)
-        elif isinstance(value, (list, tuple)) and value and isinstance(value[0], Tensor):
-            replaced.append(_replaced(value, dtype, device_type, scopes))
+        elif (
+            scopes is None
+            and region is not None
+            and (kept := region.get(id(value))) is not None
+            and value.requires_grad
+        ):
+            replaced.append(kept[1])
         elif (
             isinstance(value, Tensor)
             and value.dtype is torch.float32  # most are activations
             and value.is_leaf
+            and (value.requires_grad or scopes is not None)
             and eligible(value, device_type)
         ):
             cast = None if scopes is None else _from_scopes(value, dtype)
-            replaced.append(region_casts.cast_as_torch(value, dtype) if cast is None else cast)
+            if cast is None and region is not None:
+                cast = region_casts.cast_as_torch(value, dtype, region)
+            replaced.append(value if cast is None else cast)
+        elif isinstance(value, (list, tuple)) and value and isinstance(value[0], Tensor):
+            replaced.append(_replaced(value, dtype, device_type, scopes, region))
         else:
             replaced.append(value)
     return replaced
