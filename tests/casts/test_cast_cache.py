@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from amp_core import autocast, cached_casts, record
+import torch._dynamo  # a mode of torch imports it, and with other threads that would take long
 
 faulthandler.dump_traceback_later(60, exit=True)  # a hang holds the interpreter's lock
 
@@ -88,7 +89,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from amp_core import OpPolicy, autocast
-import torch._dynamo
+import torch._dynamo  # as above
 
 faulthandler.dump_traceback_later(60, exit=True)  # a hang holds the interpreter's lock
 weight, x, over = nn.Parameter(torch.ones(4, 4)), torch.ones(2, 4), threading.Event()
