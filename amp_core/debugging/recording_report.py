@@ -227,7 +227,9 @@ def _all_ops(ops: Counter[OpKey]) -> Table:
 def _(diff: RecordingDiff) -> Content:
     here, there = _facts(diff.here), _facts(diff.there)
     facts = saved.differences(diff.here.environment, diff.there.environment)
-    facts |= {k: here[k] if here[k] == there[k] else f"{here[k]}  ->  {there[k]}" for k in here}
+    for fact in dict.fromkeys([*here, *there]):  # there may be collectives, or a plan, in one only
+        mine, theirs = here.get(fact, "-"), there.get(fact, "-")
+        facts[fact] = mine if mine == theirs else f"{mine}  ->  {theirs}"
     about = (
         "Ops that ran in other dtypes or a different number of times: the kernel's input dtypes and calls."
     )

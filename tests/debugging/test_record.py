@@ -575,6 +575,17 @@ def test_diff_names_what_changed(net, x):
     assert row["why"] == "(no rule) -> fp32"
 
 
+def test_diff_with_a_recording_that_has_no_plan(net, x):
+    """A KeyError, where one of the two has a plan or collectives; or the fact of the second is left out."""
+    plan = amp_core.PrecisionPlan(OpPolicy.default("cpu"))
+    with amp_core.record(net, plan=plan) as one:
+        net(x)
+    with amp_core.record(net) as two:
+        net(x)
+    for first, second, fact in ((one, two, "0  ->  -"), (two, one, "-  ->  0")):
+        assert json.loads(first.diff(second).to_json())["facts"]["forbidden by the plan"] == fact
+
+
 def test_plain_text_needs_no_rich(net):
     """`print(r)` would fail where the extra is not installed."""
     code = (
