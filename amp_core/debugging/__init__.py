@@ -8,6 +8,7 @@ from __future__ import annotations
 # Importing the reports registers how they are shown.
 from amp_core.debugging import advice_report as _advice_report  # noqa: F401
 from amp_core.debugging import comparison_report as _comparison_report  # noqa: F401
+from amp_core.debugging import recording_diff_report as _recording_diff_report  # noqa: F401
 from amp_core.debugging import recording_report as _recording_report  # noqa: F401
 from amp_core.debugging import watching_report as _watching_report  # noqa: F401
 from amp_core.debugging.advice import Finding, FormatAdvice, LayerInFormat, OpTime, SpeedAdvice

@@ -105,7 +105,7 @@ class Recording(Report, Sink):
         self.__dict__.update(Recording().__dict__, **state)  # a copy has only the findings: no model, no tap
 
     def diff(self, other: Recording) -> RecordingDiff:
-        """Return the ops that ran in other dtypes or a different number of times in `other`.
+        """Return the ops, casts and collectives of other dtypes, or of another number, in `other`.
 
         `other` may be loaded: from another process, device or version.
 

@@ -6,12 +6,11 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from amp_core.debugging import saved
 from amp_core.debugging.collectives import CollectiveCount, CollectiveKey
 from amp_core.debugging.format_tables import quantized_table
 from amp_core.debugging.op_counts import CastCount, CastKey, OpKey
 from amp_core.debugging.places import Place
-from amp_core.debugging.recording import Recording, RecordingDiff
+from amp_core.debugging.recording import Recording
 from amp_core.debugging.report import content_of
 from amp_core.debugging.sink import BACKWARD, FORWARD
 from amp_core.debugging.stored_dtypes import TensorKey
@@ -19,14 +18,14 @@ from amp_core.debugging.tables import Content, Table, Value, as_bytes, as_count,
 from amp_core.debugging.violations import Violation
 from amp_core.policy.names import short
 
-_NO_RULE = "(no rule)"
+NO_RULE = "(no rule)"
 
 
 @content_of.register
 def _(recording: Recording) -> Content:
     return Content(
         "What ran in which precision",
-        _facts(recording),
+        facts_of(recording),
         [_COMPILED] if recording.met_compiled else [],
         [
             *([_violations(recording.violations())] if recording.plan else []),
@@ -58,7 +57,8 @@ def called(op: str, kernel: str) -> str:
     return mine if same else f"{mine} ({theirs})"
 
 
-def _facts(recording: Recording) -> dict[str, str]:
+def facts_of(recording: Recording) -> dict[str, str]:
+    """Return the figures at the head of the report."""
     total = sum(recording.ops.values())
     by_result: Counter[str] = Counter()
     for key, calls in recording.ops.items():
@@ -101,7 +101,7 @@ def _widened(ops: Counter[OpKey]) -> Table:
     kernels: defaultdict[tuple[str, ...], dict[str, None]] = defaultdict(dict)
     for key, n in ops.items():
         if key.widened:
-            why = (key.rule, key.origin) if key.rule else (_NO_RULE, _PROMOTED)
+            why = (key.rule, key.origin) if key.rule else (NO_RULE, _PROMOTED)
             group = str(key.place), short(key.op), key.given, *why
             calls[group] += n
             kernels[group][short(key.kernel)] = None
@@ -132,12 +132,24 @@ def _unruled(ops: Counter[OpKey]) -> Table:
 def _casts(casts: dict[CastKey, CastCount]) -> Table:
     def group(key: CastKey) -> tuple[str, ...]:
         cause = short(key.cause) or ("the module" if key.rule else _own_cast(key))
-        kind = "weight" if key.weight else "activation" if key.phase == FORWARD else "gradient"
-        return str(key.place), key.phase, kind, cause, f"{key.source} to {key.result}", key.rule, key.origin
+        return (
+            str(key.place),
+            key.phase,
+            kind_of(key),
+            cause,
+            f"{key.source} to {key.result}",
+            key.rule,
+            key.origin,
+        )
 
     spec = columns("module, pass, of, cause=made for, dtypes, rule, origin=from, " + _COUNTS)
     about = "Conversions between floating-point dtypes, the op that needed each, and the rule behind it."
     return Table("casts", "Casts", spec, _summed(casts.items(), group), about)
+
+
+def kind_of(key: CastKey) -> str:
+    """Say what was cast."""
+    return "weight" if key.weight else "activation" if key.phase == FORWARD else "gradient"
 
 
 def _own_cast(key: CastKey) -> str:
@@ -221,58 +233,3 @@ def _all_ops(ops: Counter[OpKey]) -> Table:
     ]
     spec = columns("module, pass, op, kernel, given, dtypes=ran in, result, calls, rule, origin=from")
     return Table("calls", "Every op in every module", spec, rows, "In the order of first use.", shown=0)
-
-
-@content_of.register
-def _(diff: RecordingDiff) -> Content:
-    here, there = _facts(diff.here), _facts(diff.there)
-    facts = saved.differences(diff.here.environment, diff.there.environment)
-    for fact in dict.fromkeys([*here, *there]):  # there may be collectives, or a plan, in one only
-        mine, theirs = here.get(fact, "-"), there.get(fact, "-")
-        facts[fact] = mine if mine == theirs else f"{mine}  ->  {theirs}"
-    about = (
-        "Ops that ran in other dtypes or a different number of times: the kernel's input dtypes and calls."
-    )
-    spec = columns("module, pass, op, here=first, there=second, why=rule")
-    return Content(
-        "Two recordings compared",
-        facts,
-        [],
-        [Table("changes", "What changed", spec, _changes(diff), about, 50)],
-    )
-
-
-def _changes(diff: RecordingDiff) -> list[tuple[str, ...]]:
-    here, there = _by_call(diff.here), _by_call(diff.there)
-    rows: list[tuple[str, ...]] = []
-    for key in dict.fromkeys([*here, *there]):
-        mine, theirs = here.get(key, Counter()), there.get(key, Counter())
-        if mine != theirs:
-            rows.append((str(key[0]), *key[1:], _counts(mine), _counts(theirs), _rules(mine, theirs)))
-    return rows
-
-
-_Calls = Counter[tuple[str, str]]
-
-
-def _by_call(recording: Recording) -> dict[tuple[Place, str, str], _Calls]:
-    """Return the number of calls by (dtypes, rule) for each kernel in each module.
-
-    It groups by kernel only, because a policy changes which ops autocast intercepts.
-    """
-    by_call: defaultdict[tuple[Place, str, str], _Calls] = defaultdict(Counter)
-    for key, calls in recording.ops.items():
-        by_call[key.place, key.phase, short(key.kernel)][key.dtypes, key.rule] += calls
-    return by_call
-
-
-def _counts(calls: _Calls) -> str:
-    by_dtypes: Counter[str] = Counter()
-    for (dtypes, _), n in calls.items():
-        by_dtypes[dtypes] += n
-    return ", ".join(f"{dtypes} x {n}" for dtypes, n in by_dtypes.items()) or "not called"
-
-
-def _rules(here: _Calls, there: _Calls) -> str:
-    mine, theirs = (", ".join(dict.fromkeys(rule or _NO_RULE for _, rule in c)) for c in (here, there))
-    return mine if mine == theirs or not theirs else f"{mine} -> {theirs}" if mine else theirs

@@ -575,6 +575,24 @@ def test_diff_names_what_changed(net, x):
     assert row["why"] == "(no rule) -> fp32"
 
 
+def test_diff_names_casts_and_results_of_other_dtypes():
+    """Runs with other bits compare as equal: where an op rounds its inputs, or only a result differs."""
+    x, w = torch.randn(2, 8), torch.randn(8, 8)
+    policy = OpPolicy.default("cpu").override({"matmul": "low_in_fp32_out"})
+    recordings = []
+    for dtype in (torch.bfloat16, torch.float16):
+        with amp_core.record() as recording, autocast("cpu", dtype=dtype, policy=policy):
+            (x.to(dtype) @ w).sum(dtype=torch.float64 if dtype is torch.float16 else None)
+        recordings.append(recording)
+    diff = json.loads(recordings[0].diff(recordings[1]).to_json())
+    (row,) = diff["changes"]
+    assert (row["op"], row["here"], row["there"]) == ("sum", "float32 x 1", "float32 to float64 x 1")
+    (row,) = diff["casts"]
+    assert "float32 to bfloat16" in row["here"]
+    assert "float32 to float16" in row["there"]
+    assert json.loads(recordings[0].diff(recordings[0]).to_json())["casts"] == []
+
+
 def test_diff_with_a_recording_that_has_no_plan(net, x):
     """A KeyError, where one of the two has a plan or collectives; or the fact of the second is left out."""
     plan = amp_core.PrecisionPlan(OpPolicy.default("cpu"))
