@@ -245,8 +245,10 @@ def near_names(text: str) -> list[str]:
     """Return up to three op names similar to `text`."""
     namespace, wanted, rest = split(text)
     known = {base for space, base, _ in map(split, all_op_names()) if space == (namespace or "aten")}
+    known |= set() if namespace else {*_ALIASES}
     # torch.linalg.inv; F.gelu, or aten.mm.default, as torch prints ops
-    in_python = [f"{wanted}_{rest}".replace(".", "_"), *reversed(rest.split("."))]
-    close = [name for name in in_python if name in known][:1]
-    close = close or difflib.get_close_matches(wanted, sorted(known), n=3, cutoff=0.6)
+    parts = [*reversed(rest.split("."))]
+    close = [name for name in (f"{wanted}_{rest}".replace(".", "_"), *parts) if name in known][:1]
+    for part in (wanted, *parts):
+        close = close or difflib.get_close_matches(part, sorted(known), n=3, cutoff=0.6)
     return [name if namespace in ("", "aten") else f"{namespace}::{name}" for name in close]

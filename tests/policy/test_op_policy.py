@@ -72,6 +72,8 @@ def test_names_of_ops(name: object, expected: set[str]) -> None:
         ({"aten::_dir": "fp32"}, "has no op 'aten::_dir'"),
         ({"torch.linalg.inv": "fp32"}, "Did you mean 'linalg_inv'"),
         ({"F.gelu": "fp32"}, "Did you mean 'gelu'"),
+        ({"F.cross_entropy": "fp32"}, "Did you mean 'cross_entropy'"),  # as "cross_entropy_loss" is known
+        ({"F.grid_sample": "fp32"}, "Did you mean 'grid_sampler'"),
         ({"aten.mm.default": "fp32"}, "Did you mean 'mm'"),  # as torch prints the op
         ({"torch.ops.aten.softmax.int": "fp32"}, "Did you mean 'softmax'"),
         ({"pkg.mod:Cls": "promote"}, "an autograd function can have only lower_precision_fp, fp32"),
