@@ -69,13 +69,16 @@ def _answer(args: argparse.Namespace) -> str:
         if args.policy is not None:
             raise UsageError("--diff A B cannot be combined with another policy.")
         return _diff(*args.diff, uniform=args.uniform, as_json=args.json)
-    policy = _policy("cpu" if args.policy is None else args.policy, args.uniform)
+    name = "cpu" if args.policy is None else args.policy
+    policy = _policy(name, args.uniform)
     if args.op is not None:
         answer = policy.explain(args.op)
         return _dump(map(_entry, answer)) if args.json else str(answer)
     if args.missing:
-        other = None if args.like is None else _policy(args.like, args.uniform)
-        return _missing(policy, other, as_json=args.json)
+        if args.like is None:
+            return _missing(policy, as_json=args.json)
+        other = _policy(args.like, args.uniform)
+        return _missing_beside(policy, name, other, args.like, uniform=args.uniform, as_json=args.json)
     lines = [policy.explain(op)[0] for op, _ in sorted(policy, key=lambda item: (item[1], item[0]))]
     if args.json:
         return _dump(map(_entry, lines))
@@ -117,25 +120,41 @@ def _by_rule(lines: list[Explanation]) -> list[str]:
     return rows
 
 
-def _missing(policy: OpPolicy, other: OpPolicy | None, *, as_json: bool) -> str:
-    """Return the heavy ops without a rule in `policy`, by kind; or those that only `other` rules, by rule."""
+def _missing(policy: OpPolicy, *, as_json: bool) -> str:
+    """Return the heavy ops without a rule in `policy`, by kind."""
     import torch
 
     from amp_core.policy.coverage import missing
+
+    kinds = missing(policy)
+    heavy = counted(len(kinds), "heavy op has", "heavy ops have")
+    summary = f"{heavy} no rule for {policy.device_type} in torch {torch.__version__}"
+    return _grouped(kinds, summary, as_json=as_json)
+
+
+def _missing_beside(
+    policy: OpPolicy, name: str, other: OpPolicy, other_name: str, *, uniform: bool, as_json: bool
+) -> str:
+    """Return the ops that only `other` has a rule for, by rule."""
     from amp_core.policy.rules import UNCHANGED
 
-    if other is None:
-        kinds = missing(policy)
-        heavy = counted(len(kinds), "heavy op has", "heavy ops have")
-        summary = f"{heavy} no rule for {policy.device_type} in torch {torch.__version__}"
-        return _grouped(kinds, summary, as_json=as_json)
     rules = {op: rule for op, rule in sorted(other) if policy.rule(op) == UNCHANGED}
-    mine, theirs = policy.device_type, other.device_type
-    summary = f"{counted(len(rules), 'op has', 'ops have')} a rule on {theirs} and none on {mine}"
+    have = counted(len(rules), "op has", "ops have")
+    summary = f"{have} a rule {_where(other, other_name)} and none {_where(policy, name)}"
     if rules:
-        whole = f'OpPolicy("{mine}", OpPolicy.default("{theirs}").rules)'
-        summary += f"\nop_policy() with all rules of {theirs}: {whole}"
+        whole = f'OpPolicy("{policy.device_type}", {_in_python(other, other_name, uniform)}.rules)'
+        summary += f"\nop_policy() with all rules {_where(other, other_name)}: {whole}"
     return _grouped(rules, summary, as_json=as_json)
+
+
+def _in_python(policy: OpPolicy, name: str, uniform: bool) -> str:
+    if name.endswith(".toml"):
+        return f"OpPolicy.from_toml({name!r})"
+    return f'OpPolicy.{"uniform" if uniform else "default"}("{policy.device_type}")'
+
+
+def _where(policy: OpPolicy, name: str) -> str:
+    return f"in {name}" if name.endswith(".toml") else f"on {policy.device_type}"
 
 
 def _grouped(groups: Mapping[str, str], summary: str, *, as_json: bool) -> str:

@@ -150,3 +150,18 @@ def test_rules_that_only_another_device_has(capsys: pytest.CaptureFixture[str]) 
     line = text.splitlines()[-1].partition(": ")[2]
     assert eval(line, {"OpPolicy": OpPolicy}) == OpPolicy("cpu", cuda.rules)
     assert main(["policy", "cpu", "--like", "cuda"]) == 2
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_rules_that_only_a_file_has(device: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The line that gives a device the rules of a file gives it those of torch's default instead."""
+    path = tmp_path / "mine.toml"
+    path.write_text(f'device_type = "{device}"\n[rules]\nrelu = "fp32"\nmm = "lower_precision_fp"\n')
+    text = output(capsys, "cpu", "--missing", "--like", str(path))
+    assert f"a rule in {path} and none on cpu" in text
+    line = text.splitlines()[-1].partition(": ")[2]
+    assert eval(line, {"OpPolicy": OpPolicy}) == OpPolicy("cpu", OpPolicy.from_toml(path).rules)
+    text = output(capsys, str(path), "--missing", "--like", "xpu", "--uniform")
+    assert f"a rule on xpu and none in {path}" in text
+    line = text.splitlines()[-1].partition(": ")[2]
+    assert eval(line, {"OpPolicy": OpPolicy}) == OpPolicy(device, OpPolicy.uniform("xpu").rules)
