@@ -102,8 +102,9 @@ def _(diff: WatchDiff) -> Content:
         f"{len(here.keys() & there.keys())} in both runs, {len(rows)} differ, {alone} in one only"
     )
     about = (
-        "Moved: the share of the values whose exponent differs. The first steps come first, and in them what "
-        "moved most."
+        "Where 1 % of the values moved, more or fewer are inf or NaN, or the largest one is not within a "
+        "factor of 2. Moved: the share of the values whose exponent differs. The first steps come first, and "
+        "in them what moved most."
     )
     spec = columns("kind, name, before=largest, after=largest there, moved, step=at step")
     return Content(
@@ -123,7 +124,8 @@ def _pair(here: Entry, there: Entry) -> tuple[float, float, float] | None:
     mine, theirs = _all_exponents(here), _all_exponents(there)
     total = max(1, sum(mine.values()), sum(theirs.values()))
     moved = sum(abs(mine.get(e, 0) - theirs.get(e, 0)) for e in mine.keys() | theirs.keys()) / 2 / total
-    same = moved < 0.01 and here.not_finite == there.not_finite
+    smaller, larger = sorted((here.largest, there.largest))  # of the whole tensors, not of a sample
+    same = moved < 0.01 and here.not_finite == there.not_finite and larger <= 2 * smaller
     return None if same else (here.largest, there.largest, moved)
 
 

@@ -385,6 +385,21 @@ def test_values_that_became_zero_or_inf_have_moved(other):
     assert {row[1]: row[4] for row in changes.rows} == {"weight": 0.5, "(the model)": 0.5}
 
 
+def test_a_single_value_that_is_far_larger_differs():
+    """A weight that has blown up in one element, between those that are sampled or not, is no difference."""
+    model, runs = nn.Linear(64, 64), []
+    for value in (0.0, 6e4):
+        with torch.no_grad():
+            model.weight[0, 1] = value
+        with amp_core.watch(model, every=1, limit=1000) as ranges:
+            model(torch.zeros(1, 64))
+        runs.append(ranges)
+    diff = runs[0].diff(runs[1]).content()
+    ((kind, name, _, largest, moved, _),) = diff.tables[0].rows
+    assert (kind, name, largest, moved) == ("weight", "weight", 6e4, 0.0)
+    assert diff.facts["ranges"] == "3 in both runs, 1 differ, 0 in one only"
+
+
 def test_an_evaluation_after_a_watched_step_is_not_measured():
     """Every batch of an evaluation counts as part of the last step, if that was one of those watched."""
     model = net()
