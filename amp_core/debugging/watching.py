@@ -29,7 +29,7 @@ from amp_core.debugging.state_keeper import is_rehearsing
 from amp_core.debugging.tap import measuring
 from amp_core.debugging.values import extent, in_parts, is_readable
 from amp_core.plugin import get_backend
-from amp_core.regions.selecting import listed, matches
+from amp_core.regions.selecting import glob_of, listed, matches
 from amp_core.scaling.plot import new_figure, plain
 
 
@@ -224,7 +224,7 @@ class Watch(Attached, Report):
         if not drawn:
             raise ValueError("There is nothing to draw: no step has been watched yet.")
         if not chosen:
-            known = sorted({entry.name for entry in drawn})
+            known = sorted({glob_of(entry.name) for entry in drawn})
             raise ValueError(f"{names!r} matches none of the watched tensors; {listed(known)}.")
         kinds = [kind for kind in KINDS if any(e.kind == kind for e in chosen)]
         figure = new_figure(8, 2.2 * max(1, len(kinds)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import nn
@@ -43,13 +43,14 @@ def select(model: nn.Module, selector: Selector) -> tuple[list[str], str]:
     if CLASS_PATH.fullmatch(selector):
         kinds = {module: [*map(_class_name, type(module).__mro__)] for module in model.modules()}
         selected = [module for module, classes in kinds.items() if selector in classes]
-        near = sorted({classes[0] for classes in kinds.values()})
+        if not selected:
+            near = sorted({classes[0] for classes in kinds.values()})
+            raise _matches_no("module", selector, model, near, str)
     else:
         named = [*model.named_modules(remove_duplicate=False)]  # modules may share one
         selected = [module for name, module in named if matches(name, selector)]
-        near = [name for name, _ in named]
-    if not selected:
-        raise _matches_no("module", selector, model, near)
+        if not selected:
+            raise _matches_no("module", selector, model, [name for name, _ in named])
     return _first_names(model, selected), selector
 
 
@@ -88,10 +89,12 @@ def _parts(text: str) -> list[str]:
     return text.split(".") if text else []  # the model itself has the name ""
 
 
-def _matches_no(kind: str, selector: str, model: nn.Module, near: list[str]) -> PolicyError:
+def _matches_no(
+    kind: str, selector: str, model: nn.Module, near: list[str], selector_of: Callable[[str], str] = glob_of
+) -> PolicyError:
     """Return the error of a selector that selects no module or tensor of `model`, with `near` names."""
-    close = difflib.get_close_matches(selector, near, n=3, cutoff=0.5)
-    hint = f"near names are {', '.join(map(repr, close))}" if close else listed(near)
+    close = [*map(selector_of, difflib.get_close_matches(selector, near, n=3, cutoff=0.5))]
+    hint = f"near names are {', '.join(map(repr, close))}" if close else listed([*map(selector_of, near)])
     return PolicyError(f"{selector!r} matches no {kind} of {type(model).__name__}; {hint}.")
 
 

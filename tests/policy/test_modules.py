@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import inspect
 import pickle
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Iterator
 
 import pytest
@@ -549,6 +549,16 @@ def test_rules_of_another_kind_are_refused_in_words(rules: object, model: Encode
     """A whole policy, or a path as a string, ends in an AttributeError."""
     with pytest.raises(TypeError, match=r"must map modules to op rules"):
         apply_policy(model, rules)
+
+
+def test_a_name_that_an_error_proposes_selects_its_module() -> None:
+    """A model with a part `a[0]` is told again and again to write `a[0]`, which as a glob means `a0`."""
+    model = nn.Sequential(OrderedDict({"a[0]": nn.Linear(4, 4), "b*:": nn.Linear(4, 4)}))
+    for wrong, name in (("a[1]", "a[0]"), ("b*;", "b*:")):
+        with pytest.raises(PolicyError, match="near names are '") as caught:
+            apply_policy(model, {wrong: "fp32"})
+        proposed = str(caught.value).rpartition("near names are '")[2].partition("'")[0]
+        assert [*apply_policy(model, {proposed: "fp32"}).modules] == [name]
 
 
 def test_a_module_used_twice_in_a_region_casts_its_weights_once() -> None:
