@@ -6,6 +6,7 @@ escapes are valid TOML; of the characters that TOML wants escaped, JSON leaves o
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import sys
@@ -16,6 +17,8 @@ from typing import Any, NamedTuple
 from amp_core.errors import PolicyError
 
 _DOTTED = re.compile(r"\s*[\w-]+(\s*\.\s*[\w-]+)+(?=\s*=)")
+_HEAD = re.compile(r"\s*\[\[?")
+_PART = re.compile(r"""\s*(?:"((?:[^"\\]|\\.)*)"|'([^']*)'|([\w-]+))\s*""")
 
 
 def quoted(text: str) -> str:
@@ -50,25 +53,60 @@ class Document(NamedTuple):
         return data
 
     def place(self, key: str, table: str = "") -> str:
-        """Return ``file:line`` of the line that sets `key` in `table`, quoted or not, or opens its table."""
-        wanted, here = _bare(f"{table}.{key}"), ""
-        for number, line in enumerate(self.text.split("\n"), 1):
-            is_head = line.lstrip().startswith("[")
-            found = _bare(line.partition("#")[0]) if is_head else _bare(f"{here}.{line.partition('=')[0]}")
-            if found == wanted or (is_head and found.startswith(f"{wanted}.")):
+        """Return ``file:line`` of the line that sets `key` in `table`, quoted or not, or opens its table.
+
+        Where there is none, as in an inline table, it is that of `table`.
+        """
+        wanted = f"{table}.{key}" if table else key
+        for number, path in _paths(self.text):
+            if any(".".join(path[:end]) == wanted for end in range(1, len(path) + 1)):
                 return f"{self.name}:{number}"
-            here = found if is_head else here
-        return f"{self.name}:1"
+        outer, _, inner = table.rpartition(".")
+        return self.place(inner, outer) if table else f"{self.name}:1"
 
     def dotted_key(self, table: str) -> tuple[str, str]:
         """Return the first key with dots but without quotes in `table`, and its ``file:line``; or empty."""
-        here = ""
-        for number, line in enumerate(self.text.split("\n"), 1):
-            if line.lstrip().startswith("["):
-                here = _bare(line.partition("#")[0])
-            elif here.partition(".")[0] == table and (match := _DOTTED.match(line)):
-                return _bare(match[0]), f"{self.name}:{number}"
+        lines = self.text.split("\n")
+        for number, path in _paths(self.text):
+            key = _DOTTED.match(lines[number - 1])
+            if key and path[0] == table and len(path) > key[0].count(".") + 1:
+                return re.sub(r"\s", "", key[0]), f"{self.name}:{number}"
         return "", ""
+
+
+@functools.lru_cache(maxsize=1)  # a file asks for the place of each of its entries
+def _paths(text: str) -> list[tuple[int, list[str]]]:
+    """Return the number of each line that opens a table or sets a key, and the names of all tables to it."""
+    paths: list[tuple[int, list[str]]] = []
+    table: list[str] = []
+    for number, line in enumerate(text.split("\n"), 1):
+        head = _HEAD.match(line)
+        path, end = _path(line, head.end() if head else 0)
+        if head and end == "]":
+            table = path
+            paths.append((number, table))
+        elif path and end == "=":
+            paths.append((number, [*table, *path]))
+    return paths
+
+
+def _path(line: str, start: int) -> tuple[list[str], str]:
+    """Return the parts of the dotted name at `start` of a line, and the character after it."""
+    path: list[str] = []
+    while part := _PART.match(line, start):
+        basic, literal, bare = part.groups()
+        path.append(literal if bare is None and basic is None else bare or _unescaped(basic))
+        start = part.end() + 1
+        if line[start - 1 : start] != ".":
+            break
+    return path, line[start - 1 : start] if path else ""
+
+
+def _unescaped(text: str) -> str:
+    try:
+        return str(json.loads(f'"{text}"'))
+    except ValueError:  # an escape that JSON lacks
+        return text
 
 
 def load(source: str | PathLike[str]) -> Document:
@@ -91,8 +129,3 @@ def load(source: str | PathLike[str]) -> Document:
         raise PolicyError(
             f"{path}:{line}: not UTF-8, which TOML must be: {error}. Save the file as UTF-8."
         ) from error
-
-
-def _bare(path: str) -> str:
-    """Return a dotted path without quotes, brackets and spaces around its parts."""
-    return re.sub(r"[\s\"'\[\]]+", "", path).lstrip(".")

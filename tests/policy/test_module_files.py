@@ -140,6 +140,26 @@ def test_bad_files_name_the_line(
     assert [dict(vars(m)) for m in model.modules()] == before
 
 
+@pytest.mark.parametrize(
+    ("rules", "line"),
+    [
+        ('[modules."0.1"]\nmm = "fp32"\n[modules.0]\nmm = "wrong"\n', 5),
+        ('[modules]\n"a[01]" = "fp32"\na01 = "wrong"\n', 5),
+        ('[modules]\n"a b" = "fp32"\nab = "wrong"\n', 5),
+        ('[modules]\n"a" = "fp32"\n"a#b" = "wrong"\n', 5),
+        ('[modules]\n"a" = "fp32"\n"a=b" = "wrong"\n', 5),
+        ('[modules]\n"a" = "fp32"\n"\\u0062" = "wrong"\n', 5),
+        ('rules = { mm = "fp32", linear = "wrong" }\n', 3),
+    ],
+)
+def test_an_error_names_the_line_of_its_own_entry(rules: str, line: int, tmp_path: Path) -> None:
+    """An error in the rules of `0` names the line of `0.1`, and one in an inline table the first line."""
+    path = tmp_path / "rules.toml"
+    path.write_text(f'device_type = "cpu"\nbase = "uniform"\n{rules}')
+    with pytest.raises(PolicyError, match=rf"rules\.toml:{line}: "):
+        Advice.from_toml(path)
+
+
 def test_quoted_parts_of_a_dotted_key_are_meant(model: nn.Module, tmp_path: Path) -> None:
     """A rule of an op that TOML allows in one line, and that cannot be a mistake, is refused."""
     path = tmp_path / "modules.toml"
