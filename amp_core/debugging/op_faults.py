@@ -12,6 +12,7 @@ from torch import Tensor
 
 from amp_core._torch.dispatcher import Overload, dispatcher_name, has_out, short_name
 from amp_core._torch.tensors import part_of
+from amp_core._torch.tracing import calls_are_captured
 from amp_core.common.identity import WeakIdentityMapping
 from amp_core.common.text import dtype_name
 from amp_core.debugging.op_kinds import numbers_in, results
@@ -24,6 +25,7 @@ from amp_core.debugging.values import extent, fills_memory, in_parts, is_readabl
 from amp_core.errors import NonFiniteError
 from amp_core.policy.names import short
 
+_SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 _FILLS = {"masked_fill", "masked_fill_", "where", "masked_scatter", "index_fill", "index_fill_"}
 
 
@@ -128,12 +130,12 @@ class FaultFinder(Sink):
         if self._is_done:  # the program went on after the error
             return
         with measuring():
-            inputs, outputs = readable(inputs), readable(outputs)
-            outputs_by_id = set(map(id, outputs))
-            written = [t for t in inputs if id(t) in outputs_by_id]
+            results_by_id = set(map(id, outputs))
+            written = readable([t for t in inputs if id(t) in results_by_id])
             given = any(t.untyped_storage() in self._not_finite for t in written)
+            read = readable([t for t in inputs if id(t) not in results_by_id])
             bad = self._note(outputs)
-            if not bad or given or is_rehearsing(self._thread) or not self._is_new(inputs, written, bad[0]):
+            if not bad or given or is_rehearsing(self._thread) or not self._is_new(read, bad[0]):
                 return
             rule, origin = where.cause or ("", "")
             fault = OpFault(
@@ -144,7 +146,7 @@ class FaultFinder(Sink):
                 kernel=kernel,
                 line=line,
                 rule=f"{rule} ({origin})" if rule else "",
-                inputs=tuple(Extent.of(t) for t in inputs if id(t) not in outputs_by_id),
+                inputs=tuple(map(Extent.of, read)),
                 result=Extent.of(bad[0]),
             )
         self._is_done = True
@@ -152,17 +154,25 @@ class FaultFinder(Sink):
         raise NonFiniteError(str(fault), fault)
 
     @staticmethod
-    def _is_new(inputs: list[Tensor], written: list[Tensor], result: Tensor) -> bool:
+    def _is_new(read: list[Tensor], result: Tensor) -> bool:
         """Return whether the op made inf of finite numbers, or NaN of numbers."""
-        ids = set(map(id, written))
-        others = [in_reals(t) for t in inputs if id(t) not in ids]
         nan = bool(in_reals(result).isnan().any())
-        return not any(bool(t.isnan().any()) if nan else not bool(t.isfinite().all()) for t in others)
+        reals = map(in_reals, read)
+        return not any(bool(t.isnan().any()) if nan else not bool(t.isfinite().all()) for t in reals)
 
 
 def readable(tensors: list[Tensor]) -> list[Tensor]:
-    """Return the tensors that can be read: of a DTensor, this rank's part."""
-    return [*filter(is_readable, map(part_of, tensors))]
+    """Return what can be read: of a DTensor this rank's part, of a sparse or nested tensor its values."""
+    return [*filter(is_readable, (_values(part_of(tensor)) for tensor in tensors))]
+
+
+def _values(tensor: Tensor) -> Tensor:
+    if tensor.layout is torch.strided and not tensor.is_nested:
+        return tensor
+    if not (tensor.is_nested or tensor.layout in _SPARSE) or calls_are_captured():
+        return tensor
+    with torch.no_grad():
+        return tensor._values() if tensor.layout is torch.sparse_coo else tensor.values()
 
 
 def in_reals(tensor: Tensor) -> Tensor:

@@ -219,3 +219,39 @@ def test_the_steps_to_check_for_gradients_that_were_accumulated(micro_batches: i
         accumulate(model, broken, micro_batches)
     assert caught.value.fault is not None
     assert (caught.value.fault.step, caught.value.fault.phase) == (broken, "backward")
+
+
+def jagged(x: torch.Tensor) -> torch.Tensor:
+    return torch.nested.nested_tensor_from_jagged(x, torch.tensor([0, 1, 3]))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:Sparse CSR tensor")
+@pytest.mark.parametrize(
+    ("call", "kernel"),
+    [
+        (lambda x: (x.to_sparse() * 3e38).to_dense(), "aten::mul.Tensor"),
+        (lambda x: (x.to_sparse_csr() * 3e38).to_dense(), "aten::mul.Tensor"),
+        (lambda x: x.to_sparse().mul_(3e38).to_dense(), "aten::mul_.Tensor"),
+        (lambda x: (jagged(x) * 3e38).values(), "aten::mul.Tensor"),
+        (lambda x: jagged(x * 1e4).half().values().float(), "aten::_to_copy"),
+        (
+            lambda x: (torch.nested.as_nested_tensor([x, x[:1]]) * 3e38).to_padded_tensor(0.0),
+            "aten::mul.Tensor",
+        ),
+    ],
+    ids=["sparse", "csr", "in place", "jagged", "cast", "nested"],
+)
+def test_values_of_sparse_and_nested_tensors(call: Callable[[torch.Tensor], Any], kernel: str) -> None:
+    """The op that makes a sparse tensor dense is said to make its inf, and that in a nested one has no op."""
+
+    class Model(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = call(x * 10)
+            return y + 0
+
+    fault = fault_of(Model(), torch.ones(3, 4, requires_grad=True))
+    assert fault.kernel == kernel
+    assert (fault.result.not_finite, [each.not_finite for each in fault.inputs[:1]]) == (
+        1.0,
+        [] if "_." in kernel else [0.0],
+    )
