@@ -272,8 +272,9 @@ def record(model: nn.Module | None = None, *, plan: PrecisionPlan | None = None)
     For each op, dtypes and module, it counts calls and casts, with the policy rule behind each; the bytes of
     casts, and repeats (casts of an unchanged tensor to the same dtype); and ops that ran in float32 although
     they received low precision. Ops of the backward pass count towards the modules that created its nodes.
-    Views, copies and ops without floating-point tensors are not counted. It also counts what ranks exchange,
-    by dtype, and notes the dtypes of parameters, buffers, gradients and optimizer state.
+    Views and copies are not counted, nor ops without a floating-point argument or result, such as those on
+    complex numbers, comparisons and `argmax`. It also counts what ranks exchange, by dtype, and notes the
+    dtypes of parameters, buffers, gradients and optimizer state.
 
     It records the thread that enters the block and the backward passes that it starts; of other threads,
     only steps of optimizers that have parameters of the recorded model. Every op in the block goes through

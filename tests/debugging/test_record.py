@@ -562,6 +562,25 @@ def test_the_report_says_the_same_three_times(net, x, tmp_path):
     assert "src=" not in page
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: x > 0,
+        torch.argmax,
+        torch.fft.fft,
+        lambda x: x.sum(0)[0].item(),
+        lambda _: torch.rand(2) @ torch.ones(2),
+        lambda x: torch.complex(x, x).abs(),
+    ],
+    ids=["comparison", "argmax", "fft", "item", "rand", "complex"],
+)
+def test_only_ops_from_and_to_floating_point_are_counted(call, x):
+    """The pages name what a recording leaves out, and another op is left out, or one of those is counted."""
+    with amp_core.record() as r:
+        call(x)
+    assert {key.kernel for key in r.ops} <= {"aten::sum.dim_IntList", "aten::dot"}
+
+
 def test_diff_names_what_changed(net, x):
     """Two policies could not be told apart by what they did."""
     policy = OpPolicy.default("cpu").override({"softmax": "fp32"})
