@@ -8,7 +8,14 @@ from typing import Any
 from torch import nn
 
 
+def fsdp_class(name: str) -> Any:
+    """Return the class, for `isinstance`, or what has no instances while FSDP is not imported.
+
+    Another thread may be importing it: its module is there before the classes are.
+    """
+    return getattr(sys.modules.get("torch.distributed.fsdp"), name, ())
+
+
 def is_sharded(module: nn.Module) -> bool:
     """Return whether FSDP, of either version, shards the parameters of `module`."""
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and isinstance(module, (fsdp.FSDPModule, fsdp.FullyShardedDataParallel))
+    return isinstance(module, (fsdp_class("FSDPModule"), fsdp_class("FullyShardedDataParallel")))

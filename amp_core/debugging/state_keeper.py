@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
-import sys
 import threading
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
@@ -17,6 +16,7 @@ from torch.optim.optimizer import Optimizer
 from amp_core._torch.tensors import is_wrapper, part_of, version_of
 from amp_core._torch.tracing import calls_are_captured, outside_graphs, without_torch_functions
 from amp_core._torch.transformed_tensors import outside_transforms, unwrapped
+from amp_core.common.fsdp import fsdp_class
 from amp_core.common.optimizers import exact_states, watch_steps
 from amp_core.errors import AmpError
 
@@ -227,11 +227,10 @@ def _reshard(modules: Iterable[nn.Module]) -> None:
     Raises:
         AmpError: FSDP1 shards one of the modules.
     """
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-    for module in modules if fsdp is not None else ():
-        if isinstance(module, fsdp.FullyShardedDataParallel):
+    for module in modules:
+        if isinstance(module, fsdp_class("FullyShardedDataParallel")):
             raise AmpError(_FSDP1)
-        if isinstance(module, fsdp.FSDPModule):
+        if isinstance(module, fsdp_class("FSDPModule")):
             module.reshard()
 
 

@@ -7,14 +7,14 @@ import itertools
 import sys
 import threading
 from collections.abc import Callable
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from amp_core import OpPolicy, Recipe, autocast, cached_casts, delayed_scales, master_weights
+from amp_core import OpPolicy, Recipe, autocast, cached_casts, compare, delayed_scales, master_weights
 from amp_core.casts import accumulating, bulk, cache
 
 InThreads = Callable[..., None]
@@ -119,6 +119,15 @@ def test_scopes_come_and_go_while_others_infer_and_train(scope: Any, in_threads:
 
     with cached_casts(shared), scope(trained):
         in_threads(infer, infer, train, come_and_go, rule, seconds=3)
+
+
+def test_another_thread_is_importing_fsdp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scope raises "partially initialized module" while a thread takes the first step of an optimizer."""
+    monkeypatch.setitem(sys.modules, "torch.distributed.fsdp", ModuleType("torch.distributed.fsdp"))
+    model, x = small(), torch.ones(4, 6)
+    with cached_casts(model), autocast("cpu"):
+        assert model(x).dtype is torch.bfloat16
+    assert compare(lambda: model(x).sum(), "cpu")
 
 
 def small() -> nn.Sequential:
