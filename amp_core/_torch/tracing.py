@@ -6,6 +6,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -119,8 +120,21 @@ _EXPORT.value("torch.compiler._is_exporting_flag", False)
 
 
 def is_exporting() -> bool:
-    """Whether ``torch.export`` traces what runs now. torch 2.11's function says so whenever Dynamo traces."""
-    return bool(getattr(torch.compiler, "_is_exporting_flag", False))
+    """Whether ``torch.export`` traces what runs now: its own flag is set for all threads.
+
+    torch 2.11's function says so whenever Dynamo traces.
+    """
+    if not getattr(torch.compiler, "_is_exporting_flag", False):
+        return False
+    return torch.compiler.is_dynamo_compiling() or any(map(_is_of_export, callers()))
+
+
+def _is_of_export(frame: FrameType) -> bool:
+    module = frame.f_globals.get("__name__")
+    return module in _EXPORTERS or (module == _WRAPPERS and frame.f_code.co_name == "inner")
+
+
+_EXPORTERS = ("torch.export._trace", "torch._dynamo.functional_export")
 
 
 _FAKES = Feature(
@@ -151,9 +165,9 @@ def calls_are_captured() -> bool:
     )
 
 
-def calls_are_exported() -> bool:
-    """Whether ``torch.export`` traces what runs now: its own flag is set for all threads."""
-    return torch.compiler.is_exporting() and calls_are_captured()
+def is_compiling() -> bool:
+    """Whether ``torch.compile`` or ``torch.export`` traces what runs now: the flag is set for all threads."""
+    return torch.compiler.is_compiling() and (torch.compiler.is_dynamo_compiling() or calls_are_captured())
 
 
 def calls_are_compared() -> bool:

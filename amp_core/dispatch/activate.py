@@ -9,7 +9,7 @@ from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
 from amp_core._torch.op_kernels import POLICIES
-from amp_core._torch.tracing import calls_are_exported
+from amp_core._torch.tracing import is_exporting
 from amp_core.common import environment as _env
 from amp_core.common.arguments import ANOTHER_COPY, is_of_another_copy
 from amp_core.common.call_site import level_outside
@@ -60,7 +60,7 @@ class Activation:
         Raises:
             PolicyError: `torch.export` is tracing; the exported program could not keep the policy.
         """
-        if calls_are_exported():
+        if is_exporting():
             raise PolicyError(_NO_EXPORT.format(policy=self.policy))
         if not self._installed:
             self._engine.keep(self.table)

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 
 from amp_core._torch.tensors import is_dtensor
+from amp_core._torch.tracing import is_compiling
 from amp_core.formats.elements import ElementFormat
 
 _CHUNK = 2**15

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp_core._torch.tracing import functorch_is_at_work
+from amp_core._torch.tracing import functorch_is_at_work, is_compiling
 
 _is_tracing = torch.compiler.is_dynamo_compiling
 _TYPES = {Tensor, torch.nn.Parameter}
@@ -19,7 +19,7 @@ _STRIDED = {torch.strided}
 
 def are_real(tensors: Sequence[Tensor], device: torch.device) -> bool:
     """Return whether `tensors` have real memory on `device`: none is fake, traced or of a subclass."""
-    if functorch_is_at_work() or torch.compiler.is_compiling():
+    if functorch_is_at_work() or is_compiling():
         return False
     return _TYPES.issuperset(map(type, tensors)) and {t.device for t in tensors} <= {device}
 
@@ -45,7 +45,7 @@ def are_numbers(tensors: Sequence[Tensor], device: torch.device) -> bool:
             return False
         if tensor.numel() != 1 or tensor.is_neg():
             return False
-    return not (functorch_is_at_work() or torch.compiler.is_compiling())
+    return not (functorch_is_at_work() or is_compiling())
 
 
 def are_plain(tensors: Sequence[Tensor], device: torch.device, dtypes: AbstractSet[torch.dtype]) -> bool:

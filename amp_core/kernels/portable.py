@@ -19,7 +19,7 @@ from amp_core._torch.steps import (
     is_alias_of,
     neg_view,
 )
-from amp_core._torch.tracing import functorch_is_at_work
+from amp_core._torch.tracing import functorch_is_at_work, is_compiling
 from amp_core.kernels.interface import GradStats, Kernels, ScaleTensors, as_int32, check_shapes
 from amp_core.states.loss_scale import Hysteresis, LossScaleSchedule
 
@@ -151,7 +151,7 @@ class Portable(Kernels):
 
 def _outside_autocast(device_type: str) -> AbstractContextManager[None]:
     """Turn autocast off, which casts norms and refuses to stack float64 with another dtype."""
-    known = not torch.compiler.is_compiling() and autocast_known(device_type)
+    known = not is_compiling() and autocast_known(device_type)
     return switched_off(device_type) if known and torch.is_autocast_enabled(device_type) else nullcontext()
 
 

@@ -16,6 +16,7 @@ import torch
 
 from amp_core._torch import cast_cache
 from amp_core._torch.autocast import function_modes_are_on, record_enter, record_exit, torch_autocast
+from amp_core._torch.tracing import is_exporting
 from amp_core.dispatch.activate import Activation, pushed, restore, take_out
 from amp_core.errors import PolicyError
 from amp_core.states.region_stack import Frame, RegionStack
@@ -71,7 +72,7 @@ def enter(
         for frame.nesting in _entries:
             break
         if _modes_are_on():
-            if enabled and torch.compiler.is_exporting():
+            if enabled and is_exporting():
                 _check_that_torch_keeps(region, device, dtype)
             record_enter(device, dtype, enabled, cached)
     except BaseException:

@@ -14,6 +14,7 @@ from torch.autograd.function import FunctionCtx
 from typing_extensions import ParamSpec
 
 from amp_core._torch.dynamo import when_loaded
+from amp_core._torch.tracing import is_compiling
 from amp_core.common.arguments import check_dtype, device_type_of
 from amp_core.common.containers import map_tensors
 from amp_core.common.locks import new_lock
@@ -186,7 +187,7 @@ def custom_bwd(bwd: Callable[P, R] | None = None, *, device_type: Device) -> Cal
 
 def _policy_in_force(device_type: str) -> OpPolicy | None:
     """Return the policy of the region around this call, if any. Dynamo cannot keep one on `ctx`."""
-    return None if torch.compiler.is_compiling() else engine(device_type).policy
+    return None if is_compiling() else engine(device_type).policy
 
 
 def _may_stand_for_ctx(first: object) -> bool:
@@ -322,7 +323,7 @@ def _eligible(tensor: Tensor, device_type: str, dtype: torch.dtype) -> bool:
 def _cast_all(tensors: list[Tensor], device_type: str, dtype: torch.dtype) -> list[Tensor]:
     flows = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     # Dynamo cannot trace how kernels are loaded.
-    one_call = len(tensors) > 1 and not (flows or torch.compiler.is_compiling())
+    one_call = len(tensors) > 1 and not (flows or is_compiling())
     if one_call and all(type(t) is Tensor and t.layout is torch.strided for t in tensors):
         kernels = get_backend(device_type).kernels()
         casts = kernels.cast(tensors, dtype)

@@ -18,7 +18,7 @@ from amp_core._torch.dynamo import (
     trace_as_context_manager,
     when_loaded,
 )
-from amp_core._torch.tracing import calls_are_exported
+from amp_core._torch.tracing import is_exporting
 from amp_core.common.call_site import level_outside
 from amp_core.common.text import digest
 from amp_core.common.versions import installed_version
@@ -61,7 +61,7 @@ def pop_number(_number: int) -> None:
 @has_side_effect
 def widen(device: str) -> None:
     """Let the region that was just entered compute in float32; graphs contain this call."""
-    if calls_are_exported():
+    if is_exporting():
         raise PolicyError(_NO_FLOAT32.format(device=device))
     torch.set_autocast_dtype(device, torch.float32)
 

@@ -6,11 +6,11 @@ import functools
 import inspect
 from typing import Any
 
-import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from amp_core._torch.modules import replica_of
+from amp_core._torch.tracing import is_compiling
 from amp_core.errors import PolicyError
 from amp_core.regions.module_region import ModuleRegion
 
@@ -95,7 +95,7 @@ def forward_later(self: nn.Module, region: ModuleRegion, wrapped: Any, /, *args:
 
 def _refuse_copy(module: nn.Module, _args: object) -> None:
     """Raise PolicyError if `module` has the forward of another one and weights of its own."""
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return
     call = module.__dict__.get("forward")
     owner = call.args[0] if isinstance(call, _Forward) else module
