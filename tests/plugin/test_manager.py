@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
@@ -343,3 +343,20 @@ def test_the_precision_of_products_by_either_of_torchs_settings(given: str, chan
         assert products.fp32_precision == before
         assert [text.partition(" (")[0] for text in changed] in ([], ["the precision of float32 products"])
         assert changed or change in {given, before}
+
+
+def test_a_plugin_loads_while_another_thread_draws_numbers(in_threads: Callable[..., None]) -> None:
+    """The other thread draws the same numbers again, and the plugin is blamed for it."""
+    seen: list[float] = []
+
+    def draw() -> None:
+        seen.extend(torch.rand(8).tolist())
+
+    def load() -> None:
+        with restored() as changed:
+            in_threads(draw)
+        assert not changed
+
+    in_threads(load)
+    draw()
+    assert len(set(seen)) == len(seen)
