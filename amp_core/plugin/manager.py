@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from types import ModuleType
@@ -13,7 +14,7 @@ import pluggy
 from amp_core._torch.autocast import autocast_known, is_device_type, privateuse1_name
 from amp_core._torch.dispatcher import autocast_device_types
 from amp_core.common import environment as _env
-from amp_core.common.call_site import level_outside
+from amp_core.common.call_site import callers, level_outside
 from amp_core.common.locks import new_lock
 from amp_core.errors import (
     BackendConflictError,
@@ -68,9 +69,27 @@ class Manager:
         name = privateuse1_name() if device_type == _UNNAMED else device_type
         backend = self.registry.get(name) or self._unserved(name)
         if backend is None:
-            with self._lock:
-                backend = self._find(name)
+            with self._locked() as may_load:
+                backend = self._find(name) if may_load else self._torch_backend(name)
         return backend
+
+    @contextmanager
+    def _locked(self) -> Iterator[bool]:
+        """Take the lock; yield whether plugins may be loaded.
+
+        A thread that imports a plugin by itself does not wait for another one: that may wait for this import.
+        """
+        held = self._lock.acquire(blocking=False) or (not self._imports_plugin() and self._lock.acquire())
+        try:
+            yield held
+        finally:
+            if held:
+                self._lock.release()
+
+    def _imports_plugin(self) -> bool:
+        packages = {_package(c.entry_point.value) for c in entry_points.third_party(self.built_in)}
+        bodies = (frame.f_globals for frame in callers() if frame.f_code.co_name == "<module>")
+        return any(_package(str(names.get("__name__"))) in packages for names in bodies)
 
     def _find(self, device_type: str) -> Backend:
         disabled = _env.disabled_backends()
@@ -112,14 +131,14 @@ class Manager:
 
     def discover(self) -> None:
         """Load every enabled backend that is built in or declared by an entry point."""
-        with self._lock:
+        with self._locked() as may_load:
             self._load_built_in()
-            if _env.plugin_autoload():
+            if may_load and _env.plugin_autoload():
                 self._load(entry_points.third_party(self.built_in))
 
     def status(self) -> dict[str, BackendStatus]:
         """Describe every device type that is built in, declared, or known to torch."""
-        with self._lock:
+        with self._locked():
             self.discover()
             result = {name: status_of(*self.registry[name]) for name in self.registry}
             failures = self._failures()
@@ -230,7 +249,7 @@ class Manager:
         """Register a plugin of any kind; roll back if a hook is unknown or has a wrong argument."""
         if not isinstance(name, str | None):
             raise TypeError(f"name= of a plugin must be a text, not {name!r}.")
-        with self._lock:
+        with self._locked():
             if self._pluggy.is_registered(plugin):
                 raise ValueError(f"{plugin!r} is already registered with amp-core.")
             if isinstance(plugin, type) and has_methods(plugin):
@@ -264,7 +283,7 @@ class Manager:
 
     def remove(self, plugin: object) -> None:
         """Undo `add`."""
-        with self._lock:
+        with self._locked():
             if not self._pluggy.is_registered(plugin):
                 raise ValueError(f"{plugin!r} is not registered with amp-core, so it cannot be unregistered.")
             name = str(self._pluggy.get_name(plugin))
@@ -288,6 +307,10 @@ class Manager:
 
     def _update_listens(self) -> None:
         self.listens = any(getattr(self._pluggy.hook, hook).get_hookimpls() for hook in hookspecs.EVENTS)
+
+
+def _package(module: str) -> str:
+    return module.partition(":")[0].partition(".")[0]
 
 
 def _torch_serves(device_type: str) -> bool:

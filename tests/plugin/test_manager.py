@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
@@ -360,3 +362,55 @@ def test_a_plugin_loads_while_another_thread_draws_numbers(in_threads: Callable[
     in_threads(load)
     draw()
     assert len(set(seen)) == len(seen)
+
+
+SLOW_PLUGIN = """
+import threading, time
+import amp_core
+from amp_core.plugin import Availability, Backend, hookimpl
+
+begun.set()
+time.sleep(0.5)  # another thread asks for all backends, and waits for this import
+found = {{{question}}}
+
+class Slow(Backend):
+    device_type, api_version = "slow", 1
+    availability = lambda self: Availability(True, "there")
+    default_dtype = lambda self: amp_core.plugin.get_backend("cpu").default_dtype()
+    supported_dtypes = lambda self: (self.default_dtype(),)
+
+@hookimpl
+def amp_register_backends(registry):
+    registry.add(Slow())
+"""
+
+IMPORTED_BY_ANOTHER_THREAD = """
+import builtins, faulthandler, importlib, threading
+import amp_core
+
+faulthandler.dump_traceback_later(60, exit=True)
+builtins.begun = threading.Event()
+thread = threading.Thread(target=importlib.import_module, args=("slow_plugin.hooks",))
+thread.start()
+begun.wait()
+amp_core.backends()
+assert type(amp_core.get_backend("slow")).__name__ == "Slow"
+thread.join()
+import slow_plugin.hooks
+assert slow_plugin.hooks.found
+"""
+
+
+@pytest.mark.parametrize("question", ["*amp_core.backends()", "amp_core.plugin.get_backend('mps')"])
+def test_a_plugin_that_another_thread_imports_asks_for_backends(question: str, tmp_path: Path) -> None:
+    """The import waits for the thread that loads all plugins, which waits for the import."""
+    package, info = tmp_path / "slow_plugin", tmp_path / "slow_plugin-1.0.dist-info"
+    package.mkdir()
+    info.mkdir()
+    (package / "__init__.py").touch()
+    (package / "hooks.py").write_text(SLOW_PLUGIN.format(question=question))
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: slow-plugin\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[amp_core.backends]\nslow = slow_plugin.hooks\n")
+    paths = os.pathsep.join([str(tmp_path), *sys.path])
+    command = [sys.executable, "-c", IMPORTED_BY_ANOTHER_THREAD]
+    subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, check=True, timeout=120)
