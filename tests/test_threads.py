@@ -5,6 +5,7 @@ On a free-threaded Python the threads run at once; elsewhere they are switched a
 
 from __future__ import annotations
 
+import faulthandler
 import random
 import threading
 import time
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import amp_core
 from amp_core import (
@@ -26,6 +28,7 @@ from amp_core import (
     autocast,
     cached_casts,
     disable,
+    guard,
     master_weights,
 )
 from amp_core.common.once import once
@@ -325,3 +328,49 @@ def test_windows_that_close_in_many_threads(in_threads: InThreads) -> None:
         scaler.update()
         assert scaler.get_scale() == 2.0
         scaler.update(4.0)
+
+
+class Looking(TorchDispatchMode):
+    """Lets Python run within each cast."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+RULED = (None, DEFAULT.override({"linear": "fp32"}), DEFAULT.override({"softmax": "lower_precision_fp"}))
+SURROUNDINGS: tuple[Callable[[], Any], ...] = (nullcontext, Looking, amp_core.record)
+SCOPES: tuple[Callable[[nn.Module], Any], ...] = (nullcontext, cached_casts, master_weights, guard)
+
+
+def trained_in_surroundings(seed: int, shared: nn.Module) -> list[Any]:
+    """Use a model that other threads use, and train one of the thread's own, in what the seed draws."""
+    draw = random.Random(seed)
+    own, found = make(seed), list[Any]()
+    optimizer = torch.optim.SGD(own.parameters(), lr=0.1)
+    with draw.choice(SCOPES)(own):
+        for _ in range(3):
+            region = autocast("cpu", policy=draw.choice(RULED), cache_enabled=draw.random() < 0.8)
+            with draw.choice(SURROUNDINGS)(), region:
+                loss = own(A).float().square().sum()
+                found += torch.autograd.grad(shared(A).float().square().sum(), [*shared.parameters()])
+            with draw.choice(SURROUNDINGS)() if draw.random() < 0.3 else nullcontext():
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return [each.tolist() for each in (*found, *own.parameters())]
+
+
+def test_drawn_programs_in_surroundings_of_their_own(in_threads: InThreads) -> None:
+    """Modes, recordings, scopes and policies of a thread change another's numbers, or both wait for ever."""
+    shared, hooks = make(), len(nn.modules.module._global_forward_hooks)
+    for draw in programs(3.0, number="surroundings"):
+        faulthandler.dump_traceback_later(120, exit=True)  # a hang may hold the interpreter's lock
+        seeds = [draw.randrange(2**30) for _ in range(THREADS)]
+        expected = [trained_in_surroundings(seed, shared) for seed in seeds]
+
+        def job(i: int, seeds: list[int] = seeds, expected: list[Any] = expected) -> None:
+            assert trained_in_surroundings(seeds[i], shared) == expected[i]
+
+        in_threads(*[lambda i=i, job=job: job(i) for i in range(THREADS)])
+    faulthandler.cancel_dump_traceback_later()
+    assert len(nn.modules.module._global_forward_hooks) == hooks
