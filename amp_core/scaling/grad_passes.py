@@ -155,7 +155,9 @@ def clip_factor(
     norm, by = read(stats.norm), read(scale)
     true, factor = clip_on_host(norm, by, inverse_of(by), max_norm, as_divisor=as_divisor)
     # Of float64 gradients, it may be the squares alone that are beyond float64: `_clip_large` finds out.
-    overflow = by < 1.0 and stats.dtype is torch.float32 and true > FLOAT32_MAX
+    # Ranks that have agreed on the norm must not part because one of them has other dtypes.
+    wide = stats.dtype is torch.float64 and not stats.agreed
+    overflow = by < 1.0 and not wide and true > FLOAT32_MAX
     in_range = math.isfinite(norm) and 1.0 / _LARGE < factor < _LARGE
     if not (in_range or overflow or any(map(read, flags))):
         return _clip_large(parts, stats, scale, max_norm, norm_type, deciders, as_divisor=as_divisor)

@@ -36,6 +36,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 from torch.utils._python_dispatch import TorchDispatchMode
 from uneven import uneven  # noqa: F401
+from wide import wide  # noqa: F401
 from windows import windows  # noqa: F401
 
 import amp_core
