@@ -149,9 +149,19 @@ def _members(group: Any) -> int:
 
 _ALONE = (
     "Parameters are described by sharded_over=, but the scaler does not know which ranks step together. Pass "
-    "GradScaler(..., process_group=torch.distributed.group.WORLD), or the group of all ranks of the model. A "
-    "scaler that was pickled has lost it: create a new one and load its state_dict."
+    "GradScaler(..., process_group=torch.distributed.group.WORLD), or the group of all ranks of the model."
 )
+
+
+def refuse_on_ranks() -> None:
+    """Raise ValueError if there are other ranks, with which a scaler without their group cannot agree."""
+    from torch import distributed
+
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+        raise ValueError(
+            "This scaler does not know which ranks step together: it was pickled, and process groups cannot "
+            "be. Create a new one, GradScaler(..., process_group=...), and load its state_dict."
+        )
 
 
 def _widest(meshes: Sequence[DeviceMesh]) -> list[DeviceMesh]:

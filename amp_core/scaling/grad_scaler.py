@@ -74,7 +74,8 @@ class GradScaler(TorchNames):
             overflow and norm in one collective of two numbers. By default these are the ranks of the widest
             mesh if gradients are DTensors, as under ``fully_shard``; otherwise ranks do not communicate.
             ``FullyShardedDataParallel`` needs it: ``process_group=model.process_group``. With a wider group
-            (all ranks, under ``HYBRID_SHARD``), describe the parameters by `sharded_over`. It is not pickled.
+            (all ranks, under ``HYBRID_SHARD``), describe the parameters by `sharded_over`. It is not pickled:
+            on several ranks, an unpickled scaler refuses to step.
         sharded_over: process group or mesh -> the parameters of which its ranks hold different parts, though
             they are not DTensors on it: pipeline stages, experts, tensors that the trainer cut itself. A
             parameter under several groups is cut over all of them. The norm then counts each element once.
@@ -847,8 +848,6 @@ class GradScaler(TorchNames):
         own = {name: value for name, value in state.items() if name in ("_scales", "_log", "_unscaler")}
         copied = object.__new__(type(self))
         copied.__setstate__({**state, **copy.deepcopy(own)})
-        if self._enabled:
-            copied._unscaler.process_group = self._unscaler.process_group
         return copied
 
     def __setstate__(self, state: dict[str, Any]) -> None:

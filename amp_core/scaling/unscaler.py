@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -9,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from typing_extensions import Self
 
 from amp_core._torch.steps import is_fused
 from amp_core.common.arguments import as_max_norm, as_order, check_group
 from amp_core.kernels.memory import on_host, read
 from amp_core.scaling.arithmetic import is_tracing, overflows
-from amp_core.scaling.distributed import Deciders
+from amp_core.scaling.distributed import Deciders, refuse_on_ranks
 from amp_core.scaling.grad_passes import (
     Flags,
     GlobalGradStats,
@@ -44,6 +46,8 @@ class Unscaler:
     `log` names the parameters and counts the updates; the other arguments are those of `GradScaler`.
     """
 
+    _has_lost_group = False
+
     def __init__(
         self,
         log: StepLog,
@@ -60,10 +64,23 @@ class Unscaler:
         self._overlap = Overlap() if overlap else None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "process_group": None}
+        lost = self._has_lost_group or self.process_group is not None
+        return {**self.__dict__, "process_group": None, "_has_lost_group": lost}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        copied = memo[id(self)] = object.__new__(type(self))
+        copied.__dict__ |= copy.deepcopy({**self.__dict__, "process_group": None}, memo)
+        copied.process_group = self.process_group
+        return copied
 
     def deciders(self, *optimizers: Optimizer) -> Deciders:
-        """Return who decides whether `optimizers` step."""
+        """Return who decides whether `optimizers` step.
+
+        Raises:
+            ValueError: several ranks did, but pickling has lost their group.
+        """
+        if self._has_lost_group:
+            refuse_on_ranks()
         return Deciders(self.process_group, optimizers, None if is_tracing() else self._log.updates)
 
     def unscale(

@@ -17,7 +17,8 @@ SCRIPT = Path(__file__).parent / "data" / "ranks.py"
 @pytest.mark.parametrize(
     ("scenes", "count"),
     [
-        ("plain beyond everywhere bucket_views delayed resumed uneven joined summands wide windows", 2),
+        ("plain beyond everywhere bucket_views delayed resumed uneven joined summands windows", 2),
+        ("copies wide", 2),
         pytest.param("fsdp fsdp1 overlap reduced", 2, marks=pytest.mark.slow),
         pytest.param("groups", 3, marks=pytest.mark.slow),
         pytest.param("mesh slices decision experts hybrid", 4, marks=pytest.mark.slow),

@@ -18,6 +18,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from copies import copies  # noqa: F401
 from drawn import programs
 from experts import experts  # noqa: F401
 from hybrid import hybrid  # noqa: F401
