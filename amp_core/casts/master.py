@@ -121,8 +121,8 @@ def master_weights(
         storage: ``"fp32"``; or for bfloat16 weights ``"remainder"`` (the other 16 bits of the float32 weight,
             exact), ``"kahan"`` (a bfloat16 compensation) or ``"stochastic"`` (stochastic rounding; nothing).
         debug: check each copy against its master at every use; slow. Only for ``"fp32"``.
-        seed: of stochastic rounding. The same seed gives the same bits on every device and, but for FSDP1,
-            number of ranks.
+        seed: of stochastic rounding. The same seed gives the same bits on every device and, but for FSDP1
+            and ``ZeroRedundancyOptimizer``, number of ranks.
         state_dtype: float32, or bfloat16 (rounded stochastically) to halve the optimizer's states.
         keep: globs over names of parameters that stay as they are, such as ``"**.norm.*"``: ``*`` matches one
             part of a name, ``**`` any number. Those of a batch norm with float32 statistics always do.
