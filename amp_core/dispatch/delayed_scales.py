@@ -112,5 +112,6 @@ def _history(weight: Tensor, role: str, delayed: Delayed) -> AmaxHistory | None:
 _NOTHING_KEEPS = (
     "A recipe with delayed scales is in force, and nothing keeps the histories of this product: its second "
     "factor is not a parameter of a model in amp_core.delayed_scales(model). Enter that scope, or give the "
-    "op another rule, such as a recipe with found='current'."
+    "op another rule, such as a recipe with found='current'. FullyShardedDataParallel hides the parameters "
+    "while a module runs: shard with torch.distributed.fsdp.fully_shard instead."
 )

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.testing import assert_close as assert_same
 
 from amp_core import AmpWarning, OpPolicy, PolicyError, Recipe, autocast, delayed_scales
@@ -157,3 +157,16 @@ def test_weights_that_are_gathered_while_a_module_runs(units: str, one_rank: Non
         return found
 
     assert_same(losses(shards=True), losses(shards=False), rtol=0, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore:FSDP is")
+def test_weights_that_fsdp1_hides(one_rank: None) -> None:
+    """The error says to enter a scope that is entered already."""
+    policy = OpPolicy.default("cpu").override({"linear": Recipe.fp8_delayed(history=2)})
+    model = FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"), use_orig_params=True)
+    with (
+        delayed_scales(model),
+        autocast("cpu", torch.bfloat16, policy=policy),
+        pytest.raises(PolicyError, match="FullyShardedDataParallel hides the parameters"),
+    ):
+        model(torch.ones(2, 4))
