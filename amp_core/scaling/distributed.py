@@ -66,7 +66,7 @@ class Deciders(NamedTuple):
 
         Raises:
             ValueError: `process_group` is too small, or it is missing and the gradients do not tell which
-                ranks have to agree.
+                ranks have to agree, or are on other ranks only.
         """
         meshes = list(dict.fromkeys(s.mesh for s in shardings if s.mesh is not None))
         if self.process_group is not None:
@@ -83,6 +83,9 @@ class Deciders(NamedTuple):
             return None
         if len(meshes) > 1:
             meshes = _widest(meshes)
+        for mesh in meshes:
+            if mesh.get_coordinate() is None:
+                raise ValueError(_OUTSIDE.format(ranks=mesh.mesh.flatten().tolist()))
         groups = tuple(group for mesh in meshes for group in _groups_of(mesh))
         size = math.prod(mesh.size() for mesh in meshes)
         return Ranks(groups, size, self.optimizers, self.step)
@@ -189,6 +192,11 @@ _APART = (
     "The gradients of one optimizer are DTensors on meshes of ranks {meshes}. These are not dimensions of "
     "one mesh, so the scaler cannot tell which ranks have to agree. Pass the group of all of these ranks to "
     "the GradScaler as process_group=."
+)
+_OUTSIDE = (
+    "Gradients are DTensors on a mesh of ranks {ranks}, which this rank is outside of, so it cannot tell "
+    "whether they step. Pass the group of all ranks that have this optimizer to the GradScaler as "
+    "process_group=."
 )
 _NO_GROUP = (
     "The gradients are shards of a FullyShardedDataParallel model, and each rank sees only its own, so ranks "

@@ -18,7 +18,7 @@ SCRIPT = Path(__file__).parent / "data" / "ranks.py"
     ("scenes", "count"),
     [
         ("plain beyond everywhere bucket_views delayed resumed uneven joined summands windows", 2),
-        ("copies wide", 2),
+        ("copies outside wide", 2),
         pytest.param("fsdp fsdp1 overlap reduced", 2, marks=pytest.mark.slow),
         pytest.param("groups", 3, marks=pytest.mark.slow),
         pytest.param("mesh slices decision experts hybrid", 4, marks=pytest.mark.slow),

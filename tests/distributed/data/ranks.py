@@ -478,6 +478,21 @@ def groups() -> None:
         scaler.step(torch.optim.SGD([param], lr=1.0))
 
 
+def outside() -> None:
+    """Gradients on a mesh of the first rank alone: the others raise an error that says what is missing."""
+    param = nn.Parameter(distribute_tensor(torch.ones(4), DeviceMesh("cpu", [0]), [Shard(0)]))
+    for group in (None, dist.group.WORLD):
+        optimizer = torch.optim.SGD([param], lr=1.0)
+        scaler = amp_core.GradScaler("cpu", 4.0, process_group=group)
+        scaler.scale(torch.ones(()))
+        param.grad = param.detach() * math.inf
+        alone = group is None and dist.get_rank() > 0
+        with raises(ValueError, "which this rank is outside of") if alone else contextlib.nullcontext():
+            scaler.step(optimizer)
+            scaler.update()
+            assert scaler.get_scale() == 2.0, "the scales of the ranks part"
+
+
 @contextlib.contextmanager
 def raises(kind: type[Exception], text: str) -> Iterator[None]:
     try:
