@@ -44,4 +44,5 @@ def _groups(model: nn.Module) -> Iterable[Any]:
             yield module.process_group
     sharded: Iterable[Any] = filter(is_dtensor, model.parameters())
     for mesh in dict.fromkeys(param.device_mesh for param in sharded):
-        yield from mesh.get_all_groups()
+        if mesh.get_coordinate() is not None:  # otherwise other ranks have all of it
+            yield from mesh.get_all_groups()

@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -163,6 +163,14 @@ def guarded_against(kind: object) -> None:
         dist.barrier()
 
 
+def on_the_first_rank() -> None:
+    """A rank outside of the mesh of a model, which calls it too, gets an IndexError."""
+    mesh = DeviceMesh("cpu", [0])
+    model = distribute_module(attention()[1], mesh)
+    found = amp_core.compare(lambda: model(distribute_tensor(BATCH, mesh)).square().mean(), "cpu")
+    assert bool(found.differences) or dist.get_rank() > 0
+
+
 def refused() -> None:
     model = FullyShardedDataParallel(copy.deepcopy(attention()), device_id=torch.device("cpu"))
     try:
@@ -187,6 +195,7 @@ for kind in (of_ddp, of_fsdp, of_tp):
     guarded_and_watched(kind)
     guarded_against(kind)
 advised(of_fsdp)
+on_the_first_rank()
 refused()
 dist.barrier()
 print("all is well", flush=True)
