@@ -27,6 +27,7 @@ class LastWrites:
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
         self._writes: dict[Tensor, tuple[int, Versions]] = {}  # when, and the versions afterwards
+        self._converted: dict[Tensor, tuple[int, int]] = {}  # before a first step, and versions then
         self._key = key = next(_clock)
         _all[key] = weakref.ref(self, lambda _: _all.pop(key, None))
         after_every_step(_after_step)
@@ -34,6 +35,22 @@ class LastWrites:
     def note(self, param: Tensor, kept: Tensor | None) -> None:
         """Take note that the optimizer has just written to `param`, and to what is kept beside it."""
         self._writes[param] = next(_clock), _versions(param, kept)
+        self._converted.pop(param, None)
+
+    def note_converted(self, param: Tensor) -> None:
+        """Take note that `param` has just been rounded to bfloat16, before any step."""
+        self._converted[param] = identity_of(param), version_of(param)
+
+    def take_rewritten(self) -> list[Tensor]:
+        """Return the parameters that were written to between their conversion and a step, each only once."""
+        rewritten = [
+            param
+            for param, (identity, version) in self._converted.items()
+            if identity_of(param) == identity and version_of(param) != version  # a swapped one is moved
+        ]
+        for param in rewritten:
+            del self._converted[param]
+        return rewritten
 
     def is_last(self, param: Tensor, kept: Tensor | None) -> bool:
         """Return whether nothing is known to have written to these since."""
@@ -41,8 +58,9 @@ class LastWrites:
 
     def forget_others(self, stepped: Collection[Tensor]) -> None:
         """Forget all parameters but those in `stepped`."""
-        for param in self._writes.keys() - stepped:
-            del self._writes[param]
+        for known in (self._writes, self._converted):
+            for param in known.keys() - stepped:
+                del known[param]
 
     def forget(self, params: Iterable[Tensor]) -> None:
         """Forget `params`."""
@@ -52,6 +70,7 @@ class LastWrites:
     def clear(self) -> None:
         """Forget all."""
         self._writes.clear()
+        self._converted.clear()
 
     def end(self) -> None:
         """Forget all, for good."""

@@ -88,11 +88,11 @@ class StoredWeights(LocalHandle):
         # What is kept until the first step: a state shows that it began.
         self._first: dict[Tensor, Tensor] = {}
         optimizer._amp_core_first = self._first  # type: ignore[attr-defined]  # for copies of its state
+        self._writes = LastWrites(optimizer)
         for param in stored.values():
             self._convert(param)
         for group in optimizer.param_groups:
             group.setdefault(STEPS, 0)
-        self._writes = LastWrites(optimizer)
         see_list_writes()
         self._inner = unhooked_step(optimizer)
         self._step = types.MethodType(Optimizer.profile_hook_step(self._take_step), optimizer)
@@ -111,9 +111,17 @@ class StoredWeights(LocalHandle):
 
     def _look_for_new(self) -> None:
         """Look up the names if parameters may have joined or left the optimizer, or joined the model."""
+        self._clear_rewritten()
         stepped = parameters_of(self.optimizer)
         if len(stepped) < len(self._known) or not all([param in self._known for param in stepped]):
             self._look_up()
+
+    def _clear_rewritten(self) -> None:
+        """Let weights lack nothing that were written to before their first step, as DDP does on all ranks."""
+        for param in self._writes.take_rewritten():
+            kept = self._kept(param)
+            if kept is not None:
+                part_of(kept).zero_()
 
     def _look_up(self) -> None:
         """Choose among the parameters that have joined, and name those that are stored as the model does."""
@@ -153,6 +161,7 @@ class StoredWeights(LocalHandle):
         kept = self._how.narrow(wide, param)
         if kept is None:
             return
+        self._writes.note_converted(param)
         if state:  # torch's flattened checkpoints load only the entries that are there
             state[KEPT] = like(param, kept)
         else:
@@ -288,6 +297,7 @@ class StoredWeights(LocalHandle):
 
     def float32_weights(self) -> dict[str, Tensor]:
         """Return the weights in float32 by name, as exact as the storage has them; for a checkpoint."""
+        self._clear_rewritten()
         self._look_up()  # layers may have moved
         return {name: like(param, self._exact(param)) for param, name in self._names.items() if name}
 

@@ -36,6 +36,24 @@ def test_float32_weights_that_ddp_has_wrapped(storage: Any, one_rank: None) -> N
             steps.step()
 
 
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.Adagrad])
+@pytest.mark.parametrize("storage", ["remainder", "kahan"])
+@pytest.mark.parametrize("look", ["weights", "state", "step"])
+def test_weights_that_are_replaced_before_the_first_step(storage: Any, kind: Any, look: str) -> None:
+    """They get the low bits of others, so ranks on which DDP replaces different weights part for good."""
+    model, new = nn.Linear(16, 16), nn.Linear(16, 16).bfloat16()
+    optimizer = kind(model.parameters(), lr=0.0)
+    masters = master_weights(model, optimizer, storage)
+    model.load_state_dict(new.state_dict())
+    if look == "state":
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    elif look == "step":
+        model(torch.ones(2, 16).bfloat16()).sum().backward()
+        optimizer.step()
+    for name, weight in masters.float32_weights().items():
+        assert torch.equal(weight, new.get_parameter(name).float())
+
+
 def trained(weights: torch.Tensor) -> tuple[nn.ParameterDict, torch.optim.Optimizer]:
     model = nn.ParameterDict({"w": nn.Parameter(weights)})
     return model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)

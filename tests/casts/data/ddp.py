@@ -44,6 +44,25 @@ def compare(scope, *, find_unused):
         assert torch.equal(*same), "the ranks differ"
 
 
+def stored(storage):
+    """Raise where ranks that began with other weights, which DDP has replaced, have parted after a step."""
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    masters = amp_core.master_weights(model, optimizer, storage)
+    ddp = DistributedDataParallel(model)
+    for step in range(3):
+        optimizer.zero_grad()
+        ddp(torch.full((4, 6), step - rank / 2).bfloat16()).float().square().mean().backward()
+        optimizer.step()
+        for weight in masters.float32_weights().values():
+            same = [torch.empty_like(weight) for _ in range(2)]
+            dist.all_gather(same, weight)
+            assert torch.equal(*same), "the ranks differ"
+
+
+for storage in ("remainder", "kahan", "stochastic"):
+    stored(storage)
 for scope in (amp_core.cached_casts, amp_core.master_weights):
     for find_unused in (True, False):
         compare(scope, find_unused=find_unused)
