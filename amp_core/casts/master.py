@@ -117,7 +117,8 @@ def master_weights(
         model: the model whose float32 parameters are the masters. If you use DistributedDataParallel, wrap
             the model first; with bfloat16 storage, afterwards.
         optimizer: steps the parameters; only for bfloat16 storage. It may be any but LBFGS;
-            of an optimizer that steps another one (``ZeroRedundancyOptimizer``), pass the inner one.
+            of an optimizer that steps another one (``ZeroRedundancyOptimizer``), pass the inner one. Before
+            ``ZeroRedundancyOptimizer``, call ``model.to(torch.bfloat16)``: a rank has some of the parameters.
         storage: ``"fp32"``; or for bfloat16 weights ``"remainder"`` (the other 16 bits of the float32 weight,
             exact), ``"kahan"`` (a bfloat16 compensation) or ``"stochastic"`` (stochastic rounding; nothing).
         debug: check each copy against its master at every use; slow. Only for ``"fp32"``.
