@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import pytest
@@ -219,6 +220,22 @@ def test_weights_that_someone_else_wrote(storage: str, new: float, write: Any) -
         model["w"].grad = torch.zeros_like(model["w"])
         optimizer.step()
         assert torch.equal(model["w"], torch.full((50,), new).bfloat16())
+
+
+@pytest.mark.parametrize("storage", ["remainder", "stochastic", "kahan"])
+@pytest.mark.parametrize("new", [math.inf, -math.inf])
+def test_infinite_weights_that_someone_else_wrote(storage: Any, new: float) -> None:
+    """A mask of -inf in a weight becomes NaN, or a large number, by what was kept beside the weight."""
+    torch.manual_seed(0)
+    model, optimizer = trained(torch.randn(50))
+    with master_weights(model, optimizer, storage) as masters:
+        model["w"].grad = torch.randn(50).bfloat16()
+        optimizer.step()
+        model["w"].detach()[:25] = new
+        assert (masters.float32_weights()["w"][:25] == new).all()
+        optimizer.step()
+        assert (model["w"][:25] == new).all()
+        assert model["w"][25:].isfinite().all()
 
 
 @pytest.mark.parametrize("ends", [False, True])
