@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping
 from torch import Tensor
 from torch.optim import Optimizer
 
-from amp_core._torch.tensors import identity_of, version_of
+from amp_core._torch.tensors import WeakStorage, identity_of, is_freed, version_of, weak_memory
 from amp_core._torch.tracing import outside_graphs
 from amp_core.casts.unseen_writes import is_traced_and_seen, may_write_unseen
 from amp_core.common.optimizers import after_every_step, parameters_of
@@ -26,7 +26,7 @@ class LastWrites:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
-        self._writes: dict[Tensor, tuple[int, Versions]] = {}  # when, and the versions afterwards
+        self._writes: dict[Tensor, tuple[int, Versions, WeakStorage]] = {}  # when, and what was there then
         self._converted: dict[Tensor, tuple[int, int]] = {}  # before a first step, and versions then
         self._key = key = next(_clock)
         _all[key] = weakref.ref(self, lambda _: _all.pop(key, None))
@@ -34,7 +34,7 @@ class LastWrites:
 
     def note(self, param: Tensor, kept: Tensor | None) -> None:
         """Take note that the optimizer has just written to `param`, and to what is kept beside it."""
-        self._writes[param] = next(_clock), _versions(param, kept)
+        self._writes[param] = next(_clock), _versions(param, kept), weak_memory(param)
         self._converted.pop(param, None)
 
     def note_converted(self, param: Tensor) -> None:
@@ -54,7 +54,11 @@ class LastWrites:
 
     def is_last(self, param: Tensor, kept: Tensor | None) -> bool:
         """Return whether nothing is known to have written to these since."""
-        return param in self._writes and self._writes[param][1] == _versions(param, kept)
+        if param not in self._writes:
+            return False
+        _, versions, memory = self._writes[param]
+        # Other memory may have the address of freed memory.
+        return versions == _versions(param, kept) and not is_freed(memory.cdata)
 
     def forget_others(self, stepped: Collection[Tensor]) -> None:
         """Forget all parameters but those in `stepped`."""

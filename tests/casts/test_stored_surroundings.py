@@ -238,6 +238,29 @@ def test_infinite_weights_that_someone_else_wrote(storage: Any, new: float) -> N
         assert model["w"][25:].isfinite().all()
 
 
+@pytest.mark.parametrize("storage", ["remainder", "stochastic", "kahan"])
+def test_weights_at_the_address_of_freed_ones(storage: Any) -> None:
+    """Two calls of vector_to_parameters between steps add what was kept beside large weights to small."""
+    torch.manual_seed(0)
+    place = bytearray(100)
+
+    def put(values: torch.Tensor) -> None:
+        weight = torch.frombuffer(place, dtype=torch.bfloat16)
+        weight.copy_(values)
+        model["w"].data = weight
+
+    model, optimizer = trained(torch.zeros(50).bfloat16())
+    with master_weights(model, optimizer, storage):
+        put(100 * torch.randn(50))
+        model["w"].grad = torch.randn(50).bfloat16()
+        optimizer.step()
+        model["w"].data = torch.zeros(50).bfloat16()
+        put(torch.full((50,), 1e-3))
+        optimizer.param_groups[0]["lr"] = 0.0
+        optimizer.step()
+        assert torch.equal(model["w"], torch.full((50,), 1e-3).bfloat16())
+
+
 @pytest.mark.parametrize("ends", [False, True])
 @pytest.mark.parametrize("other", ["remainder", "kahan"])
 def test_a_weight_that_is_stored_for_two_optimizers(other: Any, ends: bool) -> None:
