@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from amp_core._torch.tensors import part_of
 from amp_core._torch.tracing import outside_graphs, untraced
 from amp_core.casts.shards import like
-from amp_core.casts.stand_ins import buckets, in_place_of, refuse_wrapper, unhooked_step
+from amp_core.casts.stand_ins import buckets, put_in_place, refuse_wrapper, unhooked_step
 from amp_core.casts.storage import widen_state
 from amp_core.common.arguments import check_module
 from amp_core.common.generators import kept_generators
@@ -182,15 +182,16 @@ def float32_steps(optimizer: Optimizer, names: Mapping[int, str]) -> Iterator[tu
         low = [param for param in params if _is_low(param, names)]
         if not low:
             continue
-        states, copies = optimizer.state, defaultdict[Any, Any](dict)
+        groups, states, copies = optimizer.param_groups, optimizer.state, defaultdict[Any, Any](dict)
         stand_ins = {id(param): _stand_in(param, states, copies) for param in params}
         copies.update({k: copy.deepcopy(state) for k, state in states.items() if not isinstance(k, Tensor)})
-        optimizer.state = copies
         try:
-            with in_place_of(optimizer, chosen, stand_ins), _random_numbers_kept(optimizer, low):
+            optimizer.state = copies
+            put_in_place(optimizer, chosen, stand_ins)
+            with _random_numbers_kept(optimizer, low):
                 step()
         finally:
-            optimizer.state = states
+            optimizer.param_groups, optimizer.state = groups, states
         for param in low:
             yield names[id(param)], param, part_of(stand_ins[id(param)]).detach()
 

@@ -61,19 +61,14 @@ def buckets(optimizer: Optimizer) -> Iterator[Bucket]:
     yield bucket
 
 
-@contextlib.contextmanager
-def in_place_of(optimizer: Optimizer, bucket: Bucket, stand_ins: Mapping[int, Tensor]) -> Iterator[None]:
-    """Let `optimizer` have only the parameters of `bucket`, and a stand-in for each whose id has one."""
-    all_groups, originals = optimizer.param_groups, [(group, group["params"]) for group, _ in bucket]
-    try:
-        for group, pairs in bucket:
-            group["params"] = [stand_ins.get(id(p), p) for _, p in pairs]
-        optimizer.param_groups = [group for group, _ in bucket]
-        yield
-    finally:
-        for group, params in originals:
-            group["params"] = params
-        optimizer.param_groups = all_groups
+def put_in_place(optimizer: Optimizer, bucket: Bucket, stand_ins: Mapping[int, Tensor]) -> None:
+    """Let `optimizer` have only the parameters of `bucket`, and a stand-in for each whose id has one.
+
+    It gets a list of its own for ``param_groups``, and each group of the bucket for ``params``.
+    """
+    for group, pairs in bucket:
+        group["params"] = [stand_ins.get(id(p), p) for _, p in pairs]
+    optimizer.param_groups = [group for group, _ in bucket]
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ from amp_core.casts.last_writes import LastWrites
 from amp_core.casts.lost_updates import Counts
 from amp_core.casts.memory import KeptMemory
 from amp_core.casts.shards import like
-from amp_core.casts.stand_ins import Bucket, buckets, in_place_of, refused_writes, unhooked_step
+from amp_core.casts.stand_ins import Bucket, buckets, put_in_place, refused_writes, unhooked_step
 from amp_core.casts.storage import (
     KEPT,
     KEPT_DTYPES,
@@ -198,6 +198,7 @@ class StoredWeights(LocalHandle):
 
     def _step_bucket(self, bucket: Bucket) -> None:
         params = [p for _, pairs in bucket for _, p in pairs if self._is_stored(p) and p.grad is not None]
+        groups, lists = self.optimizer.param_groups, [(group, group["params"]) for group, _ in bucket]
         wide: dict[int, Tensor] = {}
         try:
             for param in params:
@@ -206,19 +207,33 @@ class StoredWeights(LocalHandle):
                 self.optimizer.state[stand_in] = state
                 self.optimizer.state.pop(param, None)
                 self._first.pop(param, None)
-            with refused_writes(self.optimizer, params), in_place_of(self.optimizer, bucket, wide):
+            with refused_writes(self.optimizer, params):
+                put_in_place(self.optimizer, bucket, wide)
                 self._inner()
         finally:
-            self._take_back_all(bucket, wide)
+            try:
+                self._end_bucket(bucket, wide, groups, lists)
+            except BaseException:  # an interrupt, after which the optimizer would have lost what is left
+                self._end_bucket(bucket, wide, groups, lists)
+                raise
 
-    def _take_back_all(self, bucket: Bucket, wide: dict[int, Tensor]) -> None:
+    def _end_bucket(
+        self,
+        bucket: Bucket,
+        wide: dict[int, Tensor],
+        groups: list[dict[str, Any]],
+        lists: list[tuple[dict[str, Any], list[Tensor]]],
+    ) -> None:
         """Take back each stand-in, the others too if one fails: it has the only state of its parameter."""
+        for group, params in lists:
+            group["params"] = params
+        self.optimizer.param_groups = groups
         with contextlib.ExitStack() as stack:
             for group, pairs in reversed(bucket):
                 for index, param in reversed(pairs):
                     if id(param) in wide:
                         draw = Draw(self._seed, group[STEPS], index)
-                        stack.callback(self._take_back, param, wide.pop(id(param)), draw)
+                        stack.callback(self._take_back, param, wide, draw)
 
     def _widened(self, param: Tensor) -> tuple[Tensor, dict[str, Any]]:
         """Return a float32 stand-in for `param`, with its gradient, and the state that it needs."""
@@ -258,15 +273,15 @@ class StoredWeights(LocalHandle):
             return grad.float()
         return self._memory.empty_like(grad, torch.float32).copy_(grad)
 
-    def _take_back(self, param: Tensor, stand_in: Tensor, draw: Draw) -> None:
-        states = self.optimizer.state
-        if stand_in not in states:  # an interrupt came first
+    def _take_back(self, param: Tensor, stand_ins: dict[int, Tensor], draw: Draw) -> None:
+        states, stand_in = self.optimizer.state, stand_ins[id(param)]
+        if stand_in not in states:  # an interrupt came first, and what the parameter had is still there
             return
         wide, kept = part_of(stand_in).detach(), stand_in._amp_core_kept  # type: ignore[attr-defined]
-        state = states[stand_in]
+        state = states[param] = states[stand_in]
         if kept is not None:
             state[KEPT] = kept
-        states[param] = states.pop(stand_in)
+        del states[stand_in], stand_ins[id(param)]
         if getattr(self.optimizer, "grad_scale", None) is not None:  # torch's fused steps unscale gradients
             part_of(param.grad).detach().copy_(part_of(stand_in.grad).detach())  # type: ignore[arg-type]
         before = None if self._lost is None else self._wide(param)
