@@ -58,7 +58,8 @@ class Storage(NamedTuple):
         low = part_of(param).detach()
         if self.kept is not None:
             if kept is None or kept.dtype is not self.kept:
-                kept = torch.empty_like(wide, dtype=self.kept)
+                with torch.inference_mode(mode=False):  # later steps may be outside of it
+                    kept = torch.empty_like(wide, dtype=self.kept)
             _kernels(wide).split_([wide], [low], [kept])
             return kept
         if draw is None:

@@ -461,6 +461,19 @@ def test_a_compensation_of_other_weights() -> None:
         assert torch.equal(model["w"], other)
 
 
+@pytest.mark.parametrize("storage", ["remainder", "stochastic", "kahan"])
+def test_a_first_step_in_inference_mode(storage: Any) -> None:
+    """The step writes the weights, then raises: what it keeps beside them counts no writes."""
+    model = nn.ParameterDict({"w": nn.Parameter(torch.ones(3).bfloat16())})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+    with master_weights(model, optimizer, storage):
+        for mode in (torch.inference_mode, torch.no_grad):
+            model["w"].grad = torch.ones(3).bfloat16()
+            with mode():
+                optimizer.step()
+        assert torch.equal(model["w"].float(), torch.full((3,), 0.5))
+
+
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.Adagrad])
 @pytest.mark.parametrize("storage", ["remainder", "stochastic", "kahan"])
 def test_a_first_step_that_is_taken_back(storage: Any, kind: Any) -> None:
