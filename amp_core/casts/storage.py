@@ -101,11 +101,11 @@ def drop_foreign(kept: Tensor, low: Tensor) -> Tensor:
     """Return `kept` with 0 where it cannot belong to `low`, which someone has overwritten.
 
     A compensation is at most half a unit in the last place of its weight, and less than that beside an odd
-    weight, so that it does not change it. Below a power of 2, units are half as large. Beside 0, no remainder
-    is negative, and one beside inf would make it NaN, or a number.
+    weight, so that it does not change it. Below a power of 2, units are half as large. A
+    remainder beside 0 or inf would make it NaN, or another number, as small as 1e-41 beside a pruned weight.
     """
     if kept.dtype is torch.int16:
-        return kept.masked_fill((low == 0) & (kept < 0) | low.isinf(), 0)
+        return kept.masked_fill((low == 0) | low.isinf(), 0)
     bits = low.view(torch.int16)
     power = (bits & 0x7F80).view(torch.bfloat16)  # the exponent alone
     is_below = (low.abs() == power) & ((kept < 0) != (low < 0))

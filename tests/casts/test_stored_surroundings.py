@@ -207,7 +207,7 @@ def step_another(model: nn.ParameterDict, new: float) -> None:
 @pytest.mark.parametrize("storage", ["remainder", "stochastic", "kahan"])
 @pytest.mark.parametrize("new", [0.0, 1e-3])
 def test_weights_that_someone_else_wrote(storage: str, new: float, write: Any) -> None:
-    """What was kept beside large weights is added to small ones that were loaded; next to 0 it gives NaN."""
+    """What was kept beside large weights is added to small ones that were loaded; 0 becomes NaN or 1e-41."""
     torch.manual_seed(0)
     model = nn.ParameterDict({"w": nn.Parameter(100 * torch.randn(50).bfloat16())})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -216,7 +216,7 @@ def test_weights_that_someone_else_wrote(storage: str, new: float, write: Any) -
             model["w"].grad = torch.randn(50).bfloat16()
             optimizer.step()
         write(model, new)
-        assert (masters.float32_weights()["w"] - new).abs().max() <= new * 2**-7 + 1e-30
+        assert (masters.float32_weights()["w"] - new).abs().max() <= new * 2**-7
         model["w"].grad = torch.zeros_like(model["w"])
         optimizer.step()
         assert torch.equal(model["w"], torch.full((50,), new).bfloat16())
@@ -298,7 +298,7 @@ def test_states_that_were_saved_beside_other_weights(storage: str, new: float) -
         model.load_state_dict({"w": torch.full((50,), new)})
         optimizer.step()
         optimizer.load_state_dict(saved)
-        assert (masters.float32_weights()["w"] - new).abs().max() <= new * 2**-7 + 1e-30
+        assert (masters.float32_weights()["w"] - new).abs().max() <= new * 2**-7
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
