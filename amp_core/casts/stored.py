@@ -336,7 +336,6 @@ class StoredWeights(LocalHandle):
         if self._checkpoints is None:
             return
         self._checkpoints.remove()
-        self._checkpoints = None
         if self.optimizer.__dict__.get("step") is self._step:
             del self.optimizer.step
         self._memory.clear()
@@ -352,4 +351,5 @@ class StoredWeights(LocalHandle):
             self._lost.remove()
             self._lost = None
         self._writes.end()
+        self._checkpoints = None  # late: another call ends what an interrupt broke off
         self._names, self._known = {}, {}  # a scheduler may go on calling this step

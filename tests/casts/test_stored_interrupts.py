@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -30,16 +31,17 @@ def step(model: nn.ParameterDict, optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
 
 
-def interrupted_at(number: int, model: nn.ParameterDict, optimizer: torch.optim.Optimizer) -> bool:
-    """Take a step that is broken off at a line of that number; return whether it has so many.
+def interrupted_at(number: int, function: Callable[..., None], *args: Any) -> bool:
+    """Call `function`, but break it off at the line of that number; return whether it has so many.
 
-    Python looks for signals where a function begins or returns, so at no other line of `_step_bucket`.
+    Python looks for signals where a function begins or returns, so at no other line of `_step_bucket`. What
+    finalisers raise, which are lambdas, it ignores.
     """
     count = 0
 
     def tracer(frame: FrameType, event: str, _arg: object) -> Any:
         nonlocal count
-        if frame.f_code.co_filename not in FILES or frame.f_code.co_name == "_step_bucket":
+        if frame.f_code.co_filename not in FILES or frame.f_code.co_name in ("_step_bucket", "<lambda>"):
             return None
         count += event in ("call", "line")
         if count == number:
@@ -49,7 +51,7 @@ def interrupted_at(number: int, model: nn.ParameterDict, optimizer: torch.optim.
 
     sys.settrace(tracer)
     try:
-        step(model, optimizer)
+        function(*args)
     except KeyboardInterrupt:
         return True
     finally:
@@ -64,7 +66,7 @@ def test_a_step_that_is_broken_off_leaves_everything_to_the_optimizer(storage: A
         model, optimizer, masters = make(storage)
         step(model, optimizer)
         before = masters.float32_weights()
-        is_broken_off = interrupted_at(number, model, optimizer)
+        is_broken_off = interrupted_at(number, step, model, optimizer)
         twin, its_optimizer, its_masters = make(storage)
         for _ in range(2):
             step(twin, its_optimizer)
@@ -88,8 +90,24 @@ def test_a_count_that_is_broken_off_leaves_the_optimizer_its_parameters() -> Non
         model.bfloat16()
         groups = optimizer.param_groups
         count_lost_updates(model, optimizer)
-        if not interrupted_at(number, model, optimizer):
+        if not interrupted_at(number, step, model, optimizer):
             break
         assert optimizer.param_groups is groups
         assert all(map(torch.equal, groups[0]["params"], model.values()))
     assert number > 10
+
+
+def test_a_removal_that_is_broken_off_is_ended_by_the_next_one() -> None:
+    """After Ctrl-C the optimizer steps on float32 copies for ever, and saves what it keeps as integers."""
+    for number in itertools.count(1):
+        model, optimizer, masters = make("remainder")
+        step(model, optimizer)
+        is_broken_off = interrupted_at(number, masters.remove)
+        masters.remove()
+        assert not {"step", "load_state_dict"} & vars(optimizer).keys()
+        momenta = [state.popitem() for state in optimizer.state.values()]
+        assert [(name, value.dtype) for name, value in momenta] == 2 * [("momentum_buffer", torch.bfloat16)]
+        assert not any(optimizer.state.values())
+        if not is_broken_off:
+            break
+    assert number > 20
