@@ -172,7 +172,7 @@ def _values(tensor: Tensor) -> Tensor:
     if not (tensor.is_nested or tensor.layout in _SPARSE) or calls_are_captured():
         return tensor
     with torch.no_grad():
-        return tensor._values() if tensor.layout is torch.sparse_coo else tensor.values()
+        return (tensor.coalesce() if tensor.layout is torch.sparse_coo else tensor).values()
 
 
 def in_reals(tensor: Tensor) -> Tensor:

@@ -21,11 +21,11 @@ AsTorch = dict[int, tuple[Tensor, Tensor]]
 
 
 class _Thread(threading.local):
-    """The casts of one thread, by the weight's ``id``; those for rules also by dtype, unlike torch's."""
+    """The casts of one thread, by dtype and by the weight's ``id``."""
 
     def __init__(self) -> None:
         self.casts: dict[torch.dtype, dict[int, tuple[Tensor, CachedCast]]] = defaultdict(dict)
-        self.as_torch: AsTorch = {}
+        self.as_torch: dict[torch.dtype, AsTorch] = defaultdict(dict)
 
 
 _thread = _Thread()
@@ -48,15 +48,16 @@ def cast_for_rule(weight: Tensor, dtype: torch.dtype) -> Tensor:
     return cast
 
 
-def as_torch() -> AsTorch | None:
+def as_torch(dtype: torch.dtype) -> AsTorch | None:
     """Return the casts that this thread keeps in place of torch's own kernels; None if those keep none."""
-    return _thread.as_torch if region_caches() else None
+    return _thread.as_torch[dtype] if region_caches() else None
 
 
 def cast_as_torch(tensor: Tensor, dtype: torch.dtype, casts: AsTorch) -> Tensor | None:
     """Return the cast of `tensor`, a float32 leaf, if torch's own kernels would keep it.
 
-    As theirs, the cast is that of the first use in the region, even if the weight has changed since.
+    As theirs, the cast is that of the first use in the region, even if the weight has changed since. Unlike
+    theirs, it has the dtype of the region around the call.
     """
     if not tensor.requires_grad or is_tensor_view(tensor):
         return None
@@ -75,4 +76,5 @@ def _cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
 def _clear() -> None:
     for casts in list(_thread.casts.values()):  # a finalizer may add one
         casts.clear()
-    _thread.as_torch.clear()
+    for others in list(_thread.as_torch.values()):
+        others.clear()

@@ -45,7 +45,7 @@ def replace_weights(args: Sequence[Any], device_type: str) -> Sequence[Any]:
     if dtype is torch.float32:
         return args
     scopes = CASTS[dtype] if sources.active and not _must_cast_anew() else None
-    region = region_casts.as_torch()
+    region = region_casts.as_torch(dtype)
     if scopes is None and region is None:
         return args
     return _replaced(args, dtype, device_type, scopes, region)
