@@ -25,33 +25,41 @@ def interleave(make: Callable[[int], Judged], most: int) -> None:
     points = _run(make(0))
     late = 0
     for number, point in enumerate(range(0, points, points // most + 1)):
-        called, done = threading.Event(), threading.Event()
+        patience, tries = (1.0, 2) if late < 2 else (0.01, 1)
+        # A call that waits for a lock ends only after the one that it interrupts. A busy machine may delay
+        # one that does not, but hardly twice.
+        late += not any(_interrupt(make, point, 1 + number % 3, patience) for _ in range(tries))
 
-        @contextmanager
-        def until_done(called: threading.Event = called, done: threading.Event = done) -> Iterator[None]:
-            try:
-                yield
-            finally:
-                called.set()
-                done.wait()  # the outcome is judged after the call that it interrupts
 
-        other = _Thread(make(1 + number % 3), until_done)
+def _interrupt(make: Callable[[int], Judged], point: int, number: int, patience: float) -> bool:
+    """Run ``make(number)`` at a point of ``make(0)``; return whether it ended there, within `patience` s."""
+    called, done = threading.Event(), threading.Event()
 
-        def meanwhile(other: _Thread = other, called: threading.Event = called) -> None:
-            nonlocal late
-            other.start()
-            # A call that waits for a lock ends only after the one that it interrupts. A busy machine may
-            # delay one that does not.
-            late += not called.wait(1.0 if late < 2 else 0.01)
-
+    @contextmanager
+    def until_done() -> Iterator[None]:
         try:
-            _run(make(0), meanwhile, point)
+            yield
         finally:
-            done.set()
-            if other.ident is not None:
-                other.join()
-        if other.outcomes:
-            raise other.outcomes[0]
+            called.set()
+            done.wait()  # the outcome is judged after the call that it interrupts
+
+    other = _Thread(make(number), until_done)
+    in_time = False
+
+    def meanwhile() -> None:
+        nonlocal in_time
+        other.start()
+        in_time = called.wait(patience)
+
+    try:
+        _run(make(0), meanwhile, point)
+    finally:
+        done.set()
+        if other.ident is not None:
+            other.join()
+    if other.outcomes:
+        raise other.outcomes[0]
+    return in_time or other.ident is None
 
 
 class _Thread(threading.Thread):
