@@ -5,7 +5,6 @@ On a free-threaded Python the threads run at once; elsewhere they are switched a
 
 from __future__ import annotations
 
-import faulthandler
 import random
 import threading
 import time
@@ -364,7 +363,6 @@ def test_drawn_programs_in_surroundings_of_their_own(in_threads: InThreads) -> N
     """Modes, recordings, scopes and policies of a thread change another's numbers, or both wait for ever."""
     shared, hooks = make(), len(nn.modules.module._global_forward_hooks)
     for draw in programs(3.0, number="surroundings"):
-        faulthandler.dump_traceback_later(120, exit=True)  # a hang may hold the interpreter's lock
         seeds = [draw.randrange(2**30) for _ in range(THREADS)]
         expected = [trained_in_surroundings(seed, shared) for seed in seeds]
 
@@ -372,5 +370,4 @@ def test_drawn_programs_in_surroundings_of_their_own(in_threads: InThreads) -> N
             assert trained_in_surroundings(seeds[i], shared) == expected[i]
 
         in_threads(*[lambda i=i, job=job: job(i) for i in range(THREADS)])
-    faulthandler.cancel_dump_traceback_later()
     assert len(nn.modules.module._global_forward_hooks) == hooks

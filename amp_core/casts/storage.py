@@ -101,8 +101,8 @@ def drop_foreign(kept: Tensor, low: Tensor) -> Tensor:
     """Return `kept` with 0 where it cannot belong to `low`, which someone has overwritten.
 
     A compensation is at most half a unit in the last place of its weight, and less than that beside an odd
-    weight, so that it does not change it. Below a power of 2, units are half as large. A
-    remainder beside 0 or inf would make it NaN, or another number, as small as 1e-41 beside a pruned weight.
+    weight, so that it does not change it. Below a power of 2, units are half as large. A remainder beside 0
+    or inf would make another number of it, or NaN: about 1e-41 of a weight that was pruned.
     """
     if kept.dtype is torch.int16:
         return kept.masked_fill((low == 0) | low.isinf(), 0)

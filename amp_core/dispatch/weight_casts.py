@@ -62,7 +62,7 @@ def _replaced(
     for value in values:
         if scopes is not None and (entry := scopes.get(id(value))) is not None and entry.is_fresh(value):
             replaced.append(entry.cast)
-        elif (
+        elif (  # the shorter way of `cast_as_torch`, for what a region has cast before
             scopes is None
             and region is not None
             and (kept := region.get(id(value))) is not None
