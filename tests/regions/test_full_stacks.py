@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -31,6 +32,21 @@ REGIONS: list[Callable[[], AbstractContextManager[Any]]] = [
 ]
 MODEL = nn.Sequential(nn.Linear(4, 4))
 X = torch.ones(2, 4)
+
+
+@pytest.fixture(autouse=True)
+def _unmonitored() -> Iterator[None]:
+    """Keep out the callbacks of coverage, which are in Python: a handler of errors has no room for them."""
+    monitoring: Any = getattr(sys, "monitoring", None)
+    if monitoring is None:  # before Python 3.12
+        yield
+        return
+    events = [event for name, event in vars(monitoring.events).items() if name != "NO_EVENTS"]
+    tool = monitoring.COVERAGE_ID
+    callbacks = [(event, monitoring.register_callback(tool, event, None)) for event in events]
+    yield
+    for event, callback in callbacks:
+        monitoring.register_callback(tool, event, callback)
 
 
 def state() -> object:
