@@ -212,11 +212,13 @@ class Side:
             self.scaler = copy.deepcopy(self.scaler)
             self.windows = self.new_windows()
         elif how == "checkpoint":
-            folder = [tempfile.mkdtemp() if RANK == 0 else None]
-            dist.broadcast_object_list(folder)
-            dcp.save({"scaler": self.scaler}, checkpoint_id=folder[0])
-            self.make_scaler()
-            dcp.load({"scaler": self.scaler}, checkpoint_id=folder[0])
+            with contextlib.ExitStack() as stack:
+                folder = [stack.enter_context(tempfile.TemporaryDirectory()) if RANK == 0 else None]
+                dist.broadcast_object_list(folder)
+                dcp.save({"scaler": self.scaler}, checkpoint_id=folder[0])
+                self.make_scaler()
+                dcp.load({"scaler": self.scaler}, checkpoint_id=folder[0])
+                dist.barrier()  # the first rank removes the folder
 
     def new_windows(self) -> list[amp_core.AccumulationWindow]:
         plan, make = self.plan, amp_core.AccumulationWindow
