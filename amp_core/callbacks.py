@@ -174,8 +174,8 @@ class TensorBoard(_Tracker):
     """Write scale, skipped steps and norm as scalars, and the record of each skipped step as text.
 
     The names are ``{tag}/scale``, ``{tag}/{optimizer}/skipped`` (0 or 1), ``{tag}/{optimizer}/total_norm``
-    (if the step clips) and ``{tag}/{optimizer}/skips`` (text). A scale with a key has it after the tag. The
-    global step is the number of the record.
+    (if the step clips) and ``{tag}/{optimizer}/skips`` (text). A scale with a key has it after the tag.
+    The optimizer is called as in the record: ``Adam``, ``Adam_2``. The global step is the record's number.
 
     Args:
         writer: a ``torch.utils.tensorboard.SummaryWriter``, or a directory for a new one.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import json
 import logging
 import math
@@ -165,6 +166,65 @@ def test_tensorboard(parts: Any, tmp_path: Path) -> None:
     assert norms[0] == pytest.approx(math.sqrt(6))
     (text,) = events.Tensors("amp/SGD/skips/text_summary")
     assert b"bias (1 of 2)" in text.tensor_proto.string_val[0]
+
+
+def test_two_optimizers_of_one_class_have_names_of_their_own(tmp_path: Path) -> None:
+    """Nobody could tell whose steps were skipped of the two optimizers of a GAN, which had one name."""
+    parts = [torch.nn.Linear(2, 2) for _ in range(2)]
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in parts]
+    scaler = GradScaler("cpu", 8.0)
+    for bad in ([], [1], [], [0]):
+        for number, (part, optimizer) in enumerate(zip(parts, optimizers, strict=True)):
+            optimizer.zero_grad()
+            scaler.scale(part(torch.ones(1, 2)).sum()).backward()
+            if number in bad:
+                part.bias.grad[1] = math.inf
+            scaler.step(optimizer)
+        scaler.update()
+    skips = [(record.optimizer, record.number) for record in scaler.history.skipped]
+    assert skips == [("SGD_2", 1), ("SGD", 3)]
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    listener = TensorBoard(tmp_path)
+    for record in scaler.history:
+        listener.amp_step(scaler, record)
+    listener.close()
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert [e.value for e in events.Scalars("amp/SGD/skipped")] == [0.0, 0.0, 0.0, 1.0]
+    assert [e.value for e in events.Scalars("amp/SGD_2/skipped")] == [0.0, 1.0, 0.0, 0.0]
+
+
+def test_optimizers_are_numbered_per_scale_while_they_live() -> None:
+    """Names change with optimizers that are gone, or have numbers although their scales tell them apart."""
+    scaler = GradScaler("cpu", 8.0)
+
+    def stepped(key: str | None, optimizer: Any = None) -> Any:
+        optimizer = optimizer or torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1)
+        loss = optimizer.param_groups[0]["params"][1].sum()
+        scaler.scale(loss, key=key).backward()
+        scaler.step(optimizer, key=key)
+        scaler.update()
+        return optimizer
+
+    def name() -> str:
+        return scaler.history[-1].optimizer
+
+    first = stepped(None)
+    second = stepped(None)
+    assert name() == "SGD_2"
+    other = stepped("discriminator")
+    assert name() == "SGD"
+    stepped("discriminator", other)
+    assert name() == "SGD"
+    stepped(None, second)
+    assert name() == "SGD_2"
+    del first
+    gc.collect()
+    third = stepped(None)
+    assert name() == "SGD"
+    stepped(None, third)
+    assert name() == "SGD"
 
 
 def test_a_scheduler_is_held_back(parts: Any) -> None:

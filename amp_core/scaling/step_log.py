@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, MutableMapping, Sequence
+from itertools import count
 from typing import Any
 
 import torch
@@ -82,9 +83,10 @@ class StepLog:
         window, norm, nonfinite = state.window, state.total_norm, state.nonfinite
         flag = combine(state.flags(), scale.device)
         is_known = on_host(flag, scale)
+        before = self.last_step.get(optimizer)
         record = StepRecord(
             self.updates,
-            type(optimizer).__name__,
+            before.optimizer if before is not None else self._new_name(optimizer, loss_scale.key),
             flag,
             read(scale) if is_known else scale.clone(),
             _total_norm=norm,
@@ -95,7 +97,6 @@ class StepLog:
         _note_bad(record, window, nonfinite)
         if is_known and read(flag):  # at the update, the gradients may be others
             record._bad = self.bad_parameters(optimizer) or None
-        before = self.last_step.get(optimizer)
         # A fused step that raised has clipped nothing, so the next attempt finds norm and flags itself.
         found = (norm, nonfinite) if state.stage is OptState.UNSCALED else (None, None)
         state.undo = Undo(record, before, window, *found)
@@ -109,6 +110,13 @@ class StepLog:
         state.window = state.total_norm = state.nonfinite = None
         state.recorded = state.found_inf_per_device
         return record
+
+    def _new_name(self, optimizer: Optimizer, key: str | None) -> str:
+        """Return the name of an optimizer that has not stepped yet: its class and the first free number."""
+        name = type(optimizer).__name__
+        taken = {record.optimizer for record in self.last_step.values() if record.key == key}
+        numbered = (f"{name}_{number}" for number in count(2))
+        return name if name not in taken else next(each for each in numbered if each not in taken)
 
     def withdraw(self, optimizer: Optimizer, loss_scale: LossScale, state: OptimizerState) -> None:
         """Forget the record of a step that raised, and give `state` back what the record took from it."""

@@ -40,7 +40,8 @@ class StepRecord:
 
     Attributes:
         number: the number of `GradScaler.update` calls before the step.
-        optimizer: the optimizer's class name.
+        optimizer: the optimizer's class name. Further optimizers of one class and scale have a number, such
+            as ``Adam_2``, in the order of their first steps.
         key: the key of the loss scale; ``None`` for the scale of losses without a key.
     """
 
