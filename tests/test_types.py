@@ -1,4 +1,4 @@
-"""What a type checker knows of the public names; `mypy` checks this file too, and pytest that it is right."""
+"""What mypy and pyright know of the public names; both check this file, and pytest that it is right."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import assert_type
 
+import amp_compat.cpu.amp as cpu_amp
+import amp_compat.cuda.amp as cuda_amp
 import amp_core
 from amp_core import (
     Advice,
@@ -86,6 +88,19 @@ def test_scalers() -> None:
     assert_type(scaler.landed(), Tensor)
     assert isinstance(scaler.history[0], StepRecord)
     assert isinstance(scaler.history[-1:], list)
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
+def test_deprecated_names() -> None:
+    """Type checkers would find fault with right arguments of old code, or none with wrong ones."""
+    assert_type(cpu_amp.GradScaler(4.0, enabled=False), cpu_amp.GradScaler)
+    assert_type(cuda_amp.GradScaler(init_scale=4.0, enabled=False), cuda_amp.GradScaler)
+    assert_type(cpu_amp.autocast(True, torch.bfloat16), cpu_amp.autocast)
+    assert_type(cuda_amp.autocast(enabled=False, dtype=torch.bfloat16), cuda_amp.autocast)
+    with pytest.raises(TypeError, match="device"):
+        cpu_amp.GradScaler(device="cpu")  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="device_type"):
+        cuda_amp.autocast(device_type="cuda")  # type: ignore[call-arg]
 
 
 def test_scopes_and_reports(tmp_path: Path) -> None:

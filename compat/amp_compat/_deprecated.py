@@ -11,7 +11,6 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from amp_core import GradScaler
 from amp_core import autocast as core_autocast
 from amp_core.common import environment as _env
 from amp_core.common.locks import new_lock
@@ -58,26 +57,6 @@ def deprecated_function(message: str) -> Callable[[F], F]:
     return decorate
 
 
-def init_of_scaler(device: str) -> Any:
-    """Return the ``__init__`` of the deprecated `GradScaler` of one device."""
-
-    def __init__(  # noqa: N807
-        self: GradScaler,
-        init_scale: float = 2.0**16,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 2000,
-        enabled: bool = True,
-    ) -> None:
-        GradScaler.__init__(self, device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
-
-    __init__.__qualname__ = "GradScaler.__init__"  # Python names the function so if an argument is wrong
-    return deprecated_function(
-        f"`torch.{device}.amp.GradScaler(args...)` is deprecated. "
-        f"Please use `torch.amp.GradScaler('{device}', args...)` instead."
-    )(__init__)
-
-
 class DeprecatedAutocast(core_autocast):
     """Base of the deprecated `autocast` classes, which warn when instantiated or subclassed."""
 
@@ -91,8 +70,8 @@ class DeprecatedAutocast(core_autocast):
             return
         cls.__deprecated__ = message
         cls._deprecated_class = cls
-        # TorchScript compiles methods defined in the class body, so assign __new__ instead.
-        cls.__new__ = _new_with_signature(cls)  # type: ignore[method-assign]
+        # TorchScript compiles methods of the class body, and type checkers take an assignment for one.
+        type.__setattr__(cls, "__new__", _new_with_signature(cls))
 
 
 def _new_with_signature(cls: type) -> Any:
