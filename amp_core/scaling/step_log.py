@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Iterable, MutableMapping, Sequence
-from itertools import count
 from typing import Any
 
 import torch
@@ -36,6 +36,9 @@ from amp_core.scaling.step_record import (
 )
 from amp_core.states.loss_scale import AtFloor, OptState, float32
 
+_REUSED = 16
+"""So many numbers of optimizers are looked at for a free one: a look at all would take long for thousands."""
+
 
 class StepLog:
     """Records of all steps of a scaler, whatever their key.
@@ -62,6 +65,7 @@ class StepLog:
         self.hooks = Hooks()
         # by identity: optimizers that compare, such as dataclasses, have no hash
         self.last_step: MutableMapping[Optimizer, StepRecord] = WeakIdentityMapping()
+        self._named: dict[tuple[str | None, str], list[weakref.ref[Optimizer]]] = {}
         self._pending: dict[str | None, dict[int, StepRecord]] = {}
         self._skips_in_a_row: MutableMapping[Optimizer, int] = WeakIdentityMapping()
         self._described: MutableMapping[Optimizer, tuple[list[int], ParameterNames]] = WeakIdentityMapping()
@@ -114,9 +118,13 @@ class StepLog:
     def _new_name(self, optimizer: Optimizer, key: str | None) -> str:
         """Return the name of an optimizer that has not stepped yet: its class and the first free number."""
         name = type(optimizer).__name__
-        taken = {record.optimizer for record in self.last_step.values() if record.key == key}
-        numbered = (f"{name}_{number}" for number in count(2))
-        return name if name not in taken else next(each for each in numbered if each not in taken)
+        named = self._named.setdefault((key, name), [])
+        while named and named[-1]() is None:
+            named.pop()
+        first = (i for i, ref in enumerate(named[:_REUSED]) if ref() is None or ref() is optimizer)
+        index = next(first, len(named))
+        named[index : index + 1] = [weakref.ref(optimizer)]
+        return name if index == 0 else f"{name}_{index + 1}"
 
     def withdraw(self, optimizer: Optimizer, loss_scale: LossScale, state: OptimizerState) -> None:
         """Forget the record of a step that raised, and give `state` back what the record took from it."""
