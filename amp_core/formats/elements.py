@@ -8,11 +8,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from amp_core.common.arguments import as_whole, check_dtype
+
 _EXPONENT = 0x7F800000
 """The exponent bits of a float32: a value with the others cleared is the power of two below it."""
 
 _RANDOM_BITS = 24
 """A float32 holds each multiple of 2**-24 below 1."""
+
+_SMALLEST, _LARGEST = 2.0**-126, 2.0**118
+"""Within float32: from its smallest normal value up to 448 times less than its range, for scales in e4m3."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +35,9 @@ class ElementFormat:
         dtype: torch's dtype; None if torch has none, as for 6 bits.
 
     Raises:
-        ValueError: it has more than 8 bits or no exponent, `max` is none of its values, or `dtype` does not
-            hold them.
+        TypeError: the bits or `bias` are no integers, or `dtype` is no dtype.
+        ValueError: it has more than 8 bits or no exponent, `max` is none of its values, `dtype` does not
+            hold them, or float32 does not.
     """
 
     name: str
@@ -44,6 +50,10 @@ class ElementFormat:
     dtype: torch.dtype | None
 
     def __post_init__(self) -> None:
+        for field in ("exponent_bits", "mantissa_bits", "bias"):
+            as_whole(getattr(self, field), field)
+        if self.dtype is not None:
+            check_dtype(self.dtype, "dtype")
         if self.bits > 8 or self.exponent_bits < 1 or self.mantissa_bits < 0:
             raise ValueError(
                 f"An element has a sign, at least one exponent bit, and at most 8 bits in all; {self.name} "
@@ -53,6 +63,11 @@ class ElementFormat:
         beyond = 2.0 ** (2**self.exponent_bits - self.bias)
         if not (0 < self.max < beyond and (self.max / step).is_integer()):
             raise ValueError(f"max of {self.name} must be one of its values, got {self.max!r}.")
+        if self.smallest_subnormal < _SMALLEST or self.max > _LARGEST:
+            raise ValueError(
+                f"{self.name} has values from {self.smallest_subnormal:g} to {self.max:g}, and quantising "
+                f"computes in float32: choose a bias that leaves them within 2**-126 and 2**118."
+            )
         if self.bits == 8 and self.dtype is not None and not self._fits(torch.finfo(self.dtype)):
             raise ValueError(f"{self.dtype} does not hold the values of {self.name}; pass dtype=None.")
 

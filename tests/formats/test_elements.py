@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from amp_core import Recipe, quantize
-from amp_core.formats import E2M1, ELEMENTS, ElementFormat
+from amp_core import Quantization, Recipe, quantize
+from amp_core.formats import E2M1, ELEMENTS, SCALES, ElementFormat
 from amp_core.formats.packing import pack, unpack
 from amp_core.kernels.torch_scaled import kind_of
 
@@ -177,6 +177,41 @@ _IMPOSSIBLE: list[dict[str, Any]] = [
 def test_formats_that_nothing_holds_are_refused(change: dict[str, Any]) -> None:
     """Codes of nine bits, or values that torch's dtype lacks, are cut off where they are stored."""
     with pytest.raises(ValueError, match=r"at most 8 bits|one of its values|does not hold the values"):
+        replace(ELEMENTS["e4m3"], **change)
+
+
+@pytest.mark.parametrize(("bias", "largest"), [(-114, 2.0**129), (-104, 2.0**119), (125, 2.0**-110)])
+def test_formats_beyond_float32_are_refused(bias: int, largest: float) -> None:
+    """Their values are inf, NaN or unrounded, or the error is one of torch about an overflow."""
+    with pytest.raises(ValueError, match="choose a bias that leaves them within"):
+        ElementFormat("mine", 4, 3, bias, largest, has_inf=False, has_nan=False, dtype=None)
+
+
+@pytest.mark.parametrize("element", [(4, 3, 124, 2.0**-109), (4, 3, -103, 2.0**118)])
+def test_formats_at_the_ends_of_float32_hold_their_values(element: tuple[int, int, int, float]) -> None:
+    """A format that is accepted rounds its own values, or reads others than it has packed."""
+    mine = ElementFormat("mine", *element, has_inf=False, has_nan=False, dtype=None)
+    values = torch.tensor([float(value) for value in table(mine) if value <= mine.max])
+    assert same_bits(mine.round(values), values)
+    assert same_bits(unpack(pack(values, mine), mine, len(values)), values)
+    for scale in SCALES:
+        rounded = quantize(torch.randn(3, 32), Quantization(mine, 32, scale)).dequantize()
+        assert rounded.isfinite().all()
+        assert rounded.any()
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"bias": 7.0}, "bias= must be an integer"),
+        ({"exponent_bits": 4.0}, "exponent_bits= must be an integer"),
+        ({"mantissa_bits": True}, "mantissa_bits= must be an integer"),
+        ({"dtype": "float8_e4m3fn"}, "dtype= must be a torch.dtype"),
+    ],
+)
+def test_fields_of_a_format_are_checked(change: dict[str, Any], text: str) -> None:
+    """A number that is no integer fails where the first tensor is packed, without a word on the format."""
+    with pytest.raises(TypeError, match=text):
         replace(ELEMENTS["e4m3"], **change)
 
 
