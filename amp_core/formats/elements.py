@@ -111,7 +111,13 @@ class ElementFormat:
 
         Returns:
             float32, of the shape of `x`. NaN stays NaN. inf stays inf, or is NaN if the format has no inf.
+
+        Raises:
+            TypeError: `x` is no float32 tensor.
         """
+        if not isinstance(x, Tensor) or x.dtype is not torch.float32:  # whose bits rounding reads
+            given = x.dtype if isinstance(x, Tensor) else type(x).__name__
+            raise TypeError(f"{self.name} rounds tensors of float32, not {given}: pass tensor.float().")
         rounded = self.saturate(self.round_unbounded(x, random))
         return torch.where(x.isinf(), x, rounded) if self.has_inf else rounded
 

@@ -127,6 +127,16 @@ def test_nan_and_inf_stay_visible(element: ElementFormat) -> None:
     assert rounded[1:].isinf().all() == element.has_inf
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16, torch.int32])
+def test_only_float32_is_rounded(dtype: torch.dtype) -> None:
+    """The bits of another dtype are read as those of float32: 1.3 and 2.7 in float16 become 1 and 3."""
+    for numbers in ([1.3], [1.3, 2.7]):
+        with pytest.raises(TypeError, match=rf"of float32, not {dtype}: pass tensor.float\(\)"):
+            ELEMENTS["e4m3"].round(torch.tensor(numbers).to(dtype))
+    with pytest.raises(TypeError, match="not list"):
+        ELEMENTS["e4m3"].round([1.3])  # type: ignore[arg-type]
+
+
 @each
 def test_stochastic_rounding_keeps_values_and_expectation(element: ElementFormat) -> None:
     """Exact values move, or the mean is off: gradients gain a bias."""
