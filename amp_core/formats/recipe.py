@@ -35,7 +35,7 @@ class Recipe:
 
     Raises:
         TypeError: a role is not a `Quantization`, `accumulate` not a dtype, or `name` or `source` no string.
-        ValueError: no role is quantised, or `accumulate` is not a floating-point dtype.
+        ValueError: no role is quantised, or `accumulate` is no floating-point dtype of 16 bits or more.
 
     Example::
 
@@ -65,8 +65,7 @@ class Recipe:
                 raise TypeError(f"{field} must be a string, got {getattr(self, field)!r}.")
         if not isinstance(self.accumulate, torch.dtype):
             raise TypeError(f"accumulate must be a torch.dtype, got {self.accumulate!r}.")
-        if not self.accumulate.is_floating_point:
-            raise ValueError(f"accumulate must be a floating-point dtype, got {self.accumulate}.")
+        recipe_toml.check_sums(self.accumulate)
 
     def operands(
         self, product: Literal["output", "grad_input", "grad_weight"]

@@ -105,7 +105,19 @@ def _dtype(name: str, where: str) -> torch.dtype:
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise PolicyError(f"{where}: torch has no floating-point dtype {name!r}.")
+    try:
+        check_sums(dtype)
+    except ValueError as error:
+        raise PolicyError(f"{where}: {error}") from None
     return dtype
+
+
+def check_sums(dtype: torch.dtype) -> None:
+    """Raise ValueError unless products can be summed in `dtype`."""
+    if not dtype.is_floating_point or dtype.itemsize < 2:
+        raise ValueError(
+            f"accumulate must be a floating-point dtype of 16 bits or more, such as float32, got {dtype}."
+        )
 
 
 def _role(table: object) -> Quantization | None:

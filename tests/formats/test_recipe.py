@@ -60,6 +60,13 @@ def test_contradictions_are_refused() -> None:
         Quantization("e4m3")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.int32])
+def test_products_are_summed_in_dtypes_that_torch_multiplies(dtype: torch.dtype) -> None:
+    """A layer fails in its first step, with an error of torch that does not name the recipe."""
+    with pytest.raises(ValueError, match=rf"accumulate must be .* of 16 bits or more, .* got {dtype}"):
+        replace(Recipe.mxfp8(), accumulate=dtype)
+
+
 @pytest.mark.parametrize("field", ["name", "source"])
 def test_texts_are_checked(field: str) -> None:
     """A recipe whose name is a number writes a file that nothing reads."""
@@ -85,6 +92,7 @@ def test_a_file_refuses_formats_that_it_cannot_name(change: dict[str, object]) -
         ("\n[input]\ngranularity = 'row'\n", 2, "element is missing: one of e4m3"),
         ("\n[weight]\nelement = 'e4m3'\nscales = 'e8m0'\n", 2, "unknown key 'scales'"),
         ("\naccumulate = 'float33'\n", 2, "no floating-point dtype 'float33'"),
+        ("\n\naccumulate = 'float8_e4m3fn'\n[input]\nelement = 'e4m3'\n", 3, "of 16 bits or more"),
         ("accumulate = 'int8'\n[input]\nelement = 'e4m3'\n", 1, "no floating-point dtype 'int8'"),
         ("\nroles = 1\n", 2, "unknown key 'roles'"),
         ("\n[input]\nelement = 'e4m3'\nmargin = 1\n", 2, "belongs to found"),
