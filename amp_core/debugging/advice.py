@@ -75,7 +75,11 @@ class Advice(Report):
         return apply_policy(model, self.modules, device_type=self.policy.device_type)
 
     def to_toml(self) -> str:
-        """Return the proposal as TOML, which `OpPolicy.from_toml` and `apply_policy` can also read."""
+        """Return the proposal as TOML, which `OpPolicy.from_toml` and `apply_policy` can also read.
+
+        Raises:
+            PolicyError: a recipe has an element format of your own, which a file cannot hold.
+        """
         head = "" if self.init_scale is None else f"init_scale = {self.init_scale}\n"
         return head + write(self.policy, self.modules)
 

@@ -15,6 +15,7 @@ from amp_core.debugging.comparison_report import number
 from amp_core.debugging.format_tables import format_tables
 from amp_core.debugging.report import content_of
 from amp_core.debugging.tables import Content, Table, as_seconds, as_share, columns
+from amp_core.errors import PolicyError
 from amp_core.policy.names import short
 
 _FILE = "The proposal: autocast(policy=advice.policy), advice.apply(model), GradScaler(init_scale=...)"
@@ -29,8 +30,15 @@ def _(advice: Advice) -> Content:
         _facts(advice),
         _notes(advice),
         [] if advice.after is None else [_findings(advice), _gain(advice)],
-        {_FILE: advice.to_toml()},
+        {_FILE: _file(advice)},
     )
+
+
+def _file(advice: Advice) -> str:
+    try:
+        return advice.to_toml()
+    except PolicyError as error:  # it has an element format of one's own
+        return f"There is no file of it. {error}"
 
 
 def _facts(advice: Advice) -> dict[str, str]:
@@ -107,7 +115,7 @@ def _(advice: SpeedAdvice) -> Content:
         _speed_facts(advice),
         [measured if advice.seconds else _READ],
         [Table("ops", "Ops that may run in low precision", spec, rows, about)] if advice.seconds else [],
-        {_SPEED_FILE: advice.to_toml()} if advice.enabled else {},
+        {_SPEED_FILE: _file(advice)} if advice.enabled else {},
     )
 
 
@@ -132,7 +140,7 @@ def _(advice: FormatAdvice) -> Content:
         notes.insert(0, f"Without the format, the error is {number(advice.after.result_error)} already.")
     tables = [] if advice.after is None else [_layers(advice), _gain(advice, _BESIDE)]
     tables += [] if advice.before is None else format_tables(advice.before)
-    return Content("Advice for a format", _format_facts(advice), notes, tables, {_FILE: advice.to_toml()})
+    return Content("Advice for a format", _format_facts(advice), notes, tables, {_FILE: _file(advice)})
 
 
 def _format_facts(advice: FormatAdvice) -> dict[str, str]:

@@ -179,6 +179,25 @@ def test_what_all_layers_bear_needs_no_search():
     assert "Without the format, the error is" in str(nothing)
 
 
+@pytest.mark.parametrize("whole", [True, False])
+def test_the_advice_on_a_format_of_ones_own_can_be_printed(whole):
+    """A search of many runs ends in an error about files, and its result is lost on the terminal."""
+    _, step = small(0)
+    mine = dataclasses.replace(amp_core.formats.E2M3, name="mine", max=7.0)
+    every = amp_core.Quantization(mine, 32, "e8m0")
+    recipe = Recipe(every, every, every, name="of mine")
+    if whole:
+        advice = amp_core.advise(step, "cpu", format=recipe, tolerance=0.2)
+    else:
+        advice = amp_core.advise(step, "cpu", policy=CPU.override({"linear": recipe}), dtype=torch.bfloat16)
+    words = " ".join(str(advice).split())
+    assert "There is no file of it. TOML holds only the names of element formats" in words
+    assert "define the recipe in Python" in words
+    assert "There is no file of it" in advice.to_json()
+    with pytest.raises(PolicyError, match="define the recipe in Python"):
+        advice.to_toml()
+
+
 @pytest.mark.parametrize("what", [{"goal": "speed"}, {"optimizer": "any"}])
 def test_a_format_has_no_other_goal(what):
     """An argument is ignored."""
