@@ -134,7 +134,7 @@ def quantize(
         TypeError: `tensor` is not a floating-point tensor, `quantization` not a `Quantization`, `dim` not an
             integer, or `amax` or `seed` neither of what they may be.
         ValueError: stochastic rounding without a seed, a delayed scale without `amax`, `amax` of another
-            size, or `tensor` is 0-dim and has no rows.
+            shape, or `tensor` is 0-dim and has no rows.
         IndexError: `tensor` has no dimension `dim`.
 
     Example::
@@ -248,9 +248,10 @@ def _found(own: Tensor, amax: Tensor | None, groups: Groups, quantization: Quant
     if amax is None or quantization.scale == "e4m3":
         return own
     shape = groups.outward(own).shape
-    if amax.numel() != shape.numel():
+    if amax.shape != shape and not amax.numel() == shape.numel() == 1:
         raise ValueError(
-            f"amax has {counted(amax.numel(), 'element')}; the scales are of shape {tuple(shape)}."
+            f"amax has {counted(amax.numel(), 'element')}; the scales are of shape {tuple(shape)}, and amax "
+            f"is of {tuple(amax.shape)}."
         )
     given = groups.inward(amax.to(torch.float32).view(shape))
     return torch.where(given > 0, given, own)

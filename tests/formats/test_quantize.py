@@ -255,6 +255,20 @@ def test_what_cannot_be_quantised_is_refused() -> None:
     assert quantize(torch.tensor(3.0), Quantization(E4M3)).dequantize() == 3.0
 
 
+def test_a_given_amax_has_the_shape_of_the_scales() -> None:
+    """One of as many elements but another shape is taken in another order, so groups swap their scales."""
+    x, how = torch.randn(64, 96, generator=torch.Generator().manual_seed(0)), Quantization(E4M3, 32)
+    own = quantize(x, how, 0)
+    again = quantize(x, how, 0, amax=own.amax)
+    assert torch.equal(again.values, own.values)
+    for wrong in (own.amax.t(), own.amax.t().contiguous(), own.amax.flatten()):
+        with pytest.raises(ValueError, match=r"the scales are of shape \(2, 96\), and amax is of \("):
+            quantize(x, how, 0, amax=wrong)
+    single = quantize(x, Quantization(E4M3))
+    for one in (single.amax, single.amax.view(1), single.amax.view(1, 1)):
+        assert torch.equal(quantize(x, Quantization(E4M3), amax=one).values, single.values)
+
+
 def test_memory_of_quantised_weights() -> None:
     """A cached weight takes more memory than the documentation says."""
     weight = torch.randn(512, 512)
