@@ -44,7 +44,9 @@ class AmaxHistory:
     def amax(self) -> Tensor:
         """What `quantize` takes as `amax`: 0-dim float32, the margin included; 0 before the first step."""
         seen = self._seen[-1] if self.delayed.algorithm == "most_recent" else self._seen.amax()
-        return seen * 2.0**self.delayed.margin
+        amax = seen * 2.0**self.delayed.margin
+        # With inf, the scale is NaN in each step until the magnitude has left the history.
+        return amax.clamp(max=torch.finfo(torch.float32).max) if self.delayed.margin > 0 else amax
 
     @property
     def current(self) -> Tensor:

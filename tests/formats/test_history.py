@@ -65,6 +65,17 @@ def test_an_overflow_does_not_enter_the_history() -> None:
     assert history.amax == 0.5
 
 
+def test_a_margin_beyond_float32_leaves_values_finite() -> None:
+    """A large magnitude times the margin is inf, and every step is NaN until it has left the history."""
+    delayed = Delayed(4, margin=8)
+    history, x = AmaxHistory(delayed, "cpu"), torch.tensor([1e37, -3e36])
+    history.record(x.abs().amax())
+    history.step()
+    quantized = quantize(x, Quantization(E5M2, found=delayed), amax=history.amax)
+    assert quantized.counts.tolist() == [0, 0, 0, 0]
+    torch.testing.assert_close(quantized.dequantize(), x, rtol=0.2, atol=0)
+
+
 def test_an_empty_history_uses_the_tensor_itself() -> None:
     """The first step saturates, or divides by zero."""
     quantization = Quantization(E4M3, found=Delayed(4))
