@@ -79,7 +79,7 @@ class ElementFormat:
     @property
     def is_torchs(self) -> bool:
         """Whether values are stored in `dtype`; otherwise as codes."""
-        return self.bits == 8 and self.dtype is not None
+        return self.bits == 8 and self.dtype is not None and self.dtype.itemsize == 1
 
     @property
     def bits(self) -> int:

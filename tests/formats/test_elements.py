@@ -28,6 +28,7 @@ OWN = (
     ElementFormat("e4m3fnuz", 4, 3, 8, 240.0, has_inf=False, has_nan=True, dtype=torch.float8_e4m3fnuz),
     ElementFormat("e4m2", 4, 2, 7, 448.0, has_inf=False, has_nan=False, dtype=None),
     ElementFormat("e1m2", 1, 2, 1, 1.75, has_inf=False, has_nan=False, dtype=None),
+    ElementFormat("e4m3wide", 4, 3, 7, 448.0, has_inf=False, has_nan=True, dtype=torch.float16),
     ElementFormat("e3m0", 3, 0, 3, 16.0, has_inf=False, has_nan=False, dtype=None),
 )
 each = pytest.mark.parametrize("element", ELEMENTS.values(), ids=list(ELEMENTS))

@@ -13,7 +13,7 @@ import amp_core
 from amp_backend_cuda.scaled import CudaScaledProducts
 from amp_core import OpPolicy, Quantization, Recipe, autocast
 from amp_core._torch.tracing import fake_tensor_mode
-from amp_core.formats import E2M1, E4M3, ElementFormat, quantize
+from amp_core.formats import E2M1, E4M3, E5M2, ElementFormat, quantize
 from amp_core.kernels import EMULATED, torch_scaled
 from amp_core.kernels.scaled import emulated
 from amp_core.kernels.torch_scaled import TorchScaledProducts
@@ -153,6 +153,23 @@ def test_what_a_gpu_has(capability: tuple[int, int], native: list[str]) -> None:
         assert reasons["fp8_rowwise"]["output"] == (
             "row products need compute capability 8.9, and a GPU has 8.0"
         )
+
+
+@pytest.mark.parametrize(
+    ("element", "change", "reason"),
+    [
+        (E4M3, {"dtype": torch.float8_e4m3fnuz, "bias": 8, "max": 240.0}, "no torch.float8_e4m3fnuz"),
+        (E4M3, {"dtype": torch.float16}, "no such pair"),
+        (E4M3, {"max": 240.0}, ""),
+        (E5M2, {"max": 49152.0}, "no e5m2 by e5m2"),
+    ],
+)
+def test_own_formats_on_a_gpu(element: ElementFormat, change: dict[str, Any], reason: str) -> None:
+    """A format of one's own goes to a native product in a dtype that CUDA lacks, and a step fails."""
+    own = Quantization(replace(element, name="own", **change))
+    said = CudaScaledProducts((9, 0)).why_emulated(own, own, torch.float32)
+    assert reason in said
+    assert bool(said) == bool(reason)
 
 
 @on_the_cpu

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from amp_core.formats import E5M2, Quantization
+from amp_core.formats import E2M1, E4M3, E5M2, Quantization
 from amp_core.kernels.torch_scaled import TorchScaledProducts
 
 _SINCE = {"tensor": (8, 9), "row": (8, 9), "mxfp8": (10, 0), "nvfp4": (10, 0)}
@@ -25,7 +25,11 @@ class CudaScaledProducts(TorchScaledProducts):
         if self._capability < needed:
             has, needs = (".".join(map(str, each)) for each in (self._capability, needed))
             return f"{kind} products need compute capability {needs}, and a GPU has {has}"
-        wide = [how.element == E5M2 for how in (a, b)]
+        dtypes = [how.element.dtype for how in (a, b)]
+        for dtype in dtypes:
+            if dtype not in (E4M3.dtype, E5M2.dtype, E2M1.dtype):  # of an own format
+                return f"CUDA multiplies no {dtype}"
+        wide = [dtype is E5M2.dtype for dtype in dtypes]
         if all(wide):
             return "CUDA multiplies no e5m2 by e5m2"
         return "CUDA multiplies no rows of e5m2" if kind == "row" and any(wide) else ""
