@@ -98,6 +98,7 @@ def _largest(x: Tensor, dim: int | None = None) -> Tensor:
 def _blocks(x: Tensor, dim: int, size: int) -> Tensor:
     """Split one dimension, given from the end, into blocks of `size`, the last one padded with zeros."""
     x = uncut(x, dim, size)
+    size = min(size, max(x.shape[dim], 1))  # a larger block holds the same elements, and zeros
     count = -(-x.shape[dim] // size)
     missing = count * size - x.shape[dim]
     if missing:

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from amp_core import Delayed, Quantization, Quantized, Recipe, autocast, quantize
+from amp_core import Delayed, Quantization, Quantized, Recipe, autocast, get_backend, quantize
 from amp_core.formats import E2M1, E4M3, E5M2, ELEMENTS, SCALES, ElementFormat
 
 from ..drawn import examples
@@ -267,6 +267,21 @@ def test_a_given_amax_has_the_shape_of_the_scales() -> None:
     single = quantize(x, Quantization(E4M3))
     for one in (single.amax, single.amax.view(1), single.amax.view(1, 1)):
         assert torch.equal(quantize(x, Quantization(E4M3), amax=one).values, single.values)
+
+
+@pytest.mark.parametrize("dim", [-1, 0])
+@pytest.mark.parametrize("size", [2**40, 10**30])
+def test_blocks_beyond_a_tensor(size: int, dim: int) -> None:
+    """A block that is larger than the tensor is filled with zeros in memory, until there is none left."""
+    x = torch.randn(40, 40, generator=torch.Generator().manual_seed(0))
+    large_and_fitting: list[tuple[Any, Any]] = [(size, 40), ((size, 8), (40, 8)), ((2, size), (2, 40))]
+    for large, fitting in large_and_fitting:
+        wanted = quantize(x, Quantization(E4M3, fitting), dim)
+        for kernel in (quantize, get_backend("cpu").kernels().quantize):
+            found = kernel(x, Quantization(E4M3, large), dim)
+            assert torch.equal(found.values, wanted.values)
+            assert torch.equal(found.scale, wanted.scale)
+            assert torch.equal(found.dequantize(), wanted.dequantize())
 
 
 def test_memory_of_quantised_weights() -> None:

@@ -141,6 +141,7 @@ def _tiles(x: Tensor, groups: Groups) -> _Tiles:
         extent[1 - along], extent[along] = shared
     else:
         extent[along] = shared if isinstance(shared, int) else sizes[along]
+    extent = [*map(min, extent, sizes)]
     scales = [-(-size // part) for size, part in zip(sizes, extent, strict=True)]
     if x.dim() == 1 and not isinstance(shared, tuple):
         scales = scales[1:]
