@@ -71,7 +71,8 @@ def _two_levels(amax: Tensor, element: ElementFormat, tensor_amax: Tensor) -> Gr
     Scales below the smallest e4m3 value are raised to it, so that none is 0.
     """
     outer = outer_scale(tensor_amax, element)
-    inner = E4M3.round(amax / _filled(amax, element.max) / outer).clamp(min=E4M3.smallest_subnormal)
+    wanted = (amax / _filled(amax, element.max) / outer).clamp(max=E4M3.max)  # before rounding: it may be inf
+    inner = E4M3.round(wanted).clamp(min=E4M3.smallest_subnormal)
     inner = nan_unless_finite(inner, amax)
     encode = ((1.0 / outer) / inner).clamp(max=torch.finfo(torch.float32).max)
     return GroupScales(encode, inner, outer)

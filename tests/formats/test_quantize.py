@@ -284,6 +284,16 @@ def test_blocks_beyond_a_tensor(size: int, dim: int) -> None:
             assert torch.equal(found.dequantize(), wanted.dequantize())
 
 
+@pytest.mark.parametrize("kernel", [quantize, get_backend("cpu").kernels().quantize])
+def test_a_given_amax_far_below_the_tensor(kernel: Any) -> None:
+    """The scale of a group in e4m3 is NaN, and so are finite values, which no count shows."""
+    x = torch.randn(8, 128, generator=torch.Generator().manual_seed(0)).abs() * 1e12 + 1e12
+    quantized = kernel(x, Quantization(E2M1, 16, "e4m3"), amax=torch.tensor(1e-30))
+    assert torch.equal(quantized.scale, torch.full((8, 8), 448.0))
+    assert torch.equal(quantized.values, torch.full((8, 128), 6.0))
+    assert quantized.counts.tolist() == [0, 0, 1024, 0]
+
+
 def test_memory_of_quantised_weights() -> None:
     """A cached weight takes more memory than the documentation says."""
     weight = torch.randn(512, 512)

@@ -96,10 +96,11 @@ INLINE void IN(e4m3_scales)(const float *own, const float *found, size_t n, cons
                             float outer, float *encode, void *out, int packed) {
     const float max = to->max, inverse = 1.0f / outer;
     for (size_t i = 0; i < n; i++) {
-        float x = found[i] / max / outer, power = as_float(as_bits(x) & INFINITE);
+        float x = found[i] / max / outer;
+        x = x > 448.0f ? 448.0f : x; /* before rounding: it may be inf */
+        float power = as_float(as_bits(x) & INFINITE);
         power = power < 0x1p-6f ? 0x1p-6f : power;
         float step = power * 0x1p-3f, rounded = (x / step + 0x1p23f - 0x1p23f) * step;
-        rounded = rounded > 448.0f ? 448.0f : rounded;
         rounded = rounded < 0x1p-9f ? 0x1p-9f : rounded;
         /* By masks: compilers would make branches of conditions on NaN, and no vectors. */
         uint32_t finite = 0u - (uint32_t)((as_bits(found[i]) & MAGNITUDE) < INFINITE);
