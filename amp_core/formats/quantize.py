@@ -16,7 +16,7 @@ from amp_core.formats.hadamard import rotate, rotate_back
 from amp_core.formats.packing import pack, pack_scale, unpack
 from amp_core.formats.passes import Passes, PortablePasses, Rounding
 from amp_core.formats.quantization import Delayed, Quantization
-from amp_core.formats.scales import SATURATING
+from amp_core.formats.scales import may_saturate
 
 COUNTS = ("inf", "nan", "saturated", "flushed")
 """What the elements of `Quantized.counts` count."""
@@ -190,8 +190,8 @@ def quantize_by(
     of_tensor = _of_tensor(found, amax, quantization)
     scales = passes.scales(own, found, quantization.element, quantization.scale, of_tensor, packed=packed)
     stochastic = seed if quantization.rounding == "stochastic" else None
-    may_saturate = amax is not None or quantization.scale in SATURATING
-    rounding = Rounding(quantization.element, stochastic, amax is not None, may_saturate, packed)
+    beyond = amax is not None or may_saturate(quantization.element, quantization.scale)
+    rounding = Rounding(quantization.element, stochastic, amax is not None, beyond, packed)
     values, outside = passes.round(x, groups, scales.encode, rounding)
     return Quantized(
         values=values,

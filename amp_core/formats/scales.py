@@ -23,11 +23,11 @@ SCALES = {
 }
 """The formats of scales, and how the scale follows from amax."""
 
-SATURATING = frozenset({"e8m0", "e4m3"})
-"""The formats whose scales may take amax beyond the largest value of the elements."""
-
 _MAX_ENCODE = 2.0**126
 """Its reciprocal is the smallest normal float32: devices may flush smaller ones."""
+
+_SMALL_MAX = 4.0
+"""For a smaller `max`, ``max / amax`` may be below that reciprocal."""
 
 
 class GroupScales(NamedTuple):
@@ -44,6 +44,11 @@ class GroupScales(NamedTuple):
     tensor_scale: Tensor | None = None
 
 
+def may_saturate(element: ElementFormat, scale: str) -> bool:
+    """Return whether scales may take amax beyond the largest value of the elements."""
+    return scale in ("e8m0", "e4m3") or element.max < _SMALL_MAX
+
+
 def find_scales(amax: Tensor, element: ElementFormat, scale: str, tensor_amax: Tensor) -> GroupScales:
     """Return the scales of groups with the largest magnitudes `amax`.
 
@@ -57,7 +62,7 @@ def find_scales(amax: Tensor, element: ElementFormat, scale: str, tensor_amax: T
         return _two_levels(amax, element, tensor_amax)
     if scale.startswith("e8m0"):
         return _e8m0(amax, element, up=scale == "e8m0_up")
-    encode = (_filled(amax, element.max) / amax).clamp(max=_MAX_ENCODE)
+    encode = (_filled(amax, element.max) / amax).clamp(1 / _MAX_ENCODE, _MAX_ENCODE)
     if scale == "power_of_two":
         encode = _power_of_two(exponent_field(encode))
     encode = torch.where(amax == 0, 1.0, encode)
@@ -91,8 +96,7 @@ def _e8m0(amax: Tensor, element: ElementFormat, *, up: bool) -> GroupScales:
     """Find the stored exponent of an e8m0 scale, ``2 ** (stored - 127)``, on the bits of float32."""
     power, emax = exponent_field(_filled(amax, element.max) / amax if up else amax), element.max_exponent
     stored = (254 - power if up else power - emax).clamp(0, 254)
-    encode = _power_of_two(254 - stored)
-    scale = _power_of_two(stored).clamp(min=2.0**-127)  # which is subnormal in float32
+    encode, scale = (_power_of_two(field).clamp(min=2.0**-127) for field in (254 - stored, stored))
     return GroupScales(nan_unless_finite(encode, amax), nan_unless_finite(scale, amax))
 
 
@@ -108,7 +112,7 @@ def exponent_field(x: Tensor) -> Tensor:
 
 
 def _power_of_two(field: Tensor) -> Tensor:
-    """Return the float32 values with the stored exponents `field` and a mantissa of 0."""
+    """Return the float32 values with the stored exponents `field` and a mantissa of 0: 0 for the field 0."""
     return field.bitwise_left_shift(23).view(torch.float32)
 
 

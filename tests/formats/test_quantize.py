@@ -294,6 +294,21 @@ def test_a_given_amax_far_below_the_tensor(kernel: Any) -> None:
     assert quantized.counts.tolist() == [0, 0, 1024, 0]
 
 
+@pytest.mark.parametrize("kernel", [quantize, get_backend("cpu").kernels().quantize])
+@pytest.mark.parametrize("scale", [scale for scale in SCALES if scale != "e4m3"])
+def test_the_largest_tensors_in_a_format_of_small_values(kernel: Any, scale: str) -> None:
+    """Their scale is beyond float32: values become 0 or NaN, which no count of saturated elements shows."""
+    mine = ElementFormat("e1m2", 1, 2, 1, 1.75, has_inf=False, has_nan=False, dtype=None)
+    x = torch.linspace(-1.99, 1.99, 70 * 16).view(70, 16) * 2.0**127
+    quantized = kernel(x, Quantization(mine, 8, scale))
+    back = quantized.dequantize().double()
+    limit = mine.max * quantized.scale.repeat_interleave(8, 1).double()
+    near = x.double().clamp(-limit, limit)
+    assert ((back - near).abs() <= limit / mine.max / 8).all()  # half of the format's step
+    assert quantized.counts[2] == (x.abs() > limit * (1 + 1 / 14)).sum()
+    assert quantized.packed().dequantize().equal(quantized.dequantize())
+
+
 def test_memory_of_quantised_weights() -> None:
     """A cached weight takes more memory than the documentation says."""
     weight = torch.randn(512, 512)

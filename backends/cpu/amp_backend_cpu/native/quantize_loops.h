@@ -66,6 +66,7 @@ INLINE void IN(float_scales)(const float *own, const float *found, size_t n, con
     for (size_t i = 0; i < n; i++) {
         float by = max / found[i];
         by = by > 0x1p126f ? 0x1p126f : by;
+        by = by < 0x1p-126f ? 0x1p-126f : by;
         by = power_of_two ? as_float(as_bits(by) & INFINITE) : by;
         by = found[i] == 0.0f ? 1.0f : by;
         by = (as_bits(found[i]) & MAGNITUDE) < INFINITE ? by : as_float(0x7fc00000u);
@@ -85,8 +86,9 @@ INLINE void IN(power_scales)(const float *own, const float *found, size_t n, con
         stored = stored > 254 ? 254 : stored;
         int finite = (as_bits(found[i]) & MAGNITUDE) < INFINITE;
         int good = finite & ((as_bits(own[i]) & MAGNITUDE) < INFINITE);
-        encode[i] = finite ? as_float((uint32_t)(254 - stored) << 23) : as_float(0x7fc00000u);
         /* 2**-127 is subnormal in float32 */
+        float by = stored == 254 ? as_float(0x00400000u) : as_float((uint32_t)(254 - stored) << 23);
+        encode[i] = finite ? by : as_float(0x7fc00000u);
         float scale = stored == 0 ? as_float(0x00400000u) : as_float((uint32_t)stored << 23);
         IN(store_scale)(scale, good ? (uint32_t)stored : 0xffu, good, i, out, packed);
     }
