@@ -181,9 +181,9 @@ def _number(*content: object) -> int:
 
 _NO_EXPORT = (
     "torch.export cannot keep {policy!r}: the exported program would compute by torch's own rules. Export "
-    "what amp_core.materialize(model, args, policy=...) returns, which keeps one policy for the whole model. "
-    "Remove those within the model first: policy= of a region, and op rules of modules, by remove() of what "
-    "apply_policy returned."
+    "what amp_core.materialize(model, args, policy=...) returns, which keeps one policy for the whole model, "
+    "but no recipes: no exported program quantises. Remove those within the model first: policy= of a "
+    "region, and op rules of modules, by remove() of what apply_policy returned."
 )
 
 

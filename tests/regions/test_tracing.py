@@ -177,6 +177,21 @@ def test_an_export_that_is_refused_leaves_no_region_on():
     assert not torch.is_autocast_enabled("cpu")
 
 
+def test_an_export_with_a_recipe_names_no_way_that_is_refused_too() -> None:
+    """The error sends to `materialize`, which takes no recipe either, and does not say so."""
+    policy = amp_core.OpPolicy.default("cpu").override({"linear": amp_core.Recipe.mxfp8()})
+
+    class Layer(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with amp_core.autocast("cpu", policy=policy):
+                return super().forward(x)
+
+    with pytest.raises(amp_core.PolicyError, match="no recipes: no exported program quantises"):
+        torch.export.export(Layer(2, 2), (torch.ones(2, 2),))
+    with pytest.raises(amp_core.PolicyError, match="writes casts down, and no recipes"):
+        amp_core.materialize(torch.nn.Linear(2, 2), (torch.ones(2, 2),), policy=policy)
+
+
 def test_compile_with_a_policy() -> None:
     """A policy breaks the graph, is lost in compiled code, or stays in force after it."""
     exact = amp_core.OpPolicy.default("cpu").override({"mm": "fp32"})
