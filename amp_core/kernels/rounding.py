@@ -41,6 +41,8 @@ def _round_(bits: Tensor, low: Tensor) -> None:
     bits += 0x8000
     bits >>= 16
     low.view(torch.int16).copy_(bits)
+    if torch.is_inference_mode_enabled() and not low.is_inference():
+        torch.autograd.graph.increment_version(low)  # views in another dtype have their own counter there
 
 
 def stochastic_(wide: Tensor, low: Tensor, key: int, numbers: Tensor | None) -> None:

@@ -303,3 +303,17 @@ def test_nothing_waits_for_the_device(kernels: Kernels) -> None:
         kernels.multiply_(grads, torch.tensor(0.5), flag)
         kernels.update_scale_(state, flag, LossScaleSchedule())
     assert "aten::_local_scalar_dense" not in ops.seen
+
+
+@pytest.mark.parametrize("kept", [torch.int16, torch.bfloat16])
+def test_writes_of_stored_weights_are_counted_in_inference_mode(kept):
+    """Autograd would not see that a step in inference mode has overwritten what a backward pass needs."""
+    wide, low, rest = torch.ones(5), torch.zeros(5, dtype=torch.bfloat16), torch.zeros(5, dtype=kept)
+    with torch.inference_mode():
+        for call in (
+            lambda: PORTABLE.split_([wide.clone()], [low], [rest]),
+            lambda: PORTABLE.round_([wide.clone()], [low], [7], [None]),
+        ):
+            before = low._version
+            call()
+            assert low._version > before
