@@ -256,6 +256,7 @@ class Judge(Comparisons):
         how = Recipe.mxfp8().input
         assert how is not None
         real = [t for t in tensors if t.is_floating_point() and self.supports_bit_views]
+        stored = self._stored(real) if self.supports_bfloat16 else ([], [], [])
         return {
             "quantize": lambda: [self.kernels.quantize(t, how).values for t in real],
             "layout": lambda: self.kernels.layout(tensors),
@@ -267,7 +268,16 @@ class Judge(Comparisons):
             "grad_stats of order 3": lambda: self.kernels.grad_stats(tensors, 3.0),
             "multiply_": lambda: self.kernels.multiply_(tensors, one, flag),
             "update_scale_": lambda: self.kernels.update_scale_(state, flag, LossScaleSchedule()),
+            "split_": lambda: self.kernels.split_(*stored),
+            "join_": lambda: self.kernels.join_(*stored),
+            "round_": lambda: self.kernels.round_(*stored[:2], [7] * len(stored[0]), [None] * len(stored[0])),
         }
+
+    def _stored(self, tensors: Tensors) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """Return float32 weights of the values of `tensors`, and zeros for their parts."""
+        wides = [t.detach().to(torch.float32, copy=True) for t in tensors]
+        lows, kept = ([torch.zeros_like(w, dtype=d) for w in wides] for d in (torch.bfloat16, torch.int16))
+        return wides, lows, kept
 
     def _judge_every_method(self, tensors: Callable[[], list[Tensor]]) -> None:
         """Judge each kernel on fresh tensors."""
