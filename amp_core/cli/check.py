@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,7 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the kit; return 0 if no check failed and some passed, else 1."""
     try:
-        report = _check(args)
+        with _watched() as start:
+            report = _check(args, start)
     finally:
         _show_progress("")
     if args.markdown:
@@ -50,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     return 0 if report.ok else 1
 
 
-def _check(args: argparse.Namespace) -> Report:
+def _check(args: argparse.Namespace, start: Callable[[str], None]) -> Report:
     try:
         import pytest  # noqa: F401  # check before anything runs
     except ImportError as error:
@@ -74,7 +78,7 @@ def _check(args: argparse.Namespace) -> Report:
             fixtures=load_fixtures(args.fixtures),
             junit=args.junit,
             thorough=args.thorough,
-            progress=_show_progress,
+            progress=start,
         )
     except (BackendError, ImportError, ValueError) as error:
         raise UsageError(str(error)) from error
@@ -94,6 +98,34 @@ def _write(path: str, text: str) -> None:
 def _unwritable(path: str, error: OSError) -> UsageError:
     """Return the error of a report that could be opened before the run: the disk is full now."""
     return UsageError(f"{path} cannot be written: {error.strerror}.")
+
+
+_LONG = 600
+_STDERR = 2
+"""As a number: the stream may be an object without one, or missing."""
+
+
+@contextmanager
+def _watched() -> Iterator[Callable[[str], None]]:
+    """Show the stack, which names the check, if the process crashes, or a check takes long because it hangs.
+
+    Yields:
+        What is to be called before each check, with its name.
+    """
+    if faulthandler.is_enabled():  # by the program that calls `main`
+        yield _show_progress
+        return
+    faulthandler.enable(_STDERR)
+    try:
+        yield _start
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        faulthandler.disable()
+
+
+def _start(text: str) -> None:
+    _show_progress(text)
+    faulthandler.dump_traceback_later(_LONG, file=_STDERR)
 
 
 def _show_progress(text: str) -> None:

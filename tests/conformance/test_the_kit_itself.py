@@ -281,6 +281,34 @@ def test_progress_names_each_check(monkeypatch, capsys):
     assert json.loads(shown.out)["ok"]
 
 
+FAULTY = """
+import os, time
+from amp_core.cli import check, main
+from amp_core.kernels import Portable
+from amp_core.testing import Loopback
+from amp_core.testing.fixtures import serving
+
+check._LONG = 0.2
+
+class Wrong(Portable):
+    def update_scale_(self, state, found_inf, schedule):
+        {fault}
+        super().update_scale_(state, found_inf, schedule)
+
+with serving(Loopback(kernels=Wrong())):
+    main(["check", "cpu", "--area=update", "-k=update_reads_any"])
+"""
+
+
+@pytest.mark.parametrize("fault", ["os.abort()", "time.sleep(0.02)"])
+def test_a_check_that_crashes_or_hangs_is_named(fault):
+    """A CI job ends with no word but a signal's, and the maker cannot tell which kernel it was."""
+    run = [sys.executable, "-W", "ignore", "-c", FAULTY.format(fault=fault)]
+    done = subprocess.run(run, capture_output=True, text=True, check=False)
+    assert "in test_update_reads_any_positive_flag" in done.stderr, done.stderr
+    assert ("passes" in done.stdout) is (fault != "os.abort()")
+
+
 def test_growth_by_chance_is_no_leak(monkeypatch):
     """What somebody else frees, then allocates, while the kit counts would fail a right backend."""
     count = sys.getallocatedblocks
