@@ -90,7 +90,7 @@ def _check(args: argparse.Namespace, start: Callable[[str], None]) -> Report:
 
 def _write(path: str, text: str) -> None:
     try:
-        Path(path).write_text(text, encoding="utf-8")
+        Path(path).write_text(text, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         raise _unwritable(path, error) from error
 

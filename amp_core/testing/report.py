@@ -103,7 +103,8 @@ class Report:
         """
         require_suffixes([path])
         text = _WRITERS[Path(path).suffix](self)
-        Path(path).write_text(text, encoding="utf-8")
+        # The text of an error may have bytes of a file name that are no UTF-8.
+        Path(path).write_text(text, encoding="utf-8", errors="backslashreplace")
 
     def to_svg(self) -> str:
         """Return a badge with the verdict."""

@@ -309,6 +309,18 @@ def test_a_check_that_crashes_or_hangs_is_named(fault):
     assert ("passes" in done.stdout) is (fault != "os.abort()")
 
 
+def test_the_text_of_an_error_may_be_no_unicode(tmp_path):
+    """The name of a driver's file with odd bytes would end a run of minutes without a report."""
+
+    class Raises(Portable):
+        def update_scale_(self, state, found_inf, schedule):
+            raise OSError(os.fsdecode(b"lib\xff.so"))
+
+    page = tmp_path / "r.md"
+    check(Loopback(kernels=Raises()), areas=["update"], keyword="far").write(page)
+    assert "lib\\udcff.so" in page.read_text()
+
+
 def test_growth_by_chance_is_no_leak(monkeypatch):
     """What somebody else frees, then allocates, while the kit counts would fail a right backend."""
     count = sys.getallocatedblocks
