@@ -268,7 +268,9 @@ def _name(nodeid: str) -> str:
 def _reason(backend: Backend) -> str:
     try:
         return backend.availability().reason
-    except Exception as error:  # a broken backend; the checks report it
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # of a broken backend, which may panic in Rust; the checks report it
         return f"availability() is wrong: {type(error).__name__}: {error}"
 
 
@@ -288,7 +290,9 @@ def _capabilities(subject: Any) -> dict[str, str]:
     for name, query in queries.items():
         try:
             answer = query()
-        except Exception as error:  # a broken backend, or no subject; the checks report it
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # a broken backend, or no subject; the checks report it
             answer = f"unknown: {type(error).__name__}"
         text = {True: "yes", False: "no"}.get(answer) if isinstance(answer, bool) else None
         answers[name] = text or str(answer).replace("torch.", "")

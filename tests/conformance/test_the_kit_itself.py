@@ -321,6 +321,24 @@ def test_the_text_of_an_error_may_be_no_unicode(tmp_path):
     assert "lib\\udcff.so" in page.read_text()
 
 
+def test_a_hook_that_panics_leaves_a_report():
+    """A panic in Rust is no Exception in Python: all results would be lost with it."""
+
+    class Panic(BaseException):
+        pass
+
+    class Panics(Loopback):
+        def availability(self):
+            raise Panic("index out of bounds")
+
+        def supported_dtypes(self):
+            raise Panic("index out of bounds")
+
+    report = check(Panics(), areas=["availability"], keyword="reason_in_words")
+    assert report.failed == ["availability_gives_a_reason_in_words"]
+    assert "Panic: index out of bounds" in report.availability
+
+
 def test_growth_by_chance_is_no_leak(monkeypatch):
     """What somebody else frees, then allocates, while the kit counts would fail a right backend."""
     count = sys.getallocatedblocks
