@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from amp_core._torch.dispatcher import short_name
 from amp_core._torch.tracing import TorchDispatchMode
+from amp_core.formats import Quantized, Recipe, quantize
 from amp_core.kernels import GradStats
 from amp_core.plugin import Backend
 
@@ -88,6 +90,30 @@ def statistics(stats: GradStats) -> Iterator[Tensor]:
     """Yield the four tensors, without those that a subclass adds."""
     for field in fields(GradStats):
         yield getattr(stats, field.name)
+
+
+def parts(operand: Quantized | Tensor) -> list[Tensor]:
+    """Return the tensors of an operand of a product."""
+    if isinstance(operand, Tensor):
+        return [operand]
+    outer = operand.tensor_scale
+    return [operand.values, operand.scale, *([] if outer is None else [outer])]
+
+
+def there(quantized: Quantized, device: torch.device) -> Quantized:
+    """Return `quantized`, which is on the host, on `device`."""
+    values, scale, *outer = (part.to(device, copy=True) for part in parts(quantized))
+    return replace(quantized, values=values, scale=scale, tensor_scale=outer[0] if outer else None)
+
+
+@functools.cache
+def rows_of_fp8() -> tuple[Quantized, Quantized]:
+    """Return the operands of a product, on the host."""
+    left, right = Recipe.fp8_rowwise().operands("output")
+    assert left is not None
+    assert right is not None
+    ones = torch.ones(32, 32, dtype=torch.float32, device="cpu")
+    return quantize(ones, left, -1), quantize(ones, right, -2)
 
 
 def wording(text: str) -> str:

@@ -7,13 +7,11 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from amp_core.formats import Recipe
 from amp_core.kernels import Kernels
 from amp_core.plugin import Availability, Refusal
 from amp_core.regions.region import autocast
@@ -98,12 +96,6 @@ class EffectsConformance(Judge):
             calls = self._kernel_calls([spec.build(self.device) for spec in specs if spec.dtype.is_complex])
             of_complex = {n: c for n, c in calls.items() if n.startswith(("grad_stats", "multiply_"))}
             self._assert_no_waits(of_complex, "for complex numbers")
-        if self.supports_bit_views:
-            ones, recipe = torch.ones(32, 32).to(self.device), Recipe.fp8_rowwise()
-            dims = zip(recipe.operands("output"), (-1, -2), strict=True)
-            left, right = (self.kernels.quantize(ones, how, dim) for how, dim in dims if how is not None)
-            multiply = partial(self.backend.scaled_products().multiply, left, right, recipe.accumulate)
-            self._assert_no_waits({"multiply of scaled_products": multiply}, "for rows of fp8")
 
     def _assert_no_waits(self, calls: dict[str, Callable[[], Any]], what: str) -> None:
         for name, call in calls.items():

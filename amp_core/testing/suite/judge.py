@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -256,8 +257,11 @@ class Judge(Comparisons):
         how = Recipe.mxfp8().input
         assert how is not None
         real = [t for t in tensors if t.is_floating_point() and self.supports_bit_views]
+        left, right = (data.there(each, self.device) for each in data.rows_of_fp8())
+        multiply = partial(self.backend.scaled_products().multiply, left, right, torch.float32)
         stored = self._stored(real) if self.supports_bfloat16 else ([], [], [])
         return {
+            **({"multiply of scaled_products": multiply} if self.supports_bit_views else {}),
             "quantize": lambda: [self.kernels.quantize(t, how).values for t in real],
             "layout": lambda: self.kernels.layout(tensors),
             "prepare": lambda: self.kernels.prepare(tensors),

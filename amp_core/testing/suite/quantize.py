@@ -173,6 +173,7 @@ class QuantizeConformance(ScaledJudge):
             self._judge_quantize(x, how, seed=torch.tensor(bits))
         self._judge_the_moment_of_quantizing()
         self._judge_quantize_in_contexts(x)
+        self._judge_products_in_contexts()
 
     def _judge_quantize_in_contexts(self, x: Tensor) -> None:
         """Modes, other threads and tracing change nothing: a graph asks for shapes and dtypes alone."""
