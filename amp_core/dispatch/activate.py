@@ -74,9 +74,14 @@ class Activation:
     @cached_property
     def number(self) -> int:
         """Equal for activations that do the same, in every process; stands for them in compiled code."""
-        policy = self.policy
-        rules, origins = sorted(policy.rules.items()), sorted(policy.origins.items())
-        return _number(policy.device_type, rules, origins, self.by_default, sorted(self.table))
+        rules = sorted(self.policy.rules.items())
+        return _number(self.policy.device_type, rules, self.by_default, sorted(self.table))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Activation) and self.number == other.number
+
+    def __hash__(self) -> int:
+        return self.number
 
     def __reduce__(self) -> tuple[object, ...]:
         return _prepared, (self.policy, self.by_default)
@@ -162,7 +167,7 @@ class RuleOverrides:
     @cached_property
     def number(self) -> int:
         """Equal for overrides that do the same, in every process; stands for them in compiled code."""
-        return _number(self.device_type, sorted(self.rules.items()), self.origin)
+        return _number(self.device_type, sorted(self.rules.items()))
 
     def __reduce__(self) -> tuple[object, ...]:
         return _unpickled, (self.device_type, dict(self.rules), self.origin)

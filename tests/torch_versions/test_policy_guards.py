@@ -166,6 +166,34 @@ def test_equal_regions_share_a_graph(policy: OpPolicy | None) -> None:
     assert counter.frame_count == 3
 
 
+def test_equal_policies_of_several_lines_share_a_graph() -> None:
+    """The place where a policy was made counts as a rule: training and evaluation compile a model each."""
+    one = DEFAULT.override({"mm": "fp32"})
+    other = DEFAULT.override({"mm": "fp32"})
+    assert one.origins != other.origins
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    compiled = torch.compile(lambda x: torch.mm(x, x), backend=counter, fullgraph=True)
+    for policy in (one, other):
+        with autocast("cpu", policy=policy):
+            assert compiled(X).dtype is torch.float32
+    assert counter.frame_count == 1
+
+
+def test_equal_rules_of_several_layers_share_a_graph() -> None:
+    """Layers whose rules are named one by one compile one by one, up to torch's limit; the rest never do."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
+    apply_policy(model, {str(number): {"linear": "fp32"} for number in range(3)})
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    with torch.no_grad():
+        for layer in model:
+            layer.compile(backend=counter, fullgraph=True)
+            with autocast("cpu"):
+                assert layer(X).dtype is torch.float32
+    assert counter.frame_count == 1
+
+
 @pytest.mark.parametrize("setting", ["same_as_forward", "off", [{"device_type": "cpu"}]], ids=str)
 def test_the_backward_pass_is_compiled_outside_of_the_region(setting: Any) -> None:
     """A gradient is multiplied in bfloat16 though its op has the rule fp32, or a user's choice is lost."""
