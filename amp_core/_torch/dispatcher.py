@@ -252,6 +252,14 @@ _register_constant = _VALUES.value("torch.utils._pytree.register_constant", None
 
 def value_for_dynamo(kind: type[K]) -> type[K]:
     """Let Dynamo take an object of this class for a constant, by its equality, when it traces."""
-    if _register_constant is not None:
-        _VALUES.attempt(_register_constant, kind)
+    if _register_constant is not None and _VALUES.attempt(_register_constant, kind):
+        _values.add(kind)
     return kind
+
+
+_values: set[type] = set()
+
+
+def is_value_for_dynamo(value: object) -> bool:
+    """Whether Dynamo can guard on what `value` equals, and not only on the object itself."""
+    return type(value) in _values

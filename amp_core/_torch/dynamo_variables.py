@@ -15,6 +15,7 @@ from torch._dynamo.variables.functions import UserFunctionVariable
 from torch._dynamo.variables.user_defined import UserDefinedClassVariable, UserDefinedObjectVariable
 
 from amp_core._torch.context_manager import Constants, ContextManager
+from amp_core._torch.dispatcher import is_value_for_dynamo
 
 
 class InstanceVariable(ContextWrappingVariable):
@@ -92,7 +93,9 @@ def _value(variable: VariableTracker) -> Any:
         return variable.as_proxy().node.meta["example_value"]
     if isinstance(variable, UserDefinedObjectVariable):
         if variable.source is not None:
-            install_guard(variable.source.make_guard(GuardBuilder.ID_MATCH))
+            by_value = is_value_for_dynamo(variable.value)
+            how = GuardBuilder.EQUALS_MATCH if by_value else GuardBuilder.ID_MATCH
+            install_guard(variable.source.make_guard(how))
         return variable.value
     return variable.as_python_constant()
 

@@ -180,6 +180,28 @@ def test_equal_policies_of_several_lines_share_a_graph() -> None:
     assert counter.frame_count == 1
 
 
+def test_equal_policies_of_several_layers_share_a_graph() -> None:
+    """Layers that make a policy each compile one by one, and after torch's limit of 8 no more."""
+
+    class Layer(torch.nn.Module):
+        def __init__(self, rule: str) -> None:
+            super().__init__()
+            self.policy = DEFAULT.override({"mm": rule})
+
+        def forward(self, x: Tensor) -> Tensor:
+            with autocast("cpu", policy=self.policy):
+                return torch.mm(x, x)
+
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    for rule, dtype in [("fp32", torch.float32), ("lower_precision_fp", torch.bfloat16)]:
+        for _ in range(3):
+            layer = Layer(rule)
+            layer.compile(backend=counter, fullgraph=True)
+            assert layer(X).dtype is dtype
+    assert counter.frame_count == 2
+
+
 def test_equal_rules_of_several_layers_share_a_graph() -> None:
     """Layers whose rules are named one by one compile one by one, up to torch's limit; the rest never do."""
     model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
