@@ -106,16 +106,19 @@ class WeightCache:
             current = entries.get(id(slot.weight))
             if current is not None and current.is_fresh(slot.weight):
                 return current  # another thread has just renewed it
+            # At its first use a weight is cast without the others, which would each be looked at each time.
+            is_first = dtype not in slot.dtypes
             slot.dtypes.add(dtype)
-            new_entries = self._cast_together(dtype)
+            slots = [slot] if is_first else [s for s in self._slots.values() if dtype in s.dtypes]
+            new_entries = self._cast_together([s.weight for s in slots], dtype)
             entries.update(new_entries)
             return new_entries.get(id(slot.weight))
 
-    def _cast_together(self, dtype: torch.dtype) -> dict[int, CachedCast]:
+    def _cast_together(self, candidates: Sequence[Tensor], dtype: torch.dtype) -> dict[int, CachedCast]:
         entries = self._casts[dtype]
         groups: dict[tuple[torch.device, bool, bool], list[Tensor]] = defaultdict(list)
         new_entries: dict[int, CachedCast] = {}
-        for weight in [s.weight for s in self._slots.values() if dtype in s.dtypes]:
+        for weight in candidates:
             if self._is_cast_alone(weight) or _has_no_memory(weight):
                 continue
             entry = entries.get(id(weight))

@@ -1,0 +1,58 @@
+"""What scopes and stored weights cost beside many models and optimizers: counted, not timed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from amp_core import autocast, cached_casts, master_weights
+
+X = torch.ones(2, 4)
+
+
+def layers(count: int) -> nn.Sequential:
+    return nn.Sequential(*[nn.Linear(4, 4) for _ in range(count)])
+
+
+def calls_of(program: Callable[[], Any]) -> int:
+    """Return how many Python functions `program` calls."""
+    calls = 0
+
+    def count(_frame: Any, event: str, _arg: Any) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        program()
+    finally:
+        sys.setprofile(before)
+    return calls
+
+
+def assert_linear(prepared: Callable[[int], Callable[[], Any]]) -> None:
+    """Four times as many of something take about four times as many calls."""
+    few, many = (calls_of(prepared(count)) for count in (40, 160))
+    assert many < 5 * few, (few, many)
+
+
+@pytest.mark.parametrize("scope", [cached_casts, master_weights])
+def test_the_first_region_in_a_scope(scope: Any) -> None:
+    """The first cast of each weight looks at all that were cast before: minutes for a large model."""
+
+    def prepared(count: int) -> Callable[[], Any]:
+        model = layers(count)
+
+        def run() -> None:
+            with scope(model), autocast("cpu"):
+                model(X)
+
+        return run
+
+    assert_linear(prepared)
