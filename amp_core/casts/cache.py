@@ -62,6 +62,9 @@ class WeightCache:
         self._alike: dict[int, set[int]] = {}  # see _with_one_memory
         # Parameters of other models. A weak reference to a tensor would forbid torch.utils.swap_tensors.
         self._foreign: dict[int, tuple[int, WeakStorage]] = {}
+        self._unsure: dict[int, tuple[int, WeakStorage]] = {}  # not looked for yet
+        self._pause = 0  # so many unknown parameters are not looked for
+        self._many_foreign = 0  # with as many, look which are gone
         self._lock = new_lock()  # a signal handler may use the model, too
         # In debug mode, bypass the table that ops read directly, so that every use is checked.
         self._casts = defaultdict(dict) if debug else CASTS
@@ -159,10 +162,17 @@ class WeightCache:
         if known is not None and known[0] == identity_of(weight) and not is_freed(known[1].cdata):
             return None
         with self._lock:
+            self._unsure[id(weight)] = identity_of(weight), weak_memory(weight)
+            if self._pause and not self.is_outdated:
+                self._pause -= 1
+                return None
             self._update_slots()
             slot = self._slots.get(id(weight))
-            if slot is None:
-                self._foreign[id(weight)] = identity_of(weight), weak_memory(weight)
+            # After a search in vain, an eighth as many parameters wait for the next, so that those of another
+            # model take linear time.
+            self._pause = len(self._slots) // 8 if slot is None else 0
+            self._foreign.update(self._unsure)
+            self._unsure.clear()
             return slot
 
     def look_again(self, part: Tensor | Module, *, of_model: bool) -> None:
@@ -181,7 +191,9 @@ class WeightCache:
             key: self._slots.get(key) or _Slot(weight, name) for key, (name, weight) in present.items()
         }
         self._alike = _with_one_memory([slot.weight for slot in self._slots.values()])
-        self._foreign = {key: seen for key, seen in self._foreign.items() if not is_freed(seen[1].cdata)}
+        if len(self._foreign) >= self._many_foreign:
+            self._foreign = {key: seen for key, seen in self._foreign.items() if not is_freed(seen[1].cdata)}
+            self._many_foreign = 2 * len(self._foreign) + 8
 
     def keys(self) -> Set[int]:
         """Return the ``id`` of each weight."""

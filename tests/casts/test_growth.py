@@ -56,3 +56,35 @@ def test_the_first_region_in_a_scope(scope: Any) -> None:
         return run
 
     assert_linear(prepared)
+
+
+def test_another_model_beside_a_scope() -> None:
+    """Each weight of a second model looks through all weights of the one that has a scope."""
+
+    def prepared(count: int) -> Callable[[], Any]:
+        model, other = layers(count), layers(count)
+
+        def run() -> None:
+            with cached_casts(model), torch.no_grad(), autocast("cpu"):
+                model(X)
+                other(X)
+
+        return run
+
+    assert_linear(prepared)
+
+
+def test_weights_that_replace_others_unseen_are_found_beside_another_model() -> None:
+    """A scope stops looking for new weights of its model once it has met those of another one."""
+    model, other = layers(40), layers(40)
+    with cached_casts(model) as scope, torch.no_grad(), autocast("cpu"):
+        model(X)
+        before = scope.nbytes()
+        other(X)
+        for layer in model:
+            layer._parameters["weight"] = nn.Parameter(torch.randn(4, 4))  # torch's hooks do not run
+        results = [model(X) for _ in range(2)]
+        assert scope.nbytes() == before
+    with torch.no_grad(), autocast("cpu"):
+        expected = model(X)
+    assert all(torch.equal(each, expected) for each in results)
