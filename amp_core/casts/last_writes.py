@@ -12,13 +12,17 @@ from torch.optim import Optimizer
 from amp_core._torch.tensors import WeakStorage, identity_of, is_freed, version_of, weak_memory
 from amp_core._torch.tracing import outside_graphs
 from amp_core.casts.unseen_writes import is_traced_and_seen, may_write_unseen
+from amp_core.common.locks import new_lock
 from amp_core.common.optimizers import after_every_step, parameters_of
 from amp_core.dispatch.fingerprints import address_of
 
 Versions = list[tuple[int, int, int]]
 
 _clock = itertools.count()
-_all: dict[int, weakref.ref[LastWrites]] = {}  # not a WeakSet, which other threads must not change meanwhile
+_all: dict[int, weakref.ref[LastWrites]] = {}  # by the id of the optimizer, which each keeps alive
+_writers: dict[int, dict[weakref.ref[LastWrites], int]] = {}
+"""For each parameter, by its ``id``, who wrote to it, and when last."""
+_lock = new_lock()
 
 
 class LastWrites:
@@ -26,15 +30,21 @@ class LastWrites:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
-        self._writes: dict[Tensor, tuple[int, Versions, WeakStorage]] = {}  # when, and what was there then
+        # When, and what was there then. Keeps the parameter alive, so that no other gets its id.
+        self._writes: dict[Tensor, tuple[int, Versions, WeakStorage]] = {}
         self._converted: dict[Tensor, tuple[int, int]] = {}  # before a first step, and versions then
-        self._key = key = next(_clock)
-        _all[key] = weakref.ref(self, lambda _: _all.pop(key, None))
+        self._key = key = id(optimizer)
+        self._ref = _all[key] = weakref.ref(self, lambda ref: _all.get(key) is ref and _all.pop(key))
         after_every_step(_after_step)
 
     def note(self, param: Tensor, kept: Tensor | None) -> None:
         """Take note that the optimizer has just written to `param`, and to what is kept beside it."""
-        self._writes[param] = next(_clock), _versions(param, kept), weak_memory(param)
+        with _lock:
+            if param not in self._writes:
+                _drop_gone()
+            now = next(_clock)
+            self._writes[param] = now, _versions(param, kept), weak_memory(param)
+            _writers.setdefault(id(param), {})[self._ref] = now
         self._converted.pop(param, None)
 
     def note_converted(self, param: Tensor) -> None:
@@ -62,18 +72,20 @@ class LastWrites:
 
     def forget_others(self, stepped: Collection[Tensor]) -> None:
         """Forget all parameters but those in `stepped`."""
-        for known in (self._writes, self._converted):
-            for param in known.keys() - stepped:
-                del known[param]
+        self.forget(self._writes.keys() - stepped)
+        for param in self._converted.keys() - stepped:
+            del self._converted[param]
 
     def forget(self, params: Iterable[Tensor]) -> None:
         """Forget `params`."""
-        for param in params:
-            self._writes.pop(param, None)
+        with _lock:
+            for param in params:
+                if self._writes.pop(param, None) is not None:
+                    _writers.get(id(param), {}).pop(self._ref, None)
 
     def clear(self) -> None:
         """Forget all."""
-        self._writes.clear()
+        self.forget([*self._writes])
         self._converted.clear()
 
     def end(self) -> None:
@@ -83,19 +95,30 @@ class LastWrites:
 
     def refuse_two(self, names: Mapping[Tensor, str]) -> None:
         """Raise RuntimeError if weights were stepped since by another optimizer that they are stored for."""
-        for other in _every() if len(_all) > 1 else ():
-            theirs = other._writes.copy()
-            for param, write in self._writes.items():
-                if param in theirs and write < theirs[param]:
-                    raise RuntimeError(
-                        f"{names.get(param)!r} is stored for two optimizers, which step it in turn: each "
-                        f"would add what it has kept to the weight of the other. Let one of them step it, or "
-                        f"name it in keep= of both."
-                    )
+        for param, (when, *_) in [*self._writes.items()] if len(_all) > 1 else ():
+            others = [*_writers.get(id(param), {}).items()]
+            if len(others) > 1 and any(last > when and ref() is not None for ref, last in others):
+                raise RuntimeError(
+                    f"{names.get(param)!r} is stored for two optimizers, which step it in turn: each would "
+                    f"add what it has kept to the weight of the other. Let one of them step it, or name it "
+                    f"in keep= of both."
+                )
 
 
-def _every() -> list[LastWrites]:
-    return [each for ref in [*_all.values()] if (each := ref()) is not None]
+def _drop_gone() -> None:
+    """Forget those of `_writers` that are gone, when half of them may be: it takes no time on average."""
+    global _many  # noqa: PLW0603
+    if len(_writers) < _many:
+        return
+    for key, writers in [*_writers.items()]:
+        for ref in [ref for ref in writers if ref() is None]:
+            del writers[ref]
+        if not writers:
+            del _writers[key]
+    _many = 2 * len(_writers) + 64
+
+
+_many = 0
 
 
 def _after_step(optimizer: Optimizer) -> None:
@@ -106,10 +129,13 @@ def _after_step(optimizer: Optimizer) -> None:
 
 @outside_graphs
 def _forget_unseen(optimizer: Optimizer) -> None:
-    every = _every()
-    if all(each.optimizer is not optimizer for each in every):
-        for each in every:
-            each.forget(parameters_of(optimizer))
+    if id(optimizer) in _all:
+        return
+    for param in parameters_of(optimizer):
+        for ref in [*_writers.get(id(param), ())]:
+            each = ref()
+            if each is not None:
+                each.forget([param])
 
 
 def _versions(param: Tensor, kept: Tensor | None) -> Versions:

@@ -20,12 +20,12 @@ def layers(count: int) -> nn.Sequential:
 
 
 def calls_of(program: Callable[[], Any]) -> int:
-    """Return how many Python functions `program` calls."""
+    """Return how many functions `program` calls."""
     calls = 0
 
     def count(_frame: Any, event: str, _arg: Any) -> None:
         nonlocal calls
-        calls += event == "call"
+        calls += event in ("call", "c_call")
 
     before = sys.getprofile()
     sys.setprofile(count)
@@ -88,3 +88,39 @@ def test_weights_that_replace_others_unseen_are_found_beside_another_model() -> 
     with torch.no_grad(), autocast("cpu"):
         expected = model(X)
     assert all(torch.equal(each, expected) for each in results)
+
+
+def one_optimizer_per_layer(**options: Any) -> Callable[[int], Callable[[], Any]]:
+    def prepared(count: int) -> Callable[[], Any]:
+        model = layers(count)
+        optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in model]
+        handles = [master_weights(model, each, "remainder", **options) for each in optimizers]
+        model(X.bfloat16()).float().sum().backward()
+
+        def run() -> list[Any]:
+            for _ in range(2):
+                for each in optimizers:
+                    each.step()
+            return handles
+
+        return run
+
+    return prepared
+
+
+def test_many_optimizers_of_stored_weights() -> None:
+    """Each step looks through what all other optimizers have written."""
+    assert_linear(one_optimizer_per_layer())
+
+
+def test_fused_optimizers_beside_stored_weights() -> None:
+    """Each step of an optimizer that is not stored for looks through all that are."""
+
+    def prepared(count: int) -> Callable[[], Any]:
+        stored, model = one_optimizer_per_layer()(count), layers(count)
+        stored()
+        optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1, fused=True) for layer in model]
+        model(X).sum().backward()
+        return lambda: [stored, [each.step() for each in optimizers]]
+
+    assert_linear(prepared)
