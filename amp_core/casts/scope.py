@@ -129,7 +129,7 @@ class CachedCasts(LocalHandle):
         if self._cache.has_any(weights):
             if not skipped:  # graphs from before stay valid
                 self._cache.invalidate(weights)
-            if self._reuse.after_step() and self._only_reuse_pays():
+            if self._reuse.after_step() and self._end_serving is not None and self._only_reuse_pays():
                 self._rest()
 
     def _device_types(self) -> set[str]:

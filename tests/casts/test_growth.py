@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -53,6 +54,34 @@ def test_the_first_region_in_a_scope(scope: Any) -> None:
             with scope(model), autocast("cpu"):
                 model(X)
 
+        return run
+
+    assert_linear(prepared)
+
+
+@pytest.mark.parametrize("scope", [functools.partial(cached_casts, persistent=True), master_weights])
+def test_an_optimizer_per_layer_in_a_scope(scope: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step of each optimizer looks at all weights of a model that the scope leaves to torch."""
+    monkeypatch.undo()  # these are small
+
+    def prepared(count: int) -> Callable[[], Any]:
+        model = layers(count)
+        optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in model]
+        handle = scope(model)
+
+        def train() -> None:
+            with autocast("cpu"):
+                loss = model(X).float().sum()
+            loss.backward()
+            for each in optimizers:
+                each.step()
+
+        def run() -> None:
+            train()
+            handle.remove()
+
+        for _ in range(3):
+            train()
         return run
 
     assert_linear(prepared)
