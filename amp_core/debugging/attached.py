@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -36,10 +37,8 @@ class Attached(Handle):
         if "torch._dynamo" in sys.modules:  # compiled code does not look for new hooks
             torch.compiler.reset()
         self._removers: list[Callable[[], None]] = []  # an interrupt below leaves hooks that are off
-        self._removers += [
-            *self._watch_calls(Hook(self._enter), Hook(self._leave)),
-            watch_gradients(self._step),
-        ]
+        self._removers += self._watch_calls(Hook(self._enter), Hook(self._leave))
+        self._until_gone(watch_gradients(_weakly(self._step)))
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_removers": []}  # a copy has the findings, and is attached to nothing
@@ -49,6 +48,12 @@ class Attached(Handle):
         """Detach from the model. Calling it again has no effect."""
         while self._removers:
             self._removers.pop()()
+
+    def _until_gone(self, end: Callable[..., None], *args: object) -> None:
+        """Call `end` in `remove`, or once the model and this are gone: the hooks of the model keep this."""
+        finalizer = weakref.finalize(self, end, *args)
+        finalizer.atexit = False
+        self._removers.append(finalizer)
 
     def _watch_calls(self, before: Hook, after: Hook) -> list[Callable[[], None]]:
         """Let `before` and `after` run with each call of the model; return what ends it."""
@@ -95,6 +100,18 @@ class Attached(Handle):
         parameters = [p for p in parameters_of(optimizer) if p.grad is not None and id(p) in mine]
         if parameters:
             self._optimize(optimizer, parameters)
+
+
+def _weakly(method: Callable[[Optimizer], None]) -> Callable[[Optimizer], None]:
+    """Return `method` for a list that must not keep its object, and so a model, alive."""
+    ref = weakref.WeakMethod(method)
+
+    def call(optimizer: Optimizer) -> None:
+        alive = ref()
+        if alive is not None:
+            alive(optimizer)
+
+    return call
 
 
 def repeats_forward() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Container, MutableMapping
 from contextlib import ExitStack
 from numbers import Integral
@@ -57,12 +58,14 @@ class Guard(Attached):
         self._generators = generator_states()  # of the start of a step
         self._call: CompiledCall | None = None
         super().__init__(model)  # last: an interrupt must leave no hook that lacks one of these
+        listener = _Listener(self)
         try:
-            register(self)
+            register(listener)
         except BaseException:
             self.remove()
             raise
-        self._removers += [lambda: unregister(self), self._stop]
+        self._until_gone(unregister, listener)
+        self._removers.append(self._stop)
 
     def _watch_calls(self, before: Hook, after: Hook) -> list[Callable[[], None]]:
         if not is_compiled_in_place(self.model):
@@ -191,8 +194,7 @@ class Guard(Attached):
             read = (read_once(kernels_of(device), group, 2.0, device) for device, group in by_device.items())
             return not any(bool(stats.found_inf) for stats in read)
 
-    @hookimpl
-    def amp_step(self, scaler: Any, record: Any) -> None:
+    def _count(self, scaler: Any, record: Any) -> None:
         """Count skipped steps in a row, of each optimizer that has parameters of the model."""
         self._scaled.update(scaler.last_step)
         mine = {id(parameter) for parameter in self.model.parameters()}
@@ -206,6 +208,20 @@ class Guard(Attached):
     def _stop(self) -> None:
         self._finder = None
         self._search.close()
+
+
+class _Listener:
+    """Tells a guard of the steps of all scalers, without keeping it alive."""
+
+    def __init__(self, guard: Guard) -> None:
+        self._guard = weakref.ref(guard)
+
+    @hookimpl
+    def amp_step(self, scaler: Any, record: Any) -> None:
+        """Let the guard count the step."""
+        guard = self._guard()
+        if guard is not None:
+            guard._count(scaler, record)
 
 
 _COMPILED = (

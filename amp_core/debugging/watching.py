@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -118,9 +119,13 @@ class Watch(Attached, Report):
 
     @measuring()
     def _hook_gradient(self, name: str, parameter: Tensor) -> Any:
+        # The garbage collector does not see what a parameter's hooks refer to.
+        ref = weakref.ref(self)
+
         def add(gradient: Tensor | None) -> None:
-            if gradient is not None and not is_rehearsing(self._thread):
-                self._add("weight gradient", name, gradient)
+            watch = ref()
+            if watch is not None and gradient is not None and not is_rehearsing(watch._thread):
+                watch._add("weight gradient", name, gradient)
 
         if not parameter.is_leaf:  # functional_call can set such parameters
             never_compile(add)

@@ -73,3 +73,22 @@ def test_a_model_dies_with_its_last_reference(tool: str) -> None:
         finally:
             gc.enable()
     assert not alive, kept
+
+
+@pytest.mark.parametrize("tool", [amp_core.watch, amp_core.guard])
+def test_a_tool_that_stays_on_a_model_is_freed_with_it(tool: Any) -> None:
+    """A program that makes models in a loop, and guards each, keeps all of them and runs out of memory."""
+    model = nn.Linear(8, 3)
+    dead = weakref.ref(model), weakref.ref(tool(model))
+    assert dead[1]() is not None
+    loss_of(model)().backward()
+    del model
+    gc.collect()
+    assert [each() for each in dead] == [None, None]
+    other = nn.Linear(8, 3)
+    optimizer, scaler = torch.optim.SGD(other.parameters(), lr=0.1), amp_core.GradScaler("cpu")
+    before = scaler._log.hooks.exist()
+    scaler.scale(loss_of(other)()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert not before
