@@ -71,7 +71,7 @@ class Overlap:
 
         never_compile(written)
         # The parameter owns its hook. A weak reference to itself would forbid torch.utils.swap_tensors.
-        weakref.finalize(written, self._hooked.pop, id(param), None)
+        weakref.finalize(written, _forget, id(param), self._hooked, self._reads)
         handle: RemovableHandle = param.register_post_accumulate_grad_hook(written)  # type: ignore[no-untyped-call]
         return handle
 
@@ -149,6 +149,12 @@ class Overlap:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         Overlap.__init__(self)
+
+
+def _forget(key: int, *known: dict[int, Any]) -> None:
+    """Forget what is `known` of a parameter that is gone."""
+    for each in known:
+        each.pop(key, None)
 
 
 def _bucket_nbytes(device: torch.device) -> int:

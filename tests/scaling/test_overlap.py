@@ -271,3 +271,20 @@ def test_backward_passes_of_several_threads(in_threads: Callable[..., None]) -> 
         norm = torch.nn.utils.get_total_norm([p.grad for p in net.parameters()])
         scaler.step(optimizer, max_norm=1e6)
         assert scaler.last_step[optimizer].total_norm == pytest.approx(norm.item())
+
+
+def test_models_that_are_gone_leave_no_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search over models with one scaler keeps the statistics of all gradients that no step has used."""
+    monkeypatch.setattr(overlap, "_bucket_nbytes", lambda _device: 1)
+    scaler = amp_core.GradScaler("cpu", overlap=True)
+    for _ in range(3):
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler.scale(model(torch.ones(2, 4)).sum()).backward()
+        scaler.step(optimizer, max_norm=1.0)
+        scaler.update()
+        scaler.scale(model(torch.ones(2, 4)).sum()).backward()
+        assert len(scaler._unscaler._overlap._reads) == 2
+        del model, optimizer
+        gc.collect()
+        assert not scaler._unscaler._overlap._reads
