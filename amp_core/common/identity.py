@@ -35,6 +35,11 @@ class WeakIdentityMapping(MutableMapping[K, V]):
         entry = self._entries.get(id(key))
         return default if entry is None else entry[1]
 
+    def key_of(self, number: int) -> K | None:
+        """Return the key with the ``id`` `number`; None if there is none."""
+        entry = self._entries.get(number)
+        return None if entry is None else entry[0]()
+
     def __setitem__(self, key: K, value: V) -> None:
         entries, number = self._entries, id(key)
         known = entries.get(number)

@@ -64,7 +64,7 @@ class StepLog:
         self.history = History(size)
         self.hooks = Hooks()
         # by identity: optimizers that compare, such as dataclasses, have no hash
-        self.last_step: MutableMapping[Optimizer, StepRecord] = WeakIdentityMapping()
+        self.last_step: WeakIdentityMapping[Optimizer, StepRecord] = WeakIdentityMapping()
         self._named: dict[tuple[str | None, str], list[weakref.ref[Optimizer]]] = {}
         self._pending: dict[str | None, dict[int, StepRecord]] = {}
         self._skips_in_a_row: MutableMapping[Optimizer, int] = WeakIdentityMapping()
@@ -211,7 +211,8 @@ class StepLog:
             ScaleFloorError: gradients overflowed at the floor, and the schedule says `AtFloor.RAISE`.
             Warning: the filters make it an error; counters and hooks know of the steps all the same.
         """
-        records = list(self._pending.pop(loss_scale.key, {}).values())
+        pending = self._pending.pop(loss_scale.key, {})
+        records = list(pending.values())
         if records:
             after = snapshot(loss_scale.check("update"))
             for record in records:
@@ -224,7 +225,7 @@ class StepLog:
             else:
                 fetch(records)
         told: list[Warning] = []  # those that the filters make errors, raised when all is counted
-        skipped = [record for record in records if self._count(record, told)]
+        skipped = [record for number, record in pending.items() if self._count(number, record, told)]
         error = self._check_floor(loss_scale, skipped[-1], records) if skipped else None
         error = error or next(iter(told), None)
         raised = None
@@ -236,7 +237,7 @@ class StepLog:
         if raised is not None:
             raise raised
 
-    def _count(self, record: StepRecord, told: list[Warning]) -> bool:
+    def _count(self, number: int, record: StepRecord, told: list[Warning]) -> bool:
         """Count skips in a row, unless the host would have to wait; return whether the step was skipped."""
         flag = record._found_inf
         if isinstance(flag, Tensor):
@@ -244,8 +245,8 @@ class StepLog:
                 return False
             record._found_inf = flag = read(flag)
         if flag or self._skips_in_a_row:
-            owner = next((o for o, last in self.last_step.items() if last is record), None)
-            if owner is not None:
+            owner = self.last_step.key_of(number)
+            if owner is not None and self.last_step.get(owner) is record:
                 row = self._skips_in_a_row.pop(owner, 0) + 1
                 if record.skipped:
                     self._skips_in_a_row[owner] = row

@@ -56,3 +56,26 @@ def test_the_calls_of_a_step_do_not_grow_with_its_tensors(fused: bool, max_norm:
         pytest.skip("the portable kernels call torch for each tensor where it has no function for lists")
     for fewer, more in ((2, 10), (50, 200)):  # torch's kernel takes a few small gradients
         assert calls_of_a_step(fewer, fused, max_norm) == calls_of_a_step(more, fused, max_norm)
+
+
+def test_skipped_steps_of_many_optimizers_take_linear_time() -> None:
+    """After one skipped step, each update looks for each record among the last steps of all optimizers."""
+
+    def calls(count: int) -> int:
+        scaler = GradScaler("cpu", warn_after=0)
+        scaler.scale(torch.ones(()))
+        optimizers = []
+        for number in range(count):
+            param = torch.nn.Parameter(torch.ones(8))
+            param.grad = torch.full((8,), torch.inf if number == 0 else 1.0)
+            optimizers.append(torch.optim.SGD([param], lr=0.1))
+
+        def step() -> None:
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+            scaler.update()
+
+        step()
+        return calls_of(step)
+
+    assert calls(160) < 4.5 * calls(40)
