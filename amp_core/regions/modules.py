@@ -23,7 +23,7 @@ from amp_core.policy.recipes import as_rule
 from amp_core.policy.toml import modules_of, parsed, write_modules
 from amp_core.regions.module_region import ModuleRegion
 from amp_core.regions.replaced_forward import ReplacedForward
-from amp_core.regions.selecting import CLASS_PATH, Selector, glob_of, listed, select
+from amp_core.regions.selecting import CLASS_PATH, Modules, Selector, glob_of, listed
 
 Rules = Any
 """A mapping from op to rule, or ``"fp32"``."""
@@ -80,9 +80,10 @@ def apply_policy(
     rules, places = _with_places(rules)
     planned: dict[nn.Module, tuple[str, ModuleRegion]] = {}
     written: dict[str, Rules] = {}
+    modules = Modules(model)
     for selector, what in rules.items():
         try:
-            names, text = select(model, selector)
+            names, text = modules.select(selector)
             region = _module_region(device_type, text, what)
             for name in names:
                 module = uncompiled(model.get_submodule(name))

@@ -21,7 +21,7 @@ from amp_core.policy.rules import FP32
 from amp_core.policy.toml import checked_modules, parsed, policy_of
 from amp_core.regions.kept_buffers import KeptBuffers
 from amp_core.regions.modules import AppliedPolicy, Rules, apply_policy
-from amp_core.regions.selecting import Selector, matching, select
+from amp_core.regions.selecting import Modules, Selector, matching
 
 if TYPE_CHECKING:  # the import takes a second
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -200,7 +200,8 @@ class PrecisionPlan:
 
     def _float32_parameters(self, model: nn.Module) -> set[int]:
         """Return the ids of the parameters that stay float32."""
-        rules = {name: what for selector, what in self.modules.items() for name in select(model, selector)[0]}
+        modules = Modules(model)
+        rules = {name: w for selector, w in self.modules.items() for name in modules.select(selector)[0]}
         whole = [name for name, what in rules.items() if what == FP32]  # of several rules, the last
         params = dict(model.named_parameters(remove_duplicate=False))  # a tied one by each of its names
         kept = [params[name] for name in matching(params, self.float32_parameters, "parameter", model)]
@@ -286,7 +287,7 @@ def _owned(model: nn.Module, unit: nn.Module) -> dict[str, nn.Parameter]:
     """Return the floating-point parameters that ``fully_shard(unit)`` manages, by their name in `model`."""
     from torch.distributed.fsdp import FSDPModule
 
-    select(model, unit)  # raises if it is none of the model's
+    Modules(model).select(unit)  # raises if it is none of the model's
     inner = [module for module in unit.modules() if module is not unit and isinstance(module, FSDPModule)]
     others = {id(param) for module in inner for param in module.parameters()}
     names = {id(param): name for name, param in model.named_parameters()}

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import functools
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -17,46 +18,64 @@ Selector = Any
 
 CLASS_PATH = re.compile(r"[^\s:*?\[]+:[\w.<>]+")
 """Matches ``package.module:Class``."""
+_WILDCARD = re.compile(r"[*?\[]")
 
 
 def _class_name(cls: type) -> str:
     return f"{cls.__module__}:{cls.__qualname__}"
 
 
-def select(model: nn.Module, selector: Selector) -> tuple[list[str], str]:
-    """Return the first names of the modules that `selector` selects, and the selector as text.
+class Modules:
+    """The modules of a model, looked up once for any number of selectors."""
 
-    Raises:
-        PolicyError: it selects none.
-    """
-    if isinstance(selector, nn.Module):
-        names = _first_names(model, [selector])
-        if not names:
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._first_names = {module: name for name, module in model.named_modules()}
+
+    @functools.cached_property
+    def _named(self) -> dict[str, nn.Module]:
+        return dict(self._model.named_modules(remove_duplicate=False))  # modules may share one
+
+    @functools.cached_property
+    def _by_class(self) -> dict[str, list[nn.Module]]:
+        found: dict[str, list[nn.Module]] = {}
+        for module in self._first_names:
+            for name in dict.fromkeys(map(_class_name, type(module).__mro__)):
+                found.setdefault(name, []).append(module)
+        return found
+
+    def select(self, selector: Selector) -> tuple[list[str], str]:
+        """Return the first names of the modules that `selector` selects, and the selector as text.
+
+        Raises:
+            PolicyError: it selects none.
+        """
+        if isinstance(selector, nn.Module):
+            name = self._first_names.get(selector)
+            if name is None:
+                raise PolicyError(
+                    f"The {type(selector).__name__} is not a module of this {type(self._model).__name__}."
+                )
+            return [name], glob_of(name)
+        if isinstance(selector, type):
+            selector = _class_name(selector)
+        if not isinstance(selector, str):
             raise PolicyError(
-                f"The {type(selector).__name__} is not a module of this {type(model).__name__}."
+                f"{selector!r} does not select modules; use a glob, a module or a module class."
             )
-        return names, glob_of(names[0])
-    if isinstance(selector, type):
-        selector = _class_name(selector)
-    if not isinstance(selector, str):
-        raise PolicyError(f"{selector!r} does not select modules; use a glob, a module or a module class.")
-    if CLASS_PATH.fullmatch(selector):
-        kinds = {module: [*map(_class_name, type(module).__mro__)] for module in model.modules()}
-        selected = [module for module, classes in kinds.items() if selector in classes]
-        if not selected:
-            near = sorted({classes[0] for classes in kinds.values()})
-            raise _matches_no("module", selector, model, near, str)
-    else:
-        named = [*model.named_modules(remove_duplicate=False)]  # modules may share one
-        selected = [module for name, module in named if matches(name, selector)]
-        if not selected:
-            raise _matches_no("module", selector, model, [name for name, _ in named])
-    return _first_names(model, selected), selector
-
-
-def _first_names(model: nn.Module, selected: Iterable[nn.Module]) -> list[str]:
-    ids = set(map(id, selected))
-    return [name for name, module in model.named_modules() if id(module) in ids]
+        if CLASS_PATH.fullmatch(selector):
+            selected = self._by_class.get(selector, [])
+            if not selected:
+                near = sorted({_class_name(type(module)) for module in self._first_names})
+                raise _matches_no("module", selector, self._model, near, str)
+            return [self._first_names[module] for module in selected], selector
+        names = _matched(self._named, selector)
+        if not names:
+            raise _matches_no("module", selector, self._model, [*self._named])
+        chosen = {id(self._named[name]) for name in names}
+        if len(chosen) == 1:
+            return [self._first_names[self._named[names[0]]]], selector
+        return [name for module, name in self._first_names.items() if id(module) in chosen], selector
 
 
 def glob_of(name: str) -> str:
@@ -70,14 +89,21 @@ def matching(names: Iterable[str], globs: Iterable[str], kind: str, model: nn.Mo
     Raises:
         PolicyError: a glob matches none; `kind` says of what.
     """
-    names = [*names]
+    known = dict.fromkeys(names)
     found: set[str] = set()
     for glob in globs:
-        mine = [name for name in names if matches(name, glob)]
+        mine = _matched(known, glob)
         if not mine:
-            raise _matches_no(kind, glob, model, names)
+            raise _matches_no(kind, glob, model, [*known])
         found.update(mine)
     return found
+
+
+def _matched(names: Mapping[str, object], glob: str) -> list[str]:
+    """Return those `names` that `glob` matches; one without wildcards is looked up."""
+    if not _WILDCARD.search(glob):
+        return [glob] if glob in names else []
+    return [name for name in names if matches(name, glob)]
 
 
 def matches(name: str, glob: str) -> bool:

@@ -1,0 +1,55 @@
+"""Rules for many modules of a large model."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from torch import nn
+
+from amp_core import apply_policy
+
+
+def calls_of(program: Callable[[], Any]) -> int:
+    """Return how many functions `program` calls."""
+    calls = 0
+
+    def count(_frame: Any, event: str, _arg: Any) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        program()
+    finally:
+        sys.setprofile(before)
+    return calls
+
+
+@pytest.mark.parametrize("selector_of", [lambda model, name: name, lambda model, name: model[int(name)]])
+def test_a_rule_for_each_module_takes_linear_time(selector_of: Callable[[Any, str], Any]) -> None:
+    """Each rule that `advise` has found for one module is compared with all modules: minutes for many."""
+
+    def calls(count: int) -> int:
+        model = nn.Sequential(*[nn.Linear(1, 1) for _ in range(count)])
+        rules = {selector_of(model, str(number)): {"linear": "fp32"} for number in range(count)}
+        applied = []
+        result = calls_of(lambda: applied.append(apply_policy(model, rules)))
+        assert applied[0].modules == tuple(map(str, range(count)))
+        applied[0].remove()
+        return result
+
+    calls(2)
+    assert calls(160) < 5 * calls(40)
+
+
+def test_names_of_shared_modules_and_names_like_globs() -> None:
+    """A module is selected by its first name alone, or a name with brackets selects another module."""
+    shared = nn.Linear(1, 1)
+    model = nn.ModuleDict({"a": shared, "b": shared, "[b]": nn.Linear(1, 1)})
+    for selector, expected in (("b", "a"), ("[b]", "a"), ("[[]b]", "[b]"), (model["[b]"], "[b]"), ("", "")):
+        with apply_policy(model, {selector: "fp32"}) as applied:
+            assert applied.modules == (expected,)
