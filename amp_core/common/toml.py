@@ -58,9 +58,9 @@ class Document(NamedTuple):
         Where there is none, as in an inline table, it is that of `table`.
         """
         wanted = f"{table}.{key}" if table else key
-        for number, path in _paths(self.text):
-            if any(".".join(path[:end]) == wanted for end in range(1, len(path) + 1)):
-                return f"{self.name}:{number}"
+        number = _lines(self.text).get(wanted)
+        if number is not None:
+            return f"{self.name}:{number}"
         outer, _, inner = table.rpartition(".")
         return self.place(inner, outer) if table else f"{self.name}:1"
 
@@ -75,6 +75,15 @@ class Document(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1)  # a file asks for the place of each of its entries
+def _lines(text: str) -> dict[str, int]:
+    """Return the number of the first line that sets each key, or opens its table, by its name in full."""
+    lines: dict[str, int] = {}
+    for number, path in _paths(text):
+        for end in range(1, len(path) + 1):
+            lines.setdefault(".".join(path[:end]), number)
+    return lines
+
+
 def _paths(text: str) -> list[tuple[int, list[str]]]:
     """Return the number of each line that opens a table or sets a key, and the names of all tables to it."""
     paths: list[tuple[int, list[str]]] = []

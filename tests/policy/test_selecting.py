@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from amp_core import apply_policy
+from amp_core import PrecisionPlan, apply_policy
 
 
 def calls_of(program: Callable[[], Any]) -> int:
@@ -41,6 +41,17 @@ def test_a_rule_for_each_module_takes_linear_time(selector_of: Callable[[Any, st
         assert applied[0].modules == tuple(map(str, range(count)))
         applied[0].remove()
         return result
+
+    calls(2)
+    assert calls(160) < 5 * calls(40)
+
+
+def test_a_file_of_rules_takes_linear_time() -> None:
+    """Each rule of a file looks through all of its lines: a plan for thousands of modules hangs."""
+
+    def calls(count: int) -> int:
+        rules = "".join(f'[modules."{number}"]\nlinear = "fp32"\n' for number in range(count))
+        return calls_of(lambda: PrecisionPlan.from_toml(f'device_type = "cpu"\n{rules}'))
 
     calls(2)
     assert calls(160) < 5 * calls(40)
