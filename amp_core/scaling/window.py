@@ -286,20 +286,23 @@ class AccumulationWindow:
             # A bad sum stays bad: only the first bad micro-batch is known.
             flags = flags.diff(prepend=torch.zeros_like(flags[:1])).clamp_(min=0)
         together = frozenset(map(id, self._optimizers))
-        for each in self._optimizers:
+        for each, of_it in zip(self._optimizers, self._by_optimizer(bad), strict=True):
             state = loss_scale.optimizer_states.of(each)
-            found = Window(flags, *self._of(each, bad), self._leave_out, together)
+            found = Window(flags, *of_it, self._leave_out, together)
             state.window = found if state.window is None else state.window.and_then(found)
 
-    def _of(self, optimizer: Optimizer, bad: Tensor) -> tuple[ParameterNames, Tensor]:
-        """Return the names of the parameters of one optimizer, and what `bad` says of them."""
-        params = self._params
-        if len(self._optimizers) > 1:
-            held = set(map(id, parameters_of(optimizer)))
-            pairs = [(p, flag) for p, flag in zip(params, bad.unbind(), strict=True) if id(p) in held]
-            params = [param for param, _ in pairs]
-            bad = torch.stack([flag for _, flag in pairs]) if pairs else bad[:0]  # an index would wait
-        return tuple((name_of(p, self._scaler._log.names), p.numel()) for p in params), bad
+    def _by_optimizer(self, bad: Tensor) -> Iterator[tuple[ParameterNames, Tensor]]:
+        """Yield, for each optimizer, the names of its parameters, and what `bad` says of them."""
+        names = [(name_of(p, self._scaler._log.names), p.numel()) for p in self._params]
+        if len(self._optimizers) == 1:
+            yield tuple(names), bad
+            return
+        places = {key: place for place, key in enumerate(self._ids)}
+        singly = bad.unbind()
+        for each in self._optimizers:
+            own = sorted({places[id(p)] for p in parameters_of(each) if id(p) in places})
+            flags = torch.stack([singly[place] for place in own]) if own else bad[:0]  # an index would wait
+            yield tuple([names[place] for place in own]), flags
 
     def _weigh(self, flags: Tensor, with_gradients: Tensor, bad: Tensor) -> None:
         """Multiply the sum of the good micro-batches; if nothing is good, let the step be skipped.

@@ -5,9 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 import amp_core
 from amp_core import GradScaler
@@ -79,3 +81,27 @@ def test_skipped_steps_of_many_optimizers_take_linear_time() -> None:
         return calls_of(step)
 
     assert calls(160) < 4.5 * calls(40)
+
+
+def test_a_window_of_many_optimizers_takes_linear_time() -> None:
+    """At the end of a window, each of its optimizers looks through the parameters of all."""
+
+    def tensors(count: int) -> int:
+        scaler, model = GradScaler("cpu"), torch.nn.ModuleList(torch.nn.Linear(1, 1) for _ in range(count))
+        optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in model]
+        window, unbound = amp_core.AccumulationWindow(scaler, optimizers), 0
+
+        class Counting(TorchFunctionMode):
+            def __torch_function__(
+                self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+            ) -> Any:
+                nonlocal unbound
+                result = function(*args, **(kwargs or {}))
+                unbound += len(result) if getattr(function, "__name__", "") == "unbind" else 0
+                return result
+
+        with Counting(), window, window.micro_batch():
+            scaler.scale(sum(layer(torch.ones(1, 1)).sum() for layer in model)).backward()
+        return unbound
+
+    assert tensors(40) < 200
