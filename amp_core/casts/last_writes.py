@@ -90,7 +90,8 @@ class LastWrites:
 
     def end(self) -> None:
         """Forget all, for good."""
-        _all.pop(self._key, None)
+        if _all.get(self._key) is self._ref:  # else the optimizer is stored anew
+            del _all[self._key]
         self.clear()
 
     def refuse_two(self, names: Mapping[Tensor, str]) -> None:

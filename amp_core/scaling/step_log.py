@@ -211,7 +211,7 @@ class StepLog:
             ScaleFloorError: gradients overflowed at the floor, and the schedule says `AtFloor.RAISE`.
             Warning: the filters make it an error; counters and hooks know of the steps all the same.
         """
-        pending = self._pending.pop(loss_scale.key, {})
+        pending = self._pending.pop(loss_scale.key, {}).copy()  # another thread may record a step meanwhile
         records = list(pending.values())
         if records:
             after = snapshot(loss_scale.check("update"))
