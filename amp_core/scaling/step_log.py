@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import warnings
-import weakref
-from collections.abc import Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch.optim import Optimizer
 from amp_core._torch.tracing import is_fake
 from amp_core.common.arguments import as_whole, named_tensors
 from amp_core.common.call_site import level_outside
-from amp_core.common.identity import WeakIdentityMapping
+from amp_core.common.identity import WeakIdentityMapping, weak
 from amp_core.common.text import counted
 from amp_core.errors import ScaleFloorError, ScaleFloorWarning, SkippedStepsWarning
 from amp_core.kernels import GradStats
@@ -65,7 +64,7 @@ class StepLog:
         self.hooks = Hooks()
         # by identity: optimizers that compare, such as dataclasses, have no hash
         self.last_step: WeakIdentityMapping[Optimizer, StepRecord] = WeakIdentityMapping()
-        self._named: dict[tuple[str | None, str], list[weakref.ref[Optimizer]]] = {}
+        self._named: dict[tuple[str | None, str], list[Callable[[], Optimizer | None]]] = {}
         self._pending: dict[str | None, dict[int, StepRecord]] = {}
         self._skips_in_a_row: MutableMapping[Optimizer, int] = WeakIdentityMapping()
         self._described: MutableMapping[Optimizer, tuple[list[int], ParameterNames]] = WeakIdentityMapping()
@@ -123,7 +122,7 @@ class StepLog:
             named.pop()
         first = (i for i, ref in enumerate(named[:_REUSED]) if ref() is None or ref() is optimizer)
         index = next(first, len(named))
-        named[index : index + 1] = [weakref.ref(optimizer)]
+        named[index : index + 1] = [weak(optimizer)]
         return name if index == 0 else f"{name}_{index + 1}"
 
     def withdraw(self, optimizer: Optimizer, loss_scale: LossScale, state: OptimizerState) -> None:
