@@ -38,8 +38,8 @@ def round_and_count(
             scaled = torch.where(part.isfinite(), scaled.clamp(-limit, limit), torch.nan)
         rounded = element.round_unbounded(scaled, draws)
         value = element.saturate(rounded)
-        saturated = rounded.abs().gt_(element.max)
-        flushed = value.clone().eq_(0).mul_(part.clone().ne_(0))
+        saturated = _mask("gt", rounded.abs(), element.max)
+        flushed = _mask("eq", value.clone(), 0).mul_(_mask("ne", part.clone(), 0))
         values.append(value)
         counts.append(_count(saturated, flushed))
     if len(values) == 1:
@@ -47,11 +47,18 @@ def round_and_count(
     return torch.cat(values).view(x.shape), torch.stack(counts).sum(0)
 
 
-def _count(*masks: Tensor) -> Tensor:
-    """Return the number of ones in each mask, in int64.
+def _mask(compare: str, owned: Tensor, other: Tensor | float) -> Tensor:
+    """Return 1 where the comparison is true, else 0, in the dtype of `owned`, which is written over.
 
-    Masks are float32, written in place: on the CPU, torch compares and sums them faster than bool.
+    On the CPU, torch compares and sums such masks faster than bool.
     """
+    if is_dtensor(owned):  # torch 2.11 compares them out of place alone
+        return getattr(owned, compare)(other).to(owned.dtype)  # type: ignore[no-any-return]
+    return getattr(owned, f"{compare}_")(other)  # type: ignore[no-any-return]
+
+
+def _count(*masks: Tensor) -> Tensor:
+    """Return the number of ones in each mask, in int64."""
     if masks[0].numel() >= 2**24:  # sums of ones are no longer exact
         return torch.stack([torch.count_nonzero(mask) for mask in masks])
     return torch.stack([mask.sum() for mask in masks]).to(torch.int64)
@@ -59,6 +66,8 @@ def _count(*masks: Tensor) -> Tensor:
 
 def count_nonfinite(x: Tensor) -> Tensor:
     """Return how many elements are inf, and how many are NaN, in int64 of shape ``(2,)``."""
+    if is_dtensor(x):  # torch 2.11 compares none with another one
+        return torch.stack([x.isinf().sum(), x.isnan().sum()])
     counts = [
         _count(part.abs().eq_(torch.inf), part.clone().ne_(part))
         for part, _, _ in _chunks(x, x.new_ones(()), None)
