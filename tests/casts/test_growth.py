@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -13,28 +12,13 @@ from torch import nn
 
 from amp_core import autocast, cached_casts, master_weights
 
+from ..counted import calls_of
+
 X = torch.ones(2, 4)
 
 
 def layers(count: int) -> nn.Sequential:
     return nn.Sequential(*[nn.Linear(4, 4) for _ in range(count)])
-
-
-def calls_of(program: Callable[[], Any]) -> int:
-    """Return how many functions `program` calls."""
-    calls = 0
-
-    def count(_frame: Any, event: str, _arg: Any) -> None:
-        nonlocal calls
-        calls += event in ("call", "c_call")
-
-    before = sys.getprofile()
-    sys.setprofile(count)
-    try:
-        program()
-    finally:
-        sys.setprofile(before)
-    return calls
 
 
 def assert_linear(prepared: Callable[[int], Callable[[], Any]]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -11,22 +10,7 @@ from torch import nn
 
 from amp_core import PrecisionPlan, apply_policy
 
-
-def calls_of(program: Callable[[], Any]) -> int:
-    """Return how many functions `program` calls."""
-    calls = 0
-
-    def count(_frame: Any, event: str, _arg: Any) -> None:
-        nonlocal calls
-        calls += event in ("call", "c_call")
-
-    before = sys.getprofile()
-    sys.setprofile(count)
-    try:
-        program()
-    finally:
-        sys.setprofile(before)
-    return calls
+from ..counted import calls_of
 
 
 @pytest.mark.parametrize("selector_of", [lambda model, name: name, lambda model, name: model[int(name)]])
