@@ -244,7 +244,7 @@ class OpPolicy:
         """Return the policy as TOML: its differences from the device's default.
 
         Returns:
-            Text that `from_toml` reads.
+            Text that `from_toml` reads; TOML files are UTF-8 on every system.
 
         Raises:
             PolicyError: a recipe has an element format of your own, which a file cannot hold.
@@ -252,7 +252,7 @@ class OpPolicy:
         Example::
 
             text = OpPolicy("cpu").override({"linear": "fp32"}).to_toml()
-            path.write_text(text)
+            path.write_text(text, encoding="utf-8")
             policy = OpPolicy.from_toml(path)
         """
         return toml.write(self)
