@@ -26,6 +26,7 @@ from amp_core import (
     autocast,
 )
 from amp_core.debugging import Guard, Watch
+from amp_core.testing import BackendFixtures
 
 
 @autocast("cpu")
@@ -48,6 +49,21 @@ class _Double(torch.autograd.Function):
     @amp_core.custom_bwd(device_type="cpu")
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         return 2 * grad
+
+
+class _Fixtures(BackendFixtures):
+    device_type = "cpu"
+    known_failures = {"cast_of_views": "driver 2.1"}  # noqa: RUF012  # as in the guide
+    supports_float64 = False
+    keeps_subnormals = False
+
+
+def test_capabilities_of_a_device() -> None:
+    """Editors would call it wrong to say of a device what it cannot do, as the guide says it."""
+    fixtures = _Fixtures()
+    assert_type(fixtures.supports_float64, bool)
+    assert assert_type(fixtures.supports_float16, bool)
+    assert (fixtures.supports_float64, fixtures.keeps_subnormals) == (False, False)
 
 
 def test_regions() -> None:

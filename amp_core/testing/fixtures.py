@@ -1,6 +1,6 @@
 """What a backend author tells the kit: the device type, its capabilities and its accuracy.
 
-Override what differs for your device; each property documents its default. No property makes a wrong result
+Override what differs for your device; each attribute documents its default. None makes a wrong result
 pass: they only exclude inputs that the device does not support.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -25,8 +25,53 @@ from amp_core.plugin import Backend, get_backend
 from amp_core.plugin.default_manager import manager
 
 
+@functools.cache
+def _can_hold(device_type: str, dtype: torch.dtype) -> bool:
+    try:
+        ones = torch.ones(2, dtype=torch.float32, device="cpu").to(dtype).to(device_type)
+        return dtype.is_complex or bool((ones.cpu().float() == 1).all())
+    except (RuntimeError, TypeError, NotImplementedError):
+        return False
+
+
+@functools.cache
+def _graphs_work(device_type: str, how: str) -> bool:
+    class Product(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ x
+
+    try:
+        x = torch.ones(2, 2, device=device_type)
+        if how == "compile":  # the forward alone, which is what the kit compiles
+            torch.compile(Product().forward, backend="aot_eager", fullgraph=True)(x)
+        else:
+            torch.export.export(Product(), (x,)).module()(x)
+    except Exception:  # whatever torch raises for a device that it cannot trace
+        return False
+    return True
+
+
+class _Found:
+    """The value of a capability, found for the fixtures at hand."""
+
+    def __init__(self, find: Callable[[Any], bool]) -> None:
+        self._find = find
+
+    def __get__(self, fixtures: BackendFixtures | None, owner: object = None) -> Any:
+        return self if fixtures is None else self._find(fixtures)
+
+
+def _found_by(find: Callable[[Any], bool]) -> Any:
+    """Return the default of an attribute: to type checkers, a subclass cannot set what was a property."""
+    return _Found(find)
+
+
+def _holds(*dtypes: torch.dtype) -> Any:
+    return _found_by(lambda fixtures: all(_can_hold(fixtures.device_type, each) for each in dtypes))
+
+
 class BackendFixtures:
-    """Properties to override; `device_type` is required."""
+    """Attributes and properties to override; `device_type` is required."""
 
     device_type: str = ""
     """The ``type`` of a ``torch.device``, such as ``"npu"``. Must be set."""
@@ -88,81 +133,54 @@ class BackendFixtures:
         """The kernels under test. Default: the backend's."""
         return self.backend.kernels()
 
-    # Supported dtypes and features.
+    # Supported dtypes and features: a class says `supports_float64 = False`, and so on.
 
-    @property
-    def supports_float16(self) -> bool:
-        """Whether the device supports float16. Default: detected."""
-        return _can_hold(self.device_type, torch.float16)
+    supports_float16: bool = _holds(torch.float16)
+    """Whether the device supports float16. Default: detected."""
 
-    @property
-    def supports_bfloat16(self) -> bool:
-        """Whether the device supports bfloat16, which stored weights need. Default: detected."""
-        return _can_hold(self.device_type, torch.bfloat16)
+    supports_bfloat16: bool = _holds(torch.bfloat16)
+    """Whether the device supports bfloat16, which stored weights need. Default: detected."""
 
-    @property
-    def supports_float64(self) -> bool:
-        """Whether the device supports float64. Default: detected."""
-        return _can_hold(self.device_type, torch.float64)
+    supports_float64: bool = _holds(torch.float64)
+    """Whether the device supports float64. Default: detected."""
 
-    @property
-    def supports_complex(self) -> bool:
-        """Whether the device supports complex64. Default: detected."""
-        return _can_hold(self.device_type, torch.complex64)
+    supports_complex: bool = _holds(torch.complex64)
+    """Whether the device supports complex64. Default: detected."""
 
-    @property
-    def supports_float8(self) -> bool:
-        """Whether to check casts to and from 8-bit floats. Default: detected."""
-        return _can_hold(self.device_type, torch.float8_e4m3fn) and _can_hold(
-            self.device_type, torch.float8_e5m2
-        )
+    supports_float8: bool = _holds(torch.float8_e4m3fn, torch.float8_e5m2)
+    """Whether to check casts to and from 8-bit floats. Default: detected."""
 
-    @property
-    def supports_bit_views(self) -> bool:
-        """Whether ``Tensor.view(dtype)`` works on the device: formats and stored weights need it.
+    supports_bit_views: bool = True
+    """Whether ``Tensor.view(dtype)`` works on the device: formats and stored weights need it."""
 
-        Default: yes.
-        """
-        return True
+    supports_lazy_signs: bool = _found_by(lambda self: self.default_dtype_is_torchs)
+    """Whether the device takes lazily negated and conjugated tensors.
 
-    @property
-    def supports_lazy_signs(self) -> bool:
-        """Whether the device takes lazily negated and conjugated tensors.
+    Default: yes, except for PrivateUse1, where trying can crash the process.
+    """
 
-        Default: yes, except for PrivateUse1, where trying can crash the process.
-        """
-        return self.default_dtype_is_torchs
+    keeps_subnormals: bool = True
+    """Whether the device computes with subnormal numbers instead of flushing them."""
 
-    @property
-    def keeps_subnormals(self) -> bool:
-        """Whether the device computes with subnormal numbers instead of flushing them. Default: yes."""
-        return True
+    supports_compile: bool = _found_by(
+        lambda self: self.default_dtype_is_torchs and _graphs_work(self.device_type, "compile")
+    )
+    """Whether ``torch.compile(backend="aot_eager")`` works on the device.
 
-    @property
-    def supports_compile(self) -> bool:
-        """Whether ``torch.compile(backend="aot_eager")`` works on the device.
+    Default: detected without AMP; False for PrivateUse1, whose op policy is in Python.
+    """
 
-        Default: detected without AMP; False for PrivateUse1, whose op policy is in Python.
-        """
-        return self.default_dtype_is_torchs and _graphs_work(self.device_type, "compile")
+    supports_export: bool = _found_by(lambda self: _graphs_work(self.device_type, "export"))
+    """Whether ``torch.export`` works on the device. Default: detected without AMP."""
 
-    @property
-    def supports_export(self) -> bool:
-        """Whether ``torch.export`` works on the device. Default: detected without AMP."""
-        return _graphs_work(self.device_type, "export")
+    observes_rules: bool = _found_by(lambda self: has_dispatch_key(autograd_key(self.device_type)))
+    """Whether ops can be replaced on the device's Autograd key, which makes all rules observable.
 
-    @property
-    def observes_rules(self) -> bool:
-        """Whether ops can be replaced on the device's Autograd key, which makes all rules observable.
+    Default: True if the device has its own Autograd key in torch.
+    """
 
-        Default: True if the device has its own Autograd key in torch.
-        """
-        return has_dispatch_key(autograd_key(self.device_type))
-
-    @property
-    def default_dtype_is_torchs(self) -> bool:
-        """Whether the default dtype must be torch's. Default: yes, except for PrivateUse1."""
-        return self.device_type != privateuse1_name()
+    default_dtype_is_torchs: bool = _found_by(lambda self: self.device_type != privateuse1_name())
+    """Whether the default dtype must be torch's. Default: yes, except for PrivateUse1."""
 
     # Simulated events.
 
@@ -218,29 +236,3 @@ def serving(backend: Backend) -> Iterator[None]:
         return
     with manager().registry.serving(backend):
         yield
-
-
-@functools.cache
-def _can_hold(device_type: str, dtype: torch.dtype) -> bool:
-    try:
-        ones = torch.ones(2, dtype=torch.float32, device="cpu").to(dtype).to(device_type)
-        return dtype.is_complex or bool((ones.cpu().float() == 1).all())
-    except (RuntimeError, TypeError, NotImplementedError):
-        return False
-
-
-@functools.cache
-def _graphs_work(device_type: str, how: str) -> bool:
-    class Product(torch.nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x @ x
-
-    try:
-        x = torch.ones(2, 2, device=device_type)
-        if how == "compile":  # the forward alone, which is what the kit compiles
-            torch.compile(Product().forward, backend="aot_eager", fullgraph=True)(x)
-        else:
-            torch.export.export(Product(), (x,)).module()(x)
-    except Exception:  # whatever torch raises for a device that it cannot trace
-        return False
-    return True
