@@ -63,7 +63,7 @@ class StoredCheckpoints:
         for param in self._params():
             if param in self._first:
                 first = self._first[param]
-                if optimizer.state.get(param):  # Adagrad's is there before its first step
+                if optimizer.state.get(param):  # a program may put one in before the first step
                     del self._first[param]
                 optimizer.state[param][KEPT] = first
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
+import weakref
 from typing import Any
 
 import pytest
@@ -333,8 +335,10 @@ def match_names(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> dict
 def test_a_hook_that_changes_what_is_saved(is_last: bool) -> None:
     """It sees integers that no collective takes, or leaves a number out and the next hook fails."""
     model, optimizer = trained(torch.ones(3))
+    seen = []
 
     def pack(_: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+        seen.extend(value.dtype for state in saved["state"].values() for value in state.values())
         groups = [{**group, "params": []} for group in saved["param_groups"]]
         return {"param_groups": groups, "state": saved["state"]}
 
@@ -344,7 +348,7 @@ def test_a_hook_that_changes_what_is_saved(is_last: bool) -> None:
         if is_last:
             optimizer.register_state_dict_post_hook(pack)
         (state,) = optimizer.state_dict()["state"].values()
-    assert [value.dtype for value in state.values()] == [torch.uint8]
+    assert [value.dtype for value in state.values()] == seen == [torch.uint8]
 
 
 @pytest.mark.parametrize("is_last", [False, True])
@@ -393,6 +397,41 @@ def test_a_hook_that_changes_what_is_loaded(storage: Any, is_last: bool) -> None
         assert torch.equal(ours["exp_avg"], theirs["exp_avg"])
     masters_again.remove()
     assert not {"step", "load_state_dict"} & vars(optimizer).keys()
+
+
+def test_an_optimizer_that_loads_by_a_method_of_the_program() -> None:
+    """The storage replaces the method, or takes it away when it ends."""
+    model, optimizer = trained(torch.ones(3))
+    loaded: list[dict[str, Any]] = []
+    optimizer.load_state_dict = load = loaded.append  # type: ignore[method-assign]
+    with master_weights(model, optimizer, "remainder"):
+        optimizer.load_state_dict({})
+    assert loaded == [{}]
+    assert optimizer.load_state_dict is load
+
+
+def test_a_removed_handle_is_freed() -> None:
+    """Hooks keep it while the optimizer trains on, or a load by a method from before adds some again."""
+    model, optimizer = trained(torch.ones(3))
+    masters = master_weights(model, optimizer, "remainder")
+    load = optimizer.load_state_dict
+    masters.remove()
+    load(optimizer.state_dict())
+    handle = weakref.ref(masters)
+    del masters, load
+    gc.collect()
+    assert handle() is None
+
+
+def test_a_state_that_the_program_puts_in_before_the_first_step() -> None:
+    """A checkpoint takes it out of the optimizer, as it does what is kept until the first step."""
+    model, optimizer = trained(torch.randn(3))
+    masters = master_weights(model, optimizer, "remainder")
+    optimizer.state[model["w"]]["momentum_buffer"] = torch.ones(3)
+    exact = masters.float32_weights()["w"]
+    assert optimizer.state_dict()["state"][0].keys() == {"momentum_buffer", "amp_core_kept"}
+    assert optimizer.state[model["w"]]["momentum_buffer"].equal(torch.ones(3))
+    assert masters.float32_weights()["w"].equal(exact)
 
 
 @pytest.mark.parametrize("how", ["load", "load too early", "load too early in float32", "copy"])
