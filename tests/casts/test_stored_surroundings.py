@@ -158,6 +158,19 @@ def test_removal_leaves_nothing_beside_weights_that_are_float32_by_now() -> None
     assert optimizer.state[model["w"]].keys() == {"momentum_buffer"}
 
 
+@pytest.mark.parametrize("storage", ["remainder", "kahan"])
+def test_a_model_that_is_cast_back_before_the_first_step(storage: Any) -> None:
+    """The second step clears what it lacks, of which the first has left nothing."""
+    torch.manual_seed(0)
+    model, optimizer = trained(torch.randn(100))
+    masters = master_weights(model, optimizer, storage)
+    model.float()
+    for _ in range(2):
+        model["w"].grad = torch.ones(100)
+        optimizer.step()
+        assert torch.equal(masters.float32_weights()["w"], model["w"])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
 @pytest.mark.parametrize("storage", ["remainder", "stochastic", "kahan"])
 def test_the_float32_weights_of_a_model_that_was_cast(storage: Any, dtype: torch.dtype) -> None:
