@@ -218,7 +218,21 @@ def step_another(model: nn.ParameterDict, new: float) -> None:
         torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=1.0, fused=True).step()
 
 
-@pytest.mark.parametrize("write", [load, replace_memory, write_under_a_mode, step_another])
+def step_one_that_was_stored(model: nn.ParameterDict, new: float) -> None:
+    """Write to the weight in fused steps of an optimizer that it was stored for once."""
+    model["w"].grad = torch.zeros_like(model["w"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, weight_decay=1.0, fused=True)
+    master_weights(model, optimizer, "remainder").remove()
+    optimizer.step()
+    model["w"].grad = torch.full_like(model["w"], -1.0)
+    optimizer.param_groups[0]["lr"] = new
+    optimizer.state.clear()
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "write", [load, replace_memory, write_under_a_mode, step_another, step_one_that_was_stored]
+)
 @pytest.mark.parametrize("storage", ["remainder", "stochastic", "kahan"])
 @pytest.mark.parametrize("new", [0.0, 1e-3])
 def test_weights_that_someone_else_wrote(storage: str, new: float, write: Any) -> None:
@@ -276,9 +290,28 @@ def test_weights_at_the_address_of_freed_ones(storage: Any) -> None:
         assert torch.equal(model["w"], torch.full((50,), 1e-3).bfloat16())
 
 
-@pytest.mark.parametrize("ends", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+def test_steps_to_weights_that_are_infinite_or_0_in_bfloat16(fused: bool) -> None:
+    """The step after takes them for weights that someone else has written, and drops their low bits."""
+    largest = torch.finfo(torch.bfloat16).max
+    weights = torch.tensor([largest, -largest, 0.0, 0.0])
+    model, wide = (nn.ParameterDict({"w": nn.Parameter(weights.clone())}) for _ in range(2))
+    one, other = (torch.optim.SGD(each.parameters(), lr=0.125, fused=fused) for each in (model, wide))
+    masters = master_weights(model, one, "remainder")
+    for rate in (0.0, 1.0, 0.0, 0.0):
+        grad = rate * torch.tensor([-1e37, 1e37, 2.0**-133, -(2.0**-133)]).bfloat16()
+        model["w"].grad, wide["w"].grad = grad, grad.float()
+        one.step()
+        other.step()
+        assert torch.equal(masters.float32_weights()["w"], wide["w"])
+    assert torch.equal(model["w"], torch.tensor([math.inf, -math.inf, 0.0, 0.0]).bfloat16())
+    assert wide["w"].isfinite().all()
+    assert (wide["w"] != 0).all()
+
+
+@pytest.mark.parametrize("end", ["no", "removed", "freed"])
 @pytest.mark.parametrize("other", ["remainder", "kahan"])
-def test_a_weight_that_is_stored_for_two_optimizers(other: Any, ends: bool) -> None:
+def test_a_weight_that_is_stored_for_two_optimizers(other: Any, end: str) -> None:
     """Each adds what it has kept to the weight of the other: half of the updates are lost."""
     model, first = trained(torch.ones(3))
     second = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -288,8 +321,15 @@ def test_a_weight_that_is_stored_for_two_optimizers(other: Any, ends: bool) -> N
     second.step()
     second.step()
     before = model["w"].detach().clone(), copy.deepcopy(first.state_dict())
-    if ends:
-        handles[1].remove()
+    if end != "no":
+        another = nn.Linear(2, 2)
+        third = torch.optim.SGD(another.parameters())
+        master_weights(another, third, "remainder")
+        if end == "removed":
+            handles[1].remove()
+        else:
+            del second, handles
+            gc.collect()
         first.step()
         return
     with pytest.raises(RuntimeError, match="'w' is stored for two optimizers, which step it in turn"):
