@@ -61,6 +61,50 @@ def test_histories_move_with_their_weights() -> None:
     assert torch.equal(after["2.weight"]["weight"]["seen"], before["1.weight"]["weight"]["seen"])
 
 
+def test_histories_of_weights_that_leave_or_are_replaced_while_others_move() -> None:
+    """A weight that has left keeps its name from the one that has it now, or one that is new starts anew."""
+    policy = OpPolicy.default("cpu").override({"linear": Recipe.fp8_delayed(history=2)})
+    model, x = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(4))), torch.ones(2, 4)
+    with delayed_scales(model) as scales, autocast("cpu", torch.bfloat16, policy=policy):
+        model(x)
+        before = scales.state_dict()
+        model[0], model[1] = model[1], model[0]
+        model[2].weight = nn.Parameter(torch.ones(4, 4))
+        names = ["1.weight", "0.weight", "2.weight", "3.weight"]
+        assert_same(scales.state_dict(), {name: before[old] for name, old in zip(before, names, strict=True)})
+        model.pop(0)
+        names = ["0.weight", "2.weight", "3.weight"]
+        assert_same([*scales.state_dict().values()], [before[old] for old in names])
+
+
+def test_loaded_histories_move_with_weights_that_wait_for_a_product() -> None:
+    """A layer that is inserted after a load takes over the history of the one behind it."""
+    policy = OpPolicy.default("cpu").override({"linear": Recipe.fp8_delayed(history=2)})
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.ones(2, 4)
+    with delayed_scales(model) as scales, autocast("cpu", torch.bfloat16, policy=policy):
+        model(x)
+        before = scales.state_dict()
+    with delayed_scales(model) as scales:
+        scales.load_state_dict(before)
+        model.insert(1, nn.Linear(4, 4))
+        assert_same(scales.state_dict(), {"0.weight": before["0.weight"], "2.weight": before["1.weight"]})
+
+
+def test_what_ranks_agreed_on_moves_with_its_weight(one_rank: None) -> None:
+    """A layer that is inserted starts with what other ranks have seen of the one behind it."""
+    policy = OpPolicy.default("cpu").override({"linear": Recipe.fp8_delayed(history=2)})
+    model = nn.Sequential(nn.Linear(4, 4, bias=False))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with delayed_scales(model, process_group=torch.distributed.group.WORLD) as scales:
+        scales.settle(torch.full((3,), 7.0), [optimizer])
+        scales.step(optimizer)
+        model.insert(0, nn.Linear(4, 4, bias=False))
+        with autocast("cpu", torch.bfloat16, policy=policy):
+            model(torch.ones(2, 4))
+        states = scales.state_dict()
+    assert [states[name]["input"]["seen"].tolist() for name in states] == [[0.0, 0.0], [0.0, 7.0]]
+
+
 def test_saved_histories_have_the_names_of_the_model_now() -> None:
     """A checkpoint names the histories of layers that moved or left as they were before."""
     policy = OpPolicy.default("cpu").override({"linear": Recipe.fp8_delayed(history=2)})
