@@ -105,10 +105,9 @@ class DelayedScales(Local):
         if history is None:
             with self._lock, uncompared():
                 roles = self._histories.setdefault(name, {})
-                if role not in roles:
-                    roles.setdefault(role, self._new(name, role, delayed, weight.device))
-                    self._loaded.get(name, {}).pop(role, None)
-                history = roles[role]
+                # What a signal handler, or the thread before in this lock, has made stays.
+                history = roles.setdefault(role, self._new(name, role, delayed, weight.device))
+                self._loaded.get(name, {}).pop(role, None)
         if history.delayed != delayed:
             raise ValueError(
                 f"The {role} of {name} has a history for {history.delayed}, and is now quantised "
