@@ -487,6 +487,51 @@ def test_a_state_that_the_program_puts_in_before_the_first_step() -> None:
     assert masters.float32_weights()["w"].equal(exact)
 
 
+def test_a_checkpoint_from_before_the_first_step() -> None:
+    """DCP takes an optimizer that has loaded it for one that has begun, and loads no moments later."""
+    torch.manual_seed(0)
+    model, optimizer = trained(torch.randn(3))
+    masters = master_weights(model, optimizer, "remainder")
+    exact, saved = masters.float32_weights()["w"], copy.deepcopy(optimizer.state_dict())
+    assert saved["state"][0].keys() == {"amp_core_kept"}
+    model["w"].grad = torch.ones(3).bfloat16()
+    optimizer.step()
+    optimizer.state.clear()
+    optimizer.load_state_dict(saved)
+    assert not optimizer.state
+    model.load_state_dict({"w": exact})
+    assert torch.equal(masters.float32_weights()["w"], exact)
+
+
+def test_what_fsdp1_has_saved_is_saved_again_as_others_do() -> None:
+    """A checkpoint of a model without FSDP1 has the low bits as numbers, which take twice the memory."""
+    model, optimizer = trained(torch.randn(3))
+    masters = master_weights(model, optimizer, "remainder")
+    model["w"].grad = torch.ones(3).bfloat16()
+    optimizer.step()
+    size, saved = masters.nbytes(), copy.deepcopy(optimizer.state_dict())
+    state = saved["state"][0]
+    state["amp_core_kept"] = state["amp_core_kept"].view(torch.int16).squeeze(-1).float()
+    optimizer.load_state_dict(saved)
+    assert masters.nbytes() == size
+    assert optimizer.state_dict()["state"][0]["amp_core_kept"].dtype is torch.uint8
+
+
+def test_states_of_weights_that_stay_as_they_are_are_loaded_by_torch() -> None:
+    """The states of weights in `keep` come in the dtype that was saved, which their step does not take."""
+    model = nn.ParameterDict({name: nn.Parameter(torch.ones(3)) for name in "ab"})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for param in model.parameters():
+        param.grad = torch.ones(3)
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    for state in saved["state"].values():
+        state["momentum_buffer"] = state["momentum_buffer"].double()
+    with master_weights(model, optimizer, "remainder", keep=["b"]):
+        optimizer.load_state_dict(saved)
+    assert optimizer.state[model["b"]]["momentum_buffer"].dtype is torch.float32
+
+
 @pytest.mark.parametrize("how", ["load", "load too early", "load too early in float32", "copy"])
 @pytest.mark.parametrize("new", ["remainder", "stochastic", "kahan"])
 @pytest.mark.parametrize("old", ["remainder", "stochastic", "kahan"])
