@@ -476,6 +476,24 @@ def test_a_removed_handle_is_freed() -> None:
     assert handle() is None
 
 
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_weight_that_leaves_the_model_is_freed(begun: bool) -> None:
+    """Each layer that a program replaces stays in memory until the handle is removed."""
+    model = nn.ParameterDict({name: nn.Parameter(torch.randn(3)) for name in "ab"})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    masters = master_weights(model, optimizer, "remainder")
+    if begun:
+        model["b"].grad = torch.ones(3).bfloat16()
+        optimizer.step()
+    left = weakref.ref(model.pop("b"))
+    param = optimizer.param_groups[0]["params"].pop()
+    optimizer.state.pop(param, None)
+    del param
+    assert masters.float32_weights().keys() == {"a"}
+    gc.collect()
+    assert left() is None
+
+
 def test_a_state_that_the_program_puts_in_before_the_first_step() -> None:
     """A checkpoint takes it out of the optimizer, as it does what is kept until the first step."""
     model, optimizer = trained(torch.randn(3))
