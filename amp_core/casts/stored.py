@@ -145,7 +145,7 @@ class StoredWeights(LocalHandle):
     def _convert(self, param: Tensor) -> None:
         """Store a float32 parameter, rounded to nearest; no random bits are drawn."""
         state = self.optimizer.state.get(param, {})
-        if state and self._state_dtype is torch.float32:  # DCP loads into them, in the dtype that they have
+        if self._state_dtype is torch.float32:  # DCP loads into them, in the dtype that they have
             state.update({key: widen_state(value) for key, value in state.items() if key != KEPT})
         if param.dtype is torch.float32:
             wide, grad = param.detach().clone(), param.grad

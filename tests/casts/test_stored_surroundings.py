@@ -494,6 +494,15 @@ def test_a_weight_that_leaves_the_model_is_freed(begun: bool) -> None:
     assert left() is None
 
 
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
+def test_states_that_are_there_before_the_storage(state_dtype: torch.dtype) -> None:
+    """DCP loads float32 states into bfloat16 ones, which round them."""
+    model = nn.Linear(3, 3).bfloat16()
+    optimizer = torch.optim.Adagrad(model.parameters())
+    master_weights(model, optimizer, "remainder", state_dtype=state_dtype)
+    assert {state["sum"].dtype for state in optimizer.state.values()} == {state_dtype}
+
+
 def test_a_state_that_the_program_puts_in_before_the_first_step() -> None:
     """A checkpoint takes it out of the optimizer, as it does what is kept until the first step."""
     model, optimizer = trained(torch.randn(3))
