@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import os
-import runpy
 import sys
 
 from amp_compat._install import install
+from amp_compat._program import run_program
 from amp_compat._spawned import Arguments
 
 
@@ -25,12 +24,7 @@ def main() -> None:
     options = parser.parse_args()
     sys.stderr.write(install(deprecated_only=options.deprecated_only) + "\n")
     sys.argv = Arguments([options.program, *options.args], options.deprecated_only)
-    if options.module:
-        sys.path.insert(0, os.getcwd())
-        runpy.run_module(options.program, run_name="__main__", alter_sys=True)
-    else:
-        sys.path[0] = os.path.dirname(os.path.abspath(options.program))
-        runpy.run_path(options.program, run_name="__main__")
+    run_program(options.program, module=options.module)
 
 
 main()

@@ -1,0 +1,64 @@
+"""What a program finds under ``python -m amp_compat``, beside amp-core."""
+
+from __future__ import annotations
+
+import py_compile
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+LEAVES_WORK = """
+import atexit, os, pickle, sys, threading
+
+class Model:
+    pass
+
+def save(when):
+    print(when, pickle.loads(pickle.dumps(Model)) is Model, len(sys.argv))
+
+def save_later():
+    threading.main_thread().join()
+    save("thread")
+
+if __name__ == "__main__":
+    atexit.register(save, "exit")
+    threading.Thread(target=save_later).start()
+    os.chdir("/")
+    print("starts", os.path.exists(__file__), __name__, sys.modules[__name__].Model is Model)
+"""
+
+
+PROGRAMS = {
+    "file": "a.py",
+    "module": "a",
+    "package": "a",
+    "folder": "a",
+    "archive": "a.zip",
+    "bytecode": "a.pyc",
+}
+
+
+@pytest.mark.parametrize("form", PROGRAMS)
+def test_what_a_program_does_at_its_end(form: str, tmp_path: Path) -> None:
+    """What an exit handler saves, or a thread that goes on, is lost: their classes cannot be pickled."""
+    program = PROGRAMS[form]
+    source = tmp_path / ("a/__main__.py" if form in ("package", "folder") else "a.py")
+    source.parent.mkdir(exist_ok=True)
+    source.write_text(LEAVES_WORK)
+    if form == "archive":
+        with zipfile.ZipFile(tmp_path / program, "w") as archive:
+            archive.write(source, "__main__.py")
+    elif form == "bytecode":
+        py_compile.compile(str(source), str(tmp_path / program))
+    words = ["-m", program] if form in ("module", "package") else [program]
+    said = []
+    for command in ([sys.executable], [sys.executable, "-m", "amp_compat"]):
+        run = subprocess.run([*command, *words, "x"], capture_output=True, text=True, cwd=tmp_path)
+        assert run.returncode == 0, run.stderr
+        assert "Error" not in run.stderr, run.stderr
+        said.append(run.stdout)
+    assert said[0].endswith(" __main__ True\nthread True 2\nexit True 2\n")
+    assert said[1] == said[0]
