@@ -88,8 +88,10 @@ class Region(torch.autocast):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "_settings" not in state:  # of an instance of torch's class, pickled before amp_compat.install()
-            dtype, enabled, keeps = (state[key] for key in ("fast_dtype", "_enabled", "_cache_enabled"))
-            self.configure(state["device"], dtype, enabled, keeps, None)
+            names = ("device", "fast_dtype", "_enabled", "_cache_enabled")
+            device, dtype, enabled, keeps = (state[name] for name in names)
+            self.configure(device, dtype, enabled, keeps, None)
+            self.__dict__.update({name: value for name, value in state.items() if name not in names})
             return
         self.__dict__.update(state)
         if self._enabled:  # an activation belongs to one process

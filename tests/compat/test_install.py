@@ -129,6 +129,34 @@ def test_a_region_that_torch_pickled(old: Callable[..., torch.autocast]) -> None
         assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype == torch.float16
 
 
+OWN_REGION = """
+import torch
+
+class Own(torch.autocast):
+    def __init__(self, level):
+        super().__init__("cpu", torch.float16)
+        self.level = level
+"""
+
+
+def test_an_own_region_that_torch_pickled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A region of a program's own class comes without its own attributes out of a checkpoint of before."""
+    module = types.ModuleType("user_regions")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    exec(OWN_REGION, vars(module))
+    pickled = pickle.dumps(module.Own(level=3))
+    amp_compat.install()
+    try:
+        exec(OWN_REGION, vars(module))  # as in the process that loads
+        region = pickle.loads(pickled)
+    finally:
+        amp_compat.uninstall()
+    assert isinstance(region, amp_core.autocast)
+    assert region.level == pickle.loads(pickle.dumps(region)).level == 3
+    with region:
+        assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype == torch.float16
+
+
 @pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning", "ignore:.*CUDA is not available:UserWarning")
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_instances_of_the_class_from_before(device: str) -> None:
