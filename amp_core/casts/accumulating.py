@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+import weakref
+from collections.abc import Sequence, Set
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from amp_core._torch.autograd import gradient_is_accumulated, has_gradient_hooks, inside_ddp, is_compiled
 from amp_core._torch.tensors import WeakStorage, identity_of, weak_memory
 from amp_core.casts.bulk import allocate, buckets, cast_weights, is_small_on_host, run_backward_early
+from amp_core.casts.cache import WeightCache
 from amp_core.casts.memory import KeptMemory
 from amp_core.common.locks import new_lock
 from amp_core.dispatch.fingerprints import Fingerprint, fingerprint
@@ -29,17 +31,19 @@ class AccumulatingCasts:
 
     Args:
         reduced: whether DistributedDataParallel is known to reduce the gradients.
-        weights: returns the ``id`` of each weight that there is now; casts of others are freed.
-        invalidations: returns how often casts were dropped because of writes that torch does not show.
     """
 
-    def __init__(
-        self, reduced: bool, weights: Callable[[], Set[int]], invalidations: Callable[[], int]
-    ) -> None:
+    _cache: weakref.ref[WeightCache]  # which has a reference to this
+
+    def __init__(self, reduced: bool) -> None:
         self._kept: dict[tuple[int, torch.dtype], Tensor] = {}
         self._written: dict[tuple[int, torch.dtype], Fingerprint] = {}
-        self._reduced, self._weights, self._invalidations = reduced, weights, invalidations
+        self._reduced = reduced
         self._lock = new_lock()  # signal handlers may use the model, too
+
+    def serve(self, cache: WeightCache) -> None:
+        """Take over the weights of `cache`, which calls `cast`; casts of others are freed."""
+        self._cache = weakref.ref(cache)
 
     def cast(
         self, weights: Sequence[Tensor], dtype: torch.dtype, kernels: Kernels, memory: KeptMemory
@@ -51,7 +55,7 @@ class AccumulatingCasts:
         with self._lock, torch.inference_mode(mode=False):
             new = [w for w in weights if not self._fits(w, dtype)]
             if new:
-                self.keep_only(self._weights())
+                self.keep_only(self._known().keys())
             for bucket in buckets(new):
                 self._add(bucket, dtype, kernels, memory)
             self._write(
@@ -69,7 +73,12 @@ class AccumulatingCasts:
     def _value(self, weight: Tensor) -> Fingerprint:
         """Return what changes whenever the value of `weight` may have."""
         *value, _requires_grad, _hooks = fingerprint(weight)
-        return self._invalidations(), *value
+        return self._known().invalidations, *value
+
+    def _known(self) -> WeightCache:
+        cache = self._cache()
+        assert cache is not None, "it has called this"
+        return cache
 
     def is_small(self, weight: Tensor) -> bool:
         """Return whether it is faster to let torch cast `weight`, and autograd accumulate its gradient."""

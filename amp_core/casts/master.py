@@ -27,12 +27,9 @@ class MasterWeights(CachedCasts):
     def __init__(self, model: nn.Module, *, debug: bool = False) -> None:
         check_module(model, self._FUNCTION)
         reduced = any(isinstance(m, DistributedDataParallel) for m in model.modules())
-        self._casts = AccumulatingCasts(
-            reduced,
-            lambda: self._cache.keys(),  # noqa: PLW0108  # the cache is not there yet
-            lambda: self._cache.invalidations,
-        )
+        self._casts = AccumulatingCasts(reduced)
         super().__init__(model, self._casts.cast, self._casts.is_small, debug=debug)
+        self._casts.serve(self._cache)
         super().__enter__()
 
     def __enter__(self) -> Self:
