@@ -95,8 +95,9 @@ class StoredWeights(LocalHandle):
             group.setdefault(STEPS, 0)
         see_list_writes()
         self._inner = unhooked_step(optimizer)
-        self._step = types.MethodType(Optimizer.profile_hook_step(self._take_step), optimizer)
-        optimizer.step = self._step  # type: ignore[method-assign]
+        step = types.MethodType(Optimizer.profile_hook_step(self._take_step), optimizer)
+        optimizer.step = step  # type: ignore[method-assign]
+        self._step: Callable[..., Any] | None = step
         self._checkpoints: StoredCheckpoints | None = StoredCheckpoints(
             optimizer, self._how, state_dtype, self._first, self._params, self._writes
         )
@@ -353,3 +354,4 @@ class StoredWeights(LocalHandle):
         self._writes.end()
         self._checkpoints = None  # late: another call ends what an interrupt broke off
         self._names, self._known = {}, {}  # a scheduler may go on calling this step
+        self._step = None  # which refers to this: the model would wait for the garbage collector

@@ -40,9 +40,9 @@ class StoredCheckpoints:
         self._optimizer, self._how, self._state_dtype = optimizer, storage, state_dtype
         self._first, self._params, self._writes = first, params, writes
         self._loaded: dict[str, Any] = {}
-        self._load = types.MethodType(self._load_state_dict, optimizer)
+        load = types.MethodType(self._load_state_dict, optimizer)
         if "load_state_dict" not in vars(optimizer):
-            optimizer.load_state_dict = self._load  # type: ignore[method-assign]
+            optimizer.load_state_dict = load  # type: ignore[method-assign]
         self._before_load = optimizer.register_load_state_dict_pre_hook(self._remember)
         self._hooks = [
             optimizer.register_load_state_dict_post_hook(self._load_exactly, prepend=True),
@@ -56,7 +56,8 @@ class StoredCheckpoints:
         for hook in (self._before_load, *self._hooks):
             hook.remove()
         self._hooks = []
-        if self._optimizer.__dict__.get("load_state_dict") is self._load:
+        load = vars(self._optimizer).get("load_state_dict")
+        if getattr(load, "__func__", None) == self._load_state_dict:
             del self._optimizer.load_state_dict
 
     def _show_first(self, optimizer: Optimizer) -> None:

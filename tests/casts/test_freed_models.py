@@ -18,6 +18,9 @@ from amp_core import autocast, cached_casts, master_weights
 SCOPES: dict[str, Callable[[nn.Module, Optimizer], Any]] = {
     "cached_casts": lambda model, _: cached_casts(model),
     "fp32": lambda model, _: master_weights(model),
+    "remainder": lambda model, optimizer: master_weights(model, optimizer, "remainder"),
+    "kahan": lambda model, optimizer: master_weights(model, optimizer, "kahan", lost_updates=True),
+    "stochastic": lambda model, optimizer: master_weights(model, optimizer, "stochastic"),
     "count_lost_updates": amp_core.count_lost_updates,
 }
 
