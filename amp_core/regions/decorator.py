@@ -100,19 +100,20 @@ def _async_generator(region: Context, func: Callable[..., AsyncGenerator[Any, An
     @functools.wraps(func)
     async def decorate_autocast(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:
         body = func(*args, **kwargs)
-        step: Awaitable[Any] = body.__anext__()
+        steps: list[Awaitable[Any]] = [body.__anext__()]  # in lists: see `_resumed_inside`
+        items: list[Any] = []
         try:
             while True:
                 try:
-                    item = await _Inside(region, step)
+                    items.append(await _Inside(region, steps.pop()))
                 except StopAsyncIteration:
                     return
                 try:
-                    step = body.asend((yield item))
+                    steps.append(body.asend((yield items.pop())))
                 except GeneratorExit:
                     raise
                 except BaseException as error:  # raised again inside the body
-                    step = body.athrow(error)
+                    steps.append(body.athrow(error))
         finally:
             await _Inside(region, body.aclose())
 
@@ -131,21 +132,29 @@ class _Inside:
 
 
 def _resumed_inside(region: Context, body: Any) -> Generator[Any, Any, Any]:
-    """Drive `body`, entering `region` for each step; forward values, errors and ``close``."""
-    resume: Callable[[], Any] = functools.partial(next, body)
+    """Drive `body`, entering `region` for each step; forward values, errors and ``close``.
+
+    What goes through is taken out of lists: a local variable would keep a yielded tensor until the next step,
+    and an error in a circle with its traceback.
+    """
+    resume: list[Callable[[], Any]] = [functools.partial(next, body)]
+    items: list[Any] = []
     while True:
         with region:
             try:  # in the block: Dynamo loses a StopIteration that leaves one
-                item = resume()
+                items.append(resume.pop()())
             except StopIteration as stop:
                 return stop.args[0] if stop.args else None  # Dynamo of torch 2.11 knows no `stop.value`
         try:
-            sent = yield item
+            sent = yield items.pop()
         except GeneratorExit:
             with region:
                 body.close()
             raise
         except BaseException as error:  # raised again inside the body
-            resume = functools.partial(body.throw, error)
+            resume.append(functools.partial(body.throw, error))
         else:
-            resume = functools.partial(body.send, sent) if sent is not None else functools.partial(next, body)
+            resume.append(
+                functools.partial(next, body) if sent is None else functools.partial(body.send, sent)
+            )
+            del sent

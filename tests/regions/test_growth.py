@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -156,3 +158,71 @@ def test_rounds_leave_nothing(round_: Callable[[], None]) -> None:
     for _ in range(4):
         round_()
     assert alive(kinds) - before == Counter()
+
+
+class Held:
+    """Something that weak references can tell is gone."""
+
+
+def plain(body: Callable[..., Any]) -> Any:
+    return body
+
+
+DECORATORS = pytest.mark.parametrize("decorate", [plain, autocast("cpu"), amp_core.disable()])
+
+
+@DECORATORS
+def test_a_generator_keeps_nothing_that_it_has_passed_on(decorate: Any) -> None:
+    """A decorated generator keeps each tensor that it has yielded, or was sent, until its next step."""
+    seen: list[weakref.ref[Held]] = []
+
+    @decorate
+    def body() -> Any:
+        seen.append(weakref.ref((yield Held())))
+        yield 0
+
+    generator = body()
+    seen.append(weakref.ref(next(generator)))
+    generator.send(Held())
+    assert [each() for each in seen] == [None, None]
+
+
+@DECORATORS
+def test_an_async_generator_keeps_nothing_that_it_has_passed_on(decorate: Any) -> None:
+    """A decorated async generator keeps each tensor that it has yielded until its next step."""
+
+    @decorate
+    async def body() -> Any:
+        yield Held()
+        yield 0
+
+    generator = body()
+    with pytest.raises(StopIteration) as stopped:
+        generator.__anext__().send(None)
+    seen = weakref.ref(stopped.value.value)
+    del stopped
+    assert seen() is None
+
+
+@DECORATORS
+def test_an_error_thrown_into_a_generator_leaves_no_circle(decorate: Any) -> None:
+    """All tensors of the frames that an error went through wait for the garbage collector."""
+
+    @decorate
+    def body(held: Held) -> Any:
+        yield held
+
+    def run() -> weakref.ref[Held]:
+        held = Held()
+        generator = body(held)
+        next(generator)
+        with contextlib.suppress(ValueError):
+            generator.throw(ValueError())
+        return weakref.ref(held)
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert run()() is None
+    finally:
+        gc.enable()
