@@ -125,11 +125,21 @@ def _matches_no(
 
 
 def _is_match(name: list[str], glob: list[str]) -> bool:
-    if not glob:
-        return not name
-    if glob[0] == "**":
-        return any(_is_match(name[i:], glob[1:]) for i in range(len(name) + 1))
-    return bool(name) and fnmatch.fnmatchcase(name[0], glob[0]) and _is_match(name[1:], glob[1:])
+    at = of_glob = 0
+    begin, after = 0, None  # where the last ** may end next, and what follows it
+    while at < len(name):
+        part = glob[of_glob] if of_glob < len(glob) else None
+        if part == "**":
+            of_glob += 1
+            begin, after = at, of_glob
+        elif part is not None and fnmatch.fnmatchcase(name[at], part):
+            at, of_glob = at + 1, of_glob + 1
+        elif after is not None:  # an earlier ** need not take more: the last one can
+            begin += 1
+            at, of_glob = begin, after
+        else:
+            return False
+    return all(part == "**" for part in glob[of_glob:])
 
 
 def listed(names: Sequence[str]) -> str:

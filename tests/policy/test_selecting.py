@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from torch import nn
 
 from amp_core import PrecisionPlan, apply_policy
+from amp_core.regions.selecting import matches
 
 from ..counted import calls_of
 
@@ -48,3 +50,20 @@ def test_names_of_shared_modules_and_names_like_globs() -> None:
     for selector, expected in (("b", "a"), ("[b]", "a"), ("[[]b]", "[b]"), (model["[b]"], "[b]"), ("", "")):
         with apply_policy(model, {selector: "fp32"}) as applied:
             assert applied.modules == (expected,)
+
+
+def test_a_glob_of_many_parts_takes_linear_time() -> None:
+    """A glob with several ``**`` tries all ways to divide each name of a deep model among them: it hangs."""
+
+    def calls(count: int) -> int:
+        return calls_of(lambda: matches("a." * count + "b", "**.*.**.*.**.*.**.*.c"))
+
+    assert not matches("a.b", "**.c")
+    assert calls(80) < 5 * calls(20)
+
+
+def test_a_long_name_selects_its_module() -> None:
+    """The name of a module deep in a model ends in an error about recursion if it has a wildcard."""
+    parts = 2 * sys.getrecursionlimit()
+    assert matches("a." * parts + "b", "a." * parts + "?")
+    assert not matches("a." * parts + "b", "a." * parts + "?.**.c")
