@@ -313,12 +313,24 @@ def count_nonfinite(
     """Count the non-finite elements of each gradient; waits for the device."""
     bad = []
     for param, grad in zip(params, grads, strict=True):
-        count = int((~grad.detach().isfinite()).sum().item())
+        count = _nonfinite(grad.detach())
         if count:
             sparse = param.grad is not None and param.grad.is_sparse  # of such, `grad` has some rows only
             elements = param.numel() if sparse else grad.numel()
             bad.append(BadParameter(name_of(param, names), count, elements))
     return tuple(bad)
+
+
+_COUNTED = 2**22
+"""So many elements are looked at at a time: there may be no memory for flags of a whole gradient."""
+
+
+def _nonfinite(grad: Tensor) -> int:
+    pieces: Sequence[Tensor] = [grad]
+    if grad.numel() > _COUNTED:
+        dim = max(range(grad.dim()), key=grad.shape.__getitem__)
+        pieces = torch.split(grad, max(1, _COUNTED * grad.shape[dim] // grad.numel()), dim)
+    return int(sum((~piece.isfinite()).sum() for piece in pieces))
 
 
 def name_of(param: Tensor, names: Mapping[int, str]) -> str:
