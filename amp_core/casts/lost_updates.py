@@ -17,10 +17,11 @@ from amp_core._torch.tracing import outside_graphs, untraced
 from amp_core.casts.shards import like
 from amp_core.casts.stand_ins import buckets, put_in_place, refuse_wrapper, unhooked_step
 from amp_core.casts.storage import widen_state
+from amp_core.casts.stored_parameters import still_named
 from amp_core.common.arguments import check_module
 from amp_core.common.generators import kept_generators
 from amp_core.common.handle import LocalHandle
-from amp_core.common.optimizers import copied_group, is_torchs
+from amp_core.common.optimizers import copied_group, is_torchs, parameters_of
 
 _LOW = (torch.bfloat16, torch.float16)
 
@@ -81,6 +82,7 @@ class LostUpdates(LocalHandle):
         refuse_wrapper(optimizer, "count_lost_updates")
         self._counts = Counts(optimizer)
         self._model, self._optimizer = model, optimizer
+        self._names: dict[Tensor, str] = {}
         self._before: list[tuple[str, Tensor, Tensor]] = []
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_step),
@@ -95,12 +97,19 @@ class LostUpdates(LocalHandle):
                 "Compute them first and call step() without a closure, or remove() the count."
             )
         self._counts.begin()
-        names = {id(p): name for name, p in self._model.named_parameters()}
+        names = {id(p): name for p, name in self._look_up().items()}
         # NaN equals nothing, so only elements that should change can be found unchanged.
         self._before = [
             (name, param, part_of(param).detach().masked_fill(wanted == part_of(param), torch.nan))
             for name, param, wanted in float32_steps(self._optimizer, names)
         ]
+
+    def _look_up(self) -> dict[Tensor, str]:
+        """Return the names that the model has for parameters of the optimizer."""
+        own = set(parameters_of(self._optimizer))
+        if not (own <= self._names.keys() and still_named(self._model, self._names)):
+            self._names = {p: name for name, p in self._model.named_parameters() if p in own}
+        return self._names
 
     @outside_graphs
     def _after_step(self, *_: object) -> None:

@@ -40,6 +40,7 @@ from amp_core.casts.stored_parameters import (
     checked_optimizer,
     is_dense,
     refuse_unstorable,
+    still_named,
     storable,
 )
 from amp_core.common.arguments import as_whole, check_module
@@ -185,7 +186,8 @@ class StoredWeights(LocalHandle):
             if param.grad is not None and not self._is_stored(param):  # a model that was cast to float32
                 self._drop_kept(param)
         if self._lost is not None:
-            self._look_up()  # layers may have moved
+            if not still_named(self._model, self._names):  # layers have moved
+                self._look_up()
             self._lost.begin()
         try:
             for bucket in buckets(self.optimizer):

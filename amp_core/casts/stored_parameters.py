@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -70,6 +70,14 @@ def refuse_unstorable(model: nn.Module, stored: dict[str, Tensor]) -> None:
     for name, param in stored.items():
         _refuse(name, param, in_ddp)
     _refuse_one_memory(stored)
+
+
+def still_named(model: nn.Module, names: Mapping[Tensor, str]) -> bool:
+    """Return whether each parameter has its name in `model`: a look at few of many parameters."""
+    try:
+        return all(name and model.get_parameter(name) is param for param, name in names.items())
+    except AttributeError:
+        return False
 
 
 def is_dense(param: Tensor) -> bool:

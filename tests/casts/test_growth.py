@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from amp_core import autocast, cached_casts, master_weights
+from amp_core import autocast, cached_casts, count_lost_updates, master_weights
 
 from ..counted import calls_of
 
@@ -137,3 +137,53 @@ def test_fused_optimizers_beside_stored_weights() -> None:
         return lambda: [stored, [each.step() for each in optimizers]]
 
     assert_linear(prepared)
+
+
+def test_lost_updates_of_many_optimizers_of_stored_weights() -> None:
+    """The step of each optimizer whose lost updates are counted looks up the names of all weights."""
+    assert_linear(one_optimizer_per_layer(lost_updates=True))
+
+
+def test_lost_updates_of_many_optimizers() -> None:
+    """The step of each optimizer whose lost updates are counted looks up the names of all weights."""
+
+    def prepared(count: int) -> Callable[[], Any]:
+        model = layers(count).bfloat16()
+        optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in model]
+        handles = [count_lost_updates(model, each) for each in optimizers]
+        model(X.bfloat16()).float().sum().backward()
+        for each in optimizers:
+            each.step()
+        return lambda: [handles, [each.step() for each in optimizers]]
+
+    assert_linear(prepared)
+
+
+@pytest.mark.parametrize("storage", [None, "remainder"])
+def test_lost_updates_have_the_names_of_the_moment(storage: Any) -> None:
+    """A layer that was moved, or put in the place of another, is counted under its old name."""
+    model = layers(3).bfloat16()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    counts = (
+        master_weights(model, optimizer, storage, lost_updates=True)
+        if storage
+        else count_lost_updates(model, optimizer)
+    )
+
+    def names() -> set[str]:
+        optimizer.zero_grad()
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        return {name.partition(".")[0] for name in counts.lost_updates()}
+
+    assert names() == {"0", "1", "2"}
+    first, model[1] = model[1], nn.Identity()
+    assert names() == {"0", "2"}
+    model.append(first)
+    assert names() == {"0", "2", "3"}
+    del model[0]
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2).bfloat16())]})
+    model[0].joined = optimizer.param_groups[1]["params"][0]
+    assert names() == {"0", "1", "2"}
+    assert "0.joined" in counts.lost_updates()
