@@ -83,7 +83,7 @@ def refused_writes(optimizer: Optimizer, params: list[Tensor]) -> Iterator[None]
         )
 
 
-def unhooked_step(optimizer: Optimizer) -> Callable[[], Any]:
+def unhooked_step(optimizer: Optimizer) -> Callable[..., Any]:
     """Return the step of `optimizer` without its hooks, which must run once per step."""
     step = type(optimizer).step
     step = step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import types
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -96,9 +97,9 @@ class StoredWeights(LocalHandle):
             group.setdefault(STEPS, 0)
         see_list_writes()
         self._inner = unhooked_step(optimizer)
-        step = types.MethodType(Optimizer.profile_hook_step(self._take_step), optimizer)
-        optimizer.step = step  # type: ignore[method-assign]
-        self._step: Callable[..., Any] | None = step
+        self._step = types.MethodType(Optimizer.profile_hook_step(_step_of(self)), optimizer)
+        optimizer.step = self._step  # type: ignore[method-assign]
+        optimizer._amp_core_stored = self  # type: ignore[attr-defined]  # the step itself does not keep this
         self._checkpoints: StoredCheckpoints | None = StoredCheckpoints(
             optimizer, self._how, state_dtype, self._first, self._params, self._writes
         )
@@ -171,8 +172,8 @@ class StoredWeights(LocalHandle):
 
     # One step.
 
-    @outside_graphs  # the random bits of each step would be traced, number by number
-    def _take_step(self, _optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+    def take_step(self, closure: Callable[[], Any] | None) -> Any:
+        """Let the optimizer step on float32 weights; returns what the closure returned."""
         self._writes.refuse_two(self._names)
         loss = None
         if closure is not None:
@@ -341,6 +342,8 @@ class StoredWeights(LocalHandle):
         self._checkpoints.remove()
         if self.optimizer.__dict__.get("step") is self._step:
             del self.optimizer.step
+        if self.optimizer.__dict__.get("_amp_core_stored") is self:  # else it is stored anew
+            del self.optimizer._amp_core_stored
         self._memory.clear()
         for param in parameters_of(self.optimizer):  # those too that are float32 by now
             self._drop_kept(param)
@@ -356,4 +359,15 @@ class StoredWeights(LocalHandle):
         self._writes.end()
         self._checkpoints = None  # late: another call ends what an interrupt broke off
         self._names, self._known = {}, {}  # a scheduler may go on calling this step
-        self._step = None  # which refers to this: the model would wait for the garbage collector
+
+
+def _step_of(stored: StoredWeights) -> Callable[..., Any]:
+    """Return the step of its optimizer. A scheduler may keep that for good, and so would keep the model."""
+    ref = weakref.ref(stored)
+
+    @outside_graphs  # the random bits of each step would be traced, number by number
+    def step(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        taken_by = ref()
+        return unhooked_step(optimizer)(closure) if taken_by is None else taken_by.take_step(closure)
+
+    return step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from collections.abc import Callable, Iterator
@@ -13,7 +14,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 import amp_core
-from amp_core import autocast, cached_casts, master_weights
+from amp_core import StoredWeights, autocast, cached_casts, master_weights
+
+
+def scheduled(masters: StoredWeights) -> StoredWeights:
+    torch.optim.lr_scheduler.StepLR(masters.optimizer, 1)  # wraps the step
+    return masters
+
 
 SCOPES: dict[str, Callable[[nn.Module, Optimizer], Any]] = {
     "cached_casts": lambda model, _: cached_casts(model),
@@ -21,6 +28,7 @@ SCOPES: dict[str, Callable[[nn.Module, Optimizer], Any]] = {
     "remainder": lambda model, optimizer: master_weights(model, optimizer, "remainder"),
     "kahan": lambda model, optimizer: master_weights(model, optimizer, "kahan", lost_updates=True),
     "stochastic": lambda model, optimizer: master_weights(model, optimizer, "stochastic"),
+    "scheduled": lambda model, optimizer: scheduled(master_weights(model, optimizer, "remainder")),
     "count_lost_updates": amp_core.count_lost_updates,
 }
 
@@ -52,3 +60,25 @@ def test_a_model_dies_with_its_last_reference(scope: str) -> None:
     for _ in range(2):  # what the first call imports may hold its frames
         dead = trained(SCOPES[scope])
     assert [each() for each in dead] == [None, None, None]
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_step_that_a_scheduler_keeps_is_plain_after_the_end(fused: bool) -> None:
+    """A training goes on without stored weights, but its scheduler steps on what is gone, or not at all."""
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1, fused=fused)
+    with scheduled(master_weights(model, optimizer, "remainder")):
+        pass
+    twin = copy.deepcopy(model)
+    plain = torch.optim.Adam(twin.parameters(), lr=0.1, fused=fused)
+    seen: list[Any] = []
+    optimizer.register_step_post_hook(lambda *_: seen.append(_))
+    for _ in range(3):
+        for each in (*model.parameters(), *twin.parameters()):
+            each.grad = torch.ones_like(each)
+        optimizer.step()
+        assert optimizer.step(lambda: 1.5) == 1.5
+        plain.step()
+        plain.step()
+    assert all(map(torch.equal, model.parameters(), twin.parameters()))
+    assert len(seen) == 6
