@@ -292,6 +292,10 @@ REWRITES = {
 }
 
 UNTOUCHED = {
+    "another package's amp": (
+        "import paddle as torch\nfrom torch_npu import npu\nfrom jittor import cuda\n"
+        "torch.cuda.amp.autocast(), npu.amp.autocast(), cuda.amp.GradScaler(), config.cuda.amp\n"
+    ),
     "successor first, exported": (
         "try:\n    from torch.amp import autocast\nexcept ImportError:\n    from torch.cuda.amp import autocast\n"
         "__all__ = ['autocast']\n"
@@ -439,6 +443,30 @@ HUMAN = {
     "computed attribute": ("import torch\ngetattr(torch.cuda.amp, name)()\n", "used as an object"),
     "availability": (
         "import torch\ntorch.cuda.amp.common.amp_definitely_not_available()\n",
+        "write `not torch.cuda.is_available()`",
+    ),
+    "torch from another file": (
+        "from ..compat import torch\nwith torch.cuda.amp.autocast(False):\n    pass\n",
+        "`torch` is not imported from torch here",
+    ),
+    "torch that a test may skip": (
+        "import pytest\ntorch = pytest.importorskip('torch')\ns = torch.cuda.amp.grad_scaler.GradScaler()\n",
+        "`torch` is not imported from torch here",
+    ),
+    "a substitute for torch": (
+        "if has_torch:\n    import torch\nelse:\n    torch = Stub()\n\n@torch.cpu.amp.autocast(False)\ndef f(): ...\n",
+        "`torch` is not imported from torch here",
+    ),
+    "part of torch in a variable": (
+        "import torch\ncuda = torch.cuda\nwith cuda.amp.autocast(False):\n    pass\n",
+        "`cuda` is not imported from torch here",
+    ),
+    "import of a private name": (
+        "from torch.cuda.amp.grad_scaler import _refresh_per_optimizer_state\n",
+        "in torch.amp.grad_scaler since torch 2.3",
+    ),
+    "import without a successor": (
+        "from torch.cuda.amp.common import amp_definitely_not_available as no_amp\n",
         "write `not torch.cuda.is_available()`",
     ),
     "name in a string": ("import torch\nS = eval('torch.cuda.amp.GradScaler()')\n", "string contains"),

@@ -82,6 +82,8 @@ class ModuleRewriter:
             self._rewrite(use)
         for string in plan.strings:
             self._string(string)
+        for node, name, reason in plan.others:
+            self._find(node, "manual", name, reason)
         for comment in type_comments(self.module, self.text):
             self._find(
                 comment, "manual", "torch.cuda.amp" if "cuda" in comment.value else "torch.cpu.amp", _COMMENT

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import libcst as cst
+from libcst.helpers import get_full_name_for_node
 
-from amp_compat.migrate.bindings import Resolver
-from amp_compat.migrate.names import parse_legacy
+from amp_compat.migrate.bindings import Resolved, Resolver, module_name
+from amp_compat.migrate.names import OBJECTS, parse_legacy
 from amp_compat.migrate.plan import Plan, Use
-from amp_compat.migrate.rules import classify
+from amp_compat.migrate.rules import classify, no_successor
 from amp_compat.migrate.tree import NameWalker, Parents, syntax_error
 from amp_compat.migrate.versions import beside_successor
 
@@ -22,6 +24,9 @@ _BINDING = (
     cst.MatchStar,
     cst.MatchMapping,
 )
+
+_CHAIN = re.compile(rf"(?:^|\.)(cuda|cpu)\.amp\.(?:\w+\.)?({'|'.join(sorted(OBJECTS))})$")
+_FROM_TORCH = re.compile(r"\btorch\.(?:cuda|cpu)\.amp\.")
 
 
 class Collector(NameWalker):
@@ -38,6 +43,18 @@ class Collector(NameWalker):
         parent = self._parents.get(node)
         if not isinstance(parent, _BINDING):
             self.take(node)
+
+    def visit_ImportFrom(self, node: cst.ImportFrom) -> bool:
+        """Record imports of names that a deprecated module has, but its successor has not."""
+        module = module_name(node) or ""
+        legacy = parse_legacy(module)
+        if legacy is None or legacy.name or isinstance(node.names, cst.ImportStar):
+            return False
+        for alias in node.names:
+            name = alias.evaluated_name
+            if parse_legacy(f"{module}.{name}") is None:
+                self.plan.others.append((alias, f"{legacy.dotted}.{name}", no_successor(legacy, name)))
+        return False
 
     def visit_Call(self, node: cst.Call) -> bool:
         """Treat ``getattr(module, "name")`` as the name itself."""
@@ -80,7 +97,7 @@ class Collector(NameWalker):
         resolved = self._resolver.resolve(node)
         legacy = parse_legacy(resolved.dotted) if resolved else None
         if resolved is None or legacy is None:
-            return False
+            return self._take_unknown(node, resolved)
         use = Use(node, legacy, resolved)
         use.manual = resolved.conflict
         if legacy.name and beside_successor(node, legacy.name, self._resolver):
@@ -88,6 +105,21 @@ class Collector(NameWalker):
         if not use.manual:
             classify(use, self._parents, self._resolver)
         self.plan.add(use)
+        return True
+
+    def _take_unknown(self, node: cst.BaseExpression, resolved: Resolved | None) -> bool:
+        """Record ``torch.cuda.amp.name`` if `torch` is not imported here, but may be the module."""
+        name = get_full_name_for_node(node) if isinstance(node, cst.Attribute) else None
+        found = _CHAIN.search(name) if name is not None else None
+        if (
+            name is None
+            or found is None
+            or (resolved is not None and not _FROM_TORCH.search(resolved.dotted))
+        ):
+            return False
+        root = name[: found.start()] or found[1]
+        reason = f"`{root}` is not imported from torch here; if it is torch's, rewrite this by hand"
+        self.plan.others.append((node, f"torch.{found[1]}.amp.{found[2]}", reason))
         return True
 
 

@@ -41,11 +41,19 @@ class Use:
 
 @dataclass
 class Plan:
-    """All uses in a module, also grouped by binding."""
+    """All uses in a module, also grouped by binding.
+
+    Attributes:
+        uses: the uses of deprecated names.
+        by_binding: the uses of each binding.
+        strings: the strings with code that contains a deprecated name.
+        others: other places to rewrite by hand: the node, the deprecated name and the reason.
+    """
 
     uses: list[Use] = field(default_factory=list)
     by_binding: dict[BaseAssignment, list[Use]] = field(default_factory=lambda: defaultdict(list))
     strings: list[cst.SimpleString] = field(default_factory=list)
+    others: list[tuple[cst.CSTNode, str, str]] = field(default_factory=list)
 
     def add(self, use: Use) -> None:
         """Add a use."""

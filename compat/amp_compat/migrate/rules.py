@@ -8,9 +8,11 @@ import libcst as cst
 
 from amp_compat.migrate.bindings import Resolver
 from amp_compat.migrate.calls import gives_dtype, passes_device
-from amp_compat.migrate.names import OBJECTS
+from amp_compat.migrate.names import OBJECTS, Legacy
 from amp_compat.migrate.plan import Use
 from amp_compat.migrate.tree import Parents, around
+
+_MOVED = frozenset({"_refresh_per_optimizer_state", "_MultiDeviceReplicator"})
 
 
 def classify(use: Use, parents: Parents, resolver: Resolver) -> None:
@@ -183,12 +185,18 @@ def _classify_module(use: Use, parent: cst.CSTNode, parents: Parents) -> None:
     elif isinstance(parent, cst.Expr) or is_condition(use.node, parents):
         return  # a check whether the name exists
     elif isinstance(parent, cst.Attribute):
-        name = parent.attr.value
-        use.manual = f"`{use.legacy.dotted}.{name}` has no successor of that name"
-        if name == "amp_definitely_not_available":
-            use.manual = f"`{name}` has no successor; write `not torch.cuda.is_available()`"
+        use.manual = no_successor(use.legacy, parent.attr.value)
     else:
         use.manual = f"the module `{use.legacy.dotted}` is used as an object; rewrite its uses by hand"
+
+
+def no_successor(module: Legacy, name: str) -> str:
+    """Return what to do about `name`, which is in a deprecated module but not one of the objects above."""
+    if name == "amp_definitely_not_available":
+        return f"`{name}` has no successor; write `not torch.cuda.is_available()`"
+    if name in _MOVED:
+        return f"`{name}` is private, and in torch.amp.grad_scaler since torch 2.3"
+    return f"`{module.dotted}.{name}` has no successor of that name"
 
 
 def is_condition(node: cst.CSTNode, parents: Parents) -> bool:
