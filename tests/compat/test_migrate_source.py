@@ -415,6 +415,10 @@ HUMAN = {
         "import torch\ndef f():\n    functools = 1\n    g = torch.cuda.amp.autocast\n    return g(False)\n",
         "`functools` is a local variable here",
     ),
+    "partial hidden by a parameter": (
+        "from functools import partial\nimport torch\ndef f(partial):\n    g = torch.cuda.amp.autocast\n    return g(False)\n",
+        "`partial` is a local variable here",
+    ),
     "inside f-strings with both marks": (
         "import torch\nprint(f'{f\"{torch.cuda.amp.autocast()}\"}')\n",
         "use both quotation marks",

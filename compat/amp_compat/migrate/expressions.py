@@ -69,7 +69,10 @@ class Expressions:
 
     def hidden_name(self, node: cst.BaseExpression, kind: str) -> str:
         """Return the first name that a rewrite of `node` needs and that means something else there, or ""."""
-        modules = ["functools"] if kind in {"value", "alias"} else []
+        modules = []
+        if kind in {"value", "alias"}:
+            imported = self._name_for("functools.partial", above=node) is not None
+            modules.append("functools.partial" if imported else "functools")
         root = root_of(node)
         meaning = self._resolver.resolve(root)
         if meaning is None or meaning.dotted != self._target.root:
