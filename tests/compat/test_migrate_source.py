@@ -24,7 +24,7 @@ REWRITES = {
     ),
     "torch imported in the function": (
         "def f():\n    import torch\n    from torch.cuda.amp import autocast_mode\n    autocast_mode.autocast()\n",
-        'import torch\ndef f():\n    import torch\n    torch.amp.autocast("cuda")\n',
+        'def f():\n    import torch\n    torch.amp.autocast("cuda")\n',
     ),
     "a generator by position": (
         "import torch\ntorch.cuda.amp.autocast(on for on in switches)\n",
@@ -195,7 +195,7 @@ REWRITES = {
     "import behind a colon": (
         "try: from torch.cuda.amp import autocast; on = True\nexcept ImportError: on = False\n"
         "if on: from torch.cuda.amp import autocast_mode\nautocast(on); autocast_mode.autocast(on)\n",
-        "import torch\ntry: from torch.amp import autocast; on = True\nexcept ImportError: on = False\nif on: pass\n"
+        "try: from torch.amp import autocast; on = True\nexcept ImportError: on = False\nif on: import torch\n"
         'autocast("cuda", enabled=on); torch.amp.autocast("cuda", enabled=on)\n',
     ),
     "import behind a colon, by device": (
@@ -637,6 +637,41 @@ def test_a_base_before_the_deprecated_one_is_marked_for_review(bases: str, level
     base = bases.format("torch.cuda.amp.GradScaler")
     source = f"import torch\nclass S({base}):\n    def __init__(self, x): super().__init__(x)\n"
     assert [f.level for f in migrate_source(source, TORCH).findings] == [level]
+
+
+LAZY = {
+    "in a function": (
+        "def f():\n    import torch\n    return torch.cuda.amp.autocast()\n",
+        'def f():\n    import torch\n    import amp_core\n    return amp_core.autocast("cuda")\n',
+    ),
+    "if it is installed": (
+        "try:\n    import torch\nexcept ImportError:\n    torch = None\ndef f():\n    torch.cuda.amp.autocast()\n",
+        "try:\n    import torch\n    import amp_core\nexcept ImportError:\n    torch = None\n"
+        'def f():\n    amp_core.autocast("cuda")\n',
+    ),
+    "by an alias": (
+        "def f():\n    import torch\n    old = torch.cuda.amp\n    return lambda: old.autocast()\n",
+        "def f():\n    import torch\n    import amp_core\n    old = amp_core\n"
+        '    return lambda: old.autocast("cuda")\n',
+    ),
+    "once above": (
+        "def f():\n    import torch, amp_core\n    from torch.cuda.amp import grad_scaler\n"
+        "    return grad_scaler.GradScaler(), torch\n",
+        'def f():\n    import torch, amp_core\n    return amp_core.GradScaler("cuda"), torch\n',
+    ),
+    "after the environment is set": (
+        "import os\nos.environ['OMP_NUM_THREADS'] = '1'\nimport torch\nimport sys\nf()\ntorch.cuda.amp.autocast()\n",
+        "import os\nos.environ['OMP_NUM_THREADS'] = '1'\nimport torch\nimport sys\nimport amp_core\nf()\n"
+        "amp_core.autocast('cuda')\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LAZY, ids=str)
+def test_amp_core_is_imported_where_torch_is(case: str) -> None:
+    """A module that imports torch late, or does without it, would import it at once, or fail."""
+    before, after = LAZY[case]
+    assert migrate_source(before, CORE).text == after
 
 
 def test_amp_core_is_imported_once() -> None:

@@ -10,7 +10,7 @@ from libcst.helpers import get_full_name_for_node
 from libcst.metadata import Assignment, BaseAssignment, ClassScope, GlobalScope, ImportAssignment, Scope
 
 from amp_compat.migrate.names import OBJECTS, parse_legacy
-from amp_compat.migrate.tree import Parents, around
+from amp_compat.migrate.tree import Parents, around, root_of
 
 _CALLED = {"autocast", "GradScaler", "custom_fwd", "custom_bwd"}
 
@@ -76,6 +76,38 @@ class Resolver:
     def import_meaning(self, binding: BaseAssignment, name: str) -> str | None:
         """Return the full name that an import binds `name` to; None for other bindings."""
         return _imported(binding.node, name) if isinstance(binding, ImportAssignment) else None
+
+    def imports_of(self, node: cst.BaseExpression) -> list[ImportAssignment]:
+        """Return the imports that the first name of `node` comes from, also through aliases."""
+        root, found = root_of(node), list[ImportAssignment]()
+        scope = self.scope_of(root)
+        for binding in scope[root.value] if isinstance(root, cst.Name) and scope is not None else ():
+            value, bound = self._value(binding), (binding.scope, binding.name)
+            if isinstance(binding, ImportAssignment):
+                found.append(binding)
+            elif value is not None and bound not in self._active:
+                self._active.add(bound)
+                found += self.imports_of(value)
+                self._active.discard(bound)
+        return found
+
+    def reaches(self, node: cst.CSTNode, binding: ImportAssignment) -> bool:
+        """Return whether what is imported where `binding` is can be used at `node`, too."""
+        scopes = [self.scope_of(each) for each in (node, *around(node, self.parents))]
+        return binding.scope in scopes and self.scope_of(binding.node) is binding.scope  # no `global`
+
+    def is_imported_above(self, node: cst.CSTNode, module: str) -> bool:
+        """Return whether there is an ``import module`` above `node`, in a block that it is in."""
+        inner = node
+        for outer in around(node, self.parents):
+            for line in outer.body if isinstance(outer, (cst.IndentedBlock, cst.Module)) else ():
+                if line is inner:
+                    break
+                smalls = line.body if isinstance(line, cst.SimpleStatementLine) else ()
+                if any(_imported(small, module) == module for small in smalls):
+                    return True
+            inner = outer
+        return False
 
     def has_successor(self, binding: BaseAssignment) -> bool:
         """Return whether all other branches bind the name of `binding` to its successor."""

@@ -93,9 +93,21 @@ class Expressions:
                 return f"{root.value}.amp"
         imported = self._name_for(self._target.root)
         if imported is None:
-            self._imports.need(self._target.root)
+            self._import_target(root)
         name = imported.value if imported is not None else self._target.root
         return name + self._target.module[len(self._target.root) :]
+
+    def _import_target(self, root: cst.BaseExpression | None) -> None:
+        """Import the target's root where `root` is imported, if the file may be used without torch."""
+        name = self._target.root
+        sources = [] if root is None else self._resolver.imports_of(root)
+        local = [b for b in sources if root is not None and self._resolver.reaches(root, b)]
+        if self._imports.loads_torch() or not sources or len(local) < len(sources):
+            self._imports.need(name)
+            return
+        for source in local:
+            if not self._resolver.is_imported_above(source.node, name):
+                self._imports.follow(source.node, name)
 
     def _name_for(self, dotted: str, above: cst.CSTNode | None = None) -> cst.Name | None:
         """Return a module-level name imported from `dotted`, bound before the node `above` if given."""

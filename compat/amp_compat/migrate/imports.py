@@ -18,6 +18,8 @@ Statement = cst.BaseSmallStatement
 Statements = cst.SimpleStatementLine | cst.SimpleStatementSuite
 Line = Statements | cst.FlattenSentinel[cst.SimpleStatementLine] | cst.RemovalSentinel
 
+_TORCH = frozenset({"torch", "amp_core", "apex"})
+
 
 class _Place(NamedTuple):
     """The new source of an imported name; `drop` if the import is removed."""
@@ -37,12 +39,23 @@ class ImportEditor:
         self._needed: list[str] = []
         self._renamed: dict[cst.CSTNode, set[str]] = defaultdict(set)
         self._followed: dict[cst.CSTNode, list[Statement]] = defaultdict(list)
+        self._following: set[tuple[cst.CSTNode, str]] = set()
         self.star_uses: set[str] = set()
 
     def need(self, module: str) -> None:
         """Request ``import module`` at the top of the file."""
         if module not in self._needed:
             self._needed.append(module)
+
+    def follow(self, node: cst.CSTNode, module: str) -> None:
+        """Request ``import module`` after the import `node`."""
+        if (node, module) not in self._following:
+            self._following.add((node, module))
+            self._followed[node].append(cst.Import([cst.ImportAlias(_dotted(module))]))
+
+    def loads_torch(self) -> bool:
+        """Return whether the module always imports torch, or amp_core, which does."""
+        return _loads_torch(self._module.body) is not None
 
     def concerns(self, node: cst.CSTNode, bound: str) -> bool:
         """Return whether `node` binds `bound` to a deprecated name."""
@@ -68,7 +81,7 @@ class ImportEditor:
 
     def lines(self) -> list[Statements]:
         """Return the lines whose imports change, those behind a colon included."""
-        lines = [self._parents[node] for node in self._renamed]
+        lines = [self._parents[node] for node in [*self._renamed, *self._followed]]
         return [line for line in dict.fromkeys(lines) if isinstance(line, Statements)]
 
     def edit_line(self, original: Statements, line: cst.CSTNode) -> Line:
@@ -96,7 +109,11 @@ class ImportEditor:
         """
         body = list(module.body)
         for name in sorted(self._needed, reverse=True):
-            place = _end_of_imports(body, of_library=name.partition(".")[0] in sys.stdlib_module_names)
+            library = name.partition(".")[0] in sys.stdlib_module_names
+            place = _end_of_imports(body, of_library=library)
+            first = None if library else _loads_torch(body)
+            if first is not None and first >= place:  # what is above may have to run before torch is loaded
+                place = first + _end_of_imports(body[first:], of_library=False)
             body.insert(place, cst.SimpleStatementLine([cst.Import([cst.ImportAlias(_dotted(name))])]))
         return module.with_changes(body=body) if self._needed else module
 
@@ -224,15 +241,27 @@ def _end_of_imports(
     return place
 
 
+def _loads_torch(body: Sequence[cst.CSTNode]) -> int | None:
+    """Return the position of the first statement in `body` that imports torch, or a part of it."""
+    for index, statement in enumerate(body):
+        smalls = statement.body if isinstance(statement, cst.SimpleStatementLine) else ()
+        if any(name.partition(".")[0] in _TORCH for small in smalls for name in _modules(small)):
+            return index
+    return None
+
+
 def _is_import(node: cst.CSTNode, *, of_library: bool) -> bool:
     """Return whether `node` is an import (with `of_library`, of the standard library only)."""
-    if isinstance(node, cst.Import):
-        modules = [get_full_name_for_node(alias.name) or "" for alias in node.names]
-    elif isinstance(node, cst.ImportFrom):
-        modules = [module_name(node) or ""]
-    else:
+    if not isinstance(node, (cst.Import, cst.ImportFrom)):
         return False
-    return not of_library or all(m.partition(".")[0] in sys.stdlib_module_names for m in modules)
+    return not of_library or all(name.partition(".")[0] in sys.stdlib_module_names for name in _modules(node))
+
+
+def _modules(node: cst.CSTNode) -> list[str]:
+    """Return the names of the modules that `node` imports, or imports from."""
+    if isinstance(node, cst.Import):
+        return [get_full_name_for_node(alias.name) or "" for alias in node.names]
+    return [module_name(node) or ""] if isinstance(node, cst.ImportFrom) else []
 
 
 def _renamed(alias: cst.ImportAlias, name: str) -> cst.ImportAlias:
