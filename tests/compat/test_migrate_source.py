@@ -465,6 +465,10 @@ HUMAN = {
         "import torch\ncuda = torch.cuda\nwith cuda.amp.autocast(False):\n    pass\n",
         "`cuda` is not imported from torch here",
     ),
+    "a submodule in a quoted annotation": (
+        "from torch.cuda.amp import grad_scaler\ndef f(scaler: 'grad_scaler.GradScaler'): ...\n",
+        "an annotation in a string uses it",
+    ),
     "import of a private name": (
         "from torch.cuda.amp.grad_scaler import _refresh_per_optimizer_state\n",
         "in torch.amp.grad_scaler since torch 2.3",

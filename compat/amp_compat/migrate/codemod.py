@@ -40,6 +40,7 @@ from amp_compat.migrate.tree import (
 )
 
 _COMMENT = "this type comment has the deprecated name; change it by hand"
+_QUOTED = "an annotation in a string uses it; rewrite that by hand and remove this import"
 _EXPORTED = "`{}` is in __all__, in a class, in a magic or used by other files; its signature would change"
 
 
@@ -137,8 +138,8 @@ class ModuleRewriter:
             uses = plan.by_binding.get(binding, [])
             if self.resolver.has_successor(binding):
                 self._beside_successor(binding)
-            elif binding.name in self.exported or isinstance(binding.scope, ClassScope):
-                self._keep_exported(binding)
+            elif reason := self._why_kept(binding):
+                self._find(binding.node, "manual", binding.name, reason)
             elif any(use.manual for use in uses):
                 continue
             elif any(use.resolved.shared for use in uses):
@@ -178,8 +179,13 @@ class ModuleRewriter:
                     imports.setdefault((id(binding.node), binding.name), binding)
         return sorted(imports.values(), key=lambda b: (self.positions[b.node].start.line, b.name))
 
-    def _keep_exported(self, binding: ImportAssignment) -> None:
-        self._find(binding.node, "manual", binding.name, _EXPORTED.format(binding.name))
+    def _why_kept(self, binding: ImportAssignment) -> str:
+        """Return why code that cannot be rewritten needs the import, or ""."""
+        if binding.name in self.exported or isinstance(binding.scope, ClassScope):
+            return _EXPORTED.format(binding.name)
+        dropped = not self.imports.keeps_name(binding.node, binding.name)
+        quoted = any(isinstance(access.node, cst.BaseString) for access in binding.references)
+        return _QUOTED if dropped and quoted else ""
 
     def _keep_star(self, reason: str) -> None:
         for star in star_imports(self.module.body):
