@@ -77,7 +77,7 @@ def test_places_in_a_long_file_of_equal_lines() -> None:
 
 def test_what_python_warns_of_in_a_file_is_not_shown(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Warnings about `<unknown>:2` among the report; as errors, they leave a good file unchanged."""
-    number = 'number = "\\d"\n'
+    number = 'number = "\\d torch.cuda.amp"\n'
     cells = [_cell(f"!pip install torch\n{number}{OLD}")]
     (tree / "train.ipynb").write_text(json.dumps({"cells": cells, "nbformat": 4}))
     (tree / "train.py").write_text(number + OLD)

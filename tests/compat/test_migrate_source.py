@@ -304,6 +304,8 @@ UNTOUCHED = {
         "try:\n    from torch.amp import GradScaler\nexcept ImportError:\n    from torch.cuda.amp import GradScaler\n"
         "def f(scaler: GradScaler):\n    return isinstance(scaler, GradScaler) or GradScaler('cuda')\n"
     ),
+    "prose in code in a string": "text = 'print(1, \\'torch.cuda.amp\\')  # torch.cuda.amp'\n",
+    "comment in a doctest": ('def f():\n    """Do.\n\n    >>> f()  # as torch.cuda.amp.autocast\n    """\n'),
     "prose in a string": "raise RuntimeError('`torch.cuda.amp.GradScaler` needs CUDA')\n",
     "torch.amp already": "from torch import amp\nwith amp.autocast(device_type='cuda'):\n    amp.GradScaler('cuda')\n",
     "a parameter of the same name": (
@@ -478,6 +480,15 @@ HUMAN = {
         "write `not torch.cuda.is_available()`",
     ),
     "name in a string": ("import torch\nS = eval('torch.cuda.amp.GradScaler()')\n", "string contains"),
+    "program in a string": (
+        'exec("""\n    from torch.cuda.amp import autocast\n    autocast()\n""")\n',
+        "string contains",
+    ),
+    "import in a string": ("exec('from torch.cuda import nvtx, amp\\namp.autocast()')\n", "string contains"),
+    "doctest": (
+        'def f():\n    """Do.\n\n    >>> with torch.cuda.amp.autocast(True):\n    ...     f()\n    """\n',
+        "string contains",
+    ),
     "inherited constructor": (
         "import torch\nclass S(torch.cuda.amp.GradScaler): ...\n",
         "inherits the constructor",

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import re
+import textwrap
+import warnings
 from collections.abc import Iterator
 
 import libcst as cst
@@ -27,6 +30,9 @@ _BINDING = (
 
 _CHAIN = re.compile(rf"(?:^|\.)(cuda|cpu)\.amp\.(?:\w+\.)?({'|'.join(sorted(OBJECTS))})$")
 _FROM_TORCH = re.compile(r"\btorch\.(?:cuda|cpu)\.amp\.")
+
+_IN_STRING = re.compile(r"\btorch\.(?:cuda|cpu)(?:\.amp\b| import .*\bamp\b)")
+_DOCTEST = re.compile(r"^\s*(?:>>>|\.\.\.) ([^#\n]*)", re.MULTILINE)
 
 
 class Collector(NameWalker):
@@ -89,7 +95,7 @@ class Collector(NameWalker):
 
     def visit_SimpleString(self, node: cst.SimpleString) -> None:
         """Record strings that contain a deprecated name in code, not in prose."""
-        if ("torch.cuda.amp" in node.value or "torch.cpu.amp" in node.value) and _is_code(node.raw_value):
+        if "torch" in node.value and "amp" in node.value and _has_code(node):
             self.plan.strings.append(node)
 
     def take(self, node: cst.BaseExpression) -> bool:
@@ -131,6 +137,14 @@ def _parts(target: cst.BaseExpression) -> Iterator[cst.BaseExpression]:
         yield target
 
 
-def _is_code(text: str) -> bool:
-    """Return whether `text` parses as an expression, such as a ``mock.patch`` path or an annotation."""
-    return syntax_error(text.strip(), "eval") is None
+def _has_code(node: cst.SimpleString) -> bool:
+    """Return whether a string is code that uses a deprecated name, or has such doctests."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of invalid escapes
+        text = node.evaluated_value
+        if not isinstance(text, str) or _IN_STRING.search(text) is None:
+            return False
+        code = textwrap.dedent(text).strip()
+        nodes = ast.walk(ast.parse(code)) if syntax_error(code) is None else ()
+    names = [ast.unparse(n) for n in nodes if isinstance(n, (ast.Attribute, ast.Import, ast.ImportFrom))]
+    return any(_IN_STRING.search(line) for line in [*names, *_DOCTEST.findall(text)])
