@@ -417,6 +417,14 @@ HUMAN = {
         "import torch\ndef f():\n    functools = 1\n    g = torch.cuda.amp.autocast\n    return g(False)\n",
         "`functools` is a local variable here",
     ),
+    "one of two, called by position": (
+        "import torch\nac = torch.cuda.amp.autocast if on else nullcontext\nwith ac(False):\n    pass\n",
+        "its value is called with positional arguments",
+    ),
+    "one of three, called by position at once": (
+        "import torch\nwith (a if x else (torch.cuda.amp.autocast if on else nullcontext))(*args):\n    pass\n",
+        "its value is called with positional arguments",
+    ),
     "partial hidden by a parameter": (
         "from functools import partial\nimport torch\ndef f(partial):\n    g = torch.cuda.amp.autocast\n    return g(False)\n",
         "`partial` is a local variable here",

@@ -25,6 +25,7 @@ from amp_compat.migrate.settle import (
     settle_modules,
     settle_replaced,
     settle_shared,
+    settle_values,
 )
 from amp_compat.migrate.tree import (
     Apply,
@@ -107,6 +108,7 @@ class ModuleRewriter:
             if not use.manual:
                 self._try_site(use)
         settle_replaced(plan, self.parents)
+        settle_values(plan, self.resolver)
         settle_aliases(plan, self.resolver)
         settle_shared(plan, self.resolver)
         settle_modules(plan, self.resolver, self.exported)

@@ -15,6 +15,7 @@ from amp_compat.migrate.rules import PARTIAL_NOTE, classify
 from amp_compat.migrate.tree import Parents, around
 
 _PARTS = (cst.Element, cst.StarredElement, cst.Tuple, cst.List)
+_BY_POSITION = "its value is called with positional arguments, which the successor orders differently"
 _CLASS_KINDS = {"type", "base", "partial"}
 
 
@@ -124,16 +125,44 @@ def note_partials(plan: Plan, resolver: Resolver, exported: Collection[str]) -> 
             )
 
 
+def settle_values(plan: Plan, resolver: Resolver) -> None:
+    """Leave ``torch.cuda.amp.autocast if x else y`` if the file calls its value with positional arguments."""
+    for use in plan.uses:
+        value: cst.CSTNode = use.node
+        while isinstance(resolver.parents[value], cst.IfExp):
+            value = resolver.parents[value]
+        if use.kind != "value" or use.legacy.name != "autocast" or value is use.node:
+            continue
+        if any(has_positional(call.args) for call in _calls_of(value, resolver)):
+            use.manual = use.manual or _BY_POSITION
+
+
+def _calls_of(value: cst.CSTNode, resolver: Resolver) -> list[cst.Call]:
+    """Return the calls of `value`, and of the variable that it is assigned to."""
+    parent = resolver.parents[value]
+    if isinstance(parent, cst.Call) and parent.func is value:
+        return [parent]
+    targets = [each.target for each in parent.targets] if isinstance(parent, cst.Assign) else []
+    users = [(use, resolver.parents[use]) for target in targets for use in _references(target, resolver)]
+    return [user for use, user in users if isinstance(user, cst.Call) and user.func is use]
+
+
+def _references(target: cst.BaseExpression, resolver: Resolver) -> list[cst.CSTNode]:
+    """Return where the variable `target` is used."""
+    scope = resolver.scope_of(target)
+    bindings = scope[target.value] if isinstance(target, cst.Name) and scope is not None else ()
+    return [access.node for binding in bindings for access in binding.references]
+
+
 def _may_get_position(call: cst.Call, resolver: Resolver, exported: Collection[str]) -> bool:
     """Return whether the value of `call` may be called with positional arguments."""
     parent = resolver.parents[call]
     if isinstance(parent, cst.Call) and parent.func is call:
         return has_positional(parent.args)
     targets = [each.target for each in parent.targets] if isinstance(parent, cst.Assign) else []
-    scope = resolver.scope_of(call)
-    if len(targets) != 1 or not isinstance(targets[0], cst.Name) or scope is None:
+    if len(targets) != 1 or not isinstance(targets[0], cst.Name):
         return True
-    uses = [access.node for binding in scope[targets[0].value] for access in binding.references]
+    uses = _references(targets[0], resolver)
     return _reachable(targets[0], resolver, exported) or any(
         not isinstance(user, cst.Call) or user.func is not use or has_positional(user.args)
         for use, user in ((use, resolver.parents[use]) for use in uses)
