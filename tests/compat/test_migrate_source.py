@@ -66,6 +66,13 @@ REWRITES = {
         "from torch.amp import (\n    GradScaler,  # scaler\n    autocast,\n)\n"
         'GradScaler("cuda"); autocast("cuda")\n',
     ),
+    "comments of a split import": (
+        "if on:\n    from torch.cuda.amp import (\n        GradScaler,  # the scaler\n        autocast,  # the region\n"
+        "    )  # end\n    import torch\n    register(GradScaler), autocast()\n",
+        "if on:\n    # the scaler\n    # the region\n    from torch.amp import autocast  # end\n"
+        "    from torch.cuda.amp import (\n        GradScaler)\n    import torch\n"
+        '    register(GradScaler), autocast("cuda")\n',
+    ),
     "submodule imports": (
         "from torch.cuda.amp.autocast_mode import autocast\nfrom torch.cuda.amp.grad_scaler import GradScaler, OptState\n"
         "autocast(), GradScaler(), OptState.READY\n",

@@ -5,9 +5,10 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
 import libcst as cst
+from libcst import matchers as m
 from libcst.helpers import get_full_name_for_node
 
 from amp_compat.migrate.bindings import module_name
@@ -95,7 +96,7 @@ class ImportEditor:
             return line.with_changes(body=_plain(smalls) or [cst.Pass()])
         block = self._parents[original]
         alone = isinstance(block, cst.IndentedBlock) and len(block.body) == 1
-        return _as_lines(line, smalls, alone=alone)
+        return _as_lines(_with_comments(line, smalls), smalls, alone=alone)
 
     def star_edit(self, node: cst.CSTNode) -> cst.CSTNode:
         """Return an import of the used names in place of the star."""
@@ -204,6 +205,19 @@ def _as_lines(line: cst.SimpleStatementLine, smalls: list[Statement], *, alone: 
     plain = _plain(smalls)
     first = line.with_changes(body=[plain[0]])
     return cst.FlattenSentinel([first, *(cst.SimpleStatementLine([small]) for small in plain[1:])])
+
+
+def _with_comments(line: cst.SimpleStatementLine, smalls: list[Statement]) -> cst.SimpleStatementLine:
+    """Return `line` below the comments within its statements that `smalls` no longer have."""
+    kept = _comments(smalls)
+    lost = [text for text in _comments(line.body) if text not in kept]
+    above = [cst.EmptyLine(comment=cst.Comment(text)) for text in lost]
+    return line.with_changes(leading_lines=[*line.leading_lines, *above]) if smalls else line
+
+
+def _comments(smalls: Sequence[Statement]) -> list[str]:
+    found = [comment for small in smalls for comment in m.findall(small, m.Comment())]
+    return [cast("cst.Comment", comment).value for comment in found]
 
 
 def _plain(smalls: Sequence[Statement]) -> list[Statement]:
