@@ -432,6 +432,10 @@ HUMAN = {
         "import torch\nwith (a if x else (torch.cuda.amp.autocast if on else nullcontext))(*args):\n    pass\n",
         "its value is called with positional arguments",
     ),
+    "functools imported below": (
+        "import torch\ndef f():\n    g = torch.cuda.amp.autocast\n    import functools\n    return g(False)\n",
+        "`functools` is a local variable here",
+    ),
     "partial hidden by a parameter": (
         "from functools import partial\nimport torch\ndef f(partial):\n    g = torch.cuda.amp.autocast\n    return g(False)\n",
         "`partial` is a local variable here",

@@ -96,15 +96,15 @@ class Resolver:
         scopes = [self.scope_of(each) for each in (node, *around(node, self.parents))]
         return binding.scope in scopes and self.scope_of(binding.node) is binding.scope  # no `global`
 
-    def is_imported_above(self, node: cst.CSTNode, module: str) -> bool:
-        """Return whether there is an ``import module`` above `node`, in a block that it is in."""
+    def is_imported_above(self, node: cst.CSTNode, name: str, module: str) -> bool:
+        """Return whether an import of `module` as `name` is above `node`, in a block that it is in."""
         inner = node
         for outer in around(node, self.parents):
             for line in outer.body if isinstance(outer, (cst.IndentedBlock, cst.Module)) else ():
                 if line is inner:
                     break
                 smalls = line.body if isinstance(line, cst.SimpleStatementLine) else ()
-                if any(_imported(small, module) == module for small in smalls):
+                if any(_imported(small, name) == module for small in smalls):
                     return True
             inner = outer
         return False
@@ -121,14 +121,12 @@ class Resolver:
         return [b for b, m in meanings if not (m and parse_legacy(m.dotted))]
 
     def is_local(self, name: str, module: str, at: cst.CSTNode) -> bool:
-        """Return whether `name` is a local variable at the node `at`, but not an import of `module`."""
+        """Return whether `name` is a local variable at the node `at`, but no import of `module` above it."""
         scope = self.scope_of(at)
-        return scope is not None and any(
-            isinstance(binding, Assignment)
-            and not isinstance(binding.scope, GlobalScope)
-            and self.import_meaning(binding, name) != module
-            for binding in scope[name]
-        )
+        bindings = [] if scope is None else list(scope[name])
+        local = [b for b in bindings if isinstance(b, Assignment) and not isinstance(b.scope, GlobalScope)]
+        others = any(self.import_meaning(binding, name) != module for binding in local)
+        return others or (bool(local) and not self.is_imported_above(at, name, module))
 
     def scope_of(self, node: cst.CSTNode) -> Scope | None:
         """Return the scope of `node`."""

@@ -106,7 +106,7 @@ class Expressions:
             self._imports.need(name)
             return
         for source in local:
-            if not self._resolver.is_imported_above(source.node, name):
+            if not self._resolver.is_imported_above(source.node, name, name):
                 self._imports.follow(source.node, name)
 
     def _name_for(self, dotted: str, above: cst.CSTNode | None = None) -> cst.Name | None:
