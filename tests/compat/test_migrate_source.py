@@ -693,6 +693,11 @@ LAZY = {
         "    return grad_scaler.GradScaler(), torch\n",
         'def f():\n    import torch, amp_core\n    return amp_core.GradScaler("cuda"), torch\n',
     ),
+    "below the first use": (
+        "try:\n    import torch.cuda as c\nexcept ImportError:\n    c = None\nc.amp.GradScaler()\nimport torch.nn\n",
+        "try:\n    import torch.cuda as c\n    import amp_core\nexcept ImportError:\n    c = None\n"
+        'amp_core.GradScaler("cuda")\nimport torch.nn\n',
+    ),
     "after the environment is set": (
         "import os\nos.environ['OMP_NUM_THREADS'] = '1'\nimport torch\nimport sys\nf()\ntorch.cuda.amp.autocast()\n",
         "import os\nos.environ['OMP_NUM_THREADS'] = '1'\nimport torch\nimport sys\nimport amp_core\nf()\n"

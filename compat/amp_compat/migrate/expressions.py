@@ -102,7 +102,8 @@ class Expressions:
         name = self._target.root
         sources = [] if root is None else self._resolver.imports_of(root)
         local = [b for b in sources if root is not None and self._resolver.reaches(root, b)]
-        if self._imports.loads_torch() or not sources or len(local) < len(sources):
+        loaded = root is None or self._imports.loads_torch(above=root)
+        if loaded or not sources or len(local) < len(sources):
             self._imports.need(name)
             return
         for source in local:

@@ -13,7 +13,7 @@ from libcst.helpers import get_full_name_for_node
 
 from amp_compat.migrate.bindings import module_name
 from amp_compat.migrate.names import Target, parse_legacy
-from amp_compat.migrate.tree import Parents
+from amp_compat.migrate.tree import Parents, around
 
 Statement = cst.BaseSmallStatement
 Statements = cst.SimpleStatementLine | cst.SimpleStatementSuite
@@ -54,9 +54,11 @@ class ImportEditor:
             self._following.add((node, module))
             self._followed[node].append(cst.Import([cst.ImportAlias(_dotted(module))]))
 
-    def loads_torch(self) -> bool:
-        """Return whether the module always imports torch, or amp_core, which does."""
-        return _loads_torch(self._module.body) is not None
+    def loads_torch(self, above: cst.CSTNode) -> bool:
+        """Return whether torch, or amp_core, which loads it, is always imported above the node `above`."""
+        top = [above, *around(above, self._parents)][-2]
+        first = _loads_torch(self._module.body)
+        return first is not None and any(line is top for line in self._module.body[first:])
 
     def concerns(self, node: cst.CSTNode, bound: str) -> bool:
         """Return whether `node` binds `bound` to a deprecated name."""
