@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import builtins
-import io
 import os
-import pkgutil
-import runpy
 import sys
 import zipfile
+from importlib.abc import InspectLoader
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader, SourcelessFileLoader
+from importlib.util import find_spec
 from types import CodeType, ModuleType
+from typing import cast
 
 
 def run_program(program: str, *, module: bool) -> None:
@@ -21,30 +22,53 @@ def run_program(program: str, *, module: bool) -> None:
     Args:
         program: the path of a file, of a folder or archive with a ``__main__.py``, or the name of a module.
         module: `program` is the name of a module.
+
+    Raises:
+        ImportError: there is no such module, or no ``__main__.py``.
     """
     main = sys.modules["__main__"] = ModuleType("__main__")
     main.__dict__["__builtins__"] = builtins
+    path = os.path.abspath(program)
     if module:
         sys.path.insert(0, os.getcwd())
-        _run_in_main(program)
-    elif os.path.isdir(program) or zipfile.is_zipfile(program):
-        sys.path[0] = program
-        _run_in_main("__main__", alter_argv=False)
+        spec = _module(program)
+        sys.argv[0] = spec.origin or program
+        _run(spec, main)
+    elif os.path.isdir(path) or zipfile.is_zipfile(path):
+        sys.path[0] = path
+        _run(_present(PathFinder.find_spec("__main__", [path]), f"__main__ in {program}"), main)
     else:
-        path = os.path.abspath(program)
         sys.path[0] = os.path.dirname(path)
-        main.__dict__.update(__file__=path, __cached__=None)
-        exec(_code_of(path), main.__dict__)
+        _run_file(path, main)
 
 
-_run_in_main = runpy._run_module_as_main  # type: ignore[attr-defined]  # what ``python -m`` calls
+def _module(name: str) -> ModuleSpec:
+    spec = _present(find_spec(name), name)
+    is_package = spec.submodule_search_locations is not None
+    return _present(find_spec(f"{name}.__main__"), f"{name}.__main__") if is_package else spec
 
 
-def _code_of(path: str) -> CodeType:
-    with io.open_code(path) as file:
-        code = pkgutil.read_code(file)  # of a .pyc file
-    if isinstance(code, CodeType):
-        return code
-    with io.open_code(path) as file:
-        source: CodeType = compile(file.read(), path, "exec", dont_inherit=True)
-    return source
+def _present(spec: ModuleSpec | None, name: str) -> ModuleSpec:
+    if spec is None:
+        raise ModuleNotFoundError(f"No module named {name}")
+    return spec
+
+
+def _run(spec: ModuleSpec, main: ModuleType) -> None:
+    code = cast("InspectLoader", spec.loader).get_code(spec.name)
+    if code is None:
+        raise ImportError(f"{spec.name} is not written in Python, so it cannot be run.", name=spec.name)
+    names = {"__file__": spec.origin, "__cached__": spec.cached, "__loader__": spec.loader}
+    main.__dict__.update(names, __package__=spec.parent, __spec__=spec)
+    exec(code, main.__dict__)
+
+
+def _run_file(path: str, main: ModuleType) -> None:
+    loader = (SourcelessFileLoader if path.endswith(".pyc") else SourceFileLoader)("__main__", path)
+    if isinstance(loader, SourceFileLoader):  # its `get_code` would keep the bytecode, as imports do
+        code: CodeType | None = loader.source_to_code(loader.get_data(path), path)
+    else:
+        code = loader.get_code("__main__")
+    assert code is not None, "a file has code, or its loader raises"
+    main.__dict__.update(__file__=path, __cached__=None, __loader__=loader)
+    exec(code, main.__dict__)

@@ -27,6 +27,8 @@ if __name__ == "__main__":
     atexit.register(save, "exit")
     threading.Thread(target=save_later).start()
     os.chdir("/")
+    print(__file__, __cached__, __package__, type(__loader__).__name__, __spec__ and __spec__.name)
+    print(sys.argv, sys.path[0])
     print("starts", os.path.exists(__file__), __name__, sys.modules[__name__].Model is Model)
 """
 
