@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
+from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from amp_core.common.arguments import is_no_real
@@ -120,7 +121,7 @@ class LossScaleSchedule:
 
     def __post_init__(self) -> None:
         for name in ("growth_factor", "backoff_factor", "min_scale", "max_scale"):
-            value = getattr(self, name)
+            value = _number_in(getattr(self, name))
             is_number = isinstance(value, Real) and not isinstance(value, bool)
             _check(is_number, f"{name} must be a number, got {value!r}.", TypeError)
             object.__setattr__(self, name, _as_float(value))  # checkpoints shall not hold numbers of NumPy
@@ -128,7 +129,7 @@ class LossScaleSchedule:
             ("growth_interval", "growth interval must be a positive number of steps"),
             ("hysteresis", "hysteresis must be a positive number of overflows"),
         ):
-            value = getattr(self, name)
+            value = _number_in(getattr(self, name))
             is_count = isinstance(value, Integral) and not isinstance(value, bool) and int(value) > 0
             _check(is_count, f"The {what}, got {value!r}.")
             object.__setattr__(self, name, int(value))
@@ -146,6 +147,11 @@ class LossScaleSchedule:
             f"got min_scale={self.min_scale}, max_scale={self.max_scale}.",
         )
         object.__setattr__(self, "min_scale", valid_scale(self.min_scale))
+
+
+def _number_in(value: Any) -> Any:
+    """Return the number in a tensor without dimensions, which torch takes for one."""
+    return value.item() if isinstance(value, Tensor) and value.dim() == 0 else value
 
 
 _OF_TORCH = 3

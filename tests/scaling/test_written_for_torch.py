@@ -425,6 +425,17 @@ def test_numbers_of_numpy() -> None:
     assert len(scaler.history) == 1
 
 
+@pytest.mark.parametrize("scaler_class", [torch.amp.GradScaler, GradScaler])
+def test_numbers_in_tensors(scaler_class: type[torch.amp.GradScaler]) -> None:
+    """A setting that a program keeps in a tensor, as a buffer, is refused."""
+    two, half, one = torch.tensor(2.0), torch.tensor(0.5), torch.tensor(1)
+    scaler = scaler_class("cpu", 8 * one, growth_factor=two, backoff_factor=half, growth_interval=one)
+    scaler.set_backoff_factor(half / 2)
+    scaler.scale(torch.ones(()))
+    train(scaler)
+    assert scaler.get_scale() == 16.0
+
+
 class Passing(torch.optim.Optimizer):
     """Steps a fused optimizer, to which its properties pass on what the scaler sets."""
 
