@@ -172,7 +172,7 @@ class StoredWeights(LocalHandle):
 
     # One step.
 
-    def take_step(self, closure: Callable[[], Any] | None) -> Any:
+    def _take_step(self, closure: Callable[[], Any] | None) -> Any:
         """Let the optimizer step on float32 weights; returns what the closure returned."""
         self._writes.refuse_two(self._names)
         loss = None
@@ -368,6 +368,6 @@ def _step_of(stored: StoredWeights) -> Callable[..., Any]:
     @outside_graphs  # the random bits of each step would be traced, number by number
     def step(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         taken_by = ref()
-        return unhooked_step(optimizer)(closure) if taken_by is None else taken_by.take_step(closure)
+        return unhooked_step(optimizer)(closure) if taken_by is None else taken_by._take_step(closure)
 
     return step
