@@ -84,6 +84,14 @@ REWRITES = {
         "from torch import amp\nfrom torch.cuda import nvtx\n"
         "with amp.autocast('cuda'), nvtx.range('x'):\n    s = amp.GradScaler('cuda')\n",
     ),
+    "part of torch in a variable": (
+        "import torch\ncuda = torch.cuda\nwith cuda.amp.autocast(False):\n    pass\n",
+        'import torch\ncuda = torch.cuda\nwith torch.amp.autocast("cuda", enabled=False):\n    pass\n',
+    ),
+    "torch in a variable, then part of it in another": (
+        "import torch\nt = torch\ndef f():\n    c = t.cuda\n    return c.amp.GradScaler(), t.cpu.amp.autocast()\n",
+        'import torch\nt = torch\ndef f():\n    c = t.cuda\n    return torch.amp.GradScaler("cuda"), t.amp.autocast("cpu")\n',
+    ),
     "module with an alias": (
         "import torch.cuda.amp as tamp\ntamp.autocast_mode.autocast(enabled=False)\n",
         'import torch.amp as tamp\ntamp.autocast("cuda", enabled=False)\n',
@@ -299,6 +307,8 @@ REWRITES = {
 }
 
 UNTOUCHED = {
+    "amp of an unknown module": 'def make(module):\n    return module.amp.GradScaler("cuda")\n',
+    "amp of a variable from elsewhere": "from x import torch as t\nmod = t.cuda\nmod.amp.autocast()\n",
     "another package's amp": (
         "import paddle as torch\nfrom torch_npu import npu\nfrom jittor import cuda\n"
         "torch.cuda.amp.autocast(), npu.amp.autocast(), cuda.amp.GradScaler(), config.cuda.amp\n"
@@ -482,9 +492,21 @@ HUMAN = {
         "if has_torch:\n    import torch\nelse:\n    torch = Stub()\n\n@torch.cpu.amp.autocast(False)\ndef f(): ...\n",
         "`torch` is not imported from torch here",
     ),
-    "part of torch in a variable": (
-        "import torch\ncuda = torch.cuda\nwith cuda.amp.autocast(False):\n    pass\n",
-        "`cuda` is not imported from torch here",
+    "a variable that is part of torch in one branch": (
+        "import torch\nif x:\n    mod = torch.cuda\nelse:\n    mod = torch.cpu\nwith mod.amp.autocast(False):\n    pass\n",
+        "it may be that of `torch.cuda`",
+    ),
+    "a choice of two parts of torch": (
+        "import torch\n(torch.cpu if x else torch.xpu).amp.autocast()\n",
+        "it may be that of `torch.cpu`",
+    ),
+    "the part of torch of any device": (
+        "import torch\nscaler = getattr(torch, device.type).amp.GradScaler()\n",
+        "it may be that of `torch.cuda`",
+    ),
+    "the part of torch of any device in a variable": (
+        "import torch\nmod = getattr(torch, device.type, None)\nscaler = mod.amp.GradScaler()\n",
+        "it may be that of `torch.cuda`",
     ),
     "a submodule in a quoted annotation": (
         "from torch.cuda.amp import grad_scaler\ndef f(scaler: 'grad_scaler.GradScaler'): ...\n",

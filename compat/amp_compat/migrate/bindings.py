@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import libcst as cst
+import libcst.matchers as m
 from libcst.helpers import get_full_name_for_node
 from libcst.metadata import Assignment, BaseAssignment, ClassScope, GlobalScope, ImportAssignment, Scope
 
-from amp_compat.migrate.names import OBJECTS, parse_legacy
+from amp_compat.migrate.names import DEVICE_MODULES, parse_legacy
+from amp_compat.migrate.stars import module_name, star_imports
 from amp_compat.migrate.tree import Parents, around, root_of
 
+_ON_THE_WAY = {"torch", *DEVICE_MODULES}
+_GETATTR = m.Call(func=m.Name("getattr"), args=[m.Arg(), m.Arg(), m.ZeroOrMore()])
 _CALLED = {"autocast", "GradScaler", "custom_fwd", "custom_bwd"}
 
 
@@ -91,6 +95,22 @@ class Resolver:
                 self._active.discard(bound)
         return found
 
+    def possible_device(self, node: cst.BaseExpression) -> str:
+        """Return the module of a device that `node`, or what it is assigned from, may be: of CUDA or CPUs."""
+        scope = self.scope_of(node)
+        bindings = scope[node.value] if isinstance(node, cst.Name) and scope is not None else ()
+        values = [node, *filter(None, map(self._value, bindings))]
+        parts = [part for value in values for part in m.findall(value, m.Attribute() | m.Call())]
+        modules = [self._device_module(part) for part in parts]
+        return next(filter(None, modules), "")
+
+    def _device_module(self, part: cst.CSTNode) -> str:
+        if isinstance(part, cst.Call) and m.matches(part, _GETATTR) and getattr_literal(part) is None:
+            owner = self.resolve(part.args[0].value)  # the module of any device
+            return "torch.cuda" if owner is not None and owner.dotted == "torch" else ""
+        found = self.resolve(part) if isinstance(part, (cst.Attribute, cst.Call)) else None
+        return found.dotted if found is not None and found.dotted in DEVICE_MODULES else ""
+
     def reaches(self, node: cst.CSTNode, binding: ImportAssignment) -> bool:
         """Return whether what is imported where `binding` is can be used at `node`, too."""
         scopes = [self.scope_of(each) for each in (node, *around(node, self.parents))]
@@ -151,7 +171,8 @@ class Resolver:
         if len(names) == 1 and certain[0][1] is not None and (len(imported) == 1 or not _called(names)):
             meaning = certain[0][1]
             fallback = any(not _is_none(self._value(b)) for b, _ in meanings if (b, _) not in certain)
-            alias = meaning.alias or not isinstance(certain[0][0], ImportAssignment)
+            assigned = not isinstance(certain[0][0], ImportAssignment)
+            alias = meaning.alias or (assigned and parse_legacy(meaning.dotted) is not None)
             imports = tuple(b for b, _ in certain)
             return replace(meaning, bindings=imports, alias=alias, fallback=fallback)
         return self._unclear(node.value, certain)
@@ -200,7 +221,8 @@ class Resolver:
             meaning = self.resolve(value)
         finally:
             self._active.discard(bound)
-        return meaning if meaning and parse_legacy(meaning.dotted) else None
+        known = meaning is not None and (meaning.dotted in _ON_THE_WAY or parse_legacy(meaning.dotted))
+        return meaning if known else None
 
     def _value(self, binding: BaseAssignment) -> cst.BaseExpression | None:
         """Return the right-hand side of ``name = value``, or None for other bindings."""
@@ -237,24 +259,6 @@ def getattr_literal(node: cst.BaseExpression) -> str | None:
     ):
         return str(word.evaluated_value)
     return None
-
-
-def star_imports(body: Sequence[cst.CSTNode]) -> list[cst.ImportFrom]:
-    """Return the star imports of deprecated modules among the statements `body`."""
-    lines = [line for line in body if isinstance(line, cst.SimpleStatementLine)]
-    froms = [small for line in lines for small in line.body if isinstance(small, cst.ImportFrom)]
-    return [f for f in froms if isinstance(f.names, cst.ImportStar) and parse_legacy(module_name(f) or "")]
-
-
-def star_names(module: cst.Module) -> dict[str, str]:
-    """Map the names bound by star imports of deprecated modules to their full names."""
-    stars = [module_name(star) for star in star_imports(module.body)]
-    return {name: f"{dotted}.{name}" for dotted in stars for name in OBJECTS if name[0] != "_"}
-
-
-def module_name(node: cst.ImportFrom) -> str | None:
-    """Return the module of ``from module import ...``; None if it is relative."""
-    return None if node.relative or node.module is None else get_full_name_for_node(node.module)
 
 
 def _imported(node: cst.CSTNode, name: str) -> str | None:

@@ -9,7 +9,7 @@ import libcst as cst
 from libcst.metadata import BaseAssignment, ClassScope, ImportAssignment
 
 from amp_compat.migrate.apex.to_amp_core import ApexRewriter
-from amp_compat.migrate.bindings import Resolver, module_name, star_imports, star_names
+from amp_compat.migrate.bindings import Resolver
 from amp_compat.migrate.calls import CannotConvertError, convert_args, has_positional, name_positional
 from amp_compat.migrate.collect import Collector
 from amp_compat.migrate.expressions import Expressions
@@ -27,6 +27,7 @@ from amp_compat.migrate.settle import (
     settle_shared,
     settle_values,
 )
+from amp_compat.migrate.stars import module_name, star_imports, star_names
 from amp_compat.migrate.tree import (
     Apply,
     Edit,

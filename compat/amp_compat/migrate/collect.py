@@ -9,12 +9,14 @@ import warnings
 from collections.abc import Iterator
 
 import libcst as cst
+import libcst.matchers as m
 from libcst.helpers import get_full_name_for_node
 
-from amp_compat.migrate.bindings import Resolved, Resolver, module_name
+from amp_compat.migrate.bindings import Resolved, Resolver
 from amp_compat.migrate.names import OBJECTS, parse_legacy
 from amp_compat.migrate.plan import Plan, Use
 from amp_compat.migrate.rules import classify, no_successor
+from amp_compat.migrate.stars import module_name
 from amp_compat.migrate.tree import NameWalker, Parents, syntax_error
 from amp_compat.migrate.versions import beside_successor
 
@@ -29,6 +31,7 @@ _BINDING = (
 )
 
 _CHAIN = re.compile(rf"(?:^|\.)(cuda|cpu)\.amp\.(?:\w+\.)?({'|'.join(sorted(OBJECTS))})$")
+_OF_AMP = m.Attribute(m.Attribute(attr=m.Name("amp")), m.Name(m.MatchIfTrue(OBJECTS.__contains__)))
 _FROM_TORCH = re.compile(r"\btorch\.(?:cuda|cpu)\.amp\.")
 
 _IN_STRING = re.compile(r"\btorch\.(?:cuda|cpu)(?:\.amp\b| import .*\bamp\b)")
@@ -114,19 +117,29 @@ class Collector(NameWalker):
         return True
 
     def _take_unknown(self, node: cst.BaseExpression, resolved: Resolved | None) -> bool:
-        """Record ``torch.cuda.amp.name`` if `torch` is not imported here, but may be the module."""
+        """Record ``x.amp.name`` if `x` may be ``torch.cuda`` or ``torch.cpu``, but is not for certain."""
         name = get_full_name_for_node(node) if isinstance(node, cst.Attribute) else None
         found = _CHAIN.search(name) if name is not None else None
-        if (
-            name is None
-            or found is None
-            or (resolved is not None and not _FROM_TORCH.search(resolved.dotted))
-        ):
+        if name is None or (resolved is not None and not _FROM_TORCH.search(resolved.dotted)):
             return False
+        if found is None:
+            return resolved is None and self._take_possible(node)
         root = name[: found.start()] or found[1]
         reason = f"`{root}` is not imported from torch here; if it is torch's, rewrite this by hand"
         self.plan.others.append((node, f"torch.{found[1]}.amp.{found[2]}", reason))
         return True
+
+    def _take_possible(self, node: cst.BaseExpression) -> bool:
+        """Record ``x.amp.name`` if one of the values of `x` is ``torch.cuda`` or ``torch.cpu``."""
+        if not m.matches(node, _OF_AMP):
+            return False
+        assert isinstance(node, cst.Attribute)
+        assert isinstance(node.value, cst.Attribute)
+        module = self._resolver.possible_device(node.value.value)
+        if module:
+            reason = f"it may be that of `{module}` or of another module; rewrite it by hand"
+            self.plan.others.append((node, f"{module}.amp.{node.attr.value}", reason))
+        return bool(module)
 
 
 def _parts(target: cst.BaseExpression) -> Iterator[cst.BaseExpression]:

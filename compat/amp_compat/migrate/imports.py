@@ -11,8 +11,8 @@ import libcst as cst
 from libcst import matchers as m
 from libcst.helpers import get_full_name_for_node
 
-from amp_compat.migrate.bindings import module_name
 from amp_compat.migrate.names import Target, parse_legacy
+from amp_compat.migrate.stars import module_name
 from amp_compat.migrate.tree import Parents, around
 
 Statement = cst.BaseSmallStatement

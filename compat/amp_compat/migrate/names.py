@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 _DEVICES = {"torch.cuda.amp": "cuda", "torch.cpu.amp": "cpu"}
+DEVICE_MODULES = frozenset({"torch.cuda", "torch.cpu"})
 _SUBMODULES = frozenset({"autocast_mode", "grad_scaler", "common"})
 OBJECTS = frozenset({"autocast", "GradScaler", "custom_fwd", "custom_bwd", "_cast", "OptState"})
 

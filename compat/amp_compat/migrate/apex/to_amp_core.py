@@ -10,8 +10,9 @@ from libcst.helpers import get_full_name_for_node
 from libcst.metadata import ImportAssignment
 
 from amp_compat.migrate.apex.calls import ApexFinding
-from amp_compat.migrate.bindings import Resolved, Resolver, module_name
+from amp_compat.migrate.bindings import Resolved, Resolver
 from amp_compat.migrate.names import Target
+from amp_compat.migrate.stars import module_name
 from amp_compat.migrate.tree import NameWalker
 
 SUPPORTED = frozenset({"initialize", "scale_loss", "master_params", "state_dict", "load_state_dict"})

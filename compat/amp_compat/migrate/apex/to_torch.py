@@ -14,10 +14,11 @@ from amp_compat.migrate.apex.calls import ApexFinding, CannotFollowError
 from amp_compat.migrate.apex.parts import Backward, Program
 from amp_compat.migrate.apex.program import Reader
 from amp_compat.migrate.apex.write import Lines, Write, comments_of
-from amp_compat.migrate.bindings import Resolver, star_names
+from amp_compat.migrate.bindings import Resolver
 from amp_compat.migrate.imports import ImportEditor, bound_names
 from amp_compat.migrate.model import Finding, Level
 from amp_compat.migrate.names import Target
+from amp_compat.migrate.stars import star_names
 from amp_compat.migrate.tree import metadata_of
 
 _NAMES = ("scaler", "grad_scaler", "amp_scaler", "torch_amp_scaler")
