@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from amp_core.cli.tables import print_table
@@ -26,6 +27,9 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps({"backends": rows, "features": features}, indent=2))
     else:
         _print_table(rows)
+        for row in rows:
+            for line in filter(None, _details(row)):
+                print(f"{row['device']}: {line}")
         _print_features(features)
     return 0
 
@@ -82,18 +86,37 @@ def _formats(backend: Backend) -> dict[str, Any]:
     }
 
 
-def _print_formats(rows: list[dict[str, Any]]) -> None:
-    for row in rows:
-        if row["status"] != "available":
-            continue
-        by_reason: dict[str, list[str]] = {}
-        for name, reasons in row["emulated_formats"].items():
-            every = len(reasons) == 3 and len({*reasons.values()}) == 1
-            said = [*reasons.values()][:1] if every else [f"{k}: {v}" for k, v in reasons.items()]
-            by_reason.setdefault("; ".join(said), []).append(name)
-        print(f"{row['device']}: native formats: {', '.join(row['native_formats']) or 'none'}")
-        for text, names in by_reason.items():
-            print(f"{row['device']}: emulated: {', '.join(names)} ({text})")
+def _print_table(rows: list[dict[str, Any]]) -> None:
+    columns = ("device", "status", "dtypes (default first)", "kernels", "from")
+    colours = {"available": "green", "absent": "yellow", "failed": "red", "disabled": "red"}
+    print_table("amp-core backends", columns, [_cells(row) for row in rows], colours)
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    dtypes = [row["default_dtype"], *(d for d in row["supported_dtypes"] if d != row["default_dtype"])]
+    source = f"{row['distribution']} {row['version']}".strip() or row["plugin"]
+    return (row["device"], row["status"], ", ".join(filter(None, dtypes)), row["kernels"], source)
+
+
+def _details(row: dict[str, Any]) -> Iterator[str]:
+    """Yield what has no room in the table."""
+    yield row["reason"]
+    if row["kernels_reason"]:
+        yield f"kernels: {row['kernels_reason']}"
+    if row["status"] == "available":
+        yield from _formats_in_words(row)
+    yield row["path"]
+
+
+def _formats_in_words(row: dict[str, Any]) -> Iterator[str]:
+    by_reason: dict[str, list[str]] = {}
+    for name, reasons in row["emulated_formats"].items():
+        every = len(reasons) == 3 and len({*reasons.values()}) == 1
+        said = [*reasons.values()][:1] if every else [f"{k}: {v}" for k, v in reasons.items()]
+        by_reason.setdefault("; ".join(said), []).append(name)
+    yield f"native formats: {', '.join(row['native_formats']) or 'none'}"
+    for text, names in by_reason.items():
+        yield f"emulated: {', '.join(names)} ({text})"
 
 
 def _print_features(features: list[dict[str, Any]]) -> None:
@@ -101,20 +124,3 @@ def _print_features(features: list[dict[str, Any]]) -> None:
     print(f"features that depend on private torch names: {len(features) - len(off)} of {len(features)} work")
     for feature in off:
         print(f"off: {feature['feature']}: {feature['reason']}")
-
-
-def _print_table(rows: list[dict[str, Any]]) -> None:
-    columns = ("device", "status", "reason", "dtypes (default first)", "kernels", "from")
-    colours = {"available": "green", "absent": "yellow", "failed": "red", "disabled": "red"}
-    print_table("amp-core backends", columns, [_cells(row) for row in rows], colours)
-    for row in rows:
-        if row["path"]:
-            print(f"{row['device']}: {row['path']}")
-    _print_formats(rows)
-
-
-def _cells(row: dict[str, Any]) -> tuple[str, ...]:
-    dtypes = [row["default_dtype"], *(d for d in row["supported_dtypes"] if d != row["default_dtype"])]
-    kernels = ": ".join(filter(None, (row["kernels"], row["kernels_reason"])))
-    source = f"{row['distribution']} {row['version']}".strip() or row["plugin"]
-    return (row["device"], row["status"], row["reason"], ", ".join(filter(None, dtypes)), kernels, source)
