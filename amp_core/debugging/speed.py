@@ -20,6 +20,7 @@ from amp_core.common.text import counted
 from amp_core.debugging.advice import ORIGIN, OpTime, SpeedAdvice
 from amp_core.debugging.agreement import Ranks
 from amp_core.debugging.capture import Capture
+from amp_core.debugging.forward_region import forward_region
 from amp_core.debugging.places import Places
 from amp_core.debugging.state_keeper import StateKeeper
 from amp_core.debugging.step import Step, is_of_freed_graph
@@ -243,7 +244,8 @@ class SpeedSearch:
         step = self._step
         self._keeper.clear_gradients()
         with step.applied(setting.modules), step.in_force(setting.policy):
-            with autocast(step.device_type, step.dtype, setting.enabled, policy=setting.policy):
+            region = autocast(step.device_type, step.dtype, setting.enabled, policy=setting.policy)
+            with forward_region(region):
                 result = step.fn()
             self._backward(result)
 

@@ -15,6 +15,7 @@ from amp_core.common.arguments import as_whole, device_type_of
 from amp_core.common.generators import seeded
 from amp_core.debugging.capture import Capture, Run
 from amp_core.debugging.fits import fits_of_parameters
+from amp_core.debugging.forward_region import forward_region
 from amp_core.debugging.places import Place, Places
 from amp_core.debugging.state_keeper import StateKeeper
 from amp_core.debugging.tap import measuring, muted
@@ -150,7 +151,7 @@ class Step:
             with contextlib.ExitStack() as stack:
                 stack.enter_context(tap)
                 stack.enter_context(self.in_force(policy))
-                with autocast(self.device_type, dtype=dtype, policy=policy):
+                with forward_region(autocast(self.device_type, dtype=dtype, policy=policy)):
                     result = self.fn()
                 self.leaves_backward = _run_backward(result, scale, capture, keeper)
                 self.roots = [self.model] if self.model is not None else tap.places.roots
