@@ -56,7 +56,7 @@ class Comparison(Report):
     Attributes:
         differences: one for each value in both runs, in order of computation.
         unmatched: the number of values in only one of the runs.
-        dtype: the low-precision dtype.
+        dtype: the low-precision dtype, also where only the step's own regions name it.
         reference_dtype: the dtype of the reference run.
         ran_backward: whether `fn` ran a backward pass.
         scale: the loss scale of the mixed-precision run.
@@ -87,7 +87,7 @@ class Comparison(Report):
         self.differences = [*found.differences.values()]
         shared = len(found.differences)
         self.unmatched = len(reference.samples) + len(mixed.samples) - 2 * shared
-        self.dtype = dtype
+        self.dtype = _low_dtype(mixed, dtype)
         self.reference_dtype = reference_dtype
         self.scale = mixed.scale
         self.loss, self.reference_loss = found.losses
@@ -182,6 +182,13 @@ class Comparison(Report):
 
     def __repr__(self) -> str:
         return f"<Comparison of {counted(len(self.differences), 'value')} in {self.dtype}>"
+
+
+def _low_dtype(run: Run, dtype: torch.dtype) -> torch.dtype:
+    """Return `dtype`, or what the ops of `run` ran in instead: regions of the step may name another."""
+    halves = {torch.float16, torch.bfloat16}
+    ran = halves.intersection(sample.dtype for sample in run.samples.values())
+    return ran.pop() if dtype in halves and len(ran) == 1 else dtype
 
 
 def _weight(gradient: Difference) -> float:

@@ -285,6 +285,19 @@ def test_a_backward_pass_of_the_step_leaves_the_region(region, backward):
     assert torch.autograd.backward is passes
 
 
+def test_the_region_of_the_step_names_the_dtype(attention, step):
+    """The report says bfloat16, and draws its range, where all has been computed in float16."""
+    run = step(attention)
+
+    def fn():
+        with torch.autocast("cpu", dtype=torch.float16):
+            return run()
+
+    c = amp_core.compare(fn, "cpu")
+    assert c.dtype is torch.float16
+    assert str(c).startswith("float16 against float32")
+
+
 @pytest.mark.parametrize("region", [autocast, torch.autocast])
 def test_a_backward_pass_in_a_region_of_the_step_stays_there(region):
     """A step that runs its backward pass in a region is compared with another one."""
