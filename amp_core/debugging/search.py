@@ -60,7 +60,6 @@ class Search:
     ) -> None:
         self._step, self._optimizer = step, optimizer
         self._given = tolerance
-        self._tolerance, _ = tolerances(step.dtype, tolerance)
         self._progress = progress
         self._findings: list[Finding] = []
 
@@ -106,11 +105,11 @@ class Search:
         return scaled, better
 
     def _takes_scale(self, comparison: Comparison) -> bool:
-        return _is_narrow(self._step.dtype) and comparison.ran_backward and self._step.leaves_backward
+        return _is_narrow(comparison.dtype) and comparison.ran_backward and self._step.leaves_backward
 
     def _restores(self, now: Comparison, better: Comparison) -> bool:
         """Return whether the gradient of some parameter is wrong now and right in `better`."""
-        _, limit = tolerances(self._step.dtype, self._given)
+        _, limit = tolerances(now.dtype, self._given)
         right = {d.key for d in better.at(PARAMETER) if d.error <= limit}
         return any(d.error > limit and not d.noise and d.key in right for d in now.at(PARAMETER))
 
@@ -148,13 +147,13 @@ class Search:
         self, proposal: Proposal, now: Comparison, fault: Difference
     ) -> tuple[Proposal, Comparison] | None:
         what = f"{where(fault)} {'produces inf or NaN' if fault.added == math.inf else 'loses digits'}"
-        bound = self._badness(now)
+        bound, (limit, _) = self._badness(now), tolerances(now.dtype, self._given)
         for words, candidate in self._candidates(proposal, now, fault):
             # The rule may not fit this op, or the module may be missing.
             with contextlib.suppress(PolicyError):
                 tried = self._try(candidate, words)
                 after = next((d.added for d in tried.differences if d.key == fault.key), 0.0)
-                if after <= self._tolerance and self._badness(tried) < bound:
+                if after <= limit and self._badness(tried) < bound:
                     self._note(what, fault, words, after)
                     return candidate, tried
         self._note(what, fault, "", fault.added)

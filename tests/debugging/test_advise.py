@@ -47,6 +47,18 @@ def test_a_gradient_that_underflows(shrinking, step):
     assert not advice.modules
 
 
+def test_the_region_of_the_step_names_the_dtype(shrinking, step):
+    """No loss scale is proposed to a float16 step, as the device's regions are in bfloat16 by default."""
+    run = step(shrinking, 1e-3)
+
+    def fn():
+        with torch.autocast("cpu", dtype=FP16):
+            return run()
+
+    asked, given = amp_core.advise(run, "cpu", dtype=FP16), amp_core.advise(fn, "cpu")
+    assert (given.init_scale, given.findings) == (asked.init_scale, asked.findings)
+
+
 def test_an_underflow_that_changes_no_gradient_is_no_fault():
     """A loss scale is proposed as a fix where the gradients of all parameters are right without one."""
     torch.manual_seed(0)
