@@ -42,11 +42,11 @@ def _file(advice: Advice) -> str:
 
 
 def _facts(advice: Advice) -> dict[str, str]:
-    if advice.after is None:
+    if advice.before is None:
         return {}
     fixed = sum(bool(f.fix) for f in advice.findings)
     unscaled = "not needed"
-    if advice.after.dtype is torch.float16 and advice.after.ran_backward:
+    if advice.before.dtype is torch.float16 and advice.before.ran_backward:
         unscaled = "not sought, as fn runs the backward pass itself"
     return {
         "faults found": f"{len(advice.findings)}, {fixed} fixed",

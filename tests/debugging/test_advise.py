@@ -59,6 +59,21 @@ def test_the_region_of_the_step_names_the_dtype(shrinking, step):
     assert (given.init_scale, given.findings) == (asked.init_scale, asked.findings)
 
 
+def test_a_proposal_that_leaves_nothing_in_float16():
+    """The report says that no loss scale is needed, where none has been sought."""
+    torch.manual_seed(0)
+    model, x, y = nn.Sequential(nn.Linear(8, 4)), torch.randn(4, 8), torch.randn(4, 4)
+
+    def fn():
+        with torch.autocast("cpu", dtype=FP16):
+            loss = nn.functional.mse_loss(model(x), y)
+        (loss * 2.0**24).backward()
+
+    advice = amp_core.advise(fn, "cpu", model=model)
+    assert FP16 not in {d.dtype for d in advice.after.differences}
+    assert "init_scale    not sought" in str(advice)
+
+
 def test_an_underflow_that_changes_no_gradient_is_no_fault():
     """A loss scale is proposed as a fix where the gradients of all parameters are right without one."""
     torch.manual_seed(0)
