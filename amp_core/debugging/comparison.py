@@ -242,7 +242,8 @@ def compare(
         fn: the step, a function without arguments. It runs the forward pass and returns the loss; `compare`
             then runs the backward pass with `scale`. If `fn` runs it itself, `scale` is not used.
             `fn` needs no autocast region; a region that it enters without a policy uses the run's policy.
-            A backward pass that it runs outside of its own regions runs outside of the run's region, too.
+            What it does outside of its own regions is in the run's, except for backward passes and steps of
+            optimizers.
         device: the device type, as for `autocast`.
         policy: the policy of the mixed-precision run; by default the device's.
         format: a `Recipe`, or the name of one, for those matrix products that the policy runs in low

@@ -650,3 +650,60 @@ def test_each_table_of_a_comparison_in_a_format_is_in_the_json():
     tables = json.loads(amp_core.compare(lambda: model(x).sum(), "cpu", format="mxfp8").to_json())
     assert tables["quantized"]
     assert tables["in_format"] == []
+
+
+@pytest.mark.parametrize("region", [contextlib.nullcontext, autocast])
+def test_a_step_of_an_optimizer_leaves_the_region(region):
+    """Muon, which multiplies in bfloat16, is said to multiply in float16, and to overflow there."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(8, 4, bias=False), torch.randn(4, 8)
+    optimizer = torch.optim.Muon(model.parameters(), lr=0.1)
+    own = () if region is contextlib.nullcontext else ("cpu", torch.float16)
+
+    def fn():
+        with region(*own):
+            loss = model(x).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    products = [r for r in amp_core.compare(fn, "cpu", dtype=torch.float16).at(OP) if "addmm" in r.key.name]
+    assert {r.dtype for r in products} == {torch.bfloat16}
+
+
+def test_a_closure_of_an_optimizer_runs_in_the_region():
+    """A step that LBFGS takes is compared with itself: nothing in it runs in low precision."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(8, 4), torch.randn(4, 8)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(x).float().square().mean()
+        loss.backward()
+        return loss
+
+    c = amp_core.compare(lambda: optimizer.step(closure), "cpu", dtype=torch.float16)
+    assert {r.dtype for r in c.at(OP, "forward") if "linear" in r.key.name} == {torch.float16}
+
+
+def test_a_step_of_an_optimizer_that_fails():
+    """Autocast stays off, or on, after a comparison of a step whose optimizer raised."""
+
+    class Failing(torch.optim.SGD):
+        def step(self, closure=None):
+            raise ZeroDivisionError
+
+    model, x = nn.Linear(8, 4), torch.randn(4, 8)
+    optimizer = Failing(model.parameters(), lr=0.1)
+
+    def fn():
+        model(x).sum().backward()
+        optimizer.step()
+
+    with pytest.raises(ZeroDivisionError):
+        amp_core.compare(fn, "cpu", model=model)
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    assert not torch.is_autocast_enabled("cpu")
+    assert torch.autocast_increment_nesting() == 1
+    assert torch.autocast_decrement_nesting() == 0
