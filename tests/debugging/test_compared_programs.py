@@ -56,12 +56,18 @@ class Mean(nn.Module):
         return x + self.mean.clone()
 
 
+def _in_float32(module: nn.Module, x: Tensor) -> Tensor:
+    with autocast("cpu", enabled=False):
+        return module(x.float())
+
+
 PARTS: dict[str, Callable[[], nn.Module]] = {
     "linear": lambda: nn.Linear(8, 8),
     "batch norm": lambda: nn.BatchNorm1d(8),
     "dropout": lambda: nn.Dropout(0.3),
     "gelu": nn.GELU,
     "embedding": lambda: Around(nn.Embedding(4, 8), lambda table, x: x + table((x[:, 0] > 0).long())),
+    "float32": lambda: Around(nn.Linear(8, 8), _in_float32),
     "residual": lambda: Around(nn.Linear(8, 8), lambda layer, x: x + layer(x)),
     "checkpoint": lambda: Around(nn.Linear(8, 8), lambda f, x: checkpoint(f, x, use_reentrant=False)),
     "attention": lambda: Around(nn.MultiheadAttention(8, 2), lambda f, x: f(x, x, x, need_weights=False)[0]),
@@ -141,3 +147,29 @@ def test_compared_programs_are_left_as_they_were() -> None:
         assert len(after) == len(before), (program.parts, program.options, tool)
         for one, other in zip(before, after, strict=True):
             assert same(one, other, 0, 0), (program.parts, program.options, tool, one, other)
+
+
+def _trained(program: Program, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """Return the gradients of a training step, whose backward pass runs outside of the region."""
+    program = copy.deepcopy(program)
+    program.model.zero_grad()
+    torch.manual_seed(0)
+    if "eval" in program.options:
+        program.model.eval()
+    with nullcontext() if dtype is None else torch.autocast("cpu", dtype=dtype):
+        loss = program.loss()
+    loss.backward()
+    return {name: p.grad for name, p in program.model.named_parameters() if p.grad is not None}
+
+
+def test_compared_gradients_are_those_of_training() -> None:
+    """A comparison blames, or clears, a step that computes in another precision than the training."""
+    for choose in programs(seconds=8):
+        program = Program(choose)
+        program.options = [each for each in program.options if each not in ("zero", "step")]
+        program.model.zero_grad()
+        c = amp_core.compare(program.step, "cpu", dtype=LOW, model=program.model)
+        exact, low = _trained(program, None), _trained(program, LOW)
+        wanted = {name: float((low[name] - g).norm() / g.norm()) for name, g in exact.items() if g.norm()}
+        found = {d.key.name: d.error for d in c.at("parameter") if d.key.name in wanted}
+        assert found == pytest.approx(wanted, rel=1e-3, abs=1e-6), (program.parts, program.options)
