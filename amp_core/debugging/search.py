@@ -168,18 +168,27 @@ class Search:
     ) -> Iterator[tuple[str, Proposal]]:
         place = fault.key.place
         if place.module not in self._step.named_modules() or not place.model:
-            op = in_full(fault.key.name)
-            policy = proposal.policy.override({op: r.FP32}, origin=ORIGIN)
-            yield _words([op], ""), replace(proposal, policy=policy)
+            for ops in ([in_full(fault.key.name)], self._differentiated(now, fault)):
+                if ops:
+                    policy = proposal.policy.override(dict.fromkeys(ops, r.FP32), origin=ORIGIN)
+                    yield _words(ops, ""), replace(proposal, policy=policy)
             return
         if fault.key.phase == FORWARD:
             for ops in ([in_full(fault.key.name)], self._leading_to(now, fault)):
                 if ops:
                     yield _words(ops, place.module), _with_ops(proposal, place.module, ops)
+        elif not place.module and (ops := self._differentiated(now, fault)):
+            yield _words(ops, ""), _with_ops(proposal, "", ops)
         around = place.module
         while around:
             yield f"{around} in float32", _with_module(proposal, around)
             around = around.rpartition(".")[0]
+
+    def _differentiated(self, now: Comparison, fault: Difference) -> list[str]:
+        """Return the low-precision ops on the line whose backward pass has the fault."""
+        ops = (in_full(d.key.name) for d in now.at(OP, FORWARD) if _is_near(d, fault))
+        low = {op for op in ops if r.lowers(self._step.policy.rules.get(op))}
+        return sorted(low) if fault.key.phase == BACKWARD else []
 
     def _leading_to(self, now: Comparison, fault: Difference) -> list[str]:
         """Return the ops in the module that led to the fault, back to those meant for low precision."""
@@ -192,6 +201,10 @@ class Search:
                 ops.append(op)
                 pending += now.parents[key]
         return ops if len(ops) > 1 else []
+
+
+def _is_near(one: Difference, other: Difference) -> bool:
+    return one.key.place == other.key.place and bool(one.line) and one.line == other.line
 
 
 def _with_ops(proposal: Proposal, module: str, ops: list[str]) -> Proposal:

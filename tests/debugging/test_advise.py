@@ -74,6 +74,25 @@ def test_a_proposal_that_leaves_nothing_in_float16():
     assert "init_scale    not sought" in str(advice)
 
 
+@pytest.mark.parametrize("called", [True, False])
+def test_a_backward_pass_that_overflows_outside_of_all_layers(called):
+    """Of a product in the loss function, or in the model itself, no change is said to help."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(8, 4), torch.randn(4, 8)
+
+    def fn():
+        out = model(x) if called else nn.functional.linear(x, model.weight, model.bias)
+        return (out.float() * 1e4).square().sum()
+
+    advice = amp_core.advise(fn, "cpu", dtype=FP16, model=model)
+    (finding,) = advice.findings
+    assert (finding.module, finding.fix) == ("", "linear in float32")
+    rules = advice.modules[""] if called else advice.policy.rules
+    assert rules["aten::linear.default"] == "fp32"
+    assert advice.before.gradient_error == float("inf")
+    assert advice.after.gradient_error < 1e-3
+
+
 def test_an_underflow_that_changes_no_gradient_is_no_fault():
     """A loss scale is proposed as a fix where the gradients of all parameters are right without one."""
     torch.manual_seed(0)
