@@ -58,7 +58,7 @@ def can_take_apart(op: Overload, args: Sequence[Any], kwargs: Mapping[str, Any])
     if min(factor.dim() for factor in args[:2]) < 2:
         return False
     bias = given.get("bias")
-    return bias is None or "weight" not in given or bias.shape == (_channels(op, given),)
+    return bias is None or ("weight" in given and bias.shape == (_channels(op, given),))
 
 
 def bilinear(
@@ -69,7 +69,7 @@ def bilinear(
     given = _given(op, args, kwargs)
     rest = {name: value for name, value in given.items() if name not in (*takes[:2], "bias", "out_dtype")}
     bias, dtype = given.get("bias"), given.get("out_dtype")
-    if bias is not None and "weight" in takes:  # of a convolution: one element per channel
+    if bias is not None:  # of a convolution: one element per channel
         bias = bias.view(_channels(op, given), *[1] * (given["weight"].dim() - 2))
 
     def compute(a: Tensor, b: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ def bilinear(
 
     grouped = dispatcher_name(op) == "aten::_grouped_mm"
     if grouped and (calls_are_captured() or any(map(is_fake, args[:2]))):
-        return _in_graph(given.get("offs"), bias, dtype)
+        return _in_graph(given.get("offs"), dtype)
     return Bilinear(compute, functools.partial(_either, compute), bias, dtype)
 
 
@@ -98,7 +98,7 @@ def _gradient(of: Callable[[Tensor], Tensor], like: Tensor, grad: Tensor) -> Ten
 # ---- grouped products in graphs: torch 2.13 knows the shape of bfloat16 ones only ---------------------
 
 
-def _in_graph(offsets: Tensor | None, bias: Tensor | None, dtype: torch.dtype | None) -> Bilinear:
+def _in_graph(offsets: Tensor | None, dtype: torch.dtype | None) -> Bilinear:
     def compute(a: Tensor, b: Tensor) -> Tensor:
         result: Tensor = _grouped(a, b, offsets)
         return result
@@ -106,7 +106,7 @@ def _in_graph(offsets: Tensor | None, bias: Tensor | None, dtype: torch.dtype | 
     def gradient(product: str, a: Tensor, b: Tensor, _like: Tensor) -> Tensor:
         return compute(a, b.mT) if product == "grad_input" else compute(a.mT, b)
 
-    return Bilinear(compute, gradient, bias, dtype)
+    return Bilinear(compute, gradient, None, dtype)
 
 
 @torch.library.custom_op("amp_core::grouped_mm", mutates_args=())

@@ -193,6 +193,15 @@ def test_shapes_of_grouped_products_in_graphs(a: tuple[int, ...], b: tuple[int, 
     assert products(fake) == products(plain)
 
 
+def test_torch_decides_on_the_bias_of_a_grouped_product() -> None:
+    """A recipe adds a bias that torch does not support; one for each group ends in an error of shapes."""
+    x, w = torch.ones(24, 16), torch.ones(3, 16, 8)
+    for rule in (RECIPE, "lower_precision_fp"):
+        policy = CPU.override({"_grouped_mm": rule})
+        with autocast("cpu", policy=policy), pytest.raises(RuntimeError, match="Bias not supported"):
+            torch._grouped_mm(x, w, offs=OFFSETS, bias=torch.ones(8))
+
+
 def test_the_work_of_grouped_products() -> None:
     """A threshold takes grouped products for small ones."""
     op = torch.ops.aten._grouped_mm.default
@@ -200,3 +209,4 @@ def test_the_work_of_grouped_products() -> None:
     assert work(op, [*every, OFFSETS], {}) == 2 * 24 * 16 * 8
     assert work(op, [torch.empty(16, 24), torch.empty(24, 8), OFFSETS], {}) == 2 * 24 * 16 * 8
     assert work(op, [torch.empty(3, 4, 16), torch.empty(3, 16, 8)], {}) == 2 * 3 * 4 * 16 * 8
+    assert work(op, [torch.empty(3, 4, 16), torch.empty(16, 24), OFFSETS], {}) == 2 * 4 * 16 * 24
