@@ -88,8 +88,6 @@ def read_gradients(
 def _total_norm(stats: Sequence[GradStats], norm_type: float, device: torch.device) -> Tensor:
     if not stats:
         return torch.zeros((), dtype=torch.float32, device=device)
-    if len(stats) == 1:
-        return moved(stats[0].norm, device)
     norms = torch.stack([moved(s.norm, device) for s in stats])
     wide = torch.float64 if norms.is_cpu else None  # squares may be beyond float32
     total: Tensor = torch.linalg.vector_norm(norms, norm_type, dtype=wide)

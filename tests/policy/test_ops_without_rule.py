@@ -96,6 +96,7 @@ def test_a_policy_can_take_the_rule_of_another_package_away() -> None:
     name = f"amp_core_ruled_{next(_numbers)}::twice"
     twice = torch.library.custom_op(name, lambda x: x * 2, mutates_args=(), schema="(Tensor x) -> Tensor")
     twice.register_autocast("cpu", LOW)
+    assert "twice.default: native (by the package of the op)" in str(DEFAULT.explain(name))
     unchanged, x = DEFAULT.override({name: "unchanged"}), torch.ones(3)
     policies = {
         DEFAULT: LOW,
@@ -242,8 +243,9 @@ def test_a_function_of_another_package_gets_a_rule(
     assert torch.equal(x.grad, 2 * rounded)
     assert loaded.square(x).dtype is HIGH
     assert loaded.square(x.detach().to(LOW)).dtype is LOW
-    with autocast("cpu"):
-        assert loaded.square(x).dtype is HIGH
+    for other in (None, DEFAULT.override({"mm": "fp32"})):
+        with autocast("cpu", policy=other):
+            assert loaded.square(x).dtype is HIGH
 
 
 def test_a_function_with_setup_context_saves_what_it_computed_with(

@@ -51,6 +51,18 @@ def test_weight_casts_are_cached_as_in_torch(region) -> None:
     assert torch.equal(weight.grad, torch.full((8, 8), 3.0))
 
 
+@pytest.mark.parametrize("rule", ["native", "lower_precision_fp above 1 FLOP", "low_in_fp32_out"])
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_region_without_a_cache_casts_weights_at_each_use(rule: str, keeps: bool) -> None:
+    """With ``cache_enabled=False`` an op with a rule in Python misses what is written to ``weight.data``."""
+    weight = torch.ones(8, 8, requires_grad=True)
+    with amp_core.autocast("cpu", policy=CPU.override({"linear": rule}), cache_enabled=keeps):
+        before = torch.nn.functional.linear(X, weight)
+        weight.data.mul_(2)
+        after = torch.nn.functional.linear(X, weight)
+    assert torch.equal(after, before if keeps else 2 * before)
+
+
 class OwnParameter(torch.nn.Parameter):
     """A parameter of another class."""
 

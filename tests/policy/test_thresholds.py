@@ -32,6 +32,7 @@ RULE = "lower_precision_fp above 10 kFLOP"  # linear of 8 x 8 features and n row
         (aten.conv1d.default, (R(2, 4, 9), R(6, 4, 3), None, [2], [1], [1], 1), {}),
         (aten.conv2d.default, (R(2, 4, 9, 8), R(6, 2, 3, 2), None, [2, 1], [1, 0], [2, 1], 2), {}),
         (aten.conv2d.default, (R(2, 4, 9, 8), R(6, 4, 3, 2)), {}),
+        (aten.conv2d.default, (R(4, 9, 8), R(6, 4, 3, 2)), {}),
         (aten.conv2d.padding, (R(2, 4, 9, 8), R(6, 4, 3, 3), None, [1, 1], "same"), {}),
         (aten.conv2d.padding, (R(2, 4, 9, 8), R(6, 4, 3, 3), None, [2, 2], "valid"), {}),
         (aten.conv3d.default, (R(1, 2, 5, 5, 5), R(3, 2, 3, 3, 3), None, [1]), {}),

@@ -124,7 +124,8 @@ def test_repr_says_what_the_scaler_does() -> None:
     assert repr(scaler) == "GradScaler('cpu', scale=8, 0 steps in history)"
     scaler.scale(torch.ones(()))
     scaler.scale(torch.ones(()), key="g")
-    assert repr(scaler) == "GradScaler('cpu', scale=8, scale['g']=8, 0 steps in history)"
+    scaler.update(2.0, key="g")
+    assert repr(scaler) == "GradScaler('cpu', scale=8, scale['g']=2, 0 steps in history)"
     assert repr(GradScaler("cpu", enabled=False)) == "GradScaler('cpu', enabled=False)"
 
 

@@ -253,6 +253,16 @@ def test_rows_of_skips_are_counted_for_each_optimizer(fused: bool) -> None:
     assert [w.filename for w in caught] == [__file__]
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_that_lands_ends_a_row_of_skips(fused: bool) -> None:
+    """A run that skips a step now and then is reported as one that skips every step."""
+    run = Run(fused, warn_after=2)
+    for bad in (True, False, True):
+        run.step(bad)
+    with pytest.warns(amp_core.SkippedStepsWarning, match="2 steps in a row"):
+        run.step(True)
+
+
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("at_floor", [AtFloor.WARN, AtFloor.STOP, AtFloor.RAISE])
 def test_a_warning_made_an_error_loses_no_event(at_floor: AtFloor) -> None:
@@ -329,10 +339,12 @@ def test_a_floor_that_is_no_float32() -> None:
         run.step(bad=True)
 
 
+@pytest.mark.parametrize("ceiling", [math.inf, 4.0], ids=["moves", "constant"])
 @pytest.mark.parametrize("fused", [False, True])
-def test_at_the_floor_raise(fused: bool) -> None:
+def test_at_the_floor_raise(fused: bool, ceiling: float) -> None:
     """A run that was to stop goes on, or stops with its state half moved."""
-    run = Run(fused, **FLOOR, schedule=LossScaleSchedule(min_scale=4.0, at_floor=AtFloor.RAISE))
+    schedule = LossScaleSchedule(min_scale=4.0, max_scale=ceiling, at_floor=AtFloor.RAISE)
+    run = Run(fused, **FLOOR, schedule=schedule)
     with pytest.raises(
         amp_core.ScaleFloorError, match=r"floor, 4 \(LossScaleSchedule.min_scale\): bias \(1 of 2\)"
     ):
