@@ -100,10 +100,7 @@ def _flag(state: Any, name: str) -> bool:
 
 
 def _factor(state: Any, name: str) -> float:
-    value = _entry(state, name)
-    if not isinstance(value, (int, float)) or not value > 0:
-        raise ValueError(f"{name} must be a positive number, got {value!r}.")
-    return value
+    return valid_scale(_entry(state, name), name)
 
 
 # -- torch and amp_core ------------------------------------------------------------------------------

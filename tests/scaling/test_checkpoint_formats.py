@@ -11,6 +11,7 @@ import math
 import types
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -298,6 +299,15 @@ def test_a_schedule_with_fewer_overflows_than_were_counted() -> None:
     assert ours.scale == 32.0
 
 
+@pytest.mark.parametrize("number", [torch.tensor, np.float32])
+def test_factors_that_torch_saves_as_they_were_given(number: Any) -> None:
+    """A state that load_state_dict takes is refused: torch saves a factor as the tensor that it was given."""
+    saved = torch.amp.GradScaler("cpu", 8.0, number(4.0), number(0.25)).state_dict()
+    ours = GradScaler("cpu")
+    ours.load_state_dict(saved)
+    assert convert_scaler_state(saved) == ours.state_dict()
+
+
 @pytest.mark.parametrize("state", [{}, {"scale": 1.0}, {"loss_scaler": 3}])
 def test_states_of_no_system(state: Any) -> None:
     """Something else is taken for a state, or refused without saying what it is."""
@@ -319,5 +329,8 @@ def test_wrong_names_and_values() -> None:
         convert_scaler_state(GradScaler("cpu").state_dict(), to="keras")
     with pytest.raises(ValueError, match="positive and finite"):
         convert_scaler_state({"loss_scaler0": {"loss_scale": 0.0, "unskipped": 0}})
+    for wrong, error in ((0.0, ValueError), ("2", TypeError)):
+        with pytest.raises(error, match="growth_factor must be"):
+            convert_scaler_state({**GradScaler("cpu").state_dict(), "growth_factor": wrong})
     with pytest.raises(KeyError, match="hysteresis_tracker"):
         convert_scaler_state({"scale": 1.0}, source="megatron")
