@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from amp_core.kernels.interface import as_int32
-from amp_core.scaling.loss_scale import whole_number
+from amp_core.scaling.loss_scale import whole, whole_number
 from amp_core.states.loss_scale import (
     AtFloor,
     Hysteresis,
@@ -85,6 +85,10 @@ def _count(state: Any, name: str, least: int = 0) -> int:
     return whole_number(name, _entry(state, name), least)
 
 
+def _interval(state: Any, name: str) -> int:
+    return whole(name, _entry(state, name))  # a schedule checks the rest; with 10**10 the scale never grows
+
+
 def _scale(state: Any, name: str) -> float:
     """Take the scale out of a list, tensor or array of one element too."""
     value = _entry(state, name)
@@ -110,7 +114,7 @@ def _read_torch(state: Any, schedule: LossScaleSchedule | None) -> _Scales:
     rule = schedule or LossScaleSchedule(
         _factor(state, "growth_factor"),
         _factor(state, "backoff_factor"),
-        _count(state, "growth_interval"),
+        _interval(state, "growth_interval"),
         **known_fields(state.get("_schedule", {})),
     )
     left = whole_number("_hysteresis_left", state.get("_hysteresis_left", as_int32(rule.hysteresis)))
@@ -161,7 +165,7 @@ def _deepspeed_rule(held: Mapping[str, Any]) -> LossScaleSchedule:
     return LossScaleSchedule(
         growth_factor=_factor(held, "scale_factor"),
         backoff_factor=1.0 / _factor(held, "scale_factor"),
-        growth_interval=_count(held, "scale_window"),
+        growth_interval=_interval(held, "scale_window"),
         min_scale=_factor({"min_scale": 1.0, **held}, "min_scale"),
         hysteresis=_count({"delayed_shift": 1, **held}, "delayed_shift"),
         hysteresis_kind=Hysteresis.CONSECUTIVE if consecutive else Hysteresis.BUDGET,
@@ -254,7 +258,7 @@ def _read_paddle(state: Any, schedule: LossScaleSchedule | None) -> _Scales:
     rule = schedule or LossScaleSchedule(
         growth_factor=_factor(state, "incr_ratio"),
         backoff_factor=_factor(state, "decr_ratio"),
-        growth_interval=_count(state, "incr_every_n_steps"),
+        growth_interval=_interval(state, "incr_every_n_steps"),
         min_scale=1.0,
         hysteresis=_count(state, "decr_every_n_nan_or_inf"),
         hysteresis_kind=Hysteresis.EVERY,

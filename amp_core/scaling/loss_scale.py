@@ -272,11 +272,23 @@ def check_saved(state: object, schedule: LossScaleSchedule) -> SavedScale:
 
 
 def whole_number(name: str, value: Any, least: int = 0) -> int:
-    """Return a saved number of steps.
+    """Return a saved number of steps, which a tensor will hold.
 
     Raises:
         TypeError: it is not a whole number.
         ValueError: it is below `least`, or int32 cannot hold it.
+    """
+    count = whole(name, value)
+    if not least <= count < 2**31:
+        raise ValueError(f"{name} must be a number of steps that int32 can hold, got {value!r}.")
+    return count
+
+
+def whole(name: str, value: Any) -> int:
+    """Return a saved whole number.
+
+    Raises:
+        TypeError: it is none.
     """
     try:
         count = int(value)
@@ -285,6 +297,4 @@ def whole_number(name: str, value: Any, least: int = 0) -> int:
         raise TypeError(f"{name} must be a whole number, got {value!r}.") from error
     if not is_whole:
         raise TypeError(f"{name} must be a whole number, got {value!r}.")
-    if not least <= count < 2**31:
-        raise ValueError(f"{name} must be a number of steps that int32 can hold, got {value!r}.")
     return count

@@ -308,6 +308,14 @@ def test_factors_that_torch_saves_as_they_were_given(number: Any) -> None:
     assert convert_scaler_state(saved) == ours.state_dict()
 
 
+@pytest.mark.parametrize("to", ["torch", "deepspeed", "paddle"])
+def test_an_interval_beyond_int32(to: str) -> None:
+    """A scale that is never to grow, with an interval that torch takes, cannot change systems."""
+    saved = torch.amp.GradScaler("cpu", 8.0, growth_interval=10**10).state_dict()
+    there = convert_scaler_state(saved, to=to, lossy=True)
+    assert convert_scaler_state(there)["growth_interval"] == 10**10
+
+
 @pytest.mark.parametrize("state", [{}, {"scale": 1.0}, {"loss_scaler": 3}])
 def test_states_of_no_system(state: Any) -> None:
     """Something else is taken for a state, or refused without saying what it is."""
