@@ -178,9 +178,16 @@ def test_environment_variable(region, tmp_path: Path, monkeypatch: pytest.Monkey
     path2.write_text('device_type = "cuda"\n[rules]\nsoftmax = "lower_precision_fp"\n')
     monkeypatch.setenv("AMP_POLICY", str(path2))
     assert activation(BACKEND, None) is None
-    monkeypatch.setenv("AMP_POLICY", str(tmp_path / "missing.toml"))
-    with pytest.raises(PolicyError, match="AMP_POLICY"):
-        activation(BACKEND, None)
+    function = tmp_path / "f.toml"
+    function.write_text('[rules]\n"amp_core_not_imported:Function" = "fp32"\n')
+    monkeypatch.setenv("AMP_POLICY", str(function))
+    assert activation(BACKEND, None) is not None
+    wrong = tmp_path / "wrong.toml"
+    wrong.write_text('[rules]\nsoftmax = "fp23"\n')
+    for bad in (tmp_path / "missing.toml", wrong):
+        monkeypatch.setenv("AMP_POLICY", str(bad))
+        with pytest.raises(PolicyError, match="AMP_POLICY"):
+            activation(BACKEND, None)
 
 
 def test_custom_ops_are_included(region) -> None:

@@ -58,18 +58,20 @@ CASES: dict[str, tuple[str, Callable[..., Tensor], tuple[int, ...], tuple[int, .
 }
 
 
-def rounded(x: Tensor, role: str) -> Tensor:
-    return quantize(x, getattr(RECIPE, role)).dequantize()
-
-
+@pytest.mark.parametrize("kept", [None, "input", "weight", "grad_output"])
 @pytest.mark.parametrize("case", CASES)
-def test_the_three_products_written_out(case: str) -> None:
+def test_the_three_products_written_out(case: str, kept: str | None) -> None:
     """A product has the operands of another role, or is rounded on its way."""
+    recipe = replace(RECIPE, name="own", **{kept: None}) if kept else RECIPE
+
+    def rounded(x: Tensor, role: str) -> Tensor:
+        return x.float() if role == kept else quantize(x, getattr(recipe, role)).dequantize()
+
     torch.manual_seed(0)
     op, call, *shapes, channels = CASES[case]
     x, w = (torch.randn(shape).to(LOW).requires_grad_() for shape in shapes)  # type: ignore[arg-type]
     bias = torch.randn(channels).to(LOW).requires_grad_() if channels else None
-    with autocast("cpu", dtype=LOW, policy=CPU.override({op: RECIPE})):
+    with autocast("cpu", dtype=LOW, policy=CPU.override({op: recipe})):
         y = call(x, w, bias)
     grad = torch.randn(y.shape).to(LOW)
     y.backward(grad)

@@ -222,6 +222,9 @@ def test_each_system_says_what_it_has_no_place_for() -> None:
     for to in ("apex", "deepspeed"):  # which lower the scale by the factor by which it grows
         with pytest.raises(ValueError, match=r"no place for backoff_factor=0\.25"):
             convert_scaler_state(slow, to=to)
+    assert convert_scaler_state(slow, to="torch")["backoff_factor"] == 0.25
+    floor = GradScaler("cpu", schedule=LossScaleSchedule(2.0, 0.25, min_scale=1.0, hysteresis_kind="every"))
+    assert convert_scaler_state(floor.state_dict(), to="paddle")["decr_ratio"] == 0.25
 
 
 def test_several_losses() -> None:

@@ -386,7 +386,8 @@ def test_a_clipped_step_that_is_taken_again(between: str, factor: float) -> None
 
     def taken(fails: bool) -> tuple[list[float], Any, Any]:
         weight = torch.arange(1.0, 5.0, requires_grad=True)
-        optimizer, scaler = Failing([weight], lr=0.1), GradScaler("cpu", init_scale=64.0)
+        unused = torch.ones(2, requires_grad=True)
+        optimizer, scaler = Failing([unused, weight], lr=0.1), GradScaler("cpu", init_scale=64.0)
         optimizer.fails = fails
         scaler.scale(weight.square().sum() * factor).backward()
         if factor == 1.0 and fails:
