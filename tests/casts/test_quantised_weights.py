@@ -6,6 +6,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -145,6 +146,22 @@ def test_a_changed_weight_is_quantised_again(change: Any, scope: str) -> None:
     model.up.weight.data.div_(2)
     with region("mxfp4"):
         assert torch.equal(got, model(x))
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+def test_a_weight_that_is_rounded_at_random_is_drawn_at_each_use(scope: str) -> None:
+    """All micro-batches of a step get one draw, whose error does not average out."""
+    own = amp_core.Recipe.mxfp8()
+    assert own.weight is not None
+    own = replace(own, name="own", weight=replace(own.weight, rounding="stochastic"))
+    policy, model, x = OpPolicy.default("cpu").override({"linear": own}), nn.Linear(32, 8), torch.ones(4, 32)
+    draws = []
+    for around in (SCOPES[scope], nullcontext):
+        torch.manual_seed(0)
+        with around(model), autocast("cpu", dtype=torch.bfloat16, policy=policy):
+            draws.append([model(x) for _ in range(2)])
+    assert not torch.equal(*draws[0])
+    assert all(map(torch.equal, *draws))
 
 
 @pytest.mark.parametrize("scope", SCOPES)

@@ -100,7 +100,7 @@ def test_a_shallow_copy_has_a_scale_of_its_own(base: Any) -> None:
 WRAPPERS = {
     "tensor": (lambda loss: loss, lambda scaled: scaled),
     "iterator": (lambda loss: iter([loss]), next),
-    "nested": (lambda loss: [(loss,)], lambda scaled: scaled[0][0]),
+    "nested": (lambda loss: [(loss, loss.detach())], lambda scaled: scaled[0][0]),
 }
 
 
