@@ -290,8 +290,8 @@ def _append_dtype(op: Overload, _call: Callable[..., Any], device_type: str) -> 
 
     def run(_keyset: Any, args: Args, kwargs: Kwargs) -> Any:
         dtype = torch.float32 if eligible(args[0], device_type) else args[0].dtype
-        rest = [a.default_value for a in tail[len(args) :]]  # the sibling has no defaults
-        return call(*args, *rest, **{**kwargs, name: dtype})
+        rest = {a.name: a.default_value for a in tail[len(args) :]}  # the sibling has no defaults
+        return call(*args, **{**rest, **kwargs, name: dtype})
 
     return run
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch.testing._internal.autocast_test_lists import AutocastCPUTestLists
@@ -161,3 +163,24 @@ def test_rules_that_give_the_op_a_dtype(rule, op, args) -> None:
         with amp_core.autocast("cpu", policy=policy):
             result = call(x, *args)
         torch.testing.assert_close(result, call(wide, *args), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("given", [{}, {"n": 3}, {"negate": True}, {"n": 3, "negate": True}])
+def test_an_op_whose_overload_with_a_dtype_takes_names(given: dict[str, Any]) -> None:
+    """Arguments that the call leaves to their defaults are given by position to an op that wants names."""
+
+    def times(x: Any, n: int = 1, dtype: Any = None, *, negate: bool = False) -> Any:
+        return x.to(dtype) * (-n if negate else n)
+
+    name = f"amp_engine_test::times_{len(given)}_{'n' in given}"
+    for overload, schema in {
+        name: "(Tensor x, int n=1, *, bool negate=False) -> Tensor",
+        f"{name}.dtype": "(Tensor x, int n, *, bool negate, ScalarType dtype) -> Tensor",
+    }.items():
+        torch.library.define(overload, schema)
+        torch.library.impl(overload, "CompositeExplicitAutograd", times)
+    policy, x = OpPolicy("cpu", {f"{name}.default": "fp32_append_dtype"}), torch.ones(2, dtype=torch.bfloat16)
+    with amp_core.autocast("cpu", policy=policy):
+        result = getattr(torch.ops.amp_engine_test, name.partition("::")[2])(x, **given)
+    assert result.dtype is torch.float32
+    assert torch.equal(result, times(x.float(), **given))
