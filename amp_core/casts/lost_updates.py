@@ -148,7 +148,8 @@ def count_lost_updates(model: nn.Module, optimizer: Optimizer) -> LostUpdates:
 
     Args:
         model: names the parameters.
-        optimizer: any but LBFGS; its state must be in ``state`` and ``param_groups``.
+        optimizer: any but LBFGS; what it keeps must be in ``state`` and ``param_groups``, or be numbers in
+            its attributes.
 
     Returns:
         The handle. ``lost_updates()`` returns the share of each parameter's elements in the last step;
@@ -192,6 +193,7 @@ def float32_steps(optimizer: Optimizer, names: Mapping[int, str]) -> Iterator[tu
         if not low:
             continue
         groups, states, copies = optimizer.param_groups, optimizer.state, defaultdict[Any, Any](dict)
+        attributes = dict(vars(optimizer))  # such as a count of steps
         stand_ins = {id(param): _stand_in(param, states, copies) for param in params}
         copies.update({k: copy.deepcopy(state) for k, state in states.items() if not isinstance(k, Tensor)})
         try:
@@ -200,6 +202,8 @@ def float32_steps(optimizer: Optimizer, names: Mapping[int, str]) -> Iterator[tu
             with _random_numbers_kept(optimizer, low):
                 step()
         finally:
+            vars(optimizer).clear()
+            vars(optimizer).update(attributes)
             optimizer.param_groups, optimizer.state = groups, states
         for param in low:
             yield names[id(param)], param, part_of(stand_ins[id(param)]).detach()

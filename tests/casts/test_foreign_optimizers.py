@@ -245,6 +245,32 @@ class Noisy(Foreign):
         param.sub_(lr * param.grad + 0.1 * torch.randn(param.shape).to(param.dtype))
 
 
+class Remembering(Foreign):
+    """Counts its steps and keeps its rate in attributes, one of them from the first step on."""
+
+    calls, rate = 0, 1.0
+
+    def _step(self, param: Tensor, lr: Any) -> None:
+        self.calls += 1
+        self.rate *= 0.5
+        super()._step(param, lr * self.rate / self.calls)
+
+
+def test_counting_lost_updates_leaves_the_attributes_of_the_optimizer() -> None:
+    """An optimizer that counts its steps itself counts each twice, and trains in another way."""
+    model, plain = Net().bfloat16(), Net().bfloat16()
+    optimizers = [Remembering(net.parameters()) for net in (model, plain)]
+    with count_lost_updates(model, optimizers[0]) as counted:
+        for net, optimizer in [(model, optimizers[0]), (plain, optimizers[1])] * 3:
+            for number, param in enumerate(net.parameters()):
+                param.grad = torch.full_like(param, 0.1 * number)
+            optimizer.step()
+    assert counted.lost_updates().keys() == dict(model.named_parameters()).keys()
+    assert vars(optimizers[0])["calls"] == vars(optimizers[1])["calls"] == 12
+    assert optimizers[0].rate == optimizers[1].rate
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+
+
 def test_counting_lost_updates_draws_no_random_numbers() -> None:
     """The step on copies takes the noise of the real step, which makes another training of it."""
     results = []
