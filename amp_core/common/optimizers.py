@@ -141,6 +141,14 @@ def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
     return [each for each in inner if own.issuperset(map(id, parameters_of(each)))]
 
 
+def innermost(optimizer: Optimizer) -> Optimizer:
+    """Return the optimizer that steps in the end, where `optimizer` lets another one do so."""
+    known = [optimizer]
+    while inner := [each for each in inner_optimizers(known[-1]) if not any(each is k for k in known)]:
+        known.append(inner[0])
+    return known[-1]
+
+
 def watch_steps(
     callback: Callable[[Optimizer], None],
     *,

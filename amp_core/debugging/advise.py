@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from amp_core.common.arguments import as_whole, check_optimizer
+from amp_core.common.optimizers import innermost
 from amp_core.debugging.advice import Advice, FormatAdvice, SpeedAdvice
 from amp_core.debugging.comparison import check_tolerance
 from amp_core.debugging.format_search import FormatSearch
@@ -132,7 +133,8 @@ def advise(
             `tolerance` and `limit` have no effect.
         optimizer: the optimizer of the step. With it, `advise` also names the bfloat16 and float16 weights
             for which rounding undoes the update of more than a tenth of the elements. `fn` must then leave
-            the optimizer's step, and any ``zero_grad`` after the backward pass, to the caller.
+            the optimizer's step, and any ``zero_grad`` after the backward pass, to the caller. If it lets
+            another optimizer step, that one's updates count.
 
     Returns:
         An `Advice` to print, save or apply.
@@ -171,6 +173,7 @@ def advise(
         return SpeedSearch(step, policy, _progress_line(progress)).run(rounds)
     if optimizer is not None:
         check_optimizer(optimizer, "advise")
+        optimizer = innermost(optimizer)
     return Search(step, tolerance, _progress_line(progress), optimizer).run(rounds)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from amp_core import GradScaler, advise, count_lost_updates, master_weights
 
@@ -212,3 +213,44 @@ def test_what_a_compensation_loses_is_counted() -> None:
     )  # the first is below bfloat16's 2**-10
     optimizer.step()
     assert abs(masters.lost_updates()["w"] - 1 / 3) < 1e-6
+
+
+class Lookahead(Optimizer):
+    """Lets another optimizer step; its groups are those of the other one."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer, self.defaults = optimizer, optimizer.defaults
+
+    @property
+    def param_groups(self) -> Any:
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:
+        return self.optimizer.state
+
+    def step(self, closure: Any = None) -> Any:
+        return self.optimizer.step(closure)
+
+
+class Delegating(Optimizer):
+    """Lets another optimizer step, and has groups of its own; the other one refers to it."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        super().__init__(optimizer.param_groups, {})
+        self.inner = optimizer
+        optimizer.outer = self  # type: ignore[attr-defined]
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+
+@pytest.mark.parametrize("wrap", [Lookahead, Delegating, lambda inner: Lookahead(Delegating(inner))])
+def test_advice_on_an_optimizer_that_lets_another_one_step(wrap: Any) -> None:
+    """No weight seems to lose updates, as copies are not stepped, or an error names no wrapper."""
+    model = nn.Linear(4, 4).bfloat16()
+    optimizer = wrap(torch.optim.AdamW(model.parameters(), lr=1e-6))
+    advice = advise(
+        lambda: model(torch.ones(2, 4).bfloat16()).float().square().mean(), "cpu", optimizer=optimizer
+    )
+    assert {finding.fault.split()[0] for finding in advice.findings} == {"weight", "bias"}
