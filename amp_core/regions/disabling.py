@@ -11,6 +11,8 @@ from typing_extensions import ParamSpec
 from amp_core._torch.autocast import autocast_devices_enabled
 from amp_core._torch.context_manager import ContextManager, Step
 from amp_core._torch.dynamo import autocast_step, trace_as_context_manager, when_loaded
+from amp_core._torch.tracing import is_exporting
+from amp_core.common.arguments import device_type_of
 from amp_core.regions.decorator import around_generator, autocast_decorator
 from amp_core.regions.region import autocast
 from amp_core.states.region_stack import thread
@@ -64,7 +66,7 @@ class disable:  # noqa: N801  # used as `with disable():`, beside `autocast`
         entry = _Entry(self)
         _thread.entered.append(entry)
         try:
-            for device in autocast_devices_enabled():
+            for device in _devices():
                 entry.regions.append(autocast(device, enabled=False))
                 entry.regions[-1].__enter__()
         except BaseException:
@@ -94,6 +96,12 @@ class disable:  # noqa: N801  # used as `with disable():`, beside `autocast`
         return autocast_decorator(self, func)
 
 
+def _devices() -> list[str]:
+    """Return the device types to switch off: an exported program may be called where other regions are on."""
+    enabled = autocast_devices_enabled()
+    return [*dict.fromkeys([*enabled, "cpu", device_type_of("auto")])] if is_exporting() else enabled
+
+
 def _leave(entry: _Entry) -> None:
     while entry.regions:
         region, entered = entry.regions[-1], [frame.region for frame in thread.regions]
@@ -104,7 +112,7 @@ def _leave(entry: _Entry) -> None:
 
 
 def _steps() -> list[Step]:
-    regions = [autocast(device, enabled=False) for device in autocast_devices_enabled()]
+    regions = [autocast(device, enabled=False) for device in _devices()]
     return [autocast_step(r.device, r.fast_dtype, False, r._keeps_casts) for r in regions]
 
 

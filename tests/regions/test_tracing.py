@@ -103,6 +103,22 @@ def test_export_keeps_the_region(strict: bool, function: Any) -> None:
 
 
 @pytest.mark.parametrize("strict", [True, False])
+def test_an_exported_program_keeps_disable(strict: bool) -> None:
+    """What must run in float32 runs in low precision, where the program is called inside a region."""
+
+    class Model(torch.nn.Module):
+        def forward(self, a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            with amp_core.disable():
+                exact = torch.mm(a, a)
+            return exact, torch.mm(a, a)
+
+    program = torch.export.export(Model(), (X,), strict=strict).module()
+    with amp_core.autocast("cpu"):
+        exact, other = program(X)
+    assert (exact.dtype, other.dtype) == (torch.float32, torch.bfloat16)
+
+
+@pytest.mark.parametrize("strict", [True, False])
 def test_exported_region_keeps_its_dtype(strict: bool) -> None:
     """The default dtype of the process that runs an exported program changes what it computes."""
 
