@@ -78,14 +78,7 @@ def _function(region: Context, func: Callable[..., R]) -> Callable[..., R]:
 
 def around_generator(region: Context, func: Callable[..., Generator[Any, Any, Any]]) -> Callable[..., Any]:
     """Return the generator function `func` with its body run inside `region`; Dynamo can trace it."""
-
-    @functools.wraps(func)
-    def decorate_autocast(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
-        with region:
-            body = func(*args, **kwargs)
-        return (yield from _resumed_inside(region, body))
-
-    return decorate_autocast
+    return functools.wraps(func)(_resumed_inside(region, func))
 
 
 def _coroutine(region: Context, func: Callable[..., Awaitable[Any]]) -> Callable[..., Any]:
@@ -128,33 +121,40 @@ class _Inside:
         self._awaitable = awaitable
 
     def __await__(self) -> Generator[Any, Any, Any]:
-        return (yield from _resumed_inside(self._region, self._awaitable.__await__()))
+        return _resumed_inside(self._region, self._awaitable.__await__)()
 
 
-def _resumed_inside(region: Context, body: Any) -> Generator[Any, Any, Any]:
-    """Drive `body`, entering `region` for each step; forward values, errors and ``close``.
+def _resumed_inside(region: Context, func: Callable[..., Any]) -> Callable[..., Generator[Any, Any, Any]]:
+    """Return `func` with `region` entered for each step; forward values, errors and ``close``.
 
     What goes through is taken out of lists: a local variable would keep a yielded tensor until the next step,
     and an error in a circle with its traceback.
     """
-    resume: list[Callable[[], Any]] = [functools.partial(next, body)]
-    items: list[Any] = []
-    while True:
+
+    # One generator: Dynamo closes none to which another one delegates.
+    def decorate_autocast(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
         with region:
-            try:  # in the block: Dynamo loses a StopIteration that leaves one
-                items.append(resume.pop()())
-            except StopIteration as stop:
-                return stop.args[0] if stop.args else None  # Dynamo of torch 2.11 knows no `stop.value`
-        try:
-            sent = yield items.pop()
-        except GeneratorExit:
+            body = func(*args, **kwargs)
+        resume: list[Callable[[], Any]] = [functools.partial(next, body)]
+        items: list[Any] = []
+        while True:
             with region:
-                body.close()
-            raise
-        except BaseException as error:  # raised again inside the body
-            resume.append(functools.partial(body.throw, error))
-        else:
-            resume.append(
-                functools.partial(next, body) if sent is None else functools.partial(body.send, sent)
-            )
-            del sent
+                try:  # in the block: Dynamo loses a StopIteration that leaves one
+                    items.append(resume.pop()())
+                except StopIteration as stop:
+                    return stop.args[0] if stop.args else None  # Dynamo of torch 2.11 knows no `stop.value`
+            try:
+                sent = yield items.pop()
+            except GeneratorExit:
+                with region:
+                    body.close()
+                raise
+            except BaseException as error:  # raised again inside the body
+                resume.append(functools.partial(body.throw, error))
+            else:
+                resume.append(
+                    functools.partial(next, body) if sent is None else functools.partial(body.send, sent)
+                )
+                del sent
+
+    return decorate_autocast

@@ -70,6 +70,36 @@ def test_decorated_generators_compile_in_one_graph(region: Any, inside: bool) ->
     assert compiled(X) == function(X)
 
 
+@pytest.mark.parametrize("end", ["close", "throw"])
+def test_a_compiled_decorated_generator_ends_its_body(end: str) -> None:
+    """What the body does in ``finally`` is left out in silence, where a compiled function ends it early."""
+
+    def function(a: torch.Tensor) -> list[torch.Tensor]:
+        results = []
+
+        @amp_core.autocast("cpu")
+        def body() -> Iterator[torch.Tensor]:
+            try:
+                yield torch.mm(a, a)
+            finally:
+                results.append(torch.mm(a, a))
+
+        generator: Any = body()
+        results += [next(generator), torch.mm(a, a)]
+        if end == "close":
+            generator.close()
+        else:
+            try:
+                generator.throw(ValueError("stop"))
+            except ValueError:
+                results.append(torch.mm(a, a) + 1)
+        return results
+
+    torch._dynamo.reset()
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)(X)
+    assert [each.dtype for each in compiled] == [each.dtype for each in function(X)]
+
+
 def test_compile_again_only_for_another_state() -> None:
     """A compiled region is compiled anew at every call."""
     torch._dynamo.reset()
