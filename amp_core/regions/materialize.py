@@ -113,10 +113,7 @@ def materialize(
         raise
     except Exception as error:
         raise MaterializeError(
-            f"{_place(error, model)}{type(model).__name__} cannot be one graph: {_first_line(error)}\n"
-            f"Replace control flow on values by torch.cond or torch.where, or materialize a submodule. "
-            f"Arguments and results must be tensors in plain containers: pass use_cache=False to a language "
-            f"model of transformers."
+            f"{_place(error, model)}{type(model).__name__} cannot be one graph: {_advice(error)}"
         ) from error
     store_casts(graph_module)
     ops = {names.full_name(n.target) for n in graph_module.graph.nodes if isinstance(n.target, Overload)}
@@ -245,5 +242,21 @@ def _place(error: BaseException, model: nn.Module) -> str:
     return ""
 
 
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+def _advice(error: BaseException) -> str:
+    """Return what torch.export says first, and what to do about it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    sizes = [line[2:] for line in lines if line.startswith("- ")]
+    if sizes and lines[0].startswith("Constraints violated"):
+        return "\n".join(sizes) + _OTHER_SIZES
+    return (lines[0] if lines else type(error).__name__) + _OTHER_FLOW
+
+
+_OTHER_SIZES = (
+    "\nLet dynamic_shapes= name only sizes for which one graph holds. A rule with a threshold, such as "
+    "'lower_precision_fp above 8 MFLOP', has one for the calls above it, and another for the others."
+)
+_OTHER_FLOW = (
+    "\nReplace control flow on values by torch.cond or torch.where, or materialize a submodule. Arguments "
+    "and results must be tensors in plain containers: pass use_cache=False to a language model of "
+    "transformers."
+)

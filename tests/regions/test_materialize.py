@@ -394,6 +394,14 @@ def test_conditions_on_shapes_of_several_arguments() -> None:
                 module(torch.randn(bad[0], 8), torch.randn(bad[1], 8), True)
 
 
+def test_sizes_on_both_sides_of_a_threshold() -> None:
+    """The error would ask for other control flow, and not say which sizes the graph does not hold for."""
+    policy = OpPolicy.default("cpu").override({"linear": "lower_precision_fp above 2 kFLOP"})
+    shapes = {"input": {0: torch.export.Dim("rows", min=2, max=100)}}
+    with pytest.raises(MaterializeError, match=r"(?s)Not all values of rows .* dynamic_shapes= .* threshold"):
+        materialize(nn.Linear(8, 8), (torch.ones(4, 8),), policy=policy, dynamic_shapes=shapes)
+
+
 def test_dynamic_shapes_and_keyword_arguments() -> None:
     """A server sees batches of every size."""
     model, x = block()
