@@ -5,16 +5,13 @@ They stand in ``wrong/``, by what is wrong: add a class with `fails`, the checks
 
 from __future__ import annotations
 
-import gc
-import logging
 import runpy
 from pathlib import Path
 
 import pytest
-import torch
 
 from amp_core.kernels import PORTABLE
-from amp_core.testing import Loopback, check
+from amp_core.testing import BackendFixtures, Loopback, check
 
 FILES = {
     path.stem: runpy.run_path(str(path)) for path in sorted(Path(__file__).with_name("wrong").glob("*.py"))
@@ -34,19 +31,20 @@ def make(cls):
     return cls() if issubclass(cls, Loopback) else Loopback(kernels=cls())
 
 
+class Host(BackendFixtures):
+    device_type = "cpu"
+
+
 @pytest.fixture(autouse=True)
-def _torch_as_it_was():
-    threads = torch.get_num_threads()
+def _process_as_it_was():
+    from amp_core.testing.suite.settings import settings
+
+    before = [(setting, setting.read()) for setting in settings(Host())]
     yield
     while UNDO:  # first, as the end of inference mode restores autocast
         UNDO.pop()()
-    torch.set_flush_denormal(False)
-    torch.set_num_threads(threads)
-    torch.set_grad_enabled(True)
-    torch.set_autocast_enabled("cpu", False)
-    torch.set_default_device(None)
-    gc.enable()
-    logging.disable(logging.NOTSET)
+    for setting, value in before:
+        setting.write(value)
 
 
 @pytest.mark.parametrize("name", WRONG)

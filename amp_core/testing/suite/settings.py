@@ -36,7 +36,8 @@ PROCESS_WIDE = frozenset(
         "the default dtype", "the precision of float32 products", "deterministic algorithms",
         "the number of threads", "cuDNN's TF32",
         "oneDNN", "torch's generator", "Python's generator", "NumPy's generator", "the environment",
-        "the warnings filters", "the level of logging", "the working directory", "the search path of modules",
+        "the warnings filters", "logging", "the working directory", "the search path of modules",
+        "the flags of torch's backends",
     }
 )  # fmt: skip
 """Settings that other threads see, too, so they must not change even for a moment."""
@@ -57,6 +58,8 @@ def settings(subject: BackendFixtures) -> list[Setting]:
         read = lambda: (numpy.get_state()[1].tolist(), *numpy.get_state()[2:])  # noqa: E731
         restore = lambda state: numpy.set_state(("MT19937", *state))  # noqa: E731
         found.append(Setting("NumPy's generator", read, _seed(numpy.seed, restore), (1, 2)))
+        errors = sys.modules["numpy"].geterr, _set_numpy_errors
+        found.append(Setting("NumPy's handling of errors", *errors, ("warn", "ignore")))
     if torch.set_flush_denormal(_flushes()):  # which says whether the host can
         found.append(Setting("the flushing of subnormals", _flushes, torch.set_flush_denormal, (False,)))
     return found
@@ -125,9 +128,70 @@ def _flushes() -> bool:
     return float(torch.full((1,), 1e-40, dtype=torch.float32, device="cpu").mul_(1.0)) == 0.0
 
 
-def _handle_interrupts(handler: Any) -> None:
+def _set_numpy_errors(value: Any) -> None:
+    numpy: Any = sys.modules["numpy"]
+    numpy.seterr(**(value if isinstance(value, dict) else {"all": value}))
+
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)  # Ctrl-C, and what ends a job
+
+
+def _handlers() -> dict[str, Any]:
+    return {number.name: signal.getsignal(number) for number in _SIGNALS}
+
+
+def _set_handlers(value: Any) -> None:
     if threading.current_thread() is threading.main_thread():  # no other one may
-        signal.signal(signal.SIGINT, handler)
+        for number in _SIGNALS:
+            signal.signal(number, value[number.name] if isinstance(value, dict) else value)
+
+
+def _logging() -> tuple[int, int, tuple[logging.Handler, ...]]:
+    root = logging.root
+    return root.manager.disable, root.level, tuple(root.handlers)
+
+
+def _set_logging(value: Any) -> None:
+    root = logging.root
+    disabled, level, handlers = value if isinstance(value, tuple) else (value, value, root.handlers)
+    logging.disable(disabled)
+    root.setLevel(level)
+    root.handlers[:] = handlers
+
+
+_KERNELS: Any = torch.backends.cuda
+_ATTENTION = ("flash", "mem_efficient", "math", "cudnn")
+
+
+def _flags() -> dict[str, bool]:
+    """Return which of several implementations torch's ops may take."""
+    cudnn, matmul = torch.backends.cudnn, _KERNELS.matmul
+    return {
+        "cudnn.enabled": cudnn.enabled,
+        "cudnn.benchmark": cudnn.benchmark,
+        "cudnn.deterministic": cudnn.deterministic,
+        "cuda.matmul.bf16": matmul.allow_bf16_reduced_precision_reduction,
+        **{name: getattr(_KERNELS, f"{name}_sdp_enabled")() for name in _ATTENTION},
+    }
+
+
+def _set_flags(value: Any) -> None:
+    wanted = value if isinstance(value, dict) else dict.fromkeys(_flags(), value)
+    names = ("enabled", "benchmark", "deterministic")
+    torch.backends.cudnn.set_flags(**{f"_{name}": wanted[f"cudnn.{name}"] for name in names})  # type: ignore[no-untyped-call]
+    _KERNELS.matmul.allow_bf16_reduced_precision_reduction = wanted["cuda.matmul.bf16"]
+    for name in _ATTENTION:
+        getattr(_KERNELS, f"enable_{name}_sdp")(wanted[name])
+
+
+def _determinism() -> tuple[bool, bool]:
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    return torch.are_deterministic_algorithms_enabled(), warns
+
+
+def _set_determinism(value: Any) -> None:
+    enabled, warns = value if isinstance(value, tuple) else (value, True)
+    torch.use_deterministic_algorithms(enabled, warn_only=warns)
 
 
 _CONV: Any = torch.backends.cudnn.conv  # type: ignore[attr-defined]
@@ -168,31 +232,25 @@ _OF_TORCH = (
     ),
     Setting("cuDNN's TF32", lambda: _CONV.fp32_precision, _set_cudnn_precision, BOTH),
     Setting("oneDNN", lambda: torch.backends.mkldnn.enabled, torch.backends.mkldnn.set_flags, (True,)),
-    Setting(
-        "deterministic algorithms",
-        torch.are_deterministic_algorithms_enabled,
-        lambda value: torch.use_deterministic_algorithms(value, warn_only=True),
-        BOTH,
-    ),
+    Setting("the flags of torch's backends", _flags, _set_flags, BOTH),
+    Setting("deterministic algorithms", _determinism, _set_determinism, BOTH),
     # Not the state alone: a call that seeds would find the state that the one before it left.
     _tried("torch's generator", (1, 2), torch.manual_seed),
     Setting("the repetition of warnings", torch.is_warn_always_enabled, torch.set_warn_always, BOTH),
 )
 
+_THRESHOLDS = ((700, 10, 10), (900, 11, 11))
 _OF_PYTHON = (
     Setting("Python's generator", random.getstate, _seed(random.seed, random.setstate), (1, 2)),
     Setting("the warnings filters", lambda: list(warnings.filters), _set_filters, ("always", "default")),
-    Setting("the level of logging", lambda: logging.root.manager.disable, logging.disable, (0, 10)),
+    Setting("logging", _logging, _set_logging, (logging.NOTSET, logging.DEBUG)),
     Setting("the collector", gc.isenabled, lambda value: gc.enable() if value else gc.disable(), BOTH),
+    Setting("the collector's thresholds", gc.get_threshold, lambda v: gc.set_threshold(*v), _THRESHOLDS),
+    Setting("the switching of threads", sys.getswitchinterval, sys.setswitchinterval, (0.005, 0.004)),
     Setting("the environment", lambda: dict(os.environ), _no_write, (0,)),
     _tried("the working directory", (tempfile.gettempdir(),)),
     Setting("the search path of modules", lambda: list(sys.path), _no_write, (0,)),
     Setting("the limit of recursion", sys.getrecursionlimit, sys.setrecursionlimit, (3000,)),
-    Setting(
-        "the handler of Ctrl-C",
-        lambda: signal.getsignal(signal.SIGINT),
-        _handle_interrupts,
-        (signal.default_int_handler,),
-    ),
+    Setting("the handlers of signals", _handlers, _set_handlers, (signal.default_int_handler,)),
     Setting("the hooks for errors", lambda: (sys.excepthook, threading.excepthook), _no_write, (0,)),
 )
