@@ -78,11 +78,12 @@ class MemoryConformance(Judge):
             tensors = [spec.build(self.device) for spec in specs]
             result = self._kernel_calls(tensors)[name]()
             results = list(data.statistics(result)) if isinstance(result, GradStats) else result
-            tracked = [*tensors, *(results if isinstance(results, list) else ())]
+            made = results if isinstance(results, list) else ()  # what `layout` returns may be any list
+            tracked = [*tensors, *(each for each in made if isinstance(each, Tensor))]
             objects = [weakref.ref(t) for t in tracked]
             memory = [StorageWeakRef(t.untyped_storage()) for t in tracked if t.numel()]  # type: ignore[no-untyped-call]
             kept = result if name == "layout" else None
-            del tensors, result, results, tracked
+            del tensors, result, results, made, tracked
             gc.collect(0)
             alive = (
                 sum(ref() is not None for ref in objects),

@@ -279,3 +279,12 @@ class CopiesOnWrite(Portable):
         if out is not None or not alike or any(t.is_neg() for t in tensors):
             return super().cast(tensors, dtype, out)
         return [torch._lazy_clone(t.detach()) for t in tensors]
+
+
+class LaysOutInAList(Portable):
+    """Its layout is a list of numbers."""
+
+    passes = (("memory",), "alive or layout_is")
+
+    def layout(self, tensors):
+        return [t.numel() for t in tensors]
