@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from amp_core.kernels import Kernels
+from amp_core.kernels import Kernels, ScaledProducts
 from amp_core.plugin import Availability, Refusal
 from amp_core.regions.region import autocast
 from amp_core.states.loss_scale import LossScaleSchedule, ScaleState
@@ -238,6 +238,8 @@ def _lasting(answer: Any) -> Any:
     """Return the part of an answer that may not change; numbers may, such as that of free bytes."""
     if isinstance(answer, Availability):
         return answer.usable
+    if isinstance(answer, ScaledProducts):  # it may be made anew each time
+        return type(answer)
     if isinstance(answer, Refusal):
         return data.wording(answer.message), answer.error
     return data.wording(answer) if isinstance(answer, str) else answer

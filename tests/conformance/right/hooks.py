@@ -10,7 +10,7 @@ import sys
 import warnings
 from contextlib import contextmanager
 
-from amp_core.kernels import Portable
+from amp_core.kernels import Portable, ScaledProducts
 from amp_core.plugin import Availability, Refusal
 from amp_core.testing import Loopback
 
@@ -81,3 +81,12 @@ class ComesAndGoes(Loopback):
             ComesAndGoes.there = True
 
     declares = {"device_taken_away": device_taken_away}  # noqa: RUF012
+
+
+class MakesProductsAnew(Loopback):
+    """Its products are another object each time."""
+
+    passes = (("effects",), "hooks")
+
+    def scaled_products(self):
+        return ScaledProducts("it has no units for them")
