@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,8 @@ import torch
 from torch import Tensor
 
 from amp_core._torch.tracing import fake_tensor_mode
+from amp_core.formats import Quantized
+from amp_core.kernels import ScaleTensors
 from amp_core.regions.region import autocast
 from amp_core.states.loss_scale import LossScaleSchedule, ScaleState
 from amp_core.testing.suite import data, reference
@@ -105,6 +108,7 @@ class ContextConformance(ScaledJudge):
             spec.build(self.device).detach()
             for spec in space.rotated(self.dtypes(), space.DENSE[:3], space.SHAPES[::2])
         ]
+        others = self._others()  # some of it is made once, and must not be fake
         with fake_tensor_mode() as mode:
             fake = [mode.from_tensor(t) for t in real]
             expected = [(t.shape, torch.empty_like(t).stride(), self._low) for t in fake]
@@ -124,8 +128,36 @@ class ContextConformance(ScaledJudge):
                 assert [(c.shape, c.stride(), c.dtype) for c in casts] == expected
                 each = (len(real),)
                 assert [tuple(v.shape) for v in data.statistics(stats)] == [(), each, each, ()]
+            self._judge_others(*others, mode.from_tensor)
         texts = [str(warning.message) for warning in self._caught]
         assert not any("data pointer" in text for text in texts), "a kernel read the address of a FakeTensor"
+
+    def _others(self) -> tuple[ScaleTensors, tuple[list[Tensor], ...], tuple[Quantized, Quantized]]:
+        """Return what other kernels take: a scale, stored weights, the operands of a product."""
+        left, right = (data.there(each, self.device) for each in data.rows_of_fp8())
+        weights = [torch.ones(5, device=self.device)] if self.supports_bfloat16 else []
+        return self._scale_tensors(ScaleState(8.0)), self._stored(weights), (left, right)
+
+    def _judge_others(
+        self,
+        scale: ScaleTensors,
+        stored: tuple[list[Tensor], ...],
+        factors: tuple[Quantized, Quantized],
+        fake: Callable[[Tensor], Tensor],
+    ) -> None:
+        """Call the kernels of the scale and of stored weights, and a quantised product, on fake tensors."""
+        state = ScaleTensors(*map(fake, vars(scale).values()))
+        self.kernels.update_scale_(state, fake(scale.scale), LossScaleSchedule())
+        if not self.supports_bit_views:
+            return
+        wides, lows, kept = ([*map(fake, some)] for some in stored)
+        self.kernels.split_(wides, lows, kept)
+        self.kernels.join_(wides, lows, kept)
+        self.kernels.round_(wides, lows, [7] * len(wides), [None] * len(wides))
+        left, right = (replace(each, values=fake(each.values), scale=fake(each.scale)) for each in factors)
+        product = self._products.multiply(left, right, torch.float32)
+        assert type(product) is type(state.scale), "a product of fake tensors is not fake"
+        assert (tuple(product.shape), product.dtype) == ((32, 32), torch.float32)
 
     def test_kernels_under_function_transforms(self) -> None:
         """A kernel follows ``torch.func``, or raises; only `cast` may not raise."""
