@@ -73,6 +73,12 @@ def uncut(tensor: torch.Tensor, dim: int, size: int) -> torch.Tensor:
     return gathered
 
 
+# Makes an instance of a subclass without memory, whose ops run by its ``__torch_dispatch__``.
+make_wrapper = Feature("wrappers", "the conformance kit checks no kernel on subclasses of Tensor").function(
+    "torch.Tensor._make_wrapper_subclass"
+)
+
+
 def is_wrapper(tensor: torch.Tensor) -> bool:
     """Whether ops on `tensor` run by its own ``__torch_dispatch__``, as on quantised weights and DTensors."""
     return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__

@@ -48,6 +48,8 @@ PROMISES: Mapping[str, str] = MappingProxyType(
         "traced tensors": "For FakeTensors the results are fake, with the shapes, dtypes and strides of real "
         "ones, and no address is read. Under `torch.func`, `cast` follows the transform; others follow it "
         "or raise.",
+        "subclasses": "A subclass of `Tensor` that only wraps another tensor has no address: what a kernel gives "
+        "for it is right, by torch's operations on it.",
         "absent device": "Every hook answers where the device or its driver is missing, as on a login node.",
     }
 )

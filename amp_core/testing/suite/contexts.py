@@ -21,6 +21,7 @@ from amp_core.states.loss_scale import LossScaleSchedule, ScaleState
 from amp_core.testing.suite import data, reference
 from amp_core.testing.suite import tensors as space
 from amp_core.testing.suite.scaled import ScaledJudge
+from amp_core.testing.suite.wrappers import Wrapper, unwrapped
 
 
 class ContextConformance(ScaledJudge):
@@ -92,6 +93,32 @@ class ContextConformance(ScaledJudge):
             self._judge_in(nullcontext)
             if self.supports_bit_views:
                 self._judge_products_with_inf()
+
+    def test_kernels_of_subclasses_of_tensor(self) -> None:
+        """A tensor that only wraps another one has no address; a kernel leaves it to torch's operations."""
+        inner = data.random((2, 9), torch.float32).to(self.device)
+        try:
+            Wrapper(inner.clone()).mul_(1.0)
+        except RuntimeError as error:
+            pytest.skip(f"{self.device_type} itself cannot run ops of subclasses: {error}")
+        half, flag = data.scalar(0.5, self.device), data.scalar(0.0, self.device)
+        for bad in (False, True):
+            values = data.random((2, 9), torch.float32)
+            values[1, 4] = torch.inf if bad else 1.0
+            rows = [row.to(self.device, copy=True) for row in values]
+            mixed = [Wrapper(rows[1]), rows[0]]
+            stats, casts = self.kernels.grad_stats(mixed), self.kernels.cast(mixed, self._low)
+            self.kernels.multiply_(self.kernels.prepare(mixed), half, flag.zero_())
+            self.kernels.add_(mixed, [rows[1].clone(), Wrapper(rows[0].clone())])
+            for found, right in zip(rows, values, strict=True):
+                self._assert_values(found, right, "multiply_ by 0.5 and add_ to itself, of a subclass")
+            for cast, right in zip(casts, (values[1], values[0]), strict=True):
+                self._assert_values(unwrapped(cast), right.to(self._low), "cast of a subclass")
+            self._assert_values(unwrapped(flag), torch.tensor(float(bad)), "found_inf of a subclass")
+            norms = [reference.norm(values[1], 2.0), reference.norm(values[0], 2.0)]
+            self._assert_norms_close(unwrapped(stats.norms), norms, "norms of subclasses")
+            found = float(unwrapped(stats.found_inf))
+            assert found == bad, f"found_inf of subclasses is {found}"
 
     def _judge_in_a_backward(self) -> None:
         """Gradients are added, cast and measured in hooks, while autograd runs."""

@@ -16,6 +16,23 @@ def _is_default():
     return torch.cpu.current_stream() is torch.cpu._default_cpu_stream
 
 
+class LeavesSubclassesOut(Portable):
+    fails = SUBCLASS
+
+    def multiply_(self, grads, factor, found_inf=None):
+        known = (torch.Tensor, torch.nn.Parameter, FakeTensor)
+        super().multiply_([g for g in grads if type(g) in known], factor, found_inf)
+
+
+class ReadsTheAddressOfASubclass(Portable):
+    fails = SUBCLASS
+
+    def add_(self, totals, grads):
+        zeros = [type(g) not in (torch.Tensor, FakeTensor) and g.data_ptr() == 0 for g in grads]
+        read = [torch.zeros_like(g) if z and g.numel() else g for g, z in zip(grads, zeros, strict=True)]
+        super().add_(totals, read)
+
+
 def _refuse(*tensors):
     if any(isinstance(t, FakeTensor) for t in tensors):
         raise RuntimeError("no address")
