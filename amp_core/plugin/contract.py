@@ -31,10 +31,10 @@ PROMISES: Mapping[str, str] = MappingProxyType(
         "threads": "Any thread may call at any time, also in the middle of another thread's call. The "
         "result is that of a call alone.",
         "state": "The state of the process is as before: that of torch (grad and inference mode, autocast "
-        "and its cache, default dtype and device, current device, number of threads, its backends' flags), "
-        "the generators of torch, of NumPy and of Python's `random`, the warnings filters, the environment "
-        "and Python's own settings (logging, collector, search path, signal handlers). Other threads see it "
-        "unchanged in between, too. Nothing is printed, no warning is repeated.",
+        "and its cache, default dtype and device, current device and stream, number of threads, its "
+        "backends' flags), the generators of torch, of NumPy and of Python's `random`, the warnings filters, "
+        "the environment and Python's own settings (logging, collector, search path, signal handlers). "
+        "Other threads see it unchanged in between, too. Nothing is printed, no warning is repeated.",
         "context": "The result depends on the arguments alone. It is the same in a region, in any grad mode, "
         "in inference mode (where new tensors are inference tensors), under any default dtype or device, and "
         "under a `TorchDispatchMode` that only looks. Numbers in the text of a reason or refusal may change "
@@ -48,8 +48,9 @@ PROMISES: Mapping[str, str] = MappingProxyType(
         "traced tensors": "For FakeTensors the results are fake, with the shapes, dtypes and strides of real "
         "ones, and no address is read. Under `torch.func`, `cast` follows the transform; others follow it "
         "or raise.",
-        "subclasses": "A subclass of `Tensor` that only wraps another tensor has no address: what a kernel gives "
-        "for it is right, by torch's operations on it.",
+        "streams": "A kernel puts its work on the current stream of the device.",
+        "subclasses": "A subclass of `Tensor` that only wraps another tensor has no address. What a kernel "
+        "gives for it is right, by torch's operations on it.",
         "absent device": "Every hook answers where the device or its driver is missing, as on a login node.",
     }
 )

@@ -94,6 +94,55 @@ class ContextConformance(ScaledJudge):
             if self.supports_bit_views:
                 self._judge_products_with_inf()
 
+    def test_kernels_on_a_stream_that_is_not_the_default_one(self) -> None:
+        """On another stream, a kernel would read gradients before the backward pass has written them."""
+        module: Any = torch.get_device_module(self.device)
+        if not (hasattr(module, "Stream") and hasattr(module, "stream") and hasattr(module, "synchronize")):
+            pytest.skip(f"torch.{self.device_type} has no streams")
+        values = data.random((257,), torch.float32)
+        late, given = values.to(self.device), torch.zeros(257, device=self.device)
+        block = torch.ones(2048 if self.device_type != "cpu" else 1, device=self.device).diag()
+        stream = module.Stream()
+        for name, (call, expected) in self._calls_of_the_moment(values).items():
+            with module.stream(stream):
+                call(given)  # may compile
+            given.zero_()
+            module.synchronize()
+            with module.stream(stream):
+                for _ in range(20):
+                    block @ block  # keeps the stream busy until the kernel has been called
+                given.copy_(late)
+                found = call(given).cpu()
+            self._assert_norms_close(found, expected.tolist(), f"{name} on another stream than the default")
+
+    def _calls_of_the_moment(self, values: Tensor) -> dict[str, tuple[Callable[[Tensor], Tensor], Tensor]]:
+        """Return calls of kernels on `values` on the device, each with the result."""
+        half, low = data.scalar(0.5, self.device), self._low
+        grow = LossScaleSchedule(growth_interval=1)
+
+        def written(call: Callable[[Tensor], object]) -> Callable[[Tensor], Tensor]:
+            def run(tensor: Tensor) -> Tensor:
+                copy = tensor.clone()
+                call(copy)
+                return copy
+
+            return run
+
+        def updated(tensor: Tensor) -> Tensor:
+            state = self._scale_tensors(ScaleState(8.0))
+            self.kernels.update_scale_(state, tensor.abs().amax(), grow)
+            return state.scale.reshape(1)
+
+        norm = torch.linalg.vector_norm(values).reshape(1)
+        return {
+            "cast": (lambda t: self.kernels.cast([t], low)[0].float(), values.to(low).float()),
+            "cast(out=)": (written(lambda t: self.kernels.cast([t * 2], t.dtype, [t])), values * 2),
+            "add_": (written(lambda t: self.kernels.add_([t], [t])), values * 2),
+            "multiply_": (written(lambda t: self.kernels.multiply_([t], half)), values * 0.5),
+            "grad_stats": (lambda t: self.kernels.grad_stats([t]).norm.reshape(1), norm),
+            "update_scale_": (updated, torch.tensor([4.0])),
+        }
+
     def test_kernels_of_subclasses_of_tensor(self) -> None:
         """A tensor that only wraps another one has no address; a kernel leaves it to torch's operations."""
         inner = data.random((2, 9), torch.float32).to(self.device)

@@ -88,8 +88,11 @@ def _of_autocast(subject: BackendFixtures) -> list[Setting]:
 
 def _of_device(device: torch.device) -> list[Setting]:
     module, found = torch.get_device_module(device), []
+    if hasattr(module, "current_stream"):
+        back = getattr(module, "set_stream", _no_write)
+        found.append(Setting("the current stream", module.current_stream, back, (module.current_stream(),)))
     if device.type == "cpu":
-        return []
+        return found
     if hasattr(module, "get_rng_state") and hasattr(module, "manual_seed_all"):
 
         def generator() -> list[int]:

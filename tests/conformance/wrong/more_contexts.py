@@ -6,6 +6,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from amp_core.kernels import Portable, ScaledProducts
+from amp_core.plugin import Availability
 from amp_core.testing import Loopback
 
 STREAM = ("kernels_on_a_stream_that_is_not_the_default_one",)
@@ -14,6 +15,29 @@ SUBCLASS, FAKE = ("kernels_of_subclasses_of_tensor",), ("kernels_on_fake_tensors
 
 def _is_default():
     return torch.cpu.current_stream() is torch.cpu._default_cpu_stream
+
+
+class UpdatesOnTheDefaultStream(Portable):
+    fails = STREAM
+
+    def update_scale_(self, state, found_inf, schedule):
+        early = found_inf if _is_default() else torch.zeros_like(found_inf)
+        super().update_scale_(state, early, schedule)
+
+
+class MeasuresOnTheDefaultStream(Portable):
+    fails = STREAM
+
+    def grad_stats(self, grads, norm_type=2.0):
+        return super().grad_stats(grads if _is_default() else [torch.zeros_like(g) for g in grads], norm_type)
+
+
+class StaysOnItsStream(Loopback):
+    fails = ("hooks_leave_torchs_state_as_it_was",)
+
+    def availability(self):
+        torch.cpu.stream(torch.cpu.Stream()).__enter__()
+        return Availability(True, "on a stream of its own")
 
 
 class LeavesSubclassesOut(Portable):
