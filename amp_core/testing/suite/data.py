@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -185,7 +186,7 @@ class _Called(TorchFunctionMode):
 
 @contextmanager
 def waits(device: torch.device) -> Iterator[list[str]]:
-    """Collect what makes the host wait for `device`: reads of values, copies off it.
+    """Collect what makes the host wait for `device`: reads of values, copies off it, synchronization.
 
     Where torch has a sync debug mode for the device, it is on as well: it sees kernels written in C++.
     """
@@ -205,9 +206,26 @@ def waits(device: torch.device) -> Iterator[list[str]]:
         if hasattr(module, "set_sync_debug_mode"):
             stack.callback(module.set_sync_debug_mode, module.get_sync_debug_mode())
             module.set_sync_debug_mode("error")
+        for owner in (module, torch.accelerator):
+            if hasattr(owner, "synchronize"):
+                stack.enter_context(_watched(owner, "synchronize", seen))
         stack.enter_context(_Called(seen))
         stack.enter_context(After(see))
         yield seen
+
+
+@contextmanager
+def _watched(owner: Any, name: str, seen: list[str]) -> Iterator[None]:
+    """Collect the calls of a function of a module in the block."""
+    original = getattr(owner, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        seen.append(f"{owner.__name__}.{name}")
+        return original(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, call)
+        yield
 
 
 @contextmanager

@@ -40,6 +40,14 @@ class StaysOnItsStream(Loopback):
         return Availability(True, "on a stream of its own")
 
 
+class Synchronizes(Portable):
+    fails = ("kernels_do_not_wait_for_the_device",)
+
+    def multiply_(self, grads, factor, found_inf=None):
+        super().multiply_(grads, factor, found_inf)
+        torch.cpu.synchronize()
+
+
 class LeavesSubclassesOut(Portable):
     fails = SUBCLASS
 
