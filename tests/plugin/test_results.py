@@ -11,7 +11,7 @@ import torch
 import amp_core
 from amp_core import OpPolicy
 from amp_core.cli import main
-from amp_core.kernels import GradStats, Kernels, Portable
+from amp_core.kernels import PORTABLE, GradStats, Kernels, Portable
 from amp_core.plugin import Availability, Backend, replace_backend
 from amp_core.plugin.default_manager import manager
 from amp_core.plugin.registry import Owner, Registry
@@ -197,6 +197,15 @@ def test_a_wrong_attribute_is_refused_on_registration(fault: str) -> None:
     message = str(raised.value)
     assert message.startswith(f"WrongBackend of plugin '{__name__}'")
     assert text in message
+
+
+@pytest.mark.parametrize("value", [PORTABLE, lambda: None], ids=["kernels", "a function"])
+def test_a_hook_is_no_attribute_of_the_instance(value: object) -> None:
+    """The first step of a scaler says that an object is not callable, or that None has no `prepare`."""
+    backend = Right()
+    backend.kernels = value  # type: ignore[method-assign, assignment]
+    with pytest.raises(TypeError, match="kernels must be a method of the class, not an attribute of the"):
+        Registry().add(backend)
 
 
 def test_unusual_attributes_and_methods_are_taken() -> None:
