@@ -134,3 +134,14 @@ class MemoryConformance(Judge):
             for spec, layout in zip(specs, layouts, strict=True):
                 tensor = spec.build(self.device)
                 self._judge_stats([tensor], 2.0, spec.layout, self.kernels.prepare([tensor], layout))
+            self._judge_layout_of_a_bucket(dtype)
+
+    def _judge_layout_of_a_bucket(self, dtype: torch.dtype) -> None:
+        """Gradients that fill one storage, as those of a bucket do, may lie apart in the next step."""
+        values = data.random((sum(space.LENGTHS),), dtype).to(self.device)
+        together = list(torch.split(values, list(space.LENGTHS)))
+        apart = [part.clone() for part in reversed(together)][::-1]
+        for like, tensors, what in ((together, apart, "apart"), (apart, together, "in one storage")):
+            layout, where = self.kernels.layout(like), f"{what}, with the layout of others:"
+            self._judge_stats(tensors, 2.0, where, self.kernels.prepare(tensors, layout))
+            self._judge_multiply(tensors, what=where, given=self.kernels.prepare(tensors, layout))
