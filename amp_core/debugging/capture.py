@@ -89,6 +89,7 @@ class Run:
     Attributes:
         samples: its values, in order of computation.
         ran_backward: whether a backward pass ran.
+        scales_itself: whether the step ran it, with whatever loss scale it has.
         scale: the loss scale.
         loss: the loss, if the step returned one.
         loss_producer: the op that produced the loss.
@@ -101,6 +102,7 @@ class Run:
 
     samples: dict[Key, Sample] = field(default_factory=dict)
     ran_backward: bool = False
+    scales_itself: bool = False
     scale: float = 1.0
     loss: float | None = None
     loss_producer: Key | None = None

@@ -58,8 +58,9 @@ class Comparison(Report):
         unmatched: the number of values in only one of the runs.
         dtype: the low-precision dtype, also where only the step's own regions name it.
         reference_dtype: the dtype of the reference run.
-        ran_backward: whether `fn` ran a backward pass.
+        ran_backward: whether a backward pass ran.
         scale: the loss scale of the mixed-precision run.
+        scales_itself: whether `fn` ran the backward pass itself, so that `scale` was not used.
         loss: the loss of the mixed-precision run, if `fn` returned one.
         reference_loss: the loss of the reference run.
         quantized: what recipes did to operands, as in `Recording`.
@@ -92,6 +93,7 @@ class Comparison(Report):
         self.scale = mixed.scale
         self.loss, self.reference_loss = found.losses
         self.ran_backward = reference.ran_backward
+        self.scales_itself = mixed.scales_itself
         self.quantized = mixed.quantized.read()
         self.fits, self.parameters, self.work = mixed.fits, mixed.parameters, found.work
         self._loss_producer = mixed.loss_producer

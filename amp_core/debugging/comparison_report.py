@@ -91,7 +91,7 @@ def _facts(comparison: Comparison) -> dict[str, str]:
         "first inf or NaN": _first_not_finite(comparison),
         "cause": cause,
         "worst underflow": _worst_underflow(comparison),
-        "loss scale": number(comparison.scale),
+        "loss scale": "that of fn" if comparison.scales_itself else number(comparison.scale),
         "values compared": as_count(len(comparison.differences)),
     }
     if not comparison.ran_backward:

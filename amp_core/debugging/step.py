@@ -166,6 +166,7 @@ class Step:
             run.loss_producer = capture.producer(result)
         if self.leaves_backward:
             run.scale = scale
+        run.scales_itself = run.ran_backward and not self.leaves_backward
         return run
 
 

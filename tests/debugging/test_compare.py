@@ -282,6 +282,8 @@ def test_a_backward_pass_of_the_step_leaves_the_region(region, backward):
     assert {dtype for key, dtype in products.items() if key.place.module == "1.linear"} == {torch.float32}
     assert {row.key: row.dtype for row in plain.at(OP, "backward")}.items() >= products.items()
     assert [(r.key, r.error) for r in c.at(PARAMETER)] == [(r.key, r.error) for r in plain.at(PARAMETER)]
+    assert "loss scale        that of fn\n" in str(c)
+    assert "loss scale        1\n" in str(plain)
     assert torch.autograd.backward is passes
 
 
