@@ -45,13 +45,19 @@ def _facts(advice: Advice) -> dict[str, str]:
     if advice.before is None:
         return {}
     fixed = sum(bool(f.fix) for f in advice.findings)
-    unscaled = "not needed"
-    if advice.before.dtype is torch.float16 and advice.before.ran_backward:
-        unscaled = "not sought, as fn runs the backward pass itself"
     return {
         "faults found": f"{len(advice.findings)}, {fixed} fixed",
-        "init_scale": unscaled if advice.init_scale is None else f"{advice.init_scale:g}",
+        "init_scale": _scale(advice.before) if advice.init_scale is None else f"{advice.init_scale:g}",
     }
+
+
+def _scale(comparison: Comparison) -> str:
+    """Return why there is no loss scale."""
+    if comparison.dtype is not torch.float16:
+        return "not needed"
+    if comparison.ran_backward:
+        return "not sought, as fn runs the backward pass itself"
+    return "not sought, as there is no backward pass: fn returned no loss that requires a gradient"
 
 
 def _notes(advice: Advice) -> list[str]:

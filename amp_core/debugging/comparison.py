@@ -241,8 +241,8 @@ def compare(
     FSDP2 casts weights in both runs if it has an ``mp_policy``: shard without one, and let autocast cast.
 
     Args:
-        fn: the step, a function without arguments. It runs the forward pass and returns the loss; `compare`
-            then runs the backward pass with `scale`. If `fn` runs it itself, `scale` is not used.
+        fn: the step, a function without arguments. It runs the forward pass and returns the loss alone;
+            `compare` then runs the backward pass with `scale`. If `fn` runs it itself, `scale` is not used.
             `fn` needs no autocast region; a region that it enters without a policy uses the run's policy.
             What it does outside of its own regions is in the run's, except for backward passes and steps of
             optimizers.
@@ -261,9 +261,9 @@ def compare(
             checked for inf and NaN.
 
     Raises:
-        AmpError: `fn` returned a tensor that is not a scalar or has no values, or came to the end of an
-            iterator; FSDP1 shards its model, TorchScript compiled a part of it, or a parameter is not
-            initialised yet; or `reference` is not supported.
+        AmpError: `fn` returned a tensor that is not a scalar or has no values, or a container with the loss,
+            or came to the end of an iterator; FSDP1 shards its model, TorchScript compiled a part of it, or a
+            parameter is not initialised yet; or `reference` is not supported.
         PolicyError: there is no recipe `format`, or it cannot be a rule; or `policy` has products in low
             precision by size, and `format` is given.
         TypeError: `fn` is not callable, `model` is not a module, or another argument has the wrong type.

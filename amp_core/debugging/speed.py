@@ -23,7 +23,7 @@ from amp_core.debugging.capture import Capture
 from amp_core.debugging.forward_region import forward_region
 from amp_core.debugging.places import Places
 from amp_core.debugging.state_keeper import StateKeeper
-from amp_core.debugging.step import Step, is_of_freed_graph
+from amp_core.debugging.step import Step, check_result, is_of_freed_graph
 from amp_core.debugging.tap import eager
 from amp_core.debugging.timing import interleaved
 from amp_core.dispatch.engine import engine
@@ -129,6 +129,8 @@ class SpeedSearch:
             result = step.fn()
         step.roots = [step.model] if step.model is not None else tap.places.roots
         self._runs_backward = not keeper.has_gradients()
+        if not capture.run.ran_backward:
+            check_result(result)
         for root in step.roots:
             keeper.keep(root)  # it may only have run inside a functional_call
         try:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from amp_core._torch.tracing import without_torch_functions
 from amp_core.casts.shards import whole
 from amp_core.common.arguments import as_whole, device_type_of
+from amp_core.common.containers import tensors_in
 from amp_core.common.generators import seeded
 from amp_core.debugging.capture import Capture, Run
 from amp_core.debugging.fits import fits_of_parameters
@@ -201,10 +202,22 @@ def is_of_freed_graph(error: RuntimeError) -> bool:
     return "backward through the graph a second time" in str(error)
 
 
+def check_result(result: Any) -> None:
+    """Raise AmpError if `result`, of a step that ran no backward pass, hides the loss in a container."""
+    if not isinstance(result, Tensor) and any(each.requires_grad for each in tensors_in(result)):
+        raise AmpError(
+            f"fn returned a {type(result).__name__} with tensors that require a gradient, and ran no "
+            f"backward pass. Return the loss alone, a single number; or run fn under torch.no_grad(), to "
+            f"look at the forward pass alone."
+        )
+
+
 def _run_backward(result: Any, scale: float, capture: Capture, keeper: StateKeeper) -> bool:
     """Run the backward pass from the scaled loss unless `fn` ran it; return whether it ran here."""
     if isinstance(result, Tensor) and result.is_meta:
         raise AmpError("fn returned a tensor on the meta device: it has no values to compare.")
+    if not capture.run.ran_backward:
+        check_result(result)
     if not isinstance(result, Tensor) or not result.requires_grad:
         return False
     with without_torch_functions():

@@ -93,6 +93,14 @@ def test_a_backward_pass_that_overflows_outside_of_all_layers(called):
     assert advice.after.gradient_error < 1e-3
 
 
+def test_a_step_without_a_backward_pass():
+    """The report says that a float16 step needs no loss scale, where no gradient has been seen."""
+    model, x = nn.Linear(8, 4), torch.randn(4, 8)
+    advice = amp_core.advise(lambda: model(x).sum().item(), "cpu", dtype=FP16)
+    assert advice.init_scale is None
+    assert "init_scale    not sought, as there is no backward pass" in str(advice)
+
+
 def test_an_underflow_that_changes_no_gradient_is_no_fault():
     """A loss scale is proposed as a fix where the gradients of all parameters are right without one."""
     torch.manual_seed(0)

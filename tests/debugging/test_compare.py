@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import random
@@ -475,6 +476,28 @@ def test_what_is_no_step_is_refused():
     with pytest.raises(ValueError, match="at least 1"):
         amp_core.compare(model, "cpu", limit=0)
     assert model.weight.grad is None
+
+
+SPEED = functools.partial(amp_core.advise, goal="speed")
+
+
+@pytest.mark.parametrize("tool", [amp_core.compare, amp_core.advise, SPEED])
+@pytest.mark.parametrize("pack", [lambda t: (t, t.detach()), lambda t: {"loss": t}, lambda t: [0, [t]]])
+def test_a_loss_among_other_things_is_refused(tool, pack):
+    """Only the forward pass is looked at, and the report says that there is no fault."""
+    model, x = nn.Linear(8, 4), torch.randn(4, 8)
+    with pytest.raises(amp_core.AmpError, match="Return the loss alone"):
+        tool(lambda: pack(model(x).float().square().mean()), "cpu")
+    assert model.weight.grad is None
+
+    def trained():
+        loss = model(x).float().square().mean()
+        loss.backward()
+        return pack(loss)
+
+    with torch.no_grad():
+        tool(lambda: pack(model(x).float().square().mean()), "cpu")
+    tool(trained, "cpu")
 
 
 def test_a_failing_step_leaves_the_model_as_it_was(attention, step):
