@@ -105,7 +105,7 @@ class Search:
         return scaled, better
 
     def _takes_scale(self, comparison: Comparison) -> bool:
-        return _is_narrow(comparison.dtype) and comparison.ran_backward and self._step.leaves_backward
+        return _is_narrow(comparison.dtype) and comparison.ran_backward and not comparison.scales_itself
 
     def _restores(self, now: Comparison, better: Comparison) -> bool:
         """Return whether the gradient of some parameter is wrong now and right in `better`."""

@@ -45,7 +45,6 @@ class Step:
 
     Attributes:
         roots: the outermost modules that `fn` called.
-        leaves_backward: whether `fn` left the backward pass, and thus the loss scale, to this class.
     """
 
     def __init__(
@@ -80,7 +79,6 @@ class Step:
         self.policy = default_policy(backend) if policy is None else policy
         self._float32 = OpPolicy.float32(self.device_type)
         self.roots: list[nn.Module] = []
-        self.leaves_backward = False
         self._exact: tuple[float, Run] | None = None
         self._fn, self.model, self.seed, self._limit = fn, model, seed, limit
 
@@ -154,7 +152,7 @@ class Step:
                 stack.enter_context(self.in_force(policy))
                 with forward_region(autocast(self.device_type, dtype=dtype, policy=policy)):
                     result = self.fn()
-                self.leaves_backward = _run_backward(result, scale, capture, keeper)
+                ran_here = _run_backward(result, scale, capture, keeper)
                 self.roots = [self.model] if self.model is not None else tap.places.roots
                 with measuring():
                     _keep_gradients(self.roots, capture)
@@ -165,9 +163,9 @@ class Step:
             run.loss = _number(result)
         if run.loss is not None:
             run.loss_producer = capture.producer(result)
-        if self.leaves_backward:
+        if ran_here:
             run.scale = scale
-        run.scales_itself = run.ran_backward and not self.leaves_backward
+        run.scales_itself = run.ran_backward and not ran_here
         return run
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import math
@@ -238,56 +237,6 @@ def test_a_step_with_a_region_of_its_own_is_compared_all_the_same(attention, ste
         assert not c.narrow_references
 
 
-class Island(nn.Module):
-    """A layer whose forward and backward pass are in float32, whatever the region."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x):
-        with torch.autocast("cpu", enabled=False):
-            return self.linear(x.float())
-
-
-def _by_method(loss):
-    loss.backward()
-
-
-def _by_function(loss):
-    torch.autograd.backward([loss])
-
-
-def _scaled(loss):
-    amp_core.GradScaler("cpu", init_scale=1.0).scale(loss).backward()
-
-
-@pytest.mark.parametrize("backward", [_by_method, _by_function, _scaled])
-@pytest.mark.parametrize("region", [contextlib.nullcontext, autocast, torch.autocast])
-def test_a_backward_pass_of_the_step_leaves_the_region(region, backward):
-    """A float32 layer is blamed for products in float16 that no training step computes."""
-    torch.manual_seed(0)
-    model, x = nn.Sequential(nn.Linear(8, 8), Island(), nn.Linear(8, 4)), torch.randn(4, 8)
-    own = () if region is contextlib.nullcontext else ("cpu", torch.float16)
-
-    def fn():
-        with region(*own):
-            loss = model(x).float().square().mean()
-        backward(loss)
-        return loss
-
-    plain = amp_core.compare(lambda: model(x).float().square().mean(), "cpu", dtype=torch.float16)
-    passes = torch.autograd.backward
-    c = amp_core.compare(fn, "cpu", dtype=torch.float16)
-    products = {row.key: row.dtype for row in c.at(OP, "backward") if row.key.name.startswith("aten::mm")}
-    assert {dtype for key, dtype in products.items() if key.place.module == "1.linear"} == {torch.float32}
-    assert {row.key: row.dtype for row in plain.at(OP, "backward")}.items() >= products.items()
-    assert [(r.key, r.error) for r in c.at(PARAMETER)] == [(r.key, r.error) for r in plain.at(PARAMETER)]
-    assert "loss scale        that of fn\n" in str(c)
-    assert "loss scale        1\n" in str(plain)
-    assert torch.autograd.backward is passes
-
-
 def test_the_region_of_the_step_names_the_dtype(attention, step):
     """The report says bfloat16, and draws its range, where all has been computed in float16."""
     run = step(attention)
@@ -299,34 +248,6 @@ def test_the_region_of_the_step_names_the_dtype(attention, step):
     c = amp_core.compare(fn, "cpu")
     assert c.dtype is torch.float16
     assert str(c).startswith("float16 against float32")
-
-
-@pytest.mark.parametrize("region", [autocast, torch.autocast])
-def test_a_backward_pass_in_a_region_of_the_step_stays_there(region):
-    """A step that runs its backward pass in a region is compared with another one."""
-    torch.manual_seed(0)
-    model, x = nn.Sequential(nn.Linear(8, 8), Island()), torch.randn(4, 8)
-
-    def fn():
-        with region("cpu", torch.float16):
-            model(x).float().square().mean().backward()
-
-    c = amp_core.compare(fn, "cpu", dtype=torch.float16, model=model)
-    products = {r.key.place.module: r.dtype for r in c.at(OP, "backward") if "::mm" in r.key.name}
-    assert products == {"0": torch.float16, "1.linear": torch.float16}
-
-
-def test_a_forward_pass_that_differentiates_stays_in_the_region():
-    """The forces of a model, gradients of its energy, are compared in another precision than in training."""
-    torch.manual_seed(0)
-    model, x = nn.Linear(8, 8), torch.randn(4, 8, requires_grad=True)
-
-    def fn():
-        (forces,) = torch.autograd.grad(model(x).float().square().sum(), x, create_graph=True)
-        return forces.float().square().sum()
-
-    c = amp_core.compare(fn, "cpu", dtype=torch.float16, model=model)
-    assert torch.float16 in {r.dtype for r in c.at(OP) if "::mm" in r.key.name}
 
 
 def test_a_reference_in_low_precision_is_said(attention, step):

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterator
 
 import libcst as cst
-import libcst.matchers as m
+from libcst import matchers as m
 from libcst.helpers import get_full_name_for_node
 
 from amp_compat.migrate.bindings import Resolved, Resolver

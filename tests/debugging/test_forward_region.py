@@ -1,7 +1,8 @@
-"""Optimizers that step within `compare` and `advise`: outside of the region of the tool."""
+"""Backward passes and optimizers within `compare` and `advise`: outside of the region of the tool."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,88 @@ from torch import Tensor, nn
 
 import amp_core
 from amp_core import autocast
-from amp_core.debugging.capture import OP
+from amp_core.debugging.capture import OP, PARAMETER
+
+
+class Island(nn.Module):
+    """A layer whose forward and backward pass are in float32, whatever the region."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            result: Tensor = self.linear(x.float())
+            return result
+
+
+def _by_method(loss: Tensor) -> None:
+    loss.backward()  # type: ignore[no-untyped-call]
+
+
+def _by_function(loss: Tensor) -> None:
+    torch.autograd.backward([loss])
+
+
+def _scaled(loss: Tensor) -> None:
+    amp_core.GradScaler("cpu", init_scale=1.0).scale(loss).backward()  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("backward", [_by_method, _by_function, _scaled])
+@pytest.mark.parametrize("region", [contextlib.nullcontext, autocast, torch.autocast])
+def test_a_backward_pass_of_the_step_leaves_the_region(
+    region: Callable[..., Any], backward: Callable[[Tensor], None]
+) -> None:
+    """A float32 layer is blamed for products in float16 that no training step computes."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(8, 8), Island(), nn.Linear(8, 4)), torch.randn(4, 8)
+    own = () if region is contextlib.nullcontext else ("cpu", torch.float16)
+
+    def fn() -> Tensor:
+        with region(*own):
+            loss: Tensor = model(x).float().square().mean()
+        backward(loss)
+        return loss
+
+    plain = amp_core.compare(lambda: model(x).float().square().mean(), "cpu", dtype=torch.float16)
+    passes = torch.autograd.backward
+    c = amp_core.compare(fn, "cpu", dtype=torch.float16)
+    products = {row.key: row.dtype for row in c.at(OP, "backward") if row.key.name.startswith("aten::mm")}
+    assert {dtype for key, dtype in products.items() if key.place.module == "1.linear"} == {torch.float32}
+    assert {row.key: row.dtype for row in plain.at(OP, "backward")}.items() >= products.items()
+    assert [(r.key, r.error) for r in c.at(PARAMETER)] == [(r.key, r.error) for r in plain.at(PARAMETER)]
+    assert "loss scale        that of fn\n" in str(c)
+    assert "loss scale        1\n" in str(plain)
+    assert torch.autograd.backward is passes
+
+
+@pytest.mark.parametrize("region", [autocast, torch.autocast])
+def test_a_backward_pass_in_a_region_of_the_step_stays_there(region: Callable[..., Any]) -> None:
+    """A step that runs its backward pass in a region is compared with another one."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(8, 8), Island()), torch.randn(4, 8)
+
+    def fn() -> None:
+        with region("cpu", torch.float16):
+            model(x).float().square().mean().backward()
+
+    c = amp_core.compare(fn, "cpu", dtype=torch.float16, model=model)
+    products = {r.key.place.module: r.dtype for r in c.at(OP, "backward") if "::mm" in r.key.name}
+    assert products == {"0": torch.float16, "1.linear": torch.float16}
+
+
+def test_a_forward_pass_that_differentiates_stays_in_the_region() -> None:
+    """The forces of a model, gradients of its energy, are compared in another precision than in training."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(8, 8), torch.randn(4, 8, requires_grad=True)
+
+    def fn() -> Tensor:
+        (forces,) = torch.autograd.grad(model(x).float().square().sum(), x, create_graph=True)
+        return forces.float().square().sum()
+
+    c = amp_core.compare(fn, "cpu", dtype=torch.float16, model=model)
+    assert torch.float16 in {r.dtype for r in c.at(OP) if "::mm" in r.key.name}
 
 
 class Whitened(torch.optim.Optimizer):
@@ -122,7 +204,7 @@ def test_a_step_that_raises_leaves_no_state_behind() -> None:
     optimizer = Whitened(model.parameters(), [])
 
     def step() -> None:
-        model(torch.ones(2, 4)).sum().backward()  # type: ignore[no-untyped-call]
+        model(torch.ones(2, 4)).sum().backward()
         optimizer.step()
 
     for _ in range(2):
