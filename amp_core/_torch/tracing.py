@@ -170,6 +170,15 @@ def is_compiling() -> bool:
     return torch.compiler.is_compiling() and (torch.compiler.is_dynamo_compiling() or calls_are_captured())
 
 
+def may_hold(condition: bool) -> bool:
+    """Whether a condition on sizes holds, or a graph is traced for sizes that only its calls know."""
+    if not (torch.compiler.is_dynamo_compiling() or isinstance(condition, torch.SymBool)):
+        return condition
+    from torch.fx.experimental.symbolic_shapes import guard_or_true  # imports SymPy
+
+    return guard_or_true(condition)
+
+
 def calls_are_compared() -> bool:
     """Whether selective checkpointing numbers the ops that run now, to find them again when it recomputes."""
     count = _count_modes()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from amp_core._torch.tensors import is_dtensor
-from amp_core._torch.tracing import is_compiling
+from amp_core._torch.tracing import is_compiling, may_hold
 from amp_core.formats.elements import ElementFormat
 
 _CHUNK = 2**15
@@ -59,7 +59,7 @@ def _mask(compare: str, owned: Tensor, other: Tensor | float) -> Tensor:
 
 def _count(*masks: Tensor) -> Tensor:
     """Return the number of ones in each mask, in int64."""
-    if masks[0].numel() >= 2**24:  # sums of ones are no longer exact
+    if may_hold(masks[0].numel() >= 2**24):  # sums of ones are no longer exact
         return torch.stack([torch.count_nonzero(mask) for mask in masks])
     return torch.stack([mask.sum() for mask in masks]).to(torch.int64)
 
@@ -80,7 +80,7 @@ def _chunks(
 ) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
     """Yield the tensors in parts along a first dimension: one part, unless the CPU gains from more."""
     # The ranks would gather all of a DTensor for each part of it.
-    if x.device.type != "cpu" or x.numel() <= _CHUNK or is_compiling() or is_dtensor(x):
+    if x.device.type != "cpu" or is_compiling() or x.numel() <= _CHUNK or is_dtensor(x):
         yield x, encode, random
         return
     if encode.dim() == 0:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from amp_core._torch.tensors import uncut
+from amp_core._torch.tracing import may_hold
 from amp_core.formats.quantization import Granularity
 
 
@@ -52,11 +53,11 @@ class Groups:
     def amax(self, groups: Tensor) -> Tensor:
         """Return the largest magnitude of each group, NaN if it has one; 0 for no elements."""
         if self.granularity == "tensor":
-            return _largest(groups) if groups.numel() else groups.new_zeros(())
+            return largest(groups)
         if self.granularity == "row":
-            return _largest(groups, self.dim)
-        largest = _largest(groups, -1)
-        return largest if isinstance(self.granularity, int) else _largest(largest, -3)
+            return largest(groups, self.dim)
+        of_rows = largest(groups, -1)
+        return of_rows if isinstance(self.granularity, int) else largest(of_rows, -3)
 
     def outward(self, scale: Tensor) -> Tensor:
         """Return what `amax` returned without the dimensions of size 1 that stand for m and n."""
@@ -87,10 +88,10 @@ class Groups:
         return self.shape[-2 if self._dim == -1 else -1]
 
 
-def _largest(x: Tensor, dim: int | None = None) -> Tensor:
-    """Return the largest magnitude along `dim`, which is kept with size 1; without a temporary tensor."""
-    if dim is not None and not x.shape[dim]:
-        return x.new_zeros([1 if i == dim % x.dim() else n for i, n in enumerate(x.shape)])
+def largest(x: Tensor, dim: int | None = None) -> Tensor:
+    """Return the largest magnitude, 0 for no elements, without a temporary tensor; `dim` stays, of size 1."""
+    if may_hold((x.numel() if dim is None else x.shape[dim]) == 0):  # which aminmax refuses; add a zero
+        x = pad(x.reshape(-1), [0, 1]) if dim is None else pad(x.movedim(dim, -1), [0, 1]).movedim(-1, dim)
     low, high = torch.aminmax(x) if dim is None else torch.aminmax(x, dim=dim, keepdim=True)
     return torch.maximum(low.abs(), high.abs())
 
@@ -98,9 +99,11 @@ def _largest(x: Tensor, dim: int | None = None) -> Tensor:
 def _blocks(x: Tensor, dim: int, size: int) -> Tensor:
     """Split one dimension, given from the end, into blocks of `size`, the last one padded with zeros."""
     x = uncut(x, dim, size)
-    size = min(size, max(x.shape[dim], 1))  # a larger block holds the same elements, and zeros
-    count = -(-x.shape[dim] // size)
-    missing = count * size - x.shape[dim]
-    if missing:
+    length = x.shape[dim]
+    if not (may_hold(length >= size) or may_hold(length == 0)):
+        size = length  # a larger block holds the same elements, and zeros
+    count = -(-length // size)
+    missing = count * size - length
+    if may_hold(missing != 0):
         x = pad(x, [0, 0] * (-dim - 1) + [0, missing])
     return torch.unflatten(x, dim, (count, size))

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from amp_core._torch.tensors import beside, uncut
+from amp_core._torch.tracing import may_hold
 from amp_core.common.counter_random import key_of, random_bits
 
 _KEY = key_of(0x4841)
@@ -28,7 +29,7 @@ def rotate(x: Tensor, size: int, dim: int) -> Tensor:
     """
     x = uncut(x.movedim(dim, -1), -1, size)
     missing = -x.shape[-1] % size
-    if missing:
+    if may_hold(missing != 0):
         x = pad(x, [0, missing])
     blocks = torch.unflatten(x, -1, (x.shape[-1] // size, size))
     return _walsh_hadamard(blocks * _signs(size, x)).flatten(-2).movedim(-1, dim)

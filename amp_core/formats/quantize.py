@@ -11,7 +11,7 @@ from amp_core._torch.tensors import part_of
 from amp_core.common.arguments import as_whole, check_dtype
 from amp_core.common.text import counted
 from amp_core.formats.elementwise import count_nonfinite
-from amp_core.formats.groups import Groups
+from amp_core.formats.groups import Groups, largest
 from amp_core.formats.hadamard import rotate, rotate_back
 from amp_core.formats.packing import pack, pack_scale, unpack
 from amp_core.formats.passes import Passes, PortablePasses, Rounding
@@ -261,7 +261,7 @@ def _of_tensor(own: Tensor, amax: Tensor | None, quantization: Quantization) -> 
     """Return the largest magnitude from which the second scale of e4m3 follows."""
     if quantization.scale != "e4m3":
         return own
-    whole = own.amax() if own.numel() else own.new_zeros(())
+    whole = largest(own)
     if amax is None:
         return whole
     if amax.numel() != 1:
