@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer
 
-from amp_core.common.locks import new_lock
 from amp_core.common.optimizers import StepArguments, after_every_step, around_closure, before_every_step
+from amp_core.common.replaced import Replaced
 from amp_core.regions.region import autocast
 from amp_core.states.region_stack import thread
 
@@ -49,7 +49,7 @@ def forward_region(region: autocast) -> Iterator[None]:
     steps, _here.steps = _here.steps, []
     _here.entered.append(region)
     try:
-        with region, _passes_replaced():
+        with region, _passes_replaced.block():
             try:
                 yield
             finally:
@@ -100,31 +100,15 @@ def _nesting() -> int:
     return torch.autocast_decrement_nesting()
 
 
-# Backward passes.
+# Backward passes: ``Tensor.backward`` calls this function too.
 
 
-class _Replaced:
-    lock, blocks = new_lock(), 0
-    backward: Callable[..., None] = torch.autograd.backward
+def _outside(backward: Callable[..., None]) -> Callable[..., None]:
+    def call(*args: Any, **kwargs: Any) -> None:
+        with _here.outside() or nullcontext():
+            backward(*args, **kwargs)
+
+    return call
 
 
-@contextmanager
-def _passes_replaced() -> Iterator[None]:
-    """Let ``Tensor.backward`` call `_backward` in a block. Blocks of several threads may end in any order."""
-    with _Replaced.lock:
-        if not _Replaced.blocks:
-            _Replaced.backward = torch.autograd.backward
-            torch.autograd.backward = _backward
-        _Replaced.blocks += 1
-    try:
-        yield
-    finally:
-        with _Replaced.lock:
-            _Replaced.blocks -= 1
-            if not _Replaced.blocks:
-                torch.autograd.backward = _Replaced.backward
-
-
-def _backward(*args: Any, **kwargs: Any) -> None:
-    with _here.outside() or nullcontext():
-        _Replaced.backward(*args, **kwargs)
+_passes_replaced = Replaced(lambda: [(torch.autograd, "backward")], _outside)

@@ -1,4 +1,4 @@
-"""Restore models and optimizers after a run."""
+"""Restore models, optimizers and scalers after a run."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from amp_core._torch.tracing import calls_are_captured, outside_graphs, without_
 from amp_core._torch.transformed_tensors import outside_transforms, unwrapped
 from amp_core.common.fsdp import fsdp_class
 from amp_core.common.optimizers import exact_states, watch_steps
+from amp_core.debugging.kept_scalers import scalers_kept
 from amp_core.errors import AmpError
 
 _FSDP1 = (
@@ -152,7 +153,7 @@ class StateKeeper:
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """Save optimizers when they step in a block, and restore all saved state at its end.
+        """Save optimizers when they step in a block and scalers when it uses them; restore all at its end.
 
         Other threads may train meanwhile, with optimizers of other parameters.
         """
@@ -160,7 +161,8 @@ class StateKeeper:
         _REHEARSING.update(mine)
         end = watch_steps(self._keep_optimizer, after=False, is_ours=lambda p: id(p) in self._tensors)
         try:
-            yield
+            with scalers_kept():
+                yield
         finally:
             _REHEARSING.difference_update(mine)
             end()

@@ -840,6 +840,12 @@ class GradScaler(TorchNames):
             )
         self._scales.load_state_dict(state_dict)
 
+    def _rehearsing(self) -> dict[str, Any]:
+        """Return attributes with which this scaler runs steps of which nothing remains, and tells nobody."""
+        log = self._log.rehearsing()
+        unscaler = self._unscaler.rehearsing(log)
+        return {"_scales": self._scales.rehearsing(), "_log": log, "_unscaler": unscaler}
+
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__.copy()  # `LossScale` refuses to be pickled while gradients are unscaled
 

@@ -203,6 +203,15 @@ class LossScale:
             if tensor is not None:
                 tensor.fill_(value)
 
+    def rehearsing(self) -> LossScale:
+        """Return a scale of the same value that moves by itself, for other gradients."""
+        copied, states = object.__new__(type(self)), OptimizerStates()
+        states.fresh = self.optimizer_states.fresh
+        for name, value in vars(self).items():
+            setattr(copied, name, value.clone() if isinstance(value, Tensor) else value)
+        copied.optimizer_states = states
+        return copied
+
     def __getstate__(self) -> dict[str, Any]:
         if self.optimizer_states or self.optimizer_states.orphans:
             raise AssertionError(

@@ -62,6 +62,14 @@ class LossScales:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "in_window": {}}  # no window closes on a copy
 
+    def rehearsing(self) -> LossScales:
+        """Return scales of the same values that move by themselves, for other gradients."""
+        scales = LossScales(self._init_scale, self.own.schedule, self._schedules)
+        scales.own = self.own.rehearsing()
+        scales.keyed = {key: scale.rehearsing() for key, scale in self.keyed.items()}
+        scales.in_window = self.in_window  # a window that has opened before may close on this
+        return scales
+
     def for_loss(self, key: str | None) -> LossScale:
         """Return the scale for a loss with this key; its first use creates it.
 

@@ -49,6 +49,7 @@ class StepLog:
         warn_after: warn after this many skipped steps in a row; 0 for never.
         hooks: who is called.
         updates: the number of `GradScaler.update` calls so far.
+        tells: whether it warns and calls hooks.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class StepLog:
         self._start(None if size is None else as_whole(size, "history", 0))
 
     def _start(self, size: int | None) -> None:
+        self.tells = True
         self.history = History(size)
         self.hooks = Hooks()
         # by identity: optimizers that compare, such as dataclasses, have no hash
@@ -77,6 +79,13 @@ class StepLog:
         self.names = {}
         self.warn_after, self.updates = state["warn_after"], state["updates"]
         self._start(state["size"])
+
+    def rehearsing(self) -> StepLog:
+        """Return a log for steps of which nothing remains: it knows the last ones, and tells nobody."""
+        log = StepLog(self.history.size, 0, ())
+        log.names, log.updates, log.tells = self.names, self.updates, False
+        log.last_step.update(self.last_step)
+        return log
 
     # -- at a step -------------------------------------------------------------------------------
 
@@ -216,6 +225,8 @@ class StepLog:
             after = snapshot(loss_scale.check("update"))
             for record in records:
                 record._scale_after = after
+        if not self.tells:
+            return
         hooks = self.hooks.exist()
         if hooks or loss_scale.schedule.at_floor is not AtFloor.WARN:
             flags = (before, *[record._found_inf for record in records])

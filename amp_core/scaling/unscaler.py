@@ -63,6 +63,12 @@ class Unscaler:
             describe_sharding(sharded_over, self.process_group)
         self._overlap = Overlap() if overlap else None
 
+    def rehearsing(self, log: StepLog) -> Unscaler:
+        """Return one for the steps of `log`, which reads the gradients only at the step."""
+        copied = object.__new__(type(self))
+        copied.__dict__ |= {**self.__dict__, "_log": log, "_overlap": None}
+        return copied
+
     def __getstate__(self) -> dict[str, Any]:
         lost = self._has_lost_group or self.process_group is not None
         return {**self.__dict__, "process_group": None, "_has_lost_group": lost}
