@@ -52,8 +52,8 @@ class Advice(Report):
     Attributes:
         policy: for ``autocast(policy=...)``.
         modules: rules for individual modules, which `apply` applies.
-        init_scale: for ``GradScaler(init_scale=...)``; None if the dtype needs no loss scale, or if `fn` ran
-            the backward pass itself.
+        init_scale: for ``GradScaler(init_scale=...)``; None if the dtype needs no loss scale, if `fn` ran
+            the backward pass itself, or if the step has inf or NaN in float32 too.
         findings: the faults, in the order they were handled.
         before: the comparison without the proposal.
         after: the comparison with it; None for advice read from a file.

@@ -11,7 +11,7 @@ from amp_core.common.text import counted
 from amp_core.debugging.advice import Advice, FormatAdvice, LayerInFormat, SpeedAdvice
 from amp_core.debugging.capture import OP
 from amp_core.debugging.comparison import Comparison
-from amp_core.debugging.comparison_report import number
+from amp_core.debugging.comparison_report import error_of_loss, number, reference_notes
 from amp_core.debugging.format_tables import format_tables
 from amp_core.debugging.report import content_of
 from amp_core.debugging.tables import Content, Table, as_seconds, as_share, columns
@@ -55,6 +55,8 @@ def _scale(comparison: Comparison) -> str:
     """Return why there is no loss scale."""
     if comparison.dtype is not torch.float16:
         return "not needed"
+    if not comparison.reference_is_finite:
+        return "not sought, as float32 has inf or NaN itself"
     if comparison.ran_backward:
         return "not sought, as fn runs the backward pass itself"
     return "not sought, as there is no backward pass: fn returned no loss that requires a gradient"
@@ -65,7 +67,7 @@ def _notes(advice: Advice) -> list[str]:
         return [_READ]
     unfixed = [f.fault for f in advice.findings if not f.fix]
     notes = ["No attempt fixed these: " + "; ".join(unfixed) + "."] if unfixed else []
-    return [*notes, _TESTED]
+    return [*reference_notes(advice.after), *notes, _TESTED]
 
 
 def _findings(advice: Advice) -> Table:
@@ -84,7 +86,7 @@ def _findings(advice: Advice) -> Table:
 def _gain(advice: Advice, more: Mapping[str, Callable[[Comparison], str]] = MappingProxyType({})) -> Table:
     both = [c for c in (advice.before, advice.after) if c is not None]
     measures = {
-        "relative error of the loss": [number(c.loss_error) for c in both],
+        "relative error of the loss": [*map(error_of_loss, both)],
         "largest relative error of a parameter's gradient": [number(c.gradient_error) for c in both],
         "ops whose result has inf or NaN": [_not_finite(c) for c in both],
         "ops in low precision": [_low_share(c) for c in both],
@@ -141,7 +143,7 @@ def _speed_facts(advice: SpeedAdvice) -> dict[str, str]:
 
 @content_of.register
 def _(advice: FormatAdvice) -> Content:
-    notes = [_READ if advice.after is None else _TESTED]
+    notes = [_READ] if advice.after is None else [*reference_notes(advice.after), _TESTED]
     if advice.after is not None and not advice.is_tolerable:
         notes.insert(0, f"Without the format, the error is {number(advice.after.result_error)} already.")
     tables = [] if advice.after is None else [_layers(advice), _gain(advice, _BESIDE)]

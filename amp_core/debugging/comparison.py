@@ -15,7 +15,7 @@ from amp_core.common.arguments import check_dtype, check_real
 from amp_core.common.text import counted
 from amp_core.debugging.agreement import Ranks
 from amp_core.debugging.capture import MODULE, OP, PARAMETER, Key, Run
-from amp_core.debugging.difference import Difference, Found, scalar_error
+from amp_core.debugging.difference import Difference, Found, first_fault, scalar_error
 from amp_core.debugging.report import Report
 from amp_core.debugging.sink import BACKWARD, FORWARD
 from amp_core.debugging.step import Step, quantising
@@ -63,6 +63,8 @@ class Comparison(Report):
         scales_itself: whether `fn` ran the backward pass itself, so that `scale` was not used.
         loss: the loss of the mixed-precision run, if `fn` returned one.
         reference_loss: the loss of the reference run.
+        reference_is_finite: whether the loss and the gradients of parameters in the reference run are finite;
+            those that are not have no error.
         quantized: what recipes did to operands, as in `Recording`.
         fits: how well these operands fit their formats, by the same keys.
         parameters: how well the parameters of modules without a recipe, such as norms and embeddings, would
@@ -92,6 +94,7 @@ class Comparison(Report):
         self.reference_dtype = reference_dtype
         self.scale = mixed.scale
         self.loss, self.reference_loss = found.losses
+        self.reference_is_finite, self._reference_fault = first_fault(reference, found.differences)
         self.ran_backward = reference.ran_backward
         self.scales_itself = mixed.scales_itself
         self.quantized = mixed.quantized.read()
@@ -166,7 +169,7 @@ class Comparison(Report):
 
     @functools.cached_property
     def loss_error(self) -> float:
-        """The relative error of the loss; 0 if there is none."""
+        """The relative error of the loss; 0 if there is none, or that of the reference is not finite."""
         return scalar_error(self.loss, self.reference_loss)
 
     @functools.cached_property

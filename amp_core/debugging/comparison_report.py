@@ -67,6 +67,12 @@ def number(value: float | None) -> str:
     return "-" if value is None else written(value, "number")
 
 
+def error_of_loss(comparison: Comparison) -> str:
+    """Return the relative error of the loss; ``-`` beside a reference that is not finite."""
+    wanted = comparison.reference_loss
+    return number(None if wanted is not None and not math.isfinite(wanted) else comparison.loss_error)
+
+
 def where(difference: Difference) -> str:
     """Describe the location of a value: ``matmul in blocks.2.attn``."""
     key = difference.key
@@ -84,9 +90,12 @@ def _facts(comparison: Comparison) -> dict[str, str]:
         cause = f"{_with_line(leads[0])}, adds {number(leads[0].added)}"
     elif comparison.result_error > tolerances(comparison.dtype)[1]:
         cause = "none: no op adds more than the tolerance to the error of the result"
+    elif not comparison.reference_is_finite:
+        cause = "none: the reference is not finite itself"
     loss = f"{number(comparison.loss)}, reference {number(comparison.reference_loss)}"
+    error = error_of_loss(comparison)
     facts = {
-        "loss": f"{loss}: relative error {number(comparison.loss_error)}",
+        "loss": f"{loss}: {'no relative error' if error == '-' else f'relative error {error}'}",
         "gradients": f"largest relative error of a parameter's {number(comparison.gradient_error)}",
         "first inf or NaN": _first_not_finite(comparison),
         "cause": cause,
@@ -121,7 +130,7 @@ def _worst_underflow(comparison: Comparison) -> str:
 
 
 def _notes(comparison: Comparison) -> list[str]:
-    notes = []
+    notes = reference_notes(comparison)
     if comparison.unmatched:
         notes.append(_UNMATCHED.format(values=counted(comparison.unmatched, "value occurs", "values occur")))
     if comparison.narrow_references:
@@ -136,6 +145,23 @@ def _notes(comparison: Comparison) -> list[str]:
     return notes
 
 
+def reference_notes(comparison: Comparison) -> list[str]:
+    """Return the note that the reference run is not finite itself, if so."""
+    if comparison.reference_is_finite:
+        return []
+    first = comparison._reference_fault
+    return [
+        _NOT_FINITE.format(
+            dtype=dtype_name(comparison.reference_dtype),
+            first="" if first is None else f", first in {_with_line(first)}",
+        )
+    ]
+
+
+_NOT_FINITE = (
+    "The loss or a gradient of the {dtype} run has inf or NaN itself{first}: mixed precision is not the "
+    "cause, and no rule or loss scale helps. Errors are those of the values that are finite there."
+)
 _MANY = 0.1
 _CROWDED = (
     "More than a tenth of the values of these parameters saturate if a format is given to all ops and not "

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from amp_core.debugging.capture import PARAMETER, Key, Run, Sample
+from amp_core.debugging.op_kinds import FILLS
 from amp_core.debugging.places import Place
 from amp_core.debugging.tap import measuring
 
@@ -166,8 +167,12 @@ def _is_noise(key: Key, size: float, parents: list[Difference]) -> bool:
     """
     if key.level == PARAMETER:
         return any(parent.noise or size < _NOISE * parent.size for parent in parents)
-    sums = key.name.partition("::")[2].partition(".")[0].rstrip("_") not in _WITHOUT_SUMS
+    sums = _short(key).rstrip("_") not in _WITHOUT_SUMS
     return sums and size < _NOISE * max((parent.size for parent in parents), default=0.0)
+
+
+def _short(key: Key) -> str:
+    return key.name.partition("::")[2].partition(".")[0]
 
 
 def _norms(values: Tensor, exact: Tensor) -> tuple[float, float]:
@@ -191,6 +196,32 @@ def _underflow_share(exact: Tensor, values: Tensor, dtype: torch.dtype) -> float
     smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps  # the smallest subnormal number
     gone = (values == 0) & (exact != 0) & (exact.abs() < smallest)
     return float(gone.double().mean()) if gone.numel() else 0.0
+
+
+def first_fault(run: Run, known: Mapping[Key, Difference]) -> tuple[bool, Difference | None]:
+    """Return whether loss and gradients of `run` are finite, and of the `known` ops the first to blame.
+
+    What a mask fills in is not to blame, but what makes NaN of it.
+    """
+    bad = set[Key]()
+    for key, sample in run.samples.items():
+        if sample.not_finite and (_short(key) not in FILLS or bad.intersection(sample.parents)):
+            bad.add(key)
+    pending = [key for key in bad if key.level == PARAMETER]
+    loss_is_finite = run.loss is None or math.isfinite(run.loss)
+    if loss_is_finite and not pending:
+        return True, None
+    if not loss_is_finite and run.loss_producer in bad:
+        pending.append(run.loss_producer)
+    first, seen = None, set(pending)
+    while pending:
+        key = pending.pop()
+        above = bad.intersection(run.samples[key].parents)
+        if not above and key in known and (first is None or known[key].order < first.order):
+            first = known[key]
+        pending += above - seen
+        seen |= above
+    return False, first
 
 
 def scalar_error(value: float | None, exact: float | None) -> float:

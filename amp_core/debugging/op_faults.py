@@ -15,7 +15,7 @@ from amp_core._torch.tensors import part_of
 from amp_core._torch.tracing import calls_are_captured
 from amp_core.common.identity import WeakIdentityMapping
 from amp_core.common.text import dtype_name
-from amp_core.debugging.op_kinds import numbers_in, results
+from amp_core.debugging.op_kinds import FILLS, numbers_in, results
 from amp_core.debugging.places import Lines, Place
 from amp_core.debugging.ranges import Extent
 from amp_core.debugging.sink import BACKWARD, Sink, Where
@@ -26,7 +26,6 @@ from amp_core.errors import NonFiniteError
 from amp_core.policy.names import short
 
 _SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
-_FILLS = {"masked_fill", "masked_fill_", "where", "masked_scatter", "index_fill", "index_fill_"}
 
 
 @dataclass(frozen=True)
@@ -104,7 +103,7 @@ class FaultFinder(Sink):
     def ran(self, op: Overload, inputs: list[Tensor], outputs: list[Tensor], where: Where) -> None:
         """Check an op."""
         line = self._lines.of_op(where.phase == BACKWARD)
-        if short_name(op) in _FILLS:  # a mask of -inf is meant
+        if short_name(op) in FILLS:  # a mask of -inf is meant
             self.masked |= bool(self._note(outputs))
             return
         kernel = dispatcher_name(op)

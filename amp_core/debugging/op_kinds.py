@@ -15,6 +15,9 @@ from amp_core.common.containers import tensors_in
 
 _aten = torch.ops.aten
 
+FILLS = {"masked_fill", "masked_fill_", "where", "masked_scatter", "index_fill", "index_fill_"}
+"""Ops by which a program fills in numbers that need not be finite."""
+
 CASTS = (to_copy, torch.ops.prims.convert_element_type.default)
 
 

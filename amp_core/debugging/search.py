@@ -105,7 +105,8 @@ class Search:
         return scaled, better
 
     def _takes_scale(self, comparison: Comparison) -> bool:
-        return _is_narrow(comparison.dtype) and comparison.ran_backward and not comparison.scales_itself
+        takes = comparison.ran_backward and comparison.reference_is_finite and not comparison.scales_itself
+        return takes and _is_narrow(comparison.dtype)
 
     def _restores(self, now: Comparison, better: Comparison) -> bool:
         """Return whether the gradient of some parameter is wrong now and right in `better`."""
