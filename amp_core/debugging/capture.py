@@ -112,6 +112,10 @@ class Run:
     parameters: dict[str, Fit] = field(default_factory=dict)
     work: Counter[tuple[Place, str]] = field(default_factory=Counter)
 
+    def has_gradients(self) -> bool:
+        """Return whether there is a gradient of a parameter among the values."""
+        return any(key.level == PARAMETER for key in self.samples)
+
 
 class Capture(Sink):
     """A sink for `Tap` that samples the values of a run.
@@ -204,8 +208,9 @@ class Capture(Sink):
             self._keep(MODULE, BACKWARD, place, "output", [], floats_in(gradient), produces=False)
 
     def parameter(self, place: Place, name: str, gradient: Tensor) -> None:
-        """Sample the gradient of a parameter."""
-        self._keep(PARAMETER, BACKWARD, place, name, [gradient], [gradient], produces=False)
+        """Sample the first gradient of a parameter."""
+        if not self._calls[PARAMETER, BACKWARD, place, name]:
+            self._keep(PARAMETER, BACKWARD, place, name, [gradient], [gradient], produces=False)
 
     def _keep(
         self,

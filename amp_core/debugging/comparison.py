@@ -126,7 +126,7 @@ class Comparison(Report):
 
         Errors that do not reach the result are ignored, such as a mask of ``finfo(dtype).min`` that a
         softmax turns into zeros, and errors of gradients that are tiny beside the largest one. Without a loss
-        and a backward pass, every op counts as a result.
+        and gradients of parameters, every op counts as a result.
 
         Args:
             tolerance: the relative error to accept in results and from each op; by default 0.125 and 0.03,
@@ -157,10 +157,9 @@ class Comparison(Report):
         return sorted(causes, key=lambda d: (d.added < math.inf, d.key.phase == BACKWARD, -d.added, d.order))
 
     def _results(self) -> list[Key]:
-        if self._loss_producer is None and not self.ran_backward:
-            return [d.key for d in self.differences]
-        gradients = [d.key for d in self.differences if d.key.level == PARAMETER]
-        return gradients if self._loss_producer is None else [*gradients, self._loss_producer]
+        results = [d.key for d in self.differences if d.key.level == PARAMETER]
+        results += [] if self._loss_producer is None else [self._loss_producer]
+        return results or [d.key for d in self.differences]
 
     @functools.cached_property
     def first_not_finite(self) -> Difference | None:

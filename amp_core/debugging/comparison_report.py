@@ -105,6 +105,8 @@ def _facts(comparison: Comparison) -> dict[str, str]:
     }
     if not comparison.ran_backward:
         facts["gradients"] = "no backward pass"
+    elif not comparison.at(PARAMETER):
+        facts["gradients"] = "fn left none of a parameter"
     if comparison.loss is None:
         del facts["loss"]
     return facts
@@ -114,7 +116,8 @@ def _first_not_finite(comparison: Comparison) -> str:
     first = comparison.first_not_finite
     if first is None:
         return "none"
-    harmless = math.isfinite(comparison.loss_error) and math.isfinite(comparison.gradient_error)
+    known = comparison.loss is not None or bool(comparison.at(PARAMETER))
+    harmless = known and math.isfinite(comparison.loss_error) and math.isfinite(comparison.gradient_error)
     return _with_line(first) + (", which does not reach the result" if harmless else "")
 
 

@@ -17,8 +17,9 @@ from amp_core.common.generators import seeded
 from amp_core.debugging.capture import Capture, Run
 from amp_core.debugging.fits import fits_of_parameters
 from amp_core.debugging.forward_region import forward_region
-from amp_core.debugging.places import Place, Places
+from amp_core.debugging.places import Places
 from amp_core.debugging.state_keeper import StateKeeper
+from amp_core.debugging.step_gradients import gradients_sampled
 from amp_core.debugging.tap import measuring, muted
 from amp_core.dispatch.activate import activation, check_policy, default_policy, pop, with_recipe
 from amp_core.errors import AmpError
@@ -150,12 +151,13 @@ class Step:
             with contextlib.ExitStack() as stack:
                 stack.enter_context(tap)
                 stack.enter_context(self.in_force(policy))
-                with forward_region(autocast(self.device_type, dtype=dtype, policy=policy)):
-                    result = self.fn()
-                ran_here = _run_backward(result, scale, capture, keeper)
-                self.roots = [self.model] if self.model is not None else tap.places.roots
+                roots = [self.model] if self.model is not None else tap.places.roots
+                with gradients_sampled(capture, roots):
+                    with forward_region(autocast(self.device_type, dtype=dtype, policy=policy)):
+                        result = self.fn()
+                    ran_here = _run_backward(result, scale, capture, keeper)
+                self.roots = roots
                 with measuring():
-                    _keep_gradients(self.roots, capture)
                     if run.recipe is not None:
                         done = {key.place.module for key in run.fits}
                         run.parameters = fits_of_parameters(self.roots, run.recipe, done)
@@ -222,7 +224,7 @@ def _run_backward(result: Any, scale: float, capture: Capture, keeper: StateKeep
         size = result.numel()
     # A pass that left no gradients may have been another one, as for a penalty on gradients.
     may_have_run = capture.run.ran_backward
-    if may_have_run and (keeper.has_gradients() or size != 1):
+    if may_have_run and (capture.run.has_gradients() or keeper.has_gradients() or size != 1):
         return False
     if size != 1:
         raise AmpError(
@@ -238,14 +240,6 @@ def _run_backward(result: Any, scale: float, capture: Capture, keeper: StateKeep
         keeper.clear_gradients()  # fn ran the pass, and cleared what it gave
         return False
     return True
-
-
-def _keep_gradients(roots: list[nn.Module], capture: Capture) -> None:
-    for root in roots:
-        for name, parameter in root.named_parameters():
-            if parameter.grad is not None and not parameter.grad.is_sparse:
-                place = Place(type(root).__name__, name.rpartition(".")[0])
-                capture.parameter(place, name, parameter.grad)
 
 
 @measuring()
