@@ -233,11 +233,11 @@ def compare(
     Ops with an autocast rule are compared as the program calls them, others as kernels.
 
     Both runs start from the same state and seed. Afterwards the parameters, buffers, gradients and training
-    flags of the modules that `fn` calls, the state of the optimizers that it steps and of the scalers that it
-    uses, and the random generators of torch and ``random`` are restored; hooks of scalers are not called.
-    Other changes made by `fn` persist, so it should use a fixed batch rather than advance an iterator. What
-    it changes of the model before it calls it, as ``zero_grad()`` does, is restored only if `model` is
-    passed.
+    flags of the modules that `fn` calls, the state of the optimizers, scalers, schedulers and averages of
+    weights (torch's) that it uses, and the random generators of torch and ``random`` are restored; hooks of
+    scalers are not called. Other changes made by `fn` persist, so it should use a fixed batch rather than
+    advance an iterator. What it changes of the model before it calls it, as ``zero_grad()`` does, is restored
+    only if `model` is passed.
 
     Under DDP, FSDP2 and tensor parallelism all ranks must call it; all get the same result. Values of
     DTensors are compared whole. Where each rank has values of its own, such as activations, the worst counts.

@@ -1,4 +1,4 @@
-"""Restore models, optimizers and scalers after a run."""
+"""Restore models, optimizers and what else a step uses after a run."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
 
 from amp_core._torch.tensors import is_wrapper, part_of, version_of
@@ -18,7 +19,7 @@ from amp_core._torch.tracing import calls_are_captured, outside_graphs, without_
 from amp_core._torch.transformed_tensors import outside_transforms, unwrapped
 from amp_core.common.fsdp import fsdp_class
 from amp_core.common.optimizers import exact_states, watch_steps
-from amp_core.debugging.kept_scalers import scalers_kept
+from amp_core.debugging.used_objects import attributes_for_a_while, schedulers_in, uses_noticed
 from amp_core.errors import AmpError
 
 _FSDP1 = (
@@ -101,6 +102,7 @@ class StateKeeper:
         self._tensors: dict[int, _Kept] = {}
         self._optimizers: dict[int, tuple[Optimizer, dict[str, Any]]] = {}
         self._modules: dict[int, _Module] = {}
+        self._used: dict[int, tuple[Any, dict[str, Any]]] = {}
 
     def keep(self, model: nn.Module) -> None:
         """Save the parameters, buffers and training flags of `model`, and clear its gradients.
@@ -151,9 +153,21 @@ class StateKeeper:
         if id(optimizer) not in self._optimizers:
             self._optimizers[id(optimizer)] = optimizer, copy.deepcopy(optimizer.state_dict())
 
+    def _keep_used(self, used: Any) -> None:
+        """Save a scaler, a scheduler with its optimizer, or an average of weights."""
+        if isinstance(used, nn.Module):
+            self.keep(used)
+        elif id(used) not in self._used:
+            self._used[id(used)] = used, dict(vars(used))
+            if isinstance(used, LRScheduler):
+                self._keep_optimizer(used.optimizer)
+                for inner in schedulers_in(used):
+                    self._keep_used(inner)
+            vars(used).update(attributes_for_a_while(used))
+
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """Save optimizers when they step in a block and scalers when it uses them; restore all at its end.
+        """Save what a block steps or uses before that, and restore all saved state at its end.
 
         Other threads may train meanwhile, with optimizers of other parameters.
         """
@@ -161,7 +175,7 @@ class StateKeeper:
         _REHEARSING.update(mine)
         end = watch_steps(self._keep_optimizer, after=False, is_ours=lambda p: id(p) in self._tensors)
         try:
-            with scalers_kept():
+            with uses_noticed(self._keep_used):
                 yield
         finally:
             _REHEARSING.difference_update(mine)
@@ -181,6 +195,10 @@ class StateKeeper:
                 kept.restore()
         for module in self._modules.values():
             module.restore()
+        for used, attributes in self._used.values():
+            vars(used).clear()
+            vars(used).update(attributes)
+        self._used.clear()
         self._tensors.clear()
         self._optimizers.clear()
         self._modules.clear()
