@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -149,15 +148,22 @@ class Search:
     ) -> tuple[Proposal, Comparison] | None:
         what = f"{where(fault)} {'produces inf or NaN' if fault.added == math.inf else 'loses digits'}"
         bound, (limit, _) = self._badness(now), tolerances(now.dtype, self._given)
+        refusal = ""
         for words, candidate in self._candidates(proposal, now, fault):
-            # The rule may not fit this op, or the module may be missing.
-            with contextlib.suppress(PolicyError):
+            try:
                 tried = self._try(candidate, words)
-                after = next((d.added for d in tried.differences if d.key == fault.key), 0.0)
-                if after <= limit and self._badness(tried) < bound:
-                    self._note(what, fault, words, after)
-                    return candidate, tried
-        self._note(what, fault, "", fault.added)
+            except PolicyError:  # the rule may not fit this op, or the module may be missing
+                continue
+            except (
+                RuntimeError
+            ) as error:  # of torch: a layer with weights in low precision may take no float32
+                refusal = refusal or f"; with {words} the step raises {str(error).partition(chr(10))[0]!r}"
+                continue
+            after = next((d.added for d in tried.differences if d.key == fault.key), 0.0)
+            if after <= limit and self._badness(tried) < bound:
+                self._note(what, fault, words, after)
+                return candidate, tried
+        self._note(what + refusal, fault, "", fault.added)
         return None
 
     def _note(self, fault: str, found: Difference, fix: str, after: float) -> None:

@@ -92,7 +92,7 @@ class SpeedSearch:
             plain = [_Setting("float32", enabled=False), _Setting("autocast", self._policy)]
             policies = dict.fromkeys(self._by_size(cost) for cost in ("low", "chained"))
             policies.pop(self._step.policy, None)  # plain autocast: a gain over itself would be noise
-            settings = plain + [_Setting("advice", policy) for policy in policies]
+            settings = plain + [s for s in (_Setting("advice", each) for each in policies) if self._runs(s)]
             best = _fastest(settings, self._measure(settings, f"{len(settings)} policies"))
             best = self._with_modules(best, rounds) if best.enabled else best
             # Measure again: the search has chosen among noisy figures.
@@ -238,9 +238,19 @@ class SpeedSearch:
         children = [n for n, _ in root.named_children() if any(f"{u}.".startswith(f"{n}.") for u in users)]
         for name in children[:rounds] if len(children) > 1 else ():
             tried = replace(best, name="advice", modules={**best.modules, glob_of(name): r.FP32})
-            now, then = self._measure([best, tried], f"{name} in float32")
-            best = tried if then < _GAIN * now else best
+            if self._runs(tried):
+                now, then = self._measure([best, tried], f"{name} in float32")
+                best = tried if then < _GAIN * now else best
         return best
+
+    def _runs(self, setting: _Setting) -> bool:
+        """Return whether the step runs: a layer with weights in low precision may take no float32."""
+        try:
+            self._run(setting)
+        except RuntimeError as error:
+            self._progress(f"which raises {str(error)!r}")
+            return False
+        return True
 
     def _run(self, setting: _Setting) -> None:
         step = self._step
