@@ -19,13 +19,21 @@ def weak(key: K, gone: Callable[[Any], object] | None = None) -> Callable[[], K 
 
 
 class WeakIdentityMapping(MutableMapping[K, V]):
-    """A ``WeakKeyDictionary`` by identity; many times faster than torch's ``WeakIdKeyDictionary``."""
+    """A ``WeakKeyDictionary`` by identity; many times faster than torch's ``WeakIdKeyDictionary``.
 
-    def __init__(self) -> None:
+    Args:
+        missing: returns what the `KeyError` of a key that is not there says; by default the key.
+    """
+
+    def __init__(self, missing: Callable[[K], object] = lambda key: key) -> None:
         self._entries: dict[int, tuple[Callable[[], K | None], V]] = {}
+        self._missing = missing
 
     def __getitem__(self, key: K) -> V:
-        return self._entries[id(key)][1]
+        entry = self._entries.get(id(key))
+        if entry is None:
+            raise KeyError(self._missing(key))
+        return entry[1]
 
     def __contains__(self, key: object) -> bool:
         return id(key) in self._entries

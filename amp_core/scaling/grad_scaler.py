@@ -688,7 +688,7 @@ class GradScaler(TorchNames):
 
     @property
     def last_step(self) -> MutableMapping[Optimizer, StepRecord]:
-        """The `StepRecord` of the last step of each optimizer.
+        """The `StepRecord` of the last step of each optimizer; empty if the scaler is disabled.
 
         Example::
 

@@ -65,7 +65,7 @@ class StepLog:
         self.history = History(size)
         self.hooks = Hooks()
         # by identity: optimizers that compare, such as dataclasses, have no hash
-        self.last_step: WeakIdentityMapping[Optimizer, StepRecord] = WeakIdentityMapping()
+        self.last_step: WeakIdentityMapping[Optimizer, StepRecord] = WeakIdentityMapping(_no_record)
         self._named: dict[tuple[str | None, str], list[Callable[[], Optimizer | None]]] = {}
         self._pending: dict[str | None, dict[int, StepRecord]] = {}
         self._skips_in_a_row: MutableMapping[Optimizer, int] = WeakIdentityMapping()
@@ -333,6 +333,13 @@ _NO_STEP = (
     "landed(): this scaler has recorded no step{whose} yet. Call it after scaler.step(optimizer); a step "
     "inside a torch.compile graph leaves no record."
 )
+
+
+def _no_record(optimizer: Optimizer) -> str:
+    return (
+        f"last_step: this scaler has recorded no step of this {type(optimizer).__name__}. Read it "
+        f"after scaler.step(optimizer). A disabled scaler and a torch.compile graph record no step."
+    )
 
 
 def _endless(count: int, record: StepRecord) -> str:

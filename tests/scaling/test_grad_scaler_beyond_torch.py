@@ -401,6 +401,19 @@ def test_a_skip_of_a_fused_step_is_seen() -> None:
             assert scaler.last_step[optimizer].skipped
 
 
+@pytest.mark.parametrize("enabled", [True, False])
+def test_an_optimizer_without_a_step_is_named(enabled: bool) -> None:
+    """A loop that reads `last_step` with its scaler disabled gets a number for an error."""
+    parameter = weight()
+    optimizer, scaler = torch.optim.SGD([parameter], lr=1.0), OURS("cpu", enabled=enabled)
+    if not enabled:
+        scaler.scale(parameter.sum()).backward()
+        scaler.step(optimizer)
+        assert scaler.landed(optimizer)
+    with pytest.raises(KeyError, match=r"no step of this SGD.*disabled"):
+        _ = scaler.last_step[optimizer]
+
+
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.bfloat16, torch.float64])
 def test_gradients_of_other_dtypes(dtype: torch.dtype) -> None:
     """A complex, bfloat16 or float64 gradient is not unscaled, or its overflow missed."""
