@@ -171,6 +171,8 @@ def test_norms_as_torch_takes_them(enabled: bool) -> None:
         (lambda: AccumulationWindow(scaler(), optimizer(), key=3), "key of a scale must be a string"),  # type: ignore[arg-type]
         (lambda: amp_core.cached_casts(MODEL).invalidate(MODEL.weight), r"such as \[model\.weight\]"),
         (lambda: amp_core.materialize(MODEL, (torch.ones(2, 2),), dtype="bfloat16"), "must be a torch.dtype"),  # type: ignore[arg-type]
+        (lambda: amp_core.compare(lambda: None, "cpu", dtype="float16"), "must be a torch.dtype"),  # type: ignore[arg-type]
+        (lambda: amp_core.advise(lambda: None, "cpu", dtype="float16"), "must be a torch.dtype"),  # type: ignore[arg-type]
         (lambda: amp_core.materialize(MODEL, torch.ones(1, 2)), r"args= must be a tuple .* \(x,\)"),  # type: ignore[arg-type]
     ],
 )

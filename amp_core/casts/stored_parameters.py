@@ -24,7 +24,7 @@ def checked_optimizer(optimizer: object, storage: str, state_dtype: torch.dtype)
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"storage={storage!r} needs the optimizer, not {type(optimizer).__name__}.")
     if state_dtype not in (torch.float32, torch.bfloat16):
-        raise ValueError(f"state_dtype must be torch.float32 or torch.bfloat16, not {state_dtype}.")
+        raise ValueError(f"state_dtype must be torch.float32 or torch.bfloat16, not {state_dtype!r}.")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("LBFGS moves the weights several times within a step; it needs storage='fp32'.")
     refuse_wrapper(optimizer, "master_weights")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from amp_core._torch.tracing import without_torch_functions
 from amp_core.casts.shards import whole
-from amp_core.common.arguments import as_whole, device_type_of
+from amp_core.common.arguments import as_whole, check_dtype, device_type_of
 from amp_core.common.containers import tensors_in
 from amp_core.common.generators import seeded
 from amp_core.debugging.capture import Capture, Run
@@ -64,6 +64,8 @@ class Step:
         limit, seed = as_whole(limit, "limit", 1), as_whole(seed, "seed")
         if policy is not None:
             check_policy(policy)
+        if dtype is not None:
+            check_dtype(dtype, "dtype")
         self.device_type = device_type_of(device)
         backend = get_backend(self.device_type)
         self.dtype = backend.default_dtype() if dtype is None else dtype
