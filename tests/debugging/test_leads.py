@@ -179,6 +179,26 @@ def test_a_right_result_is_said_to_be_right(step):
     assert "none: the result is within the tolerance" in text
 
 
+def test_a_step_without_its_return_statement():
+    """A step that forgets to return the loss is judged by every op, and the report speaks of a result."""
+    model, x = nn.Linear(16, 4), torch.full((1, 16), 6e4)
+
+    def forgetful():
+        model(x).mean()
+
+    def complete():
+        return model(x).mean()
+
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+        model.bias.fill_(0.0)
+    text = str(amp_core.compare(forgetful, "cpu", dtype=FP16))
+    assert "fn returned no loss: each op counts as a result" in text
+    assert "first inf or NaN  linear in (Linear)" in text
+    assert "does not reach the result" not in text
+    assert "no loss" not in str(amp_core.compare(complete, "cpu", dtype=FP16))
+
+
 def test_progress(attention, step, capsys):
     """A search of a minute says nothing."""
     amp_core.advise(step(attention), "cpu", dtype=FP16, progress=True)
