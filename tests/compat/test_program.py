@@ -64,3 +64,12 @@ def test_what_a_program_does_at_its_end(form: str, tmp_path: Path) -> None:
         said.append(run.stdout)
     assert said[0].endswith(" __main__ True\nthread True 2\nexit True 2\n")
     assert said[1] == said[0]
+
+
+def test_a_program_that_is_not_there(tmp_path: Path) -> None:
+    """Who mistypes the name of a script gets a traceback through amp-core, as if it had a fault."""
+    command = [sys.executable, "-m", "amp_compat", "trian.py", "--epochs", "3"]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert run.returncode == 2
+    assert "there is no file 'trian.py'" in run.stderr
+    assert "Traceback" not in run.stderr
