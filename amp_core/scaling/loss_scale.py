@@ -31,6 +31,10 @@ _allocating = new_lock()
 _NO_SCALE = (
     "This may indicate your script did not use scaler.scale(loss or outputs) earlier in the iteration."
 )
+_NO_CHECKS = (
+    "No inf checks were recorded prior to update. No optimizer has stepped by this scaler since the last "
+    "update: call scaler.step(optimizer), not optimizer.step(), before update()."
+)
 _WITH_DIMENSIONS = (
     "output with shape [] doesn't match the broadcast shape {shape}: new_scale must be a number or a tensor "
     "without dimensions. Pass new_scale.reshape(())."
@@ -134,7 +138,7 @@ class LossScale:
         assert tracker is not None  # or `check` has raised
         flags = self.optimizer_states.found_infs()
         if not flags:  # no assert statement: Dynamo would make an operation of it
-            raise AssertionError("No inf checks were recorded prior to update.")
+            raise AssertionError(_NO_CHECKS)
         found_inf = combine(flags, scale.device)
         if self.hysteresis_left is None:  # code written for torch has set the other two
             self.hysteresis_left = self._new_hysteresis_left(scale.device)

@@ -401,6 +401,16 @@ def test_a_skip_of_a_fused_step_is_seen() -> None:
             assert scaler.last_step[optimizer].skipped
 
 
+def test_a_step_past_the_scaler() -> None:
+    """Who calls `optimizer.step()` by habit steps on scaled gradients, and the error does not say so."""
+    parameter = weight()
+    optimizer, scaler = torch.optim.SGD([parameter], lr=1.0), OURS("cpu")
+    scaler.scale(parameter.sum()).backward()
+    optimizer.step()
+    with pytest.raises(AssertionError, match=r"prior to update\. .*scaler\.step\(optimizer\), not optimizer"):
+        scaler.update()
+
+
 @pytest.mark.parametrize("enabled", [True, False])
 def test_an_optimizer_without_a_step_is_named(enabled: bool) -> None:
     """A loop that reads `last_step` with its scaler disabled gets a number for an error."""
