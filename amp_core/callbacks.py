@@ -16,6 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from amp_core.common.arguments import check_scaler
 from amp_core.common.extras import needing
 from amp_core.common.files import as_path
 from amp_core.common.text import json_value
@@ -57,8 +58,7 @@ class Listener(ABC):
             with JsonLines("steps.jsonl").listen(scaler):
                 train()
         """
-        if not hasattr(scaler, "register_step_hook"):
-            raise TypeError(f"listen() needs an amp_core.GradScaler, not {scaler!r}.")
+        check_scaler(scaler, "listen")
         with ExitStack() as handles:
             handles.callback(scaler.register_step_hook(self.amp_step).remove)
             handles.callback(scaler.register_scale_change_hook(self.amp_scale_change).remove)

@@ -227,6 +227,25 @@ def test_optimizers_are_numbered_per_scale_while_they_live() -> None:
     assert name() == "SGD"
 
 
+def test_what_cannot_be_held_back(parts: Any) -> None:
+    """Who swaps the arguments, or has torch's scaler, is told of an attribute, or only once training runs."""
+    scaler, model, optimizer = parts
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    average = torch.optim.swa_utils.AveragedModel(model)
+    calls: list[tuple[Any, str]] = [
+        (lambda: SkipAwareScheduler(scaler, scheduler), "then the scaler: GradScaler has no optimizer"),
+        (lambda: SkipAwareScheduler(optimizer, scaler), "then the scaler: SGD has no optimizer"),
+        (lambda: SkipAwareScheduler(scheduler, torch.amp.GradScaler("cpu")), "not torch.amp.grad_scaler"),
+        (lambda: SkipAwareAverage(scaler, average), "then the scaler: GradScaler has no update_parameters"),
+        (lambda: SkipAwareAverage(average, optimizer), "needs an amp_core.GradScaler, not torch.optim"),
+    ]
+    for call, words in calls:
+        with pytest.raises(TypeError, match=words):
+            call()
+    assert type(scheduler) is torch.optim.lr_scheduler.StepLR
+    assert type(average) is torch.optim.swa_utils.AveragedModel
+
+
 def test_a_scheduler_is_held_back(parts: Any) -> None:
     """The learning rate moves on skipped steps; torch warns of the order of calls besides."""
     scaler, model, optimizer = parts

@@ -26,6 +26,13 @@ def check_optimizer(value: object, function: str) -> None:
         raise TypeError(f"{function}() needs a torch.optim.Optimizer, not {named(value)}.")
 
 
+def check_scaler(value: object, function: str) -> None:
+    """Raise TypeError unless `value` is amp-core's scaler, whose steps can be followed."""
+    if isinstance(value, type) or not hasattr(value, "register_step_hook"):
+        kind = f"{type(value).__module__}.{type(value).__qualname__}"
+        raise TypeError(f"{function}() needs an amp_core.GradScaler, not {kind}.")
+
+
 def as_number(value: Any, name: str) -> Any:
     """Return `value` as torch's clipping takes it: as a float, or as a 0-dim tensor.
 

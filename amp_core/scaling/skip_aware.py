@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from typing import TYPE_CHECKING, Any
 
+from amp_core.common.arguments import check_scaler, named
 from amp_core.common.handle import Handle
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ class _SkipAware(Handle):
     """
 
     def __init__(self, target: Any, method: str, scaler: GradScaler, optimizer: Optimizer | None) -> None:
+        check_scaler(scaler, type(self).__name__)
         own = type(target)
         self._target, self._own = target, own
         self._scaler, self._optimizer = scaler, optimizer
@@ -57,6 +59,15 @@ class _SkipAware(Handle):
             self._target.__class__ = self._own
 
 
+def _check_target(target: object, names: tuple[str, ...], function: str) -> None:
+    missing = [name for name in names if not hasattr(target, name)]
+    if missing:
+        raise TypeError(
+            f"{function}() takes what it holds back, with {' and '.join(names)}, and then the scaler: "
+            f"{named(target)} has no {missing[0]}."
+        )
+
+
 class SkipAwareScheduler(_SkipAware):
     """Make the ``step`` of a learning-rate scheduler do nothing after a skipped optimizer step.
 
@@ -68,6 +79,9 @@ class SkipAwareScheduler(_SkipAware):
         scheduler: anything with ``step`` and ``optimizer``, as in ``torch.optim.lr_scheduler``.
         scaler: steps that optimizer. Until its first step, the scheduler works as usual.
 
+    Raises:
+        TypeError: an argument has the wrong type.
+
     Example::
 
         scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=1000)
@@ -77,6 +91,7 @@ class SkipAwareScheduler(_SkipAware):
     """
 
     def __init__(self, scheduler: Any, scaler: GradScaler) -> None:
+        _check_target(scheduler, ("step", "optimizer"), "SkipAwareScheduler")
         super().__init__(scheduler, "step", scaler, scheduler.optimizer)
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
@@ -95,6 +110,9 @@ class SkipAwareAverage(_SkipAware):
         scaler: steps the optimizers of the model.
         optimizer: whose steps count; by default, all that stepped since the update before must have landed.
 
+    Raises:
+        TypeError: an argument has the wrong type.
+
     Example::
 
         averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.999))
@@ -104,6 +122,7 @@ class SkipAwareAverage(_SkipAware):
     """
 
     def __init__(self, averaged: Any, scaler: GradScaler, optimizer: Optimizer | None = None) -> None:
+        _check_target(averaged, ("update_parameters",), "SkipAwareAverage")
         super().__init__(averaged, "update_parameters", scaler, optimizer)
 
     def update_parameters(self, model: Any) -> None:
