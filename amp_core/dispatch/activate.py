@@ -23,6 +23,7 @@ from amp_core.plugin import get_backend
 from amp_core.plugin.interface import Backend
 from amp_core.policy import OpPolicy, names
 from amp_core.policy import rules as r
+from amp_core.policy.changes import policy_of
 from amp_core.policy.native_rules import native_rules
 from amp_core.policy.recipes import OPS
 
@@ -239,7 +240,7 @@ def check_policy(policy: object) -> None:
     if not isinstance(policy, OpPolicy):
         other = is_of_another_copy(policy, OpPolicy)
         found = f"that of {ANOTHER_COPY}" if other else type(policy).__name__
-        raise PolicyError(f"policy= must be an OpPolicy, not {found}.")
+        raise PolicyError(f"policy= must be an OpPolicy, not {found}.{'' if other else policy_of(policy)}")
 
 
 def default_policy(backend: Backend) -> OpPolicy:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from amp_core.errors import PolicyError
@@ -23,6 +24,21 @@ def check_device_type(value: object) -> None:
         raise PolicyError(
             f"A policy is for one type of device, such as 'cuda' without an index, not for {value!r}."
         )
+
+
+def policy_of(value: object) -> str:
+    """Return how to make a policy of `value`, as the end of a message; empty if that is unknown."""
+    from amp_core.formats import Recipe
+
+    if hasattr(value, "policy"):  # advice, a plan
+        return " Pass its `policy`."
+    if isinstance(value, Recipe):
+        return " Make it a rule: OpPolicy.default(device_type).override({'linear': recipe})."
+    if isinstance(value, Mapping):
+        return " Change the device's policy: OpPolicy.default(device_type).override({'softmax': 'fp32'})."
+    if isinstance(value, (str, PathLike)):
+        return " OpPolicy.from_toml(path) reads a file; OpPolicy.float32(device_type) is all in float32."
+    return ""
 
 
 def resolve(changes: Mapping[OpName, str | Recipe]) -> dict[str, str]:

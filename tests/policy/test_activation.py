@@ -133,8 +133,24 @@ def test_a_policy_of_another_device() -> None:
         PolicyError, match=r"cannot apply to a region on 'cpu'; start from OpPolicy.default\('cpu'\)"
     ):
         activation(BACKEND, OpPolicy.default("cuda"))
-    with pytest.raises(PolicyError, match="must be an OpPolicy, not dict"):
-        activation(BACKEND, {"softmax": "fp32"})
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"softmax": "fp32"}, r"not dict\. Change the device's policy: .*override"),
+        (Path("policy.toml"), r"from_toml\(path\) reads a file"),
+        ("policy.toml", r"not str\. OpPolicy\.from_toml"),
+        (amp_core.Recipe.mxfp8(), r"not Recipe\. Make it a rule: .*'linear': recipe"),
+        (amp_core.PrecisionPlan(CPU), r"not PrecisionPlan\. Pass its `policy`"),
+        (amp_core.Advice(CPU, {}, None), r"not Advice\. Pass its `policy`"),
+        (3, r"not int\.$"),
+    ],
+)
+def test_what_is_no_policy(given: Any, words: str) -> None:
+    """Who passes the advice, a plan, a file or rules in place of a policy has to look up how to get one."""
+    with pytest.raises(PolicyError, match=words):
+        amp_core.autocast("cpu", policy=given)
 
 
 def imported_anew(name: str) -> Any:
