@@ -162,6 +162,16 @@ def test_each_handle_removes_its_own_part(first: int) -> None:
     assert model.bfloat16().get_buffer("angles").dtype is torch.bfloat16
 
 
+@pytest.mark.parametrize("attach", [name for name in ATTACH if name != "cached_casts"])
+def test_a_handle_serves_one_block(attach: str) -> None:
+    """A handle that was left has no effect in the next block: training goes on without its rules or guard."""
+    _, handle, _ = make(attach)
+    with handle:
+        pass
+    with pytest.raises(RuntimeError, match=r"entered before|were removed"), handle:
+        pass
+
+
 class Counter:
     """What a scheduler has."""
 

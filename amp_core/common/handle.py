@@ -9,13 +9,21 @@ from typing_extensions import Self
 
 
 class Handle(ABC):
-    """Something that `remove` undoes, and so does leaving it as a context."""
+    """Something that `remove` undoes, and so does leaving it as a context, which it is once."""
+
+    _entered = False
 
     @abstractmethod
     def remove(self) -> None:
         """Undo it. Calling it again has no effect."""
 
     def __enter__(self) -> Self:
+        if self._entered:
+            raise RuntimeError(
+                f"This {type(self).__name__} has been entered before, and the end of that block undoes it: "
+                f"it would have no effect in another one. Make a new one for each `with` block."
+            )
+        self._entered = True
         return self
 
     def __exit__(self, *_: object) -> None:
