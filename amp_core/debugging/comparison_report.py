@@ -103,13 +103,14 @@ def _facts(comparison: Comparison) -> dict[str, str]:
         "loss scale": "that of fn" if comparison.scales_itself else number(comparison.scale),
         "values compared": as_count(len(comparison.differences)),
     }
-    if comparison.loss is None:
-        del facts["loss"]
     if not comparison.ran_backward:
         facts["gradients"] = "no backward pass"
         if comparison.loss is None:
-            facts = {"loss": "fn returned no loss: each op counts as a result", **facts}
-    elif not comparison.at(PARAMETER):
+            facts["loss"] = "fn returned none: each op counts as a result"
+        return facts
+    if comparison.loss is None:
+        del facts["loss"]
+    if not comparison.at(PARAMETER):
         facts["gradients"] = "fn left none of a parameter"
     return facts
 

@@ -193,7 +193,7 @@ def test_a_step_without_its_return_statement():
         model.weight.fill_(1.0)
         model.bias.fill_(0.0)
     text = str(amp_core.compare(forgetful, "cpu", dtype=FP16))
-    assert "fn returned no loss: each op counts as a result" in text
+    assert "fn returned none: each op counts as a result" in text
     assert "first inf or NaN  linear in (Linear)" in text
     assert "does not reach the result" not in text
     assert "no loss" not in str(amp_core.compare(complete, "cpu", dtype=FP16))
