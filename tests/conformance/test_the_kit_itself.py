@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
+import multiprocessing
 import os
+import signal
 import subprocess
 import sys
+import warnings
 import xml.etree.ElementTree as ET
 
 import pytest
+import torch
 
 from amp_core import AmpError
 from amp_core.cli import main
 from amp_core.kernels import Portable
 from amp_core.policy import OpPolicy
 from amp_core.testing import BackendConformance, BackendFixtures, Loopback, check
+
+
+class Host(BackendFixtures):
+    device_type = "cpu"
 
 
 class Wrong(Portable):
@@ -186,6 +195,49 @@ def test_an_interrupted_run_is_no_verdict(tmp_path, monkeypatch, capsys):
     assert out == ""
     assert err.endswith("\r\x1b[Kamp: interrupted\n")  # not behind the name of a check
     assert not report.exists()
+
+
+FILL = torch.utils.deterministic
+
+
+def _ignore_children():
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    return lambda: signal.signal(signal.SIGCHLD, before)
+
+
+def _patched(owner, name, value):
+    def change():
+        patch = pytest.MonkeyPatch()
+        patch.setattr(owner, name, value)
+        return patch.undo
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("the handlers of signals", _ignore_children),
+        ("the standard streams", _patched(sys, "stderr", io.StringIO())),
+        ("the display of warnings", _patched(warnings, "showwarning", print)),
+        ("the hooks for errors", _patched(sys, "unraisablehook", print)),
+        ("how processes start", _patched(multiprocessing, "get_start_method", lambda **_: "spawn")),
+        ("the filling of empty tensors", _patched(FILL, "fill_uninitialized_memory", False)),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_a_plugin_may_not_change_is_watched(name, change):
+    """A backend that breaks `DataLoader`, or hides the errors of a program, would pass."""
+    from amp_core.testing.suite.settings import settings
+
+    (setting,) = [setting for setting in settings(Host()) if setting.name == name]
+    before = setting.read()
+    undo = change()
+    try:
+        assert setting.read() != before
+    finally:
+        undo()
+    assert setting.read() == before
 
 
 def test_a_known_failure_is_excused_by_name_and_only_while_it_fails():

@@ -17,7 +17,7 @@ FILES = {
     path.stem: runpy.run_path(str(path)) for path in sorted(Path(__file__).with_name("wrong").glob("*.py"))
 }
 WRONG = {name: cls for names in FILES.values() for name, cls in names.items() if hasattr(cls, "fails")}
-UNDO = FILES["backend"]["UNDO"]
+UNDO = [names["UNDO"] for names in FILES.values() if "UNDO" in names]
 
 
 def areas_of(checks):
@@ -41,8 +41,9 @@ def _process_as_it_was():
 
     before = [(setting, setting.read()) for setting in settings(Host())]
     yield
-    while UNDO:  # first, as the end of inference mode restores autocast
-        UNDO.pop()()
+    for steps in UNDO:  # first, as the end of inference mode restores autocast
+        while steps:
+            steps.pop()()
     for setting, value in before:
         setting.write(value)
 

@@ -19,7 +19,8 @@ from amp_core.states.loss_scale import LossScaleSchedule, ScaleState
 from amp_core.testing.suite import data
 from amp_core.testing.suite import tensors as space
 from amp_core.testing.suite.judge import Judge
-from amp_core.testing.suite.settings import PROCESS_WIDE, Setting, change, settings
+from amp_core.testing.suite.settings import PROCESS_WIDE, change, settings
+from amp_core.testing.suite.settings_of_python import Setting
 from amp_core.testing.suite.threads import Judged, interleave
 
 

@@ -10,11 +10,13 @@ import threading
 
 import numpy as np
 import torch
+from torch.overrides import TorchFunctionMode
 
 from amp_core.kernels import Portable
 from amp_core.testing import Loopback
 
 STATE = ("hooks_leave_torchs_state_as_it_was",)
+UNDO = []
 
 
 class SetsTheLevelOfTheRootLogger(Portable):
@@ -88,3 +90,36 @@ class LetsNumpyRaise(Portable):
     def cast(self, tensors, dtype, out=None):
         np.seterr(over="raise")
         return super().cast(tensors, dtype, out)
+
+
+class ShortensWhatTorchPrints(Portable):
+    fails = STATE
+
+    def grad_stats(self, grads, norm_type=2.0):
+        if not UNDO:
+            UNDO.append(lambda: torch.set_printoptions(profile="default"))
+            torch.set_printoptions(precision=2)
+        return super().grad_stats(grads, norm_type)
+
+
+class LeavesAFunctionModeOn(Portable):
+    fails = STATE
+
+    class Mode(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    def update_scale_(self, state, found_inf, schedule):
+        if not UNDO:
+            mode = self.Mode()
+            UNDO.append(lambda: mode.__exit__(None, None, None))
+            mode.__enter__()
+        super().update_scale_(state, found_inf, schedule)
+
+
+class RunsBackwardPassesInOneThread(Loopback):
+    fails = STATE
+
+    def availability(self):
+        torch.autograd.set_multithreading_enabled(False)
+        return super().availability()
