@@ -76,10 +76,11 @@ class Portable(Kernels):
     def _grad_stats(self, grads: Sequence[Tensor], order: float, dtype: torch.dtype) -> GradStats:
         real = [_real(_without_signs(g.detach())) for g in grads]
         norms = torch.stack(self._norms([self._moduli(g, order) for g in grads], order))
-        # One pass gives both, unless a sum over finite elements can overflow float64.
-        shows_nonfinite = math.isinf(order) or (
-            dtype is torch.float32 and 1.0 <= order <= 7.0 and self._has_float64
-        )
+        # One pass gives both, unless a sum over finite elements, or the modulus of one, can overflow.
+        if math.isinf(order):
+            shows_nonfinite = not any(g.is_complex() and not self._widens(g) for g in grads)
+        else:
+            shows_nonfinite = dtype is torch.float32 and 1.0 <= order <= 7.0 and self._has_float64
         bad = (~finite(norms if shows_nonfinite else torch.stack(self._bounds(real)))).float()
         total = self._norms([norms], order)[0]
         return GradStats(total.to(dtype), norms.to(dtype), bad, bad.amax())
@@ -124,7 +125,11 @@ class Portable(Kernels):
         grad = grad.detach()
         if not grad.is_complex() or order == 2.0:
             return _real(_without_signs(grad))
-        return (grad.to(torch.complex128) if self._has_float64 else grad).abs()
+        return (grad.to(torch.complex128) if self._widens(grad) else grad).abs()
+
+    def _widens(self, grad: Tensor) -> bool:
+        """Whether the moduli of a complex `grad` are computed in a dtype in which none overflows."""
+        return self._has_float64 and grad.dtype is not torch.complex128
 
     def _norms(self, tensors: list[Tensor], order: float) -> list[Tensor]:
         """Return the norm of each tensor in float64, which can represent all required powers of a float32."""

@@ -113,6 +113,17 @@ def test_large_and_small_elements(kernels: Kernels, order: float) -> None:
 
 
 @each_kernel
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_modulus_that_overflows_sets_no_flag(kernels: Kernels, order: float) -> None:
+    """A step is skipped, and the scale lowered, for gradients that are all finite."""
+    for dtype in (torch.complex64, torch.complex128):
+        top = torch.finfo(dtype).max
+        measured = kernels.grad_stats([torch.full((3,), complex(top, -top), dtype=dtype)], order)
+        assert measured.nonfinite.tolist() == [0.0]
+        assert measured.found_inf.item() == 0.0
+
+
+@each_kernel
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_scale(kernels: Kernels, dtype: torch.dtype) -> None:
     """A product is rounded twice or with a rounded factor, a stride is overlooked, or no version moves."""
